@@ -42,15 +42,10 @@ def build(names: list[str], everything: bool = False) -> None:
 def execute(notebook: Notebook) -> Notebook:
     """Run all cells in a fresh kernel of this Python, and keep their outputs in the notebook."""
     client = NotebookClient(
-        notebook,
-        timeout=CELL_LIMIT_S,
-        kernel_name="python3",
-        record_timing=False,
-        store_widget_state=False,
-        coalesce_streams=True,
-        extra_arguments=["--log-level=ERROR"],
+        notebook, timeout=CELL_LIMIT_S, kernel_name="python3", record_timing=False,
+        store_widget_state=False, coalesce_streams=True, extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(NOTEBOOKS)}},
-    )
+    )  # fmt: skip
     client.execute()
     notebook.metadata.language_info = {"name": "python"}  # not this machine's versions
     for cell in notebook.cells:
@@ -79,10 +74,7 @@ def out_of_step(lab: Path) -> list[str]:
     """One sentence for each edition of `lab` that differs from its source. Outputs are not
     compared: they hold times and process numbers."""
     problems = []
-    for path, fresh in [
-        (student_path(lab), student(lab)),
-        (solved_path(lab), solved(lab)),
-    ]:
+    for path, fresh in ((student_path(lab), student(lab)), (solved_path(lab), solved(lab))):
         where = path.relative_to(NOTEBOOKS.parent).as_posix()
         if not path.exists():
             problems.append(f"{where} is missing: run `make notebooks`")

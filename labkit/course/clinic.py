@@ -97,30 +97,23 @@ def clinic(
     guesses. Raises CheckFailed for a missing or unknown guess, or one without a program.
     """
     if guesses is not None:
-        _all_guessed([program.__name__ for program in programs], guesses)
+        _validate_guesses([program.__name__ for program in programs], guesses)
     guesses = guesses or {}
     with redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(programs) or 1) as together:
         found = list(together.map(lambda program: examine(program, size), programs))
     return Clinic([Finding(*one, guess=guesses.get(one[0], "")) for one in found])
 
 
-def _all_guessed(names: list[str], guesses: Mapping[str, Any]) -> None:
-    for name in guesses:
-        if name not in names:
-            raise CheckFailed(f"no program is called {name!r}.", expected=", ".join(names))
+def _validate_guesses(names: list[str], guesses: Mapping[str, Any]) -> None:
+    endings, hint = " or ".join(ENDINGS), "What does plain torch do? Guess first, then look."
+    if unknown := [name for name in guesses if name not in names]:
+        raise CheckFailed(f"no program is called {unknown[0]!r}.", expected=", ".join(names))
     if missing := [name for name in names if guesses.get(name, ...) is ...]:
-        raise CheckFailed(
-            f"no guess yet for {', '.join(missing)}.",
-            expected=" or ".join(ENDINGS),
-            hint="What does plain torch do? Guess first, then look. A wrong guess costs nothing.",
-        )
+        sentence = f"no guess yet for {', '.join(missing)}."
+        raise CheckFailed(sentence, endings, hint=f"{hint} A wrong guess costs nothing.")
     for name, guess in guesses.items():
         if guess not in ENDINGS:
-            raise CheckFailed(
-                f"your guess for {name} is {guess!r}.",
-                expected=" or ".join(ENDINGS),
-                hint="What does plain torch do? Guess first, then look.",
-            )
+            raise CheckFailed(f"your guess for {name} is {guess!r}.", endings, hint=hint)
 
 
 def examine(program: Program, size: int) -> tuple[str, str, list[str], str]:

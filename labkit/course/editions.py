@@ -129,20 +129,19 @@ def exercises(lab: str) -> dict[str, Any]:
 
 def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
     """What nbgrader wants to know: cells that a student fills, and cells that give points."""
+    facts: dict[str, Any] = {"grade": False, "solution": False, "locked": True}
     if BEGIN in text:
         words = re.search(r"^(?:def|class) (\w+)|^(\w+) = ", text, re.MULTILINE)
         name = "-".join(filter(None, words.groups())) if words else "cell"
-        facts: dict[str, Any] = {"grade": False, "solution": True, "locked": False}
-        return facts | {"grade_id": f"{lab}-{name}", "schema_version": 3, "task": False}
-    if re.search(rf"^from labkit\.labs\.lab_{lab} import checks as check$", text, re.MULTILINE):
-        facts = {"grade": False, "solution": False, "locked": True}  # what gives the points
-        return facts | {"grade_id": f"{lab}-imports", "schema_version": 3, "task": False}
-    name = checked(text) or ""
-    if name not in exercises(lab):
+        facts |= {"solution": True, "locked": False}
+    elif re.search(rf"^from labkit\.labs\.lab_{lab} import checks as check$", text, re.MULTILINE):
+        name = "imports"  # what gives the points
+    elif (check := checked(text)) in exercises(lab):
+        name = f"{check}-check"
+        facts |= {"grade": True, "points": exercises(lab)[check].points}
+    else:
         return None
-    points = exercises(lab)[name].points
-    facts = {"grade": True, "solution": False, "locked": True, "points": points}
-    return facts | {"grade_id": f"{lab}-{name}-check", "schema_version": 3, "task": False}
+    return facts | {"grade_id": f"{lab}-{name}", "schema_version": 3, "task": False}
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -73,19 +73,16 @@ def equal(
     is left out where the value has another type.
     """
     assert len(found) == len(expected), "one value per rank"
-    for rank, (its, right) in enumerate(zip(found, expected)):
-        if its is None and right is not None:
-            fail(
-                f"rank {rank} {what} None.",
-                expected=brief(right),
-                hint="Does the function end with a return?" if what == "returned" else hint,
-            )
-        if problem := difference(its, right, within):
+    for rank, (value, right) in enumerate(zip(found, expected)):
+        if value is None and right is not None:
+            no_return = "Does the function end with a return?" if what == "returned" else hint
+            fail(f"rank {rank} {what} None.", expected=brief(right), hint=no_return)
+        if problem := difference(value, right, within):
             fail(
                 f"rank {rank} {what} {problem}.",
                 expected=f"{brief(right)} on rank {rank}",
-                found=brief(its),
-                hint=hint if _same_sort(its, right) else "",
+                found=brief(value),
+                hint=hint if _same_sort(value, right) else "",
             )
 
 
@@ -145,13 +142,13 @@ def difference(found: Any, right: Any, within: float) -> str:
                 return whole if short else f"{problem} (at place {i})"
         return ""
     found = plain(found)
-    numbers = isinstance(right, (int, float)) and not isinstance(right, bool)
-    if numbers and not isinstance(found, (int, float)):
-        return f"{kind(found)}, but a number is right"
-    close = not numbers and found == right
-    if numbers:
+    if isinstance(right, (int, float)) and not isinstance(right, bool):
+        if not isinstance(found, (int, float)):
+            return f"{kind(found)}, but a number is right"
         exact = isinstance(right, int) and isinstance(found, int)
         close = found == right if exact else abs(found - right) <= within * max(1, abs(right))
+    else:
+        close = found == right
     return "" if close else f"{brief(found)}, but {brief(right)} is right"
 
 

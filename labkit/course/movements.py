@@ -103,8 +103,8 @@ def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
 def only_to_the_right(ran: Ran) -> None:
     """Fails where a rank sends to another than the next one."""
     size = len(ran.events)
-    for rank, its in enumerate(ran.events):
-        for event in its:
+    for rank, events in enumerate(ran.events):
+        for event in events:
             if event.op == "send" and event.peer != (rank + 1) % size:
                 fail(
                     f"rank {rank} of {size} sends to rank {event.peer}.",
@@ -115,11 +115,11 @@ def only_to_the_right(ran: Ran) -> None:
 
 def each_sends(ran: Ran, collective: str, right: list[int], words: str) -> None:
     """Fails where a rank does not send `right` bytes; `words` say why it should."""
-    for rank, (sent_bytes, its) in enumerate(zip(ran.sent_bytes, right)):
-        if sent_bytes != its:
+    for rank, (sent_bytes, right_bytes) in enumerate(zip(ran.sent_bytes, right)):
+        if sent_bytes != right_bytes:
             fail(
                 f"rank {rank} of {len(right)} sends {sent_bytes:,} bytes.",
-                expected=f"{its:,} bytes: {words}",
+                expected=f"{right_bytes:,} bytes: {words}",
                 hint=PICTURE.format(collective=collective),
             )
 

@@ -42,17 +42,17 @@ class Ran:
     @property
     def sent_bytes(self) -> list[int]:
         """Bytes that each rank sends (`bus_bytes`: the same on every transport)."""
-        return [sum(event.bus_bytes for event in its) for its in self.events]
+        return [sum(event.bus_bytes for event in events) for events in self.events]
 
     @property
     def wire_bytes(self) -> list[int]:
         """Bytes that each rank put on its wire: in a broadcast, not every rank sends."""
-        return [sum(event.wire_bytes for event in its) for its in self.events]
+        return [sum(event.wire_bytes for event in events) for events in self.events]
 
     @property
     def ops(self) -> list[list[str]]:
         """Names of the operations: ["send", "recv", "all_reduce"]."""
-        return [[event.op.split("(")[0] for event in its] for its in self.events]
+        return [[event.op.split("(")[0] for event in events] for events in self.events]
 
 
 def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
@@ -64,8 +64,8 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
     with _limited(size) as world:
         results = world.run(_one_rank, play, args)
     values, events, peaks = zip(*results)
-    for rank, its in enumerate(events):
-        if forgotten := [event for event in its if not event.ended_s]:
+    for rank, of_rank in enumerate(events):
+        if forgotten := [event for event in of_rank if not event.ended_s]:
             world.restart()  # a message may still be in flight, and must not reach the next check
             raise _not_waited_for(rank, forgotten[0])
     return Ran(list(values), list(events), list(peaks))

@@ -18,7 +18,7 @@ from labkit import Comm, RankError, World
 from labkit.runtime.launch import ForkServer
 from provoke import alive, driver, gone, interrupted, until
 
-WORLDS = int(os.environ.get("LABKIT_SOAK_WORLDS", "70"))
+WORLDS = int(os.environ.get("LABKIT_SOAK_WORLDS", "200"))
 SEED = int(os.environ.get("LABKIT_SOAK_SEED", "0"))
 
 
@@ -196,7 +196,7 @@ class Soak:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_worlds_with_faults_leave_no_process_descriptor_thread_or_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

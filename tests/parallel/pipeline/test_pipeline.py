@@ -207,10 +207,10 @@ def test_split_by_cost_makes_the_dearest_stage_cheap() -> None:
 
 
 def test_measured_costs_see_a_dear_layer() -> None:
-    stages = [PacedStage(0.0), PacedStage(0.004), PacedStage(0.0)]
+    stages = [PacedStage(0.0), PacedStage(0.05), PacedStage(0.0)]
     x = torch.ones(2, 8)
     costs = measure_costs(stages, x)
-    assert costs[1] > 5 * max(costs[0], costs[2]) and costs[1] >= 0.012
+    assert costs[1] > 3 * max(costs[0], costs[2])  # the least of three turns, in one of 150 ms
     assert all(p.grad is None for one in stages for p in one.parameters())
     assert [len(part.layers) for part in split(stages, 2, [1, 9, 1])] in ([2, 1], [1, 2])  # type: ignore[arg-type,operator]
     assert list(layers_of(cases.gpt(1))) == ["embed", "blocks.0", "norm", "head"]

@@ -108,7 +108,7 @@ def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Repo
 def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> Result:
     """Put the ranks' reports together and look for what must not be."""
     first, size = reports[0], len(reports)
-    losses = [fmean(parts) for parts in zip(*(report.losses for report in reports))]
+    losses = [sum(parts) / len(parts) for parts in zip(*(report.losses for report in reports))]
     means = {
         name: fmean(getattr(report.measured, name) for report in reports)
         for name in Footprint.__dataclass_fields__

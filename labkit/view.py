@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from rich.filesize import decimal
 from rich.table import Table
@@ -74,7 +74,8 @@ def _what(trace: Trace) -> Rows:
     losses = [(x["step"], x["loss"]) for x in trace.metrics if {"step", "loss"} <= x.keys()]
     if losses:
         ends = (min(losses)[0], max(losses)[0])
-        first, last = (fmean(loss for step, loss in losses if step == end) for end in ends)
+        of_ends = [[loss for step, loss in losses if step == end] for end in ends]
+        first, last = (sum(own) / len(own) for own in of_ends)  # fmean refuses inf - inf
         rows.append(("loss", f"{first:.4f} -> {last:.4f}, mean of the ranks"))
     return rows
 

@@ -70,7 +70,10 @@ def run(
             console.print(f"{world.picked}")
             with recorded():
                 reports = world.run(train, strategy, task, keep_weights=False)
-    first_loss, last_loss = (fmean(report.losses[i] for report in reports) for i in (0, -1))
+    first_loss, last_loss = (
+        sum(report.losses[i] for report in reports) / len(reports)  # fmean refuses inf - inf
+        for i in (0, -1)
+    )
     sent_bytes = fmean(report.measured.bus_bytes for report in reports)
     size = len(reports)
     console.print(

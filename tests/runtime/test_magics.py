@@ -305,14 +305,12 @@ def test_an_error_in_a_notebook_shows_the_cells_own_lines(kernel: Kernel) -> Non
 
 @pytest.mark.slow
 def test_an_error_of_a_function_names_its_cell_as_the_notebook_does(kernel: Kernel) -> None:
-    outputs = kernel.messages(
-        kernel.begin(
-            "from labkit import Comm, World\n"
-            "def fails():\n    raise ValueError('from a cell')  # its line\n\n"
-            "def hangs():\n    if Comm().rank:\n        Comm().barrier()  # where it hangs"
-        )
+    kernel.run(
+        "from labkit import Comm, World\n"
+        "def fails():\n    raise ValueError('from a cell')  # its line\n\n"
+        "def hangs():\n    if Comm().rank:\n        Comm().barrier()  # where it hangs"
     )
-    (number,) = {message["content"]["execution_count"] for message in outputs}
+    number = int(text_of(kernel.run("get_ipython().execution_count"), "execute_result")) - 1
     text = text_of(kernel.run("with World(2) as w:\n    w.run(fails)"), "error")
     assert "raise ValueError('from a cell')  # its line" in text
     assert f"Cell In[{number}], line 3, in fails" in text

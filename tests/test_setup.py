@@ -273,7 +273,7 @@ def test_ci_runs_lint_types_and_every_test():
 def test_the_timeout_needs_no_plugin():
     """`make test-here` runs where pytest-timeout and nbval are missing."""
     settings = tomllib.loads(read("pyproject.toml"))["tool"]["pytest"]["ini_options"]
-    assert settings["timeout"] == 300
+    assert settings["timeout"] == 120
     assert not re.search(r"timeout|nbval|-n\b|xdist", settings["addopts"])
 
 

@@ -24,8 +24,8 @@ from labkit.runtime.world import World
 from labkit.trace.movement import Movement
 from labkit.trace.recording import watch_collective
 
-WAIT_S = 2.0  # a rank that waits longer for another hangs
-LIMIT_S = 10.0  # of a whole call
+WAIT_S = 5.0  # a rank that waits longer for one that still computes hangs; a deadlock shows at once
+LIMIT_S = 20.0  # of a whole call
 LIBRARIES = (Path(labkit.__file__).parent, Path(torch.__file__).parent, *FOLDERS.values())
 
 _worlds: dict[int, World] = {}
@@ -91,7 +91,7 @@ def _limited(size: int) -> Iterator[World]:
 
 
 def warm(size: int, play: Callable[[], Any]) -> list[Any]:
-    """Call `play()` on the ranks, without a time limit: for what is slow the first time and is no
+    """Call `play()` on the ranks, without LIMIT_S: for what is slow the first time and is no
     student's answer. Returns one value per rank."""
     return _world(size).run(play)
 

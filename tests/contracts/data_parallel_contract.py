@@ -18,7 +18,7 @@ from labkit.holdings import Footprint
 from labkit.parallel.common.held import held
 
 CONTRACT_SIZES = (1, 2, 3, 4)
-STEPS, ROWS, LENGTH = 6, 7, 16  # 7 rows are uneven on 2, 3 and 4 ranks; the last step has 3
+STEPS, ROWS, LENGTH = 10, 7, 16  # 7 rows are uneven on 2, 3 and 4 ranks; the last step has 3
 AGREE = 1e-10
 
 

@@ -164,6 +164,7 @@ def test_the_solved_edition_has_outputs_and_no_trace_of_its_machine(lab: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @each_lab
 def test_the_solved_edition_runs_as_it_is_shown(lab: Path):
     """nbval runs every cell, and compares the outputs of those tagged nbval-check-output."""

@@ -27,21 +27,25 @@ def held_to_one_process(world: World, some: list[Case]) -> None:
         cases.check(case, list(seen))
 
 
-@pytest.mark.parametrize("together", [2, 3])
-def test_the_covering_part_has_every_combination(together: int) -> None:
-    every = set().union(*(cases.choices(case, together) for case in cases.every_case()))
-    chosen = cases.covering(together)
-    assert set().union(*(cases.choices(case, together) for case in chosen)) == every
-    assert len(chosen) < len(cases.every_case()) / 2
+def test_the_covering_part_has_every_pair_of_choices() -> None:
+    every = set().union(*map(cases.pairs_of, cases.every_case()))
+    chosen = cases.covering()
+    assert set().union(*map(cases.pairs_of, chosen)) == every
+    assert len(chosen) < len(cases.every_case()) / 8
 
 
 def test_every_pair_of_choices_trains_as_one_process(eight: World) -> None:
-    held_to_one_process(eight, cases.covering(2))
+    held_to_one_process(eight, cases.covering())
+
+
+MESHES = sorted({(case.pp, case.dp, case.tp) for case in cases.every_case()})
 
 
 @pytest.mark.slow
-def test_every_three_choices_train_as_one_process(eight: World) -> None:
-    held_to_one_process(eight, cases.covering(3))
+@pytest.mark.parametrize(("pp", "dp", "tp"), MESHES, ids=str)
+def test_the_whole_grid_trains_as_one_process(eight: World, pp: int, dp: int, tp: int) -> None:
+    some = [case for case in cases.every_case() if (case.pp, case.dp, case.tp) == (pp, dp, tp)]
+    held_to_one_process(eight, some)
 
 
 @pytest.mark.slow

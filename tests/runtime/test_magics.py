@@ -184,37 +184,33 @@ class Kernel:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
 
-    def begin(self, code: str, within_s: float = 60) -> str:
+    def begin(self, code: str) -> str:
         """Start a cell. Returns once the kernel executes it: earlier, an interrupt is ignored."""
         request: str = self.client.execute(code)
-        end_s = time.monotonic() + within_s
-        while time.monotonic() < end_s:
-            try:
-                message = self.client.get_iopub_msg(timeout=1)
-            except queue.Empty:
-                continue
-            of_request = message["parent_header"].get("msg_id") == request
-            if of_request and message["msg_type"] == "execute_input":
+        for message in self._received(request, 60):
+            if message["msg_type"] == "execute_input":
                 self.cell_number: int = message["content"]["execution_count"]
-                return request
-        raise AssertionError("the cell does not begin")
+                break
+        return request
 
     def messages(self, request: str, within_s: float = 60) -> Iterator[dict[str, Any]]:
         """What the cell of `request` puts out, until it is done."""
+        for message in self._received(request, within_s):
+            if message["msg_type"] != "status":
+                yield message
+            elif message["content"]["execution_state"] == "idle":
+                return
+
+    def _received(self, request: str, within_s: float) -> Iterator[dict[str, Any]]:
         end_s = time.monotonic() + within_s
         while time.monotonic() < end_s:
             try:
                 message = self.client.get_iopub_msg(timeout=1)
             except queue.Empty:
                 continue
-            if message["parent_header"].get("msg_id") != request:
-                continue
-            if message["msg_type"] == "status":
-                if message["content"]["execution_state"] == "idle":
-                    return
-            else:
+            if message["parent_header"].get("msg_id") == request:
                 yield message
-        raise AssertionError("the cell does not end")
+        raise AssertionError(f"the cell has not come so far in {within_s} s")
 
     def run(self, code: str) -> list[tuple[str, str]]:
         """Kind and text of all that a cell puts out."""

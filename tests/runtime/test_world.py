@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import psutil
@@ -857,8 +858,8 @@ def test_a_rank_keeps_the_memory_that_a_step_has_freed(world2: World) -> None:
 
     first, *later = [world2.run(pages_of_a_step) for _ in range(8)]
     assert all(page_count > 10_000 for page_count in first)
-    # The fewest of each rank: other work of the process may fall into one step.
-    assert all(min(counts) < 1000 for counts in zip(*later, strict=True))
+    # The median of each rank: other work of the process may fall into a step.
+    assert all(median(counts) < 1000 for counts in zip(*later, strict=True))
 
 
 def test_later_ranks_have_what_an_optimizer_imports() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 
@@ -21,10 +22,13 @@ class Custom(nn.Module):
 
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> float:
-    """The largest, over tensors of the same names."""
+    """The largest, over tensors of the same names, shapes and dtypes; NaN where one has a NaN."""
     assert found.keys() == expected.keys()
-    pairs = [(found[name], x) for name, x in expected.items() if x.numel()]
-    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
+    apart = [torch.zeros((), dtype=torch.float64)]
+    for name, x in expected.items():
+        assert found[name].shape == x.shape and found[name].dtype == x.dtype, name
+        apart.append((found[name].detach() - x.detach()).abs().double().flatten())
+    return torch.hstack(apart).max().item()  # of tensors: Python's max passes over a NaN
 
 
 def refused(call: Callable[[], Any], *words: str, error: Any = ValueError) -> str:

@@ -344,19 +344,19 @@ def every_case() -> list[Case]:
 FACTORS = ("pp", "dp", "tp", "sharder", "sequence", "recompute", "mixed")
 
 
-def choices(case: Case, together: int) -> set[Any]:
-    """All sets of so many of its choices."""
-    return set(combinations([(name, getattr(case, name)) for name in FACTORS], together))
+def pairs_of(case: Case) -> set[Any]:
+    """All pairs of its choices."""
+    return set(combinations([(name, getattr(case, name)) for name in FACTORS], 2))
 
 
-def covering(together: int) -> list[Case]:
-    """A few of all cases in which each `together` choices are found that are in any: greedily, and
-    of equals the one on fewest ranks."""
-    every = {case: choices(case, together) for case in every_case()}
-    missing: set[Any] = set().union(*every.values())
+def covering() -> list[Case]:
+    """A few of all cases in which each pair of choices is found that is in any: greedily, and of
+    equals the one on fewest ranks."""
+    every = every_case()
+    missing: set[Any] = set().union(*map(pairs_of, every))
     chosen = []
     while missing:
-        best = max(every, key=lambda case: (len(every[case] & missing), -case.ranks))
+        best = max(every, key=lambda case: (len(pairs_of(case) & missing), -case.ranks))
         chosen.append(best)
-        missing -= every[best]
+        missing -= pairs_of(best)
     return chosen

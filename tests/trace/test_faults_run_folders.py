@@ -306,6 +306,7 @@ def test_notes_in_run_json_that_cannot_be_computed_with_are_left_out(recorded: P
         file.write_text(whole)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("first", "count"), [(5000, 30), pytest.param(0, 1000, marks=pytest.mark.slow)]
 )
@@ -316,6 +317,7 @@ def test_damaged_runs_are_read_or_refused(recorded: Path, first: int, count: int
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -> None:
     for seed in range(7000, 7008):
         chance, folder = Random(seed), tmp_path / f"run{seed}"
@@ -334,6 +336,7 @@ def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -
         assert outside.read_text() == SECRET
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 25), pytest.param(1000, 500, marks=pytest.mark.slow)]
 )

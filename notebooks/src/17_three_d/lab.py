@@ -360,8 +360,8 @@ def compared(ran):
     """Whether a run has the losses, norms and weights of one process."""
     of_last = [losses for losses, *_ in ran if losses[0] is not None]
     mean = torch.stack([torch.stack(losses) for losses in of_last]).mean(0)
-    furthest = max(float((ran[0][-1][k] - x).abs().max()) for k, x in alone_weights.items())
-    same = torch.allclose(mean, alone_losses, rtol=1e-10) and furthest < 1e-10
+    apart = [(ran[0][-1][k] - x).abs().max() for k, x in alone_weights.items()]
+    same = torch.allclose(mean, alone_losses, rtol=1e-10) and all(off < 1e-10 for off in apart)
     return same and torch.allclose(torch.tensor(ran[5][1]), torch.tensor(alone_norms))
 
 

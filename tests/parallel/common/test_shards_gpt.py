@@ -96,7 +96,7 @@ def test_harder_models_too(world4: World, changes: dict[str, Any], recompute: bo
 
     weights, expected = alone(3, **changes)
     assert min(expected) > MAX_NORM  # each step is clipped
-    assert max(world4.run(run)) < AGREE
+    assert all(off < AGREE for off in world4.run(run))
 
 
 @pytest.mark.parametrize("how", ["bf16", "autocast"])
@@ -143,4 +143,4 @@ def test_a_checkpoint_goes_on_in_other_layouts_and_in_a_plain_model(
     train(plain, optimizer, None, LATE)
     assert difference(plain.state_dict(), weights) < AGREE
     for other in (("plain", {"dp": 1, "tp": 4}, False), ("zero-3", {"dp": 2, "tp": 2}, True)):
-        assert max(world4.run(go_on, *other)) < AGREE
+        assert all(off < AGREE for off in world4.run(go_on, *other))

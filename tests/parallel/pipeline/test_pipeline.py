@@ -120,7 +120,7 @@ def test_bf16_travels_as_bf16() -> None:
     assert sizes == {2 * 2 * 3 * 2} and {p.dtype for p in pipe.parameters()} == {x.dtype}
     wanted = dict(whole.named_parameters())
     grads = [(p.grad, wanted[name].grad) for name, p in pipe.module.named_parameters()]
-    assert max(((a - b).norm() / b.norm()).item() for a, b in grads) < 0.03
+    assert all((a - b).norm() < 0.03 * b.norm() for a, b in grads)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
@@ -210,7 +210,7 @@ def test_measured_costs_see_a_dear_layer() -> None:
     stages = [PacedStage(0.0), PacedStage(0.05), PacedStage(0.0)]
     x = torch.ones(2, 8)
     costs = measure_costs(stages, x)
-    assert costs[1] > 3 * max(costs[0], costs[2])  # the least of three turns, in one of 150 ms
+    assert costs[1] > 5 * max(costs[0], costs[2]) and costs[1] >= 0.15
     assert all(p.grad is None for one in stages for p in one.parameters())
     assert [len(part.layers) for part in split(stages, 2, [1, 9, 1])] in ([2, 1], [1, 2])  # type: ignore[arg-type,operator]
     assert list(layers_of(cases.gpt(1))) == ["embed", "blocks.0", "norm", "head"]

@@ -228,7 +228,7 @@ def _learn_bpe(content: str, vocab: int) -> _Pieces:
 def _read(path: Path) -> str:
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {path}; check the path")
-    if path.is_file():
+    if not path.is_dir():  # a file, or a pipe
         return _decode(path)
     paths = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     names = sorted(x.as_posix() for x in paths if not any(part[0] == "." for part in x.parts))

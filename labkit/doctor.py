@@ -133,12 +133,13 @@ def _hardware(found: Findings) -> None:
     folder = tempfile.gettempdir()
     free_gb = shutil.disk_usage(folder).free / 1e9
     found.add("machine", "temporary files", f"{folder}, {free_gb:.0f} GB free")
-    if not torch.cuda.is_available():
+    usable = torch.cuda.is_available()  # device_count() also counts those of a driver too old
+    if not usable:
         found.add("machine", "GPUs", "none that torch sees")
-    for i in range(torch.cuda.device_count()):
+    for i in range(torch.cuda.device_count() if usable else 0):
         gpu = torch.cuda.get_device_properties(i)
         found.add("machine", f"GPU {i}", f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB")
-    if shutil.which("nvidia-smi") and not torch.cuda.is_available():
+    if shutil.which("nvidia-smi") and not usable:
         found.problems.append(
             "there is an NVIDIA driver, but torch sees no GPU: this torch may be a CPU build"
         )

@@ -230,7 +230,7 @@ def _of_mesh(
     module: GPT, sizes: dict[str, int], tokens: int, microbatches: int, sequence: bool = False
 ) -> Footprint:
     """The mean of the ranks: a stage's parameters, those that are cut 1/t of them, and what each
-    axis carries."""
+    axis carries. With `sequence`, gradients of whole parameters that are frozen are not summed."""
     held = held_bytes(module, sizes["tp"])
     stages = [[*stage.parameters()] for stage in split(module, sizes["pp"])]
     trained = [p for stage in stages for p in stage if p.requires_grad]
@@ -242,11 +242,13 @@ def _of_mesh(
         rows=1, sequence=tokens // sizes["dp"], microbatches=microbatches,
         sequence_parallel=sequence, element_bytes=module.head.weight.element_size(),
     )  # fmt: skip
+    frozen = [p for stage in stages for p in stage if sequence and not p.requires_grad]
+    unsent = sum(p.nbytes for p in frozen if held[p] == p.nbytes) * 2 * (1 - 1 / sizes["tp"])
     return Footprint(
         sum(held[p] for stage in stages for p in stage) / len(stages),
         gradient_bytes / len(stages),
         (2 * gradient_bytes + 4 * len(trained)) / len(stages),
-        sum(sum(stage.values()) for stage in sent) / len(stages),
+        (sum(sum(stage.values()) for stage in sent) - unsent) / len(stages),
     )
 
 

@@ -175,7 +175,7 @@ class Comm:
         """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this group
         reduces again and again, as a bucket of gradients. All ranks call it, alike. Ranks that
         share memory have it where all reach it: `all_reduce` of the same part of it copies nothing;
-        elsewhere it is torch.empty."""
+        elsewhere it is torch.empty. Raises ValueError for a negative size."""
         if numel < 0:
             raise ValueError(f"symmetric_empty: {numel} elements; give 0 or more")
         return self._dispatcher.symmetric_empty(numel, like)

@@ -25,7 +25,8 @@
     plot.calibration()  # step times that others measured beside labkit's predictions
     plot.number_line()  # what each number format can hold
 
-Each returns what a notebook shows as the value of its cell. They are imported when first used.
+Each returns what a notebook shows as the value of its cell. They are imported when first used. With
+`figure=` a picture is drawn into that figure instead of a new one.
 """
 
 from labkit.lazy import lazy

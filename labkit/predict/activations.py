@@ -153,8 +153,9 @@ def first_stage_activation_bytes(
     """Bytes that the first stage of a pipeline holds at its peak, for all its micro-batches.
 
     With 1F1B, p micro-batches are in flight on its depth/p layers: depth layers' worth, whatever
-    the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much.
-    For p micro-batches or more; embedding and head are left out.
+    the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
+    that factor does not hold for v = 1. Embedding and head are left out, and there are p
+    micro-batches or more.
 
     Args:
         layer_bytes: of one layer and one micro-batch, `activation_bytes(...)`.

@@ -40,7 +40,8 @@ def model_state_bytes(
         stage: of ZeRO, 0 to 3; 0 is plain data parallelism.
         each: bytes for one parameter, `MIXED_ADAM` or `FP32_ADAM`.
 
-    Left out: torch's step count for each tensor (4 bytes), and shards of unequal size.
+    Left out: activations, buffers and what an allocator wastes; torch's step count for each tensor
+    (4 bytes); shards of unequal size.
     Source: ZeRO, arXiv 1910.02054, section 5 and Table 1. Raises ValueError for another stage.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9

@@ -54,8 +54,9 @@ def table(**sources: Mapping[str, Number]) -> Table:
     """Formula, replay and measurement of the same quantities: a column for each source, a row for
     each quantity, and how far the others are from the first source.
 
-    A quantity has its unit in its name (`sent_bytes`, `step_s`); a source may lack some. Raises
-    ValueError without a source, or without numbers."""
+    A quantity has its unit in its name (`sent_bytes`, `step_s`). A source may lack some; where the
+    first source lacks one, nothing is compared. Counts must be equal, floats equal up to rounding.
+    Raises ValueError without a source, or without numbers."""
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(

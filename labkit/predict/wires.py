@@ -59,7 +59,7 @@ def algorithm_s(
 
     Args:
         alpha_s: latency of a message.
-        reduced_bytes_per_s: how fast a rank adds.
+        reduced_bytes_per_s: how fast a rank adds; by default adding takes no time.
 
     Source: Hockney's alpha-beta model; that of each algorithm stands in its file, in
     labkit/comm/collectives/. Raises ValueError for an unknown collective or algorithm."""

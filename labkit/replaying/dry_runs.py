@@ -3,9 +3,10 @@
 The same code runs as on real ranks, with torch's fake tensors and a fake process group, in which
 every collective ends at once. So a laptop records a rank of a thousand that trains 175B parameters.
 
-The code must not look at a value, as `loss.item()` does; labkit's strategies do not. The tensors
-claim to be on a CPU; that torch's optimizers take all parameters in a few operations on a GPU
-("foreach") is patched in. Attention with dropout stores its scores, as on a CPU.
+The code must not look at a value, as `loss.item()` does; labkit's strategies do not. Communication
+past labkit's communicator is not recorded. The tensors claim to be on a CPU; that torch's
+optimizers take all parameters in a few operations on a GPU ("foreach") is patched in. Attention
+with dropout stores its scores, as on a CPU.
 """
 
 import gc
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from rich.console import Console
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -151,8 +153,9 @@ class _FakeWithProgress(FakeTensorMode):
 
     def __init__(self, label: str):
         super().__init__(allow_non_fake_inputs=True)
-        self._label, self._operations, self._shown = label, 0, ""
-        self._next_s = time.monotonic() + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
+        self._label, self._operations, self._begun_s = label, 0, time.monotonic()
+        self._status = Console().status(label)
+        self._next_s = self._begun_s + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_DEVICE:  # most calls, and no operation
@@ -160,14 +163,18 @@ class _FakeWithProgress(FakeTensorMode):
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
-            if in_notebook() or sys.stdout.isatty():
-                self._shown = f"\r{self._label}: {self._operations:,} operations"
-                print(self._shown, end="", flush=True)
+            self._show(f"{self._label}: {self._operations:,} operations")
         return self.dispatch(func, types, args, kwargs)
 
+    def _show(self, text: str) -> None:
+        if in_notebook():  # rich would make a widget, over which nbconvert may stumble
+            print(f"\r{text}", end="", flush=True)
+        elif self._status.console.is_terminal:
+            self._status.start()  # what the function prints stands above it
+            self._status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
+
     def stop_showing(self) -> None:
-        if self._shown and not in_notebook():
-            print(f"\r{' ' * len(self._shown)}\r", end="", flush=True)
+        self._status.stop()
 
 
 def _converted(

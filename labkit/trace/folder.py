@@ -50,8 +50,8 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     elif path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a folder of its own")
     path.mkdir(parents=True, exist_ok=True)
-    (path / METRICS).touch()
     _write_about(path, {**_environment(), **(about or {}), "format": FORMAT})
+    (path / METRICS).touch()
     return path
 
 

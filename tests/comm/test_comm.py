@@ -578,16 +578,23 @@ def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
         "subgroup: choose at least one rank, each once, not [0, 0]": lambda c: c.subgroup([0, 0]),
         "subgroup: choose at least one rank, each once, not []": lambda c: c.subgroup([]),
         "rank 7 is not in this group": lambda c: c.subgroup([0, 7]),
-        "must give outs, one tensor for each rank": lambda c: c.gather(ones(3), dst=c.rank),
         "scatter: ins has 1 tensors for 2 ranks": lambda c: c.scatter(ones(3), [ones(3)], c.rank),
-        "gives outs; give None on the others": (
-            lambda c: c.gather(ones(3), [ones(3)] * 2, 1 - c.rank)
-        ),
-        "gives ins; give None on the others": (
-            lambda c: c.scatter(ones(3), [ones(3)] * 2, 1 - c.rank)
-        ),
     }
-    for messages in world2.run(lambda: refused(calls)):
+
+    def of_roots(rank: int) -> dict[str, Callable[[Comm], Any]]:
+        return {
+            f"gather: rank {rank} must give outs, one tensor for each rank": (
+                lambda c: c.gather(ones(3), dst=rank)
+            ),
+            f"gather: only rank {1 - rank} gives outs; give None on the others": (
+                lambda c: c.gather(ones(3), [ones(3)] * 2, 1 - rank)
+            ),
+            f"scatter: only rank {1 - rank} gives ins; give None on the others": (
+                lambda c: c.scatter(ones(3), [ones(3)] * 2, 1 - rank)
+            ),
+        }
+
+    for messages in world2.run(lambda: refused(calls | of_roots(Comm().rank))):
         for words, text in messages.items():
             assert words in text, text
 

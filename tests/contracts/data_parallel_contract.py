@@ -95,6 +95,7 @@ class Strategy:
     weights      (model, module) -> whole parameters and buffers, by name, on every rank
     bytes_of     the cases whose bytes the formula has
     mean         the formula is of the mean of the ranks, not of each
+    first_agrees in the first step, the ranks also agree on what they have seen
     """
 
     wrap: Wrap = Single
@@ -104,6 +105,7 @@ class Strategy:
     weights: Callable[[Any, nn.Module], Mapping[str, torch.Tensor]] = of_module
     bytes_of: Collection[str] = ("gpt", "awkward")
     mean: bool = False
+    first_agrees: bool = True
 
 
 @dataclass
@@ -154,7 +156,7 @@ def weights_after(
             stepper.step()
         losses.append(value.item())
         sent.append(sum(event.bus_bytes for event in events))
-    steady = sent[1:]  # in the first, ranks may agree on what they have seen
+    steady = sent[plan.first_agrees :]
     assert len(set(steady)) == 1, f"the bytes of a step change: {sent}"
     wire_bytes = sum(event.wire_bytes for event in events)
     weights = {name: x.detach().clone() for name, x in plan.weights(model, module).items()}

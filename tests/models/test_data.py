@@ -116,6 +116,14 @@ def test_small_text_has_fewer_pieces_and_long_lines_are_learned_from(tmp_path: P
     assert len(Text(tmp_path, tokens="bpe", vocab=300)) < 100_000
 
 
+def test_a_pipe_is_a_text() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"abcd" * 100)
+    os.close(writing)
+    assert len(Text(f"/dev/fd/{reading}")) == 400
+    os.close(reading)
+
+
 def test_clear_errors(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("abcd")

@@ -50,8 +50,8 @@ def divides_twice(real: Any, self: Any, out: Tensor, k: int) -> Any:
 
 
 @replaces(Pipeline, "_begin")
-def weighs_all_micro_batches_alike(real: Any, self: Any, x: Tensor, y: Tensor) -> None:
-    real(self, x, y)
+def weighs_all_micro_batches_alike(real: Any, self: Any, *args: Any) -> None:
+    real(self, *args)
     self._shares = [1 / self.microbatches] * self.microbatches
 
 

@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ def built(strategy: str, module: nn.Module, cls: Any = torch.optim.SGD, **option
     if strategy in ("zero-1", "zero-2"):
         stage = int(strategy[-1])
         gathers = module if stage == 2 else None
-        options |= {"stage": stage, "bucket_mb": 1e-4, "gather_in": gathers}
+        options = {"stage": stage, "bucket_mb": 1e-4, "gather_in": gathers} | options
         return module, ZeroOptimizer(module.named_parameters(), cls, **options)
     model = WRAPPERS[strategy](module)
     optimizer = cls(model.parameters(), **options)
@@ -180,14 +179,18 @@ def test_an_error_in_backward_does_not_spoil_the_next_step(strategy: str) -> Non
 @every
 @on_each_rank("world2")
 def test_a_dropped_model_is_freed(strategy: str) -> None:
-    module = nn.Linear(3, 2)
-    model, optimizer = built(strategy, module, torch.optim.Adam, lr=0.1)
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    module[2].weight = module[1].weight
+    options = {"gather_in": module} if strategy.startswith("zero-") else {}
+    model, optimizer = built(strategy, module, torch.optim.Adam, lr=0.1, **options)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    alive = weakref.ref(module), weakref.ref(model), weakref.ref(optimizer)
-    del module, model, optimizer
+    alive = [weakref.ref(x) for x in (module, model, optimizer)]
+    if isinstance(model, ZeRO3):
+        alive += [weakref.ref(flat.share) for unit in model.units for flat in unit.flats]
+    del module, model, optimizer, options
     gc.collect()
-    assert all(one() is None for one in alive)
+    assert [one() for one in alive] == [None] * len(alive)
 
 
 @every
@@ -397,5 +400,16 @@ def test_single_refuses_a_larger_world() -> None:
 
 
 @on_each_rank("world2")
-def test_bucket_size_is_checked() -> None:
-    refused(partial(DDP, nn.Linear(1, 1), bucket_mb=0), "bucket_mb=0")
+def test_a_refused_bucket_size_leaves_the_module_free_and_unchanged() -> None:
+    def zero(module: nn.Module, bucket_mb: float) -> ZeroOptimizer:
+        return ZeroOptimizer(module.parameters(), torch.optim.SGD, bucket_mb=bucket_mb, lr=0.1)
+
+    for wrap in (DDP, zero):
+        module = nn.Linear(1, 1)
+        before = state_of(module)
+        try:
+            wrap(module, bucket_mb=0)
+        except ValueError as error:  # kept, with what the constructor had made
+            kept = error
+        assert "bucket_mb=0" in str(kept) and difference(state_of(module), before) == 0
+        wrap(module, bucket_mb=25)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from labkit.holdings import Footprint
 from labkit.models import GPT
 from labkit.recipes import RECIPES, mesh_sizes
 
@@ -43,3 +44,22 @@ def test_a_sequence_divides() -> None:
     assert unfit("tensor", 15, 2) == "", "tokens stay whole"
     assert unfit("context", 15, 2) == "15 tokens are not 4 equal chunks"
     assert unfit("context", 18, 2) == "18 tokens are not 4 equal chunks"
+
+
+def test_gradients_of_frozen_parameters_are_not_summed_over_a_sequence() -> None:
+    with torch.device("meta"):
+        model = GPT(31, 24, 3, 4, 64)
+
+    def footprint(name: str) -> Footprint:
+        return RECIPES[name].footprint(model, 2, 64)
+
+    before = {name: footprint(name).bus_bytes for name in ("tensor", "sequence")}
+    norms_and_biases = [p for p in model.blocks.parameters() if p.ndim == 1]
+    whole_bytes = sum(p.nbytes for block in model.blocks for p in (
+        *block.norm1.parameters(), *block.norm2.parameters(), block.attn.out.bias,
+        block.mlp.down.bias,
+    ))  # fmt: skip
+    for p in norms_and_biases:
+        p.requires_grad_(False)
+    assert footprint("tensor").bus_bytes == before["tensor"]
+    assert footprint("sequence").bus_bytes == before["sequence"] - whole_bytes  # 2 (t-1)/t = 1

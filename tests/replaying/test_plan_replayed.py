@@ -12,11 +12,12 @@ import pytest
 
 from labkit import fits, largest_that_fits, plan
 from labkit.clusters import cluster
-from labkit.replaying.planning.layout import Layout, described, layouts
+from labkit.replaying.planning.layout import Layout, Sizes, described, layouts
 from labkit.replaying.planning.plan import Plan
 from labkit.replaying.planning.published import MODELS
 from labkit.replaying.planning.ranking import Report, least_bytes, reporter
 from labkit.replaying.planning.report import StepReport, cause, reached, why
+from labkit.replaying.planning.steps import step_report
 from plan_cases import SMALL
 
 SELENE = cluster("selene")
@@ -112,3 +113,12 @@ def test_the_largest_that_fits_fits_and_one_block_more_does_not() -> None:
         asked |= {"microbatch": 1, "chunks": 1}
         assert not fits(replace(SMALL, depth=deeper), SELENE, 8, **asked).fits
     assert sum(found.report.memory_bytes.values()) <= 4e9
+
+
+def test_a_plan_knows_the_host_that_launches() -> None:
+    """Narrow layers run faster than the host of this cluster launches them."""
+    narrow, layout, where = Sizes(256, 4, 4, 128, 512), Layout(dp=2), cluster("selene-fitted")
+    found = reporter(where, 8)(narrow, layout)
+    assert found == step_report(narrow, layout, 8, where)
+    alone = replace(where, device=replace(where.device, host_s=0.0))
+    assert found.step_s > step_report(narrow, layout, 8, alone).step_s

@@ -79,7 +79,9 @@ def test_what_python_does_not_compile_never_reaches_a_rank(world: World, source:
     remember(world)
     with pytest.raises(SyntaxError) as info:
         world.run_cell("comm.barrier()\n" + source, "<cell of the mistake>")
-    assert info.value.lineno and info.value.lineno > 1
+    line_count = 1 + len(source.splitlines())
+    assert info.value.lineno == line_count and info.value.text is not None
+    assert info.value.text.strip() == source.splitlines()[-1]
     for text, note in (("await", "asyncio.run"), ("!ls", "do not work there")):
         assert text not in source or note in info.value.__notes__[0]
     assert remembers(world)

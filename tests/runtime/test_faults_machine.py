@@ -47,6 +47,8 @@ def test_a_limit_of_cgroup_v2_counts_and_file_caches_are_free(cgroups: Path) -> 
     assert memory.available_bytes() == min(300 * MB, psutil.virtual_memory().available)
     cgroup(cgroups / "a", 500 * MB, 450 * MB, 0, 2)
     assert memory.available_bytes() == 50 * MB, "the smallest limit of all ancestors"
+    cgroup(cgroups / "a/b", "max", 10 * MB, 0, 2)
+    assert memory.available_bytes() == 50 * MB, "a group without a limit has its ancestors'"
 
 
 def test_a_limit_of_cgroup_v1_counts_also_inside_a_container(cgroups: Path) -> None:
@@ -75,6 +77,16 @@ def test_a_world_too_large_for_its_cgroup_is_refused_and_the_doctor_names_the_li
         assert world.run(lambda: Comm().rank) == [0, 1, 2]
     value = dict(examine().groups["machine"])["memory"]
     assert value.endswith("0.3 GB free (the limit of a cgroup)")
+
+
+def test_the_doctor_says_where_the_driver_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPUs are counted, and cannot be asked."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    found = examine()
+    assert dict(found.groups["machine"])["GPUs"] == "none that torch sees"
+    assert any("torch sees no GPU" in problem for problem in found.problems)
 
 
 def test_a_dead_server_leaves_no_descriptor() -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -85,6 +86,7 @@ KINDS: dict[str, tuple[Callable[..., object], str]] = {
     "returned early": (lambda: all_reduce() if Comm().rank else None, "stuck"),
     "circle": (lambda: Comm().recv(torch.ones(1), (Comm().rank + 1) % Comm().size), "stuck"),
     "unpicklable": (threading.Lock, "unpicklable"),
+    "unpicklable argument": (partial(print, threading.Lock()), "unpicklable"),
     "hung": (lambda: on_the_last(lambda: time.sleep(600)), "stuck"),
     "big message under way": (big_message_under_way, "died"),
     "flooding": (flooding, "raised"),

@@ -321,10 +321,10 @@ def test_same_seed_on_every_rank_and_the_one_that_is_asked_for() -> None:
     def draw() -> tuple[float, float, float]:
         return torch.rand(1).item(), float(np.random.rand()), random.random()
 
-    with World(2) as world:
+    with World(2) as world, World(2) as same:
         first = world.run(draw)
         world.restart()
-        assert first[0] == first[1] and world.run(draw) == first
+        assert first[0] == first[1] and world.run(draw) == first == same.run(draw)
     with World(1, seed=1) as other:
         assert all(x != y for x, y in zip(other.run(draw)[0], first[0]))
 
@@ -377,8 +377,13 @@ def test_options_reach_the_ranks() -> None:
         return me.rank, me.size, here.link, here.board, sum_of_ranks()
 
     link = Link(gbps=5)
-    with World(2, link=link, check=False, timeout_s=float("inf")) as world:
+    with World(2, link=link, check=False) as world:
         assert world.run(seen) == [(0, 2, link, None, 3.0), (1, 2, link, None, 3.0)]
+
+
+def test_an_infinite_timeout() -> None:
+    with World(2, timeout_s=float("inf")) as world:
+        assert world.run(sum_of_ranks) == [3.0, 3.0]
 
 
 def test_ranks_see_the_folder_and_environment_of_the_driver_at_their_start(

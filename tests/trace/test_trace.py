@@ -89,6 +89,14 @@ def test_groups_of_any_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "rank0.jsonl").stat().st_size < 4000
 
 
+def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            begin_run(tmp_path, {"mesh": {("dp", 0): 1}})
+        assert not list(tmp_path.iterdir())
+    begin_run(tmp_path)
+
+
 # ---- while it runs
 
 

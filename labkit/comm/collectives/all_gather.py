@@ -27,9 +27,11 @@ from labkit.runtime.transports.wire import Wire
 def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
     """n - 1 steps: pass on the chunk that just arrived. 3 ranks, what each has:
 
-    at first     c0 . .       . c1 .       . . c2
-    step 1       c0 . c2      c0 c1 .      . c1 c2      (each from the rank before)
-    step 2       c0 c1 c2     c0 c1 c2     c0 c1 c2
+        at first     c0 . .       . c1 .       . . c2
+        step 1       c0 . c2      c0 c1 .      . c1 c2      (each from the rank before)
+        step 2       c0 c1 c2     c0 c1 c2     c0 c1 c2
+
+    Cost: (n-1) alpha + (n-1)/n S beta.
     """
     n, rank = wire.size, wire.rank
     sends, sent_bytes = [], 0
@@ -52,9 +54,11 @@ def rings_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
 def recursive_doubling_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
     """n is a power of two: swap all you have with the rank 1, 2, 4, ... away.
 
-    at first     c0 . . .      . c1 . .      . . c2 .      . . . c3
-    0-1, 2-3     c0 c1 . .     c0 c1 . .     . . c2 c3     . . c2 c3
-    0-2, 1-3     c0 c1 c2 c3   (on all)
+        at first     c0 . . .      . c1 . .      . . c2 .      . . . c3
+        0-1, 2-3     c0 c1 . .     c0 c1 . .     . . c2 c3     . . c2 c3
+        0-2, 1-3     c0 c1 c2 c3   (on all)
+
+    Cost: log2(n) alpha + (n-1)/n S beta.
     """
     bounds = bounds_of([chunk.numel() for chunk in chunks])
     whole = side_by_side(chunks)
@@ -93,6 +97,8 @@ def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
         at first     0: c0           1: c1           2: c2
         from 1 on    0: c0 c1        1: c1 c2        2: c2 c0
         from 2 on    0: c0 c1 c2     1: c1 c2 c0     2: c2 c0 c1      (one chunk was missing)
+
+    Cost: ceil(log2 n) alpha + (n-1)/n S beta, and a copy of S to put them in order.
     """
     n, rank = wire.size, wire.rank
     order = [chunks[(rank + k) % n] for k in range(n)]

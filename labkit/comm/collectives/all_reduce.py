@@ -39,9 +39,11 @@ from labkit.runtime.transports.wire import Wire
 def naive_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Through a parameter server: every rank more makes it slower.
+    """Everyone sends to rank 0, which adds and sends the sum to everyone: a parameter server.
 
-    1, 2, 3 --> 0      0 --> 1, 2, 3
+        1, 2, 3 --> 0      0 --> 1, 2, 3
+
+    Cost: 2(n-1) (alpha + S beta) + (n-1) S gamma: every rank more makes it slower.
     """
     sent_bytes = yield from flat_reduce(wire, x, 0, reduce, tag)
     if divide_by != 1 and wire.rank == 0:
@@ -52,7 +54,10 @@ def naive_all_reduce(
 def tree_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Up the binomial tree to rank 0 and down again."""
+    """Up the binomial tree to rank 0 and down again.
+
+    Cost: 2 ceil(log2 n) (alpha + S beta) + ceil(log2 n) S gamma.
+    """
     sent_bytes = yield from tree_reduce(wire, x, 0, reduce, tag)
     if divide_by != 1 and wire.rank == 0:
         x.div_(divide_by)
@@ -62,7 +67,8 @@ def tree_all_reduce(
 def ring_all_reduce(
     wire: Wire, chunks: Chunks, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Reduce-scatter in place, division of the chunk that is complete then, all-gather."""
+    """A reduce-scatter in place, a division of the one chunk that is complete then, and an
+    all-gather. Cost: 2(n-1) alpha + 2(n-1)/n S beta + (n-1)/n S gamma."""
     own = chunks[wire.rank]
     sent_bytes = yield from ring_reduce_scatter(wire, chunks, own, reduce, tag)
     if divide_by != 1:
@@ -73,7 +79,8 @@ def ring_all_reduce(
 def rings_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rings in turns, one for each piece of a long `x`, to hide the gamma behind the beta."""
+    """Rings in turns, one for each piece of a long `x`. Cost: that of the ring, (n-1) alpha more
+    for each piece, and the gamma hidden behind the beta."""
     pieces = pieces_of_chunks(list(x.split(chunk_sizes(x.numel(), wire.size))))
     rings = [ring_all_reduce(wire, piece, reduce, divide_by, tag) for piece in pieces]
     return (yield from in_turns(*rings))
@@ -82,13 +89,13 @@ def rings_all_reduce(
 def recursive_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Swap everything with the rank 1, 2, 4, ... away, and add. 4 ranks, which ranks are in each
-    sum:
+    """Swap everything with the rank 1, 2, 4, ... away, and add. 4 ranks, those in each sum:
 
         0-1, 2-3     0: (0+1)        1: (0+1)        2: (2+3)        3: (2+3)
         0-2, 1-3     0: (0+1)+(2+3)  1: (0+1)+(2+3)  2: (0+1)+(2+3)  3: (0+1)+(2+3)
 
-    Both of a pair add the lower rank's first: -0.0 and 0.0, and two NaNs, must give the same bits.
+    Both of a pair add the lower rank's first, or -0.0 and 0.0, and two NaNs, would give each
+    its own bits. Cost: log2(n) (alpha + S (beta + gamma)): few steps, but all of S in each.
     """
     n, core = wire.size, power_of_two(wire.size)
     mine, sent_bytes = x, 0
@@ -120,10 +127,12 @@ def halving_doubling_all_reduce(
 ) -> Algorithm:
     """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling.
 
-    0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)
-    0-1, 2-3     0: c0         1: c1         2: c2         3: c3
-    0-1, 2-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (doubling)
-    0-2, 1-3     c0 c1 c2 c3   (on all)
+        0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)
+        0-1, 2-3     0: c0         1: c1         2: c2         3: c3
+        0-1, 2-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (doubling)
+        0-2, 1-3     c0 c1 c2 c3   (on all)
+
+    Cost: 2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the bytes of the ring in fewer steps.
     """
     core = power_of_two(wire.size)
     sent_bytes = yield from fold(wire, x, reduce, tag)

@@ -20,9 +20,11 @@ from labkit.runtime.transports.wire import Wire
 def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
     """The root sends `x` to every other rank.
 
-    0 --> 1      all three sends leave rank 0, and share its wire
-    0 --> 2
-    0 --> 3
+        0 --> 1      all three sends leave rank 0, and share its wire
+        0 --> 2
+        0 --> 3
+
+    Cost: (n-1) (alpha + S beta).
     """
     if wire.rank != root:
         yield wire.irecv(x, root, tag)
@@ -35,8 +37,10 @@ def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
     """Binomial tree: in each round, all who have `x` send it to one who has not.
 
-    round 1      0 --> 1
-    round 2      0 --> 2     1 --> 3
+        round 1      0 --> 1
+        round 2      0 --> 2     1 --> 3
+
+    Cost: ceil(log2 n) (alpha + S beta).
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     sent_bytes, reach = 0, 1
@@ -53,10 +57,12 @@ def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 def chain_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
     """Pipelined chain: each passes every piece to the next as soon as it has it.
 
-    step 1       0 -a-> 1
-    step 2       0 -b-> 1 -a-> 2
-    step 3       0 -c-> 1 -b-> 2 -a-> 3
-    step 4              1 -c-> 2 -b-> 3     ...
+        step 1       0 -a-> 1
+        step 2       0 -b-> 1 -a-> 2
+        step 3       0 -c-> 1 -b-> 2 -a-> 3
+        step 4              1 -c-> 2 -b-> 3     ...
+
+    Cost: (P + n-2) (alpha + S/P beta), P pieces.
     """
     n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
     receives, sends = [], []

@@ -9,7 +9,9 @@ pieces that follow each other up to the root and down again. 4 ranks:
         ├── 1                    ├── 2   in the one tree, and only a parent in the other
         └── 3                    └── 0
 
-Cost: (P + 2h - 1) alpha + 2 S beta + S gamma for many pieces, h (about log2 n) the height.
+Cost: (P + 2h - 1) alpha + 2 S beta + S gamma for many pieces, where h, the height, is about log2 n:
+the 2 S beta of the ring, in log2(n) steps. While the first pieces rise and the last ones fall, not
+all wires are in use; costs.py counts what then passes the busiest rank.
 
 Source: Sanders, Speck and Träff, "Two-tree Algorithms for Full Bandwidth Broadcast, Reduction and
 Scan", 2009; the trees are NCCL's (src/graph/trees.cc).

@@ -21,9 +21,11 @@ def flat_gather(
 ) -> Algorithm:
     """Everyone sends `x` straight to the root.
 
-    1 --> 0
-    2 --> 0      all three arrive over rank 0's wire
-    3 --> 0
+        1 --> 0
+        2 --> 0      all three arrive over rank 0's wire
+        3 --> 0
+
+    Cost: (n-1) alpha + (n-1)/n S beta at the root.
     """
     if wire.rank != root:
         yield wire.isend(x, root, tag)
@@ -40,8 +42,10 @@ def tree_gather(
 ) -> Algorithm:
     """Binomial tree: whoever has gathered a block hands all of it on.
 
-    round 1      1 -x1-> 0     3 -x3-> 2
-    round 2      2 -x2,x3-> 0
+        round 1      1 -x1-> 0     3 -x3-> 2
+        round 2      2 -x2,x3-> 0
+
+    Cost: ceil(log2 n) alpha + (n-1)/n S beta.
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     block = x.new_empty(subtree(n, position), x.numel())  # row k: of position + k

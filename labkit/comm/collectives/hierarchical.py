@@ -1,5 +1,7 @@
 """All-reduce inside each node, then between nodes: for machines whose wires inside (NVLink, shared
-memory) are much faster than those between. 2 nodes of 2 ranks, what each has of the halves a and b:
+memory) are much faster than those between (Ethernet, InfiniBand).
+
+2 nodes of 2 ranks, what each has of the halves a and b:
 
     at first                 0: a0 b0       1: a0 b0    |    2: a1 b1       3: a1 b1
     inside: reduce-scatter   0: A0          1: B0       |    2: A1          3: B1
@@ -7,12 +9,15 @@ memory) are much faster than those between. 2 nodes of 2 ranks, what each has of
                                             1: B0+B1 <------------------->  3: B0+B1
     inside: all-gather       0: A B         1: A B      |    2: A B         3: A B
 
-m nodes of k ranks, S bytes: inside 2(k-1) alpha + 2(k-1)/k S beta; between, on wires of another
-alpha and beta, 2(m-1) alpha + 2(m-1)/m S/k beta. Where nodes differ in size, the smallest decides
-how many ranks work between nodes; the others fold into those of their node first (fold.py).
+m nodes of k ranks, S bytes. Cost inside: 2(k-1) alpha + 2(k-1)/k S beta; between, on wires of
+another alpha and beta: 2(m-1) alpha + 2(m-1)/m S/k beta from each rank, so 1/k of what it would be
+if every rank sent between nodes what it sends inside.
+
+Where nodes differ in size, the smallest decides on how many ranks work between nodes; the others
+fold into those of their node first (fold.py).
 
 Source: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018,
-section 3.3.
+section 3.3; NCCL's tree is one inside nodes, too.
 """
 
 import torch

@@ -17,9 +17,11 @@ from labkit.runtime.transports.wire import Wire
 def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
     """The root takes in every other rank's `x`, in the order of the ranks.
 
-    1 --> 0      (0+1)
-    2 --> 0      (0+1)+2
-    3 --> 0      ((0+1)+2)+3
+        1 --> 0      (0+1)
+        2 --> 0      (0+1)+2
+        3 --> 0      ((0+1)+2)+3
+
+    Cost: (n-1) (alpha + S beta + S gamma).
     """
     n = wire.size
     if wire.rank != root:
@@ -41,8 +43,10 @@ def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
     """The binomial tree backwards: in each round half of those who are left send and are done.
 
-    round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
-    round 2      1 --> 0                  0 has (0+2)+(1+3)
+        round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
+        round 2      1 --> 0                  0 has (0+2)+(1+3)
+
+    Cost: ceil(log2 n) (alpha + S beta + S gamma).
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     incoming = torch.empty_like(x)
@@ -60,9 +64,11 @@ def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 def chain_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
     """The pipelined chain backwards: each adds its own piece to what came and passes it on.
 
-    step 1                            2 <-a- 3
-    step 2                   1 <-a- 2 <-b- 3
-    step 3          0 <-a- 1 <-b- 2 <-c- 3        ...
+        step 1                            2 <-a- 3
+        step 2                   1 <-a- 2 <-b- 3
+        step 3          0 <-a- 1 <-b- 2 <-c- 3        ...
+
+    Cost: (P + n-2) (alpha + S/P beta + S/P gamma), P pieces.
     """
     n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
     rooms, receives, sends = [], [], []

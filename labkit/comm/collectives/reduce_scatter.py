@@ -29,14 +29,14 @@ def ring_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
     """n - 1 steps: pass on the partial sum that just arrived, with one's own share added. 3 ranks,
-    whose shares are in brackets:
+    who has added in brackets:
 
         step     rank 0            rank 1            rank 2
         1        sends c2 (0)      sends c0 (1)      sends c1 (2)
         2        sends c1 (2+0)    sends c2 (0+1)    sends c0 (1+2)
         after    has c0 (1+2+0)    has c1 (2+0+1)    has c2 (0+1+2)
 
-    `out` may be chunk r itself.
+    `out` may be chunk r itself. Cost: (n-1) alpha + (n-1)/n S (beta + gamma).
     """
     n, rank = wire.size, wire.rank
     own, in_place = chunks[rank], out.data_ptr() == chunks[rank].data_ptr()
@@ -63,7 +63,8 @@ def ring_reduce_scatter(
 def rings_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """Rings in turns, one for each piece of long chunks, to hide the gamma behind the beta."""
+    """Rings in turns, one for each piece of long chunks. Cost: that of the ring, (n-1) alpha more
+    for each piece, and the gamma hidden behind the beta."""
     pieces = pieces_of_chunks([*chunks, out])
     rings = [ring_reduce_scatter(wire, piece[:-1], piece[-1], reduce, tag) for piece in pieces]
     return (yield from in_turns(*rings))
@@ -74,9 +75,11 @@ def recursive_halving_reduce_scatter(
 ) -> Algorithm:
     """Swap halves with the rank n/2, n/4, ... away. 4 ranks, what each still works on:
 
-    at first     c0 c1 c2 c3   (all)
-    0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3
-    0-1, 2-3     0: c0         1: c1         2: c2         3: c3
+        at first     c0 c1 c2 c3   (all)
+        0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3
+        0-1, 2-3     0: c0         1: c1         2: c2         3: c3
+
+    Cost: log2(n) alpha + (n-1)/n S (beta + gamma), and a copy of S, to leave the chunks alone.
     """
     n, core = wire.size, power_of_two(wire.size)
     # Block i holds chunk i and, where there is one, that of the rank folded into rank i.

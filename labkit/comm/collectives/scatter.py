@@ -18,9 +18,11 @@ def flat_scatter(
 ) -> Algorithm:
     """The root sends chunk r straight to rank r.
 
-    0 -c1-> 1
-    0 -c2-> 2      all three leave over rank 0's wire
-    0 -c3-> 3
+        0 -c1-> 1
+        0 -c2-> 2      all three leave over rank 0's wire
+        0 -c3-> 3
+
+    Cost: (n-1) alpha + (n-1)/n S beta.
     """
     if wire.rank != root:
         yield wire.irecv(x, root, tag)
@@ -37,8 +39,10 @@ def tree_scatter(
 ) -> Algorithm:
     """Binomial tree: whoever has a block keeps its own chunk and hands on the rest.
 
-    round 1      0 -c2,c3-> 2
-    round 2      0 -c1-> 1     2 -c3-> 3
+        round 1      0 -c2,c3-> 2
+        round 2      0 -c1-> 1     2 -c3-> 3
+
+    Cost: ceil(log2 n) alpha + (n-1)/n S beta. All chunks have one size.
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     block = x.new_empty(subtree(n, position), x.numel())  # row k: for position + k

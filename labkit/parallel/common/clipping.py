@@ -98,7 +98,7 @@ class ClipsItsPieces:
 def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
     """The pipeline that `trained` is, or that has `parameters`, over more than one rank."""
     pipelines = [trained] if isinstance(trained, InStages) else map(pipeline_with, parameters)
-    pipeline = next(filter(None.__ne__, pipelines), None)
+    pipeline = next((one for one in pipelines if one is not None), None)
     return pipeline if pipeline is not None and pipeline.comm.size > 1 else None
 
 

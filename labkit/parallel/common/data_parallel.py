@@ -36,7 +36,8 @@ class NoSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends."""
+        """Backwards in this block add to the local gradients only; the next one outside sends.
+        Stage 2 of ZeRO holds whole gradients meanwhile."""
         before, self._synchronise = self._synchronise, False
         try:
             yield

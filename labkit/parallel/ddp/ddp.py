@@ -87,6 +87,7 @@ class DDP(GradReducer, Replica):
         hook: Hook = all_reduced,
         find_unused_parameters: bool = False,
     ):
+        cut([], bucket_mb * MB)  # a size that is refused is refused before anything changes
         super().__init__(module, comm)
         self.overlap, self.static_graph, self.hook = overlap, static_graph, hook
         self._bucket_bytes = bucket_mb * MB

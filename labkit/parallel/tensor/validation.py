@@ -170,8 +170,9 @@ def draws(module: nn.Module) -> bool:
 
 
 def _dropout_of(module: nn.Module) -> float:
-    name = "p" if isinstance(module, _DropoutNd) else "dropout"
-    p = getattr(module, name, None)
+    if isinstance(module, _DropoutNd):
+        return module.p
+    p = getattr(module, "dropout", None)
     return p if isinstance(p, float) else 0
 
 

@@ -51,10 +51,12 @@ class ZeroOptimizer(OwnedShares):
         gather_in: the model; then `step` returns at once, and new parameters arrive while the next
             forward runs. `wait()` for them before anything else reads them (`copy.deepcopy`).
 
-    After `loss.backward()` each rank has the averages of its share. Computing with `.grad`, as
-    torch's `clip_grad_norm_` does, raises ValueError: clip with this optimizer's. A `.grad` that is
-    set by hand, on all ranks, is averaged by the next `step`. Scale losses with labkit.GradScaler;
-    torch's is refused. Write to the model with `torch.no_grad()`, not past autograd (`p.data`).
+    After `loss.backward()` each rank has the averages of its share; those of stage 2 stay until the
+    first backward after `step`, or `zero_grad`. Computing with `.grad`, as torch's
+    `clip_grad_norm_` does, raises ValueError: clip with this optimizer's. A `.grad` that is set by
+    hand, on all ranks, is averaged by the next `step`. Scale losses with labkit.GradScaler; torch's
+    is refused. fp32 master copies follow what `load_state_dict` writes to the model; a write past
+    autograd (`p.data.fill_(0)`) is undone by the next step: write with `torch.no_grad()`.
     """
 
     copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
@@ -77,20 +79,18 @@ class ZeroOptimizer(OwnedShares):
         self._named = self._names()
         trainable = [p for p in self._named if p.requires_grad]
         if not trainable:
-            raise ValueError(
-                "ZeroOptimizer: no parameter takes gradients; there is none to step on"
-            )
+            raise ValueError("ZeroOptimizer: no parameter takes gradients; nothing to step on")
         for group in self.param_groups:
             options = {**defaults, **{k: x for k, x in group.items() if "param" not in k}}
             check_elementwise(optimizer_cls, options, trainable[0].device)
+        untied = [p for p in trainable if not is_tied(p)]
+        groups = cut(untied, bucket_mb * MB) + [[p] for p in trainable if is_tied(p)]
         named = [(name, p) for p, name in self._named.items()]
         check_same_on_all_ranks(named, self.comm)
         claim(named, self)
         broadcast_tensors([p for p in self._named if not p.requires_grad], self.comm)
 
         kind = ZeroBucket if stage == 1 else Stage2Bucket
-        untied = [p for p in trainable if not is_tied(p)]
-        groups = cut(untied, bucket_mb * MB) + [[p] for p in trainable if is_tied(p)]
         self._set_buckets([kind(group, self.comm, self._named) for group in groups])
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         self.max_in_flight = None if stage == 1 else IN_FLIGHT

@@ -53,8 +53,10 @@ class ZeRO3(WholeState, nn.Module):
         compute_dtype: of gathered parameters and travelling gradients; shards stay float32 then.
 
     `parameters()` are this rank's pieces, flat, under the names of the whole ones: make the
-    optimizer of them, after wrapping. It must treat every element by itself. Clip with the model's
-    `clip_grad_norm_`, scale by labkit.GradScaler. All ranks use the same units in the same order.
+    optimizer of them, after wrapping. It must treat every element by itself. Group parameters by
+    name, not by `p.ndim`, which is 1 for all. Clip with the model's `clip_grad_norm_`, scale by
+    labkit.GradScaler (torch's is refused). All ranks use the same units in the same order.
+    torch.compile leaves the model as it is.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model

@@ -147,7 +147,7 @@ class Recorder:
     def step_is_empty(self) -> bool:
         """Whether the last step in the trace is one in which nothing has happened yet."""
         steps = self.trace.steps
-        return bool(steps) and steps[-1] is self._step and self.count() == self.in_step
+        return bool(steps) and steps[-1] is self._step and self.count() <= self.in_step
 
     def _met(self, root: nn.Module) -> None:
         if self.clock is HOST_CLOCK and torch.cuda.is_initialized():  # begun by what is recorded

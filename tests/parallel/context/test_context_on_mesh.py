@@ -90,9 +90,10 @@ def test_sequences_and_matrices_are_cut_together(world4: World, way: str) -> Non
     world4.run(training_equals_one_process, way, axes=axes, tensor=sequence, tensor_first=True)
 
 
-def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World) -> None:
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
+def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World, way: str) -> None:
     axes = {"dp": 2, "cp": 2, "tp": 1}
-    world4.run(training_equals_one_process, "ring", axes=axes, tensor={})
+    world4.run(training_equals_one_process, way, axes=axes, tensor={})
 
 
 @on_each_rank("world4")

@@ -38,7 +38,8 @@ def served(server: Any = ParameterServer) -> Strategy:
             optimizer_bytes=mean.optimizer_bytes * here,
         )
 
-    return Strategy(wrap, optimizer, predict, sharded=("gradient_bytes", "optimizer_bytes"))
+    sharded = ("gradient_bytes", "optimizer_bytes")
+    return Strategy(wrap, optimizer, predict, sharded, first_agrees=False)
 
 
 SIZES = [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in (1, 2, 3, 4)]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness import Mutation, instead, noticed, on_ranks
+from harness import Edit, Mutation, instead, noticed, on_ranks
 from labkit import DDP, Mesh, RankError, World, ZeRO3, listen
 from labkit.memory.edits import recompute
 from labkit.parallel.pipeline import virtual_stage
@@ -300,9 +300,9 @@ def test_a_frozen_stage_among_updates(frozen: int) -> None:
 goes_back_inside_autocast = instead(
     "goes_back_inside_autocast", virtual_stage, "_without_autocast", lambda x: nullcontext()
 )
-enters_ddp_again = instead(
-    "enters_ddp_again", virtual_stage, "running_backward", lambda: None
-)  # fmt: skip
+enters_ddp_again = Edit(
+    "enters_ddp_again", virtual_stage.__name__, "torch._C._current_graph_task_id() != -1", "False"
+)
 FAULTS = [
     Mutation(goes_back_inside_autocast, backward_is_outside_of_autocast),
     Mutation(enters_ddp_again, a_stage_in_ddp_is_entered_once),

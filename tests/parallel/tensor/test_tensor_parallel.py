@@ -124,6 +124,7 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     model = tensor_parallel(model_of(dropout=0.1), Comm(), sequence=True).eval()
     tokens = torch.arange(24).view(2, 12)
     before, other = model(tokens), deepcopy(model)
+    assert torch.equal(other(tokens), before)
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(0.5)

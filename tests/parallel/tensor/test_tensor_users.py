@@ -5,6 +5,7 @@ import io
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,3 +290,9 @@ def test_a_model_of_one_rank_computes_wherever_it_goes() -> None:
     assert torch.equal(model.eval()(tokens), plain(tokens))
     model.train()(tokens).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_dropout_draws_whatever_the_type_of_its_p() -> None:
+    for p in (0.5, np.float32(0.5), torch.tensor(0.5)):
+        assert tensor_checks.draws(nn.Dropout(p)) and not tensor_checks.draws(nn.Dropout(p).eval())  # type: ignore[arg-type]
+    assert not tensor_checks.draws(nn.Dropout(0.0))

@@ -419,7 +419,7 @@ def test_copies_and_pickles_are_refused_and_end_no_rank() -> None:
     assert torch.equal(model.eval()(x), second.eval()(x))
 
 
-@on_each_rank("pair")
+@on_each_rank("world")
 def test_torch_compile_of_a_wrapped_model_leaves_it_as_it_is() -> None:
     for how in ("function", "method"):
         torch.manual_seed(0)
@@ -439,7 +439,7 @@ def test_torch_compile_of_a_wrapped_model_leaves_it_as_it_is() -> None:
         assert off(model, reference) < 1e-12 and not seen
 
 
-@on_each_rank("pair")
+@on_each_rank("world")
 def test_a_compiled_module_is_refused() -> None:
     method = nn.Sequential(nn.Linear(4, 4))
     method[0].compile()

@@ -43,6 +43,7 @@ def zero3(wrap: Any = ZeRO3, sharded: bool = True, **options: Any) -> Strategy:
         weights=lambda model, module: getattr(model, "full_state_dict", module.state_dict)(),
         bytes_of=("gpt",),
         mean=True,
+        first_agrees=False,
     )
 
 
@@ -109,8 +110,8 @@ def deep(how: str) -> nn.Module:
             x = checkpoint(block, x, use_reentrant=False) if how == "around" else block(x)
         return model.last(x)
 
-    blocks = {name: inner(how == "inside") for name in "abc"}
     torch.manual_seed(0)
+    blocks = {name: inner(how == "inside") for name in "abc"}
     return Custom(forward, first=nn.Linear(4, 6), **blocks, last=nn.Linear(6, 1)).double()
 
 

@@ -55,9 +55,6 @@ def shards(whole: list[Tensor], strided: bool = False) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in found]
 
 
-# ---- exact
-
-
 def attention_is_exact(
     way: str, heads: int, groups: int, length: int, dtype: torch.dtype = torch.float64,
     limit: float = AGREE, scale: float = 1.0, strided: bool = True,
@@ -76,9 +73,6 @@ def attention_is_exact(
         there = zigzag.sequence_shard(y, Comm(), dim=2)
         off = ((x - there).abs().max() / there.abs().max().clamp(min=1)).item()
         assert off < limit, f"{name} is off by {off:.1e}"
-
-
-# ---- the weights of single-process training
 
 
 def training_equals_one_process(
@@ -122,9 +116,6 @@ def training_equals_one_process(
     assert off < AGREE, f"weights are off by {off:.1e}"
 
 
-# ---- bytes
-
-
 def bytes_are_those_predicted(way: str, dtype: torch.dtype = torch.float32) -> None:
     comm, size = Comm(), Comm().size
     heads, groups, length = 24, 12, LENGTH
@@ -146,9 +137,6 @@ def bytes_are_those_predicted(way: str, dtype: torch.dtype = torch.float32) -> N
         assert len(events) == count, f"{len(events)} operations, not {count}"
         sent = sum(event.bus_bytes for event in events)
         assert sent == nbytes, f"{sent} bytes sent, {nbytes} predicted"
-
-
-# ---- what the ring is for
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Awkward(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.twice(torch.tanh(self.twice(self.frozen(self.table(tokens)))))
         x = self.back(torch.tanh(x @ self.slanted)) + self.empty.sum()
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 class Branching(nn.Module):
@@ -53,7 +53,7 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor, deep: bool) -> torch.Tensor:
         x = self.always(x)
-        return self.both(x) if deep else x  # type: ignore[no-any-return]
+        return self.both(x) if deep else x
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -73,7 +73,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 def torchs_own(groups: Any, optimizer_cls: Any, **options: Any) -> torch.optim.Optimizer:
-    return optimizer_cls(groups, **options)  # type: ignore[no-any-return]
+    return optimizer_cls(groups, **options)
 
 
 def replicated(module: nn.Module, size: int, rank: int) -> Footprint:

@@ -46,7 +46,7 @@ def buckets_follow_the_order_of_arrival(strategy: Strategy) -> None:
     module = layers(order=[3, 2, 1, 0])
     made: list[float] = []
     first_used = module.layers[3].weight
-    first_used.register_post_accumulate_grad_hook(lambda _: made.append(time.monotonic()))  # type: ignore[union-attr]
+    first_used.register_post_accumulate_grad_hook(lambda _: made.append(time.monotonic()))
     model = strategy(module, bucket_mb=SMALL)
     left, others = [], []
     for _ in range(3):
@@ -58,7 +58,7 @@ def buckets_follow_the_order_of_arrival(strategy: Strategy) -> None:
         left.append(sum(event.issued_s < made[-1] for event in reduced))
         others.append(len(events) - len(reduced))
         flats = {bucket.flat.untyped_storage().data_ptr() for bucket in model._buckets}
-        grads = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}  # type: ignore[union-attr]
+        grads = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
         assert flats == grads, "a gradient is no view of its bucket"
     assert left == [0, 3, 3], f"all-reduces before the last gradient: {left}"
     assert others == [2, 0, 0], "the order is agreed upon once: its length, and itself"
@@ -79,10 +79,10 @@ def ranks_with_other_orders_agree(strategy: Strategy) -> None:
         reference(inputs[step].flatten(0, 1)).square().mean().backward()
         for name, p in module.named_parameters():
             expected = reference.get_parameter(name)
-            assert torch.allclose(p.grad, expected.grad, atol=1e-12), f"{name} in step {step}"  # type: ignore[arg-type]
+            assert torch.allclose(p.grad, expected.grad, atol=1e-12), f"{name} in step {step}"
             with torch.no_grad():
-                p -= 0.1 * p.grad  # type: ignore[operator]
-                expected -= 0.1 * expected.grad  # type: ignore[operator]
+                p -= 0.1 * p.grad
+                expected -= 0.1 * expected.grad
 
 
 def branching() -> Any:
@@ -173,7 +173,7 @@ def accumulation_equals_one_batch(strategy: Strategy) -> None:
             (model(x).square().sum() * comm.size / count).backward()
     (reference(inputs).square().sum() / count).backward()
     for p, expected in zip(module.parameters(), reference.parameters()):
-        assert torch.allclose(p.grad, expected.grad, atol=1e-14)  # type: ignore[arg-type]
+        assert torch.allclose(p.grad, expected.grad, atol=1e-14)
     assert sum(event.bus_bytes for event in events) == 8 * 8, "the gradients, once"
     assert model._synchronise
 
@@ -200,7 +200,7 @@ def ranks_whose_data_ends_join(
         active = [rank for rank in range(comm.size) if step < steps[rank]]
         losses = [alone(inputs[step, rank]).square().mean() for rank in active]
         alone.zero_grad()
-        (sum(losses) / (len(active) if divide_by_active else comm.size)).backward()  # type: ignore[union-attr]
+        (sum(losses) / (len(active) if divide_by_active else comm.size)).backward()
         _step(alone, velocity)
     assert difference(module.state_dict(), alone.state_dict()) < 1e-12
 

@@ -46,7 +46,7 @@ class Net(nn.Module):
         shift = self.shift * 1
         if self.spoil is not None and shift.requires_grad:
             shift.register_hook(partial(_spoiled, value=self.spoil))
-        return self.body(x) + shift  # type: ignore[no-any-return]
+        return self.body(x) + shift
 
 
 def _spoiled(gradient: torch.Tensor, value: float) -> torch.Tensor:
@@ -110,7 +110,7 @@ def train(
         y = every_y[step].tensor_split(size)[rank].chunk(parts)
         losses = []
         for i in range(parts):
-            with nullcontext() if i == parts - 1 else syncs.no_sync():  # type: ignore[operator]
+            with nullcontext() if i == parts - 1 else syncs.no_sync():
                 out = wrapped(x[i])
                 losses.append((out - y[i].to(torch.promote_types(out.dtype, y[i].dtype))) ** 2)
                 scaler.scale(losses[-1].mean() / parts).backward()
@@ -123,7 +123,7 @@ def train(
         seen.losses.append(torch.cat(losses).mean().item())
         seen.scales.append(scaler.get_scale())
         seen.taken.append(scaler.skipped == before)
-        wrapped.zero_grad() if step % 2 else optimizer.zero_grad()  # type: ignore[func-returns-value]
+        wrapped.zero_grad() if step % 2 else optimizer.zero_grad()
     seen.state = scaler.state_dict()
     full = wrapped.full_state_dict() if isinstance(wrapped, ZeRO3) else net.state_dict()
     seen.weights = {name: x.double() for name, x in full.items()}
@@ -170,9 +170,6 @@ def same(found: list[list[float]], expected: list[list[float]], rel: float) -> b
     return torch.equal(finite, torch.isfinite(ours)) and torch.allclose(
         ours[finite], theirs[finite], rtol=rel, atol=0
     )
-
-
-# --- the same as torch.amp.GradScaler ---
 
 
 OPTIONS = [  # some begin where a gradient is soon inf, or the scale itself

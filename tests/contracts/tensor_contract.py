@@ -35,7 +35,7 @@ def model_of(**changes: Any) -> GPT:
     """Numbers large enough to tell a fault from rounding, and no bias 0 or norm 1."""
     torch.manual_seed(0)
     sizes = {"vocab": VOCAB, "width": WIDTH, "depth": DEPTH, "heads": 12, "context": 16}
-    model = GPT(**{**sizes, **changes}).double()  # type: ignore[arg-type]
+    model = GPT(**{**sizes, **changes}).double()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p)) if p.ndim == 1 else p.mul_(4)

@@ -16,8 +16,6 @@ from labkit.runtime.transports.shm.slots import Slots
 from labkit.runtime.transports.shm.transport import Shared
 from labkit.runtime.transports.wire import Lane, LaneWork
 
-# ---- checks
-
 
 def fast_root(comm: Comm) -> None:
     """Rank 0 broadcasts one tensor after the other while the others are still asleep."""
@@ -44,9 +42,6 @@ def send_ends_when_received(comm: Comm) -> None:
         comm.barrier()
 
 
-# ---- collectives
-
-
 @replaces(collectives, "_reduce")
 def forgets_the_last_rank(real: Any, slots: Slots, *args: Any) -> None:
     slots.size -= 1
@@ -57,9 +52,7 @@ def forgets_the_last_rank(real: Any, slots: Slots, *args: Any) -> None:
 
 
 @replaces(collectives, "_reduce")
-def begins_with_itself(
-    real: Any, slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
-) -> None:
+def begins_with_itself(real, slots, out, own, begin, op):
     """Right but for rounding: each slice in another order."""
     total = own.clone()
     for rank in slots.others:
@@ -69,18 +62,13 @@ def begins_with_itself(
 
 
 @replaces(collectives, "_reduce")
-def forgets_the_division(
-    real: Any, slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
-) -> None:
+def forgets_the_division(real, slots, out, own, begin, op):
     real(slots, out, own, begin, "sum" if op == "mean" else op)
 
 
 @replaces(collectives, "share_memory")
 def never_sees_shared_memory(real: Any, x: torch.Tensor, *others: torch.Tensor) -> bool:
     return False
-
-
-# ---- slots
 
 
 @replaces(Slots, "wait")
@@ -106,9 +94,6 @@ def knows_its_own_length_only(real: Any, self: Slots) -> int:
 @replaces(slots, "copy")
 def counts_half(real: Any, target: int, source: int, nbytes: int) -> Any:
     return real(target, source, nbytes) // 2
-
-
-# ---- messages
 
 
 @replaces(Inbox, "receive")

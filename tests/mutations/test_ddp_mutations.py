@@ -87,7 +87,7 @@ class StaticOfOneRank(DDP):
 
     def _rebuild(self, came: list[nn.Parameter]) -> None:
         every = Comm().all_gather_object
-        self.comm.all_gather_object = lambda thing: [every(thing)[0]] * self.comm.size  # type: ignore[method-assign]
+        self.comm.all_gather_object = lambda thing: [every(thing)[0]] * self.comm.size
         super()._rebuild(came)
 
 
@@ -111,9 +111,6 @@ FAULTS = [
     Mutation(SendsEachMicroBatch, ddp_checks.accumulation_equals_one_batch),
 ]
 some_ranks_wait = {"timeout_s": 5}  # under some of the faults
-
-
-# ---- hooks
 
 
 def forgets_to_cast_back(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
@@ -151,9 +148,6 @@ FAULTS += [
                            (DividesAfterwards, bf16_compress_hook))
 ]  # fmt: skip
 test_a_fault_turns_its_check_red = noticed(FAULTS, given_on_ranks, size=2, **some_ranks_wait)
-
-
-# ---- joining
 
 
 class DividesByTheOthers(DDP):

@@ -19,8 +19,6 @@ from labkit.memory.policies import Kept
 pytestmark = pytest.mark.slow
 
 
-# ---- faults
-
 draws_new_masks = instead("draws_new_masks", Conditions, "again", lambda self: nullcontext())
 
 
@@ -119,8 +117,6 @@ takes_shared_memory_for_new = instead(
 def edits_every_second_block(real: Any, model: Any) -> Any:
     return real(model)[::2]
 
-
-# ---- the proofs that notice them
 
 once_more = proofs.test_one_backward_runs_it_once_more_and_a_policy_runs_less
 changes = proofs.test_a_function_that_changes_between_its_runs_is_reported

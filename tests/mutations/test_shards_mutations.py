@@ -10,7 +10,6 @@ import pytest
 from harness import (
     Change,
     Mutation,
-    Replacement,
     around,
     given,
     instead,
@@ -42,7 +41,6 @@ from test_clipping_shards import DP_TP, SGD, clipped_step, spoiled
 
 pytestmark = pytest.mark.slow
 
-# ---- clipping
 
 # What all tensor ranks have is summed over them, as shards are.
 counts_replicas_twice = instead(
@@ -105,9 +103,6 @@ def test_a_scaler_that_asks_only_the_replicas_lets_ranks_diverge(worlds: Any) ->
     assert worlds(4).run(run) == [0, 1, 0, 1]
 
 
-# ---- checkpoints
-
-
 def keeps_padding(box: Box, shard: Any) -> Box | None:
     if shard is None:
         return box
@@ -160,9 +155,7 @@ def goes_on(world: World, change: Change, strategy: str, folder: pathlib.Path) -
      writes_the_shape_of_the_shard],
     ids=str,
 )  # fmt: skip
-def test_a_faulty_checkpoint_is_noticed(
-    worlds: Any, tmp_path: pathlib.Path, fault: Replacement, strategy: str
-) -> None:
+def test_a_faulty_checkpoint_is_noticed(worlds, tmp_path, fault, strategy):
     with pytest.raises((AssertionError, RankError, ValueError)):
         goes_on(worlds(4), fault, strategy, tmp_path)
 

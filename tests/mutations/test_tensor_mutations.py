@@ -44,9 +44,6 @@ def local(layer: Any, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight, layer.bias)
 
 
-# ---- tensor parallelism
-
-
 def f_and_g_swapped(model: nn.Module, comm: Comm) -> nn.Module:
     """The sum is in forward where it belongs to backward, and the other way round."""
     tensor_parallel(model, comm)
@@ -68,7 +65,7 @@ def f_left_out(model: nn.Module, comm: Comm) -> nn.Module:
 def f_left_out_of_one_layer(model: nn.Module, comm: Comm) -> nn.Module:
     """The first block's MLP: what differs is the gradient of what comes before."""
     tensor_parallel(model, comm)
-    up: Any = model.blocks[0].mlp.up  # type: ignore[union-attr, index]
+    up: Any = model.blocks[0].mlp.up
     up.forward = partial(local, up)
     return model
 
@@ -97,8 +94,8 @@ def another_ranks_keys(model: nn.Module, comm: Comm) -> nn.Module:
     """Query heads meet the keys of other heads."""
     tensor_parallel(model, comm)
     with torch.no_grad():
-        for block in model.blocks:  # type: ignore[union-attr]
-            k = block.attn.k.weight  # type: ignore[union-attr]
+        for block in model.blocks:
+            k = block.attn.k.weight
             parts = [torch.empty_like(k) for _ in range(comm.size)]
             comm.all_gather(parts, k.detach())
             k.copy_(parts[(comm.rank + 1) % comm.size])
@@ -126,9 +123,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-# ---- sequence parallelism
-
-
 def norm_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
     for norm in of_kind(model, nn.LayerNorm):
@@ -138,7 +132,7 @@ def norm_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
 
 def one_norm_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
-    del model.norm.forward  # type: ignore[union-attr]
+    del model.norm.forward
     return model
 
 
@@ -152,18 +146,18 @@ def bias_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
 
 def positions_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
-    table = model.embed.positions  # type: ignore[union-attr]
-    table.forward = lambda positions: F.embedding(  # type: ignore[union-attr]
+    table = model.embed.positions
+    table.forward = lambda positions: F.embedding(
         positions.chunk(comm.size, -1)[comm.rank],
-        table.weight,  # type: ignore[union-attr, arg-type]
+        table.weight,
     )
     return model
 
 
 def every_rank_has_the_first_positions(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
-    edit = model.embed.positions.forward  # type: ignore[union-attr]
-    edit.comm = type("First", (), {"rank": 0, "size": comm.size, "all_reduce": comm.all_reduce})()  # type: ignore[union-attr]
+    edit = model.embed.positions.forward
+    edit.comm = type("First", (), {"rank": 0, "size": comm.size, "all_reduce": comm.all_reduce})()
     return model
 
 
@@ -197,9 +191,6 @@ FAULTS += [
 ]  # fmt: skip
 
 
-# ---- overlap
-
-
 class WaitsAtOnce(ColumnParallelLinear):
     """The all-reduce is waited for before the weight's gradient is begun."""
 
@@ -215,9 +206,6 @@ def overlaps(world: World, faulty: Any, sequence: bool) -> None:
 FAULTS += [Mutation(WaitsAtOnce, overlaps, sequence) for sequence in (False, True)]
 pair = {"size": 2, "timeout_s": 5}
 test_a_fault_turns_its_check_red = noticed(FAULTS, given, AssertionError, **pair)
-
-
-# ---- dropout
 
 
 @replaces(tensor, "own_numbers")

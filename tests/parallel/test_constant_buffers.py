@@ -64,7 +64,7 @@ class CountedSGD(torch.optim.SGD):
 
     most_bytes = 0
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         found = [p.grad for group in self.param_groups for p in group["params"]]
         nbytes = sum(g.nbytes for g in found if g is not None)
         CountedSGD.most_bytes = max(CountedSGD.most_bytes, nbytes)
@@ -80,9 +80,7 @@ def most_fp32_gradients(layers: int) -> int:
     return CountedSGD.most_bytes
 
 
-def test_fp32_gradients_of_master_weights_do_not_grow_with_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_fp32_gradients_of_master_weights_do_not_grow_with_the_model(monkeypatch):
     monkeypatch.setattr(master, "CHUNK_BYTES", 4 * WIDTH * WIDTH)
     assert most_fp32_gradients(4) == most_fp32_gradients(16) <= 2 * 4 * WIDTH * WIDTH
     monkeypatch.setattr(master, "CHUNK_BYTES", 2**40)  # a mistake: all at once

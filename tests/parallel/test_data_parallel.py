@@ -83,9 +83,6 @@ def test_losses_agree_in_float32(world2: World) -> None:
     assert mean == pytest.approx(oracle.losses, rel=1e-4)
 
 
-# ---- every strategy: what a loop does
-
-
 def built(strategy: str, module: nn.Module, cls: Any = torch.optim.SGD, **options: Any) -> Any:
     """The model and its optimizer, which has what holds gradients back."""
     if strategy in ("zero-1", "zero-2"):
@@ -215,9 +212,6 @@ def test_what_cannot_be_trained_is_refused(strategy: str) -> None:
         refused(sparse, "sparse=False", error=(TypeError, ValueError))
 
 
-# ---- replicas
-
-
 def test_batch_norm_buffers_follow_rank_0(world2: World) -> None:
     def statistics(strategy: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
         torch.manual_seed(Comm().rank)
@@ -291,7 +285,7 @@ def test_gradients_are_views_of_their_bucket_and_held_once() -> None:
     model = DDP(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
-    storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}  # type: ignore[union-attr]
+    storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
     sizes = [bucket.flat.nbytes for bucket in model._buckets]
     assert len(storages) == 1
     assert sizes == [held(module, optimizer).gradient_bytes] == [(15 + 5 + 10 + 2) * 4]
@@ -353,14 +347,9 @@ def test_plain_torch_loop_works_unchanged_and_without_warnings() -> None:
     assert [str(one.message) for one in caught] == []
 
 
-# ---- bad input, of both strategies
-
-
 @both
 @pytest.mark.parametrize("kind", ["shape", "order", "frozen"])
-def test_ranks_with_different_models_are_refused_before_anything_is_sent(
-    world2: World, strategy: type[nn.Module], kind: str
-) -> None:
+def test_ranks_with_different_models_are_refused_before_anything_is_sent(world2, strategy, kind):
     def run() -> str:
         rank, module = Comm().rank, nn.Module()
         for name in ("two", "one") if kind == "order" and rank else ("one", "two"):

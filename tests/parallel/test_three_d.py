@@ -56,9 +56,6 @@ def test_what_does_not_divide_or_is_not_trained(eight: World) -> None:
     held_to_one_process(eight, [case for case in hard if case.pp < 3])
 
 
-# ---- what is refused, on every rank
-
-
 X = torch.ones(2, 4, dtype=torch.int64)
 
 
@@ -116,9 +113,6 @@ REFUSED: list[tuple[Callable[[Mesh], None], str]] = [
 @pytest.mark.parametrize(("run", "told"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
 def test_what_makes_no_sense_is_refused(world4: World, run: Any, told: str) -> None:
     refused(lambda: world4.run(lambda: run(cases.mesh_of(2, 2, 1))), told, error=RankError)
-
-
-# ---- groups
 
 
 @on_each_rank("eight")

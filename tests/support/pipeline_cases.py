@@ -336,7 +336,7 @@ def outputs_go_when_they_are_sent() -> None:
             held.append(sum(one() is not None for one in made) - len(mail._leaving))
         return receive(message)
 
-    mail.receive = counting  # type: ignore[method-assign]
+    mail.receive = counting
     pipe.step(*batch(rows=8))
     if comm.rank == 0:
         assert max(held) <= 1, f"{held} outputs are kept after they were sent"

@@ -96,7 +96,7 @@ def cut(model: Model, comm: Comm) -> Model:
     model.rows.weight = model.cuts.weight = tied
     model.up.weight = cut_along(model.up.weight, 0, comm)
     model.down.weight = cut_along(model.down.weight, 1, comm)
-    model.up.bias = cut_along(model.up.bias, 0, comm)  # type: ignore[arg-type]
+    model.up.bias = cut_along(model.up.bias, 0, comm)
     return model
 
 

@@ -191,7 +191,7 @@ def built(case: Case, mesh: Mesh) -> tuple[Pipeline, Any, Any, Spoil]:
         optimizer = torch.optim.SGD([p for p in parameters if p.numel()], **SGD)
     else:
         optimizer = MasterWeights(parameters, torch.optim.SGD, **SGD)
-    pipe.weigh = weigh  # type: ignore[assignment]
+    pipe.weigh = weigh
     return pipe, optimizer, pipe if case.sharder == "zero-3" else optimizer, spoil
 
 

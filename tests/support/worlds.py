@@ -37,7 +37,7 @@ def on_each_rank(fixture: str) -> Callable[[Callable[..., None]], Callable[..., 
             given = signature.bind(*args, **kwargs).arguments
             given.pop(fixture).run(body, **given)
 
-        test.__signature__ = signature  # type: ignore[attr-defined]
+        test.__signature__ = signature
         return test
 
     return decorate

@@ -32,7 +32,7 @@ def right(norm_type: float, max_norm: float) -> tuple[torch.Tensor, list[torch.T
 
 def test_an_optimizer_may_be_given_instead() -> None:
     module, rows = model_and_rows()
-    layers = [{"params": part.parameters()} for part in (module[0], module[2])]  # type: ignore[index]
+    layers = [{"params": part.parameters()} for part in (module[0], module[2])]
     module(rows).square().mean().backward()
     norm = clip_grad_norm(torch.optim.SGD(layers, lr=1), 0.1)
     expected, gradients = right(2.0, 0.1)

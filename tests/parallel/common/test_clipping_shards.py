@@ -12,7 +12,6 @@ from labkit import (
     GradScaler,
     MasterWeights,
     Mesh,
-    World,
     ZeRO3,
     ZeroOptimizer,
     clip_grad_norm,
@@ -29,9 +28,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 DP_TP = {"dp": 2, "tp": 2}
 
 
-def clipped_step(
-    strategy: str, axes: dict[str, int], norm_type: float, max_norm: float, scaled: bool = False
-) -> tuple[float, float]:
+def clipped_step(strategy, axes, norm_type, max_norm, scaled=False):
     """How far the norm, and the weights after a step, are from those of torch in one process."""
     mesh = Mesh(**axes)
     model, optimizer = built(strategy, mesh, SGD)
@@ -53,9 +50,7 @@ def clipped_step(
 
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_tensor_parallel_ranks_clip_as_a_single_process(
-    world2: World, world3: World, world4: World, size: int, norm_type: float
-) -> None:
+def test_tensor_parallel_ranks_clip_as_a_single_process(world2, world3, world4, size, norm_type):
     world = {2: world2, 3: world3, 4: world4}[size]
     for max_norm in (0.01, 100.0):
         for far in world.run(clipped_step, "plain", {"dp": 1, "tp": size}, norm_type, max_norm):
@@ -64,9 +59,7 @@ def test_tensor_parallel_ranks_clip_as_a_single_process(
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
-def test_on_a_mesh_every_strategy_clips_as_a_single_process(
-    world4: World, strategy: str, scaled: bool
-) -> None:
+def test_on_a_mesh_every_strategy_clips_as_a_single_process(world4, strategy, scaled):
     for norm_type in NORMS:
         for far in world4.run(clipped_step, strategy, DP_TP, norm_type, 0.01, scaled):
             assert max(far) < AGREE
@@ -102,9 +95,6 @@ def test_an_optimizer_with_part_of_the_gradients_is_refused() -> None:
         )
 
 
-# ---- 16 bits: what the optimizer unscales in its step
-
-
 def wanted(dtype: torch.dtype) -> Model:
     """A model whose weights stand for gradients: multiples of 1/64, exact in 16 bits."""
     known = fresh(seed=3)
@@ -123,9 +113,7 @@ def with_gradients(model: nn.Module, like: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("strategy", ["masters", "zero-1", "zero-2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @on_each_rank("world4")
-def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
-    strategy: str, dtype: torch.dtype
-) -> None:
+def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(strategy, dtype):
     mesh = Mesh(**DP_TP)
     for norm_type in NORMS:
         model, optimizer = built(strategy, mesh, SGD, dtype=dtype)
@@ -150,9 +138,6 @@ def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
         assert float(norm / expected) == pytest.approx(1, abs=1e-6)
 
 
-# ---- what travels
-
-
 @on_each_rank("world4")
 def test_one_number_travels_over_each_axis() -> None:
     """8 bytes for the shards, 8 for what is whole: two over dp together, one over tp."""
@@ -172,9 +157,6 @@ def test_without_marks_nothing_travels_that_did_not() -> None:
     with listen() as events:
         clip_grad_norm(MasterWeights(model.parameters(), torch.optim.SGD, lr=1), 1.0)
     assert [event.op for event in events] == []
-
-
-# ---- one decision
 
 
 def spoiled(model: nn.Module, optimizer: Any) -> None:

@@ -84,7 +84,7 @@ def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False)
     for step in range(steps):
         optimizer.zero_grad()
         if accumulate:
-            with model.no_sync():  # type: ignore[operator]
+            with model.no_sync():
                 model(batch(seed + step + 50)).square().mean().backward()
         model(batch(seed + step)).sigmoid().square().mean().backward()
         last = gradients(model)
@@ -220,9 +220,6 @@ def test_a_shallow_copy_would_be_a_second_owner_and_is_refused() -> None:
         refused(lambda: copy.copy(model), "DDP already; a module is wrapped once")  # noqa: B023
 
 
-# ---- parameter servers
-
-
 def served(model: Any, seed: int) -> list[torch.Tensor]:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if isinstance(model, ParameterServer):
@@ -264,9 +261,6 @@ def test_a_copied_asynchronous_server_goes_on_where_the_original_was() -> None:
     expected = asynchronous(model)
     for copied in copies:  # the state of the optimizer, too
         assert_equal(asynchronous(copied), expected)
-
-
-# ---- optimizers, pipelines, scalers, meshes
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -385,9 +379,6 @@ def test_a_copied_mesh_communicates_and_a_pickled_one_says_why_not() -> None:
         loaded.tp.all_reduce(x)
 
 
-# ---- a process group, or something else, where a Comm is expected
-
-
 def taking(comm: Any) -> dict[str, Callable[[], Any]]:
     def linear() -> nn.Module:
         return nn.Linear(2, 2)
@@ -434,9 +425,6 @@ def test_an_invalid_group_is_refused_in_one_sentence() -> None:
     for wrong in ([0], Mesh(dp=2), "cuda", False):
         for make in taking(wrong).values():
             refused(make, words, error=TypeError)
-
-
-# ---- torch.compile
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

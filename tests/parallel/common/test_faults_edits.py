@@ -27,8 +27,6 @@ world, world1 = world_fixture(2, device="cpu"), world_fixture(1)
 LOW = torch.bfloat16
 REGIONS = {"torch": partial(torch.autocast, "cpu", LOW), "labkit": autocast}
 
-# ---- autocast: a torch.autocast inside a labkit.autocast
-
 
 class Attention(nn.Module):
     """With the rotary embedding of transformers' Llama: its angles are computed in fp32."""
@@ -60,9 +58,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def run(
-    region: Callable[..., Any], model: nn.Module, x: Tensor, around: Any = None
-) -> list[Tensor]:
+def run(region, model, x, around=None):
     """The output and all gradients; backward runs outside of the region."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_()
     with region():
@@ -203,9 +199,6 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
     assert states() == before
 
 
-# ---- reductions of dtypes that torch computes for some sizes only
-
-
 @pytest.mark.parametrize(
     ("dtype", "op", "sizes"),
     [
@@ -216,9 +209,7 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @on_each_rank("world")
-def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
-    dtype: torch.dtype, op: Any, sizes: tuple[int, ...]
-) -> None:
+def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(dtype, op, sizes):
     for numel in sizes:
         x = torch.ones(numel).to(dtype)
         refused(
@@ -229,9 +220,6 @@ def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
         assert after[0].item() == 2.0, "the group is as good as before"
 
 
-# ---- tensor_parallel: what is not understood is refused, by name
-
-
 def mlp(code: Callable[[Any, Tensor], Any], up: int = 24) -> Callable[[], nn.Module]:
     """8 features and 24 hidden ones."""
     return lambda: Custom(code, up=nn.Linear(8, up), down=nn.Linear(24, 8))
@@ -239,13 +227,13 @@ def mlp(code: Callable[[Any, Tensor], Any], up: int = 24) -> Callable[[], nn.Mod
 
 def fused(m: Any, x: Tensor) -> Tensor:
     a, b = m.up(x).chunk(2, -1)
-    return m.down(F.silu(a) * b)  # type: ignore[no-any-return]
+    return m.down(F.silu(a) * b)
 
 
 def interleaved(m: Any, x: Tensor) -> Tensor:
     """Gate and up take turns: each rank's slice has whole pairs, so it can be cut."""
     a, b = m.up(x).unflatten(-1, (-1, 2)).unbind(-1)
-    return m.down(F.silu(a) * b)  # type: ignore[no-any-return]
+    return m.down(F.silu(a) * b)
 
 
 def low_rank() -> nn.Module:
@@ -265,16 +253,10 @@ def split_heads(x: Tensor) -> Tensor:
 
 def attention(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return m.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+    return m.out(y.transpose(1, 2).flatten(2))
 
 
-def heads(
-    split: Callable[[Tensor], Tensor] = split_heads,
-    adapt: Callable[..., Any] = lambda m, q, k, v: (q, k, v),
-    kv_heads: int = 4,
-    forward: Any = None,
-    **parts: Any,
-) -> Callable[[], nn.Module]:
+def heads(split=split_heads, adapt=lambda m, q, k, v: (q, k, v), kv_heads=4, forward=None, **parts):
     """4 heads of width 4; `adapt` changes queries, keys and values before they meet."""
 
     def plain(m: Any, x: Tensor) -> Tensor:
@@ -402,7 +384,7 @@ def trained(make: Callable[[], nn.Module], cut: bool) -> dict[str, Tensor]:
         (y := model(x)).square().sum().backward()
         optimizer.step()
     assert torch.equal(state, torch.get_rng_state()), "the trial drew random numbers of the user's"
-    return {**full_state_dict(model), "y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
+    return {**full_state_dict(model), "y": y.detach(), "dx": x.grad}
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -79,9 +79,6 @@ def check_equal(model: nn.Module, oracle: nn.Module, atol: float = 1e-10) -> Non
     assert difference(state_of(model), oracle.state_dict()) <= atol
 
 
-# --- clip_grad_norm of parameters ---
-
-
 def wrapped(strategy: str) -> tuple[nn.Module, nn.Module, Any]:
     """The module, what is called, its optimizer."""
     module = fresh()
@@ -183,9 +180,7 @@ def test_tensor_parallel_parameters_are_clipped_by_the_norm_of_all_shards() -> N
 
 @stages
 @on_each_rank("world")
-def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float32(
-    stage: int,
-) -> None:
+def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float32(stage):
     """As the masters step: the factor of the loss scaler is taken into account."""
 
     def run(by: str) -> torch.Tensor:
@@ -219,9 +214,6 @@ def test_parameters_of_a_sharder_and_others_are_refused(strategy: str) -> None:
     loss_of(model, mine(batch())).backward()
     for given in (trained(module)[:1], [*trained(module), nn.Parameter(torch.ones(1))]):
         refused(partial(clip_grad_norm, given, 1.0), "not exactly its own; call it with the Z")
-
-
-# --- .grad under a ZeroOptimizer ---
 
 
 def both(stage: int, cls: Any = SGD, **options: Any) -> tuple[Any, Any, Any, Any]:
@@ -323,9 +315,7 @@ DROPS: dict[str, Callable[[Any, Any], None]] = {
 @pytest.mark.parametrize("quiet", [False, True], ids=["", "no_sync"])
 @pytest.mark.parametrize("drop", DROPS)
 @on_each_rank("world")
-def test_gradients_dropped_between_backwards_are_dropped(
-    stage: int, quiet: bool, drop: str
-) -> None:
+def test_gradients_dropped_between_backwards_are_dropped(stage, quiet, drop):
     model, ours, oracle, torchs = both(stage, weight_decay=0.1, lr=0.1)
     for _ in range(2):
         for micro in range(3):
@@ -389,9 +379,6 @@ def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(stage: int) -> None:
     check_equal(model, oracle, atol=0.0)
 
 
-# --- the optimizer itself ---
-
-
 @on_each_rank("pair")
 def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it() -> None:
     parameters = list(fresh().parameters())
@@ -445,9 +432,7 @@ def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_paramete
 
 
 @on_each_rank("pair")
-def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(tmp_path):
     model = DDP(fresh())
     save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
     other = DDP(fresh().requires_grad_(True))

@@ -55,12 +55,9 @@ class Ranks:
 
 
 def layer(*ranks: int) -> tuple[nn.Linear, Shard]:
-    module, shard = nn.Linear(3, 4), Shard(Ranks(*ranks), 0, 4, 7, 8)  # type: ignore[arg-type]
+    module, shard = nn.Linear(3, 4), Shard(Ranks(*ranks), 0, 4, 7, 8)
     mark_shard(module.weight, shard)
     return module, shard
-
-
-# ---- the mark
 
 
 def test_a_mark_stays_where_a_parameter_changes() -> None:
@@ -135,11 +132,11 @@ def travelled(module: nn.ModuleList, how: str) -> nn.ModuleList:
 
 
 def test_all_that_share_a_sequence_are_to_be_averaged() -> None:
-    mark = SequenceParts(Ranks(0, 1))  # type: ignore[arg-type]
+    mark = SequenceParts(Ranks(0, 1))
     for ranks in ((0,), (0, 2), (1, 2, 3)):
         with pytest.raises(ValueError, match=r'bias is used by ranks \[0, 1\].*mesh\["dp", "cp"\]'):
-            mark.check("bias", Ranks(*ranks), averaged=True)  # type: ignore[arg-type]
-    mark.check("bias", Ranks(0, 1, 4, 5), averaged=True)  # type: ignore[arg-type]
+            mark.check("bias", Ranks(*ranks), averaged=True)
+    mark.check("bias", Ranks(0, 1, 4, 5), averaged=True)
 
 
 def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
@@ -149,7 +146,7 @@ def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
 
 
 def test_a_mark_that_cannot_be_is_refused() -> None:
-    comm: Comm = Ranks(0, 1)  # type: ignore[assignment]
+    comm: Comm = Ranks(0, 1)
     for dim, start, stop, whole in [(0, 3, 2, 4), (0, 0, 5, 4), (-1, 0, 2, 4), (0, -1, 2, 4)]:
         with pytest.raises(ValueError, match="start:stop of 0:whole"):
             Shard(comm, dim, start, stop, whole)
@@ -158,14 +155,11 @@ def test_a_mark_that_cannot_be_is_refused() -> None:
             mark_shard(nn.Linear(3, 4).weight, shard)
 
 
-# ---- replicas have the same part
-
-
 def test_ranks_with_different_shards_are_not_replicas() -> None:
     _, shard = layer(0, 1)
     with pytest.raises(ValueError, match=r"weight is cut over ranks \[0, 1\].*DDP\(model, mesh.dp"):
-        shard.check("weight", Ranks(0, 1, 2), averaged=True)  # type: ignore[arg-type]
-    shard.check("weight", Ranks(0, 2), averaged=True)  # type: ignore[arg-type]
+        shard.check("weight", Ranks(0, 1, 2), averaged=True)
+    shard.check("weight", Ranks(0, 2), averaged=True)
 
 
 @on_each_rank("world4")
@@ -187,14 +181,11 @@ def test_replicas_with_other_parts_are_found(world2: World) -> None:
         comm = Comm()
         module = nn.Linear(3, 4)
         ranks = Ranks(comm.rank)
-        mark_shard(module.weight, Shard(ranks, 0, 4 * comm.rank, 4 * comm.rank + 4, 8))  # type: ignore[arg-type]
+        mark_shard(module.weight, Shard(ranks, 0, 4 * comm.rank, 4 * comm.rank + 4, 8))
         DDP(module)
 
     with pytest.raises(RankError, match="0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8"):
         world2.run(run)
-
-
-# ---- composition
 
 
 def check_as_single(strategy: str, axes: dict[str, int]) -> None:

@@ -59,14 +59,14 @@ def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
 @on_each_rank("world4")
 def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> None:
     mesh, model = Mesh(dp=2, cp=2), gpt()
-    core = model.blocks[0].attn.core  # type: ignore[union-attr]
+    core = model.blocks[0].attn.core
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
     refused(
         lambda: context_parallel(model, mesh.cp),
         "belongs to a ZeroOptimizer over ranks",
         "context_parallel first",
     )
-    assert model.blocks[0].attn.core is core  # type: ignore[union-attr]
+    assert model.blocks[0].attn.core is core
     assert not any(sequence_comm_of(p) for p in model.parameters())
     del optimizer
 

@@ -26,14 +26,9 @@ WAYS = ["ring", "ulysses"]
 SIZES = [1, 2, 3, 4]
 
 
-# ---- exact
-
-
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("way", WAYS)
-def test_values_and_gradients_are_those_of_full_attention(
-    worlds: Any, way: str, ranks: int
-) -> None:
+def test_values_and_gradients_are_those_of_full_attention(worlds, way, ranks):
     worlds(ranks).run(checks.attention_is_exact, way, 12, 12, 48)
     worlds(ranks).run(checks.attention_is_exact, way, 24, 12, 24, strided=False)
     worlds(ranks).run(checks.attention_is_exact, way, 12, 12, 2 * ranks)  # a chunk is one token
@@ -53,9 +48,7 @@ def test_large_scores_do_not_overflow(worlds: Any) -> None:
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2**-6), (torch.float16, 2**-9)])
 @pytest.mark.parametrize("way", WAYS)
-def test_two_byte_types_are_off_by_rounding_only(
-    worlds: Any, way: str, dtype: torch.dtype, limit: float
-) -> None:
+def test_two_byte_types_are_off_by_rounding_only(worlds, way, dtype, limit):
     worlds(4).run(checks.attention_is_exact, way, 8, 4, 96, dtype, limit)
 
 
@@ -68,16 +61,11 @@ def test_products_inside_a_region_of_autocast_are_fp32() -> None:
             assert torch.equal(plain, ring.ring_attention(*mine[:3], Comm()))
 
 
-# ---- training
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
-def test_weights_are_those_of_a_single_process(
-    worlds: Any, recompute: str | None, way: str, ranks: int
-) -> None:
+def test_weights_are_those_of_a_single_process(worlds, recompute, way, ranks):
     worlds(ranks).run(checks.training_equals_one_process, way, "ddp", recompute=recompute)
 
 
@@ -101,7 +89,7 @@ def test_frozen_parameters_and_a_block_used_twice(way: Any) -> None:
     torch.manual_seed(0)
     module = GPT(31, 24, 2, 4, 16).double()
     module.embed.requires_grad_(False)  # and so the head, which is tied
-    module.blocks[0].attn.k.requires_grad_(False)  # type: ignore[union-attr]
+    module.blocks[0].attn.k.requires_grad_(False)
     module.blocks[1] = Custom(lambda m, x: m.block(m.block(x)), block=module.blocks[1])
     alone = copy.deepcopy(module)
     model = DDP(context_parallel(module, comm, way=way), comm)
@@ -150,9 +138,7 @@ def test_ulysses_takes_the_models_own_core() -> None:
         assert (gather_sequence(found, Comm(), dim=2) - expected).abs().max() < 1e-12
 
 
-def test_dropout_inside_ulysses_is_of_each_rank_and_the_same_again(
-    worlds: Any,
-) -> None:
+def test_dropout_inside_ulysses_is_of_each_rank_and_the_same_again(worlds):
     """Other masks for the heads of other ranks; in backward, computed again, those of forward."""
 
     def drawn() -> tuple[float, list[torch.Tensor]]:
@@ -214,9 +200,6 @@ def test_a_dry_run_reads_no_values() -> None:
         assert op in {event.op for event in trace.ranks[0].comms}
 
 
-# ---- what it costs
-
-
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_are_those_predicted(worlds: Any, way: str, ranks: int) -> None:
@@ -239,9 +222,7 @@ def test_memory_is_linear_in_the_shard(worlds: Any, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("way", "full"), [("ring", 1), ("ulysses", 4)])
-def test_recompute_sends_what_forward_sends_once_more(
-    worlds: Any, way: Any, full: int, ranks: int
-) -> None:
+def test_recompute_sends_what_forward_sends_once_more(worlds, way, full, ranks):
     """A whole block does all again. The core alone stops when it has what backward needs: of
     Ulysses' four all-to-alls the last is for its result."""
 
@@ -250,7 +231,7 @@ def test_recompute_sends_what_forward_sends_once_more(
         torch.manual_seed(0)
         model = context_parallel(GPT(31, 24, 2, 12, 24), comm, way=way)
         if recompute:
-            Recompute(model, what=recompute)  # type: ignore[arg-type]
+            Recompute(model, what=recompute)
         counts = []
         x = sequence_shard(torch.zeros(1, 24, dtype=torch.long), comm)
         with listen() as events:
@@ -266,9 +247,6 @@ def test_recompute_sends_what_forward_sends_once_more(
     assert worlds(ranks).run(sent, "full") == [[2 * each, 2 * (backward + again)]] * ranks
     core = each if way == "ring" else 3
     assert worlds(ranks).run(sent, "selective") == [[2 * each, 2 * (backward + core)]] * ranks
-
-
-# ---- what cannot be
 
 
 @on_each_rank("world4")
@@ -308,7 +286,7 @@ def test_bad_input_says_what_would_do() -> None:
         (edit(gpt(), "rings"), 'choose "ring" or "ulysses"'),
     ):  # fmt: skip
         refused(call, message)
-    assert isinstance(untouched.blocks[0].attn.core, CausalAttention)  # type: ignore[union-attr]
+    assert isinstance(untouched.blocks[0].attn.core, CausalAttention)
 
 
 def test_ranks_with_different_lengths_are_reported(worlds: Any) -> None:

@@ -3,7 +3,6 @@ of updates alone, and ends with the same weights.
 """
 
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,12 +35,7 @@ def backward(model: nn.Module, worker: int, step: int) -> None:
     loss(model(batch.x), batch).backward()
 
 
-def trained(
-    server: Callable[..., AsyncParameterServer],
-    optimizer: str,
-    pauses_s: Sequence[float] = (0, 0, 0, 0),
-    **asked: Any,
-) -> tuple[list[Update], dict[str, torch.Tensor], bool, int]:
+def trained(server, optimizer, pauses_s=(0, 0, 0, 0), **asked):
     """On a rank: all updates, the weights at the end, whether it has the optimizer, bytes sent."""
     comm = Comm()
     cls, defaults = OPTIMIZERS[optimizer]
@@ -65,7 +59,7 @@ def replayed(updates: list[Update], optimizer: str) -> dict[str, torch.Tensor]:
     A worker's k-th update is of its k-th batch."""
     cls, defaults = OPTIMIZERS[optimizer]
     model, stale = model_of(0), model_of(0)
-    stepping = cls(model.parameters(), **defaults)  # type: ignore[call-arg]
+    stepping = cls(model.parameters(), **defaults)
     versions, steps = [weights(model)], dict.fromkeys(range(1, 5), 0)
     for update in updates:
         stale.load_state_dict(versions[update.made_with])
@@ -83,9 +77,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: x.detach().clone() for name, x in model.state_dict().items()}
 
 
-def check_stale_training(
-    world: World, server: Callable[..., AsyncParameterServer], optimizer: str, **asked: Any
-) -> list[Update]:
+def check_stale_training(world, server, optimizer, **asked):
     """The contract. Raises AssertionError, telling what is broken."""
     runs = world.run(trained, server, optimizer, **asked)
     updates = runs[0][0]
@@ -141,9 +133,7 @@ def test_a_bound_is_never_exceeded(world: World, bound: int) -> None:
     check_bound(world, AsyncParameterServer, bound, pauses_s=(0, 0, 0, 0.1))
 
 
-def check_bound(
-    world: World, server: Callable[..., AsyncParameterServer], bound: int, **asked: Any
-) -> None:
+def check_bound(world, server, bound, **asked):
     updates = check_stale_training(world, server, "SGD", max_staleness=bound, **asked)
     steps = dict.fromkeys((1, 2, 3), 0)
     for update in updates:

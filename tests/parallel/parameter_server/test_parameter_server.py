@@ -51,9 +51,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "optimizer"), CASES, ids=lambda x: x)
-def test_it_equals_a_single_process_in_weights_bytes_and_memory(
-    world: World, case: str, optimizer: str
-) -> None:
+def test_it_equals_a_single_process_in_weights_bytes_and_memory(world, case, optimizer):
     runs, n = check_equal_to_single(world, served(), case, optimizer), world.size
     assert all(run.held.gradient_bytes + run.held.optimizer_bytes == 0 for run in runs[1:])
     bus_bytes = ParameterServer.predict(MODELS[case]().double(), n).bus_bytes
@@ -83,9 +81,7 @@ def test_clipping_on_the_server_clips_for_all() -> None:
     assert norm > 0.01 if Comm().rank == 0 else norm == 0
 
 
-def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(
-    world2: World,
-) -> None:
+def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(world2):
     def run() -> tuple[float, bool]:
         torch.manual_seed(Comm().rank)
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -103,14 +99,11 @@ def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(
             for one in (module, plain):
                 one(torch.ones(5, 3)).square().sum().backward()
             optimizer.step()
-        same = torch.equal(module[0].weight.grad, plain[0].weight.grad)  # type: ignore[arg-type]
+        same = torch.equal(module[0].weight.grad, plain[0].weight.grad)
         return mean, same and not events
 
     (mean, alone), (other, other_alone) = world2.run(run)
     assert mean == other and alone and other_alone
-
-
-# --- bad input ---
 
 
 @on_each_rank("world2")
@@ -139,9 +132,6 @@ def test_a_rank_that_dies_does_not_leave_the_server_waiting() -> None:
 
     with World(2, timeout_s=20) as world, pytest.raises(RankError, match="the disk is gone"):
         world.run(dies)
-
-
-# --- the server's link ---
 
 
 def step_s(strategy: str, ranks: int) -> float:

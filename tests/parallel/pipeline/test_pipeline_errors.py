@@ -35,8 +35,6 @@ X = torch.ones(4, 3)
 SGD = torch.optim.SGD
 
 
-# ---- what all ranks refuse before anything runs
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fewer stages than ranks": (
         lambda: make(stages(1)),
@@ -61,7 +59,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "a batch of 4 rows does not divide into 5 micro-batches of at least 1 row",
     ),
     "x that is none": (
-        lambda: make(stages()).step(None, X),  # type: ignore[arg-type]
+        lambda: make(stages()).step(None, X),
         "x is a NoneType; give the batch [rows, ...], the same on every rank",
     ),
     "no loss": (
@@ -167,9 +165,6 @@ def test_what_cannot_be_cut_or_paced_is_refused(run: Callable[[], Any], expected
     refused(run, expected)
 
 
-# ---- what one rank finds while it runs: the others do not wait for it
-
-
 def returns(make: Callable[[torch.Tensor], Any]) -> nn.Module:
     """A stage that gives what `make` makes of its input."""
     return Custom(lambda m, x: make(x * m.weight), weight=nn.Parameter(torch.ones(3)))
@@ -270,7 +265,7 @@ def test_a_message_that_does_not_come_is_named() -> None:
             with pytest.raises(RuntimeError, match="the last step of this pipeline ended in an"):
                 pipe.step(X, X)
             return str(caught.value)
-        pipe._p2p.send = lambda message, x: None  # type: ignore[method-assign]
+        pipe._p2p.send = lambda message, x: None
         with suppress(CommError):
             pipe.step(X, X)
         return ""

@@ -53,9 +53,7 @@ def of_two(**how: Any) -> tuple[Mesh, Pipeline, Tensor]:
      ("optimizer", False, float("inf"))],
 )  # fmt: skip
 @on_each_rank("world4")
-def test_gradients_are_clipped_by_the_norm_of_all_stages(
-    how: str, tied: bool, norm_type: float
-) -> None:
+def test_gradients_are_clipped_by_the_norm_of_all_stages(how, tied, norm_type):
     """By the pipeline and by an optimizer, which knows one stage; a tied parameter counts once."""
     whole = cases.gpt(2, tied=tied)
     cases.tokens_loss(whole(tokens()), tokens()).backward()
@@ -69,7 +67,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(
         assert clip_grad_norm(trained, 0.05, norm_type).item() == pytest.approx(norm, rel=1e-6)
     wanted = dict(whole.named_parameters(remove_duplicate=False))
     for name, p in pipe.module.named_parameters():
-        assert (p.grad - wanted[name].grad).abs().max() < 1e-8  # type: ignore[operator]
+        assert (p.grad - wanted[name].grad).abs().max() < 1e-8
 
 
 @on_each_rank("world4")
@@ -82,9 +80,6 @@ def test_without_its_pipeline_a_stage_is_clipped_alone() -> None:
     own = stages[Comm().rank]
     own(torch.ones(1, 2)).sum().backward()
     assert Comm().rank > 0 or clip_grad_norm(own, 1.0).item() > 0
-
-
-# ---- a tie and pieces
 
 
 def tied_and_cut_elsewhere() -> None:
@@ -100,9 +95,6 @@ def tied_when_it_was_cut() -> None:
     zero = ZeroOptimizer(stages[mesh.pp.rank].parameters(), SGD, comm=mesh.dp, lr=0.1)
     Pipeline(stages, mesh.pp, "1f1b", 2, cases.tokens_loss).step(tokens(), tokens())
     zero.step()
-
-
-# ---- what one stage does that the others would suffer from
 
 
 def pipe_of(*stages: nn.Module, loss_fn: Any = F.mse_loss, name: str = "1f1b") -> Pipeline:
@@ -190,9 +182,6 @@ def test_it_is_refused(world4: World, run: Callable[[], None], expected: str) ->
     refused(lambda: world4.run(run), expected, error=RankError)
 
 
-# ---- what is allowed
-
-
 @on_each_rank("world4")
 def test_a_pipeline_may_change_its_type_between_steps() -> None:
     """On all ranks, also those without parameters; their modes, too."""
@@ -232,7 +221,7 @@ def test_tied_replicas_add_up_the_gradients_of_steps() -> None:
             cases.tokens_loss(whole(tokens()), (tokens() + more) % 11).backward()
             pipe.step(x, (x + more) % 11)
         found = pipe.module.named_parameters()
-        apart += [(p.grad - wanted[name].grad).abs().max().item() for name, p in found]  # type: ignore[operator]
+        apart += [(p.grad - wanted[name].grad).abs().max().item() for name, p in found]
     assert all(off < 1e-9 for off in apart)
 
 

@@ -51,9 +51,6 @@ def same_gradients(pipe: Pipeline, whole: nn.Sequential) -> None:
         torch.testing.assert_close(p.grad, wanted[name].grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-# ---- stages: no ranks
-
-
 def test_a_module_used_twice_is_two_layers() -> None:
     torch.manual_seed(0)
     act = nn.ReLU()
@@ -70,7 +67,7 @@ def test_layers_may_have_any_name() -> None:
     x = torch.randn(3, 4)
     first, last = cut = split(model, 2)
     assert torch.equal(last(first(x)), model(x))
-    assert [*first.layers, *last.layers] == names  # type: ignore[misc]
+    assert [*first.layers, *last.layers] == names
     whole = Layers.together(cut, [0, 1])
     assert whole.state_dict().keys() == model.state_dict().keys()
 
@@ -98,9 +95,6 @@ def test_costs_are_measured_of_layers_that_change_things() -> None:
     assert all(0 < cost < 1e9 for cost in measure_costs(model, x))
     assert torch.equal(x, before)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-# ---- what is refused or told, on two ranks
 
 
 def in_place() -> nn.Module:
@@ -145,9 +139,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_unsupported_stages_are_refused(world2: World, what: str) -> None:
     job, told = REFUSED[what]
     refused(lambda: world2.run(job), told, error=RankError)
-
-
-# ---- halves of backward
 
 
 def again(module: nn.Module, kind: str) -> Any:
@@ -197,9 +188,6 @@ def test_halves_put_off_what_is_computed_again() -> None:
     assert seen == [2] * 4
 
 
-# ---- autocast, replicas, memory, updates
-
-
 def in_fp32(module: Any, x: Tensor) -> Any:
     """Whatever it runs in."""
     with torch.autocast("cpu", enabled=False), autocast(enabled=False):
@@ -225,8 +213,8 @@ def backward_is_outside_of_autocast() -> None:
                 pipe.step(x, y)
             grads = {n: p.grad for n, p in whole.named_parameters()}
             for n, p in pipe.module.named_parameters():
-                scale = grads[n].norm()  # type: ignore[union-attr]
-                assert (p.grad - grads[n]).norm() <= 1e-5 * scale, (name, region, again, n)  # type: ignore[operator]
+                scale = grads[n].norm()
+                assert (p.grad - grads[n]).norm() <= 1e-5 * scale, (name, region, again, n)
 
 
 def test_backward_is_outside_of_autocast(world2: World) -> None:
@@ -292,9 +280,6 @@ def test_a_frozen_stage_among_updates(frozen: int) -> None:
     state = whole.state_dict()
     for name, p in pipe.module.named_parameters():
         torch.testing.assert_close(p, state[name], check_stride=False, msg=name)
-
-
-# ---- deliberate faults
 
 
 goes_back_inside_autocast = instead(

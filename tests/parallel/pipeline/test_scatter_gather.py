@@ -52,9 +52,7 @@ def gpt_on(mesh: Mesh, chunks: int = 1, **how: Any) -> list[nn.Module]:
     return split(tensor_parallel(model, mesh.tp, **how), mesh.pp.size * chunks)
 
 
-def trained(
-    make: Callable[[], list[nn.Module]], mesh: Mesh, parts: bool, x: Tensor, loss: Any, **how: Any
-) -> tuple[list[float], list[Tensor]]:
+def trained(make, mesh, parts, x, loss, **how):
     """Losses and weights of two steps."""
     tp = mesh.tp if parts else None
     pipe = Pipeline(make(), mesh.pp, loss_fn=loss, scatter_gather=tp, **how)
@@ -62,13 +60,7 @@ def trained(
     return losses, [p.detach().clone() for p in pipe.parameters()]
 
 
-def assert_same_bits(
-    make: Callable[[], list[nn.Module]],
-    mesh: Mesh,
-    x: Tensor,
-    loss: Any,
-    **how: Any,
-) -> None:
+def assert_same_bits(make, mesh, x, loss, **how):
     losses, weights = trained(make, mesh, False, x, loss, **how)
     found, others = trained(make, mesh, True, x, loss, **how)
     assert found == losses, f"losses {found}, and {losses} without scatter/gather"
@@ -81,9 +73,6 @@ def a_gpt_has_the_same_bits(axes: dict[str, int]) -> None:
     assert_same_bits(
         lambda: gpt_on(mesh), mesh, tokens(), tokens_loss, schedule="1f1b", microbatches=3
     )
-
-
-# ---- the same numbers
 
 
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
@@ -157,9 +146,6 @@ def test_one_rank_and_one_stage_are_the_same_code() -> None:
     with listen() as events:
         pipe.step(x, x)
     assert not events
-
-
-# ---- what travels, and when
 
 
 def sends_its_part(axes: dict[str, int]) -> None:
@@ -255,9 +241,6 @@ def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
     assert Counter(issued(six.run(work)[0])) == Counter(on_paper)
 
 
-# ---- what cannot be
-
-
 def cut_sequence() -> None:
     mesh = Mesh(pp=3, tp=2)
     model = tensor_parallel(GPT(12, 6, 3, 2, 6), mesh.tp, sequence=True)
@@ -311,9 +294,6 @@ REFUSED = [
 @pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
 def test_it_is_refused(six: World, run: Callable[[], None], expected: str) -> None:
     refused(lambda: six.run(run), expected, error=RankError)
-
-
-# ---- faults
 
 
 @replaces(ScatterGather, "own_part")

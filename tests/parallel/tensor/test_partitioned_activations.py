@@ -56,9 +56,7 @@ def with_and_without() -> tuple[list[float], dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_trains_to_the_bit_as_without_and_gathers_each_input_once(
-    worlds: Any, size: int
-) -> None:
+def test_it_trains_to_the_bit_as_without_and_gathers_each_input_once(worlds, size):
     for _, _, gathered in worlds(size).run(with_and_without):
         assert gathered == (size - 1) * DEPTH * X
 
@@ -102,9 +100,6 @@ def test_what_has_nothing_to_cut_is_refused(options: Any, what: Any, words: str)
     if what is not None:
         Recompute(edited, what=what)
     refused(lambda: partition_activations(edited, Comm()), words)
-
-
-# --- faults that must be found -------------------------------------------------------------------
 
 
 def keeps_all(self: Partitioned, x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class Noted(Dropout):
 def with_noted_dropout(model: GPT, given: Masks | None = None) -> dict[str, Noted]:
     """Plain attention, and every dropout one that tells."""
     for block in model.blocks:
-        block.attn.core = PlainAttention(block.dropout.p)  # type: ignore[union-attr]
+        block.attn.core = PlainAttention(block.dropout.p)
     found = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, Dropout):
@@ -108,8 +108,8 @@ def test_dropout_of_replicas_alone_is_that_of_a_single_process(world2: World) ->
     """Nothing else draws, so a seed gives the masks of one process; with one rank, always."""
 
     def only_replicas(model: nn.Module, comm: Comm) -> nn.Module:
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.attn.core.dropout = 0.0  # type: ignore[union-attr]
+        for block in model.blocks:
+            block.attn.core.dropout = 0.0
         torch.manual_seed(1)
         return model if comm.size == 1 else tensor_parallel(model, comm)
 

@@ -35,9 +35,6 @@ world = world_fixture(
 )
 
 
-# ---- the same model
-
-
 @ways
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 def test_weights_losses_and_bytes(world: World, way: str, recompute: Any) -> None:
@@ -128,7 +125,7 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(0.5)
-    assert other.head.weight is other.embed.tokens.weight  # type: ignore[union-attr]
+    assert other.head.weight is other.embed.tokens.weight
     assert torch.equal(model(tokens), before)
     after = other(tokens)
     assert not torch.allclose(after, before)
@@ -155,7 +152,7 @@ def test_what_a_rank_holds() -> None:
             shard.dim == 1 and name.endswith(("out.weight", "down.weight"))
         )
         assert torch.equal(p, was.narrow(shard.dim, shard.start, shard.stop - shard.start))
-    assert model.head.weight is model.embed.tokens.weight  # type: ignore[union-attr]
+    assert model.head.weight is model.embed.tokens.weight
 
 
 @on_each_rank("world2")
@@ -163,18 +160,13 @@ def test_a_model_starts_as_rank_0s() -> None:
     model = model_of()
     if Comm().rank == 1:
         nn.init.zeros_(model.norm.bias)
-        nn.init.zeros_(model.blocks[0].mlp.up.weight)  # type: ignore[union-attr, arg-type]
+        nn.init.zeros_(model.blocks[0].mlp.up.weight)
     tensor_parallel(model, Comm())
     assert bool(model.norm.bias.any() and model.blocks[0].mlp.up.weight.all())
 
 
-# ---- overlap
-
-
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_input_gradient_travels_while_the_weights_is_computed(
-    world2: World, sequence: bool
-) -> None:
+def test_the_input_gradient_travels_while_the_weights_is_computed(world2, sequence):
     contract.check_overlap(world2, sequence)
 
 
@@ -188,9 +180,6 @@ def test_one_input_is_gathered_and_its_gradient_sent_once() -> None:
     gather, scatter, reduce = "all_gather", "reduce_scatter", "all_reduce"
     forward, backward = [gather, scatter], [reduce, gather, gather, scatter]  # of the bias first
     assert sorted(event.op for event in events) == sorted(forward + backward)
-
-
-# ---- the layers by themselves
 
 
 @on_each_rank("world2")
@@ -212,12 +201,12 @@ def test_layers_without_a_model() -> None:
             last(torch.tanh(first(once))).square().sum().backward()
             results.append((once.detach(), x.grad))
         for a, b in zip(*results, strict=True):
-            assert torch.allclose(a, b, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+            assert torch.allclose(a, b, rtol=0, atol=1e-12)
     assert up.bias.grad is not None and column.bias is not None and down.weight.grad is not None
     mine = up.bias.grad.chunk(2)[comm.rank]
-    assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)
     mine = down.weight.grad.chunk(2, 1)[comm.rank]
-    assert torch.allclose(row.weight.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    assert torch.allclose(row.weight.grad, mine, rtol=0, atol=1e-12)
     torch.manual_seed(0)
     made = ColumnParallelLinear(6, 8, comm)
     assert torch.equal(made.weight.double(), column.weight)
@@ -255,9 +244,6 @@ def test_bfloat16(way: str, casting: str) -> None:
     dtypes = {event.dtype for event in layers}
     assert abs(found - expected) < 0.05 * abs(expected)
     assert dtypes == {"bfloat16"}
-
-
-# ---- bad input
 
 
 @on_each_rank("world3")

@@ -67,11 +67,11 @@ def test_an_error_in_a_layer_leaves_the_random_numbers_as_the_others_have_them()
 @on_each_rank("world2")
 def test_parameters_that_would_not_stay_one_or_whole_are_refused() -> None:
     inside, tied = GPT.preset("tiny"), GPT.preset("tiny")
-    attention: Any = inside.blocks[0].attn  # type: ignore[union-attr]
+    attention: Any = inside.blocks[0].attn
     parts = {"core": attention.core, "norm": nn.LayerNorm(3)}
     attention.core = Custom(lambda m, q, k, v: m.core(m.norm(q), m.norm(k), v), **parts)
-    first, second = (block.mlp.up for block in tied.blocks)  # type: ignore[union-attr]
-    second.weight = first.weight  # type: ignore[union-attr]
+    first, second = (block.mlp.up for block in tied.blocks)
+    second.weight = first.weight
     for model, words in (
         (inside, "blocks.0.attn.core.norm.weight is a parameter"),
         (tied, "were one parameter and would be cut into several"),
@@ -111,9 +111,7 @@ def test_reading_one_projection_changes_nothing() -> None:
 
 
 class WithTargets(GPT):
-    def forward(  # type: ignore[override]
-        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens, targets, positions=None):
         return F.cross_entropy(super().forward(tokens, positions).flatten(0, 1), targets.flatten())
 
 
@@ -129,9 +127,6 @@ def test_positions_are_filled_in_wherever_they_stand() -> None:
     value = model(mine, mine).detach()
     comm.all_reduce(value, "mean")
     assert value.item() == pytest.approx(fresh()(tokens, tokens).item(), abs=1e-12)
-
-
-# ---- a gated MLP
 
 
 def gated(width: int = 8, hidden: int = 24, gate: int | None = None) -> nn.Module:
@@ -201,9 +196,6 @@ def test_an_invalid_gate_is_refused_by_name() -> None:
             tensor_parallel(nn.Sequential(gated(**options)), Comm())
 
 
-# ---- what the ranks compare
-
-
 def test_an_input_inside_a_container_is_compared(world2: World) -> None:
     """Some models take theirs in a dict of lists."""
 
@@ -253,16 +245,13 @@ def test_random_states_of_the_models_device_are_compared(world2: World) -> None:
     world2.run(run, "cuda:1")
 
 
-# ---- a model that leaves its ranks
-
-
 def test_a_model_that_was_pickled_says_that_its_ranks_are_gone(world2: World) -> None:
     def run(way: str) -> Any:
         torch.manual_seed(0)
         model = GPT(31, 24, 1, 4, 16)
         if way == "tensor":
             return tensor_parallel(model, Comm())
-        return context_parallel(model, Comm(), way=way)  # type: ignore[arg-type]
+        return context_parallel(model, Comm(), way=way)
 
     tokens = torch.zeros(1, 8, dtype=torch.long)
     for way in ("tensor", "ring", "ulysses"):
@@ -294,5 +283,5 @@ def test_a_model_of_one_rank_computes_wherever_it_goes() -> None:
 
 def test_a_dropout_draws_whatever_the_type_of_its_p() -> None:
     for p in (0.5, np.float32(0.5), torch.tensor(0.5)):
-        assert tensor_checks.draws(nn.Dropout(p)) and not tensor_checks.draws(nn.Dropout(p).eval())  # type: ignore[arg-type]
+        assert tensor_checks.draws(nn.Dropout(p)) and not tensor_checks.draws(nn.Dropout(p).eval())
     assert not tensor_checks.draws(nn.Dropout(0.0))

@@ -208,8 +208,8 @@ def test_it_runs_on_paper() -> None:
     def work() -> None:
         comm = Comm()
         model = Tiny(50257)
-        model.tokens = VocabParallelEmbedding.from_embedding(model.tokens, comm)  # type: ignore[assignment]
-        model.head = VocabParallelHead.from_linear(model.head, comm, gather_output=False)  # type: ignore[assignment]
+        model.tokens = VocabParallelEmbedding.from_embedding(model.tokens, comm)
+        model.head = VocabParallelHead.from_linear(model.head, comm, gather_output=False)
         model.head.weight = model.tokens.weight
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.zeros(2, 8, dtype=torch.long)
@@ -219,9 +219,6 @@ def test_it_runs_on_paper() -> None:
     one = dry_run(work, ranks=8, step=0).ranks[0]
     reduced = [event.payload_bytes for event in one.comms]
     assert reduced == [2 * 8 * 3 * 4, 2 * 8 * 4, 2 * 2 * 8 * 4, 2 * 8 * 3 * 4]
-
-
-# ---- bad input
 
 
 def test_padded_vocab() -> None:

@@ -20,9 +20,7 @@ from worlds import on_each_rank, world_fixture
 SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}
 
 
-def zero(
-    stage: int, make: Any = ZeroOptimizer, bucket_mb: float = 0.01, **options: Any
-) -> Strategy:
+def zero(stage, make=ZeroOptimizer, bucket_mb=0.01, **options):
     """ZeRO as the contract wants it, in several buckets."""
 
     def predict(module: nn.Module, size: int, rank: int) -> Any:
@@ -44,9 +42,7 @@ NAMES = [one if one == "adamw" else pytest.param(one, marks=slow) for one in OPT
 @pytest.mark.parametrize("optimizer", NAMES)
 @pytest.mark.parametrize("case", CASES)
 @stages
-def test_weights_equal_single_process_training(
-    world: World, stage: int, case: str, optimizer: str
-) -> None:
+def test_weights_equal_single_process_training(world, stage, case, optimizer):
     check_equal_to_single(world, zero(stage), case, optimizer)
 
 
@@ -102,7 +98,7 @@ def test_two_models_may_use_the_same_names() -> None:
     optimizer = ZeroOptimizer([{"params": m.named_parameters()} for m in models], SGD, lr=1.0)
     before = [model.weight.detach().clone() for model in models]
     x = torch.full((1, 2), 1.0 + 2 * Comm().rank)  # gradients of 1 and 3: their mean is 2
-    sum(model(x).sum() for model in models).backward()  # type: ignore[union-attr]
+    sum(model(x).sum() for model in models).backward()
     optimizer.step()
     for was, model in zip(before, models, strict=True):
         assert float((was - model.weight).detach().mean()) == pytest.approx(2.0)
@@ -169,9 +165,6 @@ def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_d
                     assert whole <= 3  # two on their way, and the one that fills
 
 
-# --- any elementwise optimizer, and no other ---
-
-
 class Signs(torch.optim.Optimizer):
     """A user's own, elementwise."""
 
@@ -231,9 +224,6 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name() -> None:
     ):
         message = refused(lambda: ZeroOptimizer([nn.Linear(3, 3).weight], cls), advice)  # noqa: B023
         assert message.startswith(f"{cls.__name__} cannot be sharded: ")
-
-
-# --- what belongs to an optimizer in a loop ---
 
 
 @stages
@@ -308,9 +298,6 @@ def test_the_state_of_a_rank_is_loaded_into_another_run(stage: int, dtype: str) 
     assert difference(module.state_dict(), other.state_dict()) == 0
 
 
-# --- bad input ---
-
-
 @stages
 @on_each_rank("world2")
 def test_loss_scaling_is_refused_on_every_rank(stage: int) -> None:
@@ -379,18 +366,13 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
 @stages
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_each_rank("world2")
-def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(
-    stage: int, dtype: str
-) -> None:
+def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(stage, dtype):
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(getattr(torch, dtype))
     optimizer = ZeroOptimizer(module.parameters(), SGD, stage, lr=0.1)
     value = module(torch.ones(1, 2, dtype=getattr(torch, dtype))).sum()
     value.backward(retain_graph=True)
     optimizer.step()
     refused(value.backward, "modified by an inplace operation", error=RuntimeError)
-
-
-# --- memory, as the recorder sees it ---
 
 
 def train_1m(stage: int, dtype: str, steps: int = 2, bucket_mb: float = 0.5) -> None:

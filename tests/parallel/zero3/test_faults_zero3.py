@@ -53,9 +53,6 @@ def rows(*shape: int) -> list[Any]:
     return [(torch.randn(*shape, dtype=torch.float64, generator=generator),) for _ in range(3)]
 
 
-# --- ranks that use different units ---
-
-
 def route(routes: list[list[int]], how: str, persist_below: int = 0) -> None:
     def forward(model: Any, x: torch.Tensor, *which: int) -> torch.Tensor:
         for number in which:
@@ -118,16 +115,11 @@ def test_comparing_costs_no_bytes_where_ranks_compare_anyway() -> None:
     assert sum(event.bus_bytes for event in events) == predicted
 
 
-# --- inputs ---
-
-
-def alike(
-    block: Any, q: torch.Tensor, k: torch.Tensor, box: list[torch.Tensor], deep: dict[str, Any]
-) -> torch.Tensor:
+def alike(block, q, k, box, deep):
     """Computes something else where one tensor has become two."""
     pair, inner = deep["pair"]
     factor = 1 if q is k and q is box[0] and q is pair and q is inner[0] else 100
-    return q * block.weight * factor  # type: ignore[no-any-return]
+    return q * block.weight * factor
 
 
 def attention() -> nn.Module:
@@ -181,9 +173,6 @@ def test_what_a_unit_writes_to_a_list_reaches_its_caller() -> None:
     assert_same(sums_losses, rows(2, 4))
 
 
-# --- parameters used outside of their unit ---
-
-
 class TiedHead(nn.Module):
     """`how`: in which way the embedding's weight is used by the head."""
 
@@ -203,7 +192,7 @@ class TiedHead(nn.Module):
         if early is not None:
             return x @ early
         if self.how == "recomputed":
-            return checkpoint(self._head, x, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self._head, x, use_reentrant=False)
         return self._head(x)
 
     def _head(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,9 +225,6 @@ def test_a_unit_may_put_out_a_view_of_its_parameter() -> None:
         )
 
     assert_same(build, rows(200, 400))
-
-
-# --- optimizers and backward ---
 
 
 @on_each_rank("world")
@@ -331,9 +317,6 @@ def test_hooks_that_would_never_be_called_are_refused() -> None:
     ZeRO3(plain)  # what a strategy that is gone has left does not count
 
 
-# --- the norm of gradients ---
-
-
 def gradients(**options: Any) -> tuple[ZeRO3, nn.Module]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
@@ -345,21 +328,19 @@ def gradients(**options: Any) -> tuple[ZeRO3, nn.Module]:
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @on_each_rank("pair")
-def test_torchs_clipping_by_norm_is_refused_before_it_changes_anything(
-    foreach: bool | None,
-) -> None:
+def test_torchs_clipping_by_norm_is_refused_before_it_changes_anything(foreach):
     model, _ = gradients()
     parameters, norm_of = list(model.parameters()), nn.utils.get_total_norm
-    before = [p.grad.clone() for p in parameters]  # type: ignore[union-attr]
+    before = [p.grad.clone() for p in parameters]
     clip = nn.utils.clip_grad_norm_
     for call in (
         lambda: clip(model.parameters(), 0.1, foreach=foreach),
         lambda: clip(parameters, 0.1, float("inf"), True, foreach),
-        lambda: norm_of([p.grad for p in parameters], foreach=foreach),  # type: ignore[misc]
-        lambda: parameters[0].grad.norm(),  # type: ignore[union-attr]
+        lambda: norm_of([p.grad for p in parameters], foreach=foreach),
+        lambda: parameters[0].grad.norm(),
     ):
         refused(call, "labkit.clip_grad_norm(model, max_norm)")
-    assert all(torch.equal(p.grad, x) for p, x in zip(parameters, before))  # type: ignore[arg-type]
+    assert all(torch.equal(p.grad, x) for p, x in zip(parameters, before))
 
 
 @on_each_rank("world")
@@ -396,9 +377,6 @@ def test_a_shards_gradient_is_a_plain_tensor_for_all_else(pair: World) -> None:
         assert all(type(x) is torch.Tensor for x in grads)
 
 
-# --- copies and compilers ---
-
-
 @on_each_rank("world")
 def test_copies_and_pickles_are_refused_and_end_no_rank() -> None:
     """`copy.deepcopy` read parameters that were freed: SIGSEGV."""
@@ -407,7 +385,7 @@ def test_copies_and_pickles_are_refused_and_end_no_rank() -> None:
         lambda: copy.deepcopy(model),
         lambda: copy.copy(model),
         lambda: copy.deepcopy(model.module),
-        lambda: copy.deepcopy([model.module[0]]),  # type: ignore[index]
+        lambda: copy.deepcopy([model.module[0]]),
         lambda: torch.optim.swa_utils.AveragedModel(model),
         lambda: torch.save(model, io.BytesIO()),
         lambda: torch.save(model.module, io.BytesIO()),

@@ -134,9 +134,6 @@ def test_tied_weights_stay_one() -> None:
     ]
 
 
-# ---- what is held
-
-
 class _Held(TorchDispatchMode):
     """The most bytes that tensors held at once, of those that were made in this block."""
 
@@ -169,7 +166,7 @@ def check_one_at_a_time() -> None:
     whole, largest, n = sum(described), max(described), Comm().size
     # A little more: collectives have scratch tensors.
     assert held.peak_bytes <= largest + whole / n + largest / n + 4096, held.peak_bytes / whole
-    held_now = sum(p.elements.share.nbytes for p in model.parameters())  # type: ignore[attr-defined]
+    held_now = sum(p.elements.share.nbytes for p in model.parameters())
     assert held_now <= whole / n + 4 * len(described)
 
 
@@ -199,9 +196,6 @@ def test_what_travels() -> None:
     assert [(e.op, e.bus_bytes) for e in read] == [weight, two, ("all_gather", 48), weight]
 
 
-# ---- what else may happen to it
-
-
 @on_each_rank("world2")
 def test_a_sharded_parameter_that_computes_says_what_to_do() -> None:
     with sharded_init():
@@ -225,9 +219,9 @@ def test_it_is_copied_and_converted_share_by_share() -> None:
     assert not events
     assert copied.head.weight is copied.table.weight is not model.table.weight
     for p, q, r in zip(model.parameters(), copied.parameters(), narrow.parameters()):
-        assert torch.equal(p.whole(), q.whole()) and p.requires_grad == q.requires_grad  # type: ignore[attr-defined]
-        expected = p.whole().double() if p.is_floating_point() else p.whole()  # type: ignore[attr-defined]
-        assert r.dtype == expected.dtype and torch.equal(r.whole(), expected)  # type: ignore[attr-defined]
+        assert torch.equal(p.whole(), q.whole()) and p.requires_grad == q.requires_grad
+        expected = p.whole().double() if p.is_floating_point() else p.whole()
+        assert r.dtype == expected.dtype and torch.equal(r.whole(), expected)
         assert r.requires_grad == p.requires_grad and isinstance(r, nn.Parameter)
 
 
@@ -253,7 +247,7 @@ def test_some_of_the_ranks_build_a_model() -> None:
     comm = Comm().subgroup([1])
     if comm is not None:
         with sharded_init(comm):
-            assert nn.Linear(3, 5).weight.elements.share.numel() == 15  # type: ignore[attr-defined,union-attr]
+            assert nn.Linear(3, 5).weight.elements.share.numel() == 15
 
 
 def test_it_is_recorded_without_data() -> None:
@@ -266,7 +260,7 @@ def test_it_is_recorded_without_data() -> None:
         model.to(torch.bfloat16)
         assert model[3].weight is model[0].weight and len(list(model.parameters())) == 7
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-        assert {p.whole().dtype for p in model.parameters()} == {torch.bfloat16}  # type: ignore[operator]
+        assert {p.whole().dtype for p in model.parameters()} == {torch.bfloat16}
         plain = nn.Linear(2, 2)
         plain(torch.ones(1, 2)).sum().backward()
         torch.optim.SGD(plain.parameters()).step()
@@ -292,9 +286,6 @@ def test_zero_3_trains_what_was_built_in_shares() -> None:
             optimizer.step()
             found.append(value.item())
     assert losses[True] == losses[False]
-
-
-# ---- deliberate faults
 
 
 def never_closes(self: Construction, wanted: list[Elements], overwritten: Any = None) -> None:

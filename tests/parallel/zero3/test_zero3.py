@@ -85,12 +85,9 @@ def twins(module: nn.Module, **options: Any) -> tuple[ZeRO3, nn.Module]:
     return ZeRO3(module, **options), reference
 
 
-# ---- what is computed
-
-
 def inner(again: bool) -> nn.Module:
     def mlp(block: Any, x: torch.Tensor) -> torch.Tensor:
-        return block.down(torch.tanh(block.up(x)))  # type: ignore[no-any-return]
+        return block.down(torch.tanh(block.up(x)))
 
     def forward(block: Any, x: torch.Tensor) -> Any:
         return x + (checkpoint(mlp, block, x, use_reentrant=False) if again else mlp(block, x))
@@ -138,7 +135,7 @@ def test_passes_in_any_order_add_up_as_in_one_process() -> None:
     every = [Text().batch(i, 4, 8) for i in range(4)]
     mine = [batch.slice(Comm().rank, 2) for batch in every]
     for wrapped, batches in ((model, mine), (reference, every)):
-        sum(loss(wrapped(one.x), one) for one in batches[:2]).backward()  # type: ignore[union-attr]
+        sum(loss(wrapped(one.x), one) for one in batches[:2]).backward()
         with torch.no_grad():
             wrapped(batches[2].x)
         wrapped.eval()
@@ -162,7 +159,7 @@ def test_errors_leave_a_model_that_trains_on() -> None:
     with pytest.raises(ValueError, match="create_graph=True asks for a graph of backward"):
         model(x[Comm().rank]).square().mean().backward(create_graph=True)
     for where in ("forward", "backward"):
-        hook = model.module.b.down.register_forward_pre_hook(  # type: ignore[union-attr]
+        hook = model.module.b.down.register_forward_pre_hook(
             fail if where == "forward" else lambda _, args: args[0].register_hook(fail) and None
         )
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -186,7 +183,7 @@ def test_outputs_of_any_nesting_recurrent_layers_and_attention() -> None:
     def mixed(model: Any, x: torch.Tensor) -> torch.Tensor:
         found = model.parts[0](x)
         y, _ = model.lstm(found["all"][0] + found["all"][1][0])
-        return model.attention(y, y, y)[0]  # type: ignore[no-any-return]
+        return model.attention(y, y, y)[0]
 
     torch.manual_seed(0)
     parts = nn.ModuleList([Custom(nested, a=nn.Linear(3, 3), b=nn.Linear(3, 3))])
@@ -214,7 +211,7 @@ def test_a_loss_that_a_layer_keeps_aside_finds_the_weights(which: str) -> None:
     layers = [Custom(keeps, linear=nn.Linear(4, 4)).double() for _ in range(2)]
     model, reference = twins(nn.Sequential(*layers))
     x = torch.randn(3, 4).double()
-    for wrapped, (first, second) in ((model, layers), (reference, reference)):  # type: ignore[misc]
+    for wrapped, (first, second) in ((model, layers), (reference, reference)):
         value = wrapped(x).sum()
         {"all": value + first.aside + second.aside, "aside": first.aside}[which].backward()
     assert off(model, reference) < 1e-12
@@ -232,9 +229,6 @@ def test_a_frozen_part_is_sharded_and_its_gradient_does_not_travel() -> None:
     assert (ops.count("all_gather"), ops.count("reduce_scatter")) == (6, 2)
     held_by_each = Comm().all_gather_object(sum(p.numel() for p in model.parameters()))
     assert sum(held_by_each) == 20 + 20 + 10
-
-
-# ---- what is gathered, and when
 
 
 @on_each_rank("world2")
@@ -309,7 +303,7 @@ def test_compute_in_16_bits_with_masters_in_32(world2: World) -> None:
             optimizer.step()
             losses.append(value.item())
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
         sent = sum(event.bus_bytes for event in events)
         return losses, held(model, optimizer, sent), predicted, seen
 
@@ -398,9 +392,6 @@ def test_a_unit_is_freed_when_backward_is_through_with_it(block: str, again: boo
     assert sum(event.bus_bytes for event in events) == predicted.bus_bytes
 
 
-# ---- the whole state, clipping, misuse
-
-
 @on_each_rank("world2")
 def test_whole_state_comes_out_and_goes_in() -> None:
     torch.manual_seed(Comm().rank)
@@ -450,12 +441,12 @@ def test_clipping_is_that_of_the_whole_gradient() -> None:
 def test_misuse_is_refused_by_name_on_every_rank() -> None:
     blocks = nn.Sequential(inner(False), inner(False))
     model, frozen = ZeRO3(blocks), ZeRO3(nn.Linear(2, 2))
-    frozen.module.weight.requires_grad_(False)  # type: ignore[operator, union-attr]
+    frozen.module.weight.requires_grad_(False)
     with torch.device("meta"):
         nowhere = nn.Linear(2, 2)
     for call, words in (
         (lambda: ZeRO3(blocks), "0.up.weight belongs to a ZeRO3 already"),
-        (lambda: blocks[0].up(torch.ones(1, 6)), "0.up.weight is sharded"),  # type: ignore[operator]
+        (lambda: blocks[0].up(torch.ones(1, 6)), "0.up.weight is sharded"),
         (lambda: frozen(torch.ones(1, 2)), "weight was frozen"),
         (lambda: ZeRO3(nowhere), "weight is on the meta device"),
         (lambda: ZeRO3(nn.Linear(2, 2), prefetch=-1), "prefetch=-1"),

@@ -55,7 +55,6 @@ def given(
 
 
 def reduced(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
-    """Their reduction, by plain computation."""
     total = fold(PLAIN[op], tensors)
     return total / len(tensors) if op == "mean" else total
 
@@ -86,7 +85,6 @@ def layouts(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, Callable[[], bool]]
 
 
 def one_for_all(x: torch.Tensor) -> torch.Tensor:
-    """An expanded tensor: all its elements stand in one place. It can be read, not written."""
     return x.view(1).expand(6)
 
 
@@ -432,7 +430,6 @@ def completion(comm: Comm) -> None:
 
 
 def in_pieces(comm: Comm) -> None:
-    """Long tensors, which travel in pieces of two megabytes, of odd sizes."""
     n, rank = comm.size, comm.rank
     numel = n * 600_000 + 1  # 2.4 MB a chunk: two pieces
     for way in WAYS:
@@ -468,7 +465,6 @@ CONTRACT: tuple[Callable[..., None], ...] = (
 
 
 def check(comm: Comm) -> None:
-    """All of it."""
     for part in CONTRACT:
         part(comm)
 
@@ -617,7 +613,6 @@ def _uneven(n: int) -> list[list[int]]:
 
 
 def _slanted(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`x` with gaps between its elements."""
     layout = list(layouts(x))[3][0]
     assert layout.numel() < 2 or not layout.is_contiguous()
     yield layout

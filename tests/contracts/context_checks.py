@@ -59,7 +59,6 @@ def attention_is_exact(
     way: str, heads: int, groups: int, length: int, dtype: torch.dtype = torch.float64,
     limit: float = AGREE, scale: float = 1.0, strided: bool = True,
 ) -> None:  # fmt: skip
-    """Values and gradients are those of causal attention in one process, in float64."""
     whole = some(heads, groups, length, dtype)
     whole[0] *= scale
     mine = shards(whole, strided)

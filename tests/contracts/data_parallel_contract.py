@@ -172,7 +172,6 @@ def oracle_of(case: str, optimizer: str) -> Run:
 def check_equal_to_single(
     world: World, strategy: Strategy | Wrap, case: str, optimizer: str = "adamw"
 ) -> list[Run]:
-    """The contract. Raises AssertionError, telling what is broken."""
     oracle = oracle_of(case, optimizer)
     plan = strategy if isinstance(strategy, Strategy) else Strategy(strategy)
     runs = world.run(weights_after, strategy, case, optimizer=optimizer)

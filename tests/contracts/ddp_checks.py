@@ -86,8 +86,6 @@ def ranks_with_other_orders_agree(strategy: Strategy) -> None:
 
 
 def branching() -> Any:
-    """`always`, `sometimes` and `never` used."""
-
     def forward(model: Any, x: torch.Tensor, deep: bool = True) -> Any:
         x = model.always(x)
         return model.sometimes(x) if deep else x

@@ -15,22 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit import (
-    DDP,
-    Comm,
-    GradScaler,
-    MasterWeights,
-    Single,
-    World,
-    ZeRO3,
-    ZeroOptimizer,
-    clip_grad_norm,
-)
+import labkit
 
 STEPS, ROWS = 10, 12
 BAD = {2: torch.inf, 3: torch.nan, 7: -torch.inf}  # step -> what one rank finds in a gradient
 MIB = 2**20
-Scaler = Callable[..., GradScaler]
+Scaler = Callable[..., labkit.GradScaler]
 
 
 class Net(nn.Module):
@@ -57,8 +47,6 @@ def _spoiled(gradient: torch.Tensor, value: float) -> torch.Tensor:
 
 @dataclass
 class Seen:
-    """What one rank has seen."""
-
     losses: list[float]  # of its rows
     norms: list[float]
     scales: list[float]  # after each step
@@ -74,16 +62,16 @@ SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}  # unlike Adam, it sees how l
 def build(strategy: str, net: nn.Module, dtype: torch.dtype) -> Built:
     if strategy == "zero-3":
         half = dtype == torch.float16
-        sharded = ZeRO3(net, compute_dtype=dtype if half else None)
+        sharded = labkit.ZeRO3(net, compute_dtype=dtype if half else None)
         return sharded, torch.optim.SGD(sharded.parameters(), **SGD), sharded
     net.to(dtype)
     if strategy in ("zero-1", "zero-2"):
-        zero = ZeroOptimizer(
+        zero = labkit.ZeroOptimizer(
             net.parameters(), torch.optim.SGD, stage=int(strategy[-1]), bucket_mb=100 / MIB, **SGD
         )
         return net, zero, zero
-    wrapped = DDP(net, bucket_mb=100 / MIB) if strategy == "ddp" else Single(net)
-    optimizer = MasterWeights(net.parameters(), torch.optim.SGD, **SGD)
+    wrapped = labkit.DDP(net, bucket_mb=100 / MIB) if strategy == "ddp" else labkit.Single(net)
+    optimizer = labkit.MasterWeights(net.parameters(), torch.optim.SGD, **SGD)
     return wrapped, optimizer, optimizer
 
 
@@ -92,7 +80,7 @@ def train(
     dtype: torch.dtype,
     rank: int = 0,
     size: int = 1,
-    scaler_cls: Scaler = GradScaler,
+    scaler_cls: Scaler = labkit.GradScaler,
     max_norm: float | None = None,
     parts: int = 1,
     culprit: int = 0,
@@ -101,7 +89,7 @@ def train(
     net = Net().half().to(torch.float64 if dtype == torch.float64 else torch.float32)
     every_x, every_y = torch.randn(STEPS, ROWS, 6).half(), torch.randn(STEPS, ROWS, 5)
     wrapped, optimizer, clipped = build(strategy, net, dtype)
-    syncs = optimizer if isinstance(optimizer, ZeroOptimizer) else wrapped
+    syncs = optimizer if isinstance(optimizer, labkit.ZeroOptimizer) else wrapped
     scaler = scaler_cls(init_scale=2.0**10, growth_interval=3)
     seen = Seen([], [], [], [], {}, {})
     for step in range(STEPS):
@@ -116,7 +104,7 @@ def train(
                 scaler.scale(losses[-1].mean() / parts).backward()
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            seen.norms.append(clip_grad_norm(clipped, max_norm).item())
+            seen.norms.append(labkit.clip_grad_norm(clipped, max_norm).item())
         before = scaler.skipped
         scaler.step(optimizer)
         scaler.update()
@@ -125,7 +113,7 @@ def train(
         seen.taken.append(scaler.skipped == before)
         wrapped.zero_grad() if step % 2 else optimizer.zero_grad()
     seen.state = scaler.state_dict()
-    full = wrapped.full_state_dict() if isinstance(wrapped, ZeRO3) else net.state_dict()
+    full = wrapped.full_state_dict() if isinstance(wrapped, labkit.ZeRO3) else net.state_dict()
     seen.weights = {name: x.double() for name, x in full.items()}
     return seen
 
@@ -137,17 +125,16 @@ def alone(dtype: torch.dtype, max_norm: float | None = None, parts: int = 1) -> 
 
 
 def check_equal_to_single(
-    world: World,
+    world: labkit.World,
     strategy: str,
     dtype: torch.dtype,
-    scaler_cls: Scaler = GradScaler,
+    scaler_cls: Scaler = labkit.GradScaler,
     **options: Any,
 ) -> None:
-    """Raises AssertionError, or what the world raises."""
     expected = alone(dtype, **{k: x for k, x in options.items() if k != "culprit"})
 
     def run() -> Seen:
-        comm = Comm()
+        comm = labkit.Comm()
         return train(strategy, dtype, comm.rank, comm.size, scaler_cls, **options)
 
     ranks = world.run(run)

@@ -43,12 +43,10 @@ def model_of(**changes: Any) -> GPT:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter put together from all ranks' parts."""
     return joined(parameter, shard_of(parameter))
 
 
 def trained(edit: Edit | None, recompute: Any = None, rows: int = ROWS, **changes: Any) -> Run:
-    """On a rank: some steps of AdamW."""
     comm = Comm()
     model: nn.Module = model_of(**changes)
     if edit is not None:
@@ -80,7 +78,6 @@ def oracle(**changes: Any) -> Run:
 def check_equal_to_single(
     world: World, edit: Edit = tensor_parallel, recompute: Any = None, **changes: Any
 ) -> list[Run]:
-    """The contract. Raises AssertionError, telling what is broken."""
     expected, runs = oracle(**changes), world.run(trained, edit, recompute, **changes)
     check_runs(runs, expected)
     return runs

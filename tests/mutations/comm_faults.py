@@ -79,7 +79,6 @@ def forgets_the_division(real, wire, chunks, reduce, divide_by, tag):
 
 @algorithm("ring_all_reduce")
 def divides_every_chunk(real, wire, chunks, reduce, divide_by, tag):
-    """Not only the one that is complete."""
     sent_bytes = yield from real(wire, chunks, reduce, divide_by, tag)
     if divide_by != 1:
         for chunk in chunks:

@@ -117,12 +117,10 @@ def _swap(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def given(world: World, fault: Any, check: Callable[..., Any], *args: Any) -> None:
-    """`check(world, fault, ...)`: the fault is a faulty strategy, say."""
     check(world, fault, *args)
 
 
 def given_on_ranks(world: World, fault: Any, check: Callable[..., Any], *args: Any) -> None:
-    """`check(fault, ...)` on each rank."""
     world.run(check, fault, *args)
 
 

@@ -27,7 +27,6 @@ def messages_of(collective: str, name: str, n: int) -> int:
 
 @pytest.mark.parametrize(("collective", "name"), [one for one in EVERY if one[0] != "barrier"])
 def test_every_message_of_every_algorithm_matters(collective: str, name: str) -> None:
-    """One that is lost, or sent twice, whichever it is, is found."""
     for n in filter(lambda n: serves(collective, name, n), (3, 4, 5)):
         for k in range(messages_of(collective, name, n)):
             for fault in ("lost", "doubled"):
@@ -41,14 +40,12 @@ def test_every_message_of_every_algorithm_matters(collective: str, name: str) ->
 
 
 def passes(wire: Wire, late: int, algorithm: Callable[..., Algorithm]) -> Algorithm:
-    """A barrier to which rank `late` never comes."""
     if wire.rank == late:
         yield wire.irecv(torch.empty(1), (late + 1) % wire.size, 99)
     return (yield from algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7))
 
 
 def one_round_less(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
-    """A barrier without its last round."""
     heard, distance = torch.empty_like(note), 1
     while 2 * distance < wire.size:
         receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)

@@ -93,8 +93,6 @@ class SaysUsed(ParameterServer):
 
 
 class LosesAPush(AsyncParameterServer):
-    """One gradient arrives and changes nothing."""
-
     def _take(self, worker: int, made_with: int, there: list[int]) -> None:
         if self.version == 5:
             assert self.optimizer is not None
@@ -111,8 +109,6 @@ class HidesStaleness(AsyncParameterServer):
 
 
 class KeepsOldWeights(AsyncParameterServer):
-    """A worker takes new weights only once."""
-
     def step(self) -> None:
         before = [p.detach().clone() for p in self._parameters_to_serve]
         later = self.version > 0

@@ -34,7 +34,6 @@ def of_kind(model: nn.Module, kind: Any) -> list[Any]:
 
 
 def with_forward(model: nn.Module, kind: Any, forward: Callable[..., Tensor]) -> nn.Module:
-    """Every layer of this kind computes `forward(layer, x)`."""
     for layer in of_kind(model, kind):
         layer.forward = partial(forward, layer)
     return model
@@ -45,7 +44,6 @@ def local(layer: Any, x: Tensor) -> Tensor:
 
 
 def f_and_g_swapped(model: nn.Module, comm: Comm) -> nn.Module:
-    """The sum is in forward where it belongs to backward, and the other way round."""
     tensor_parallel(model, comm)
     with_forward(
         model, ColumnParallelLinear, lambda layer, x: local(layer, reduce_from_ranks(x, comm))
@@ -210,7 +208,6 @@ test_a_fault_turns_its_check_red = noticed(FAULTS, given, AssertionError, **pair
 
 @replaces(tensor, "own_numbers")
 def ranks_draw_the_same(real: Any, comm: Comm, *xs: Any) -> Any:
-    """All ranks draw for their shards as rank 0 does."""
     return real(SimpleNamespace(rank=0, size=comm.size), *xs)
 
 
@@ -223,7 +220,6 @@ def replicas_differ(real: Any, comm: Comm, *_: Tensor) -> Any:
 
 @contextmanager
 def shards_share_the_generator() -> Iterator[None]:
-    """Shards draw from the generator that replicas draw from."""
     with ExitStack() as stack:
         for name in ("DrawsItsOwn", "DrawsItsOwnBetween"):
             stack.enter_context(patch.object(tensor, name, lambda module, *_: module.forward))

@@ -60,8 +60,6 @@ def test_one_bucket_for_everything_would_be_seen():
 
 
 class CountedSGD(torch.optim.SGD):
-    """How many fp32 bytes of gradients it is given at once."""
-
     most_bytes = 0
 
     def step(self, closure: None = None) -> None:

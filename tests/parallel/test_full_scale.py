@@ -23,7 +23,6 @@ STATES = ("parameters", "gradients", "optimizer state")
 
 
 def train(stage: int) -> None:
-    """Two steps; in stage 0 with DDP."""
     if stage == 3:
         with ZeRO3.init():
             model: Any = GPT(**SIZES)

@@ -39,7 +39,6 @@ class Call:
 
     @property
     def after(self) -> int:
-        """The next rank's chunk."""
         return self.sizes[(self.rank + 1) % self.n]
 
 

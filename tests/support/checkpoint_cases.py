@@ -10,17 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+import labkit
 from data_parallel_contract import Awkward
-from labkit import (
-    DDP,
-    Comm,
-    MasterWeights,
-    NaiveDDP,
-    ZeRO3,
-    ZeroOptimizer,
-    load_checkpoint,
-    save_checkpoint,
-)
 
 ROWS = 12  # divides over 1, 2, 3 and 4 ranks
 
@@ -47,7 +38,6 @@ def fresh(seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
 
 
 def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Two groups with different hyperparameters."""
     named = list(model.named_parameters())
     return [
         {"params": [p for name, p in named if "bias" not in name], "lr": lr},
@@ -56,43 +46,43 @@ def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
 
 
 def replicated(strategy: Any) -> Any:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+    def build(module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
         return strategy(module, comm), torch.optim.AdamW(groups_of(module, lr))
 
     return build
 
 
 def sharded(stage: int) -> Any:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+    def build(module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
         groups = groups_of(module, lr)
-        return module, ZeroOptimizer(groups, torch.optim.AdamW, stage, comm, bucket_mb=0.01)
+        return module, labkit.ZeroOptimizer(groups, torch.optim.AdamW, stage, comm, bucket_mb=0.01)
 
     return build
 
 
-def zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
-    model = ZeRO3(module, comm, persist_below=20)
+def zero_3(module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
+    model = labkit.ZeRO3(module, comm, persist_below=20)
     return model, torch.optim.AdamW(groups_of(model, lr))
 
 
-def masters(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
-    return DDP(module, comm), MasterWeights(groups_of(module, lr), torch.optim.AdamW)
+def masters(module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
+    return labkit.DDP(module, comm), labkit.MasterWeights(groups_of(module, lr), torch.optim.AdamW)
 
 
-STRATEGIES: dict[str, Callable[[nn.Module, Comm, float], tuple[nn.Module, Any]]] = {
-    "naive-ddp": replicated(NaiveDDP),
-    "ddp": replicated(DDP),
+STRATEGIES: dict[str, Callable[[nn.Module, labkit.Comm, float], tuple[nn.Module, Any]]] = {
+    "naive-ddp": replicated(labkit.NaiveDDP),
+    "ddp": replicated(labkit.DDP),
     "zero-1": sharded(stage=1),
     "zero-2": sharded(stage=2),
     "zero-3": zero_3,
     "masters": masters,
 }
-MEETING: dict[int, Comm | None] = {}  # on a rank: the first n ranks of its world
+MEETING: dict[int, labkit.Comm | None] = {}  # on a rank: the first n ranks of its world
 
 
-def first_ranks(n: int) -> Comm | None:
+def first_ranks(n: int) -> labkit.Comm | None:
     """The group of the first `n` ranks; None on the others. All ranks of the world call it."""
-    world = Comm()
+    world = labkit.Comm()
     if n == world.size:
         return world
     if n not in MEETING:
@@ -100,7 +90,7 @@ def first_ranks(n: int) -> Comm | None:
     return MEETING[n]
 
 
-def train(model: nn.Module, optimizer: Any, comm: Comm, steps: range) -> list[float]:
+def train(model: nn.Module, optimizer: Any, comm: labkit.Comm, steps: range) -> list[float]:
     """The global losses of some steps; a step's batch is the same wherever it is run."""
     losses = []
     for step in steps:
@@ -123,7 +113,7 @@ def save_and_go_on(
         return None
     model, optimizer = STRATEGIES[strategy](fresh(dtype=dtype), comm, 1e-2)
     train(model, optimizer, comm, range(3))
-    save_checkpoint(folder, model, optimizer, step=3, extra={"rank": comm.rank})
+    labkit.save_checkpoint(folder, model, optimizer, step=3, extra={"rank": comm.rank})
     return train(model, optimizer, comm, range(3, 6))
 
 
@@ -135,7 +125,7 @@ def load_and_go_on(
         return None
     model, optimizer = STRATEGIES[strategy](fresh(seed=1, dtype=dtype), comm, 3e-3)
     train(model, optimizer, comm, range(7, 8))  # a state that must go
-    loaded = load_checkpoint(folder, model, optimizer)
+    loaded = labkit.load_checkpoint(folder, model, optimizer)
     assert (loaded.step, loaded.extra) == (3, {"rank": 0})
     return train(model, optimizer, comm, range(3, 6))
 

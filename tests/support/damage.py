@@ -58,7 +58,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def another_value(data: bytes, chance: Random) -> bytes:
-    """JSON with a hostile value somewhere in it."""
     try:
         value = json.loads(data)
     except ValueError:

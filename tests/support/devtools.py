@@ -263,7 +263,6 @@ _SPOT = """(async () => {
 
 
 def _element(selector: str) -> str:
-    """JavaScript that finds an element: `selector` itself where it is an expression."""
     if selector.startswith("("):
         return selector
     return f"document.querySelector({json.dumps(selector)})"

@@ -59,7 +59,6 @@ class JupyterLab:
         self.url = self._url()
 
     def _url(self) -> str:
-        """Where it listens, once it answers."""
         until(lambda: self._written() or self.process.poll() is not None, WITHIN_S)
         if self._written():
             self.url = self._written()
@@ -108,8 +107,6 @@ def jupyterlab(folder: Path, root: Path) -> Iterator[JupyterLab]:
 
 @dataclass
 class Cell:
-    """A code cell as JupyterLab has it now."""
-
     source: str
     tags: list[str]
     count: int | None  # None: not run
@@ -190,7 +187,6 @@ class LabPage:
         return [Cell(**fields) for fields in self.page.value(CELLS)]
 
     def menu(self, title: str, command: str) -> None:
-        """Choose from the menu bar."""
         self.page.click(
             "([...document.querySelectorAll('.lm-MenuBar-item')]"
             f".find(item => item.textContent.trim() === {json.dumps(title)}))",
@@ -199,7 +195,6 @@ class LabPage:
         self.page.click(f".lm-Menu-item[data-command='{command}']", f"{command} in its menu")
 
     def tool(self, command: str) -> None:
-        """A button of the notebook's toolbar."""
         self.page.click(f".jp-NotebookPanel-toolbar [data-command='{command}']")
 
     def run_all(self) -> None:

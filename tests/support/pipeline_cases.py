@@ -57,7 +57,6 @@ def descend(module: nn.Module) -> None:
 
 
 def trained(module: nn.Module, x: Tensor, y: Tensor, loss_fn: Any, steps: int) -> list[float]:
-    """By one process; its losses."""
     losses = []
     for _ in range(steps):
         module.zero_grad()
@@ -69,7 +68,6 @@ def trained(module: nn.Module, x: Tensor, y: Tensor, loss_fn: Any, steps: int) -
 
 
 def piped(pipe: Pipeline, x: Tensor, y: Tensor, steps: int) -> list[float]:
-    """By the pipeline; its losses on the last rank."""
     losses = []
     for _ in range(steps):
         pipe.zero_grad()
@@ -197,8 +195,6 @@ def without_collector() -> Iterator[None]:
 
 
 class SavedBox:
-    """A tensor that autograd saved, as long as its graph lives."""
-
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
@@ -526,7 +522,6 @@ def oracle_of_pipedream(
 
 
 def own_schedule(lists: Schedule) -> None:
-    """A student's lists give what one process does."""
     comm = Comm()
     x, y = batch()
     count = comm.size * chunks_of(lists)

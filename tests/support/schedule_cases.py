@@ -15,7 +15,6 @@ Case = tuple[str, int, int, int]  # name, stages p, micro-batches m, chunks v
 
 @st.composite
 def cases(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES), largest: int = 32) -> Case:
-    """One that the schedule admits."""
     name = draw(st.sampled_from(names))
     p = draw(st.integers(1, 8 if name != "zb-h2" else min(8, (largest + 1) // 2)))
     if name == "interleaved":

@@ -24,8 +24,6 @@ VOCAB, WIDTH, HIDDEN = 5, 6, 12  # 5 rows on 4 ranks: 2, 2, 1 and none
 
 
 class Part(nn.Module):
-    """A layer that may be cut over `comm`."""
-
     comm: Comm | None = None
 
     def f(self, x: Tensor) -> Tensor:
@@ -196,6 +194,5 @@ def built(
 
 
 def alone(make: Any = ADAM, seed: int = 0) -> tuple[Model, torch.optim.Optimizer]:
-    """The same in one process."""
     model = fresh(seed)
     return model, make(model.parameters())

@@ -99,6 +99,5 @@ def train(mesh: Mesh | None, model: nn.Module, optimizer: Any, steps: range) -> 
 
 
 def alone(tied: bool = True, seed: int = 0, make: Any = ADAM) -> tuple[GPT, torch.optim.Optimizer]:
-    """The same in one process."""
     model = gpt(seed, tied)
     return model, make(model.parameters())

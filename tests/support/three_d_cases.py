@@ -77,7 +77,6 @@ class Case:
 
     @property
     def trains(self) -> "Case":
-        """What of it one process has, too."""
         keep = ("mixed", "tied", "depth", "rows", "frozen")
         return Case(1, 1, 1, **{name: getattr(self, name) for name in keep})
 
@@ -251,7 +250,6 @@ def by_axis(events: list[CommEvent], mesh: Mesh) -> dict[str, int]:
 
 
 def check(case: Case, ranks: list[Seen | None]) -> None:
-    """Raises AssertionError, telling what is broken."""
     right, agree = alone(case.trains), AGREE[case.mixed]
     there = [one for one in ranks if one is not None]
     assert len(there) == case.ranks
@@ -345,7 +343,6 @@ FACTORS = ("pp", "dp", "tp", "sharder", "sequence", "recompute", "mixed")
 
 
 def pairs_of(case: Case) -> set[Any]:
-    """All pairs of its choices."""
     return set(combinations([(name, getattr(case, name)) for name in FACTORS], 2))
 
 

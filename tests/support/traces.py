@@ -106,8 +106,6 @@ def sample_trace(ranks: int = 4, steps: int = 3, detail_step: int | None = 1) ->
 
 
 class _Rank:
-    """What one rank does, and its clock `now_s`."""
-
     def __init__(self, trace: RankTrace, slower: float):
         self.trace, self.usual = trace, slower
         self.model = gpt()

@@ -23,7 +23,6 @@ def equal(found: torch.Tensor | None, expected: torch.Tensor, rtol: float = 1e-1
 
 
 def right(norm_type: float, max_norm: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The norm and the clipped gradients of torch in a single process."""
     module, rows = model_and_rows()
     module(rows).square().mean().backward()
     norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)

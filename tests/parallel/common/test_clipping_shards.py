@@ -83,7 +83,6 @@ def test_pieces_cut_at_other_places_on_the_tensor_ranks() -> None:
 
 @on_each_rank("world2")
 def test_an_optimizer_with_part_of_the_gradients_is_refused() -> None:
-    """With or without marks, it would clip each rank's part by that part's norm."""
     mesh = Mesh(dp=2, tp=1)
     for strategy in ("zero-1", "zero-2", "zero-3"):
         model, _optimizer = built(strategy, mesh, SGD)
@@ -105,7 +104,6 @@ def wanted(dtype: torch.dtype) -> Model:
 
 
 def with_gradients(model: nn.Module, like: nn.Module) -> torch.Tensor:
-    """A loss whose gradients are the weights of `like`."""
     pairs = zip(model.parameters(), like.parameters(), strict=True)
     return torch.stack([(p * g).sum(dtype=torch.float32) for p, g in pairs]).sum()
 

@@ -33,8 +33,6 @@ class Delegates(nn.Module):
 
 
 class Fails(torch.optim.SGD):
-    """Raises in a step with gradients, as long as `fails`."""
-
     fails = False
 
     def step(self, closure: Any = None) -> Any:

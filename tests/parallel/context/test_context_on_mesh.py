@@ -8,61 +8,49 @@ from typing import Any
 import pytest
 import torch
 
+import labkit
 from context_checks import training_equals_one_process
-from labkit import (
-    DDP,
-    GPT,
-    Comm,
-    Mesh,
-    NaiveDDP,
-    World,
-    ZeRO3,
-    ZeroOptimizer,
-    context_parallel,
-    sequence_shard,
-    tensor_parallel,
-)
 from labkit.parallel.common.shards import sequence_comm_of, shard_of
 from small_models import refused
 from worlds import on_each_rank
 
 VOCAB, LENGTH = 31, 16
-STRATEGIES: list[Callable[[Any, Comm], Any]] = [
-    DDP,
-    NaiveDDP,
-    ZeRO3,
-    lambda model, comm: ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, comm, lr=1),
-    lambda model, comm: ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, comm, lr=1),
+STRATEGIES: list[Callable[[Any, labkit.Comm], Any]] = [
+    labkit.DDP,
+    labkit.NaiveDDP,
+    labkit.ZeRO3,
+    lambda model, comm: labkit.ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, comm, lr=1),
+    lambda model, comm: labkit.ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, comm, lr=1),
 ]
 
 
-def gpt() -> GPT:
+def gpt() -> labkit.GPT:
     torch.manual_seed(0)
-    return GPT(VOCAB, 24, 1, 4, LENGTH, kv_heads=4).double()
+    return labkit.GPT(VOCAB, 24, 1, 4, LENGTH, kv_heads=4).double()
 
 
 @on_each_rank("world4")
 def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
-    mesh = Mesh(dp=2, cp=2)
+    mesh = labkit.Mesh(dp=2, cp=2)
 
-    def wrap(strategy: Any, comm: Comm) -> Any:
-        return strategy(context_parallel(gpt(), mesh.cp), comm)
+    def wrap(strategy: Any, comm: labkit.Comm) -> Any:
+        return strategy(labkit.context_parallel(gpt(), mesh.cp), comm)
 
     words = (f"used by ranks {list(mesh.cp.ranks)}", 'mesh["dp", "cp"]',
              f"ranks {list(mesh.dp.ranks)} are not all of them")  # fmt: skip
     for strategy in STRATEGIES:
         refused(lambda: wrap(strategy, mesh.dp), *words)  # noqa: B023
-    for strategy in (DDP, ZeRO3):
+    for strategy in (labkit.DDP, labkit.ZeRO3):
         wrap(strategy, mesh["dp", "cp"])
 
 
 @on_each_rank("world4")
 def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> None:
-    mesh, model = Mesh(dp=2, cp=2), gpt()
+    mesh, model = labkit.Mesh(dp=2, cp=2), gpt()
     core = model.blocks[0].attn.core
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
+    optimizer = labkit.ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
     refused(
-        lambda: context_parallel(model, mesh.cp),
+        lambda: labkit.context_parallel(model, mesh.cp),
         "belongs to a ZeroOptimizer over ranks",
         "context_parallel first",
     )
@@ -73,16 +61,16 @@ def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> 
 
 @on_each_rank("world4")
 def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
-    mesh = Mesh(dp=1, cp=2, tp=2)
-    model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
+    mesh = labkit.Mesh(dp=1, cp=2, tp=2)
+    model = labkit.tensor_parallel(labkit.context_parallel(gpt(), mesh.cp), mesh.tp)
     assert {sequence_comm_of(p) for p in model.parameters()} == {mesh.cp}
     assert sum(shard_of(p) is not None for p in model.parameters()) > 5
-    refused(lambda: DDP(copy.deepcopy(model), mesh.dp), "are not all of them")
-    refused(lambda: ZeRO3(model, mesh.dp), "are not all of them")
+    refused(lambda: labkit.DDP(copy.deepcopy(model), mesh.dp), "are not all of them")
+    refused(lambda: labkit.ZeRO3(model, mesh.dp), "are not all of them")
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_sequences_and_matrices_are_cut_together(world4: World, way: str) -> None:
+def test_sequences_and_matrices_are_cut_together(world4: labkit.World, way: str) -> None:
     """Inside each tensor-parallel half of the heads, tokens of two ranks attend to each other."""
     axes = {"dp": 1, "cp": 2, "tp": 2}
     world4.run(training_equals_one_process, way, axes=axes, tensor={})
@@ -91,7 +79,9 @@ def test_sequences_and_matrices_are_cut_together(world4: World, way: str) -> Non
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World, way: str) -> None:
+def test_rows_and_sequences_are_shared_beside_an_axis_of_one(
+    world4: labkit.World, way: str
+) -> None:
     axes = {"dp": 2, "cp": 2, "tp": 1}
     world4.run(training_equals_one_process, way, axes=axes, tensor={})
 
@@ -99,12 +89,12 @@ def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World, way:
 @on_each_rank("world4")
 def test_averaged_over_too_few_the_replicas_would_come_apart() -> None:
     """What the refusal is for: without the mark, nothing else stops it."""
-    mesh = Mesh(dp=2, cp=2)
-    model: Any = context_parallel(gpt(), mesh.cp)
+    mesh = labkit.Mesh(dp=2, cp=2)
+    model: Any = labkit.context_parallel(gpt(), mesh.cp)
     for p in model.parameters():
         vars(p).pop("_labkit_sequence")
-    wrapped = DDP(model, mesh.dp)
-    x = sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
+    wrapped = labkit.DDP(model, mesh.dp)
+    x = labkit.sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
     wrapped(x).square().mean().backward()
     grad = model.head.weight.grad
     others = [torch.empty_like(grad) for _ in range(2)]

@@ -105,8 +105,6 @@ def test_frozen_parameters_and_a_block_used_twice(way: Any) -> None:
 
 
 def test_ranks_read_their_own_positions(worlds: Any) -> None:
-    """Given or filled in, by position or by name; the logits are those of the whole."""
-
     def logits() -> None:
         comm = Comm()
         torch.manual_seed(0)

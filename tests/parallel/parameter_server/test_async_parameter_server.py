@@ -78,7 +78,6 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_stale_training(world, server, optimizer, **asked):
-    """The contract. Raises AssertionError, telling what is broken."""
     runs = world.run(trained, server, optimizer, **asked)
     updates = runs[0][0]
     workers = world.size - 1

@@ -57,7 +57,6 @@ def tied_on_three(name: str, m: int) -> tuple[Pipeline, Tensor, Tensor]:
 
 @on_each_rank("world3")
 def test_gradients_add_up_over_steps() -> None:
-    """Two steps without zero_grad: twice the gradient, of a tied parameter, too."""
     pipe, x, y = tied_on_three("1f1b", 4)
     pipe.step(x, y)
     once = [p.grad.clone() for p in pipe.parameters()]
@@ -68,7 +67,6 @@ def test_gradients_add_up_over_steps() -> None:
 
 @on_each_rank("world3")
 def test_without_gradients_a_step_evaluates() -> None:
-    """The loss, and nothing that goes back; the gradients stay as they were."""
     pipe, x, y = tied_on_three("zb-h1", 3)
     trained = pipe.step(x, y)
     before = [p.grad.clone() for p in pipe.parameters()]
@@ -106,7 +104,6 @@ def test_recompute_is_equal_to_the_bit(world3: World, name: str) -> None:
 
 @on_each_rank("world3")
 def test_bf16_travels_as_bf16() -> None:
-    """Half the bytes, and the gradients of one process in bf16, as near as its rounding."""
     comm = Comm()
     x, y = (one.bfloat16() for one in cases.batch(rows=6))
     whole = nn.Sequential(*cases.layers(3)).bfloat16()

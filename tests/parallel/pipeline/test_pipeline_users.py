@@ -73,7 +73,6 @@ def test_layers_may_have_any_name() -> None:
 
 
 def test_names_of_two_layers_are_refused() -> None:
-    """Also where they are on other ranks; one layer in two stages may be."""
     encoder, decoder = nn.Sequential(*stages()), nn.Sequential(*stages())
     cut = split(encoder, 2) + split(decoder, 2)
     for own in ([0, 2], [0], [3]):
@@ -142,8 +141,6 @@ def test_unsupported_stages_are_refused(world2: World, what: str) -> None:
 
 
 def again(module: nn.Module, kind: str) -> Any:
-    """Keeps nothing of a module, and computes it again for backward."""
-
     def forward(stage: Any, x: Tensor) -> Any:
         if kind == "labkit":
             return recompute(stage.module, x) * stage.later
@@ -174,7 +171,6 @@ def test_halves_with_recompute_and_hooks() -> None:
 
 @on_each_rank("world2")
 def test_halves_put_off_what_is_computed_again() -> None:
-    """The first half leaves no gradient of a linear layer behind, recomputed or not."""
     pipe = Pipeline([again(one, "labkit") for one in stages()], None, "zb-h1", 4, F.mse_loss)
     real, seen = VirtualStage._backward, []
 
@@ -189,7 +185,6 @@ def test_halves_put_off_what_is_computed_again() -> None:
 
 
 def in_fp32(module: Any, x: Tensor) -> Any:
-    """Whatever it runs in."""
     with torch.autocast("cpu", enabled=False), autocast(enabled=False):
         return module.layer(x.float())
 

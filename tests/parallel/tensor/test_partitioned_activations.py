@@ -25,7 +25,6 @@ def model() -> GPT:
 
 
 def trained(edited: Any) -> list[float]:
-    """Losses; the weights are in the model."""
     optimizer, losses = torch.optim.AdamW(edited.parameters(), lr=1e-2), []
     torch.manual_seed(1)
     for _ in range(STEPS):

@@ -36,7 +36,6 @@ class Noted(Dropout):
 
 
 def with_noted_dropout(model: GPT, given: Masks | None = None) -> dict[str, Noted]:
-    """Plain attention, and every dropout one that tells."""
     for block in model.blocks:
         block.attn.core = PlainAttention(block.dropout.p)
     found = {}

@@ -130,7 +130,6 @@ def test_positions_are_filled_in_wherever_they_stand() -> None:
 
 
 def gated(width: int = 8, hidden: int = 24, gate: int | None = None) -> nn.Module:
-    """As Llama's."""
     return Custom(
         lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)),
         gate=nn.Linear(width, gate or hidden),
@@ -197,8 +196,6 @@ def test_an_invalid_gate_is_refused_by_name() -> None:
 
 
 def test_an_input_inside_a_container_is_compared(world2: World) -> None:
-    """Some models take theirs in a dict of lists."""
-
     def forward(model: Any, batch: Any, *, more: Any = None) -> Any:
         return model.mlp(batch["x"][0])
 
@@ -233,8 +230,6 @@ class Elsewhere:
 
 
 def test_random_states_of_the_models_device_are_compared(world2: World) -> None:
-    """The generator of a GPU that this model is not on is another's affair."""
-
     def run(device: str) -> None:
         here = [torch.default_generator, Elsewhere(device, Comm().rank)]
         with patch.object(tensor_checks, "generators", lambda: here):

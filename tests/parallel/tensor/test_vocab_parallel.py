@@ -105,7 +105,6 @@ def test_two_byte_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
 
 @on_each_rank("world4")
 def test_the_embedding_of_two_byte_rows_is_exact() -> None:
-    """One rank has the row and the others zeros: their sum rounds nothing."""
     torch.manual_seed(0)
     table = nn.Embedding(10, 3, dtype=torch.bfloat16)
     tokens = torch.arange(10).unsqueeze(0)
@@ -226,45 +225,27 @@ def test_padded_vocab() -> None:
     assert padded_vocab(3, 8) == 8
 
 
+def loss_of(y: list[Any], comm: Comm, **how: Any) -> torch.Tensor:
+    return vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor(y), comm, **how)
+
+
+def cut_table(comm: Comm, **how: Any) -> VocabParallelEmbedding:
+    return VocabParallelEmbedding.from_embedding(nn.Embedding(5, 2, **how), comm)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[0, 5]])), "a token is 5, and"),
         (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[-1]])), "a token is -1, and"),
-        (
-            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([6]), c),
-            "a target is 6, and the vocabulary has 0 to 5",
-        ),
-        (
-            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([5]), c, vocab=5),
-            "a target is 5, and the vocabulary has 0 to 4",
-        ),
-        (
-            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([-1]), c),
-            "a target is -1",
-        ),
-        (
-            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([1, 2]), c),
-            "logits [1, 3] do not fit targets [2]",
-        ),
-        (
-            lambda c: vocab_parallel_cross_entropy(torch.ones(1, 3), torch.tensor([0.5]), c),
-            "targets [1] of torch.float32",
-        ),
-        (
-            lambda c: vocab_parallel_cross_entropy(
-                torch.ones(1, 3), torch.tensor([0]), c, reduction="max"
-            ),
-            "reduction='max'",
-        ),
-        (
-            lambda c: VocabParallelEmbedding.from_embedding(nn.Embedding(5, 2, max_norm=1.0), c),
-            "max_norm=1.0",
-        ),
-        (
-            lambda c: VocabParallelEmbedding.from_embedding(nn.Embedding(5, 2, sparse=True), c),
-            "sparse=True",
-        ),
+        (lambda c: loss_of([6], c), "a target is 6, and the vocabulary has 0 to 5"),
+        (lambda c: loss_of([5], c, vocab=5), "a target is 5, and the vocabulary has 0 to 4"),
+        (lambda c: loss_of([-1], c), "a target is -1"),
+        (lambda c: loss_of([1, 2], c), "logits [1, 3] do not fit targets [2]"),
+        (lambda c: loss_of([0.5], c), "targets [1] of torch.float32"),
+        (lambda c: loss_of([0], c, reduction="max"), "reduction='max'"),
+        (lambda c: cut_table(c, max_norm=1.0), "max_norm=1.0"),
+        (lambda c: cut_table(c, sparse=True), "sparse=True"),
     ],
 )
 @on_each_rank("world2")

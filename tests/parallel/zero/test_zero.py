@@ -21,8 +21,6 @@ SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}
 
 
 def zero(stage, make=ZeroOptimizer, bucket_mb=0.01, **options):
-    """ZeRO as the contract wants it, in several buckets."""
-
     def predict(module: nn.Module, size: int, rank: int) -> Any:
         return ZeroOptimizer.predict(module, size, stage, bucket_mb, rank)
 
@@ -67,8 +65,6 @@ def test_parameters_that_arrive_in_the_next_forward_are_the_same(world2: World) 
 
 
 def test_a_part_of_the_model_called_directly_waits_for_what_it_reads() -> None:
-    """And a copy of the model, hooks and all, has nothing to wait for."""
-
     def run() -> None:
         # It reads the weights of a child that it does not call, as attention does.
         part = Custom(
@@ -166,8 +162,6 @@ def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_d
 
 
 class Signs(torch.optim.Optimizer):
-    """A user's own, elementwise."""
-
     def __init__(self, params: Any, lr: float = 0.01):
         super().__init__(params, {"lr": lr})
 

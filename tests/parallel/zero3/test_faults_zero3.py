@@ -26,7 +26,6 @@ unchecked = world_fixture(2, timeout_s=60, check=False)
 
 
 def train(build: Callable[[], nn.Module], inputs: list[Any], sharded: bool, **options: Any) -> Any:
-    """Two steps of SGD on the mean of all ranks' losses; weights after them."""
     torch.manual_seed(0)
     module = build().double()
     model: Any = ZeRO3(module, **options) if sharded else module
@@ -43,7 +42,6 @@ def train(build: Callable[[], nn.Module], inputs: list[Any], sharded: bool, **op
 
 
 def assert_same(build: Callable[[], nn.Module], inputs: list[Any], **options: Any) -> None:
-    """Weights trained under ZeRO3 are those of one process."""
     expected = train(build, inputs, False)
     assert difference(train(build, inputs, True, **options), expected) < 1e-12
 
@@ -116,7 +114,6 @@ def test_comparing_costs_no_bytes_where_ranks_compare_anyway() -> None:
 
 
 def alike(block, q, k, box, deep):
-    """Computes something else where one tensor has become two."""
     pair, inner = deep["pair"]
     factor = 1 if q is k and q is box[0] and q is pair and q is inner[0] else 100
     return q * block.weight * factor

@@ -27,8 +27,6 @@ from worlds import on_each_rank
 
 
 class Awkward(nn.Module):
-    """What modules do to their parameters while they are built."""
-
     def __init__(self) -> None:
         super().__init__()
         w, b = nn.Parameter(torch.empty(3, 5)), nn.Parameter(torch.empty(3))

@@ -80,7 +80,6 @@ def off(model: ZeRO3, reference: nn.Module) -> float:
 
 
 def twins(module: nn.Module, **options: Any) -> tuple[ZeRO3, nn.Module]:
-    """The module under ZeRO-3, and a plain copy of it."""
     reference = copy.deepcopy(module)
     return ZeRO3(module, **options), reference
 

@@ -17,6 +17,7 @@ from labkit.parallel.tensor.linear import ColumnParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import padded_vocab
 from shard_cases import joined
+from small_models import difference
 
 AGREE = 1e-10
 STEPS, ROWS, LENGTH, WIDTH, DEPTH, VOCAB = 3, 2, 12, 24, 2, 256
@@ -93,12 +94,8 @@ def check_with_bytes(
 
 def check_runs(runs: list[Run], expected: Run) -> None:
     for rank, run in enumerate(runs):
-        assert run.weights.keys() == expected.weights.keys(), "parameters have other names"
-        for name, right in expected.weights.items():
-            found = run.weights[name]
-            assert found.shape == right.shape, f"{name} is {list(found.shape)}"
-            off = float((found - right).abs().max())
-            assert off <= AGREE, f"{name} of rank {rank} is off by {off:.1e}"
+        off = difference(run.weights, expected.weights)
+        assert off <= AGREE, f"weights of rank {rank} are off by {off:.1e}"
         for step, (found_loss, right_loss) in enumerate(zip(run.losses, expected.losses)):
             off = abs(found_loss - right_loss)
             assert off <= AGREE, f"loss of step {step}, rank {rank}, is off by {off:.1e}"

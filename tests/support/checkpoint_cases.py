@@ -1,6 +1,6 @@
 """What the tests of checkpoints train: one model under every strategy, on some of the ranks."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import labkit
 from data_parallel_contract import Awkward
+from shard_cases import optimizer_of, wrapped
 
 ROWS = 12  # divides over 1, 2, 3 and 4 ranks
 
@@ -45,38 +46,14 @@ def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     ]
 
 
-def replicated(strategy: Any) -> Any:
-    def build(module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
-        return strategy(module, comm), torch.optim.AdamW(groups_of(module, lr))
-
-    return build
-
-
-def sharded(stage: int) -> Any:
-    def build(module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
-        groups = groups_of(module, lr)
-        return module, labkit.ZeroOptimizer(groups, torch.optim.AdamW, stage, comm, bucket_mb=0.01)
-
-    return build
+def under(strategy: str, module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
+    model = wrapped(strategy, module, comm, persist_below=20)
+    make = partial(torch.optim.AdamW)
+    return model, optimizer_of(strategy, groups_of(model, lr), make, comm, 0.01)
 
 
-def zero_3(module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
-    model = labkit.ZeRO3(module, comm, persist_below=20)
-    return model, torch.optim.AdamW(groups_of(model, lr))
-
-
-def masters(module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
-    return labkit.DDP(module, comm), labkit.MasterWeights(groups_of(module, lr), torch.optim.AdamW)
-
-
-STRATEGIES: dict[str, Callable[[nn.Module, labkit.Comm, float], tuple[nn.Module, Any]]] = {
-    "naive-ddp": replicated(labkit.NaiveDDP),
-    "ddp": replicated(labkit.DDP),
-    "zero-1": sharded(stage=1),
-    "zero-2": sharded(stage=2),
-    "zero-3": zero_3,
-    "masters": masters,
-}
+NAMES = ("naive-ddp", "ddp", "zero-1", "zero-2", "zero-3", "masters")
+STRATEGIES = {name: partial(under, name) for name in NAMES}
 MEETING: dict[int, labkit.Comm | None] = {}  # on a rank: the first n ranks of its world
 
 

@@ -8,7 +8,6 @@ Every parameter has the name that it has whole; those that are cut have a mark (
     norm, down.bias           whole on every rank
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit import DDP, Comm, MasterWeights, Mesh, ZeRO3, ZeroOptimizer
+from labkit import DDP, Comm, MasterWeights, Mesh, NaiveDDP, ZeRO3, ZeroOptimizer
 from labkit.parallel.common.conjugate import copy_to_ranks, gather_from_ranks, reduce_from_ranks
 from labkit.parallel.common.shards import Shard, mark_shard, shard_of
 
@@ -125,40 +124,32 @@ def joined(x: Tensor, shard: Shard | None) -> Tensor:
     return torch.cat(parts, shard.dim).narrow(shard.dim, 0, shard.whole)
 
 
-Build = Callable[[nn.Module, Comm, Any], tuple[nn.Module, Any]]
+def wrapped(strategy: str, module: nn.Module, comm: Comm | None = None, **zero_3: Any) -> Any:
+    """The module under a data-parallel strategy; `zero_3`: options for ZeRO3."""
+    wraps: dict[str, Any] = {
+        "naive-ddp": NaiveDDP, "ddp": DDP, "masters": DDP, "zero-3": partial(ZeRO3, **zero_3),
+    }  # fmt: skip
+    assert strategy in {*wraps, "plain", "zero-1", "zero-2"}
+    return wraps[strategy](module, comm=comm) if strategy in wraps else module
 
 
-def replicated(wrap: Any) -> Build:
-    return lambda module, comm, make: (wrap(module, comm), make(module.parameters()))
+def optimizer_of(strategy: str, params: Any, make: Any, comm: Comm, bucket_mb: float) -> Any:
+    """`make` is a partial of a torch optimizer."""
+    if strategy in ("zero-1", "zero-2"):
+        stage = int(strategy[-1])
+        return ZeroOptimizer(params, make.func, stage, comm, bucket_mb=bucket_mb, **make.keywords)
+    if strategy == "masters":
+        return MasterWeights(params, make.func, **make.keywords)
+    return make(params)
 
 
-def sharded(stage: int) -> Build:
-    def build(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
-        optimizer = ZeroOptimizer(
-            module.parameters(), make.func, stage, comm, bucket_mb=0.0005, **make.keywords
-        )
-        return module, optimizer
-
-    return build
+def under(strategy: str, module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
+    model = wrapped(strategy, module, comm, persist_below=10)
+    return model, optimizer_of(strategy, model.parameters(), make, comm, 0.0005)
 
 
-def zero_3(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
-    model = ZeRO3(module, comm, persist_below=10)
-    return model, make(model.parameters())
-
-
-def masters(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
-    return DDP(module, comm), MasterWeights(module.parameters(), make.func, **make.keywords)
-
-
-STRATEGIES: dict[str, Build] = {
-    "plain": replicated(lambda module, comm: module),
-    "ddp": replicated(DDP),
-    "zero-1": sharded(stage=1),
-    "zero-2": sharded(stage=2),
-    "zero-3": zero_3,
-    "masters": masters,
-}
+NAMES = ("plain", "ddp", "zero-1", "zero-2", "zero-3", "masters")
+STRATEGIES = {name: partial(under, name) for name in NAMES}
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 

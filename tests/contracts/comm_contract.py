@@ -448,20 +448,9 @@ def in_pieces(comm: Comm) -> None:
 
 SWEPT = 9  # of these take `sweep`
 CONTRACT: tuple[Callable[..., None], ...] = (
-    all_reduce,
-    reduce,
-    reduce_scatter,
-    broadcast,
-    all_gather,
-    gather_and_scatter,
-    all_to_all,
-    ring_exchange,
-    point_to_point,
-    objects_and_barrier,
-    in_flight,
-    completion,
-    in_pieces,
-)
+    all_reduce, reduce, reduce_scatter, broadcast, all_gather, gather_and_scatter, all_to_all,
+    ring_exchange, point_to_point, objects_and_barrier, in_flight, completion, in_pieces,
+)  # fmt: skip
 
 
 def check(comm: Comm) -> None:

@@ -1,5 +1,4 @@
-"""What context parallelism promises, as functions on ranks that raise AssertionError: they run on
-the real one in test_context_parallel.py, and on faulty ones in test_context_mutations.py."""
+"""What context parallelism promises, on ranks: for its tests and its mutations."""
 
 import copy
 import time

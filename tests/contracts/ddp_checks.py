@@ -1,6 +1,4 @@
-"""What DDP promises beyond equal weights, as functions on ranks that raise AssertionError: they run
-on the real one in test_ddp.py, and on faulty ones in test_ddp_mutations.py.
-"""
+"""What DDP promises beyond equal weights, on ranks: for test_ddp.py and test_ddp_mutations.py."""
 
 import copy
 import time

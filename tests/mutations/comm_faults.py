@@ -1,5 +1,4 @@
-"""Deliberate faults of the communicator. (Apart from the tests that use them: the ranks import this
-file, and it should cost them little.)"""
+"""Deliberate faults of the communicator, apart from the tests: the ranks import this file."""
 
 import sys
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""A faulty algorithm must turn the tests of the algorithms red; so must every message that is
-lost, or sent twice."""
+"""Faulty algorithms, and messages lost or sent twice, turn the tests of the algorithms red."""
 
 from collections.abc import Callable
 from functools import partial

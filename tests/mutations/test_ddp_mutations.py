@@ -119,8 +119,7 @@ def halves_nothing(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay |
 
 
 class DividesAfterwards(DDP):
-    """By a hook's time the gradients are whole: bf16 bears it, and rounds as before; fp16 would
-    overflow."""
+    """A hook sees whole gradients: bf16 bears it and rounds as before; fp16 would overflow."""
 
     def _send(self, bucket: Bucket, async_op: bool) -> None:
         super()._send(bucket, async_op)

@@ -106,7 +106,7 @@ def trains(world: World, change: Change, check: Any, case: Case) -> None:
     check(case, on_ranks(world, change, cases.train, case))
 
 
-NUMBERS = "losses|norm of step|is off by"
+NUMBERS, TENSOR = "losses|norm of step|is off by", "tensor .* bytes, not"
 ZERO_1 = Case(2, 2, 1, "zero-1")
 FAULTS = [
     Mutation(fault, cases.check, case, match=match)
@@ -123,11 +123,7 @@ FAULTS = [
         (synchronises_on_every_micro_batch, DEEP, "data .* bytes, not"),
         (sends_in_every_micro_batch, ZERO_1, "data .* bytes, not"),
         (averages_over_the_wrong_ranks, Case(), NUMBERS),
-        (
-            sends_whole_activations_from_each_rank,
-            Case(2, 1, 2, scatter_gather=True),
-            "tensor .* bytes, not",
-        ),
+        (sends_whole_activations_from_each_rank, Case(2, 1, 2, scatter_gather=True), TENSOR),
         (never_averages, DEEP, NUMBERS),
         (weighs_all_replicas_alike, Case(2, 2, 1, rows=7), NUMBERS),
         (scales_not_the_first_micro_batch, DEEP, "norm of step|is off by"),

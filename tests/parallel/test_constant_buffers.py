@@ -1,6 +1,4 @@
-"""Buffers for the wire do not grow with the model: ZeRO-R's C_B (arXiv 1910.02054, section 5.2),
-counted by the recorder on two ranks. And where a fused buffer is as large as the model, it is seen.
-"""
+"""Communication buffers do not grow with the model: ZeRO-R's C_B (arXiv 1910.02054, 5.2)."""
 
 from functools import cache
 

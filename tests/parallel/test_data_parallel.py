@@ -1,8 +1,4 @@
-"""Every data-parallel strategy in a training loop, against one process; and what is DDP's alone.
-
-The contract is tested through `check_equal_to_single`, which the tests of mutations turn on faulty
-strategies: it must turn red there.
-"""
+"""Every data-parallel strategy in a training loop, against one process; and what is DDP's alone."""
 
 import copy
 import gc
@@ -318,18 +314,6 @@ def test_buckets_leave_while_backward_still_runs() -> None:
             assert [event.blocking for event in events] == [False, False, False, True]
         for events, made_s in world.run(run, False):
             assert all(event.issued_s > made_s for event in events)
-
-
-@replicas
-@on_each_rank("world2")
-def test_replicas_start_as_rank_0s(strategy: Any) -> None:
-    def made(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-
-    module = made(Comm().rank)
-    strategy(module)
-    assert difference(module.state_dict(), made(0).state_dict()) == 0
 
 
 @on_each_rank("world2")

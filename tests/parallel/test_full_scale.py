@@ -63,8 +63,7 @@ def test_after_a_step_a_rank_holds_what_the_paper_says(stage: int) -> None:
 
 @pytest.mark.slow
 def test_built_and_wrapped_no_rank_holds_the_whole() -> None:
-    """While it is built, a rank holds its share and one parameter (2.4 GB of 30); while it is
-    wrapped, a unit besides, in the dtype of computation."""
+    """Built: a share and one parameter (2.4 GB of 30); wrapped: a unit in compute dtype, too."""
 
     def build() -> None:
         with ZeRO3.init():

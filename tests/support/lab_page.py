@@ -26,8 +26,7 @@ SETTINGS = {
 
 
 class JupyterLab:
-    """The server, with configuration, settings and data of its own in `folder`; it serves the
-    notebooks of `root`."""
+    """The server of the notebooks in `root`, with settings and data of its own in `folder`."""
 
     def __init__(self, folder: Path, root: Path):
         self.folder, self.root, self.token = folder, root, secrets.token_hex(16)
@@ -91,8 +90,7 @@ class JupyterLab:
         return json.loads(text) if text else None
 
     def stop(self) -> None:
-        """End it, with its kernels and their ranks; `left` names those that did not end by
-        themselves."""
+        """End it, its kernels and their ranks; `left` names those that had to be killed."""
         self.left = stop_tree(self.process)
 
 

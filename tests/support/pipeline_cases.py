@@ -1,6 +1,4 @@
-"""What a pipeline promises, as functions on ranks that raise AssertionError: they run on the real
-one in test_pipeline.py, and under faults in test_pipeline_mutations.py.
-"""
+"""What a pipeline promises, on ranks: for test_pipeline.py and test_pipeline_mutations.py."""
 
 import copy
 import gc

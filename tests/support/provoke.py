@@ -1,5 +1,4 @@
-"""What the tests of worlds and their failures share: processes looked at from outside, and
-drivers run as scripts of their own, so that they can be killed."""
+"""Processes looked at from outside, and drivers run as scripts that can be killed."""
 
 import os
 import signal

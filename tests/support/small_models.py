@@ -1,5 +1,6 @@
 """What many tests of strategies need: modules in one line, how far weights are apart, refusals."""
 
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,13 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> floa
         assert found[name].shape == x.shape and found[name].dtype == x.dtype, name
         apart.append((found[name].detach() - x.detach()).abs().double().flatten())
     return torch.hstack(apart).max().item()  # of tensors: Python's max passes over a NaN
+
+
+def saved(x: Any) -> Any:
+    """Through `torch.save` and `torch.load`."""
+    torch.save(x, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def refused(call: Callable[[], Any], *words: str, error: Any = ValueError) -> str:

@@ -113,8 +113,7 @@ def batch(case: Case, step: int) -> Batch:
 
 
 class Spoil:
-    """Makes one number of what the embedding hands on have an infinite gradient, while `on`: only
-    the first stage finds it."""
+    """While `on`, one element that the embedding hands on has an infinite gradient."""
 
     def __init__(self, embed: nn.Module):
         self.on = False
@@ -304,8 +303,7 @@ def predicted_bytes(case: Case) -> list[dict[str, float]]:
 
 
 def hard_cases() -> list[Case]:
-    """What does not divide, comes in several chunks, or is not trained at all; those on six ranks
-    first."""
+    """What does not divide, comes in chunks or is not trained; those on six ranks first."""
     chunks: dict[str, Any] = {"schedule": "interleaved", "chunks": 2}
     return [
         Case(3, 1, 2, depth=5, rows=7, microbatches=3),

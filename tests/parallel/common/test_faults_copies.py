@@ -1,9 +1,7 @@
-"""Copies, pickles, `torch.compile` and process groups: what works with torch's wrappers works here,
-or is refused in one sentence."""
+"""Copies, pickles, `torch.compile`, process groups: as with torch's wrappers, or refused."""
 
 import copy
 import gc
-import io
 import pickle
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import labkit
-from small_models import refused
+from small_models import refused, saved
 from worlds import on_each_rank, world_fixture
 
 WRAPPERS: list[Any] = [labkit.DDP, labkit.NaiveDDP]
@@ -79,13 +77,6 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-
-
-def saved(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {

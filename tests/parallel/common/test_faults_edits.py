@@ -1,5 +1,4 @@
-"""Model edits and autocast on modules as torch users write them: they compute what torch does, or
-one sentence names the module and says what to do."""
+"""Model edits and autocast on torch users' modules: as torch computes, or refused by name."""
 
 import copy
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""What users do to gradients between backward and step works as in torch, or is refused in a
-sentence: clipping by a list of parameters, `.grad` set by hand, parameters frozen or thawed later.
-"""
+"""Gradients clipped, set by hand, frozen or thawed before a step: as in torch, or refused."""
 
 import copy
 from collections.abc import Callable

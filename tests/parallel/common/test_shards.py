@@ -1,9 +1,7 @@
-"""A tensor-parallel model under every data-parallel strategy is the model of a single process, and
-the mark of its parameters goes wherever they go."""
+"""Tensor-parallel models under data-parallel strategies, and the marks of their parameters."""
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 
@@ -25,7 +23,7 @@ from labkit.parallel.common.shards import (
     shard_of,
 )
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
-from small_models import difference
+from small_models import difference, saved
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -114,9 +112,7 @@ def travelled(module: nn.ModuleList, how: str) -> nn.ModuleList:
     if how == "deepcopy":
         return copy.deepcopy(module)
     if how == "torch.save":
-        torch.save(module, file := io.BytesIO())
-        file.seek(0)
-        return torch.load(file, weights_only=False)
+        return saved(module)
     return pickle.loads((pickle if how == "pickle" else cloudpickle).dumps(module))
 
 

@@ -1,5 +1,4 @@
-"""Context parallelism beside data and tensor parallelism: over which ranks gradients are averaged,
-what is said where some are left out, and the weights of one process where none are."""
+"""Context beside data and tensor parallelism: which ranks average, what is refused."""
 
 import copy
 from collections.abc import Callable

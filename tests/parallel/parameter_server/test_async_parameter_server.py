@@ -1,6 +1,4 @@
-"""The asynchronous parameter server: what its workers do is replayed by one process, from the list
-of updates alone, and ends with the same weights.
-"""
+"""The asynchronous parameter server: one process replays its updates to the same weights."""
 
 import time
 from functools import partial
@@ -103,8 +101,7 @@ ROUND = [1, 2, 3] * STEPS
 def test_in_a_given_order_it_equals_the_oracle_and_has_the_staleness_of_that_order(
     world: World, optimizer: str
 ) -> None:
-    """In turns, each gradient is as stale as there are other workers; the first were all made
-    with version 0."""
+    """In turns, a gradient is as stale as there are other workers; the first all have version 0."""
     updates = check_stale_training(world, AsyncParameterServer, optimizer, order=ROUND)
     assert [x.worker for x in updates] == ROUND
     assert [x.staleness for x in updates] == [0, 1] + [2] * (3 * STEPS - 2)

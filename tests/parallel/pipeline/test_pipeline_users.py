@@ -1,5 +1,4 @@
-"""What users put into a pipeline: modules that stand twice, change in place, recompute, are frozen,
-have hooks, or run in autocast."""
+"""Modules used twice, in-place changes, recompute, freezing, hooks, autocast in a pipeline."""
 
 import weakref
 from collections import OrderedDict
@@ -113,25 +112,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "in place": (
         lambda: stepped([nn.Linear(4, 4), in_place()]),
         "stage 1 (rank 1), micro-batch 0: Custom changes in place what a gradient goes back to: "
-        "its input, which came from stage 0",
-    ),
+        "its input, which came from stage 0"),
     "ZeRO-3 in halves": (
         lambda: stepped([ZeRO3(nn.Linear(4, 4), comm=Mesh(dp=2).dp)], "zb-h1", Mesh(pp=1, dp=2).pp),
-        "stage 0 is in ZeRO3 (on rank 0)",
-    ),
+        "stage 0 is in ZeRO3 (on rank 0)"),
     "updates in halves": (
         lambda: stepped(stages(), parse_schedule("F0 I0 W0 U0\n" * 2), optimizer=sgd),
-        "this schedule has backward in halves (I, W) and updates (U)",
-    ),
+        "this schedule has backward in halves (I, W) and updates (U)"),
     "updates of a shared parameter": (
-        lambda: stepped(
-            [*(shared := stages()), *shared],
-            parse_schedule("F0 F0.1 B0.1 U0.1 B0 U0\n" * 2),
-            optimizer=sgd,
-        ),
-        "0.weight of stage 2 is a parameter of stage 0, too, and this schedule updates",
-    ),
-}
+        lambda: stepped([*(shared := stages()), *shared],
+                        parse_schedule("F0 F0.1 B0.1 U0.1 B0 U0\n" * 2), optimizer=sgd),
+        "0.weight of stage 2 is a parameter of stage 0, too, and this schedule updates"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -151,8 +143,7 @@ def again(module: nn.Module, kind: str) -> Any:
 
 @on_each_rank("world2")
 def test_halves_with_recompute_and_hooks() -> None:
-    """A stage that computes again inside its backward has halves all the same; hooks of parameters
-    get gradients alone."""
+    """A stage that recomputes has halves all the same; hooks of parameters get gradients alone."""
     x, y = batch()
     for kind in ("labkit", "torch"):
         for outside in (False, True):
@@ -190,8 +181,7 @@ def in_fp32(module: Any, x: Tensor) -> Any:
 
 
 def backward_is_outside_of_autocast() -> None:
-    """torch's, which the matrix products of C++ would see, and labkit's, which those of deferred
-    weights would."""
+    """torch's, seen by matmuls in C++, and labkit's, seen by those of deferred weights."""
     torch.manual_seed(0)
     given: list[nn.Module] = [nn.Linear(64, 64), Custom(in_fp32, layer=nn.Linear(64, 64))]
     x, y = (one.float() for one in batch(8, 64))

@@ -1,5 +1,4 @@
-"""Dropout under tensor parallelism: replicas drop the same, parts do not, and with the ranks' own
-masks a single process trains to the same weights."""
+"""Dropout under tensor parallelism: replicas drop alike, shards do not; one process agrees."""
 
 from collections import defaultdict
 from typing import Any

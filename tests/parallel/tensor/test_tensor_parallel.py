@@ -205,8 +205,7 @@ def test_layers_without_a_model() -> None:
 @pytest.mark.parametrize("casting", ["labkit", "torch", "module"])
 @on_each_rank("world2")
 def test_bfloat16(way: str, casting: str) -> None:
-    """Autocast or a model in bf16: what layers send has 2 bytes, gradients have the type of their
-    parameters, and the loss is near that of fp64."""
+    """Autocast or bf16 modules: layers send 2 bytes, gradients have their parameters' dtype."""
     tokens = torch.arange(24).view(2, 12)
     expected = float(model_of()(tokens).logsumexp(-1).mean())
     model: Any = WAYS[way](model_of().float(), labkit.Comm())

@@ -1,7 +1,5 @@
-"""Models that are no labkit.GPT, and what a user does beside training: what tensor and context
-parallelism cannot get right is refused, the rest is as in one process."""
+"""Models other than labkit.GPT under tensor and context parallelism: right, or refused."""
 
-import io
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +24,7 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.recipes import held_bytes
-from small_models import Custom, difference, refused
+from small_models import Custom, difference, refused, saved
 from worlds import on_each_rank
 
 
@@ -251,9 +249,7 @@ def test_a_model_that_was_pickled_says_that_its_ranks_are_gone(world2: World) ->
     tokens = torch.zeros(1, 8, dtype=torch.long)
     for way in ("tensor", "ring", "ulysses"):
         models = world2.run(run, way)
-        torch.save(models[1], file := io.BytesIO())
-        file.seek(0)
-        for model in (models[1], torch.load(file, weights_only=False)):
+        for model in (models[1], saved(models[1])):
             with pytest.raises(RuntimeError, match=r"rank 1 over ranks \[0, 1\] was pickled"):
                 model(tokens)
             marks = [shard_of(p) for p in model.parameters()]

@@ -27,18 +27,15 @@ VOCABS = (8, 10, 5)  # on 4 ranks: no padding; 3, 3, 3, 1 rows; 2, 2, 1, 0 rows
 world = world_fixture(sizes=[1, 2, 3, 4], timeout_s=20)
 
 
+CHECKS = [
+    vocab_checks.embedding_is_torchs, vocab_checks.loss_is_torchs,
+    vocab_checks.tied_weights_train_as_one, vocab_checks.bytes_are_the_formulas,
+    vocab_checks.sequence_parts_are_torchs,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize(
-    "check",
-    [
-        vocab_checks.embedding_is_torchs,
-        vocab_checks.loss_is_torchs,
-        vocab_checks.tied_weights_train_as_one,
-        vocab_checks.bytes_are_the_formulas,
-        vocab_checks.sequence_parts_are_torchs,
-    ],
-    ids=lambda check: check.__name__,
-)
+@pytest.mark.parametrize("check", CHECKS)
 def test_it_is_torchs(world: World, check: Callable[[Any, int], None], vocab: int) -> None:
     world.run(check, vocab_parallel, vocab)
 

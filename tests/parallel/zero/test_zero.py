@@ -1,5 +1,4 @@
-"""ZeRO-1 and 2: single-process training, the bytes of the formula, and nothing held that is not
-this rank's."""
+"""ZeRO-1 and 2: single-process training, the formula's bytes, and only this rank's share held."""
 
 import copy
 import time

@@ -311,11 +311,8 @@ def objects_and_barrier(comm: Comm) -> None:
     things = comm.all_gather_object({"rank": comm.rank, "long": "x" * 1000 * comm.rank, 1: None})
     assert things == [{"rank": r, "long": "x" * 1000 * r, 1: None} for r in range(comm.size)]
     for src in range(comm.size):
-        assert comm.broadcast_object(["of", comm.rank, "x" * comm.rank], src) == [
-            "of",
-            src,
-            "x" * src,
-        ]
+        found = comm.broadcast_object(["of", comm.rank, "x" * comm.rank], src)
+        assert found == ["of", src, "x" * src]
     for late in range(comm.size):
         if comm.rank == late:
             time.sleep(0.01)

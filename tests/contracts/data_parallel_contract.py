@@ -57,10 +57,7 @@ class Branching(nn.Module):
         return self.both(x) if deep else x
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": lambda: GPT.preset("tiny"),
-    "awkward": Awkward,
-}
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": lambda: GPT.preset("tiny"), "awkward": Awkward}
 CASES = list(MODELS)
 
 

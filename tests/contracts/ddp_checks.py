@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,21 +112,19 @@ def a_static_graph_sends_what_is_used(strategy: Strategy) -> None:
 
 def a_static_graph_may_not_change(strategy: Strategy) -> None:
     """Whether it grows, shrinks, or differs between ranks: an error that names the parameter."""
+
+    def step(model: DDP, deep: bool) -> None:
+        model(torch.ones(1, 64), deep=deep).sum().backward()
+
     for first in (True, False):
         model = strategy(branching(), bucket_mb=SMALL, static_graph=True)
-        model(torch.ones(1, 64), deep=first).sum().backward()
-        refused(
-            lambda: model(torch.ones(1, 64), deep=not first).sum().backward(),  # noqa: B023
-            "sometimes.",
-            "static_graph=True",
-        )
+        step(model, first)
+        refused(partial(step, model, not first), "sometimes.", "static_graph=True")
         model.zero_grad()
-        model(torch.ones(1, 64), deep=first).sum().backward()  # and training may go on
+        step(model, first)  # and training may go on
     model = strategy(branching(), static_graph=True)
-    refused(
-        lambda: model(torch.ones(1, 64), deep=Comm().rank == 1).sum().backward(),
-        "sometimes.weight got a gradient on rank 1 and none on rank 0",
-    )
+    words = "sometimes.weight got a gradient on rank 1 and none on rank 0"
+    refused(partial(step, model, Comm().rank == 1), words)
 
 
 def a_hook_halves_the_bytes(strategy: Strategy, hook: Hook, dtype: torch.dtype) -> None:

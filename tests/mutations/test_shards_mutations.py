@@ -8,16 +8,7 @@ from unittest.mock import patch
 import pytest
 
 import labkit
-from harness import (
-    Change,
-    Mutation,
-    around,
-    given,
-    instead,
-    noticed,
-    on_ranks,
-    replaces,
-)
+from harness import Change, Mutation, around, given, instead, noticed, on_ranks, replaces
 from labkit.checkpoints import contents, loading, saving, stored
 from labkit.checkpoints.boxes import Box, in_whole
 from labkit.parallel.common import clipping

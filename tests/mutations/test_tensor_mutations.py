@@ -146,8 +146,7 @@ def positions_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
     table = model.embed.positions
     table.forward = lambda positions: F.embedding(
-        positions.chunk(comm.size, -1)[comm.rank],
-        table.weight,
+        positions.chunk(comm.size, -1)[comm.rank], table.weight
     )
     return model
 

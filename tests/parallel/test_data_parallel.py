@@ -353,18 +353,15 @@ def test_ranks_with_different_models_are_refused_before_anything_is_sent(world2,
 def test_a_module_is_wrapped_once_and_its_parameters_stay(strategy: type[nn.Module]) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = strategy(module)
-    refused(
-        lambda: strategy(nn.Sequential(model)),
-        f"0.module.0.weight belongs to a {strategy.__name__} already",
-    )
+    words = f"0.module.0.weight belongs to a {strategy.__name__} already"
+    refused(lambda: strategy(nn.Sequential(model)), words)
     del model
     model = strategy(module)
     module[1].bias = nn.Parameter(torch.zeros(2))
     with torch.no_grad():
         model(torch.ones(1, 2))
-    refused(
-        lambda: model(torch.ones(1, 2)), "1.bias is another tensor after the module was wrapped"
-    )
+    words = "1.bias is another tensor after the module was wrapped"
+    refused(lambda: model(torch.ones(1, 2)), words)
 
 
 @on_each_rank("world2")

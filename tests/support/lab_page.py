@@ -81,9 +81,7 @@ class JupyterLab:
     def ask(self, method: str, what: str) -> Any:
         """The server's REST interface: `ask("GET", "sessions")`."""
         request = urllib.request.Request(
-            f"{self.url}api/{what}",
-            method=method,
-            headers={"Authorization": f"token {self.token}"},
+            f"{self.url}api/{what}", method=method, headers={"Authorization": f"token {self.token}"}
         )
         with urllib.request.urlopen(request, timeout=WITHIN_S) as got:
             text = got.read().decode()

@@ -316,9 +316,7 @@ def test_gradients_dropped_between_backwards_are_dropped(stage, quiet, drop):
 def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(stage: int) -> None:
     model, ours, oracle, torchs = both(stage)
     for step in range(5):
-        for one, its, x in (
-            (model, ours, mine(batch(step))), (oracle, torchs, batch(step)),
-        ):  # fmt: skip
+        for one, its, x in ((model, ours, mine(batch(step))), (oracle, torchs, batch(step))):
             one.norm.requires_grad_(step not in (1, 2))
             its.zero_grad()
             loss_of(one, x).backward()
@@ -371,11 +369,8 @@ def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it() -
             assert "on two pieces of a matrix" in message
             assert message.endswith("or Adafactor under DDP")
     instance = torch.optim.AdamW(parameters)
-    refused(
-        partial(labkit.ZeroOptimizer, parameters, instance),
-        "'AdamW' object is not callable",
-        "give the class of one",
-    )
+    words = "'AdamW' object is not callable", "give the class of one"
+    refused(partial(labkit.ZeroOptimizer, parameters, instance), *words)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero3"])

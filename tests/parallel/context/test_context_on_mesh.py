@@ -48,11 +48,8 @@ def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> 
     mesh, model = labkit.Mesh(dp=2, cp=2), gpt()
     core = model.blocks[0].attn.core
     optimizer = labkit.ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
-    refused(
-        lambda: labkit.context_parallel(model, mesh.cp),
-        "belongs to a ZeroOptimizer over ranks",
-        "context_parallel first",
-    )
+    words = "belongs to a ZeroOptimizer over ranks", "context_parallel first"
+    refused(lambda: labkit.context_parallel(model, mesh.cp), *words)
     assert model.blocks[0].attn.core is core
     assert not any(sequence_comm_of(p) for p in model.parameters())
     del optimizer

@@ -60,11 +60,8 @@ def test_what_a_hook_makes_zero_is_not_taken_for_unused() -> None:
         value = value + module[1](torch.full((1, 1), -1e-9)).sum()
     value.backward()
     del model
-    assert [None if p.grad is None else p.grad.item() for p in module.parameters()] == [
-        1.0,
-        0.0,
-        None,
-    ]
+    grads = [None if p.grad is None else p.grad.item() for p in module.parameters()]
+    assert grads == [1.0, 0.0, None]
 
 
 @on_each_rank("world2")
@@ -85,10 +82,8 @@ def test_a_hook_is_a_plain_function() -> None:
         model = DDP(module, hook=hook)
         model(torch.ones(1, 1, dtype=dtype)).real.sum().backward()
         assert module.weight.grad is not None and module.weight.grad.item() == expected
-    refused(
-        lambda: compressed(torch.int8),
-        "compressed(torch.int8): gradients travel as torch.bfloat16 or float16",
-    )
+    words = "compressed(torch.int8): gradients travel as torch.bfloat16 or float16"
+    refused(lambda: compressed(torch.int8), words)
 
 
 @on_each_rank("world2")

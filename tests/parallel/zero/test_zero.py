@@ -66,14 +66,10 @@ def test_parameters_that_arrive_in_the_next_forward_are_the_same(world2: World) 
 def test_a_part_of_the_model_called_directly_waits_for_what_it_reads() -> None:
     def run() -> None:
         # It reads the weights of a child that it does not call, as attention does.
-        part = Custom(
-            lambda m, x: nn.functional.linear(x, m.child.weight),
-            child=nn.Linear(300, 300, bias=False),
-        )
+        child = nn.Linear(300, 300, bias=False)
+        part = Custom(lambda m, x: nn.functional.linear(x, m.child.weight), child=child)
         model = nn.Sequential(nn.Linear(300, 300), part)
-        optimizer = ZeroOptimizer(
-            model.parameters(), SGD, bucket_mb=0.1, gather_in=model, lr=1.0
-        )  # fmt: skip
+        optimizer = ZeroOptimizer(model.parameters(), SGD, bucket_mb=0.1, gather_in=model, lr=1.0)
         x = torch.ones(1, 300)
         before = part(x).detach()
         model(x).sum().backward()

@@ -342,9 +342,7 @@ FrozenScale = block_of(
     layer=layer,
 )
 OneUnused = block_of(
-    lambda m, x: torch.tanh(m.layer(x)),
-    layer=layer,
-    unused=lambda: nn.Parameter(torch.zeros(3)),
+    lambda m, x: torch.tanh(m.layer(x)), layer=layer, unused=lambda: nn.Parameter(torch.zeros(3))
 )
 AllTrained = block_of(lambda m, x: m.layer(x.mul_(0.5).clone()), layer=layer)  # and overwrites x
 

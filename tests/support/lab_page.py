@@ -10,8 +10,8 @@ import secrets
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class JupyterLab:
             self.url = self._written()
             if until(self._answers, WITHIN_S):
                 return self.url
-        self.stop()
+        self.close()
         log = (self.folder / "server.log").read_text()[-3000:]
         raise BrowserError(f"JupyterLab did not start within {WITHIN_S} s; it said:\n{log}")
 
@@ -87,18 +87,13 @@ class JupyterLab:
             text = got.read().decode()
         return json.loads(text) if text else None
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End it, its kernels and their ranks; `left` names those that had to be killed."""
         self.left = stop_tree(self.process)
 
 
-@contextmanager
-def jupyterlab(folder: Path, root: Path) -> Iterator[JupyterLab]:
-    lab = JupyterLab(folder, root)
-    try:
-        yield lab
-    finally:
-        lab.stop()
+def jupyterlab(folder: Path, root: Path) -> closing[JupyterLab]:
+    return closing(JupyterLab(folder, root))
 
 
 @dataclass
@@ -244,10 +239,5 @@ class LabPage:
                 self.lab.ask("DELETE", f"sessions/{session['id']}")
 
 
-@contextmanager
-def notebook(lab: JupyterLab, chrome: Browser, name: str) -> Iterator[LabPage]:
-    opened = LabPage(lab, chrome, name)
-    try:
-        yield opened
-    finally:
-        opened.close()
+def notebook(lab: JupyterLab, chrome: Browser, name: str) -> closing[LabPage]:
+    return closing(LabPage(lab, chrome, name))

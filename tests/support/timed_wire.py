@@ -35,17 +35,17 @@ class TimedWire(FakeWire):
         box.out_free_s[self.rank] = begins_s + x.nbytes * box.beta_s_per_byte
         message = super().isend(x, peer, tag)
         message.left_s = box.out_free_s[self.rank]
-        return Timed(message, box, self.rank, sends=True)
+        return Timed(message, box, self.rank)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Any:
-        return Timed(super().irecv(x, peer, tag), self.mailbox, self.rank, sends=False)
+        return Timed(super().irecv(x, peer, tag), self.mailbox, self.rank)
 
 
 class Timed:
     """A message of one rank, which waits on its clock."""
 
-    def __init__(self, message: Any, box: TimedMailbox, rank: int, sends: bool):
-        self.message, self.box, self.rank, self.sends = message, box, rank, sends
+    def __init__(self, message: Any, box: TimedMailbox, rank: int):
+        self.message, self.box, self.rank = message, box, rank
 
     def is_completed(self) -> bool:
         return bool(self.message.is_completed())
@@ -53,7 +53,7 @@ class Timed:
     def wait(self) -> None:
         self.message.wait()
         box, rank = self.box, self.rank
-        if self.sends:
+        if self.message.sends:
             done_s = self.message.left_s
         else:
             taken_s = self.message.x.nbytes * box.beta_s_per_byte

@@ -41,7 +41,7 @@ def model_state_bytes(
         each: bytes for one parameter, `MIXED_ADAM` or `FP32_ADAM`.
 
     Left out: torch's step count for each tensor (4 bytes), and shards of unequal size.
-    Source: ZeRO, arXiv 1910.02054, section 5 and Table 1. Raises ValueError for another stage.
+    Source: arXiv 1910.02054, section 5 and Table 1. Raises ValueError for another stage.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
     31.40625

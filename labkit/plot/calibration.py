@@ -10,8 +10,8 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from labkit.plot.figure import Picture, styled
 from labkit.plot.style import BLUE, FAINT, GREEN, IDLE, INK, MUTED, ORANGE, PURPLE, SKY, VERMILION
-from labkit.replaying.planning.calibration import Calibration
-from labkit.replaying.planning.calibration import calibration as stored
+from labkit.replaying.planning.published import Calibration
+from labkit.replaying.planning.published import calibration as stored
 
 COLOURS = (SKY, BLUE, ORANGE, PURPLE, GREEN, VERMILION)  # of models, as they grow wider
 MARKERS = "os^Dv*"

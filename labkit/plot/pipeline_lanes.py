@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from labkit.plot.choice import choose_step
-from labkit.replaying.microbatches import TimedAction, by_microbatch, timed_actions
-from labkit.replaying.pipeline import Seconds, pipeline_trace
+from labkit.replaying.pipeline import (
+    Seconds,
+    TimedAction,
+    by_microbatch,
+    pipeline_trace,
+    timed_actions,
+)
 from labkit.schedules import Schedule, chunks_of, peak_in_flight
 from labkit.trace import Trace
 

@@ -20,8 +20,7 @@ from labkit.clusters import cluster
 from labkit.data import Batch, loss
 from labkit.models import GPT
 from labkit.parallel import DDP
-from labkit.replaying.dry_runs import dry_run
-from labkit.replaying.memory import peak_of
+from labkit.replaying.dry_runs import dry_run, peak_of
 from labkit.replaying.planning.layers import recorded
 from labkit.replaying.planning.layout import Layout
 from labkit.replaying.planning.published import GPT3, MEGATRON

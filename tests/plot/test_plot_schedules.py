@@ -19,7 +19,7 @@ from labkit.plot.lettering import Lettering
 from labkit.plot.pipelines import LIGHTEST
 from labkit.plot.style import PHASES, contrast, text_on, tint
 from labkit.replaying import by_microbatch, pipeline_trace
-from labkit.replaying.microbatches import KIND, action_of, timed_actions
+from labkit.replaying.pipeline import KIND, action_of, timed_actions
 from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws

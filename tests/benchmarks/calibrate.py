@@ -273,7 +273,7 @@ def main(
     if save is not None:
         console.print(f"Saved: {save_calibration(fitted, save)}")
     if plot is not None:
-        from labkit.plot.calibration import calibration as draw
+        from labkit.plot import calibration as draw
 
         draw(fitted).savefig(plot)
         console.print(f"The picture: {plot}")

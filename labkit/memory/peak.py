@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from labkit.dispatch import DispatchMode
+from labkit.comm.torch_modes import DispatchMode
 from labkit.memory.buffers import is_host_memory
 
 

@@ -19,7 +19,6 @@ Source: Narayanan et al., arXiv 2104.04473, section 4.1.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -91,7 +90,8 @@ def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
         )
     for stage in stages:
         for path, part in stage.named_modules():
-            if getattr(part, "sequence", False) is True and _ranks_of(part) == ranks:
+            over = getattr(getattr(part, "comm", None), "ranks", ())
+            if getattr(part, "sequence", False) is True and list(over) == ranks:
                 return (
                     f"{path} is cut along the sequence (sequence=True), so each rank has a part of "
                     "its own, 1/t of x, and that is all it sends; leave scatter_gather out"
@@ -103,7 +103,3 @@ def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
             if not isinstance(mark, Shard) and len({*over} & {*ranks}) > 1:
                 return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
     return ""
-
-
-def _ranks_of(part: Any) -> list[int]:
-    return list(getattr(getattr(part, "comm", None), "ranks", ()))

@@ -129,9 +129,8 @@ def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kw
         return [x for x in tensors if not (sequence and x.is_floating_point())]
 
     check_same(comm, "input", inputs, SAME_BATCH)
-    states = partial(random_states, model) if draws(model) else list
     advice = "call torch.manual_seed with the same seed on all of them"
-    check_same(comm, "random state", states, advice)
+    check_same(comm, "random state", partial(random_states, model), advice)
 
 
 def generators() -> list[torch.Generator]:
@@ -140,9 +139,11 @@ def generators() -> list[torch.Generator]:
 
 
 def random_states(model: nn.Module) -> list[Tensor]:
-    """Those of the generators from which `model` draws: the CPU's and its device's."""
+    """Of the generators from which `model` draws, the CPU's and its device's; none where dropout is
+    off."""
     devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
-    return [g.get_state() for g in generators() if g.device in devices]
+    drawn_from = generators() if draws(model) else []
+    return [g.get_state() for g in drawn_from if g.device in devices]
 
 
 def draws(module: nn.Module) -> bool:
@@ -222,8 +223,7 @@ class SplitTrial:
             args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
             output = tree_leaves(self.copy.forward(*args, **kwargs))
             # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
-            has_drawn = not all(map(torch.equal, before, random_states(self.layer)))
-            self.draws = has_drawn and draws(self.layer)
+            self.draws = not all(map(torch.equal, before, random_states(self.layer)))
         return names, [*tensors, *(x for x in output if isinstance(x, Tensor))]
 
     def _compare(self, whole: Any, args: Any, kwargs: Any) -> None:

@@ -31,7 +31,7 @@ from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 from labkit.parallel.common.agreement import check_same_on_all_ranks
 from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils
-from labkit.parallel.common.shards import comms_of, shard_of
+from labkit.parallel.common.shards import shard_of
 from labkit.parallel.common.whole import plain_module
 from labkit.runtime.attach import attach
 
@@ -42,7 +42,7 @@ FORMAT = 1
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
     """The ranks that hold the model together: those of its strategy; all, where it has none, where
     parameters are cut over further ranks, or where it is in stages."""
-    if not comms_of(plain_module(model).parameters()) and not isinstance(model, InStages):
+    if not (any(map(shard_of, plain_module(model).parameters())) or isinstance(model, InStages)):
         for owner in (optimizer, model):
             if isinstance(comm := getattr(owner, "comm", None), Comm):
                 return comm
@@ -196,7 +196,8 @@ class Contents:
         them (data-parallel ranks may cut them at other places on the others); of those that
         several stages have, only on the first of these."""
         named = self.owners.named()
-        first = all(comm.rank == 0 for comm in comms_of(p for _, p in named))
+        shards = (shard_of(p) for _, p in named)
+        first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.owners.written_here()
         return (x for x in self.pieces if x.name in here and (first or x.shard is not None))
 

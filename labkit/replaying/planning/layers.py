@@ -91,6 +91,7 @@ class Layer:
 
 
 def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> Shape:
+    """The shape of a layer of this kind, as one rank of `layout` computes a micro-batch of it."""
     sequence = layout.sequence and layout.tp > 1
     common = kind, sizes.width, layout.microbatch, sizes.context, layout.tp, sequence
     if kind == "block":

@@ -192,6 +192,7 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
 
 
 def divisors(number: int) -> list[int]:
+    """Of a positive number, from 1 to itself."""
     small = [one for one in range(1, int(number**0.5) + 1) if not number % one]
     return sorted({*small, *(number // one for one in small)})
 

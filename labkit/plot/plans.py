@@ -19,9 +19,9 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 from labkit.plot import style
 from labkit.plot.figure import BarPart, constrained, label, memory_parts, note, stacked_bars, styled
 from labkit.plot.style import COMPUTING, FAINT, IDLE, INK, MUTED, PAPER, SMALL_PT, VERMILION
+from labkit.replaying.planning.layout import described
 from labkit.replaying.planning.published import Calibration
 from labkit.replaying.planning.published import calibration as stored
-from labkit.replaying.planning.layout import described
 from labkit.replaying.planning.report import PARTS, StepReport, seconds
 
 if TYPE_CHECKING:

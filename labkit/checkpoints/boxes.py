@@ -96,8 +96,8 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
 def placed_boxes(
     tensor: torch.Tensor, shape: torch.Size, start: int, shard: Shard | None, most: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """As `small_boxes`, of a rank's part, whose elements from `start` on are `tensor`: each box in
-    the whole parameter, without padding, and its view of `tensor`."""
+    """The small boxes of a rank's part of `shape`, of which `tensor` has the elements from `start`
+    on: each box in the whole parameter, without padding, and its view of `tensor`."""
     for here in small_boxes(shape, start, tensor.numel(), most):
         if (box := in_whole(here, shard)) is not None:
             view = view_of(tensor, shape, start, here)

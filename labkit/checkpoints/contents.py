@@ -50,7 +50,7 @@ def comm_of(model: nn.Module, optimizer: Any) -> Comm:
 
 
 class Owners:
-    """Who owns the pieces of `model` and its `optimizer`, on this rank.
+    """The owners of the pieces of `model` and its `optimizer`, on this rank.
 
     module      the part of the model that is here, under the names of the whole
     strategies  those with an `owned` method, [] where all is whole

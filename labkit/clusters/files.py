@@ -163,9 +163,9 @@ def _numbers_of(
 
 
 def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, str]:
-    number, source = given if isinstance(given, list) and len(given) == 2 else (None, None)
-    known = type(number) in (int, float) and isinstance(source, str) and source
-    if not known or not abs(number) <= 1e300:
+    number, source = given if isinstance(given, list) and len(given) == 2 else (math.nan, "")
+    numeric = type(number) in (int, float) and abs(number) <= 1e300  # NaN is not
+    if not (numeric and isinstance(source, str) and source):
         raise ValueError(
             f"{where}: {name} = {given!r}; a number and its source are needed: "
             f'{name} = [1e9, "who says so"]'

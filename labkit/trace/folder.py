@@ -172,14 +172,14 @@ def _read_ranks(path: Path, world_size: int | None, problems: list[str]) -> dict
     offsets_s: dict[str, float] = {}  # host -> Unix time less monotonic time
     for name in sorted(numbers, key=numbers.__getitem__):
         try:
-            read = read_rank_file(path / name)
+            trace, offset_s, of_rank = read_rank_file(path / name)
         except (OSError, ValueError) as error:
             problems.append(str(error))
             continue
-        problems += read.problems
-        offset_s = offsets_s.setdefault(read.trace.host, read.unix_offset_s)
+        problems += of_rank
+        offset_s = offsets_s.setdefault(trace.host, offset_s)
         later_s = offset_s - next(iter(offsets_s.values()))
-        ranks[read.trace.rank] = earlier(read.trace, -later_s) if later_s else read.trace
+        ranks[trace.rank] = earlier(trace, -later_s) if later_s else trace
     size = max((rank.size for rank in ranks.values()), default=world_size)
     absent = sorted(set(range(size or 0)) - set(numbers.values()))
     if not numbers:

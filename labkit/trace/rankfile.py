@@ -14,7 +14,6 @@ machine's monotonic clock; `clock` has one moment on it and in Unix time.
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -98,20 +97,13 @@ class RankFile:
         self._file.flush()
 
 
-@dataclass
-class ReadRank:
-    """A rank file as it was read: times are as in the file."""
-
-    trace: RankTrace
-    unix_offset_s: float  # Unix time less monotonic time, on that host
-    problems: list[str]  # a sentence for each
-
-
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
 
 
-def read_rank_file(path: Path) -> ReadRank:
-    """What can be read of the file. Raises OSError, and ValueError where it lacks its header."""
+def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
+    """Returns (trace, offset_s, problems): the readable part of the file, its times as they are
+    there; Unix time less monotonic time on that host; and a sentence for each problem. Raises
+    OSError, and ValueError where it lacks its header."""
     lines = read_file(path).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -154,7 +146,7 @@ def read_rank_file(path: Path) -> ReadRank:
         collected += [x for x in records.values() if type(x) is record]
     problems = _problems(path.name, len(lines), unreadable, len(records), ended_after)
     trace.complete = not problems
-    return ReadRank(trace, unix_s - monotonic_s, problems)
+    return trace, unix_s - monotonic_s, problems
 
 
 def _problems(

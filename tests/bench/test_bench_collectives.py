@@ -24,7 +24,7 @@ from labkit.bench.calls import (
     expected,
     input_of,
 )
-from labkit.bench.collectives import COPY, Case, Timed, _on_rank, _typical
+from labkit.bench.collectives import COPY, Timed, _on_rank, _typical
 from labkit.cli import app
 from labkit.cli import bench as command
 from labkit.comm.collectives import ALGORITHMS
@@ -138,7 +138,7 @@ def test_all_operations_of_the_door_and_of_gloo_are_right(world2: World, dtype: 
 
 
 def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
-    def timed(case: Case) -> dict[str, Any]:
+    def timed(*case: Any) -> dict[str, Any]:
         def does_nothing(wire: Any, x: torch.Tensor, *_: Any) -> Any:
             yield from ()
             return 0
@@ -148,30 +148,29 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
         right = ALGORITHMS["all_reduce"]["ring"]
         ALGORITHMS["all_reduce"]["ring"] = does_nothing
         try:
-            return _on_rank(case)
+            return _on_rank(*case)
         finally:
             ALGORITHMS["all_reduce"]["ring"] = right
 
-    case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, True)
+    case = "all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2
     chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
-    for rank, timed_by in enumerate(world2.run(timed, case)):
+    for rank, timed_by in enumerate(world2.run(timed, *case, True)):
         alone, both = input_of(rank, 1000), input_of(0, 1000) + input_of(1, 1000)
         assert timed_by["ring"].wrong == (alone != both).sum() > 500
         assert timed_by["tree"].wrong == timed_by[DEFAULT].wrong == timed_by[""].wrong == 0
         assert timed_by[DEFAULT].chosen == chosen and timed_by["tree"].chosen == "tree"
         assert all(len(x.seconds) == 2 and min(x.seconds) > 0 for x in timed_by.values())
-    unchecked = world2.run(_on_rank, replace(case, check=False))
+    unchecked = world2.run(_on_rank, *case, False)
     assert {one.wrong for one in unchecked[0].values()} == {None}
 
 
 def test_wrong_elements_of_all_ranks_are_added_up() -> None:
-    case = Case("all_reduce", 10, "float32", "sum", ("ring",), 1, True)
     one, other = (
         {"ring": Timed("ring", [2.0], wrong), "": Timed("gloo", [4.0], 0),
          COPY: Timed("", [1.0], None)}
         for wrong in (3, 4)
     )  # fmt: skip
-    ring, own = collectives._points(case, 2, 40, "gloo", [one, other])
+    ring, own = collectives._points("all_reduce", 10, "float32", "sum", 2, 40, "gloo", [one, other])
     assert (ring.algorithm, ring.wrong, ring.ratio, ring.copy_s) == ("ring", 7, 0.5, 1.0)
     assert (own.algorithm, own.own, own.wrong, own.ratio) == ("gloo", True, 0, 1.0)
 

@@ -226,12 +226,6 @@ def test_formats_are_timed_in_the_same_turns_and_saved(tmp_path: Path) -> None:
     assert harness.read(precision.save(times, tmp_path / "x.json")) == [times]
 
 
-def test_a_named_case_brings_its_peer() -> None:
-    names = [name for name in precision.CASES if precision._wanted(name, ["recompute"])]
-    assert names == ["recompute", "torch checkpoint"]
-    assert not precision._supported("tf32", torch.device("cpu"))
-
-
 def test_mfu_is_of_the_peak_of_the_format() -> None:
     seconds = {"bf16": [0.1] * 3, "torch.amp bf16": [0.2] * 3, "recompute": [0.1] * 3}
     flops = step_flops(vocab=64, width=32, depth=2, heads=4, rows=2, sequence=16)

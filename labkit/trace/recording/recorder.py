@@ -112,8 +112,7 @@ class Recorder:
         self._step = Step(self.spans.step, 0.0, 0.0, self.spans.step == self._detail_step)
         self.in_step = self.count()
         if self._step.detail:
-            detailed = self.trace.memory.append, self.trace.operations.append
-            self._detail = Detail(self.spans, *detailed)
+            self._detail = Detail(self.spans, self.trace)
             here.carrying = self._detail.inside_communicator
             self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
         self.spans.clock.mark(self._step, "began_s")

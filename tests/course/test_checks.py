@@ -19,12 +19,13 @@ import pytest
 import torch
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
+pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import labkit.course.ranks
 from answers import RIGHT, WRONG, Wrong
 from labkit.comm import CommError
 from labkit.course import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
-from labkit.course.editions import checked, labs, solved, student
+from labkit.course.build import checked, labs, solved, student
 from labkit.course.exercise import Passed
 from labkit.memory.peak import PeakMemory
 from labkit.runtime.world import World

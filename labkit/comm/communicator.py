@@ -126,7 +126,7 @@ class Comm:
         if self.parallel is not None:
             every, lines = self.parallel
             made = [every.subgroup([line[rank] for rank in ranks], shared=shared) for line in lines]
-            return next((one for one in made if one is not None), None)
+            return next((comm for comm in made if comm is not None), None)
         if self.size != dist.get_world_size():
             raise ValueError(
                 f"subgroup: this Comm has {self.size} of {dist.get_world_size()} ranks; call it "
@@ -367,7 +367,7 @@ class Comm:
                 mine.new_empty(n) if n != mine.numel() else mine.clone() for n in sizes.tolist()
             ]
             self.all_gather(room, mine)
-            return [_unpickled(one) for one in room]
+            return [_unpickled(pickled) for pickled in room]
 
     def broadcast_object(self, thing: Any, src: int = 0) -> Any:
         """Rank `src`'s picklable `thing`, on all ranks; counted as `all_gather_object` is."""

@@ -58,7 +58,7 @@ class Waiting:
 
     @property
     def nbytes(self) -> list[int]:
-        return [one.flat.nbytes for one in self.packed]
+        return [packed.flat.nbytes for packed in self.packed]
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -78,9 +78,9 @@ class Run:
     @property
     def trace(self) -> Trace:
         """For plot.timeline: the bus below the computing, with the waits of one for the other."""
-        events = [one.event for one in self.arrivals]
+        events = [arrival.event for arrival in self.arrivals]
         ended_s = max(span.ended_s for span in self.computed)
-        began_s = min([self.computed[0].began_s, *(one.issued_s for one in events)])
+        began_s = min([self.computed[0].began_s, *(event.issued_s for event in events)])
         steps = [Step(0, began_s, ended_s)]
         rank = RankTrace(0, 1, steps=steps, spans=list(self.computed), comms=events)
         return Trace({0: rank}, self.about).from_zero()

@@ -102,8 +102,8 @@ class Offload:
     @property
     def leaving_bytes(self) -> int:
         """What is still on the device, on its way to the host."""
-        under_way = (one() for one in self._leaving)
-        return sum(one.nbytes for one in under_way if one is not None and one.is_leaving)
+        under_way = (moved() for moved in self._leaving)
+        return sum(moved.nbytes for moved in under_way if moved is not None and moved.is_leaving)
 
     def __enter__(self) -> "Offload":
         self._stay = {p.untyped_storage()._cdata for p in self._model.parameters()}

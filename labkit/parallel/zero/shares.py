@@ -184,7 +184,7 @@ class ParamGatherer:
         self._called: WeakSet[nn.Module] = WeakSet()
         before, wait = _while_alive(self._before), _while_alive(self._wait)
         for module in model.modules():
-            self._below[module] = [one for one in module.modules() if one in self._buckets]
+            self._below[module] = [part for part in module.modules() if part in self._buckets]
             module.register_forward_pre_hook(before)
             module.register_state_dict_pre_hook(wait)  # called for each module that is in it
 
@@ -192,9 +192,9 @@ class ParamGatherer:
         if module not in self._below:
             return  # a copy of `model` has its hooks, and parameters that nobody gathers
         self._called.add(module)
-        uncalled = [one for one in self._below[module] if one not in self._called]
-        for one in (module, *getattr(module, "beside", ()), *uncalled):
-            self._wait(one)
+        uncalled = [part for part in self._below[module] if part not in self._called]
+        for part in (module, *getattr(module, "beside", ()), *uncalled):
+            self._wait(part)
 
     def _wait(self, module: nn.Module, *_: Any) -> None:
         for bucket in self._buckets.get(module, ()):
@@ -221,7 +221,7 @@ def predict_zero(
         layout = FlatPartition([p.shape for p in bucket], size)
         element = bucket[0].element_size()
         state = 4 + 2 * 4 if bucket[0].dtype in LOW else 2 * element  # master copy, two moments
-        pieces = [piece for one in ranks for piece in layout.pieces(one)]
+        pieces = [piece for r in ranks for piece in layout.pieces(r)]
         own = sum(piece.numel for piece in pieces)
         gradients += (own if stage == 2 else layout.numel * len(ranks)) * element
         optimizer += own * state + STEP_COUNT_BYTES * len(pieces)

@@ -9,14 +9,14 @@ one call lasts long and the next has already arrived. The median of the turns is
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from labkit.bench.calls import REDUCTIONS, Buffers, NativeCalls, call_of, expected
-from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of, take_turns
+from labkit.bench.harness import calls_in_a_turn, check_names, seconds_of, sync_of, take_turns
 from labkit.comm import listen
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.runtime.attach import attach
@@ -25,15 +25,8 @@ from labkit.runtime.pick import pick
 from labkit.runtime.progress import progress
 from labkit.runtime.transports.chooser import table_note
 from labkit.runtime.world import World
-from labkit.sweeps.sweep import (
-    BUS_FACTORS,
-    DEFAULT,
-    REDUCING,
-    Point,
-    Sweep,
-    count_of,
-    sizes_between,
-)
+from labkit.sweeps import sweep
+from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
@@ -43,21 +36,7 @@ TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls lasts about so long, or 
 BUFFERS, CHECKING_BYTES = 2, 12  # of a rank: input and output, and 3 int32 for each element
 
 
-@dataclass(frozen=True)
-class Case:
-    """What the ranks time."""
-
-    op: str
-    count: int
-    dtype: str
-    redop: str
-    algorithms: tuple[str, ...]
-    turns: int
-    check: bool
-
-
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """What one rank measured of one algorithm: seconds of a call, in each turn."""
 
     chosen: str
@@ -65,18 +44,19 @@ class Timed:
     wrong: int | None
 
 
-def _on_rank(case: Case) -> dict[str, Timed]:
-    """All algorithms of `case`; as "" the backend's own; and as COPY the time in which this rank
-    copies as many bytes in its memory while the others do the same."""
+def _on_rank(
+    op: str, count: int, dtype: str, redop: str, algorithms: Sequence[str], rounds: int, check: bool
+) -> dict[str, Timed]:
+    """All `algorithms`; as "" the backend's own; and as COPY the time in which this rank copies as
+    many bytes in its memory while the others do the same."""
     me = attach()
-    comm, dtype = me.comm, getattr(torch, case.dtype)
-    buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
+    comm = me.comm
+    buffers = Buffers(op, comm.rank, comm.size, count, getattr(torch, dtype), me.device)
     calls: dict[str, Callable[[], object]] = {
-        name: call_of(comm, buffers, case.redop, "" if name == DEFAULT else name)
-        for name in case.algorithms
+        name: call_of(comm, buffers, redop, "" if name == DEFAULT else name) for name in algorithms
     }
-    calls[""] = call_of(NativeCalls(comm.group), buffers, case.redop, "")
-    right = expected(buffers, case.redop) if case.check else None
+    calls[""] = call_of(NativeCalls(comm.group), buffers, redop, "")
+    right = expected(buffers, redop) if check else None
     chosen = {COPY: ""}
     wrong: dict[str, int | None] = {COPY: None}
     for name, collective in calls.items():
@@ -90,14 +70,14 @@ def _on_rank(case: Case) -> dict[str, Timed]:
     calls[COPY] = lambda: buffers.output.copy_(buffers.input)
     sync, turns = sync_of(me.device), {}
     for name, collective in calls.items():
-        blocking = partial(_then, collective, sync)
+        blocking = partial(_blocking, collective, sync)
         repeats = calls_in_a_turn(me, blocking, TURN_S, MOST_CALLS)
         turns[name] = partial(seconds_of, blocking, repeats, comm.barrier)
-    seconds = take_turns(turns, case.turns, shuffled=True)
+    seconds = take_turns(turns, rounds, shuffled=True)
     return {name: Timed(chosen[name], seconds[name], wrong[name]) for name in calls}
 
 
-def _then(collective: Callable[[], object], sync: Callable[[], object]) -> None:
+def _blocking(collective: Callable[[], object], sync: Callable[[], object]) -> None:
     collective()
     sync()
 
@@ -127,13 +107,13 @@ def bench_collectives(
 
     Raises ValueError for names that do not exist and sizes that do not fit.
     """
-    sizes = list(sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
+    sizes = list(sweep.sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
     todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
     points: list[Point] = []
     for n in dict.fromkeys(ranks):
-        counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
+        counts = {case: sweep.count_of(case[0], n, case[1], item_bytes) for case in todo}
         on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
         with World(
             n, device=None if on_gpus else "cpu", transport=None if on_gpus else transport,
@@ -142,9 +122,9 @@ def bench_collectives(
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
                 names = [DEFAULT] if on_gpus else _supported(op, n, algorithms)
-                op_redop = redop if op in REDUCING else ""
-                case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
-                points += _points(case, n, nbytes, world.backend, world.run(_on_rank, case))
+                case = op, count, dtype, redop if op in sweep.REDUCING else ""
+                of_ranks = world.run(_on_rank, *case, names, turns, check)
+                points += _points(*case, n, nbytes, world.backend, of_ranks)
     about = {
         "backend": world.backend,
         "transport": world.transport,
@@ -159,8 +139,9 @@ def bench_collectives(
 
 
 def _points(
-    case: Case, n: int, nbytes: int, backend: str, of_ranks: list[dict[str, Timed]]
-) -> list[Point]:
+    op: str, count: int, dtype: str, redop: str, n: int, nbytes: int, backend: str,
+    of_ranks: list[dict[str, Timed]],
+) -> list[Point]:  # fmt: skip
     """The lines of the table, from what each rank measured."""
     seconds = {name: _typical([timed[name].seconds for timed in of_ranks]) for name in of_ranks[0]}
     points = []
@@ -168,10 +149,10 @@ def _points(
     for name, time_s in seconds.items():
         wrongs = [timed[name].wrong for timed in of_ranks]
         points.append(Point(
-            op=case.op, ranks=n, size_bytes=nbytes, count=case.count, dtype=case.dtype,
-            redop=case.redop, algorithm=name or backend, chosen=of_ranks[0][name].chosen,
-            own=not name, time_s=time_s, ratio=time_s / seconds[""], copy_s=copy_s,
-            wrong=sum(count or 0 for count in wrongs) if case.check else None,
+            op=op, ranks=n, size_bytes=nbytes, count=count, dtype=dtype, redop=redop,
+            algorithm=name or backend, chosen=of_ranks[0][name].chosen, own=not name,
+            time_s=time_s, ratio=time_s / seconds[""], copy_s=copy_s,
+            wrong=None if None in wrongs else sum(filter(None, wrongs)),
         ))  # fmt: skip
     return points
 
@@ -199,21 +180,14 @@ def _check_input(
     dtype: str, redop: str, turns: int,
 ) -> None:  # fmt: skip
     of_ops = [DEFAULT, *(name for op in ops for name in ALGORITHMS.get(op, ()))]
-    for what, given, known in [
-        ("operation", ops, BUS_FACTORS),
-        ("dtype", [dtype], DTYPES),
-        ("reduction", [redop], REDUCTIONS),
-        ("algorithm of these operations", algorithms or [], dict.fromkeys(of_ops)),
-    ]:
-        if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"{unknown[0]!r} is no {what}; choose from {', '.join(known)}")
-    for what, named in [
-        ("operation", ops),
-        ("number of ranks", ranks),
-        ("size", sizes),
-        ("algorithm", [DEFAULT] if algorithms is None else algorithms),
-    ]:
-        if not named:
+    known_algorithms = dict.fromkeys(of_ops)
+    check_names(ops, BUS_FACTORS, "{!r} is no operation")
+    check_names([dtype], DTYPES, "{!r} is no dtype")
+    check_names([redop], REDUCTIONS, "{!r} is no reduction")
+    check_names(algorithms or [], known_algorithms, "{!r} is no algorithm of these operations")
+    asked = {"operation": ops, "number of ranks": ranks, "size": sizes, "algorithm": algorithms}
+    for what, named in asked.items():
+        if named is not None and not named:
             raise ValueError(f"nothing to measure: name at least one {what}")
     if wrong := [n for n in ranks if n < 2]:
         raise ValueError(f"on {wrong[0]} ranks nothing travels; measure on 2 or more")

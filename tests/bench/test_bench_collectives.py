@@ -3,7 +3,6 @@ chooser, and the command. No time is asserted; where times matter, they are made
 """
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from labkit import Comm, World, bench, listen, read_run, record
-from labkit.bench import chooser_table, collectives, harness, sweep_tables
+from labkit.bench import chooser_table, collectives, sweep_tables
 from labkit.bench.calls import (
     IN_PLACE,
     UNTOUCHED,
@@ -25,7 +24,7 @@ from labkit.bench.calls import (
     expected,
     input_of,
 )
-from labkit.bench.collectives import COPY, Case, Timed, _on_rank, _typical
+from labkit.bench.collectives import COPY, Timed, _on_rank, _typical
 from labkit.cli import app
 from labkit.cli import bench as command
 from labkit.comm.collectives import ALGORITHMS
@@ -139,7 +138,7 @@ def test_all_operations_of_the_door_and_of_gloo_are_right(world2: World, dtype: 
 
 
 def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
-    def timed(case: Case) -> dict[str, Any]:
+    def timed(*case: Any) -> dict[str, Any]:
         def does_nothing(wire: Any, x: torch.Tensor, *_: Any) -> Any:
             yield from ()
             return 0
@@ -149,30 +148,29 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
         right = ALGORITHMS["all_reduce"]["ring"]
         ALGORITHMS["all_reduce"]["ring"] = does_nothing
         try:
-            return _on_rank(case)
+            return _on_rank(*case)
         finally:
             ALGORITHMS["all_reduce"]["ring"] = right
 
-    case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, True)
+    case = "all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2
     chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
-    for rank, timed_by in enumerate(world2.run(timed, case)):
+    for rank, timed_by in enumerate(world2.run(timed, *case, True)):
         alone, both = input_of(rank, 1000), input_of(0, 1000) + input_of(1, 1000)
         assert timed_by["ring"].wrong == (alone != both).sum() > 500
         assert timed_by["tree"].wrong == timed_by[DEFAULT].wrong == timed_by[""].wrong == 0
         assert timed_by[DEFAULT].chosen == chosen and timed_by["tree"].chosen == "tree"
         assert all(len(x.seconds) == 2 and min(x.seconds) > 0 for x in timed_by.values())
-    unchecked = world2.run(_on_rank, replace(case, check=False))
+    unchecked = world2.run(_on_rank, *case, False)
     assert {one.wrong for one in unchecked[0].values()} == {None}
 
 
 def test_wrong_elements_of_all_ranks_are_added_up() -> None:
-    case = Case("all_reduce", 10, "float32", "sum", ("ring",), 1, True)
     one, other = (
         {"ring": Timed("ring", [2.0], wrong), "": Timed("gloo", [4.0], 0),
          COPY: Timed("", [1.0], None)}
         for wrong in (3, 4)
     )  # fmt: skip
-    ring, own = collectives._points(case, 2, 40, "gloo", [one, other])
+    ring, own = collectives._points("all_reduce", 10, "float32", "sum", 2, 40, "gloo", [one, other])
     assert (ring.algorithm, ring.wrong, ring.ratio, ring.copy_s) == ("ring", 7, 0.5, 1.0)
     assert (own.algorithm, own.own, own.wrong, own.ratio) == ("gloo", True, 0, 1.0)
 
@@ -180,28 +178,6 @@ def test_wrong_elements_of_all_ranks_are_added_up() -> None:
 def test_a_call_lasts_as_long_as_on_its_slowest_rank() -> None:
     assert _typical([[1.0, 5.0, 4.0], [3.0, 2.0, 9.0]]) == 5.0  # of the turns 3, 5 and 9
     assert _typical([[1.0], [2.0]]) == 2.0
-
-
-def test_the_time_is_that_of_a_turn_over_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots of shared memory, by a made-up clock: the root runs ahead, and its calls alternate;
-    no call of the leaf is as short as the shortest of the root."""
-    now_s = 0.0
-
-    def seconds(calls_s: list[float]) -> float:
-        left = iter(calls_s)
-
-        def call() -> None:
-            nonlocal now_s
-            now_s += next(left)
-
-        return harness.seconds_of(call, len(calls_s))
-
-    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    turns = [[50e-6, 13e-6] * 50, [50e-6, 13e-6] * 50, [51e-6, 14e-6] * 50]
-    leaf = [seconds(calls_s) for calls_s in turns]
-    root = [seconds([13e-6, 13e-6, *calls_s[2:]]) for calls_s in turns]
-    assert leaf == pytest.approx([31.5e-6, 31.5e-6, 32.5e-6])
-    assert _typical([root, leaf]) == pytest.approx(31.5e-6)
 
 
 def test_the_caption_names_the_time_that_was_taken() -> None:
@@ -440,9 +416,3 @@ def test_without_a_name_all_benches_run_and_with_one_only_that(
     monkeypatch.undo()
     done = CliRunner().invoke(app, ["bench", "collectives", "--ops", "barrier"])
     assert done.exit_code == 2 and ran == names
-
-
-def test_the_help_has_examples_and_the_environment_is_clean() -> None:
-    done = CliRunner().invoke(app, ["bench", "collectives", "--help"])
-    assert done.exit_code == 0 and "labkit bench collectives --fit" in " ".join(done.output.split())
-    assert "LABKIT_TABLE" not in os.environ

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
+pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import labkit.course.ranks as check_ranks
 import liars
 import test_checks
 from labkit.course import EXERCISES, CheckFailed, equal, predict, run
-from labkit.course.editions import labs, solved, student
+from labkit.course.build import labs, solved, student
 from labkit.course.findings import difference, honest
 from labkit.schedules.actions import Action
 from liars import LIARS, LyingTensor, changed, wrong

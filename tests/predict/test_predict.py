@@ -339,7 +339,7 @@ def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["loading", "pipelines", "states", "steps", "tables", "three_d", "transformer"]
+    "name", ["pipelines", "states", "steps", "tables", "three_d", "transformer"]
 )
 def test_examples_are_true(name: str) -> None:
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
@@ -400,6 +400,10 @@ THREE_D = {"vocab": 2, "width": 4, "context": 8, "rows": 1, "sequence": 8, "pp":
             lambda: predict.bytes_by_axis(**THREE_D, depth=4, zero=4),
             "zero=4: 0 for DDP, or a stage",
         ),  # type: ignore[arg-type]
+        (
+            lambda: predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True),
+            "kept_whole is of sequence parallelism",
+        ),
         (lambda: predict.bus_factor("all_sum", 2), "'all_sum' has no factor; choose one of all_r"),
         (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: give more than 0"),
         (lambda: predict.algorithm_s("all_reduce", "star", 2, 1, 0, 1), "all_reduce by 'star'"),

@@ -127,11 +127,6 @@ def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
     assert layer(sequence_parallel=True, recompute=True) == printed(14)
 
 
-def test_inputs_are_kept_whole_without_sequence_parallelism() -> None:
-    with pytest.raises(ValueError, match="kept_whole"):
-        predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True)
-
-
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
 def test_of_the_vocabulary_three_numbers_a_token_travel(t: int) -> None:
     sizes = {"sequence": 128, "rows": 3, "ranks": t}

@@ -30,7 +30,8 @@ from calibrate import (
 from labkit import plot
 from labkit.clusters import cluster
 from labkit.replaying.costs import Costs
-from labkit.replaying.planning.calibration import (
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.published import (
     FILES,
     STORED,
     TABLES,
@@ -39,7 +40,6 @@ from labkit.replaying.planning.calibration import (
     calibration,
     step_rows,
 )
-from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.steps import step_report
 from robust_fit import Bounds, fit, refit
 

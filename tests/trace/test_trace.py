@@ -102,7 +102,7 @@ def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1, host="n1")
+    file = RankFile(tmp_path / "run", RankTrace(0, 1, host="n1"))
     step, sent = Step(0, 1.0, 0.0), event(1, 1.5)
     file.append([step, sent])
     file.append([Span("user", "x", 0, 1.0, 1.25)])
@@ -135,7 +135,7 @@ def test_a_thing_that_ends_while_it_is_written_is_not_lost(
         return packed(value)
 
     begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1)
+    file = RankFile(tmp_path / "run", RankTrace(0, 1))
     monkeypatch.setattr(rankfile, "_packed", another_thread_comes_between)
     file.append([one])
     file.close()
@@ -145,7 +145,7 @@ def test_a_thing_that_ends_while_it_is_written_is_not_lost(
 
 def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1)
+    file = RankFile(tmp_path / "run", RankTrace(0, 1))
     file.append([Step(0, 1.0, 2.0)])
     file.mark_end()
     assert read_run(tmp_path / "run").complete
@@ -159,9 +159,9 @@ def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_rank_are_refused(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
-    RankFile(tmp_path / "run", 0, 1).close()
+    RankFile(tmp_path / "run", RankTrace(0, 1)).close()
     with pytest.raises(ValueError, match="another rank 0 writes it"):
-        RankFile(tmp_path / "run", 0, 1)
+        RankFile(tmp_path / "run", RankTrace(0, 1))
 
 
 def test_metrics_are_appended_by_all(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
     """Each rank has one step, its monotonic clock's next second."""
     begin_run(path)
     for rank, (host, monotonic_s, unix_s) in enumerate(clocks):
-        file = RankFile(path, rank, len(clocks), "cpu", host, (monotonic_s, unix_s))
+        file = RankFile(path, RankTrace(rank, len(clocks), host=host), (monotonic_s, unix_s))
         file.append([Step(0, monotonic_s, monotonic_s + 1)])
         file.append([event(1, monotonic_s + 0.5)])
         file.close()
@@ -214,7 +214,7 @@ def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
     write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run")
     file = tmp_path / "run" / "rank0.jsonl"
     whole = file.read_bytes()
-    full = read_rank_file(file)
+    full, _, _ = read_rank_file(file)
     header = whole.index(b"\n")
     counts = []
     for cut in range(len(whole) + 1):
@@ -227,18 +227,18 @@ def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
                 "rank0.jsonl breaks off in its first line, nothing of it is read"
             ]
             continue
-        one = read_rank_file(file)
+        one, _, problems = read_rank_file(file)
         for kind in ("steps", "spans", "comms", "memory"):
-            here, all_of_it = getattr(one.trace, kind), getattr(full.trace, kind)
+            here, all_of_it = getattr(one, kind), getattr(full, kind)
             assert here == all_of_it[: len(here)]
-        counts.append(len(things(one.trace)))
+        counts.append(len(things(one)))
         ended = cut >= len(whole) - 1  # all but the last newline
-        assert one.trace.complete == trace.ranks[0].complete == trace.complete == ended
-        assert len(one.problems) == (not ended)
+        assert one.complete == trace.ranks[0].complete == trace.complete == ended
+        assert len(problems) == (not ended)
         assert trace.size == 2
         if whole[cut - 1 : cut] not in (b"\n", b"]", b"}"):
             line = whole[:cut].count(b"\n") + 1
-            assert f"breaks off in line {line}:" in one.problems[0]
+            assert f"breaks off in line {line}:" in problems[0]
     assert counts == sorted(counts)
     assert set(counts) == set(range(7))
 

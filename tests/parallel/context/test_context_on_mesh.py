@@ -9,7 +9,8 @@ import torch
 
 import labkit
 from context_checks import training_equals_one_process
-from labkit.parallel.common.shards import sequence_comm_of, shard_of
+from labkit.parallel.common.shards import marks_of, shard_of
+from labkit.parallel.context.context_parallel import SequenceParts
 from small_models import refused
 from worlds import on_each_rank
 
@@ -51,7 +52,7 @@ def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> 
     words = "belongs to a ZeroOptimizer over ranks", "context_parallel first"
     refused(lambda: labkit.context_parallel(model, mesh.cp), *words)
     assert model.blocks[0].attn.core is core
-    assert not any(sequence_comm_of(p) for p in model.parameters())
+    assert not any(marks_of(p) for p in model.parameters())
     del optimizer
 
 
@@ -59,7 +60,7 @@ def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> 
 def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
     mesh = labkit.Mesh(dp=1, cp=2, tp=2)
     model = labkit.tensor_parallel(labkit.context_parallel(gpt(), mesh.cp), mesh.tp)
-    assert {sequence_comm_of(p) for p in model.parameters()} == {mesh.cp}
+    assert all(SequenceParts(mesh.cp) in marks_of(p) for p in model.parameters())
     assert sum(shard_of(p) is not None for p in model.parameters()) > 5
     refused(lambda: labkit.DDP(copy.deepcopy(model), mesh.dp), "are not all of them")
     refused(lambda: labkit.ZeRO3(model, mesh.dp), "are not all of them")

@@ -242,7 +242,8 @@ def test_heads_that_do_not_divide() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             tensor_parallel(model_of(**changes), labkit.Comm())
-    with pytest.raises(ValueError, match="10 features|10 long.* over 3 .*: 1, 2, 5, 10"):
+    words = r"\[10, 4\] is 10 long.* over 3 ranks; choose .*, as 9 or 12"
+    with pytest.raises(ValueError, match=words):
         ColumnParallelLinear(4, 10, labkit.Comm())
 
 

@@ -172,7 +172,9 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
     names = {str(path[2]) for path in stored.entries if path[:2] == ("optimizer", "state")}
     empty = {name for name, entry in stored.under("model").items() if not entry.size.numel()}
     _raise(stored, "optimizer", [], sorted(names - contents.stateful - empty), [])
-    for piece in (piece for piece in contents.pieces if piece.shard is not None):
+    for piece in contents.pieces:
+        if piece.shard is None:
+            continue  # only the shards of a parameter could need different states
         for key, entry in stored.under("optimizer", "state", piece.name).items():
             if hasattr(entry, "size") and not lies_like(key, entry.size, piece.whole_shape):
                 check_one_for_all(piece, key, entry.size)

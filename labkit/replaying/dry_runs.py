@@ -167,7 +167,7 @@ class _FakeWithProgress(FakeTensorMode):
         if in_notebook():  # rich would make a widget, over which nbconvert may stumble
             print(f"\r{text}", end="", flush=True)
         elif self._status.console.is_terminal:
-            self._status.start()  # what the function prints stands above it
+            self._status.start()  # what the function prints appears above it
             self._status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
 
     def stop_showing(self) -> None:

@@ -154,7 +154,7 @@ def weights_after(
             stepper.step()
         losses.append(value.item())
         sent.append(sum(event.bus_bytes for event in events))
-    steady = sent[plan.first_agrees :]
+    steady = sent[1:] if plan.first_agrees else sent
     assert len(set(steady)) == 1, f"the bytes of a step change: {sent}"
     wire_bytes = sum(event.wire_bytes for event in events)
     weights = {name: x.detach().clone() for name, x in plan.weights(model, module).items()}

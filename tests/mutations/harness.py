@@ -204,10 +204,10 @@ def noticed(
         ranks = worlds(size, **world) if size else None
         message = mutation.match or match
         try:
-            with pytest.raises(errors, match=message or None) as noticed:
+            with pytest.raises(errors, match=message or None) as info:
                 meets(ranks, mutation.fault, mutation.check, *mutation.args)
         except pytest.fail.Exception as error:
             raise AssertionError(f"{mutation}: no check noticed the fault") from error
-        assert message or not STALE.search(str(noticed.value)), f"{mutation}: {noticed.value}"
+        assert message or not STALE.search(str(info.value)), f"{mutation}: {info.value}"
 
     return test

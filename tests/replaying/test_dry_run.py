@@ -1,16 +1,20 @@
 """A dry run does what real ranks do, without data: the same operations, bytes and memory."""
 
 import gc
+import re
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 
 from labkit import DDP, GPT, Batch, Comm, RankError, World, dry_run, record, replay
 from labkit.clusters import cluster
 from labkit.recipes import RECIPES
 from labkit.recipes import rows as rows_of
+from labkit.replaying import dry_runs
 from labkit.trace import Trace
 from labkit.trace.measures import peak_memory
 
@@ -234,3 +238,27 @@ def test_a_model_that_no_laptop_holds() -> None:
     assert held["optimizer state"] == pytest.approx(8 * numbers, rel=1e-6)
     sent_bytes = sum(event.bus_bytes for event in dry.ranks[0].comms)
     assert sent_bytes == pytest.approx(2 * 1023 / 1024 * 4 * numbers, rel=1e-6)
+
+
+def test_progress_keeps_what_the_function_prints_on_lines_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dry_runs, "LONG_S", 0.0)
+    monkeypatch.setattr(dry_runs, "EVERY_S", 0.0)
+
+    def train() -> None:
+        layer = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for step in range(2):
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            print(f"step {step} is over")
+
+    dry_run(train, ranks=2)
+    assert "operations" not in capsys.readouterr().out, "nothing is shown in a file"
+    monkeypatch.setattr(dry_runs, "Console", partial(Console, force_terminal=True, width=80))
+    dry_run(train, ranks=2)
+    shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", capsys.readouterr().out)
+    assert re.search(r"rank 0 of 2, without data: \d+ operations, 0 s", shown)
+    for step in range(2):
+        assert re.search(rf"^step {step} is over$", shown.replace("\r", "\n"), re.MULTILINE)

@@ -39,7 +39,7 @@ from labkit.runtime.transports.wire import Wire
 def naive_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Everyone sends to rank 0, which adds and sends the sum to everyone: a parameter server.
+    """All ranks send to rank 0, which adds and sends the sum back: a parameter server.
 
         1, 2, 3 --> 0      0 --> 1, 2, 3
 
@@ -94,8 +94,8 @@ def recursive_doubling_all_reduce(
         0-1, 2-3     0: (0+1)        1: (0+1)        2: (2+3)        3: (2+3)
         0-2, 1-3     0: (0+1)+(2+3)  1: (0+1)+(2+3)  2: (0+1)+(2+3)  3: (0+1)+(2+3)
 
-    Both of a pair add the lower rank's first, or -0.0 and 0.0, and two NaNs, would give each
-    its own bits. Cost: log2(n) (alpha + S (beta + gamma)): few steps, but all of S in each.
+    Both ranks of a pair add the lower rank's part first: else -0.0 and 0.0, or two NaNs, would
+    give them different bits. Cost: log2(n) (alpha + S (beta + gamma)), all of S in each step.
     """
     n, core = wire.size, power_of_two(wire.size)
     mine, sent_bytes = x, 0

@@ -47,12 +47,11 @@ class ZeroOptimizer(OwnedShares):
         gather_in: the model; then `step` returns at once, and new parameters arrive while the next
             forward runs. `wait()` for them before anything else reads them (`copy.deepcopy`).
 
-    After `loss.backward()` each rank has the averages of its share; those of stage 2 stay until the
-    first backward after `step`, or `zero_grad`. Computing with `.grad`, as torch's
-    `clip_grad_norm_` does, raises ValueError: clip with this optimizer's. A `.grad` that is set by
-    hand, on all ranks, is averaged by the next `step`. Scale losses with labkit.GradScaler; torch's
-    is refused. fp32 master copies follow what `load_state_dict` writes to the model; a write past
-    autograd (`p.data.fill_(0)`) is undone by the next step: write with `torch.no_grad()`.
+    After `loss.backward()` each rank has the averages of its share, in stage 2 until `zero_grad` or
+    the first backward after `step`. Computing with `.grad`, as torch's `clip_grad_norm_` does,
+    raises ValueError: clip with this optimizer's. A `.grad` set by hand, on all ranks, is averaged
+    by the next `step`. Scale losses with labkit.GradScaler; torch's is refused. fp32 master copies
+    follow the model's `load_state_dict`; a write past autograd (`p.data`) is undone by `step`.
     """
 
     copy_advice = "make one of the copied model's parameters and load this one's state_dict()"

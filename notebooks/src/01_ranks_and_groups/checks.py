@@ -175,7 +175,7 @@ class Counted:
             if "timeout" not in str(error).lower():
                 raise
             missing = ", ".join(repr(key) for key in keys if not self._store.check([key]))
-            text = f"store.{call} waited {WAIT_S:g} s for {missing}, which nobody has set"
+            text = f"store.{call} waited {WAIT_S:g} s for {missing}, which no rank has set"
             raise RuntimeError(text) from None
 
 
@@ -183,7 +183,7 @@ STORE_HINTS = {
     "a loop asked the store": "store.get returns bytes, b'4', which never equal the number 4; and "
     "store.wait sleeps where a loop would ask again.",
     "not a text": "The value is a text, as in store.set(key, 'yes'). Numbers are for store.add.",
-    "which nobody has set": "Who sets this key, and does that rank come to the line?",
+    "which no rank has set": "Who sets this key, and does that rank come to the line?",
 }
 IN_PLACE_HINTS = {
     "'NoneType'": "comm.all_reduce works in place and returns None: look into the tensor after it.",

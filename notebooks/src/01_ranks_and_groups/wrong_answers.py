@@ -101,14 +101,14 @@ def asks_again_and_again(store, rank, size, name):
         time.sleep(0.001)
 
 
-@wrong("01.my_barrier", "store.wait waited 5 s for 'one/open', which nobody has set")
+@wrong("01.my_barrier", "store.wait waited 5 s for 'one/open', which no rank has set")
 def nobody_opens(store, rank, size, name):
     if store.add(name, 1) == size + 1:
         store.set(f"{name}/open", "yes")
     store.wait([f"{name}/open"])
 
 
-@wrong("01.my_barrier", "store.get waited 5 s for 'one/open', which nobody has set")
+@wrong("01.my_barrier", "store.get waited 5 s for 'one/open', which no rank has set")
 def gets_what_nobody_set(store, rank, size, name):
     store.get(f"{name}/open")
 

@@ -172,6 +172,13 @@ def same(found: list[list[float]], expected: list[list[float]], rel: float) -> b
     )
 
 
+def scaled_step(scaler: Any, loss: torch.Tensor, optimizer: Any) -> None:
+    """Backward through the scaled loss, a step, and the next scale."""
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
 # --- the same as torch.amp.GradScaler ---
 
 

@@ -65,11 +65,7 @@ def test_the_block_from_which_on_the_ring_hides_is_the_published_one() -> None:
     assert found < ring_hides_from(32, 32, 128, alpha_s=1e-5, **shape)
 
 
-# ---- held to a replay
-
-
 def cluster(bytes_per_s: float, alpha_s: float, ranks: int) -> Cluster:
-    """Products take their operations, and all else no time."""
     device = Device("plain", {"float32": FLOPS_PER_S}, 1e9, 1e30, 0.0)
     level = Level("wire", bytes_per_s, alpha_s, ranks)
     return Cluster("plain", "one node", device, 1, ranks, level, level)
@@ -91,7 +87,6 @@ def recorded(ranks: int) -> Trace:
 
 
 def exposed_s(ranks: int, bytes_per_s: float, alpha_s: float) -> list[float]:
-    """Seconds that a rank stands still in a replay, in forward and in backward."""
     on = replay(recorded(ranks), cluster(bytes_per_s, alpha_s, ranks))
     waits = [event.wait_ended_s - event.wait_began_s for event in on.ranks[0].comms]
     assert len(waits) == 3 * (ranks - 1)
@@ -125,8 +120,6 @@ def test_what_is_exposed_in_a_replay_is_what_is_predicted(
     if ranks > 2 or hidden:  # of two ranks the one block has the own step, which is longer
         assert (found[0] < 1e-12) == hidden, "zero where it says so"
 
-
-# ---- sizes that cannot be
 
 GOOD = {"rows": 1, "kv_heads": 2, "head_width": 4, "element_bytes": 2}
 

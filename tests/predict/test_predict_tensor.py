@@ -9,10 +9,11 @@ import torch
 from labkit import GPT, Comm, World, listen, predict
 from labkit.memory.edits import Choices
 from labkit.memory.saved import SavedTensor, saved_by
-from labkit.models import PlainAttention
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.predict.bills import OTHERS, STATISTICS
+from recorded_memory import use_core
+from refusals import raises
 from test_predict import ACTIVATIONS, value
 from worlds import world_fixture
 
@@ -33,7 +34,6 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def expression(name: str) -> str:
-    """Of that row; test_predict.py holds the rows to the file."""
     whole, _, sharded = dict(ACTIVATIONS)[name.removesuffix(", sharded")].partition(" (2")
     return "2" + sharded.split(" if")[0] if name.endswith("sharded") else whole
 
@@ -41,9 +41,6 @@ def expression(name: str) -> str:
 def asked(name: str, t: int) -> dict[str, Any]:
     how = dict(ROWS[name])
     return {"tensor_parallel": t if how.pop("t", False) else 1, **how}
-
-
-# ---- kept
 
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
@@ -63,8 +60,6 @@ def test_what_is_outside_of_the_matrices_is_ten_of_thirty_four() -> None:
     assert all(cut[name] == one[name] / 4 for name in one if name not in whole)
 
 
-# ---- what ranks keep
-
 S, B, W, A = 64, 2, 64, 4
 SIZES = {"sequence": S, "rows": B, "width": W, "heads": A}
 
@@ -73,12 +68,10 @@ world = world_fixture(sizes=[1, 2, 4])
 
 
 def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
-    """On a rank: what the second block of a GPT keeps, cut over all ranks."""
     comm = Comm()
     torch.manual_seed(0)
     model = GPT(32, W, 3, A, S, dropout=0.1).bfloat16()
-    for block in model.blocks:
-        block.attn.core = PlainAttention(0.1)  # type: ignore[union-attr]
+    use_core(model)
     tensor_parallel(model, comm, sequence=sequence)
     length = S // comm.size if sequence else S
     x = torch.randn(B, length, W, dtype=torch.bfloat16, requires_grad=True)
@@ -106,9 +99,6 @@ def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute
         assert rest.get(OTHERS, 0) == 0, bill
 
 
-# ---- sent
-
-
 @pytest.mark.parametrize("t", [1, 2, 3, 8])
 def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
     """8 b s h (t-1)/t elements: arXiv 2104.04473, section 3.2. Two inputs gathered again: arXiv
@@ -128,8 +118,7 @@ def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
 
 
 def test_inputs_are_kept_whole_without_sequence_parallelism() -> None:
-    with pytest.raises(ValueError, match="kept_whole"):
-        predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True)
+    raises("kept_whole", predict.tensor_parallel_bytes, 128, 3, 64, 1, ranks=2, kept_whole=True)
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
@@ -142,7 +131,6 @@ def test_of_the_vocabulary_three_numbers_a_token_travel(t: int) -> None:
 
 
 def sent(sequence: bool, gather: bool) -> int:
-    """On a rank: bus bytes of a step, without those of the parameters seen in part."""
     comm = Comm()
     torch.manual_seed(0)
     model = tensor_parallel(GPT(50, 24, 3, 12, 24), comm, sequence=sequence, gather_logits=gather)

@@ -6,17 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from labkit import (
-    DDP,
-    GPT,
-    MasterWeights,
-    Mesh,
-    Pipeline,
-    World,
-    ZeroOptimizer,
-    record,
-    split,
-)
+from labkit import DDP, GPT, MasterWeights, Mesh, Pipeline, World, ZeroOptimizer, record, split
 from labkit.clusters import cluster
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy

@@ -20,8 +20,7 @@ AS_BEST = {"compute": 8, "tensor": 1, "bubble": 0.5, "data": 0.25, "pipeline": 0
 @pytest.mark.parametrize(
     ("layout", "seconds", "part", "words"),
     [
-        (
-            Layout(tp=16, pp=1, dp=4), {"tensor": 7}, "tensor",
+        (Layout(tp=16, pp=1, dp=4), {"tensor": 7}, "tensor",
             "tp 16 leaves the node of 8: its collectives go over InfiniBand HDR and stand exposed "
             "44% of the step (the best: 10%)",
         ),

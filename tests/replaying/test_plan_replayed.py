@@ -41,9 +41,7 @@ def at(planned: Plan, tp: int, pp: int, dp: int, chunks: int = 1) -> StepReport:
     return planned.report(Layout(tp, pp, dp, 2, chunks, recompute="full"))
 
 
-def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(
-    planned: Plan,
-) -> None:
+def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(planned: Plan) -> None:
     for inside, outside in (
         (at(planned, 8, 2, 32), at(planned, 16, 1, 32)),
         (at(planned, 8, 4, 16), at(planned, 16, 2, 16)),
@@ -57,7 +55,6 @@ def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(
 
 
 def test_where_a_replica_fits_the_rest_is_for_data_parallelism(planned: Plan) -> None:
-    """With fewer replicas come more stages, and a longer bubble."""
     steps = [at(planned, 8, 512 // 8 // dp, dp) for dp in (32, 16, 8, 4)]
     for more, fewer in pairwise(steps):
         assert more.step_s < fewer.step_s and cause(more, fewer) == "bubble"

@@ -10,13 +10,14 @@ from labkit import Comm, Link, TwoLevel, World, listen, plot, record
 from labkit.comm import paced_bytes
 from labkit.comm.collectives.costs import hierarchical_cost
 from labkit.runtime.transports.wire import PacedWire, nodes_of
+from tables import cases
 from worlds import on_each_rank, world_fixture
 
 WIRES = TwoLevel(inside=Link(gbps=1000), between=Link(gbps=0.1), ranks_per_node=2)
 cluster = world_fixture(4, backend="gloo", device="cpu", link=WIRES)
 
 
-def test_neighbours_share_a_node_and_its_fast_wire() -> None:
+def test_neighbours_share_a_node_and_its_fast_wire():
     for pair, fast in {(0, 1): True, (2, 3): True, (1, 2): False, (3, 0): False}.items():
         assert WIRES.joining(*pair) is (WIRES.inside if fast else WIRES.between), pair
     assert Link(gbps=1).joining(0, 7) == Link(gbps=1)
@@ -27,7 +28,7 @@ def test_neighbours_share_a_node_and_its_fast_wire() -> None:
         TwoLevel(Link(gbps=1), Link(gbps=1), ranks_per_node=0)
 
 
-def test_a_wire_knows_its_nodes_and_has_a_link_for_each_peer(cluster: World) -> None:
+def test_a_wire_knows_its_nodes_and_has_a_link_for_each_peer(cluster: World):
     def look() -> tuple[object, list[Link], int]:
         wire = PacedWire(Comm().group, WIRES)
         return wire.nodes, [out.link for out in wire._out], len({id(out) for out in wire._out})
@@ -40,7 +41,7 @@ def test_a_wire_knows_its_nodes_and_has_a_link_for_each_peer(cluster: World) -> 
 
 
 @on_each_rank("cluster")
-def test_levels_of_one_speed_are_two_wires() -> None:
+def test_levels_of_one_speed_are_two_wires():
     """What leaves over one occupies that one alone."""
     link = Link(gbps=500)
     wire = PacedWire(Comm().group, TwoLevel(link, link, ranks_per_node=2))
@@ -53,7 +54,7 @@ def test_levels_of_one_speed_are_two_wires() -> None:
     assert [out._free_at_s > 0 for out in outs] == [True, False]
 
 
-def test_a_message_between_nodes_takes_the_slow_wire(cluster: World) -> None:
+def test_a_message_between_nodes_takes_the_slow_wire(cluster: World):
     """A megabyte takes at least 80 ms at 0.1 Gb/s."""
     x = torch.zeros(1_000_000, dtype=torch.uint8)
 
@@ -70,18 +71,15 @@ def test_a_message_between_nodes_takes_the_slow_wire(cluster: World) -> None:
     assert cluster.run(pass_on)[1] >= 0.080
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "inside", "between"),
-    [
-        # The ring goes 0 -> 1 => 2 -> 3 => 0: each hop carries 2(n-1)/n S, two of them between.
-        ("ring", [1.5, 0, 1.5, 0], [0, 1.5, 0, 1.5]),
-        # 2(k-1)/k S inside, and 2(m-1)/m S/k between, from each rank.
-        ("hierarchical", [1, 1, 1, 1], [0.5, 0.5, 0.5, 0.5]),
-    ],
+@cases(
+    # The ring goes 0 -> 1 => 2 -> 3 => 0: each hop carries 2(n-1)/n S, two of them between.
+    ("ring", [1.5, 0, 1.5, 0], [0, 1.5, 0, 1.5]),
+    # 2(k-1)/k S inside, and 2(m-1)/m S/k between, from each rank.
+    ("hierarchical", [1, 1, 1, 1], [0.5, 0.5, 0.5, 0.5]),
 )
 def test_bytes_on_each_wire_and_the_same_sum(
-    cluster: World, algorithm: str, inside: list[float], between: list[float]
-) -> None:
+    algorithm: str, inside: list[float], between: list[float], cluster: World
+):
     def reduce() -> tuple[torch.Tensor, list[int], int]:
         x = torch.arange(1000.0) * (Comm().rank + 1)
         before = [paced_bytes(link) for link in (WIRES.inside, WIRES.between)]
@@ -96,7 +94,7 @@ def test_bytes_on_each_wire_and_the_same_sum(
         assert sent_bytes == sum(by_wire)
 
 
-def test_the_formula_says_that_hierarchical_wins() -> None:
+def test_the_formula_says_that_hierarchical_wins():
     nbytes = 4e6
     inside, between = hierarchical_cost(2, 2, nbytes)
     beta = [8 / (link.gbps * 1e9) for link in (WIRES.inside, WIRES.between)]
@@ -105,7 +103,7 @@ def test_the_formula_says_that_hierarchical_wins() -> None:
     assert hierarchical_s < 0.35 * ring_s
 
 
-def test_a_recorded_run_says_both_speeds(cluster: World) -> None:
+def test_a_recorded_run_says_both_speeds(cluster: World):
     with record() as trace:
         cluster.run(lambda: Comm().barrier())
     assert trace.about["link"]["ranks_per_node"] == 2

@@ -1,5 +1,4 @@
-"""The bill of a layer, the chooser of what to compute again, and that both say what the recorder
-counts."""
+"""The bill of a layer and the choice of what to recompute, beside what the recorder counts."""
 
 from itertools import product
 from typing import Any
@@ -16,8 +15,8 @@ from labkit.memory.measuring import measure
 from labkit.memory.saved import saved_by
 from labkit.trace.measures import peak_memory
 from recorded_memory import use_core
-from refusals import raises
 from small_models import Custom
+from tables import raises
 
 SIZES = {"sequence": 64, "rows": 2, "width": 64, "heads": 4}
 

@@ -1,6 +1,4 @@
-"""A paced bus: real bytes, in order, no sooner than it would have delivered them; by a clock of
-the test's own, so that no time is measured. On a GPU: a stream of its own.
-"""
+"""A paced bus carries real bytes in order and never early, on a clock that the test controls."""
 
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import torch
 from labkit.memory import bus as module
 from labkit.memory.bus import LISTED, PIECES, Bus, StreamBus, sleep_until
 from labkit.runtime.clock import HOST_CLOCK
-from refusals import raises, refusals
+from tables import raises, refusals
 
 LIMIT_S = 20  # of waiting for something that must come
 

@@ -1,7 +1,5 @@
-"""Weights that wait in CPU memory: three ways to compute with them give the same, hold what they
-must, and overlap where they say so. What overlaps is proven by blocks that will not finish before
-the bus has done something: no time is asserted.
-"""
+"""Weights in CPU memory: all ways to run compute the same, hold what they promise, and overlap.
+Blocks that wait for the bus prove the overlap; no time is asserted."""
 
 import threading
 from collections.abc import Callable
@@ -16,22 +14,13 @@ from torch import Tensor, nn
 from labkit import plot, predict
 from labkit.memory import loading
 from labkit.memory.bus import Arrival, Bus, StreamBus
-from labkit.memory.loading import (
-    ALIGN_BYTES,
-    Packed,
-    Run,
-    Waiting,
-    load_then_run,
-    on_device,
-    run_in_place,
-    run_pipelined,
-)
+from labkit.memory.loading import Run, Waiting, load_then_run, run_in_place, run_pipelined
 from labkit.memory.peak import PeakMemory
 from labkit.models import GPT
 from labkit.replaying import Compute, Issue, Wait, run
 from laws import broken_laws
-from refusals import raises, refusals
 from small_models import Custom
+from tables import raises, refusals
 
 LIMIT_S = 20  # of waiting for something that must come
 
@@ -103,20 +92,6 @@ def test_no_other_memory_is_taken_for_weights(name: str):
     assert 0 <= memory.peak_bytes - found.held_bytes < 16_000  # activations: 512 numbers, some
 
 
-class Patient(nn.Module):
-    """A block that is not done before the bus has begun (or ended) the load of the next but
-    `later` one; then it uses its weight."""
-
-    def __init__(self, number: int, watch: "Watched", until: str, later: int = 0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((100,), 2.0 + number))
-        self.number, self.watch, self.until, self.later = number, [watch], until, later
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.watch[0].wait_for(self.until, self.number + 1 + self.later)
-        return x + self.weight.mean()
-
-
 class Watched(Bus):
     def __init__(self, loads: int, limit_s: float = LIMIT_S):
         super().__init__()
@@ -136,9 +111,18 @@ class Watched(Bus):
 def patient_run(
     way: Callable[[Waiting, Tensor], Run], until: str, later: int = 0, limit_s: float = LIMIT_S
 ) -> tuple[bool, bool]:
+    """With blocks that are not done before the bus has begun (or ended) the load of the next but
+    `later` one: whether that was overdue, and whether the sum of all weights came out."""
     bus = Watched(5, limit_s)
-    modules = [Patient(k, bus, until, later) for k in range(5)]
-    found = way(Waiting(modules, bus), torch.zeros(()))
+
+    def block(k: int) -> nn.Module:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            bus.wait_for(until, k + 1 + later)
+            return x + self.weight.mean()
+
+        return Custom(forward, weight=nn.Parameter(torch.full((100,), 2.0 + k)))
+
+    found = way(Waiting([block(k) for k in range(5)], bus), torch.zeros(()))
     return bus.overdue, found.value.item() == sum(2.0 + k for k in range(5))
 
 
@@ -185,11 +169,11 @@ def test_a_fault_turns_a_proof_red(fault: str, monkeypatch: pytest.MonkeyPatch):
 def test_packed_weights_are_the_modules_own():
     (block,) = blocks((8,))
     before = {name: x.detach().clone() for name, x in block.named_parameters()}
-    packed = Packed(block)
+    packed = loading.Packed(block)
     for name, x in block.named_parameters():
         assert torch.equal(x, before[name])
         assert x.untyped_storage().data_ptr() == packed.flat.untyped_storage().data_ptr()
-        assert packed.places[name].start % ALIGN_BYTES == 0
+        assert packed.places[name].start % loading.ALIGN_BYTES == 0
     packed.flat.zero_()
     assert not any(x.any() for x in block.parameters())
 
@@ -310,8 +294,8 @@ def test_a_gpu_holds_as_many_blocks_as_it_says():
 @pytest.mark.gpu
 def test_a_gpu_reads_pinned_memory_where_it_is():
     flat = torch.arange(1000, dtype=torch.uint8).pin_memory()
-    there = on_device(flat, torch.device("cuda"))
+    there = loading.on_device(flat, torch.device("cuda"))
     assert there.is_cuda and there.data_ptr() == flat.data_ptr()
     assert torch.equal(there.cpu(), flat)
     with pytest.raises(ValueError, match="kernels read pinned memory only"):
-        on_device(torch.zeros(4, dtype=torch.uint8), torch.device("cuda"))
+        loading.on_device(torch.zeros(4, dtype=torch.uint8), torch.device("cuda"))

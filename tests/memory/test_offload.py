@@ -1,6 +1,4 @@
-"""Activations that wait in the host's memory: the gradients are those without, each memory goes
-once, and copies run beside computing. No clock: a bus that moves when it is told shows the order.
-"""
+"""Activations in host memory: the same gradients, copies beside computing."""
 
 import copy
 import gc
@@ -19,7 +17,7 @@ from labkit.memory.offload import Offload
 from labkit.memory.peak import PeakMemory
 from labkit.memory.saved import saved_by
 from recorded_memory import use_core
-from refusals import raises
+from tables import raises
 
 
 def gpt() -> GPT:

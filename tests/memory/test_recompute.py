@@ -1,5 +1,4 @@
-"""What is computed again gives the gradients that keeping it gives, from the bytes that the papers
-name; and a function that cannot be run again is told so."""
+"""Recomputation: the same gradients from the published bytes; functions that change are refused."""
 
 import copy
 import gc
@@ -24,7 +23,7 @@ from labkit.memory.policies import keep_products
 from labkit.models import GPT, PlainAttention
 from labkit.precision.autocasting import autocast
 from recorded_memory import layer_bytes, recorded_step, use_core
-from refusals import raises
+from tables import cases, raises
 
 Edit = Callable[[GPT], object]
 
@@ -76,17 +75,14 @@ def same(these: list[Tensor], those: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize(
-    ("edit", "dtype"),
-    [
-        *((edit, torch.float32) for edit in EDITS),
-        *((edit, torch.float64) for edit in ("full", "selective", "products kept")),
-        ("full", torch.bfloat16),
-    ],
+@cases(
+    *((edit, torch.float32) for edit in EDITS),
+    *((edit, torch.float64) for edit in ("full", "selective", "products kept")),
+    ("full", torch.bfloat16),
 )
 def test_gradients_and_masks_are_those_without_bit_for_bit(
     edit: str, dtype: torch.dtype, plain: bool
-) -> None:
+):
     assert same(trained(EDITS[edit], dtype, plain), trained_without(dtype, plain))
 
 
@@ -184,7 +180,7 @@ def first_and_second(run: Callable[..., Any], fn: Callable[..., Any]) -> list[Te
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_any_function_and_any_number_of_backwards(name: str, policy: str) -> None:
+def test_any_function_and_any_number_of_backwards(name: str, policy: str):
     fn = FUNCTIONS[name]
     run = partial(recompute, policy=POLICIES[policy])
     without = first_and_second(lambda fn, *given: fn(*given), fn)
@@ -194,7 +190,7 @@ def test_any_function_and_any_number_of_backwards(name: str, policy: str) -> Non
         torch.testing.assert_close(mine, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_outputs_may_go_backward_one_after_the_other() -> None:
+def test_outputs_may_go_backward_one_after_the_other():
     x, y = leaf(), leaf(seed=1)
     for out in recompute(lambda x, y: (x.sin().exp(), y.sin().exp()), x, y):
         out.sum().backward()
@@ -202,7 +198,7 @@ def test_outputs_may_go_backward_one_after_the_other() -> None:
         assert torch.allclose(one.grad, one.sin().exp() * one.cos())
 
 
-def test_arguments_of_any_kind() -> None:
+def test_arguments_of_any_kind():
     seen = []
 
     def fn(a: dict[str, Any], *rest: Any, how: str, scale: Tensor) -> Tensor:
@@ -217,7 +213,7 @@ def test_arguments_of_any_kind() -> None:
     assert torch.allclose(scale.grad, x.sin())
 
 
-def test_without_gradients_nothing_is_done() -> None:
+def test_without_gradients_nothing_is_done():
     calls = []
 
     def fn(x: Tensor) -> Tensor:
@@ -232,7 +228,7 @@ def test_without_gradients_nothing_is_done() -> None:
     assert calls == [False, False, True]
 
 
-def test_parameters_get_gradients_where_no_input_has_one() -> None:
+def test_parameters_get_gradients_where_no_input_has_one():
     layer, x = nn.Linear(4, 4).double(), leaf().detach()
     found, expected = (
         torch.autograd.grad(y.square().sum(), layer.weight) for y in (recompute(layer, x), layer(x))
@@ -240,7 +236,7 @@ def test_parameters_get_gradients_where_no_input_has_one() -> None:
     assert torch.equal(found[0], expected[0])
 
 
-def test_the_second_run_stops_where_all_is_there() -> None:
+def test_the_second_run_stops_where_all_is_there():
     done: list[str] = []
 
     def fn(x: Tensor) -> Tensor:
@@ -267,7 +263,7 @@ class Ran(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_one_backward_runs_it_once_more_and_a_policy_runs_less() -> None:
+def test_one_backward_runs_it_once_more_and_a_policy_runs_less():
     ran = {}
     for what in ("none", "full", "selective", keep_products):
         torch.manual_seed(0)
@@ -309,11 +305,11 @@ def masks(preserve_rng: bool = True, policy: Any = None) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize("policy", [None, keep_draws])
-def test_the_same_masks_are_drawn_again(policy: Any) -> None:
+def test_the_same_masks_are_drawn_again(policy: Any):
     assert same(*masks(policy=policy))
 
 
-def test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn() -> None:
+def test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn():
     first: list[bool] = []
     assert same(
         *masks(policy=lambda op: keep_draws(op) and (first.append(True), len(first) == 1)[1])
@@ -323,7 +319,7 @@ def test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn() -> None:
 @pytest.mark.parametrize("policy", [None, keep_draws])
 def test_generators_of_gpus_are_known_wherever_the_inputs_are(
     policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """One of the CPU's stands for that of a GPU. It goes back if it has drawn, and only then."""
     stand_in, found = torch.Generator().manual_seed(0), list[Tensor]()
     monkeypatch.setattr(torch.cuda, "default_generators", (stand_in,))
@@ -340,12 +336,12 @@ def test_generators_of_gpus_are_known_wherever_the_inputs_are(
     assert torch.equal(*found) and torch.equal(stand_in.get_state(), state)
 
 
-def test_without_preserve_rng_they_are_others() -> None:
+def test_without_preserve_rng_they_are_others():
     forward, backward = masks(preserve_rng=False)
     assert not torch.equal(forward[0], backward[0])
 
 
-def test_what_is_drawn_later_is_what_it_would_have_been() -> None:
+def test_what_is_drawn_later_is_what_it_would_have_been():
     def drawn(run: Callable[..., Tensor]) -> Tensor:
         torch.manual_seed(0)
         y = run(partial(F.dropout, p=0.5), leaf()).sum()
@@ -356,7 +352,7 @@ def test_what_is_drawn_later_is_what_it_would_have_been() -> None:
     assert torch.equal(drawn(recompute), drawn(lambda fn, x: fn(x)))
 
 
-def test_the_generator_is_put_back_after_an_error_too() -> None:
+def test_the_generator_is_put_back_after_an_error_too():
     def fn(x: Tensor) -> Tensor:
         y = F.dropout(x, 0.5).sin()
         if torch._C._current_graph_task_id() != -1:
@@ -376,7 +372,7 @@ def test_the_generator_is_put_back_after_an_error_too() -> None:
 
 @pytest.mark.parametrize("region", [partial(torch.autocast, "cpu"), autocast])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_casts_are_the_same_again(policy: str, region: Callable[..., Any]) -> None:
+def test_casts_are_the_same_again(policy: str, region: Callable[..., Any]):
     """Both torch's autocast and ours are off when backward runs, as they should be."""
 
     def found(run: Callable[..., Tensor]) -> list[Tensor]:
@@ -411,7 +407,7 @@ class OnlyOnce(Doubled):
 
 
 @pytest.mark.parametrize("mode", [Doubled, OnlyOnce])
-def test_modes_are_entered_again(mode: Callable[[], TorchFunctionMode]) -> None:
+def test_modes_are_entered_again(mode: Callable[[], TorchFunctionMode]):
     x = leaf()
     with mode():
         y = recompute(lambda x: x.sin().exp(), x)
@@ -420,7 +416,7 @@ def test_modes_are_entered_again(mode: Callable[[], TorchFunctionMode]) -> None:
     assert torch.allclose(x.grad, expected)
 
 
-def test_a_default_device_is_that_of_forward() -> None:
+def test_a_default_device_is_that_of_forward():
     outs = []
     for device in ("cpu", "meta"):
         with torch.device(device):
@@ -447,7 +443,7 @@ BILL: dict[str, tuple[Edit, int]] = {  # and how many norms keep their statistic
 
 
 @pytest.mark.parametrize("what", BILL)
-def test_a_layer_keeps_the_bytes_that_are_published(what: str) -> None:
+def test_a_layer_keeps_the_bytes_that_are_published(what: str):
     edit, norms = BILL[what]
     expected = predict.activation_bytes(SEQUENCE, ROWS, WIDTH, HEADS, recompute=what)
     statistics = 2 * norms * ROWS * SEQUENCE  # numbers, which the formula leaves out
@@ -455,7 +451,7 @@ def test_a_layer_keeps_the_bytes_that_are_published(what: str) -> None:
     assert found - expected in (2 * statistics, 4 * statistics), "in bytes: 2 each, or 4"
 
 
-def test_a_policy_keeps_its_results_and_no_more() -> None:
+def test_a_policy_keeps_its_results_and_no_more():
     """The products of a layer have 2(3 + 1 + 4 + 1)sbh; its core is plain here: 2as/h, and what v
     makes of it, 2. The input is 2."""
     sbh = SEQUENCE * ROWS * WIDTH
@@ -463,7 +459,7 @@ def test_a_policy_keeps_its_results_and_no_more() -> None:
     assert found == sbh * (2 + 18 + 2 + 2 * HEADS * SEQUENCE / WIDTH)
 
 
-def test_hooks_from_outside_see_the_inputs_and_only_those() -> None:
+def test_hooks_from_outside_see_the_inputs_and_only_those():
     seen: list[Tensor] = []
 
     def save(x: Tensor) -> tuple[Tensor]:
@@ -479,7 +475,7 @@ def test_hooks_from_outside_see_the_inputs_and_only_those() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_held_when_backward_is_over(policy: str) -> None:
+def test_nothing_is_held_when_backward_is_over(policy: str):
     """No cycle that only Python's collector, or nothing, could free."""
 
     class Big:
@@ -504,7 +500,7 @@ def test_nothing_is_held_when_backward_is_over(policy: str) -> None:
         gc.enable()
 
 
-def test_memory_of_the_second_run_is_let_go() -> None:
+def test_memory_of_the_second_run_is_let_go():
     """Also while the graph is kept for another backward."""
 
     def tensors() -> list[Tensor]:
@@ -548,14 +544,14 @@ CHANGED: dict[str, tuple[Callable[[Tensor, int], Tensor], dict[str, Any], str]] 
 
 
 @pytest.mark.parametrize("how", CHANGED)
-def test_a_function_that_changes_between_its_runs_is_reported(how: str) -> None:
+def test_a_function_that_changes_between_its_runs_is_reported(how: str):
     compute, options, says = CHANGED[how]
     calls = iter((1, 2))
     y = recompute(lambda x: compute(x, next(calls)), leaf(), **options)
     raises(says, y.sum().backward)
 
 
-def test_other_values_are_reported_on_request() -> None:
+def test_other_values_are_reported_on_request():
     random.seed(0)
 
     def scaled(x: Tensor) -> Tensor:
@@ -569,21 +565,18 @@ def test_other_values_are_reported_on_request() -> None:
 NAN = torch.full((3, 2), torch.nan)
 
 
-@pytest.mark.parametrize(
-    ("fn", "x"),
-    [
-        (lambda x: x.sin().exp().real, NAN.to(torch.complex64)),
-        (lambda x: x.sin().exp().real, NAN.bfloat16()),
-        (lambda x: (x.mH @ x).real, leaf().to(torch.complex64)),
-        (lambda x: (x * torch.tensor([1, 2, torch.inf, -torch.inf])).sigmoid(), leaf()),
-    ],
+@cases(
+    (lambda x: x.sin().exp().real, NAN.to(torch.complex64)),
+    (lambda x: x.sin().exp().real, NAN.bfloat16()),
+    (lambda x: (x.mH @ x).real, leaf().to(torch.complex64)),
+    (lambda x: (x * torch.tensor([1, 2, torch.inf, -torch.inf])).sigmoid(), leaf()),
     ids=["NaN, complex", "NaN, bfloat16", "conjugated", "infinities"],
 )
-def test_any_numbers_can_be_compared(fn: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def test_any_numbers_can_be_compared(fn: Callable[[Tensor], Tensor], x: Tensor):
     recompute(fn, x.requires_grad_(), check="values").sum().backward()
 
 
-def test_other_numbers_beside_infinities_are_reported() -> None:
+def test_other_numbers_beside_infinities_are_reported():
     numbers = iter([1.0, 2.0])
 
     def another(x: Tensor) -> Tensor:
@@ -594,7 +587,7 @@ def test_other_numbers_beside_infinities_are_reported() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_parameter_changed_before_backward_is_refused_as_without(policy: str) -> None:
+def test_a_parameter_changed_before_backward_is_refused_as_without(policy: str):
     layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     for run in (lambda fn, x: fn(x), partial(recompute, policy=POLICIES[policy])):
         y = run(layer, leaf()).sum()
@@ -603,13 +596,13 @@ def test_a_parameter_changed_before_backward_is_refused_as_without(policy: str) 
         raises("modified by an inplace operation", y.backward, error=RuntimeError)
 
 
-def test_an_input_changed_in_place_is_reported() -> None:
+def test_an_input_changed_in_place_is_reported():
     y = leaf(seed=1).detach()
     words = r"changed its input tensor 2 of 2, \[4, 4\] float64"
     raises(words, recompute, lambda x, y: x.sin() * y.add_(1), leaf(), y)
 
 
-def test_an_input_changed_later_is_reported_as_by_autograd() -> None:
+def test_an_input_changed_later_is_reported_as_by_autograd():
     x = leaf() * 1
     y = recompute(torch.sin, x)
     x.add_(1)
@@ -617,7 +610,7 @@ def test_an_input_changed_later_is_reported_as_by_autograd() -> None:
     assert "input of recompute" in told.__notes__[0]
 
 
-def test_a_tensor_changed_by_the_function_is_refused_as_without() -> None:
+def test_a_tensor_changed_by_the_function_is_refused_as_without():
     def fn(x: Tensor) -> Tensor:
         y = x.sigmoid()
         y[0] = 1.0
@@ -629,7 +622,7 @@ def test_a_tensor_changed_by_the_function_is_refused_as_without() -> None:
     raises(r"changed a tensor in place that backward needs, \[4, 4\]", out.backward)
 
 
-def test_a_kept_result_that_the_user_changed_is_reported() -> None:
+def test_a_kept_result_that_the_user_changed_is_reported():
     kept: list[Tensor] = []
 
     def hands_out(x: Tensor) -> Tensor:
@@ -643,7 +636,7 @@ def test_a_kept_result_that_the_user_changed_is_reported() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_batched_matmul_that_the_user_changed_is_reported(bias: bool) -> None:
+def test_a_batched_matmul_that_the_user_changed_is_reported(bias: bool):
     layer = nn.Linear(4, 4, bias=bias)
 
     def hands_out(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -655,20 +648,20 @@ def test_a_batched_matmul_that_the_user_changed_is_reported(bias: bool) -> None:
     raises("made was kept, and changed in place", (h.sum() + y.sum()).backward)
 
 
-def test_a_policy_goes_with_sparse_tensors() -> None:
+def test_a_policy_goes_with_sparse_tensors():
     x, one = leaf(), torch.eye(4).double().to_sparse()
     recompute(lambda x: torch.sparse.mm(one, x).sin(), x, policy=keep_products).sum().backward()
     assert torch.allclose(x.grad, x.cos())
 
 
-def test_errors_of_the_function_pass_through() -> None:
+def test_errors_of_the_function_pass_through():
     raises("missing", recompute, lambda x: {}["missing"], leaf(), error=KeyError)
     x = leaf()  # and nothing is left behind
     x.sin().sum().backward()
     assert torch.equal(x.grad, x.cos())
 
 
-def test_unknown_options_and_models_without_blocks_are_refused() -> None:
+def test_unknown_options_and_models_without_blocks_are_refused():
     raises("check='all': choose shapes, values or none", recompute, torch.sin, leaf(), check="all")
     with pytest.raises(ValueError, match="what='half': choose full, selective or a policy"):
         Recompute(GPT.preset("tiny"), what="half")
@@ -680,7 +673,7 @@ def test_unknown_options_and_models_without_blocks_are_refused() -> None:
 # ---- the edit of a model
 
 
-def test_an_edit_changes_no_name_and_can_be_taken_back() -> None:
+def test_an_edit_changes_no_name_and_can_be_taken_back():
     model = GPT.preset("tiny")
     names, forwards = list(model.state_dict()), [block.forward for block in model.blocks]
     with Recompute(model):
@@ -691,7 +684,7 @@ def test_an_edit_changes_no_name_and_can_be_taken_back() -> None:
     assert "forward" not in vars(model.blocks[0])
 
 
-def test_a_core_that_blocks_share_is_edited_once() -> None:
+def test_a_core_that_blocks_share_is_edited_once():
     model = GPT.preset("tiny")
     model.blocks[1].attn.core = core = model.blocks[0].attn.core
     with Recompute(model, what="selective"):
@@ -699,7 +692,7 @@ def test_a_core_that_blocks_share_is_edited_once() -> None:
     assert "forward" not in vars(core)
 
 
-def test_a_copy_of_an_edited_model_is_a_model_of_its_own() -> None:
+def test_a_copy_of_an_edited_model_is_a_model_of_its_own():
     model = GPT.preset("tiny")
     Recompute(model, what="selective")
     twin = copy.deepcopy(model)
@@ -711,7 +704,7 @@ def test_a_copy_of_an_edited_model_is_a_model_of_its_own() -> None:
     assert twin.blocks[0].attn.q.weight.grad.abs().sum() > 0
 
 
-def test_a_users_own_model() -> None:
+def test_a_users_own_model():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
 
@@ -725,7 +718,7 @@ def test_a_users_own_model() -> None:
             assert same(grads(), without)
 
 
-def test_evaluation_needs_no_edit_taken_back() -> None:
+def test_evaluation_needs_no_edit_taken_back():
     model = GPT.preset("tiny", dropout=0.5).eval()
     tokens = torch.zeros(1, 4, dtype=torch.long)
     expected = model(tokens)
@@ -733,7 +726,7 @@ def test_evaluation_needs_no_edit_taken_back() -> None:
     assert torch.equal(model(tokens), expected)
 
 
-def test_a_recording_shows_forward_inside_backward() -> None:
+def test_a_recording_shows_forward_inside_backward():
     model = GPT.preset("tiny")
     Recompute(model)
     with record() as trace:
@@ -753,7 +746,7 @@ def test_a_recording_shows_forward_inside_backward() -> None:
 
 
 @pytest.mark.gpu
-def test_masks_on_a_gpu_are_drawn_again() -> None:
+def test_masks_on_a_gpu_are_drawn_again():
     x = leaf(64, 64).detach().cuda().requires_grad_()
     found: list[Tensor] = []
 

@@ -1,6 +1,5 @@
-"""Ways to move a tensor: what each goes through, what that predicts, and that it moves the numbers.
-No time is asserted: rates are given, and who waits is held by a bus that carries when it is told.
-"""
+"""Ways to move a tensor: their parts, their predicted time, and that they move the values. Rates
+are given and a held bus shows who waits, so no time is asserted."""
 
 import threading
 from typing import Any
@@ -12,7 +11,7 @@ from labkit.memory import timing
 from labkit.memory.bus import Bus
 from labkit.memory.timing import Buffers, Measured, Rig, measure, rates_of
 from labkit.memory.transfers import PACED, Part, Rates, Transfer, short, ways
-from refusals import refusals
+from tables import cases, refusals
 from test_bus import LIMIT_S, HeldBus
 
 HALF, FULL = torch.float16, torch.float32
@@ -22,29 +21,23 @@ def to_device(cast: str | None, **options: Any) -> Transfer:
     return Transfer("cpu", "cuda:0", FULL, HALF, cast, **options)
 
 
-@pytest.mark.parametrize(
-    ("way", "parts"),
-    [
-        (Transfer("cpu", "cpu"), [("copy", "cpu", 800)]),
-        (Transfer("cpu", "cpu", FULL, HALF), [("cast", "cpu", 600)]),
-        (
-            Transfer("cpu", "cpu", FULL, HALF, "before"),
-            [("cast", "cpu", 600), ("copy", "cpu", 400)],
-        ),
-        (Transfer("cpu", "cpu", FULL, HALF, "after"), [("copy", "cpu", 800), ("cast", "cpu", 600)]),
-        (Transfer("cpu", "cuda:0", pinned=True), [("bus", "cpu → cuda:0", 400)]),
-        (Transfer("cpu", "cuda:0"), [("stage", "cpu", 800), ("bus", "cpu → cuda:0", 400)]),
-        (to_device("before", pinned=True), [("cast", "cpu", 600), ("bus", "cpu → cuda:0", 200)]),
-        (to_device("after", pinned=True), [("bus", "cpu → cuda:0", 400), ("cast", "cuda:0", 600)]),
-        (
-            Transfer("paced", "cpu", FULL, HALF, "before"),
-            [("cast", "paced", 600), ("stage", "cpu", 400), ("bus", "paced → cpu", 200)],
-        ),
-        (
-            Transfer("cuda:0", "cuda:1", FULL, HALF, "after"),
-            [("bus", "cuda:0 → cuda:1", 400), ("cast", "cuda:1", 600)],
-        ),
-    ],
+@cases(
+    (Transfer("cpu", "cpu"), [("copy", "cpu", 800)]),
+    (Transfer("cpu", "cpu", FULL, HALF), [("cast", "cpu", 600)]),
+    (Transfer("cpu", "cpu", FULL, HALF, "before"), [("cast", "cpu", 600), ("copy", "cpu", 400)]),
+    (Transfer("cpu", "cpu", FULL, HALF, "after"), [("copy", "cpu", 800), ("cast", "cpu", 600)]),
+    (Transfer("cpu", "cuda:0", pinned=True), [("bus", "cpu → cuda:0", 400)]),
+    (Transfer("cpu", "cuda:0"), [("stage", "cpu", 800), ("bus", "cpu → cuda:0", 400)]),
+    (to_device("before", pinned=True), [("cast", "cpu", 600), ("bus", "cpu → cuda:0", 200)]),
+    (to_device("after", pinned=True), [("bus", "cpu → cuda:0", 400), ("cast", "cuda:0", 600)]),
+    (
+        Transfer("paced", "cpu", FULL, HALF, "before"),
+        [("cast", "paced", 600), ("stage", "cpu", 400), ("bus", "paced → cpu", 200)],
+    ),
+    (
+        Transfer("cuda:0", "cuda:1", FULL, HALF, "after"),
+        [("bus", "cuda:0 → cuda:1", 400), ("cast", "cuda:1", 600)],
+    ),
     ids=str,
 )
 def test_the_parts_of_a_way(way: Transfer, parts: list[tuple[str, str, int]]):

@@ -1,15 +1,13 @@
-"""Gradients of micro-batches added up in fp32: what bf16 loses, they keep; what they hold and send
-is what is said."""
+"""Gradients of micro-batches summed in fp32 keep what bf16 loses."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from labkit import DDP, MLP, Fp32Gradients, MasterWeights, World, ZeroOptimizer, attach, listen
-from refusals import raises
+from tables import raises
 from worlds import on_each_rank
 
 K = 1024
@@ -25,23 +23,13 @@ def summed(k: int, keep: bool) -> torch.Tensor:
     return p.grad
 
 
-def test_a_sum_in_bf16_stands_still_and_in_fp32_is_exact() -> None:
+def test_a_sum_in_bf16_stands_still_and_in_fp32_is_exact():
     assert summed(K, keep=False).tolist() == [1.0] * 3  # 256 of them; 1 + 2⁻⁸ is rounded to 1
     kept = summed(K, keep=True)
     assert kept.dtype == torch.float32 and kept.tolist() == [K * 2.0**-8] * 3
 
 
-def micro_steps(
-    model: nn.Module, gradients: Any, optimizer: Any, parts: list[torch.Tensor]
-) -> None:
-    for part in parts:
-        (model(part).square().sum() / len(parts)).backward()
-    gradients.hand_over()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_steps_with_master_weights_are_those_on_the_exact_sum() -> None:
+def test_steps_with_master_weights_are_those_on_the_exact_sum():
     torch.manual_seed(0)
     low = MLP([4, 5, 2]).bfloat16()
     other = copy.deepcopy(low)
@@ -50,22 +38,24 @@ def test_steps_with_master_weights_are_those_on_the_exact_sum() -> None:
     gradients = Fp32Gradients(low.parameters())
     theirs = MasterWeights(other.parameters(), torch.optim.AdamW, lr=0.01)
     for _ in range(3):  # the second step must begin from zero
-        micro_steps(low, gradients, ours, parts)
         total = [torch.zeros(p.shape) for p in other.parameters()]
         for part in parts:
+            (low(part).square().sum() / len(parts)).backward()
             loss = other(part).square().sum() / len(parts)
             for x, g in zip(total, torch.autograd.grad(loss, other.parameters()), strict=True):
                 x += g
+        gradients.hand_over()
         for p, x in zip(other.parameters(), total, strict=True):
             p.grad_dtype = None
             p.grad = x
-        theirs.step()
-        theirs.zero_grad()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
     for one, right in zip(ours.state, theirs.state, strict=True):
         assert torch.equal(one, right)
 
 
-def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them() -> None:
+def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them():
     model = MLP([4, 5, 2]).bfloat16()
     gradients = Fp32Gradients(model.parameters())
     model(torch.ones(1, 4).bfloat16()).sum().backward()
@@ -76,7 +66,7 @@ def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them() -> None:
     assert storages == {gradients.flat.untyped_storage().data_ptr()}, "handed over, not copied"
 
 
-def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
+def test_a_parameter_that_nobody_used_has_no_gradient():
     used, not_used = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = Fp32Gradients([used, not_used])
     used.sum().backward()
@@ -84,7 +74,7 @@ def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
     assert used.grad is not None and not_used.grad is None
 
 
-def test_gradients_of_the_last_step_that_are_still_there_are_an_error() -> None:
+def test_gradients_of_the_last_step_that_are_still_there_are_an_error():
     p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     gradients = Fp32Gradients([p])
     p.sum().backward()
@@ -95,7 +85,7 @@ def test_gradients_of_the_last_step_that_are_still_there_are_an_error() -> None:
     raises(told, p.sum().backward, error=RuntimeError)
 
 
-def test_a_parameter_given_twice_counts_once() -> None:
+def test_a_parameter_given_twice_counts_once():
     p = nn.Parameter(torch.ones(2))
     gradients = Fp32Gradients([p, p])
     (3 * p).sum().backward()
@@ -103,7 +93,7 @@ def test_a_parameter_given_twice_counts_once() -> None:
     assert p.grad.tolist() == [3.0, 3.0]
 
 
-def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be() -> None:
+def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be():
     with pytest.raises(ValueError, match="would round gradients of torch.float64"):
         Fp32Gradients([nn.Parameter(torch.ones(2, dtype=torch.float64))])
     raises("nothing to add up", Fp32Gradients, [nn.Parameter(torch.ones(2), requires_grad=False)])
@@ -114,7 +104,7 @@ def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be() -
 
 
 @on_each_rank("world2")
-def test_a_strategy_that_sends_gradients_as_they_come_is_an_error() -> None:
+def test_a_strategy_that_sends_gradients_as_they_come_is_an_error():
     comm = attach().comm
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters(), comm)
@@ -132,7 +122,7 @@ def test_a_strategy_that_sends_gradients_as_they_come_is_an_error() -> None:
     del zero, gradients
 
 
-def test_a_rank_without_micro_batches_adds_nothing(world2: World) -> None:
+def test_a_rank_without_micro_batches_adds_nothing(world2: World):
     """Nor what it handed over the step before."""
 
     def where_rank_1_has_no_micro_batch() -> list[list[float]]:
@@ -151,7 +141,7 @@ def test_a_rank_without_micro_batches_adds_nothing(world2: World) -> None:
 
 
 @pytest.mark.slow
-def test_with_ddp_the_exact_sums_are_averaged_in_one_message(world2: World) -> None:
+def test_with_ddp_the_exact_sums_are_averaged_in_one_message(world2: World):
     """Each rank's micro-batches give gradients of (rank + 1) · 2⁻⁸, K of them."""
 
     def with_ddp() -> tuple[list[float], int]:

@@ -1,5 +1,4 @@
-"""autocast does what torch's does: the same ops cast, the same numbers, the same gradients; and its
-lists are those of torch's dispatcher."""
+"""autocast beside torch's: the same casts, values and gradients, and the dispatcher's lists."""
 
 import copy
 import threading
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from labkit import GPT, MLP, autocast
 from labkit.precision.autocasting import _open_regions, check_low_type
 from labkit.precision.op_policy import CPU, CUDA, OF_PRODUCTS, POLICIES, OpPolicy
-from refusals import raises
+from tables import raises
 
 LOW = torch.bfloat16
 
@@ -53,7 +52,7 @@ def some_loss(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["GPT", "MLP", "convolution", "in Python"])
-def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtype) -> None:
+def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtype):
     ours, x = some_models()[name]
     theirs = copy.deepcopy(ours)
     with nullcontext() if name == "in Python" else WithoutTorchs(), autocast(dtype):
@@ -144,7 +143,7 @@ OPS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_an_op_gives_what_it_does_under_torchs(name: str) -> None:
+def test_an_op_gives_what_it_does_under_torchs(name: str):
     with torch.autocast("cpu", LOW):
         its = OPS[name]()
     # These are made of ops that only torch's own autocast sees.
@@ -159,7 +158,7 @@ def named_in(policy: OpPolicy) -> set[str]:
 
 
 @pytest.mark.parametrize(("policy", "key"), [(CPU, "AutocastCPU"), (CUDA, "AutocastCUDA")])
-def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str) -> None:
+def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str):
     known = torch._C._dispatch_get_all_op_names()
     aten = {name.removeprefix("aten::") for name in known if name.startswith("aten::")}
     registered = {
@@ -193,7 +192,7 @@ NOT_ON_CUDA = {"binary_cross_entropy", "fp16 into bf16", "fft", "inner with a nu
 
 @pytest.mark.slow  # fake tensors take seconds to import
 @pytest.mark.parametrize("name", sorted(OPS.keys() - NOT_ON_CUDA))
-def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str) -> None:
+def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str):
     """With fake tensors: a CUDA device's dispatch, and no CUDA device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -208,7 +207,7 @@ def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str) -> None:
     assert found[0] == found[1]
 
 
-def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch):
     """By the list of CUDA, put in the place of the CPU's."""
     monkeypatch.setitem(POLICIES, "cpu", CUDA)
     with autocast(LOW), pytest.raises(ValueError, match="use binary_cross_entropy_with_logits"):
@@ -217,7 +216,7 @@ def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu_the_gpt_computes_what_it_does_under_torchs(dtype: torch.dtype) -> None:
+def test_on_a_gpu_the_gpt_computes_what_it_does_under_torchs(dtype: torch.dtype):
     model, x = some_models()["GPT"]
     model, x = model.cuda(), x.cuda()
     with autocast(dtype):
@@ -235,7 +234,7 @@ def types_of_products(*regions: Any) -> list[torch.dtype]:
     return found
 
 
-def test_the_innermost_region_decides_also_of_one_that_is_entered_again() -> None:
+def test_the_innermost_region_decides_also_of_one_that_is_entered_again():
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     ours = [autocast(bf16), autocast(enabled=False), autocast(fp16)]
     assert types_of_products(*ours) == [fp32, bf16, fp32, fp16, fp32, bf16, fp32]
@@ -246,13 +245,13 @@ def test_the_innermost_region_decides_also_of_one_that_is_entered_again() -> Non
         ]  # fmt: skip
 
 
-def test_an_error_inside_ends_the_region() -> None:
+def test_an_error_inside_ends_the_region():
     with pytest.raises(ZeroDivisionError), autocast(LOW), autocast(torch.float16):
         1 / 0  # noqa: B018
     assert types_of_products(autocast(LOW)) == [torch.float32, LOW, torch.float32]
 
 
-def test_tensors_of_another_device_stay_as_they_are() -> None:
+def test_tensors_of_another_device_stay_as_they_are():
     with autocast(LOW, "cpu"):
         assert (A @ B).dtype == LOW
         assert (A.to("meta") @ B.to("meta")).dtype == torch.float32
@@ -265,7 +264,7 @@ def decorated() -> torch.dtype:
     return (A @ B).dtype
 
 
-def test_a_function_can_be_a_region() -> None:
+def test_a_function_can_be_a_region():
     assert [decorated(), decorated(), (A @ B).dtype] == [LOW, LOW, torch.float32]
 
 
@@ -277,7 +276,7 @@ def casts(function: Callable[[], Any]) -> int:
     return sum(event.name == "aten::_to_copy" for event in seen.events())
 
 
-def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next() -> None:
+def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next():
     w, x = nn.Parameter(A.clone()), B.to(LOW)
 
     def uses() -> None:
@@ -291,7 +290,7 @@ def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next() -> None:
     assert casts(lambda: (uses(), uses())) == 2  # the optimizer may have stepped in between
 
 
-def test_every_use_of_a_cast_weight_adds_to_its_gradient() -> None:
+def test_every_use_of_a_cast_weight_adds_to_its_gradient():
     w = nn.Parameter(A.clone())
     with autocast(LOW):
         ((B @ w).float().sum() + (B @ w).float().sum()).backward()
@@ -301,7 +300,7 @@ def test_every_use_of_a_cast_weight_adds_to_its_gradient() -> None:
     assert torch.equal(twice, 2 * w.grad)
 
 
-def test_a_weight_first_used_without_gradient_gets_one_afterwards() -> None:
+def test_a_weight_first_used_without_gradient_gets_one_afterwards():
     """torch's cache gives the copy without history again: its gradient would be None."""
     w = nn.Parameter(A.clone())
     with autocast(LOW):
@@ -311,7 +310,7 @@ def test_a_weight_first_used_without_gradient_gets_one_afterwards() -> None:
     assert w.grad is not None
 
 
-def test_a_weight_that_was_written_to_is_cast_anew() -> None:
+def test_a_weight_that_was_written_to_is_cast_anew():
     w = nn.Parameter(A.clone())
     with autocast(LOW):
         before = B @ w
@@ -320,7 +319,7 @@ def test_a_weight_that_was_written_to_is_cast_anew() -> None:
         assert before.any() and not (B @ w).any()
 
 
-def test_two_threads_may_call_a_decorated_function() -> None:
+def test_two_threads_may_call_a_decorated_function():
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
 
     @autocast(LOW)
@@ -339,7 +338,7 @@ def test_two_threads_may_call_a_decorated_function() -> None:
     thread.join(10)
 
 
-def test_in_a_long_region_a_weight_has_one_copy() -> None:
+def test_in_a_long_region_a_weight_has_one_copy():
     """As where the region is around the training loop: steps write to the weights."""
     w = nn.Parameter(A.clone())
     with autocast(LOW):
@@ -352,11 +351,11 @@ def test_in_a_long_region_a_weight_has_one_copy() -> None:
 
 
 @pytest.mark.parametrize("given", [("cpu", LOW), ("cuda",)])
-def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]) -> None:
+def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]):
     raises(rf"first: autocast\(torch.bfloat16, '{given[0]}'\)", autocast, *given)
 
 
-def test_a_type_or_device_that_cannot_be_is_refused() -> None:
+def test_a_type_or_device_that_cannot_be_is_refused():
     no_policy = "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"
     for dtype, device, says in (
         (torch.float8_e4m3fn, None, "use_fp8"),
@@ -370,7 +369,7 @@ def test_a_type_or_device_that_cannot_be_is_refused() -> None:
             pass
 
 
-def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.MonkeyPatch):
     def lacks(*_: Any) -> None:
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
@@ -380,6 +379,6 @@ def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no CUDA device")
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="no CUDA device here"), autocast(LOW, "cuda"):
         pass

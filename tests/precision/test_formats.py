@@ -14,7 +14,7 @@ import torch
 
 from labkit.precision.formats import FORMATS, Exact, Format, decimal, floor_log2, format_of, rounded
 from labkit.precision.int8_blocks import Int8Blocks
-from refusals import raises
+from tables import raises
 
 INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 WITH_DTYPE = [one for one in FORMATS.values() if one.dtype is not None]

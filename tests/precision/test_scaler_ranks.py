@@ -14,14 +14,13 @@ from labkit import (
     World,
     ZeRO3,
     ZeroOptimizer,
+    checkpoints,
     clip_grad_norm,
     listen,
-    load_checkpoint,
-    save_checkpoint,
 )
 from labkit.runtime.errors import RankError
-from refusals import raises
 from scaler_contract import build, check_equal_to_single, scaled_step
+from tables import raises
 from worlds import on_each_rank
 
 STRATEGIES = ("ddp", "zero-1", "zero-2", "zero-3")
@@ -30,9 +29,7 @@ both = pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["fp
 
 @both
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_decide_as_a_single_process(
-    world2: World, strategy: str, dtype: torch.dtype
-) -> None:
+def test_two_ranks_decide_as_a_single_process(world2: World, strategy: str, dtype: torch.dtype):
     check_equal_to_single(world2, strategy, dtype, culprit=1)
     check_equal_to_single(world2, strategy, dtype, max_norm=0.05)
 
@@ -40,9 +37,7 @@ def test_two_ranks_decide_as_a_single_process(
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_three_ranks_decide_as_a_single_process(
-    world3: World, strategy: str, dtype: torch.dtype
-) -> None:
+def test_three_ranks_decide_as_a_single_process(world3: World, strategy: str, dtype: torch.dtype):
     check_equal_to_single(world3, strategy, dtype, culprit=2)
     check_equal_to_single(world3, strategy, dtype, parts=2, max_norm=0.05, culprit=1)
 
@@ -66,7 +61,7 @@ def spoiled_step(comm: Comm, scaler: GradScaler) -> tuple[bool, float]:
 
 
 @on_each_rank("world2")
-def test_one_number_travels_in_a_step() -> None:
+def test_one_number_travels_in_a_step():
     model, x, _, scaler = fresh()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
     scaler.scale(model(x).sum()).backward()
@@ -78,7 +73,7 @@ def test_one_number_travels_in_a_step() -> None:
     assert [e for e in events if "gather" not in e[0]] == [("all_reduce", 4)]
 
 
-def test_the_ranks_of_a_smaller_group_decide_for_themselves(world2: World) -> None:
+def test_the_ranks_of_a_smaller_group_decide_for_themselves(world2: World):
     def run() -> tuple[bool, float]:
         comm = Comm()
         scaler = GradScaler(comm=[comm.subgroup([rank]) for rank in range(comm.size)][comm.rank])
@@ -93,20 +88,20 @@ def test_the_ranks_of_a_smaller_group_decide_for_themselves(world2: World) -> No
 
 
 @on_each_rank("world2")
-def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path) -> None:
+def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path):
     model, x, optimizer, scaler = fresh(growth_interval=5)
     wrapped, other = DDP(model), GradScaler()
     for step in range(3):
         optimizer.zero_grad()
         scaled_step(scaler, wrapped(x).sum() * (1e38 if step == 0 else 1.0), optimizer)
-    save_checkpoint(tmp_path, wrapped, optimizer, extra={"scaler": scaler.state_dict()})
-    other.load_state_dict(load_checkpoint(tmp_path, wrapped, optimizer).extra["scaler"])
+    checkpoints.save_checkpoint(tmp_path, wrapped, optimizer, extra={"scaler": scaler.state_dict()})
+    other.load_state_dict(checkpoints.load_checkpoint(tmp_path, wrapped, optimizer).extra["scaler"])
     assert other.get_scale() == 32768.0
     before, after = [scaler.state_dict(), other.state_dict()]
     assert before == after and after["_growth_tracker"] == 2
 
 
-def test_ranks_that_step_differently_are_told(world2: World) -> None:
+def test_ranks_that_step_differently_are_told(world2: World):
     def scales_differ() -> str:
         model, x, optimizer, scaler = fresh(init_scale=2.0 ** (10 + Comm().rank))
         scaler.scale(DDP(model)(x).sum()).backward()
@@ -133,7 +128,7 @@ def test_ranks_that_step_differently_are_told(world2: World) -> None:
     raises("all_reduce", world2.run, one_steps_alone, error=RankError)
 
 
-def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World) -> None:
+def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World):
     def run() -> bool:
         model, x, optimizer, scaler = fresh()
         scaler.scale(x.sum())
@@ -150,14 +145,14 @@ def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World) -
     assert world2.run(run) == [False, True]
 
 
-def test_a_scaler_made_before_there_were_ranks_decides_with_them(world2: World) -> None:
+def test_a_scaler_made_before_there_were_ranks_decides_with_them(world2: World):
     scaler = GradScaler()
     found = world2.run(lambda: spoiled_step(Comm(), scaler))
     assert [scale for _, scale in found] == [32768.0, 32768.0]
 
 
 @on_each_rank("world2")
-def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it() -> None:
+def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it():
     model, x, _, scaler = fresh()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
     scaler.scale(model(x).sum()).backward()
@@ -166,7 +161,7 @@ def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it() -> None:
     raises("clipped while they were multiplied by the scale", scaler.step, optimizer)
 
 
-def test_a_factor_is_used_once(world2: World) -> None:
+def test_a_factor_is_used_once(world2: World):
     def run(stage: int) -> bool:
         model, x, _, scaler = fresh(init_scale=8.0)
         model.half()
@@ -184,7 +179,7 @@ def test_a_factor_is_used_once(world2: World) -> None:
 
 
 @on_each_rank("world2")
-def test_clipping_of_one_step_is_not_taken_for_that_of_the_next() -> None:
+def test_clipping_of_one_step_is_not_taken_for_that_of_the_next():
     for strategy in ("zero-1", "zero-2", "zero-3", "ddp"):
         model, x, _, scaler = fresh(init_scale=16.0)
         wrapped, optimizer, clipped = build(strategy, model, torch.float16)
@@ -197,7 +192,7 @@ def test_clipping_of_one_step_is_not_taken_for_that_of_the_next() -> None:
             optimizer.zero_grad()
 
 
-def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(world2: World) -> None:
+def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(world2: World):
     def run() -> tuple[str, bool, float]:
         (model, x, optimizer, scaler), told = fresh(), ""
         x[0] = torch.nan if Comm().rank else 1.0

@@ -1,5 +1,4 @@
-"""The last two rows of the published table of activations, counted on ranks: what the first stage
-of a pipeline holds at its peak."""
+"""The pipeline rows of the published activation table: what the first stage holds at its peak."""
 
 import itertools
 import weakref
@@ -58,7 +57,7 @@ def peak_bytes(schedule: str, chunks: int) -> int:
     return peak
 
 
-def test_the_first_stage_keeps_what_the_table_says(world2: World) -> None:
+def test_the_first_stage_keeps_what_the_table_says(world2: World):
     """All layers' worth with 1F1B, though it has half of them; 1 + (p-1)/(pv) as much with chunks
     (arXiv 2205.05198, section 4.2.3). With GPipe m micro-batches of half the layers, so the count
     can tell them apart."""

@@ -1,5 +1,4 @@
-"""What tensor parallelism keeps and sends: equal to the published formulas, row by row, and to what
-ranks really keep and send."""
+"""What tensor parallelism keeps and sends: the published formulas, and what ranks keep and send."""
 
 from typing import Any
 
@@ -13,7 +12,7 @@ from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.predict.bills import OTHERS, STATISTICS
 from recorded_memory import use_core
-from refusals import raises
+from tables import raises
 from test_predict import ACTIVATIONS, value
 from worlds import world_fixture
 
@@ -45,7 +44,7 @@ def asked(name: str, t: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int) -> None:
+def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int):
     sizes = {"sequence": 2048, "rows": 4, "width": 6144, "heads": 64, **asked(name, t)}
     expected = value(expression(name), **PAPER, t=t)
     assert predict.activation_bytes(**sizes) == pytest.approx(expected, rel=1e-12)
@@ -53,7 +52,7 @@ def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int) -
     assert sum(terms.values()) == pytest.approx(expected, rel=1e-12), "summand by summand"
 
 
-def test_what_is_outside_of_the_matrices_is_ten_of_thirty_four() -> None:
+def test_what_is_outside_of_the_matrices_is_ten_of_thirty_four():
     one, cut = (predict.activation_terms(64, 2, 64, 4, tensor_parallel=t) for t in (1, 4))
     whole = [name for name in one if one[name] == cut[name]]
     assert sum(one[name] for name in whole) == 10 * 64 * 2 * 64
@@ -82,7 +81,7 @@ def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute: str) -> None:
+def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute: str):
     """Term by term, to the byte; the formula leaves out the statistics of the norms alone."""
     t = world.size
     how: dict[str, Any] = {
@@ -100,7 +99,7 @@ def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 8])
-def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
+def test_volumes_of_a_layer_are_the_published_ones(t: int):
     """8 b s h (t-1)/t elements: arXiv 2104.04473, section 3.2. Two inputs gathered again: arXiv
     2205.05198, section 4.2.2."""
 
@@ -117,12 +116,12 @@ def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
     assert layer(sequence_parallel=True, recompute=True) == printed(14)
 
 
-def test_inputs_are_kept_whole_without_sequence_parallelism() -> None:
+def test_inputs_are_kept_whole_without_sequence_parallelism():
     raises("kept_whole", predict.tensor_parallel_bytes, 128, 3, 64, 1, ranks=2, kept_whole=True)
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
-def test_of_the_vocabulary_three_numbers_a_token_travel(t: int) -> None:
+def test_of_the_vocabulary_three_numbers_a_token_travel(t: int):
     sizes = {"sequence": 128, "rows": 3, "ranks": t}
     found = predict.vocab_parallel_bytes(**sizes, width=64, element_bytes=2)
     assert found == pytest.approx(2 * (t - 1) / t * (2 * 128 * 3 * 64 * 2 + 3 * 128 * 3 * 4))
@@ -148,7 +147,7 @@ def sent(sequence: bool, gather: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_sends_what_the_formulas_say(world4: World, sequence: bool, gather: bool) -> None:
+def test_a_step_sends_what_the_formulas_say(world4: World, sequence: bool, gather: bool):
     sizes = {"sequence": 24, "rows": 3, "ranks": 4, "element_bytes": 4}
     expected = predict.tensor_parallel_bytes(
         **sizes, width=24, depth=3, sequence_parallel=sequence

@@ -1,5 +1,4 @@
-"""Steps of large models on large clusters, from recordings of their layers: each short way held to
-the long one, and the whole to its sums."""
+"""Steps of large models on large clusters: each shortcut beside the full computation."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +27,7 @@ from labkit.replaying.planning.stages import (
 from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
-from refusals import raises, refusals
+from tables import raises, refusals
 
 SELENE = cluster("selene")
 SMALL = Sizes(width=48, depth=4, heads=4, context=32, vocab=100)
@@ -56,7 +55,7 @@ def engine_times(microbatches: int, forward: Any, backward: Any, messages: Any) 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_short_clock_agrees_with_the_engine(seed: int) -> None:
+def test_the_short_clock_agrees_with_the_engine(seed: int):
     """Alike stages, unlike ones, whole numbers (which tie), and messages that hold up everything;
     few micro-batches, and so many that periods are put in."""
     draw = np.random.default_rng(seed)
@@ -80,7 +79,7 @@ def test_the_short_clock_agrees_with_the_engine(seed: int) -> None:
     assert found.bubble_s + found.pipeline_s == pytest.approx(idle, rel=1e-9, abs=1e-9)
 
 
-def test_a_thousand_micro_batches_are_the_bubble_of_the_formula() -> None:
+def test_a_thousand_micro_batches_are_the_bubble_of_the_formula():
     """(p - 1)(F + B), or 1/v of it; nothing is on its way."""
     for chunks in (1, 2):
         ones = np.ones((4, chunks)) / chunks
@@ -107,7 +106,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"tp {one.tp} {one.recompute}")
-def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
+def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout):
     """Operations, collectives and what is kept for backward, exactly. At its peak the whole holds
     its loss and the gradient of that as well: 8 bytes, once."""
     (stage,) = virtual_stages(replace(SMALL, tied=False), layout)
@@ -122,7 +121,7 @@ def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
     assert 0 <= most - (report.peak_bytes - states) <= 8
 
 
-def test_groups_stand_where_the_mesh_has_them() -> None:
+def test_groups_stand_where_the_mesh_has_them():
     """Nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2 ranks has one
     neighbour on its node, and one on the next."""
     assert tensor_groups(Layout(tp=8, pp=2, dp=2), 1, 8) == (tuple(range(16, 24)),)
@@ -139,7 +138,7 @@ def check_sums(report: StepReport) -> None:
     assert 0 < report.mfu < 1
 
 
-def test_gpt_3_on_1024_ranks() -> None:
+def test_gpt_3_on_1024_ranks():
     report = step_report(GPT3, Layout(8, 8, 16, recompute="full"), 1536, SELENE)
     check_sums(report)
     bubble = 7 / (96 + 7)  # (p - 1) / (m + p - 1), of what the stages do
@@ -157,7 +156,7 @@ def test_gpt_3_on_1024_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_published_models_fit_and_take_about_what_they_took() -> None:
+def test_published_models_fit_and_take_about_what_they_took():
     """No row is fitted here: 80 GB hold each of them, and FLOP/s as that paper counts them, with
     what is computed again, are within a half of what it reached."""
     for one in MEGATRON:
@@ -183,9 +182,7 @@ ODD = Sizes(width=12, depth=5, heads=4, context=8, vocab=21)
     ids=lambda one: f"{one.in_words} zero {one.zero}",
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_between_stages_and_replicas_are_those_of_the_formula(
-    layout: Layout, tied: bool
-) -> None:
+def test_bytes_between_stages_and_replicas_are_those_of_the_formula(layout: Layout, tied: bool):
     """What does not divide into shares is padded; ends of a tied model sum a share each."""
     sizes = replace(ODD, tied=tied)
     sent = step_report(sizes, layout, 12 * layout.dp, SELENE).sent_bytes
@@ -203,7 +200,7 @@ class TwiceAsSlow(Costs):
         return 2 * super().compute_s(operation)
 
 
-def test_constants_of_ones_own() -> None:
+def test_constants_of_ones_own():
     plain, slow = (
         step_report(SMALL, Layout(tp=2, pp=2), 8, SELENE, costs=kind(SELENE))
         for kind in (Costs, TwiceAsSlow)
@@ -218,7 +215,7 @@ def test_constants_of_ones_own() -> None:
     [Layout(tp=2, pp=2, dp=2), Layout(tp=2, pp=2, dp=4, chunks=2, zero=1)],
     ids=lambda one: one.in_words,
 )
-def test_the_trace_is_the_report(layout: Layout) -> None:
+def test_the_trace_is_the_report(layout: Layout):
     report = step_report(SMALL, layout, 16, SELENE)
     trace = step_trace(SMALL, layout, 16, SELENE)
     for one in trace.ranks.values():
@@ -254,13 +251,13 @@ test_a_layout_that_cannot_be_is_told = refusals(
 )
 
 
-def test_positions_and_cores_that_cannot_be_are_told() -> None:
+def test_positions_and_cores_that_cannot_be_are_told():
     odd, positions = replace(SMALL, context=SMALL.context + 1), "positions do not divide over tp=2"
     raises(positions, step_report, odd, Layout(tp=2, sequence=True), 4, SELENE)
     raises("choose 'fused' or 'plain'", step_report, SMALL, Layout(), 4, SELENE, core="flash")
 
 
-def test_a_recording_is_made_once() -> None:
+def test_a_recording_is_made_once():
     one = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
     assert one == shape_of("embedding", SMALL, Layout(tp=2))
     recorded.cache_clear()

@@ -1,6 +1,7 @@
 """A dry run does what real ranks do, without data: the same operations, bytes and memory."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from labkit.recipes import RECIPES
 from labkit.recipes import rows as rows_of
 from labkit.trace import Trace
 from labkit.trace.measures import peak_memory
-from refusals import raises
+from tables import raises
 
 RANKS = 3
 
@@ -51,7 +52,7 @@ def told(trace: Trace) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(
     "strategy", [name for name, one in RECIPES.items() if "pipeline" not in one.step.__name__]
 )
-def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
+def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str):
     """So no strategy looks at a number: it could not be recorded without data."""
     size = 1 if RECIPES[strategy].one_rank else RANKS if RECIPES[strategy].share is rows_of else 2
     with World(size, backend="gloo") as world, record(detail_step=1) as real:
@@ -66,7 +67,7 @@ def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> No
 
 
 @pytest.mark.slow
-def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank() -> None:
+def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank():
     """But for when it waits, and torch's own operations that send; what other stages receive is
     told to them, in numbers that paper has not."""
 
@@ -87,7 +88,7 @@ def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank() ->
         assert held[name] == real_held[name] > 0
 
 
-def test_one_rank_stands_for_all_and_can_be_drawn_as_any() -> None:
+def test_one_rank_stands_for_all_and_can_be_drawn_as_any():
     dry = dry_run(train, ranks=1024)
     assert (dry.size, dry.steps(), dry.ranks[0].alike) == (1024, [1], tuple(range(1, 1024)))
     every = dry.expanded()
@@ -97,7 +98,7 @@ def test_one_rank_stands_for_all_and_can_be_drawn_as_any() -> None:
     raises("rank 1024 has no record", dry.expanded, [1024])
 
 
-def test_ranks_of_several_kinds_each_have_their_record() -> None:
+def test_ranks_of_several_kinds_each_have_their_record():
     def work() -> None:
         comm = Comm()
         model = nn.Linear(4, 4 if comm.rank < 2 else 8)
@@ -115,21 +116,27 @@ def test_ranks_of_several_kinds_each_have_their_record() -> None:
         raises("each of the ranks 0 to 3 once", dry_run, work, ranks=4, alike=wrong, step=0)
 
 
-def test_a_model_of_another_dtype_is_converted_and_stays_tied() -> None:
+def take_steps(model: nn.Module, optimizer: Any, x: torch.Tensor, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def test_a_model_of_another_dtype_is_converted_and_stays_tied():
     def work() -> None:
         model = GPT.preset("tiny").to(torch.bfloat16)
         assert model.head.weight is model.embed.tokens.weight
         assert model.to(torch.bfloat16).head.weight is model.head.weight
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-        optimizer.step()
+        take_steps(model, optimizer, torch.zeros(1, 8, dtype=torch.long), 1)
 
     (one,) = dry_run(work, ranks=1, step=0).ranks.values()
     assert peak_memory(one)["parameters"] == 2 * GPT.preset("tiny").parameter_count
 
 
-def test_the_optimizer_is_that_of_a_gpu_unless_asked() -> None:
+def test_the_optimizer_is_that_of_a_gpu_unless_asked():
     found = {}
     for as_on in ("cuda", "cpu"):
         one = dry_run(train, ranks=2, as_on=as_on).ranks[0]
@@ -141,20 +148,18 @@ def test_the_optimizer_is_that_of_a_gpu_unless_asked() -> None:
     assert 0.9 < moved["cuda"] / moved["cpu"] < 1.2, "the same is read and written"
 
 
-def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters() -> None:
+def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters():
     def work() -> None:
         model = nn.Linear(8, 8)
         optimizer = torch.optim.AdamW(model.parameters())
         model.to(torch.bfloat16)
-        for _ in range(2):
-            model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
+        take_steps(model, optimizer, torch.ones(1, 8, dtype=torch.bfloat16), 2)
 
     held = peak_memory(dry_run(work, ranks=1).ranks[0])
     assert (held["parameters"], held["optimizer state"]) == (2 * 72, 2 * 2 * 72 + 2 * 4)
 
 
-def test_it_leaves_the_process_as_it_was() -> None:
+def test_it_leaves_the_process_as_it_was():
     conversion = nn.Module._apply
 
     def looks() -> None:
@@ -163,8 +168,7 @@ def test_it_leaves_the_process_as_it_was() -> None:
             raise AssertionError("there is no data")
 
     raises("looks at a number .*loss.item", dry_run, looks, ranks=4)
-    with pytest.raises(KeyError):
-        dry_run(lambda: {}["missing"], ranks=4)
+    raises("", dry_run, lambda: {}["missing"], ranks=4, error=KeyError)
     assert not dist.is_initialized() and nn.Module._apply is conversion
     assert type(torch.ones(1)) is torch.Tensor
     first, second = dry_run(train, ranks=4), dry_run(train, ranks=4)
@@ -175,7 +179,7 @@ def test_it_leaves_the_process_as_it_was() -> None:
         raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
 
 
-def test_what_was_there_before_is_none_of_its_memory() -> None:
+def test_what_was_there_before_is_none_of_its_memory():
     """The tensors of a notebook are not on the GPU that the run is recorded for."""
     alone = dry_run(train, ranks=4)
     mine = torch.zeros(1_000_000)
@@ -184,7 +188,7 @@ def test_what_was_there_before_is_none_of_its_memory() -> None:
     assert held[0] == held[1] and gc.get_freeze_count() == 0 and mine.numel()
 
 
-def test_what_cannot_be_recorded_is_told() -> None:
+def test_what_cannot_be_recorded_is_told():
     def chooses() -> None:
         x = torch.ones(4)
         x[x > 0].sum()
@@ -204,7 +208,7 @@ def test_what_cannot_be_recorded_is_told() -> None:
     raises("ranks=0; at least 1 is needed", dry_run, train, ranks=0)
 
 
-def test_a_model_that_no_laptop_holds() -> None:
+def test_a_model_that_no_laptop_holds():
     """One layer of 175B parameters as DDP trains it: 1.8 billion in fp32."""
 
     def gpt() -> GPT:
@@ -213,10 +217,7 @@ def test_a_model_that_no_laptop_holds() -> None:
     def work() -> None:
         model = DDP(gpt())
         optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.zeros(1, 2048, dtype=torch.long)).sum().backward()
-            optimizer.step()
+        take_steps(model, optimizer, torch.zeros(1, 2048, dtype=torch.long), 2)
 
     dry = dry_run(work, ranks=1024)
     with torch.device("meta"):

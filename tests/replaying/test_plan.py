@@ -1,7 +1,5 @@
-"""A plan ranks what fits, drops nothing that does, and says so in a table, in JSON and on screen.
-
-Steps here are by formulas (`plan_cases.formula_step`); `test_plan_replayed.py` has replayed ones.
-"""
+"""A plan ranks every layout that fits, as a table, JSON, picture and command. Steps are by formulas
+(`plan_cases.formula_step`); test_plan_replayed.py has replayed ones."""
 
 import json
 import re
@@ -24,7 +22,7 @@ from labkit.replaying.planning.published import MODELS, model
 from labkit.replaying.planning.ranking import Report, deepest, lowest_peak
 from labkit.replaying.planning.report import StepReport, seconds
 from plan_cases import formula_step
-from refusals import raises
+from tables import cases, raises
 
 SELENE = cluster("selene")
 GPT = Sizes(width=6144, depth=40, heads=48)
@@ -58,7 +56,7 @@ def planned() -> Plan:
         return plan(GPT, SELENE, ROWS, gpus=RANKS)
 
 
-def test_all_that_fits_is_ranked_and_nothing_else_is(planned: Plan) -> None:
+def test_all_that_fits_is_ranked_and_nothing_else_is(planned: Plan):
     """Against the reports of every layout that factors, with no lower bound asked before."""
     every = [formula_step(GPT, one, ROWS, SELENE) for one in layouts(GPT, RANKS, ROWS)]
     fitting = {one.layout for one in every if one.peak_bytes <= 80e9}
@@ -71,7 +69,7 @@ def test_all_that_fits_is_ranked_and_nothing_else_is(planned: Plan) -> None:
     assert sizes == sorted(sizes) and sizes[0] > 80e9
 
 
-def test_the_bounds_spare_only_what_cannot_fit(asked: list[Layout]) -> None:
+def test_the_bounds_spare_only_what_cannot_fit(asked: list[Layout]):
     """A layout between bound and truth, of which a tenth is missing, must be asked."""
     every = layouts(GPT, RANKS, ROWS)
     _, large = ranking.ranked(every, GPT, ROWS, 80e9, ranking.reporter(SELENE, ROWS))
@@ -80,7 +78,7 @@ def test_the_bounds_spare_only_what_cannot_fit(asked: list[Layout]) -> None:
     assert any(one.at_least for one in large)
 
 
-def test_each_layout_says_why_it_loses(planned: Plan) -> None:
+def test_each_layout_says_why_it_loses(planned: Plan):
     assert planned.why(planned.best.layout) == "the best"
     for one in planned.layouts[1:]:
         assert planned.why(one) != "the best"
@@ -90,7 +88,7 @@ def test_each_layout_says_why_it_loses(planned: Plan) -> None:
     raises("is not in this plan", planned.report, Layout(tp=3))
 
 
-def test_the_fastest_with_each_value(planned: Plan) -> None:
+def test_the_fastest_with_each_value(planned: Plan):
     by_tp = planned.fastest("tp")
     assert list(by_tp) == sorted({one.tp for one in planned.layouts})
     for tp, one in by_tp.items():
@@ -103,7 +101,7 @@ def test_the_fastest_with_each_value(planned: Plan) -> None:
     assert any("leaves the node of 8" in row[-1] for row in near if row[0] == "tensor")
 
 
-def test_a_model_that_is_too_large_is_told_by_how_much() -> None:
+def test_a_model_that_is_too_large_is_told_by_how_much():
     giant = replace(GPT, depth=4000)
     with pytest.raises(ValueError, match=r"no layout fits: .* GB too much") as told:
         plan(giant, SELENE, ROWS, gpus=RANKS)
@@ -112,23 +110,20 @@ def test_a_model_that_is_too_large_is_told_by_how_much() -> None:
     assert f"{beyond:.1f} GB too much" in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"gpus": 4000}, "gpus=4000: selene has 3072 devices"),
-        ({"gpus": 0}, "gpus=0: selene has 3072 devices"),
-        ({"max_memory_bytes": 90e9}, "max_memory_bytes=9e"),
-        ({"max_memory_bytes": 0}, "take more than 0"),
-        ({"gpus": 7}, "no layout of 7 ranks"),
-        ({"tp": 7}, "48 heads do not divide by 7; 1, 2, 3, 4"),
-    ],
+@cases(
+    ({"gpus": 4000}, "gpus=4000: selene has 3072 devices"),
+    ({"gpus": 0}, "gpus=0: selene has 3072 devices"),
+    ({"max_memory_bytes": 90e9}, "max_memory_bytes=9e"),
+    ({"max_memory_bytes": 0}, "take more than 0"),
+    ({"gpus": 7}, "no layout of 7 ranks"),
+    ({"tp": 7}, "48 heads do not divide by 7; 1, 2, 3, 4"),
 )
-def test_what_cannot_be_is_one_sentence(asked: dict, words: str) -> None:
+def test_what_cannot_be_is_one_sentence(asked: dict, words: str):
     for ask in (plan, fits):
         raises(words, ask, GPT, SELENE, ROWS, **{"gpus": RANKS, **asked})
 
 
-def test_the_layout_that_holds_the_least_is_found_without_asking_all(asked: list[Layout]) -> None:
+def test_the_layout_that_holds_the_least_is_found_without_asking_all(asked: list[Layout]):
     every = layouts(GPT, RANKS, ROWS)
     found = lowest_peak(every, GPT, ROWS, 80e9, ranking.reporter(SELENE, ROWS))
     truth = min(formula_step(GPT, one, ROWS, SELENE).peak_bytes for one in every)
@@ -138,7 +133,7 @@ def test_the_layout_that_holds_the_least_is_found_without_asking_all(asked: list
 
 
 @pytest.mark.parametrize("gpus", [1, 6, 8])
-def test_the_largest_that_fits_is_the_deepest_of_all(gpus: int) -> None:
+def test_the_largest_that_fits_is_the_deepest_of_all(gpus: int):
     """Against all depths, one after the other; one block more fits in no layout."""
     found = largest_that_fits(GPT, SELENE, 24, gpus=gpus, sequence=False)
     depth, fitting = found.report.sizes.depth, set()
@@ -150,21 +145,21 @@ def test_the_largest_that_fits_is_the_deepest_of_all(gpus: int) -> None:
     assert depth == max(fitting) and found.fits
 
 
-def test_the_largest_is_found_for_named_stages_and_chunks() -> None:
+def test_the_largest_is_found_for_named_stages_and_chunks():
     found = largest_that_fits(GPT, SELENE, 24, gpus=12, pp=3, chunks=(1, 2), tp=4)
     layout = found.report.layout
     assert (layout.tp, layout.pp) == (4, 3) and found.report.sizes.depth % 3 == 0
     raises("no layout of 12 ranks", largest_that_fits, GPT, SELENE, 24, gpus=12, pp=8)
 
 
-def test_nothing_that_fits_is_told() -> None:
+def test_nothing_that_fits_is_told():
     wide = Sizes(width=200_000, depth=1, heads=1)
     with pytest.raises(ValueError, match="not one block of width 200000 for each stage fits"):
         largest_that_fits(wide, SELENE, 8, gpus=8)
     assert deepest([Layout()], wide, 8, 80e9, ranking.reporter(SELENE, 8)) is None
 
 
-def test_the_breakdown_adds_up_to_the_device() -> None:
+def test_the_breakdown_adds_up_to_the_device():
     found = fits(GPT, SELENE, ROWS, gpus=RANKS)
     rows = found.table().rows
     assert rows[-1][0] == "free"
@@ -173,7 +168,7 @@ def test_the_breakdown_adds_up_to_the_device() -> None:
     assert tight.table().rows[-1][0] == "too much" and "GB too much" in str(tight)
 
 
-def test_json_reads_back_as_the_same_plan(planned: Plan) -> None:
+def test_json_reads_back_as_the_same_plan(planned: Plan):
     text = planned.to_json()
     again = Plan.from_json(text)
     assert again == planned and again.to_json() == text
@@ -187,18 +182,18 @@ def test_json_reads_back_as_the_same_plan(planned: Plan) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": 3}'])
-def test_what_is_no_plan_is_not_read_as_one(text: str) -> None:
+def test_what_is_no_plan_is_not_read_as_one(text: str):
     raises("no plan that `Plan.to_json` wrote", Plan.from_json, text)
 
 
-def test_a_plan_for_a_cluster_of_ones_own_is_read_with_it() -> None:
+def test_a_plan_for_a_cluster_of_ones_own_is_read_with_it():
     mine = replace(SELENE, name="mine")
     text = plan(GPT, mine, ROWS, gpus=RANKS, tp=8).to_json()
     raises("no cluster 'mine'", Plan.from_json, text)
     assert Plan.from_json(text, mine).cluster is mine
 
 
-def test_the_table_has_what_each_takes_holds_and_sends(planned: Plan) -> None:
+def test_the_table_has_what_each_takes_holds_and_sends(planned: Plan):
     table = planned.table(3)
     assert len(table.rows) == 3 and len(planned.table(None).rows) == len(planned.reports)
     row = dict(zip(table.heads, table.rows[0]))
@@ -210,7 +205,7 @@ def test_the_table_has_what_each_takes_holds_and_sends(planned: Plan) -> None:
     assert "<table>" in planned._repr_html_() and repr(planned) == repr(planned.table())
 
 
-def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> None:
+def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan):
     figure = plot.plan(planned, top=4)
     bars, grid = figure.axes
     drawn = [
@@ -227,14 +222,14 @@ def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> 
     assert isinstance(plot.plan(planned, figure=Figure()), Figure)
 
 
-def test_the_best_is_drawn_alone_and_another_layout_beside_it(planned: Plan) -> None:
+def test_the_best_is_drawn_alone_and_another_layout_beside_it(planned: Plan):
     for report, bars in ((None, 1), (planned.best, 1), (planned.reports[1], 2)):
         names = compared_with_best(planned, report).axes[0].get_yticklabels()
         assert len(names) == bars
 
 
 @pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipywidgets")
-def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan) -> None:
+def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan):
     def of(one: Layout) -> tuple[int, int, int]:
         return one.tp, one.pp, one.microbatch
 
@@ -262,7 +257,7 @@ def labkit_plan(options: str, asked: str = ASKED) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
-def test_the_command_ranks_draws_and_tells_the_trades(tmp_path: Path, planned: Plan) -> None:
+def test_the_command_ranks_draws_and_tells_the_trades(tmp_path: Path, planned: Plan):
     picture = tmp_path / "plan.png"
     code, said = labkit_plan(f"--gpus 64 --batch 256 --top 3 --plot {picture}")
     assert code == 0, said
@@ -272,7 +267,7 @@ def test_the_command_ranks_draws_and_tells_the_trades(tmp_path: Path, planned: P
     assert "leaves the node of 8" in said and "does not fit" in said and "the best" in said
 
 
-def test_the_command_takes_constraints_and_prints_json(planned: Plan) -> None:
+def test_the_command_takes_constraints_and_prints_json(planned: Plan):
     wanted = "--tp 4,8 --no-recompute --sequence --zero 1 --max-memory 40"
     code, said = labkit_plan(f"--gpus 64 --batch 256 {wanted} --json")
     assert code == 0
@@ -284,7 +279,7 @@ def test_the_command_takes_constraints_and_prints_json(planned: Plan) -> None:
     }  # fmt: skip
 
 
-def test_the_command_says_whether_it_fits() -> None:
+def test_the_command_says_whether_it_fits():
     code, said = labkit_plan("--gpus 8 --batch 16 --fits")
     assert code == 0 and "on 8 devices: fits" in said and "optimizer state" in said
     code, said = labkit_plan("--gpus 2 --batch 16 --fits")
@@ -294,7 +289,7 @@ def test_the_command_says_whether_it_fits() -> None:
     assert code == 1 and not told["fits"] and told["peak_bytes"] > told["budget_bytes"]
 
 
-def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None:
+def test_the_command_finds_the_largest_of_a_width_and_of_the_published():
     code, said = labkit_plan("--gpus 8 --batch 16 --largest --json")
     found = largest_that_fits(GPT, SELENE, 16, gpus=8)
     assert code == 0 and json.loads(said)["model"]["depth"] == found.report.sizes.depth
@@ -304,23 +299,20 @@ def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None
     assert code == 0 and f"width {held[-1].width})" in said and len(held) < len(small)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--model gpt9", "no model 'gpt9'; there are megatron-1.7b"),
-        ("--tp four", "--tp 'four': give whole numbers, as --tp 4,8"),
-        ("--tp 5", "48 heads do not divide by 5"),
-        ("--fits --largest", "give one of them"),
-        ("--clusters nowhere.toml", "nowhere.toml"),
-        ("--max-memory 500", "NVIDIA A100 SXM4 80 GB has 8e+10"),
-    ],
+@cases(
+    ("--model gpt9", "no model 'gpt9'; there are megatron-1.7b"),
+    ("--tp four", "--tp 'four': give whole numbers, as --tp 4,8"),
+    ("--tp 5", "48 heads do not divide by 5"),
+    ("--fits --largest", "give one of them"),
+    ("--clusters nowhere.toml", "nowhere.toml"),
+    ("--max-memory 500", "NVIDIA A100 SXM4 80 GB has 8e+10"),
 )
-def test_bad_input_is_one_sentence_and_status_2(options: str, words: str) -> None:
+def test_bad_input_is_one_sentence_and_status_2(options: str, words: str):
     code, said = labkit_plan(f"--batch 64 {options}")
     assert code == 2 and words in said, said
 
 
-def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Path) -> None:
+def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Path):
     path = tmp_path / "mine.toml"
     write_clusters(path, {"mine": replace(SELENE, name="mine", nodes=1)})
     asked = ASKED.replace("selene", f"mine --clusters {path} --batch 16 --tp 8")
@@ -336,7 +328,7 @@ def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Pa
         assert code == 2 and told in said, said
 
 
-def test_the_models_have_the_parameters_of_their_names() -> None:
+def test_the_models_have_the_parameters_of_their_names():
     for name, sizes in MODELS.items():
         billions = float(name.partition("-")[2].removesuffix("b"))
         assert sizes.parameters / 1e9 == pytest.approx(billions, abs=0.5)

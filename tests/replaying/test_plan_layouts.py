@@ -7,7 +7,7 @@ import pytest
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
 from labkit.replaying.planning.ranking import least_bytes
 from plan_cases import SMALL
-from refusals import raises, refusals
+from tables import cases, raises, refusals
 
 GPT3 = Sizes(width=12288, depth=96, heads=96)
 
@@ -29,21 +29,18 @@ def by_trying(sizes: Sizes, ranks: int, rows: int) -> set[Layout]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "rows"),
-    [
-        *((SMALL, *one) for one in ((1, 1), (8, 16), (12, 12), (3, 9))),
-        (Sizes(width=60, depth=6, heads=5, context=7), 30, 30),
-        (Sizes(width=64, depth=16, heads=4, context=6), 16, 24),
-    ],
+@cases(
+    *((SMALL, *one) for one in ((1, 1), (8, 16), (12, 12), (3, 9))),
+    (Sizes(width=60, depth=6, heads=5, context=7), 30, 30),
+    (Sizes(width=64, depth=16, heads=4, context=6), 16, 24),
 )
-def test_all_layouts_that_factor_and_no_others(sizes: Sizes, ranks: int, rows: int) -> None:
+def test_all_layouts_that_factor_and_no_others(sizes: Sizes, ranks: int, rows: int):
     found = layouts(sizes, ranks, rows)
     assert set(found) == by_trying(sizes, ranks, rows)
     assert len(found) == len(set(found)) and all(one.ranks == ranks for one in found)
 
 
-def test_named_values_are_those_alone() -> None:
+def test_named_values_are_those_alone():
     every = layouts(GPT3, 1024, 1536)
     some = layouts(
         GPT3, 1024, 1536, tp=(8, 4), microbatch=[1, 2], chunks=1, zero=1, sequence=True,
@@ -78,7 +75,7 @@ test_what_does_not_factor_is_told_with_what_would = refusals(
 )
 
 
-def test_positions_and_heads_that_do_not_divide() -> None:
+def test_positions_and_heads_that_do_not_divide():
     odd = Sizes(width=64, depth=4, heads=4, context=7)
     assert not any(one.sequence for one in layouts(odd, 8, 8))
     with pytest.raises(ValueError, match="sequence=True: 7 positions divide over none of these tp"):
@@ -87,14 +84,14 @@ def test_positions_and_heads_that_do_not_divide() -> None:
         layouts(Sizes(width=100, depth=4, heads=3), 8, 8)
 
 
-def test_the_ranks_that_would_do_do() -> None:
+def test_the_ranks_that_would_do_do():
     for ranks in (864, 1024):
         assert layouts(GPT3, ranks, 1536)
     for ranks in range(865, 1024):
         raises("864 and 1024", layouts, GPT3, ranks, 1536)
 
 
-def test_the_formulas_count_what_each_choice_is_for() -> None:
+def test_the_formulas_count_what_each_choice_is_for():
     """Twice the tp, half the states; ZeRO-1 cuts the optimizer's alone; 1F1B holds pp
     micro-batches of depth / pp blocks; interleaved (1 + (pp - 1) / (pp chunks)) as much."""
     plain = least_bytes(GPT3, Layout(tp=8, pp=8, dp=16), 1536)

@@ -1,5 +1,4 @@
-"""The virtual clock: published bubbles, laws that every replay keeps, and what it says of programs
-that cannot end."""
+"""The virtual clock: published bubbles, the laws of every replay, and programs that cannot end."""
 
 import csv
 import random
@@ -23,7 +22,7 @@ from labkit.replaying import (
     run,
 )
 from labkit.schedules import Action, one_f_one_b
-from refusals import raises, refusals
+from tables import cases, raises, refusals
 
 # stages, micro-batches, milliseconds of forward, input gradient, weight gradient and message, and
 # the bubble rate of 1F1B: arXiv 2401.10241, Tables 5 and 9.
@@ -31,14 +30,14 @@ with open(places.PUBLISHED / "bubble_rates_1f1b.csv") as file:
     PUBLISHED = [tuple(map(float, list(row.values())[1:])) for row in csv.DictReader(file)]
 
 
-def test_a_schedule_that_cannot_be_is_no_pipeline() -> None:
+def test_a_schedule_that_cannot_be_is_no_pipeline():
     for wrong in (Action("backward", 0), Action("weight", 0)):
         with pytest.raises(ValueError, match="stage 1 never does F0"):
             pipeline_programs([one_f_one_b(1, 1)[0], [wrong]], lambda stage, action: 1.0)
 
 
 @pytest.mark.parametrize("row", PUBLISHED)
-def test_the_bubble_of_1f1b_is_the_published_one(row: tuple[float, ...]) -> None:
+def test_the_bubble_of_1f1b_is_the_published_one(row: tuple[float, ...]):
     stages, microbatches, forward, inputs, weights, message, rate = row
 
     def seconds(stage: int, action: Action) -> float:
@@ -54,7 +53,7 @@ def reduce(key: str, seconds: float = 1.0, ranks: tuple[int, ...] = (0, 1), **mo
     return Issue(key, ranks, seconds, **more)
 
 
-def test_an_operation_runs_beside_computing_and_is_waited_for() -> None:
+def test_an_operation_runs_beside_computing_and_is_waited_for():
     program = [Compute(1.0), reduce("a", 3.0), Compute(2.0), Wait("a"), Compute(1.0)]
     times = run({0: program, 1: program})
     assert times[0] == times[1] == [(0, 1), (1, 4), (1, 3), (3, 4), (4, 5)]
@@ -63,7 +62,7 @@ def test_an_operation_runs_beside_computing_and_is_waited_for() -> None:
     assert times[1][1:] == [(1, 2), (1, 2)]
 
 
-def test_ports_carry_one_after_the_other_and_latency_does_not_hold_them() -> None:
+def test_ports_carry_one_after_the_other_and_latency_does_not_hold_them():
     program = [reduce("a"), reduce("b"), reduce("c", port="other"), Wait("c"), Wait("b")]
     times = run({0: program, 1: program})
     assert times[0] == [(0, 1), (1, 2), (0, 1), (0, 1), (1, 2)]
@@ -71,7 +70,7 @@ def test_ports_carry_one_after_the_other_and_latency_does_not_hold_them() -> Non
     assert run({0: messages, 1: [Wait("b")]}) == {0: [(0, 6), (1, 7)], 1: [(0, 7)]}
 
 
-def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few() -> None:
+def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few():
     """As many events at the ports as there are ranks, and no more: counted, not timed."""
     looked_at = []
 
@@ -89,15 +88,15 @@ def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few() -> None:
     assert len(looked_at) < 5 * 10
 
 
-def test_a_deadlock_is_told_with_its_cycle_if_there_is_one() -> None:
+def test_a_deadlock_is_told_with_its_cycle_if_there_is_one():
     programs = {r: [Wait(("to", r)), Issue(("to", (r + 1) % 3), (r,), 1.0)] for r in range(3)}
     words = r"rank 0 waits for \('to', 0\), which rank 2 has yet to issue"
     assert raises(words, run, programs, error=Deadlock).cycle == (0, 2, 1)
-    n = 300
+    n = 300  # told in short
     programs = {r: [Wait(r), Issue((r + 1) % n, (r,), 1.0)] for r in range(n)}
     told = raises("", run, programs, error=Deadlock)
     assert len(told.cycle) == n and len(str(told)) < 500
-    programs: dict[int, Program] = {
+    programs = {  # behind a rank that is in no cycle
         0: [Wait("nothing")],
         1: [Wait(None), Issue("a", (1,), 1.0)],
         2: [Wait("a"), Issue(None, (2,), 1.0)],
@@ -108,7 +107,7 @@ def test_a_deadlock_is_told_with_its_cycle_if_there_is_one() -> None:
     assert raises(words, run, programs, error=Deadlock).cycle == ()
 
 
-def test_collectives_in_different_orders_are_a_deadlock() -> None:
+def test_collectives_in_different_orders_are_a_deadlock():
     a, b = reduce("a"), reduce("b")
     for waits in ([], [Wait("a"), Wait("b")]):
         programs = {0: [a, b, *waits], 1: [b, a, *waits[::-1]]}
@@ -201,7 +200,7 @@ def broken_laws(programs: dict[int, Program], times: dict[int, list[Timed]]) -> 
 
 
 @given(st.integers(0, 10**9))
-def test_every_replay_keeps_the_laws(seed: int) -> None:
+def test_every_replay_keeps_the_laws(seed: int):
     programs = some_programs(seed)
     times = run(programs)
     assert broken_laws(programs, times) == []
@@ -212,22 +211,17 @@ def test_every_replay_keeps_the_laws(seed: int) -> None:
 PROGRAM = [Compute(1.0), reduce("a", 1.0), reduce("b", 1.0), Compute(0.5), Wait("b")]
 
 
-@pytest.mark.parametrize(
-    ("place", "ranks", "by", "law"),
-    [
-        (0, [0], (0.0, -0.25), "computing takes another time"),
-        (3, [0], (0.25, 0.25), "neither busy nor idle"),
-        (2, [0, 1], (0.0, 0.5), "an operation takes another time"),
-        (4, [0], (0.0, -0.25), "before, or after, what it waits for"),
-        (1, [0, 1], (-0.5, -0.5), "before it is issued"),
-        (2, [0, 1], (-0.5, -0.5), "carries two things at once"),
-        (2, [0, 1], (0.5, 0.5), "later than it could"),
-        (2, [1], (0.5, 0.5), "different times on its ranks"),
-    ],
+@cases(
+    (0, [0], (0.0, -0.25), "computing takes another time"),
+    (3, [0], (0.25, 0.25), "neither busy nor idle"),
+    (2, [0, 1], (0.0, 0.5), "an operation takes another time"),
+    (4, [0], (0.0, -0.25), "before, or after, what it waits for"),
+    (1, [0, 1], (-0.5, -0.5), "before it is issued"),
+    (2, [0, 1], (-0.5, -0.5), "carries two things at once"),
+    (2, [0, 1], (0.5, 0.5), "later than it could"),
+    (2, [1], (0.5, 0.5), "different times on its ranks"),
 )
-def test_every_law_can_be_broken(
-    place: int, ranks: list[int], by: tuple[float, float], law: str
-) -> None:
+def test_every_law_can_be_broken(place: int, ranks: list[int], by: tuple[float, float], law: str):
     programs: dict[int, Program] = {0: PROGRAM, 1: PROGRAM}
     times = run(programs)
     assert broken_laws(programs, times) == []

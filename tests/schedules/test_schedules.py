@@ -1,6 +1,4 @@
-"""Every pipeline schedule keeps the rules of a pipeline and holds what it promises; and sizes that
-it cannot do are refused with the rule. That the rules find faults stands in
-test_schedules_rules.py, bubbles in test_schedules_bubbles.py."""
+"""Every pipeline schedule keeps the rules and its promised peak; invalid sizes are refused."""
 
 import doctest
 import re
@@ -28,13 +26,13 @@ from labkit.schedules import (
     stage_and_chunk,
     virtual_stage,
 )
-from refusals import raises, refusals
 from schedule_cases import Case, can_end, cases, made, own_order, promised_peaks
+from tables import raises, refusals
 
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
-def test_a_schedule_keeps_the_rules(case: Case) -> None:
+def test_a_schedule_keeps_the_rules(case: Case):
     name, p, m, v = case
     found = made(case)
     check(found, microbatches=m)
@@ -50,13 +48,13 @@ def test_a_schedule_keeps_the_rules(case: Case) -> None:
 
 @given(cases())
 @settings(max_examples=100, deadline=None)
-def test_a_schedule_holds_what_it_promises(case: Case) -> None:
+def test_a_schedule_holds_what_it_promises(case: Case):
     assert peak_in_flight(made(case)) == promised_peaks(case)
 
 
 @given(cases())
 @settings(max_examples=100, deadline=None)
-def test_what_one_stage_sends_another_needs(case: Case) -> None:
+def test_what_one_stage_sends_another_needs(case: Case):
     """Each message once, between neighbours, with the last before the first."""
     _, p, m, v = case
     ways = {"source": Counter(), "target": Counter()}
@@ -73,7 +71,7 @@ def test_what_one_stage_sends_another_needs(case: Case) -> None:
     assert len(ways["source"]) == 2 * m * (p * v - 1)
 
 
-def test_virtual_stages_go_round() -> None:
+def test_virtual_stages_go_round():
     """Chunk 0 of all stages, then chunk 1: as Megatron-LM numbers them."""
     order = [stage_and_chunk(one, stages=3) for one in range(6)]
     assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
@@ -84,13 +82,13 @@ def test_virtual_stages_go_round() -> None:
     assert sent(Action("weight", 0), 1, 3) is received(Action("update", 0), 1, 3) is None
 
 
-def test_1f1b_alternates_after_its_warm_up() -> None:
+def test_1f1b_alternates_after_its_warm_up():
     first, last = one_f_one_b(3, 5)[0], one_f_one_b(3, 5)[2]
     assert first == parse("F0 F1 F2 B0 F3 B1 F4 B2 B3 B4")
     assert last == parse("F0 B0 F1 B1 F2 B2 F3 B3 F4 B4")
 
 
-def test_interleaved_goes_through_the_chunks_in_groups() -> None:
+def test_interleaved_goes_through_the_chunks_in_groups():
     """As Megatron-LM's figure 4: p micro-batches on chunk 0, then the same on chunk 1."""
     actions = interleaved(4, 8, chunks=2)[0]
     forwards = [(one.microbatch, one.chunk) for one in actions if one.phase == "forward"]
@@ -102,7 +100,7 @@ def test_interleaved_goes_through_the_chunks_in_groups() -> None:
 
 @given(cases(("pipedream",)))
 @settings(max_examples=50, deadline=None)
-def test_pipedream_is_some_updates_behind(case: Case) -> None:
+def test_pipedream_is_some_updates_behind(case: Case):
     """On stage r, a forward knows of p-1-r updates less than on one device."""
     _, p, m, _ = case
     for r, actions in enumerate(pipedream(p, m)):
@@ -114,7 +112,7 @@ def test_pipedream_is_some_updates_behind(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_wrong_sizes_are_named(name: str) -> None:
+def test_wrong_sizes_are_named(name: str):
     chunks = 2 if name == "interleaved" else 1
     raises("stages=0: a pipeline has", schedule, name, 0, 3, chunks)
     raises("microbatches=-1", schedule, name, 3, -1, chunks)
@@ -133,7 +131,7 @@ test_inadmissible_sizes_are_refused_with_the_rule = refusals(
 )
 
 
-def test_each_size_is_admitted_or_refused_as_the_closed_forms_do() -> None:
+def test_each_size_is_admitted_or_refused_as_the_closed_forms_do():
     from labkit import predict
 
     for p in range(1, 9):
@@ -172,7 +170,7 @@ def tables(text: str) -> list[tuple[tuple[int, ...], str]]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_table_in_a_file_is_what_the_code_makes(file: str) -> None:
+def test_the_table_in_a_file_is_what_the_code_makes(file: str):
     found = tables(import_module(f"labkit.schedules.{file}").__doc__ or "")
     assert len(found) == len(FILES[file])
     for name, (sizes, table) in zip(FILES[file], found, strict=True):
@@ -182,6 +180,6 @@ def test_the_table_in_a_file_is_what_the_code_makes(file: str) -> None:
 @pytest.mark.parametrize(
     "module", [*(f"schedules.{file}" for file in (*FILES, "actions", "text")), "parallel.splitting"]
 )
-def test_the_examples_in_a_file_are_right(module: str) -> None:
+def test_the_examples_in_a_file_are_right(module: str):
     found = doctest.testmod(import_module(f"labkit.{module}"))
     assert found.attempted > 0 and found.failed == 0

@@ -1,5 +1,5 @@
-"""`check` names the first rule that a schedule breaks. Faults are put into good schedules at
-random; whether a fault is one, and of which kind, says an oracle that shares no code with it."""
+"""`check` names the first broken rule. Faults are put into valid schedules at random; an oracle
+that shares no code with `check` says whether a fault is one, and of which kind."""
 
 import pickle
 from itertools import combinations
@@ -20,8 +20,8 @@ from labkit.schedules import (
     run_order,
     show,
 )
-from refusals import raises, refusals
 from schedule_cases import Case, can_end, cases, made, own_order
+from tables import raises, refusals
 
 
 def fault(schedule: Schedule, microbatches: int | None = None) -> ScheduleError | None:
@@ -57,7 +57,7 @@ def test_two_actions_swapped_are_found_unless_it_does_no_harm(case: Case, data: 
         assert error is None
 
 
-def test_swaps_of_each_kind_occur() -> None:
+def test_swaps_of_each_kind_occur():
     """The test above would prove nothing if none of its swaps did harm, or all."""
     kinds = set()
     for name in ("1f1b", "zb-h1", "pipedream"):
@@ -143,19 +143,19 @@ test_the_first_broken_rule_is_told = refusals(
 )
 
 
-def test_presence_is_told_before_order_and_order_before_deadlocks() -> None:
+def test_presence_is_told_before_order_and_order_before_deadlocks():
     everything = "B0 F0 F1 B1\nF0 F1 B0"
     assert fault(parse_schedule(everything)).rule == "exactly once"
     assert fault(parse_schedule(everything + " B1")).rule == "backward after forward"
 
 
-def test_as_many_micro_batches_as_are_wanted() -> None:
+def test_as_many_micro_batches_as_are_wanted():
     for wanted, message in ((3, "never does F2"), (1, "F1 at position 1, and there are 1 micro")):
         raises(message, check, one_f_one_b(2, 2), microbatches=wanted, error=ScheduleError)
     check(one_f_one_b(2, 2), microbatches=2)
 
 
-def test_a_long_circle_is_told_in_short() -> None:
+def test_a_long_circle_is_told_in_short():
     schedule = [parse("F0 F0.1 B0.1 B0") for _ in range(8)]
     check(schedule)
     schedule[0] = parse("F0.1 F0 B0.1 B0")
@@ -165,7 +165,7 @@ def test_a_long_circle_is_told_in_short() -> None:
     assert "... (3 more)" in str(error)
 
 
-def test_what_is_no_action_is_told() -> None:
+def test_what_is_no_action_is_told():
     with pytest.raises(ScheduleError, match="stage 0, position 0 has .'forward', 0.; an Action"):
         check([[("forward", 0)]])
     with pytest.raises(ScheduleError, match="phase 'foward'; there are forward, backward"):
@@ -178,14 +178,14 @@ def test_what_is_no_action_is_told() -> None:
     raises("deadlock", show, parse_schedule("F0 B0 F1 B1\nF0 F1 B0 B1"), error=ScheduleError)
 
 
-def test_a_broken_rule_comes_whole_from_a_rank() -> None:
+def test_a_broken_rule_comes_whole_from_a_rank():
     error = fault(parse_schedule("F0 B0\nB0 F0"))
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and vars(again) == vars(error)
     assert (again.stage, again.position, str(again.action)) == (1, 0, "B0")
 
 
-def test_halves_and_wholes_may_be_mixed() -> None:
+def test_halves_and_wholes_may_be_mixed():
     """A student's schedule may split where it helps."""
     mixed = parse_schedule("F0 F1 B0 I1 W1\nF0 I0 F1 B1 W0")
     check(mixed)
@@ -197,7 +197,7 @@ def test_halves_and_wholes_may_be_mixed() -> None:
 
 @given(cases(largest=16))
 @settings(max_examples=60, deadline=None)
-def test_what_is_shown_is_read_again(case: Case) -> None:
+def test_what_is_shown_is_read_again(case: Case):
     schedule = made(case)
     assert parse_schedule(show(schedule)) == schedule
     assert [parse(" ".join(map(str, actions))) for actions in schedule] == schedule

@@ -1,5 +1,6 @@
-"""What a call must refuse, in one line or in a table."""
+"""Tests as tables: the cases of a test, and what a call must refuse."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,3 +28,13 @@ def refusals(
         raises(match, call, *args, error=error)
 
     return test
+
+
+def cases(*rows: tuple[Any, ...], ids: Any = None) -> Callable[..., Any]:
+    """The test once for each row, which gives its first arguments."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        names = list(inspect.signature(test).parameters)[: len(rows[0])]
+        return pytest.mark.parametrize(names, rows, ids=ids)(test)
+
+    return decorate

@@ -67,11 +67,10 @@ def test_a_rank_sends_the_chunks_that_a_ring_makes_it_send():
             for rank in range(n):
                 inwards = [chunk_bytes[(rank - step) % n] for step in range(1, n)]
                 outwards = [chunk_bytes[(rank - step) % n] for step in range(n - 1)]
+                both = sum(inwards) + sum(outwards)
                 assert events.reduce_scatter_bus_bytes(chunk_bytes, rank) == sum(inwards)
                 assert events.all_gather_bus_bytes(chunk_bytes, rank) == sum(outwards)
-                assert events.all_reduce_bus_bytes(chunk_bytes, rank) == sum(inwards) + sum(
-                    outwards
-                )
+                assert events.all_reduce_bus_bytes(chunk_bytes, rank) == both
 
 
 def test_the_factors_are_those_published():

@@ -74,6 +74,20 @@ def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], 
 
 
 def test_megatrons_eight_ranks():
+    def joint_groups() -> dict[tuple[str, ...], tuple[int, ...]]:
+        mesh, found = Mesh(pp=2, dp=2, tp=2), {}
+        for axes in (("pp", "dp"), ("pp", "tp"), ("dp", "tp")):
+            comm = mesh[axes]
+            assert comm is mesh[axes[::-1]], "in whatever order, one group"
+            x = torch.tensor([float(mesh.comm.rank)])
+            comm.all_reduce(x)
+            assert x.item() == sum(comm.ranks)
+            here, (outer, inner) = mesh.coordinates(), axes
+            assert comm.rank == 2 * here[outer] + here[inner], "the last axis varies fastest"
+            found[axes] = comm.ranks
+        assert mesh["tp", "pp", "dp"] is mesh.comm and mesh["dp",] is mesh.dp
+        return found
+
     with World(8) as world:
         found = world.run(groups, pp=2, dp=2, tp=2)
         joint = world.run(joint_groups)
@@ -87,21 +101,6 @@ def test_megatrons_eight_ranks():
         for rank, of_rank in enumerate(groups_of):
             for axes, members in of_rank.items():
                 assert rank in members and groups_of[members[0]][axes] == members
-
-
-def joint_groups() -> dict[tuple[str, ...], tuple[int, ...]]:
-    mesh, found = Mesh(pp=2, dp=2, tp=2), {}
-    for axes in (("pp", "dp"), ("pp", "tp"), ("dp", "tp")):
-        comm = mesh[axes]
-        assert comm is mesh[axes[::-1]], "in whatever order, one group"
-        x = torch.tensor([float(mesh.comm.rank)])
-        comm.all_reduce(x)
-        assert x.item() == sum(comm.ranks)
-        here, (outer, inner) = mesh.coordinates(), axes
-        assert comm.rank == 2 * here[outer] + here[inner], "the last axis varies fastest"
-        found[axes] = comm.ranks
-    assert mesh["tp", "pp", "dp"] is mesh.comm and mesh["dp",] is mesh.dp
-    return found
 
 
 def test_axes_of_one_rank_and_of_all(world3: World):

@@ -66,12 +66,17 @@ def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them():
     assert storages == {gradients.flat.untyped_storage().data_ptr()}, "handed over, not copied"
 
 
-def test_a_parameter_that_nobody_used_has_no_gradient():
+def test_a_parameter_that_nobody_used_has_no_gradient_and_one_given_twice_counts_once():
     used, not_used = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = Fp32Gradients([used, not_used])
     used.sum().backward()
     gradients.hand_over()
     assert used.grad is not None and not_used.grad is None
+    p = nn.Parameter(torch.ones(2))
+    gradients = Fp32Gradients([p, p])
+    (3 * p).sum().backward()
+    gradients.hand_over()
+    assert p.grad.tolist() == [3.0, 3.0]
 
 
 def test_gradients_of_the_last_step_that_are_still_there_are_an_error():
@@ -83,14 +88,6 @@ def test_gradients_of_the_last_step_that_are_still_there_are_an_error():
     raises(told, p.sum().backward, error=RuntimeError)
     torch.optim.SGD([p]).zero_grad(set_to_none=False)
     raises(told, p.sum().backward, error=RuntimeError)
-
-
-def test_a_parameter_given_twice_counts_once():
-    p = nn.Parameter(torch.ones(2))
-    gradients = Fp32Gradients([p, p])
-    (3 * p).sum().backward()
-    gradients.hand_over()
-    assert p.grad.tolist() == [3.0, 3.0]
 
 
 def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be():

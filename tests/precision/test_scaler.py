@@ -374,8 +374,8 @@ def test_looking_leaves_the_model_and_the_random_numbers_as_they_were():
 def test_on_a_gpu_it_decides_as_on_the_cpu(dtype: torch.dtype):
     ends: list[Any] = []
     for device in ("cpu", "cuda"):
-        model, x, *_ = fresh(dtype)
-        model, x = model.to(device), x.to(device)
+        model, x, *_ = fresh()
+        model, x = model.to(device, dtype), x.to(device, dtype)
         optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
         scaler = GradScaler(init_scale=64.0, growth_interval=2)
         for step in range(6):

@@ -23,11 +23,6 @@ def blocks(depth: int) -> nn.ModuleList:
     return GPT(32, WIDTH, depth, HEADS, LENGTH).bfloat16().blocks
 
 
-def layer_bytes() -> int:
-    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    return sum(one.nbytes for one in saved_by(blocks(1)[0], x))
-
-
 def peak_bytes(schedule: str, chunks: int) -> int:
     """On a rank: all that its blocks keep for backward, at most, with every memory counted once."""
     comm, of_model = Comm(), blocks(DEPTH)
@@ -61,7 +56,8 @@ def test_the_first_stage_keeps_what_the_table_says(world2: World):
     """All layers' worth with 1F1B, though it has half of them; 1 + (p-1)/(pv) as much with chunks
     (arXiv 2205.05198, section 4.2.3). With GPipe m micro-batches of half the layers, so the count
     can tell them apart."""
-    each = layer_bytes()
+    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    each = sum(one.nbytes for one in saved_by(blocks(1)[0], x))  # of a block and a micro-batch
     for schedule, chunks, expected in (
         ("1f1b", 1, predict.first_stage_activation_bytes(each, DEPTH, 2, 1)),
         ("interleaved", 2, predict.first_stage_activation_bytes(each, DEPTH, 2, 2)),

@@ -85,11 +85,8 @@ def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside():
 
 
 def test_what_does_not_fit_is_told_by_how_much_and_by_what_holds_the_most():
+    assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS
     held = {"parameters": 20e9, "activations": 61e9, "gradients": 15.3e9}
     assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0"
     barely = why_not(held, sum(held.values()) - 2e7)
     assert barely == "does not fit: 96.300 GB of 96.280 GB, activations 61.0"
-
-
-def test_the_parts_are_the_step():
-    assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS

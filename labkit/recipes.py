@@ -24,7 +24,7 @@ from labkit.parallel.context.zigzag import sequence_shard
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.validation import columns_and_rows, is_attention, is_mlp
+from labkit.parallel.tensor.validation import layers_to_cut
 from labkit.predict.context import ring_attention_bytes
 from labkit.predict.three_d import bytes_by_axis
 
@@ -131,11 +131,9 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
     vocabulary = {part.tokens.weight for part in module.modules() if hasattr(part, "tokens")}
     vocabulary |= {*getattr(module, "head", nn.Module()).parameters()}
     cut: set[Tensor] = set()
-    for layer in module.modules():
-        if is_attention(layer) or is_mlp(layer):
-            columns, row = columns_and_rows(layer)
-            cut.update(p for name in columns for p in getattr(layer, name).parameters())
-            cut.add(getattr(layer, row).weight)
+    for _, layer, columns, row in layers_to_cut(module):
+        cut.update(p for name in columns for p in getattr(layer, name).parameters())
+        cut.add(getattr(layer, row).weight)
     return {
         p: ceil(p.shape[0] / size) * p[0].nbytes if p in vocabulary
         else p.nbytes // size if p in cut

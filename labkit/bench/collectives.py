@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from labkit.bench.calls import REDUCTIONS, Buffers, NativeCalls, call_of, expected
-from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of, take_turns
+from labkit.bench.harness import calls_in_a_turn, check_names, seconds_of, sync_of, take_turns
 from labkit.comm import listen
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.runtime.attach import attach
@@ -25,15 +25,8 @@ from labkit.runtime.pick import pick
 from labkit.runtime.progress import progress
 from labkit.runtime.transports.chooser import table_note
 from labkit.runtime.world import World
-from labkit.sweeps.sweep import (
-    BUS_FACTORS,
-    DEFAULT,
-    REDUCING,
-    Point,
-    Sweep,
-    count_of,
-    sizes_between,
-)
+from labkit.sweeps import sweep
+from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
@@ -90,14 +83,14 @@ def _on_rank(case: Case) -> dict[str, Timed]:
     calls[COPY] = lambda: buffers.output.copy_(buffers.input)
     sync, turns = sync_of(me.device), {}
     for name, collective in calls.items():
-        blocking = partial(_then, collective, sync)
+        blocking = partial(_blocking, collective, sync)
         repeats = calls_in_a_turn(me, blocking, TURN_S, MOST_CALLS)
         turns[name] = partial(seconds_of, blocking, repeats, comm.barrier)
     seconds = take_turns(turns, case.turns, shuffled=True)
     return {name: Timed(chosen[name], seconds[name], wrong[name]) for name in calls}
 
 
-def _then(collective: Callable[[], object], sync: Callable[[], object]) -> None:
+def _blocking(collective: Callable[[], object], sync: Callable[[], object]) -> None:
     collective()
     sync()
 
@@ -127,13 +120,13 @@ def bench_collectives(
 
     Raises ValueError for names that do not exist and sizes that do not fit.
     """
-    sizes = list(sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
+    sizes = list(sweep.sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
     todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
     points: list[Point] = []
     for n in dict.fromkeys(ranks):
-        counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
+        counts = {case: sweep.count_of(case[0], n, case[1], item_bytes) for case in todo}
         on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
         with World(
             n, device=None if on_gpus else "cpu", transport=None if on_gpus else transport,
@@ -142,7 +135,7 @@ def bench_collectives(
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
                 names = [DEFAULT] if on_gpus else _supported(op, n, algorithms)
-                op_redop = redop if op in REDUCING else ""
+                op_redop = redop if op in sweep.REDUCING else ""
                 case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
                 points += _points(case, n, nbytes, world.backend, world.run(_on_rank, case))
     about = {
@@ -199,21 +192,14 @@ def _check_input(
     dtype: str, redop: str, turns: int,
 ) -> None:  # fmt: skip
     of_ops = [DEFAULT, *(name for op in ops for name in ALGORITHMS.get(op, ()))]
-    for what, given, known in [
-        ("operation", ops, BUS_FACTORS),
-        ("dtype", [dtype], DTYPES),
-        ("reduction", [redop], REDUCTIONS),
-        ("algorithm of these operations", algorithms or [], dict.fromkeys(of_ops)),
-    ]:
-        if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"{unknown[0]!r} is no {what}; choose from {', '.join(known)}")
-    for what, named in [
-        ("operation", ops),
-        ("number of ranks", ranks),
-        ("size", sizes),
-        ("algorithm", [DEFAULT] if algorithms is None else algorithms),
-    ]:
-        if not named:
+    known_algorithms = dict.fromkeys(of_ops)
+    check_names(ops, BUS_FACTORS, "{!r} is no operation")
+    check_names([dtype], DTYPES, "{!r} is no dtype")
+    check_names([redop], REDUCTIONS, "{!r} is no reduction")
+    check_names(algorithms or [], known_algorithms, "{!r} is no algorithm of these operations")
+    asked = {"operation": ops, "number of ranks": ranks, "size": sizes, "algorithm": algorithms}
+    for what, named in asked.items():
+        if named is not None and not named:
             raise ValueError(f"nothing to measure: name at least one {what}")
     if wrong := [n for n in ranks if n < 2]:
         raise ValueError(f"on {wrong[0]} ranks nothing travels; measure on 2 or more")

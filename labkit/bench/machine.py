@@ -137,7 +137,6 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
     (tiny_s,) = (s for c, s in seconds.items() if c.what == "tiny")
     ((copied_bytes, copy_s),) = ((c.size, s) for c, s in seconds.items() if c.what == "copy")
     fit = fit_products(products)
-    sides = {dtype: [p.side for p in products if p.dtype == dtype] for dtype in fit.peak_flops}
     sources = {
         "memory_bytes": "all there is, over the ranks that share it",
         "memory_bytes_per_s": f"a copy of {copied_bytes >> 20} MiB, read and written",
@@ -145,11 +144,10 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
         "matmul_reached": REACHED,
         "memory_reached": REACHED,
         "tile": f"products of all dtypes, typically {fit.error:.0%} off",
-        **{
-            f"peak_flops.{dtype}": f"products of sides {min(own)} to {max(own)}"
-            for dtype, own in sides.items()
-        },
     }
+    for dtype in fit.peak_flops:
+        sides = [product.side for product in products if product.dtype == dtype]
+        sources[f"peak_flops.{dtype}"] = f"products of sides {min(sides)} to {max(sides)}"
     device = Device(
         name=f"one of {n} ranks on {kind}" if n > 1 else f"a rank on {kind}",
         peak_flops={dtype: _rounded(rate) for dtype, rate in fit.peak_flops.items()},

@@ -9,15 +9,15 @@ mean absolute value, so that one outlier does not count. (bfloat16 on a CPU has 
 its first multiplication.) An error of 0.1 means: typically a tenth off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from labkit.comm.collectives.costs import Cost
-from labkit.sweeps.alpha_beta import fit_line
+from labkit.sweeps.alpha_beta import fit_line, least
 
-TRIED, ZOOMS = 11, 6  # each zoom is a fifth of the one before
+SEARCH = {"tried": 11, "zooms": 6}
 LEAST_PART = 1e-4  # of its peak: no product has reached less
 
 
@@ -78,7 +78,7 @@ def fit_products(products: Sequence[Product]) -> ProductFit:
         peaks = {dtype: float(np.exp(x)) for dtype, x in medians.items()}
         return ProductFit(peaks, tile, float(abs(off).mean()))
 
-    return fit(_least(lambda part: fit(part).error, LEAST_PART, 1.0))
+    return fit(least(lambda part: fit(part).error, LEAST_PART, 1.0, **SEARCH))
 
 
 def fit_wire(reduced: Sequence[Reduced]) -> WireFit:
@@ -98,17 +98,8 @@ def fit_wire(reduced: Sequence[Reduced]) -> WireFit:
         return fit_line(costs, [x.seconds for x in reduced])
 
     ranks_differ = len({x.ranks for x in reduced}) > 1
-    part = _least(lambda part: line(part)[2], 0.0, 1.0) if ranks_differ else 0.0
+    part = least(lambda part: line(part)[2], 0.0, 1.0, **SEARCH) if ranks_differ else 0.0
     alpha_s, beta_s_per_byte, error = line(part)
     if beta_s_per_byte == 0:
         raise ValueError("a large all-reduce took no longer than a small one; measure again")
     return WireFit(1 / beta_s_per_byte, (1 - part) * alpha_s, part * alpha_s, error)
-
-
-def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of a function with one valley, ends included."""
-    for _ in range(ZOOMS):
-        tried = np.linspace(low, high, TRIED).tolist()  # the best so far is among them
-        place = int(np.argmin([function(x) for x in tried]))
-        low, high = tried[max(place - 1, 0)], tried[min(place + 1, TRIED - 1)]
-    return float(tried[place])

@@ -114,15 +114,15 @@ def bench_replay(
 
 def table(measured: list[StepTimes]) -> Table:
     """A row for each model: its times, and how near the replay comes."""
-    names = ("model", "ranks", "computing, ms", "replayed, ms", "measured, ms")
-    shown = titled(
-        f"A DDP step over {LINK.gbps:g} Gbit/s and {LINK.latency_us:g} us: replayed from a run "
-        "without it, and measured (aim: 0.9 to 1.1)",
-        "", (*names, "replayed / measured", "quartiles"), (),
-    )  # fmt: skip
+    cases, rows = ("computing", "replayed", "measured"), []
     for times in measured:
         low, middle, high = times.ratio("replayed", "measured")
-        ms = [f"{times.ms(case):.1f}" for case in ("computing", "replayed", "measured")]
         about = times.about["model"], str(times.about["ranks"])
-        shown.add_row(*about, *ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
-    return shown
+        ms = [f"{times.ms(case):.1f}" for case in cases]
+        rows.append((*about, *ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"))
+    title = (
+        f"A DDP step over {LINK.gbps:g} Gbit/s and {LINK.latency_us:g} us: replayed from a run "
+        "without it, and measured (aim: 0.9 to 1.1)"
+    )
+    names = ("model", "ranks", *(f"{case}, ms" for case in cases))
+    return titled(title, "", (*names, "replayed / measured", "quartiles"), (), rows)

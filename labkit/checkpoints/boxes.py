@@ -93,6 +93,12 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
     return tensor[at : at + box.numel].view(box.sizes)
 
 
-def beginning_of(view: torch.Tensor, box: Box) -> torch.Tensor:
-    """What of a view lies in `box`, which may be smaller by the padding at the view's end."""
-    return view[tuple(slice(size) for size in box.sizes)]
+def placed_boxes(
+    tensor: torch.Tensor, shape: torch.Size, start: int, shard: Shard | None, most: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """As `small_boxes`, of a rank's part, whose elements from `start` on are `tensor`: each box in
+    the whole parameter, without padding, and its view of `tensor`."""
+    for here in small_boxes(shape, start, tensor.numel(), most):
+        if (box := in_whole(here, shard)) is not None:
+            view = view_of(tensor, shape, start, here)
+            yield box, view[tuple(slice(size) for size in box.sizes)]

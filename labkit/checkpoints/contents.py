@@ -5,24 +5,33 @@
     optimizer.param_groups.GROUP.KEY        hyperparameters; KEY `params` has the names
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
-These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A rank has `Owned`
-pieces of parameters (labkit/holdings.py); several may have the same one, then one writes it. A
-parameter that is cut over tensor-parallel ranks has its plain name and its whole shape.
+These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A rank owns
+pieces of parameters (`OwnedPiece`), as its strategy gives them:
+
+    DDP, or none         all ranks have every parameter whole
+    ZeroOptimizer        the optimizer's `owned(module)`
+    ZeRO3                the model's `owned(optimizer)`
+    Pipeline             the optimizer's, of this rank's stages; or each stage's own, whole or
+                         in ZeRO3, under the names of the whole model
+
+Several ranks may have the same piece, then one writes it. A parameter that is cut over tensor-
+parallel ranks has its plain name and its whole shape. One that is tied over stages has the first of
+its names everywhere; the first of its ranks writes it, the others read it, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from labkit.checkpoints.owners import Owners
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 from labkit.parallel.common.agreement import check_same_on_all_ranks
-from labkit.parallel.common.sharder import InStages
-from labkit.parallel.common.shards import comms_of, shard_of
+from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils
+from labkit.parallel.common.shards import shard_of
 from labkit.parallel.common.whole import plain_module
 from labkit.runtime.attach import attach
 
@@ -33,11 +42,78 @@ FORMAT = 1
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
     """The ranks that hold the model together: those of its strategy; all, where it has none, where
     parameters are cut over further ranks, or where it is in stages."""
-    if not comms_of(plain_module(model).parameters()) and not isinstance(model, InStages):
+    if not (any(map(shard_of, plain_module(model).parameters())) or isinstance(model, InStages)):
         for owner in (optimizer, model):
             if isinstance(comm := getattr(owner, "comm", None), Comm):
                 return comm
     return attach().comm
+
+
+class Owners:
+    """Who owns the pieces of `model` and its `optimizer`, on this rank.
+
+    module      the part of the model that is here, under the names of the whole
+    strategies  those with an `owned` method, [] where all is whole
+    pipeline    the model, where it is one
+
+    Raises ValueError where model and optimizer both have one.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any):
+        self.module, self.optimizer = plain_module(model), optimizer
+        self.pipeline = model if isinstance(model, InStages) else None
+        stages = self.pipeline.stages_here() if self.pipeline else [("", model)]
+        self._sharders: list[tuple[str, Any]] = [x for x in stages if fulfils(x[1], OwnsPieces)]
+        self._cut = {p for _, one in self._sharders for p in one.module.parameters()}
+        self._by_optimizer = fulfils(optimizer, OwnsPieces)
+        self.strategies = [optimizer] * self._by_optimizer + [one for _, one in self._sharders]
+        if self._by_optimizer and self._sharders:
+            names = " and ".join(type(one).__name__ for one in self.strategies[:2])
+            raise ValueError(
+                f"{names} both say what a rank owns; under {type(self.strategies[1]).__name__} use "
+                "a plain torch optimizer, which it gives its pieces to step on"
+            )
+
+    def pieces(self) -> list[OwnedPiece]:
+        """What this rank owns, under first names."""
+        if self._by_optimizer:
+            pieces = list(self.optimizer.owned(self.module))
+        else:
+            pieces = [
+                replace(piece, name=prefix + piece.name)
+                for prefix, stage in self._sharders
+                for piece in stage.owned(self.optimizer)
+            ]
+            named = self.module.named_parameters()
+            pieces += [whole(name, p, self.optimizer) for name, p in named if p not in self._cut]
+        return [replace(piece, name=self.first_name(piece.name)) for piece in pieces]
+
+    def unowned(self, names: Container[str]) -> list[OwnedPiece]:
+        """Whole pieces of parameters without an owner, not among `names`: frozen ones, which a
+        sharded optimizer may leave out, and those without elements."""
+        return [whole(n, p, None) for n, p in self.named() if n not in names and p not in self._cut]
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are here, under first names."""
+        return [(self.first_name(name), p) for name, p in self.module.named_parameters()]
+
+    def first_name(self, name: str) -> str:
+        """The name under which a parameter is saved, whichever of its names it has here."""
+        return self.pipeline.further_names.get(name, name) if self.pipeline else name
+
+    def written_here(self) -> set[str]:
+        """The first names of the parameters that no rank before this one has for its stages."""
+        named, pipeline = self.named(), self.pipeline
+        others = {name for name, p in named if pipeline and not pipeline.counts_here(p)}
+        return {name for name, _ in named} - others
+
+
+def whole(name: str, parameter: nn.Parameter, optimizer: Any) -> OwnedPiece:
+    """All of a parameter, on which `optimizer` steps if it has it."""
+    steps = optimizer is not None and any(
+        parameter is p for group in optimizer.param_groups for p in group["params"]
+    )
+    return OwnedPiece(name, parameter.shape, 0, parameter, optimizer if steps else None)
 
 
 class Contents:
@@ -92,31 +168,26 @@ class Contents:
         names = {id(p): name for name, p in named}
         names |= {id(piece.tensor): piece.name for piece in self.pieces}
         stepped_on = [piece for piece in self.pieces if piece.optimizer is not None]
-        groups = [[names.get(id(p)) for p in group["params"]] for group in self._groups]
-        mine = {
-            "shapes": {piece.name: piece.whole_shape for piece in self.pieces},
-            "stateful": {piece.name for piece in stepped_on},
-            "trained": {piece.name for piece in stepped_on if piece.tensor.requires_grad},
-            "groups": [[name for name in group if name is not None] for group in groups],
-            "buffers": {name: x.shape for name, x in self.buffers.items()},
-        }
-        ranks: list[dict[str, Any]] = comm.all_gather_object(mine)
-        counts = [len(rank["groups"]) for rank in ranks]
+        own_groups = [[names.get(id(p)) for p in group["params"]] for group in self._groups]
+        mine = (
+            {piece.name: piece.whole_shape for piece in self.pieces},
+            {name: x.shape for name, x in self.buffers.items()},
+            {piece.name for piece in stepped_on},
+            {piece.name for piece in stepped_on if piece.tensor.requires_grad},
+            [[name for name in group if name is not None] for group in own_groups],
+        )
+        shapes, buffers, stateful, trained, groups = zip(*comm.all_gather_object(mine))
+        counts = [len(of_rank) for of_rank in groups]
         if len(set(counts)) > 1:
             raise ValueError(
                 "the ranks have different optimizers: the number of parameter groups is "
                 f"{', '.join(map(str, counts))}; build the same on all"
             )
-        self.shapes = _union([rank["shapes"] for rank in ranks])
-        self.stateful = set().union(*(rank["stateful"] for rank in ranks))
-        self.trained = set().union(*(rank["trained"] for rank in ranks))
-        self.groups = [
-            list(dict.fromkeys(name for rank in ranks for name in rank["groups"][k]))
-            for k in range(counts[0])
-        ]
-        self.buffer_shapes = _union([rank["buffers"] for rank in ranks])
+        self.shapes, self.buffer_shapes = _union(shapes), _union(buffers)
+        self.stateful, self.trained = set().union(*stateful), set().union(*trained)
+        self.groups = [list(dict.fromkeys(chain(*of_ranks))) for of_ranks in zip(*groups)]
         self.buffer_rank = {
-            name: next(k for k, rank in enumerate(ranks) if name in rank["buffers"])
+            name: next(rank for rank, of_rank in enumerate(buffers) if name in of_rank)
             for name in self.buffer_shapes
         }
 
@@ -125,13 +196,10 @@ class Contents:
         them (data-parallel ranks may cut them at other places on the others); of those that
         several stages have, only on the first of these."""
         named = self.owners.named()
-        first = all(comm.rank == 0 for comm in comms_of(p for _, p in named))
+        shards = (shard_of(p) for _, p in named)
+        first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.owners.written_here()
         return (x for x in self.pieces if x.name in here and (first or x.shard is not None))
-
-    def has_elements(self, name: str) -> bool:
-        """False where a strategy may leave the parameter out."""
-        return name in self.shapes and self.shapes[name].numel() > 0
 
     def hyperparameters(self) -> Iterator[tuple[Key, Any]]:
         """Those of each group, with the names of its parameters."""

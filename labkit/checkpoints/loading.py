@@ -190,7 +190,7 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
     }
     hyperparameters = []
     for names, now in zip(contents.groups, contents.optimizer.param_groups):
-        names = [name for name in names if contents.has_elements(name)]
+        names = [x for x in names if x in contents.shapes and contents.shapes[x].numel()]
         missing = [name for name in names if name not in group_of and name in contents.trained]
         _raise(stored, "optimizer", missing, [], [])
         names = [name for name in names if name in group_of]

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from labkit.checkpoints import folders
-from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
+from labkit.checkpoints.boxes import placed_boxes
 from labkit.checkpoints.contents import FORMAT, Contents, Key, check_one_for_all, comm_of, lies_like
 from labkit.checkpoints.stored import check_weights_only
 from labkit.checkpoints.together import on_rank_0, together
@@ -154,8 +154,7 @@ class PiecePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The bytes to be written of a tensor or another value."""
         data = self._data[write_item.index]
-        data = _serialised(_alone(data)) if isinstance(data, torch.Tensor) else data
-        return data.getbuffer()
+        return (_serialised(_alone(data)) if torch.is_tensor(data) else data).getbuffer()
 
     def _value(self, path: Key, value: Any) -> None:
         key = self._key(path)
@@ -174,14 +173,9 @@ class PiecePlanner(DefaultSavePlanner):
         key, tensor = self._key(path), tensor.detach()
         properties = metadata.TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()
-        for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
-            box = in_whole(here, piece.shard)
-            if box is None:  # padding
-                continue
-            index = metadata.MetadataIndex(key, box.offsets)
+        for box, view in placed_boxes(tensor, piece.shape, piece.start, piece.shard, most):
+            self._data[index := metadata.MetadataIndex(key, box.offsets)] = view
             chunk = metadata.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            view = view_of(tensor, piece.shape, piece.start, here)
-            self._data[index] = beginning_of(view, box)
             written = TensorWriteData(chunk, properties, piece.whole_shape)
             self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
 

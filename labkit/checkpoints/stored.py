@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
+from labkit.checkpoints.boxes import placed_boxes
 from labkit.checkpoints.contents import Key
 from labkit.checkpoints.folders import METADATA, inside, sealed
 from labkit.parallel.common.shards import Shard
@@ -143,18 +143,13 @@ class Stored:
         """Where the boxes of a tensor lie in the files."""
         key, entry = self._keys[fill.path], self.entries[fill.path]
         assert isinstance(entry, TensorStorageMetadata)
-        items = []
-        for here in small_boxes(fill.shape, fill.start, fill.tensor.numel(), fill.shape.numel()):
-            box = in_whole(here, fill.shard)
-            if box is None:  # padding stays as it is
-                continue
+        items, tensor, most = [], fill.tensor.detach(), fill.shape.numel()
+        for box, view in placed_boxes(tensor, fill.shape, fill.start, fill.shard, most):
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             parts = create_read_items_for_chunk_list(key, entry, [chunk])
             if sum(prod(part.lengths) for part in parts) != box.numel:
                 raise ValueError(f"{self.folder} has only a part of {key}; it is damaged")
-            index = MetadataIndex(f"{number} {key}", box.offsets)
-            view = view_of(fill.tensor.detach(), fill.shape, fill.start, here)
-            landing.views[index] = beginning_of(view, box)
+            landing.views[index := MetadataIndex(f"{number} {key}", box.offsets)] = view
             items += [replace(part, dest_index=index) for part in parts]
         return items
 

@@ -12,6 +12,7 @@ from dataclasses import MISSING, fields
 from decimal import Decimal
 from functools import cache
 from importlib.resources import files
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,8 @@ def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     """
     for name, written in clusters.items():
         if name != written.name:
-            raise ValueError(
-                f"the cluster under {name!r} is called {written.name!r}; make both the same: "
-                f"dataclasses.replace(one, name={name!r})"
-            )
+            fix = f"make both the same: dataclasses.replace(one, name={name!r})"
+            raise ValueError(f"the cluster under {name!r} is called {written.name!r}; {fix}")
     if not clusters:
         raise ValueError(f"{path}: no cluster to write; give at least one, under its name")
     data = "".join(f"{line}\n" for line in _lines(clusters)).encode()
@@ -123,15 +122,10 @@ def _cluster(name: str, table: Any, devices: Mapping[str, Any], where: str) -> C
     if not (isinstance(levels, list) and 1 <= len(levels) <= 2):
         raise ValueError(f"{where}: levels: one inside a node is needed, and one between, if any")
     inside, *between = [_level(x, i == 0, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
-    return Cluster(
-        name,
-        str(table.get("title", name)),
-        _device(devices[device], f"{where}: device {device}"),
-        _count(table, "nodes", where),
-        _count(levels[0], "devices", f"{where}: levels[0]"),
-        inside,
-        *between,
-    )
+    nodes = _count(table, "nodes", where)
+    per_node = _count(levels[0], "devices", f"{where}: levels[0]")
+    device = _device(devices[device], f"{where}: device {device}")
+    return Cluster(name, str(table.get("title", name)), device, nodes, per_node, inside, *between)
 
 
 def _device(table: Any, where: str) -> Device:
@@ -143,11 +137,10 @@ def _device(table: Any, where: str) -> Device:
             f"{where}: no rate of any dtype; give one: "
             'peak_flops.bfloat16 = [312e12, "who says so"]'
         )
-    peak_flops = {}
+    peak_flops, place = {}, f"{where}: peak_flops"
     for dtype, given in rates.items():
-        peak_flops[dtype], sources[f"peak_flops.{dtype}"] = _number(
-            dtype, given, f"{where}: peak_flops", "peak_flops"
-        )
+        rate = _number(dtype, given, place, "peak_flops")
+        peak_flops[dtype], sources[f"peak_flops.{dtype}"] = rate
     return Device(str(table.get("name", where)), peak_flops, **numbers, sources=sources)
 
 
@@ -170,12 +163,9 @@ def _numbers_of(
 
 
 def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, str]:
-    match given:
-        case [number, str() as source] if type(number) in (int, float) and source:
-            pass
-        case _:
-            number, source = math.nan, ""
-    if not abs(number) <= 1e300:
+    number, source = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    known = type(number) in (int, float) and isinstance(source, str) and source
+    if not known or not abs(number) <= 1e300:
         raise ValueError(
             f"{where}: {name} = {given!r}; a number and its source are needed: "
             f'{name} = [1e9, "who says so"]'
@@ -194,10 +184,10 @@ def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, st
 
 
 def _count(table: Mapping[str, Any], name: str, where: str) -> int:
-    count = table.get(name)
-    if type(count) is not int or count < 1:
-        raise ValueError(f"{where}: {name} = {count!r}; a whole number of 1 or more is needed")
-    return count
+    number = table.get(name)
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{where}: {name} = {number!r}; a whole number of 1 or more is needed")
+    return number
 
 
 def _table(table: Any, where: str, known: Iterable[str] | None = None) -> dict[str, Any]:
@@ -246,12 +236,9 @@ def _lines(clusters: Mapping[str, Cluster]) -> Iterator[str]:
 
 def _free_key(name: str, taken: Mapping[str, Device]) -> str:
     """The name of a device in small letters, numbered if need be."""
-    key = stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
-    number = 1
-    while key in taken:
-        number += 1
-        key = f"{stem}-{number}"
-    return key
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
+    keys = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(key for key in keys if key not in taken)
 
 
 def _number_lines(described: Device | Level, what: str) -> Iterator[str]:

@@ -51,16 +51,12 @@ def execute(notebook: Notebook) -> Notebook:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET, None)
-            if "text" in output:  # of all that a cell printed, together
-                output.text = _as_shown(output.text)
+            if "text" in output:  # of all that a cell printed, together, as a terminal leaves it:
+                # a progress bar overwrites what it wrote before.
+                output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
         if "outputs" in cell:
             cell.outputs = [one for one in cell.outputs if one.get("text") != ""]
     return notebook
-
-
-def _as_shown(text: str) -> str:
-    """Lines as a terminal leaves them: a progress bar overwrites what it wrote before."""
-    return re.sub(r"[^\n]*\r(?!\n)", "", text)
 
 
 def write(notebook: Notebook, path: Path) -> None:

@@ -11,10 +11,10 @@ edition has a stub in its place: the cell's metadata `stub="..."`, or a
 Ids and metadata follow from the source alone, so that building twice gives the same.
 """
 
-import copy
 import hashlib
 import re
 from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -70,24 +70,19 @@ def solved(lab: Path) -> Notebook:
 
 def student(lab: Path) -> Notebook:
     """The student edition: stubs where the solutions are, nothing that gives them away."""
-    notebook = copy.deepcopy(solved(lab))
-    notebook.cells = [
-        cell for cell in notebook.cells if ANSWER not in cell.metadata.get("tags", [])
-    ]
+    notebook = solved(lab)
+    notebook.cells = [x for x in notebook.cells if ANSWER not in x.metadata.get("tags", [])]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in code:
+        cell.source = without_solutions(cell.source, cell.metadata.get("stub"))
     for cell in notebook.cells:
-        stub = cell.metadata.pop("stub", None)
-        if cell.cell_type == "code":
-            cell.source = without_solutions(cell.source, stub)
-    _begin_without_predictions([x for x in notebook.cells if x.cell_type == "code"])
-    return notebook
-
-
-def _begin_without_predictions(cells: list[Any]) -> None:
-    """Begin with empty predictions: one that a student skips then says so when it is used."""
-    made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in cells]
+        cell.metadata.pop("stub", None)
+    # Empty predictions first: one that a student skips then says so when it is used.
+    made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in code]
     new = dict.fromkeys(name for names in made[1:] for name in names if name not in made[0])
     if new:
-        cells[0].source += f"\n{' = '.join(new)} = predict()  # nothing yet: for you, in step 3"
+        code[0].source += f"\n{' = '.join(new)} = predict()  # nothing yet: for you, in step 3"
+    return notebook
 
 
 def without_solutions(text: str, stub: str | None = None) -> str:
@@ -147,9 +142,7 @@ def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
 def _unused(name: str, taken: set[str]) -> str:
     """`name`, with a number where it is taken. (A cell's id is made from its text: so it keeps it
     when other cells come and go.)"""
-    number, found = 1, name
-    while found in taken:
-        number += 1
-        found = f"{name}-{number}"
-    taken.add(found)
-    return found
+    numbered = (f"{name}-{number}" for number in count(2))
+    unused = next(one for one in chain([name], numbered) if one not in taken)
+    taken.add(unused)
+    return unused

@@ -50,10 +50,8 @@ def in_words(content: Content, chunk: int) -> str:
         return f"{words}, from several chunks,"
     if content.chunk != chunk:
         words += f" for chunk {content.chunk}"
-    often = [rank for rank, count in enumerate(content.counts) if count > 1]
-    if often:
-        words += f", those of rank {often[0]} {content.counts[often[0]]} times,"
-    return words
+    often = (x for x in enumerate(content.counts) if x[1] > 1)
+    return words + next((f", those of rank {rank} {n} times," for rank, n in often), "")
 
 
 def numbers_of(ranks: tuple[int, ...]) -> str:

@@ -65,9 +65,16 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
         results = world.run(_one_rank, play, args)
     values, events, peaks = zip(*results)
     for rank, of_rank in enumerate(events):
-        if forgotten := [event for event in of_rank if not event.ended_s]:
-            world.restart()  # a message may still be in flight, and must not reach the next check
-            raise _not_waited_for(rank, forgotten[0])
+        for event in of_rank:
+            if not event.ended_s:
+                world.restart()  # a message in flight must not reach the next check
+                message = event.op in ("send", "recv")
+                call = f"i{event.op}" if message else f"{event.op}(..., async_op=True)"
+                raise CheckFailed(
+                    f"rank {rank} returns before its {event.op} is over.",
+                    hint=f"{call} only starts it and returns a handle: wait for the handle, "
+                    "handle.wait().",
+                )
     return Ran(list(values), list(events), list(peaks))
 
 
@@ -100,14 +107,6 @@ def first_backward() -> None:
     """Have torch import what the first backward with a given gradient needs."""
     x = torch.ones(2, requires_grad=True)
     torch.autograd.backward(x * 2, torch.ones(2))
-
-
-def _not_waited_for(rank: int, event: CommEvent) -> CheckFailed:
-    name = f"i{event.op}" if event.op in ("send", "recv") else f"{event.op}(..., async_op=True)"
-    return CheckFailed(
-        f"rank {rank} returns before its {event.op} is over.",
-        hint=f"{name} only starts it and returns a handle: wait for the handle, handle.wait().",
-    )
 
 
 def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[CommEvent], int]:
@@ -143,9 +142,7 @@ def check_failure(error: RankError) -> CheckFailed:
                 f"you left the stub{whose}: the body is not written yet.",
                 hint="Replace the line `raise NotImplementedError(...)`, then run its cell again.",
             )
-        case "raised":
-            return CheckFailed(f"{first}.", details=_last_lines(rest))
-        case "stuck" if " raised " in first:
+        case "raised" | "stuck" if error.kind == "raised" or " raised " in first:
             return CheckFailed(f"{first}.", details=_last_lines(rest))
         case "stuck":
             hint = "Each receive needs its send, and all ranks must call every collective."
@@ -165,19 +162,12 @@ def _last_lines(trace: str) -> str:
     """The innermost line of the student's own code in the first traceback of `trace`."""
     place = re.compile(r'^\s*(?:File "[^"]*"|Cell In\[\d+\]), line \d+, in .*')
     lines = re.split(r"\n *ranks? [\d, and]+ raised ", trace)[0].splitlines()
-    found = [
-        lines[i : i + 2]
-        for i, line in enumerate(lines)
-        if place.match(line) and not _is_library(line)
-    ]
-    return "\n".join(f"  {line.strip()}" for line in (found[-1] if found else []))
-
-
-def _is_library(line: str) -> bool:
-    """Whether a traceback's line is of labkit, torch or a lab's checks. (Tests run a lab's wrong
-    answers in place of a student's.)"""
-    ours = any(f"{folder}{os.sep}" in line for folder in LIBRARIES)
-    return ours and "wrong_answers.py" not in line
+    shown: list[str] = []
+    for i, line in enumerate(lines):
+        library = any(f"{folder}{os.sep}" in line for folder in LIBRARIES)
+        if place.match(line) and (not library or "wrong_answers.py" in line):  # a test's student
+            shown = lines[i : i + 2]
+    return "\n".join(f"  {line.strip()}" for line in shown)
 
 
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
@@ -187,10 +177,9 @@ def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0
         return watch_collective(world, collective, student, root)
 
 
-def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The values of `alone` for many arguments, in one call."""
-    found: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
-    return found
+def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> Any:
+    """The values of `alone` for many arguments, a list, in one call."""
+    return alone(lambda cases: [student(*given) for given in cases], cases)
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:

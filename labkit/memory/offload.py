@@ -191,7 +191,8 @@ class Moved:
         self._changed = False
         self._piece, self._bus, self._host = piece, bus, host
         self._device = x.device
-        self._here: torch.Tensor | None = _flat(x)
+        nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
+        self._here: torch.Tensor | None = nothing.set_(x.untyped_storage())  # its bytes, flat
         self._trip: Arrival = bus.copy(piece, self._here)
 
     @property
@@ -230,11 +231,6 @@ class Moved:
 
     def __del__(self) -> None:
         self._host.give_back(self._piece)  # the next copies to it come after those still under way
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
-    return flat.set_(x.untyped_storage())
 
 
 def _changed() -> RuntimeError:

@@ -19,8 +19,8 @@ import torch
 
 from labkit.holdings import replicated
 from labkit.parallel.common.agreement import broadcast_tensors
-from labkit.parallel.common.data_parallel import Replica, flagged_gradient
-from labkit.parallel.common.flat import at_end_of_backward, nobody_used
+from labkit.parallel.common.data_parallel import Replica
+from labkit.parallel.common.flat import at_end_of_backward, check_dense, nobody_used
 
 
 class NaiveDDP(Replica):
@@ -55,3 +55,15 @@ class NaiveDDP(Replica):
                 parameter.grad = gradient
 
     predict = staticmethod(replicated)
+
+
+def flagged_gradient(p: torch.Tensor, divisor: float = 1) -> torch.Tensor:
+    """The gradient of `p`, divided in place; -0.0 everywhere where this rank did not use it."""
+    if p.grad is None:
+        return torch.full_like(p, -0.0)
+    check_dense(p.grad)
+    if divisor != 1:
+        p.grad.div_(divisor)
+    if p.grad.numel():
+        p.grad.as_strided((1,), (1,)).add_(0.0)
+    return p.grad

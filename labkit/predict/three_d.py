@@ -57,7 +57,6 @@ def bytes_by_axis(
     the stage's ranks.
 
     Args:
-        key_width: of the GPT's keys; `width` unless they are fewer than its queries.
         rows, sequence: the batch of one replica, of all its micro-batches: the global one over dp.
         chunks: of each stage; blocks are cut over pp * chunks, the first ones get one more.
         zero: 0 for DDP, or the stage of ZeRO over dp.
@@ -65,6 +64,7 @@ def bytes_by_axis(
         dropout: the blocks have some; then their last collective is sent again, too.
         scatter_gather: see above; without effect with sequence parallelism.
         gather_logits: the logits of all the vocabulary on every rank.
+        key_width: of the GPT's keys; `width` unless they are fewer than its queries.
         element_bytes: of activations, weights and gradients, as they travel.
 
     ZeRO's buckets are padded to dp equal shares, those of stage 3 block by block: counted as if a
@@ -93,7 +93,7 @@ def bytes_by_axis(
     # Halves of an all-reduce of x in a block: gathers and scatters count once, all-reduces twice.
     again = (4 if dropout else 2 + is_sharded) if recompute else 0
     halves = (10 if is_sharded else 8) + again
-    found = []
+    sent = []
     for stage in range(pp):
         own_blocks, first, last = sum(blocks[stage::pp]), stage == 0, stage == pp - 1
         is_tied = tied and pp > 1 and (first or last)
@@ -118,13 +118,13 @@ def bytes_by_axis(
         times = {0: 2, 1: 2, 2: microbatches + 1, 3: 3 * microbatches}[zero]
         elements = sum(_padded(n, dp if zero else 1) for n in weights)
         shared = _padded(table, dp) / dp if zero else table
-        found.append({
+        sent.append({
             "tensor": (tp - 1) / tp * tensor,
             "pipeline": boundaries * x_bytes / (tp if is_sharded or scatters else 1),
             "data": times * (dp - 1) / dp * elements * element_bytes,
             "embedding": float(is_tied * shared * element_bytes),
         })  # fmt: skip
-    return found
+    return sent
 
 
 def _padded(elements: int, parts: int) -> int:

@@ -47,7 +47,6 @@ def layer_forward_flops(
     width: int, heads: int, rows: int, sequence: int, kv_heads: int | None = None
 ) -> int:
     """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads.
-
     Source: arXiv 2104.04473, appendix."""
     keys = _key_width(width, heads, kv_heads)
     check_counts(rows=rows, sequence=sequence)
@@ -76,9 +75,7 @@ def forward_flops(
     sequence: int,
     kv_heads: int | None = None,
 ) -> int:
-    """FLOPs of the whole forward: depth layers and the head.
-
-    Source: arXiv 2104.04473, appendix."""
+    """FLOPs of the whole forward: depth layers and the head. Source: arXiv 2104.04473, appendix."""
     check_counts(depth=depth)
     layers = depth * layer_forward_flops(width, heads, rows, sequence, kv_heads)
     return layers + head_forward_flops(vocab, width, rows, sequence)
@@ -118,7 +115,6 @@ def step_flops(
 def dense_flops(parameters: float, tokens: float) -> float:
     """6 N D: FLOPs to train N parameters on D tokens, without attention's core. With N from
     `parameters` it counts positions, biases and norms, which are in no matmul, on top.
-
     Source: Kaplan et al., arXiv 2001.08361, section 2.1."""
     check_not_negative(parameters=parameters, tokens=tokens)
     return 6 * parameters * tokens

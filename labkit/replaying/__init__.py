@@ -9,29 +9,16 @@ costs       times of operations and collectives on a cluster
 
 from labkit.lazy import lazy
 
+NAMES = {  # by module
+    "dry_runs": ("dry_run", "fits", "largest_that_fits", "peak_of"),
+    "replays": ("replay",),
+    "what_ifs": ("what_if",),
+    "redrawing": ("changed",),
+    "engine": ("Compute", "Deadlock", "Issue", "Program", "Timed", "Wait", "run"),
+    "costs": ("Costs",),
+    "pipeline": ("bubble", "by_microbatch", "pipeline_programs", "pipeline_step_s",
+                 "pipeline_trace", "stage_seconds"),
+}  # fmt: skip
 __all__, __getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "by_microbatch": "labkit.replaying.microbatches",
-        "bubble": "labkit.replaying.pipeline",
-        "changed": "labkit.replaying.changes",
-        "Compute": "labkit.replaying.engine",
-        "Costs": "labkit.replaying.costs",
-        "Deadlock": "labkit.replaying.engine",
-        "fits": "labkit.replaying.memory",
-        "largest_that_fits": "labkit.replaying.memory",
-        "peak_of": "labkit.replaying.memory",
-        "pipeline_step_s": "labkit.replaying.pipeline",
-        "pipeline_trace": "labkit.replaying.pipeline",
-        "stage_seconds": "labkit.replaying.pipeline",
-        "dry_run": "labkit.replaying.dry_runs",
-        "Issue": "labkit.replaying.engine",
-        "pipeline_programs": "labkit.replaying.pipeline",
-        "Program": "labkit.replaying.engine",
-        "replay": "labkit.replaying.replays",
-        "run": "labkit.replaying.engine",
-        "Timed": "labkit.replaying.engine",
-        "Wait": "labkit.replaying.engine",
-        "what_if": "labkit.replaying.what_ifs",
-    },
+    __name__, {name: f"{__name__}.{home}" for home, names in NAMES.items() for name in names}
 )

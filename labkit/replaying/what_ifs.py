@@ -1,8 +1,7 @@
 """`what_if`: a recorded run on a cluster whose numbers have sliders.
 
 inside a node   [----o---] 450 GB/s   [-o------] 3.4 µs
-between nodes   [--o-----]  50 GB/s   [--o-----]  14 µs
-devices per node  8     bucket_mb  25     ...
+between nodes   [--o-----]  50 GB/s   [--o-----]  14 µs     devices per node  8
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,8 +11,7 @@ from typing import Any
 
 from labkit.clusters import Cluster
 from labkit.plot.widgets import PictureWidget, ipywidgets
-from labkit.replaying.changes import changed
-from labkit.replaying.redrawing import Redrawing, in_words
+from labkit.replaying.redrawing import Redrawing, changed, in_words
 from labkit.runtime.progress import progress
 from labkit.trace import Trace
 
@@ -74,13 +72,13 @@ def _recordings(
         return {(): recorded}
     if not callable(recorded):
         raise ValueError(f"what_if of {recorded!r}: give a trace, or a function that records one")
-    found = {}
+    traces = {}
     for chosen in progress(list(product(*choices.values())), "record"):
         named = dict(zip(choices, chosen, strict=True))
-        found[chosen] = recorded(**named)
+        traces[chosen] = recorded(**named)
         words = " with " * bool(named) + ", ".join(f"{name}={x!r}" for name, x in named.items())
-        _check_counted(found[chosen], f"the recording{words}")
-    return found
+        _check_counted(traces[chosen], f"the recording{words}")
+    return traces
 
 
 def _check_counted(trace: Any, what: str) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,8 @@ def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
     about = {key: value for key, value in trace.about.items() if key != "problems"}
     path = begin_run(path, {"world_size": trace.size, **about}, replace)
     for rank in trace.ranks.values():
-        about_rank = (rank.rank, rank.size, rank.device, rank.host)
-        file = RankFile(path, *about_rank, clock=(0.0, 0.0), alike=rank.alike)
-        file.append([*rank.steps, *rank.spans, *rank.comms, *rank.memory, *rank.operations])
+        file = RankFile(path, rank, clock=(0.0, 0.0))
+        file.append(chain(*rank.lists()))
         if rank.complete:
             file.mark_end()
         file.close()

@@ -12,7 +12,6 @@ machine's monotonic clock; `clock` has one moment on it and in Unix time.
 """
 
 import json
-import platform
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,7 +35,8 @@ _line = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RankFile:
-    """Writes `rank<n>.jsonl` in the run folder `path`. For one thread at a time.
+    """Writes `rank<n>.jsonl` of `trace` in the run folder `path`; its records are appended. For one
+    thread at a time.
 
     An open record (its `ended_s` is 0.0) is written as it is, and once more by the first `append`
     or `close` after its end. So `ended_s` has to be set last.
@@ -46,34 +46,27 @@ class RankFile:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        rank: int,
-        size: int,
-        device: str = "cpu",
-        host: str | None = None,
-        clock: tuple[float, float] | None = None,
-        alike: tuple[int, ...] = (),
+        self, path: str | Path, trace: RankTrace, clock: tuple[float, float] | None = None
     ):
-        self.path = Path(path) / f"rank{rank}.jsonl"
+        self.path = Path(path) / f"rank{trace.rank}.jsonl"
         self._open: dict[int, tuple[int, Record]] = {}  # id -> number, record
         self._count = 0
         monotonic_s, unix_s = clock or (time.monotonic(), time.time())
         header = {
-            "rank": rank,
-            "size": size,
-            "device": device,
-            "host": platform.node() if host is None else host,
+            "rank": trace.rank,
+            "size": trace.size,
+            "device": trace.device,
+            "host": trace.host,
             "clock": {"monotonic_s": monotonic_s, "unix_s": unix_s},
             "columns": {kind: list(types) for kind, types in TYPES.items()},
-            **({"alike": _packed(alike)} if alike else {}),
+            **({"alike": _packed(trace.alike)} if trace.alike else {}),
         }
         try:
             self._file = self.path.open("x", encoding="ascii", newline="\n")
         except FileExistsError:
             raise ValueError(
-                f"{self.path} is there already: another rank {rank} writes it, or it is of an "
-                "earlier run; begin a new folder, or begin_run(..., replace=True)"
+                f"{self.path} is there already: another rank {trace.rank} writes it, or it is of "
+                "an earlier run; begin a new folder, or begin_run(..., replace=True)"
             ) from None
         self._write([header])
 
@@ -157,10 +150,7 @@ def read_rank_file(path: Path) -> ReadRank:
         except _UNREADABLE:
             unreadable.append(i)
 
-    lists: list[list[Any]] = [
-        trace.steps, trace.spans, trace.comms, trace.memory, trace.operations
-    ]  # fmt: skip
-    for record, collected in zip(KINDS.values(), lists, strict=True):
+    for record, collected in zip(KINDS.values(), trace.lists(), strict=True):
         collected += [x for x in records.values() if type(x) is record]
     problems = _problems(path.name, len(lines), unreadable, len(records), ended_after)
     trace.complete = not problems

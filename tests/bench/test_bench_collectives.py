@@ -3,7 +3,6 @@ chooser, and the command. No time is asserted; where times matter, they are made
 """
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from labkit import Comm, World, bench, listen, read_run, record
-from labkit.bench import chooser_table, collectives, harness, sweep_tables
+from labkit.bench import chooser_table, collectives, sweep_tables
 from labkit.bench.calls import (
     IN_PLACE,
     UNTOUCHED,
@@ -180,28 +179,6 @@ def test_wrong_elements_of_all_ranks_are_added_up() -> None:
 def test_a_call_lasts_as_long_as_on_its_slowest_rank() -> None:
     assert _typical([[1.0, 5.0, 4.0], [3.0, 2.0, 9.0]]) == 5.0  # of the turns 3, 5 and 9
     assert _typical([[1.0], [2.0]]) == 2.0
-
-
-def test_the_time_is_that_of_a_turn_over_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots of shared memory, by a made-up clock: the root runs ahead, and its calls alternate;
-    no call of the leaf is as short as the shortest of the root."""
-    now_s = 0.0
-
-    def seconds(calls_s: list[float]) -> float:
-        left = iter(calls_s)
-
-        def call() -> None:
-            nonlocal now_s
-            now_s += next(left)
-
-        return harness.seconds_of(call, len(calls_s))
-
-    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    turns = [[50e-6, 13e-6] * 50, [50e-6, 13e-6] * 50, [51e-6, 14e-6] * 50]
-    leaf = [seconds(calls_s) for calls_s in turns]
-    root = [seconds([13e-6, 13e-6, *calls_s[2:]]) for calls_s in turns]
-    assert leaf == pytest.approx([31.5e-6, 31.5e-6, 32.5e-6])
-    assert _typical([root, leaf]) == pytest.approx(31.5e-6)
 
 
 def test_the_caption_names_the_time_that_was_taken() -> None:
@@ -440,9 +417,3 @@ def test_without_a_name_all_benches_run_and_with_one_only_that(
     monkeypatch.undo()
     done = CliRunner().invoke(app, ["bench", "collectives", "--ops", "barrier"])
     assert done.exit_code == 2 and ran == names
-
-
-def test_the_help_has_examples_and_the_environment_is_clean() -> None:
-    done = CliRunner().invoke(app, ["bench", "collectives", "--help"])
-    assert done.exit_code == 0 and "labkit bench collectives --fit" in " ".join(done.output.split())
-    assert "LABKIT_TABLE" not in os.environ

@@ -137,7 +137,7 @@ def test_no_ranks_are_refused() -> None:
         measure_machine(0)
 
 
-def test_neighbours_make_groups_and_the_last_may_be_left_over() -> None:
+def test_neighbours_make_groups_and_the_last_may_be_left_over(world3: World) -> None:
     def of_two() -> list[tuple[int, float]]:
         me = machine.attach()
         own = machine._group(me, 2)
@@ -148,8 +148,7 @@ def test_neighbours_make_groups_and_the_last_may_be_left_over() -> None:
         assert machine._group(me, 2) is own and machine._group(me, 3).size == 3
         return [(own.size, x.item())]
 
-    with World(3) as world:
-        assert world.run(of_two) == [[(2, 1.0)], [(2, 1.0)], []]
+    assert world3.run(of_two) == [[(2, 1.0)], [(2, 1.0)], []]
 
 
 @pytest.mark.parametrize(("enough_s", "rounds"), [(600, machine.ROUNDS), (-1, 1)])

@@ -3,6 +3,7 @@ read back. No test asserts a time."""
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from labkit import World, bench
 from labkit.bench import data_parallel, harness, pipeline, precision, replay, tensor_parallel
 from labkit.bench.harness import Contest, StepTimes
-from labkit.bench.pipeline_floor import Floor, floor_s, stages_of
+from labkit.bench.pipeline import Floor, floor_s, stages_of
 from labkit.comm import Comm
 from labkit.models import GPT
 from labkit.predict import mfu, step_flops
@@ -130,14 +131,13 @@ def test_tensor_parallelism_times_every_case_with_and_without_adamw(
     assert harness.read(tensor_parallel.save([times], tmp_path / "x.json")) == [times]
 
 
-def test_the_floor_of_tensor_parallelism_has_the_slices_of_one_rank() -> None:
+def test_the_floor_of_tensor_parallelism_has_the_slices_of_one_rank(world2: World) -> None:
     def elements() -> list[int]:
         cases = (tensor_parallel.CASES[name] for name in (tensor_parallel.FLOOR, "tensor"))
         models = [case.parallelize(GPT.preset("tiny")) for case in cases]
         return [sum(p.numel() for p in model.parameters()) for model in models]
 
-    with World(2, check=False) as pair:
-        assert [silent == real for silent, real in pair.run(elements)] == [True, True]
+    assert [silent == real for silent, real in world2.run(elements)] == [True, True]
 
 
 # ---- pipeline
@@ -198,7 +198,7 @@ def test_the_floor_is_computing_and_the_bubble() -> None:
     assert floor_s(halves, [[1.0] * 24] * 4, cores=4) == pytest.approx(24 + 3)
 
 
-def test_the_floor_computes_what_a_stage_does_and_sends_nothing() -> None:
+def test_the_floor_computes_what_a_stage_does_and_sends_nothing(worlds: Any) -> None:
     def measured() -> tuple[int, bool]:
         floor = Floor("tiny", "zb-h1", 2, Comm())
         floor.measure()
@@ -206,8 +206,7 @@ def test_the_floor_computes_what_a_stage_does_and_sends_nothing() -> None:
         (stage,) = floor.stages
         return len(floor.turns[0][0]), all(p.grad is not None for p in stage.module.parameters())
 
-    with World(1, check=False) as alone:
-        assert alone.run(measured) == [(6, True)]
+    assert worlds(1).run(measured) == [(6, True)]
 
 
 # ---- precision
@@ -267,6 +266,3 @@ def test_a_replay_is_timed_beside_the_measured_step(monkeypatch: pytest.MonkeyPa
     assert {len(samples) for samples in times.seconds.values()} == {3}
     assert 0 < times.ms("computing") < times.ms("replayed") and times.ms("measured") > 0
     assert replay.table([times]).row_count == 1
-
-
-# ---- the commands

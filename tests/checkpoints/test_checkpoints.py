@@ -43,7 +43,9 @@ def ranges(numel: int) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_boxes_cover_every_element_of_a_range_once_and_in_order(shape: tuple[int, ...]) -> None:
+def test_boxes_and_small_boxes_cover_every_range_in_order(
+    shape: tuple[int, ...],
+) -> None:
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     for start, numel in ranges(numbers.numel()):
         expected = list(range(start, start + numel))
@@ -55,18 +57,10 @@ def test_boxes_cover_every_element_of_a_range_once_and_in_order(shape: tuple[int
         pieces = [view_of(flat, numbers.shape, start, box) for box in boxes]
         assert [piece.shape for piece in pieces] == [torch.Size(box.sizes) for box in boxes]
         assert torch.cat([piece.flatten() for piece in pieces]).tolist() == expected
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_small_boxes_have_few_elements_or_one_row(shape: tuple[int, ...]) -> None:
-    numel = torch.Size(shape).numel()
-    row = torch.Size(shape[1:]).numel()
-    numbers = torch.arange(numel).view(shape)
-    for start, n in ranges(numel):
-        boxes = list(small_boxes(shape, start, n, 6))
-        assert all(box.numel <= max(6, row) for box in boxes)
-        pieces = [view_of(numbers, numbers.shape, 0, box).flatten() for box in boxes]
-        assert torch.cat(pieces).tolist() == list(range(start, start + n))
+        small = list(small_boxes(shape, start, numel, 6))
+        assert all(box.numel <= max(6, torch.Size(shape[1:]).numel()) for box in small)
+        pieces = [view_of(numbers, numbers.shape, 0, box).flatten() for box in small]
+        assert torch.cat(pieces).tolist() == expected
 
 
 def test_a_tensor_without_elements_is_one_box() -> None:
@@ -111,7 +105,7 @@ def test_any_strategy_and_size_loads_what_any_other_saved(
             assert losses == pytest.approx(expected, abs=AGREE, rel=0), (other, size)
 
 
-def test_one_process_loads_what_ranks_saved(world: World, tmp_path: Path) -> None:
+def test_one_process_loads_what_ranks_saved(world: World, worlds: Any, tmp_path: Path) -> None:
     expected = world.run(save_and_go_on, "zero-1", 3, str(tmp_path))[0]
 
     def alone() -> list[float]:
@@ -120,8 +114,7 @@ def test_one_process_loads_what_ranks_saved(world: World, tmp_path: Path) -> Non
         load_checkpoint(tmp_path, Single(model), optimizer)
         return train(model, optimizer, Comm(), range(3, 6))
 
-    with World(1) as one:
-        assert one.run(alone)[0] == pytest.approx(expected, abs=AGREE, rel=0)
+    assert worlds(1).run(alone)[0] == pytest.approx(expected, abs=AGREE, rel=0)
 
 
 @on_each_rank("world")

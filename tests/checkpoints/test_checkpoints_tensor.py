@@ -1,6 +1,6 @@
 """Checkpoints of tensor-parallel models: from any layout into any other, and into a plain model."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,27 @@ def load_and_go_on(strategy: str, axes: dict[str, int], folder: str) -> list[flo
     return train(model, optimizer, mesh.dp, LATE)
 
 
+@cache
 def expected_losses() -> list[float]:
     model, optimizer = alone()
     train(model, optimizer, None, EARLY)
     return train(model, optimizer, None, LATE)
 
 
+@cache
+def expected_entries() -> dict[str, Any]:
+    model, optimizer = alone()
+    train(model, optimizer, None, EARLY)
+    return written_by(model, optimizer)
+
+
 @pytest.mark.parametrize(("strategy", "axes"), EVERY)
 def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
     world4: World, strategy: str, axes: dict[str, int], tmp_path: Path
 ) -> None:
+    """And its names, shapes and elements are those of the plain model."""
     world4.run(save, strategy, axes, str(tmp_path))
+    check_written(tmp_path / "step_00000003", expected_entries())
     model, optimizer = alone(partial(torch.optim.AdamW, lr=1.0), seed=2)
     load_checkpoint(tmp_path, model, optimizer)
     expected = expected_losses()
@@ -74,15 +84,14 @@ def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
 
 
 def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
-    tmp_path: Path,
+    world3: World, tmp_path: Path
 ) -> None:
     model, optimizer = alone()
     train(model, optimizer, None, EARLY)
     save_checkpoint(tmp_path, model, optimizer, step=3)
-    with World(3) as trio:
-        for losses in trio.run(load_and_go_on, "plain", {"dp": 1, "tp": 3}, str(tmp_path)):
-            assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
-        trio.run(save, "plain", {"dp": 1, "tp": 3}, str(tmp_path / "cut"))
+    for losses in world3.run(load_and_go_on, "plain", {"dp": 1, "tp": 3}, str(tmp_path)):
+        assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
+    world3.run(save, "plain", {"dp": 1, "tp": 3}, str(tmp_path / "cut"))
     model, optimizer = alone(seed=4)
     load_checkpoint(tmp_path / "cut", model, optimizer)
     losses = train(model, optimizer, None, LATE)
@@ -107,16 +116,6 @@ def test_every_layout_loads_what_torchs_own_save_wrote(world4: World, tmp_path: 
 
 
 # ---- what is written
-
-
-@pytest.mark.parametrize(("strategy", "axes"), EVERY)
-def test_names_shapes_and_elements_are_those_of_the_plain_model(
-    world4: World, strategy: str, axes: dict[str, int], tmp_path: Path
-) -> None:
-    world4.run(save, strategy, axes, str(tmp_path))
-    single, its_optimizer = alone()
-    train(single, its_optimizer, None, EARLY)
-    check_written(tmp_path / "step_00000003", written_by(single, its_optimizer))
 
 
 @pytest.mark.parametrize("strategy", ["plain", "zero-1", "zero-3"])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from typer.testing import CliRunner
 
-from labkit import DDP, GPT, World, compare, dry_run, read_run, recipes, write_run
+from labkit import DDP, GPT, compare, dry_run, read_run, recipes, write_run
 from labkit.bench import machine
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
@@ -158,19 +159,17 @@ def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "weights differ from single-process training" in done.output
 
 
-def test_wrong_bytes_and_memory_are_told() -> None:
-    with World(1) as world:
-        report = world.run(train, "single", Task(model="tiny", steps=2, rows=2))[0]
+def test_wrong_bytes_and_memory_are_reported(worlds: Any) -> None:
+    report = worlds(1).run(train, "single", Task(model="tiny", steps=2, rows=2))[0]
     lie = type(report.predicted)(1, 2, 3, 4)
     liar = type(report)(**{**vars(report), "predicted": lie})
     problems = compare._judge([liar], report, Task(model="tiny", steps=2, rows=2), Trace()).problems
     assert [problem.split(":")[0] for problem in problems] == list(vars(lie))
 
 
-def test_a_nan_is_not_equal_wherever_it_stands() -> None:
+def test_a_nan_is_not_equal_wherever_it_stands(worlds: Any) -> None:
     task = Task(model="tiny", steps=2, rows=2)
-    with World(1) as world:
-        report = world.run(train, "single", task)[0]
+    report = worlds(1).run(train, "single", task)[0]
     for name in (next(iter(report.weights)), list(report.weights)[-1]):
         weights = report.weights | {name: torch.full_like(report.weights[name], torch.nan)}
         sick = dataclasses.replace(report, weights=weights)
@@ -255,11 +254,16 @@ def test_doctor_writes_over_nothing_of_ones_own(
     assert Path(name).read_text() == text
 
 
-@pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor", "replay", "plan", "view"])
+@pytest.mark.parametrize(
+    "command",
+    ["compare", "bench", "run", "doctor", "replay", "plan", "view", "schedule", "nccl-log",
+     "bench collectives"],
+)  # fmt: skip
 def test_every_command_has_help_with_an_example(command: str) -> None:
-    done = CliRunner().invoke(app, [command, "--help"])
+    done = CliRunner().invoke(app, [*command.split(), "--help"])
     assert done.exit_code == 0
-    assert f"labkit {command}" in done.output
+    examples = "NCCL_DEBUG" if command == "nccl-log" else f"labkit {command}"
+    assert f"Examples: {examples}" in " ".join(done.output.split())
 
 
 def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:

@@ -38,17 +38,8 @@ print(labkit.__file__, *EXERCISES)
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the wheel installs."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "-w",
-        str(folder),
-        str(ROOT),
-    ]
+    options = ["-q", "--no-deps", "-w", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode and "hatchling" in done.stderr:
         pytest.skip("the build backend cannot be fetched here")
@@ -69,15 +60,15 @@ def environment(installed: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(installed)}
 
 
-def test_the_same_exercises_are_there(installed: Path, tmp_path: Path) -> None:
+def test_the_same_exercises_are_there(wheel: Path, tmp_path: Path) -> None:
     said = [
         subprocess.run(
             [sys.executable, "-c", LISTING], cwd=tmp_path, env=environment(folder),
             capture_output=True, text=True, timeout=60, check=True,
         ).stdout.split()
-        for folder in (ROOT, installed)
+        for folder in (ROOT, wheel)
     ]  # fmt: skip
-    assert said[1][0] == str(installed / "labkit" / "__init__.py")
+    assert [one[0] for one in said] == [str(x / "labkit/__init__.py") for x in (ROOT, wheel)]
     assert said[0][1:] == said[1][1:] and "05.average_in_buckets" in said[0]
 
 

@@ -18,21 +18,21 @@ pytestmark = pytest.mark.slow
 
 
 class NeverRebuilds(DDP):
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
-        self._came = None
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
+        self._arrived = None
 
 
 class RebuildsEachTime(DDP):
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
-        super()._rebuild(came)
-        self._came = []
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
+        super()._rebuild(arrived)
+        self._arrived = []
 
 
 class EachRankHasItsOwnOrder(DDP):
     """The ranks agree on an order and do not use it."""
 
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
-        mine = list(came)
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
+        mine = list(arrived)
 
         def own(*args: Any) -> Any:
             agreed_order(*args)
@@ -41,7 +41,7 @@ class EachRankHasItsOwnOrder(DDP):
 
         DDP._rebuild.__globals__["agreed_order"] = own
         try:
-            super()._rebuild(came)
+            super()._rebuild(arrived)
         finally:
             DDP._rebuild.__globals__["agreed_order"] = agreed_order
 
@@ -54,16 +54,16 @@ class LeavesGradientsInOldBuckets(DDP):
             bucket.__dict__["take_over"] = lambda: None
         super()._set_buckets(buckets)
 
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
         grads = {p: p.grad for p in self._parameters_to_average}
-        super()._rebuild(came)
+        super()._rebuild(arrived)
         for p, grad in grads.items():
             p.grad = None if grad is None else grad.clone()
 
 
 class TakesOverNothing(DDP):
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
-        super()._rebuild(came)
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
+        super()._rebuild(arrived)
         for bucket in self._buckets:
             bucket.flat.zero_()
 
@@ -85,10 +85,10 @@ class StaticWithoutACheck(DDP):
 class StaticOfOneRank(DDP):
     """Rank 0's used parameters count for all, unasked."""
 
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
         every = Comm().all_gather_object
         self.comm.all_gather_object = lambda thing: [every(thing)[0]] * self.comm.size  # type: ignore[method-assign]
-        super()._rebuild(came)
+        super()._rebuild(arrived)
 
 
 class SendsEachMicroBatch(DDP):

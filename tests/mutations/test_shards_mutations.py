@@ -28,7 +28,7 @@ from labkit import (
     load_checkpoint,
     save_checkpoint,
 )
-from labkit.checkpoints import contents, loading, saving, stored
+from labkit.checkpoints import boxes, contents, loading, saving, stored
 from labkit.checkpoints.boxes import Box, in_whole
 from labkit.parallel.common import clipping
 from labkit.parallel.zero3 import flat as zero3_flat
@@ -121,9 +121,22 @@ def forgets_start(box: Box, shard: Any) -> Box | None:
     return found and Box(box.offsets, found.sizes)
 
 
-writes_padding = instead("writes_padding", saving, "in_whole", keeps_padding)
-saves_without_start = instead("saves_without_start", saving, "in_whole", forgets_start)
-loads_without_start = instead("loads_without_start", stored, "in_whole", forgets_start)
+def with_boxes(label: str, owner: Any, in_whole: Any) -> Replacement:
+    """`owner` has its boxes where `in_whole` says."""
+
+    def make(real: Any) -> Any:
+        def placed_boxes(*args: Any) -> list[Any]:
+            with patch.object(boxes, "in_whole", in_whole):
+                return list(real(*args))
+
+        return placed_boxes
+
+    return Replacement(owner, "placed_boxes", make, label)
+
+
+writes_padding = with_boxes("writes_padding", saving, keeps_padding)
+saves_without_start = with_boxes("saves_without_start", saving, forgets_start)
+loads_without_start = with_boxes("loads_without_start", stored, forgets_start)
 # A moment of the whole shape is not seen to be cut like its parameter.
 takes_moments_for_one_number = instead(
     "takes_moments_for_one_number", loading, "lies_like",

@@ -1,18 +1,17 @@
 """Deliberate faults in tensor and sequence parallelism; each must turn its check red."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness import Mutation, around, given, noticed, replaces
+from harness import Mutation, around, given, instead, noticed, replaces
 from labkit import Comm, World
 from labkit.parallel.common.conjugate import (
     all_gather_sequence,
@@ -233,13 +232,10 @@ def replicas_differ(real: Any, comm: Comm, *_: Tensor) -> Any:
     return nullcontext()
 
 
-@contextmanager
-def shards_share_the_generator() -> Iterator[None]:
-    """Shards draw from the generator that replicas draw from."""
-    with ExitStack() as stack:
-        for name in ("DrawsItsOwn", "DrawsItsOwnBetween"):
-            stack.enter_context(patch.object(tensor, name, lambda module, *_: module.forward))
-        yield
+# Shards draw from the generator that replicas draw from.
+shards_share_the_generator = instead(
+    "shards_share_the_generator", tensor, "DrawsItsOwn", lambda module, *_: module.forward
+)
 
 
 DROPOUT = [

@@ -1,4 +1,7 @@
-"""Deliberate faults in the vocabulary cut over ranks, each an edited line of vocab.py."""
+"""Deliberate faults in the vocabulary cut over ranks, each an edited line of vocab.py, or of
+linear.py."""
+
+import inspect
 
 import pytest
 
@@ -6,7 +9,7 @@ import vocab_checks as checks
 from harness import Edit, Mutation, noticed, on_ranks
 from labkit import RankError
 from labkit.parallel.common.conjugate import copy_to_ranks
-from labkit.parallel.tensor import vocab
+from labkit.parallel.tensor import linear, vocab
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +48,7 @@ FAULTS = [
      "return reduce_from_ranks(x, self.comm)",
      "return copy_to_ranks(x, self.comm)"),
     (embedding, "all ranks have the first rows",
-     "start = min(comm.rank * height, vocab)",
+     "start = min(comm.rank * length, size)",
      "start = 0"),
     (head, "the gradient of the head's x is one rank's",
      "logits = super().forward(x)",
@@ -54,7 +57,7 @@ FAULTS = [
      "[..., : self.out_features]",
      ""),
     (tied_weights, "padding counts in the sum of exponentials",
-     "value=-math.inf",
+     "value=-torch.inf",
      "value=0.0"),
     (loss, "each rank takes off its own highest logit",
      'comm.all_reduce(peak, op="max")',
@@ -82,10 +85,14 @@ FAULTS = [
      "        gather_from_ranks(logits, self.comm, -1)\n        if self.gather_output:\n"),
 ]  # fmt: skip
 NAMES = {"copy_to_ranks": copy_to_ranks}  # that a faulty line needs
+SOURCES = {module.__name__: inspect.getsource(module) for module in (vocab, linear)}
 MUTATIONS = [
-    Mutation(Edit(label, vocab.__name__, old, new, NAMES), check)
+    Mutation(Edit(label, module, old, new, NAMES), check)
     for check, label, old, new in FAULTS
+    for module, source in SOURCES.items()
+    if old in source
 ]
+assert len(MUTATIONS) == len(FAULTS)
 
 pair = {"size": 2, "timeout_s": 5}  # some of the faults let ranks wait for each other
 test_a_fault_turns_its_check_red = noticed(

@@ -88,6 +88,7 @@ def test_flipping_a_bit_gives_the_number_of_that_pattern():
     shown = plot.flip_bits(1.0, "fp16")
     assert shown.pattern == 0x3C00 and len(shown.buttons) == 16
     before = shown.picture.value
+    assert shown._repr_mimebundle_()["image/png"], "the picture, where no kernel runs"
     shown.buttons[15].value = True  # the lowest bit
     assert shown.pattern == 0x3C01 and shown.step.value == 0x3C01
     assert shown.picture.value != before
@@ -117,10 +118,6 @@ def test_a_format_of_your_own_and_one_that_is_too_long():
     assert len(plot.flip_bits(1, Format("mine", 3, 2)).buttons) == 6
     with pytest.raises(ValueError, match="fp64 has 64 bits, too many for buttons"):
         plot.flip_bits(1.0, "fp64")
-
-
-def test_the_widget_leaves_a_picture_where_no_kernel_runs():
-    assert plot.flip_bits(1.0, "e5m2")._repr_mimebundle_()["image/png"]
 
 
 # ---- the number line

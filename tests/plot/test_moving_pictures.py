@@ -43,12 +43,12 @@ def found() -> TransferTimes:
     return TransferTimes(dict(ABOUT), measured)
 
 
-def test_what_is_saved_is_read_again(found: TransferTimes, tmp_path: Path):
+def test_what_is_saved_is_read_again_as_are_the_results_that_labkit_brings(
+    found: TransferTimes, tmp_path: Path
+):
+    """They say on what they were measured."""
     path = found.save(tmp_path / "folder" / "transfers-here.json")
     assert read_transfers(path) == found
-
-
-def test_results_that_labkit_brings_say_on_what_they_were_measured():
     for path in RESULTS.glob("transfers-*.json"):
         stored = read_transfers(path)
         assert {"device", "torch", "date", "turns"} <= stored.about.keys() and stored.measured
@@ -97,6 +97,8 @@ def test_the_command_measures_saves_and_draws(tmp_path: Path):
 
 
 def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: TransferTimes):
+    with pytest.raises(ValueError, match="measure at least one way"):
+        plot.transfers([])
     over_bus = [one for one in found.measured if one.way.ends == ("cpu", "paced")]
     axes = plot.transfers(over_bus, found.rates).axes[0]
     widths = {round(bar.get_width(), 6) for bar in axes.patches}  # type: ignore[attr-defined]
@@ -107,7 +109,9 @@ def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: Trans
     assert len(axes.get_yticklabels()) == len(over_bus) == 12
 
 
-def test_the_picture_of_loads_has_two_lanes_for_each_run():
+def test_the_picture_of_loads_has_two_lanes_for_each_run_and_one_colour_for_the_bus():
+    with pytest.raises(ValueError, match="give a run with its name"):
+        plot.loading({})
     waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
     ways_to_run = (load_then_run, run_pipelined, run_in_place)
     figure = plot.loading({way.__name__: way(waiting, x) for way in ways_to_run})
@@ -116,14 +120,10 @@ def test_the_picture_of_loads_has_two_lanes_for_each_run():
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert any("holds 0 MB" in text for text in texts) and "run_pipelined" in texts
     assert "paced to 0.1 Gbit/s" in figure.axes[0].get_title(loc="left")
-
-
-def test_the_bus_has_one_colour_in_every_run():
-    waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
-    figure = plot.loading({"one": run_pipelined(waiting, x), "other": run_in_place(waiting, x)})
     bars = [bar for bar in figure.axes[0].patches if isinstance(bar, Rectangle)]
     on_bus = {bar.get_facecolor() for bar in bars if bar.get_y() % 3 < 1.3}
-    assert on_bus <= {to_rgba(colour) for colour in OTHER_OPERATIONS}, "brown, two shades of it"
+    brown = {to_rgba(colour) for colour in OTHER_OPERATIONS}
+    assert on_bus and on_bus <= brown, "two shades of it"
 
 
 def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(
@@ -148,10 +148,3 @@ def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(
     assert len(shown) == 2 and capsys.readouterr().out == ""
     with pytest.raises(ValueError, match="choose one of precision, transfers"):
         show_stored("speed")
-
-
-def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match="measure at least one way"):
-        plot.transfers([])
-    with pytest.raises(ValueError, match="give a run with its name"):
-        plot.loading({})

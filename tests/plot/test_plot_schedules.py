@@ -19,11 +19,12 @@ from labkit.plot.lettering import Lettering
 from labkit.plot.pipelines import LIGHTEST
 from labkit.plot.style import PHASES, contrast, text_on, tint
 from labkit.replaying import by_microbatch, pipeline_trace
-from labkit.replaying.microbatches import KIND, action_of, timed_actions
+from labkit.replaying.pipeline import KIND, action_of, timed_actions
 from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws
 from test_plot import assert_readable as no_words_overlap
+from test_plot import title
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
 
@@ -77,16 +78,17 @@ def test_every_action_is_drawn_when_the_replay_has_it() -> None:
         assert found[1:3] == pytest.approx(right[1:3])
     length_ms = max(x[2] for x in expected)
     bubble = 1 - sum(x[2] - x[1] for x in expected) / (3 * length_ms)
-    title = figure.axes[0].get_title(loc="left")
-    assert title == (
+    assert title(figure) == (
         f"1F1B  ·  3 stages, 4 micro-batches  ·  {length_ms:.4g} ms  ·  "
         f"bubble {bubble:.1%} of the total"
     )
+    by_stage = plot.schedule(one_f_one_b(2, 1), lambda stage, action: 1e-3 * (stage + 1))
+    assert [round(end - begin, 9) for _, begin, end, _ in boxes(by_stage)] == [1, 1, 2, 2]
 
 
 def test_without_costs_a_backward_is_two_forwards_and_chunks_share_them() -> None:
     figure = plot.schedule(one_f_one_b(4, 8))
-    assert "bubble 27.3% of the total" in figure.axes[0].get_title(loc="left")  # 3/11
+    assert "bubble 27.3% of the total" in title(figure)  # 3/11
     assert {round(end - begin, 9) for _, begin, end, _ in boxes(figure)} == {1.0, 2.0}
     halves = boxes(plot.schedule(CHUNKS))
     assert {round(end - begin, 9) for _, begin, end, _ in halves} == {0.5, 1.0}
@@ -100,26 +102,30 @@ def test_without_costs_a_backward_is_two_forwards_and_chunks_share_them() -> Non
 def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: float) -> None:
     """Of F = 1 and B = 2, or F = I = W = 1: (p-1)/(v m+p-1), (p-1)/(3m+p-1), 0."""
     figure = plot.schedule(schedule(name, 4, 8, chunks))
-    assert f"bubble {bubble:.1%} of the total" in figure.axes[0].get_title(loc="left")
+    assert f"bubble {bubble:.1%} of the total" in title(figure)
     idle, _ = (x for x in figure.axes[0].collections if isinstance(x, PolyCollection))
     sizes = [np.ptp(path.vertices[:, 0]) for path in idle.get_paths()]
     busy = sum(end - begin for _, begin, end, _ in boxes(figure))
     assert 1 - busy / sum(sizes) == pytest.approx(bubble), "what is seen is what is said"
 
 
-def test_numbers_stand_in_their_boxes_and_what_is_held_beside() -> None:
-    figure = plot.schedule(one_f_one_b(4, 8))
-    numbers = [name.text for name in lettering(figure)[0].names]
-    assert sorted(map(int, numbers)) == sorted([*range(8)] * 8)
-    held = [text for text in words(figure) if text.startswith("holds")]
-    assert held == ["holds 4", "holds 3", "holds 2", "holds 1"]
-
-
-def test_what_is_held_is_told_in_whole_micro_batches() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [
+        (one_f_one_b(4, 8), ["holds 4", "holds 3", "holds 2", "holds 1"]),
+        (APART, ["holds 2", "holds 2"]),
+        (CHUNKS, ["holds 2", "holds 1.5"]),
+    ],
+    ids=["1f1b", "zb", "v2"],
+)
+def test_numbers_stand_in_their_boxes_and_what_is_held_beside(
+    schedule: Schedule, held: list[str]
+) -> None:
     """A weight's gradient needs the activations; those of one chunk of two are half as many."""
-    assert [x for x in words(plot.schedule(APART)) if x.startswith("holds")] == ["holds 2"] * 2
-    held = [x for x in words(plot.schedule(CHUNKS)) if x.startswith("holds")]
-    assert held == ["holds 2", "holds 1.5"]
+    figure = plot.schedule(schedule)
+    numbers = [int(name.text) for name in lettering(figure)[0].names]
+    assert sorted(numbers) == sorted(x.microbatch for actions in schedule for x in actions)
+    assert [text for text in words(figure) if text.startswith("holds")] == held
 
 
 def test_phases_and_chunks_are_told_apart() -> None:
@@ -128,7 +134,7 @@ def test_phases_and_chunks_are_told_apart() -> None:
     assert {"forward", "backward: input", "backward: weights", "idle"} <= set(words(apart))
     chunks = plot.schedule(CHUNKS)
     assert len({x[3] for x in boxes(chunks)}) == 4
-    assert "2 chunks" in chunks.axes[0].get_title(loc="left")
+    assert "2 chunks" in title(chunks)
     assert "later chunks: lighter" in words(chunks)
     for colour in [*PHASES.values(), *(tint(x, LIGHTEST) for x in PHASES.values())]:
         assert contrast(colour, text_on(colour)) > 4.5
@@ -138,7 +144,7 @@ def test_a_gallery_is_on_one_axis_of_time() -> None:
     many = {"1F1B": one_f_one_b(4, 8), "apart": APART, "chunks": CHUNKS}
     figure = plot.schedules(many)
     assert len({axes.get_xlim() for axes in figure.axes}) == 1
-    titles = [axes.get_title(loc="left").split("  ·  ")[0] for axes in figure.axes]
+    titles = [title(figure, i).split("  ·  ")[0] for i in range(3)]
     assert titles == list(many)
     assert_readable(figure)
 
@@ -149,11 +155,6 @@ def test_no_words_overlap(stages: int, microbatches: int) -> None:
     given = Figure(figsize=(6, 3), dpi=100)
     plot.schedule(one_f_one_b(stages, microbatches), figure=given)
     assert given.axes
-
-
-def test_a_cost_may_depend_on_the_stage() -> None:
-    figure = plot.schedule(one_f_one_b(2, 1), lambda stage, action: 1e-3 * (stage + 1))
-    assert [round(end - begin, 9) for _, begin, end, _ in boxes(figure)] == [1, 1, 2, 2]
 
 
 # ---- a recorded run
@@ -189,8 +190,7 @@ def test_a_recorded_run_is_drawn_as_its_schedule_was_before_it_ran(schedule: Sch
     assert [x.text for x in lettering(before)[0].names] == [
         x.text for x in lettering(after)[0].names
     ]
-    title = before.axes[0].get_title(loc="left")
-    assert after.axes[0].get_title(loc="left") == f"{title}  ·  paced"
+    assert title(after) == f"{title(before)}  ·  paced"
     named = by_microbatch(recorded(schedule), schedule)
     assert boxes(plot.schedule(named)) == boxes(after)
     slower = plot.schedule(schedule, recorded=recorded(schedule, 2.0))
@@ -219,11 +219,8 @@ def test_spans_are_named_after_their_actions() -> None:
     assert plot.timeline(trace).axes, "the usual timeline shows them too"
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), CHUNKS], ids=["1f1b", "v2"])
-def test_a_loss_that_is_a_module_belongs_to_the_last_forward(schedule: Schedule) -> None:
-    trace = recorded(schedule)
-    last = trace.ranks[1]
-    chunks = chunks_of(schedule)
+def loss_is_a_module(trace: Trace, schedule: Schedule) -> None:
+    last, chunks = trace.ranks[1], chunks_of(schedule)
     forwards = [x for x in last.spans if (x.phase, x.depth, x.kind) == ("forward", 0, "Stage")]
     order = [x for x in schedule[1] if x.phase == "forward"] * 2
     for span, action in zip(forwards, order, strict=True):
@@ -231,14 +228,9 @@ def test_a_loss_that_is_a_module_belongs_to_the_last_forward(schedule: Schedule)
             middle_s = (span.began_s + span.ended_s) / 2
             last.spans.append(Span("forward", "", span.step, middle_s, span.ended_s, 0, "MSELoss"))
             span.ended_s = middle_s
-    found = boxes(plot.schedule(schedule, recorded=trace))
-    for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
-        assert one[1:3] == pytest.approx(other[1:3])
 
 
-def test_the_loss_before_a_backward_belongs_to_the_last_forward() -> None:
-    schedule = one_f_one_b(2, 3)
-    trace = recorded(schedule)
+def loss_before_backward(trace: Trace, schedule: Schedule) -> None:
     for one in trace.ranks.values():  # on stage 0 it is a wait
         for span, following in pairwise(
             [x for x in one.spans if x.depth == 0 and x.kind != "loss"]
@@ -248,6 +240,19 @@ def test_the_loss_before_a_backward_belongs_to_the_last_forward() -> None:
                 began_s = span.ended_s
                 loss = Span("forward", "loss", span.step, began_s, following.began_s, 0, "loss")
                 one.spans.append(loss)
+
+
+@pytest.mark.parametrize(
+    ("add_loss", "schedule"),
+    [
+        (loss_is_a_module, one_f_one_b(2, 3)),
+        (loss_is_a_module, CHUNKS),
+        (loss_before_backward, one_f_one_b(2, 3)),
+    ],
+)
+def test_a_loss_belongs_to_the_last_forward(add_loss, schedule: Schedule) -> None:
+    trace = recorded(schedule)
+    add_loss(trace, schedule)
     found = boxes(plot.schedule(schedule, recorded=trace))
     for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
         assert one[1:3] == pytest.approx(other[1:3])
@@ -309,6 +314,6 @@ def test_a_paced_pipeline_is_recorded_and_drawn_as_its_schedule(world2: World) -
         assert [len(done) for done in timed_actions(named)] == [2 * len(own) for own in given]
         before, after = plot.schedule(given), plot.schedule(given, recorded=trace)
         assert [(x[0], x[3]) for x in boxes(before)] == [(x[0], x[3]) for x in boxes(after)]
-        title = after.axes[0].get_title(loc="left")
-        assert title.startswith("2 stages, 4 micro-batches") and title.endswith("  ·  paced")
+        assert title(after).startswith("2 stages, 4 micro-batches")
+        assert title(after).endswith("  ·  paced")
         assert_readable(after)

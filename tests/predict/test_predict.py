@@ -303,7 +303,7 @@ def test_mfu_is_that_of_palm():
 
 
 @pytest.mark.parametrize(
-    "name", ["loading", "pipelines", "states", "steps", "tables", "three_d", "transformer"]
+    "name", ["pipelines", "states", "steps", "tables", "three_d", "transformer"]
 )
 def test_examples_are_true(name: str):
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
@@ -359,6 +359,10 @@ test_sizes_that_cannot_be_are_told = refusals(
     (lambda: predict.pipeline_parallel_bytes(8, 1, 8, 6, 4), "layers_per_stage=4"),
     (lambda: predict.bytes_by_axis(**THREE_D, depth=3, chunks=2), "depth=3: 4 stages"),
     (lambda: predict.bytes_by_axis(**THREE_D, depth=4, zero=4), "zero=4: 0 for DDP, or a stage"),
+    (
+        lambda: predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True),
+        "kept_whole is of sequence parallelism",
+    ),
     (lambda: predict.bus_factor("all_sum", 2), "'all_sum' has no factor; choose one of all_r"),
     (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: give more than 0"),
     (lambda: predict.algorithm_s("all_reduce", "star", 2, 1, 0, 1), "all_reduce by 'star'"),

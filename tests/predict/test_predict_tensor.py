@@ -12,7 +12,6 @@ from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.predict.bills import OTHERS, STATISTICS
 from recorded_memory import use_core
-from tables import raises
 from test_predict import ACTIVATIONS, value
 from worlds import world_fixture
 
@@ -108,10 +107,6 @@ def test_volumes_of_a_layer_are_the_published_ones(t: int):
     assert layer(sequence_parallel=True, kept_whole=True) == printed(8)
     assert layer(recompute=True) == printed(12)
     assert layer(sequence_parallel=True, recompute=True) == printed(14)
-
-
-def test_inputs_are_kept_whole_without_sequence_parallelism():
-    raises("kept_whole", predict.tensor_parallel_bytes, 128, 3, 64, 1, ranks=2, kept_whole=True)
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 4])

@@ -11,19 +11,13 @@ from labkit import plot
 from labkit.clusters import cluster
 from labkit.predict import bytes_by_axis
 from labkit.replaying.costs import Costs
-from labkit.replaying.microbatches import timed_actions
-from labkit.replaying.pipeline import pipeline_trace
+from labkit.replaying.pipeline import pipeline_trace, timed_actions
 from labkit.replaying.planning.clock import pipeline_timing, schedule_of
 from labkit.replaying.planning.layers import Layer, record_layers, recorded, shape_of
 from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.published import GPT3, MEGATRON
 from labkit.replaying.planning.report import StepReport
-from labkit.replaying.planning.stages import (
-    data_groups,
-    pipeline_groups,
-    tensor_groups,
-    virtual_stages,
-)
+from labkit.replaying.planning.stages import rank_groups, virtual_stages
 from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
@@ -122,14 +116,14 @@ def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout):
 
 
 def test_groups_stand_where_the_mesh_has_them():
-    """Nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2 ranks has one
-    neighbour on its node, and one on the next."""
-    assert tensor_groups(Layout(tp=8, pp=2, dp=2), 1, 8) == (tuple(range(16, 24)),)
-    assert tensor_groups(Layout(tp=16, pp=2), 1, 8) == (tuple(range(16, 32)),)
-    assert tensor_groups(Layout(tp=6, dp=4), 0, 8) == (tuple(range(6)), tuple(range(6, 12)))
-    assert data_groups(Layout(tp=2, pp=2, dp=2), 1, 8) == ((4, 6),)
-    assert pipeline_groups(Layout(tp=2, pp=4, dp=1), (0, 1), 8) == ((0, 2),)
-    assert pipeline_groups(Layout(tp=2, pp=8, dp=1), (3, 4), 8) == ((6, 8),)
+    """pp, dp and tp on nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2
+    ranks has one neighbour on its node, and one on the next."""
+    assert rank_groups(2, 2, 8, "tp", (1,), 8) == (tuple(range(16, 24)),)
+    assert rank_groups(2, 1, 16, "tp", (1,), 8) == (tuple(range(16, 32)),)
+    assert rank_groups(1, 4, 6, "tp", (0,), 8) == (tuple(range(6)), tuple(range(6, 12)))
+    assert rank_groups(2, 2, 2, "dp", (1,), 8) == ((4, 6),)
+    assert rank_groups(4, 1, 2, "pp", (0, 1), 8) == ((0, 2),)
+    assert rank_groups(8, 1, 2, "pp", (3, 4), 8) == ((6, 8),)
 
 
 def check_sums(report: StepReport) -> None:

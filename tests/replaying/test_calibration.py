@@ -16,7 +16,8 @@ from calibrate import BOUNDS, CLUSTER, NAMES, seconds_of, with_constants
 from labkit import plot
 from labkit.clusters import cluster
 from labkit.replaying.costs import Costs
-from labkit.replaying.planning.calibration import (
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.published import (
     FILES,
     STORED,
     TABLES,
@@ -25,7 +26,6 @@ from labkit.replaying.planning.calibration import (
     calibration,
     step_rows,
 )
-from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.steps import step_report
 from robust_fit import Bounds, fit, refit
 from tables import cases, raises

@@ -19,7 +19,7 @@ from labkit.replaying.planning import ranking
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
 from labkit.replaying.planning.plan import Plan
 from labkit.replaying.planning.published import MODELS, model
-from labkit.replaying.planning.ranking import Report, deepest, lowest_peak
+from labkit.replaying.planning.ranking import Report
 from labkit.replaying.planning.report import StepReport, seconds
 from plan_cases import formula_step
 from tables import cases, raises
@@ -71,8 +71,7 @@ def test_all_that_fits_is_ranked_and_nothing_else_is(planned: Plan):
 
 def test_the_bounds_spare_only_what_cannot_fit(asked: list[Layout]):
     """A layout between bound and truth, of which a tenth is missing, must be asked."""
-    every = layouts(GPT, RANKS, ROWS)
-    _, large = ranking.ranked(every, GPT, ROWS, 80e9, ranking.reporter(SELENE, ROWS))
+    every, large = layouts(GPT, RANKS, ROWS), plan(GPT, SELENE, ROWS, gpus=RANKS).too_large
     assert set(asked) == set(every) - {one.layout for one in large if one.at_least}
     assert any(not one.at_least for one in large), "no layout lies between"
     assert any(one.at_least for one in large)
@@ -124,8 +123,7 @@ def test_what_cannot_be_is_one_sentence(asked: dict, words: str):
 
 
 def test_the_layout_that_holds_the_least_is_found_without_asking_all(asked: list[Layout]):
-    every = layouts(GPT, RANKS, ROWS)
-    found = lowest_peak(every, GPT, ROWS, 80e9, ranking.reporter(SELENE, ROWS))
+    every, found = layouts(GPT, RANKS, ROWS), fits(GPT, SELENE, ROWS, gpus=RANKS)
     truth = min(formula_step(GPT, one, ROWS, SELENE).peak_bytes for one in every)
     assert found.report.peak_bytes == truth and found.fits
     assert len(asked) + found.others == len(every) and len(asked) < len(every) / 2
@@ -156,7 +154,6 @@ def test_nothing_that_fits_is_told():
     wide = Sizes(width=200_000, depth=1, heads=1)
     with pytest.raises(ValueError, match="not one block of width 200000 for each stage fits"):
         largest_that_fits(wide, SELENE, 8, gpus=8)
-    assert deepest([Layout()], wide, 8, 80e9, ranking.reporter(SELENE, 8)) is None
 
 
 def test_the_breakdown_adds_up_to_the_device():

@@ -1,8 +1,7 @@
 """Which layouts there are: all that factor and no others, and what is said where none does."""
 
+from dataclasses import replace
 from itertools import product
-
-import pytest
 
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
 from labkit.replaying.planning.ranking import least_bytes
@@ -10,6 +9,7 @@ from plan_cases import SMALL
 from tables import cases, raises, refusals
 
 GPT3 = Sizes(width=12288, depth=96, heads=96)
+ODD = Sizes(width=64, depth=4, heads=4, context=7)
 
 
 def by_trying(sizes: Sizes, ranks: int, rows: int) -> set[Layout]:
@@ -57,7 +57,7 @@ def test_named_values_are_those_alone():
 
 
 test_what_does_not_factor_is_told_with_what_would = refusals(
-    lambda asked: layouts(GPT3, **{"ranks": 1024, "global_batch": 1536, **asked}),
+    lambda asked: layouts(**{"sizes": GPT3, "ranks": 1024, "global_batch": 1536, **asked}),
     ({"tp": 5}, "tp=5: 96 heads do not divide by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
     ({"pp": (2, 7)}, "pp=7: 96 blocks do not divide by 7; 1, 2, 3"),
     ({"dp": 5}, "dp=5: 1536 rows do not divide by 5"),
@@ -72,16 +72,16 @@ test_what_does_not_factor_is_told_with_what_would = refusals(
     ({"ranks": 7}, "no layout of 7 ranks: .*; 6 and 8 ranks would do"),
     ({"ranks": 0}, "ranks=0: give a whole number"),
     ({"global_batch": -1}, "global_batch=-1: give a whole number"),
+    (
+        {"sizes": ODD, "ranks": 8, "global_batch": 8, "tp": (2, 4), "sequence": True},
+        "sequence=True: 7 positions divide over none of these tp",
+    ),
+    ({"sizes": replace(ODD, width=100, heads=3)}, "width=100 does not divide over heads=3"),
 )
 
 
-def test_positions_and_heads_that_do_not_divide():
-    odd = Sizes(width=64, depth=4, heads=4, context=7)
-    assert not any(one.sequence for one in layouts(odd, 8, 8))
-    with pytest.raises(ValueError, match="sequence=True: 7 positions divide over none of these tp"):
-        layouts(odd, 8, 8, tp=(2, 4), sequence=True)
-    with pytest.raises(ValueError, match="width=100 does not divide over heads=3"):
-        layouts(Sizes(width=100, depth=4, heads=3), 8, 8)
+def test_positions_that_do_not_divide_leave_no_sequence_parallelism():
+    assert not any(one.sequence for one in layouts(ODD, 8, 8))
 
 
 def test_the_ranks_that_would_do_do():

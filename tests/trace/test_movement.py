@@ -217,15 +217,15 @@ def test_an_unawaited_message_has_its_step_too() -> None:
     assert ends(movement_of("test", logs)) == [{(0, 1)}]
 
 
-def test_what_cannot_be_watched_is_refused(world4: World) -> None:
+def test_what_cannot_be_watched_is_refused(world3: World, world4: World) -> None:
     with pytest.raises(ValueError, match="'all_to_all' cannot be watched; choose one of"):
         watch_collective(world4, "all_to_all", "pairwise")
     with pytest.raises(ValueError, match="no algorithm 'rong'; choose one of naive, tree, ring"):
         watch_collective(world4, "all_reduce", "rong")
     with pytest.raises(ValueError, match="sent nothing through comm.send"):
         watch_collective(world4, "all_reduce", lambda comm, x: comm.all_reduce(x))
-    with World(3) as three, pytest.raises(ValueError, match="no algorithm 'recursive_doubling'"):
-        watch_collective(three, "all_gather", "recursive_doubling")
+    with pytest.raises(ValueError, match="no algorithm 'recursive_doubling'"):
+        watch_collective(world3, "all_gather", "recursive_doubling")
 
 
 # ---- the picture

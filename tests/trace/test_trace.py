@@ -102,7 +102,7 @@ def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1, host="n1")
+    file = RankFile(tmp_path / "run", RankTrace(0, 1, host="n1"))
     step, sent = Step(0, 1.0, 0.0), event(1, 1.5)
     file.append([step, sent])
     file.append([Span("user", "x", 0, 1.0, 1.25)])
@@ -135,7 +135,7 @@ def test_a_thing_that_ends_while_it_is_written_is_not_lost(
         return packed(value)
 
     begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1)
+    file = RankFile(tmp_path / "run", RankTrace(0, 1))
     monkeypatch.setattr(rankfile, "_packed", another_thread_comes_between)
     file.append([one])
     file.close()
@@ -145,7 +145,7 @@ def test_a_thing_that_ends_while_it_is_written_is_not_lost(
 
 def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1)
+    file = RankFile(tmp_path / "run", RankTrace(0, 1))
     file.append([Step(0, 1.0, 2.0)])
     file.mark_end()
     assert read_run(tmp_path / "run").complete
@@ -159,9 +159,9 @@ def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_rank_are_refused(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
-    RankFile(tmp_path / "run", 0, 1).close()
+    RankFile(tmp_path / "run", RankTrace(0, 1)).close()
     with pytest.raises(ValueError, match="another rank 0 writes it"):
-        RankFile(tmp_path / "run", 0, 1)
+        RankFile(tmp_path / "run", RankTrace(0, 1))
 
 
 def test_metrics_are_appended_by_all(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
     """Each rank has one step, its monotonic clock's next second."""
     begin_run(path)
     for rank, (host, monotonic_s, unix_s) in enumerate(clocks):
-        file = RankFile(path, rank, len(clocks), "cpu", host, (monotonic_s, unix_s))
+        file = RankFile(path, RankTrace(rank, len(clocks), host=host), (monotonic_s, unix_s))
         file.append([Step(0, monotonic_s, monotonic_s + 1)])
         file.append([event(1, monotonic_s + 0.5)])
         file.close()

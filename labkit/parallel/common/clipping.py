@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import owner_of, pipeline_with
+from labkit.holdings import owner_of, pipeline_with
 from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils
-from labkit.parallel.common.shards import comms_of, shard_of
+from labkit.parallel.common.shards import shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
@@ -93,6 +93,12 @@ class ClipsItsPieces:
         """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns
         the norm that they had."""
         return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]
+
+
+def comms_of(parameters: Iterable[Tensor]) -> list[Comm]:
+    """The groups over which some of these are sharded, in the order of the parameters."""
+    comms = [shard.comm for p in parameters if (shard := shard_of(p)) is not None]
+    return list({comm.ranks: comm for comm in comms}.values())
 
 
 def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:

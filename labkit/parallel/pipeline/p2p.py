@@ -21,7 +21,7 @@ from torch import Tensor
 
 from labkit.comm import Comm, CommError, Handle
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
-from labkit.schedules.actions import Action, Message, Schedule, chunks_of, sent
+from labkit.schedules.actions import Message, Schedule, chunks_of, sent
 
 TAGS = {"activation": 101, "gradient": 102, "meta": 103}
 MOST_DIMS = 8
@@ -82,19 +82,15 @@ class P2PChannel:
 
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
         self.comm, self._parts = comm, parts
-        self._orders = {
-            source: self._from(source, actions, chunks_of(schedule))
-            for source, actions in enumerate(schedule)
-        }
+        size, chunks = comm.size, chunks_of(schedule)
+        self._orders: dict[int, list[Message]] = {}  # from each rank to this one, as it sends them
+        for source, actions in enumerate(schedule):
+            messages = [sent(action, source, size, chunks) for action in actions]
+            own = [m for m in messages if m and m.target % size == comm.rank != source]
+            self._orders[source] = own
         self._metas: dict[int, TensorMeta] = {}  # by boundary: that behind virtual stage 0, 1, ...
         self._leaving: deque[PendingSend] = deque()
         self._in_step = False
-
-    def _from(self, source: int, actions: Sequence[Action], chunks: int) -> list[Message]:
-        """The messages from that rank to this one, in the order in which it sends them."""
-        size, rank = self.comm.size, self.comm.rank
-        messages = [sent(action, source, size, chunks) for action in actions]
-        return [m for m in messages if m and m.target % size == rank != source]
 
     def begin(self, rows: Sequence[int], device: torch.device, afresh: bool) -> None:
         """A step, with so many rows in each micro-batch; `afresh`: shapes or dtypes have changed.

@@ -19,13 +19,12 @@ Source: Narayanan et al., arXiv 2104.04473, section 4.1.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.parallel.common.shards import check_same, checksum, comms_of, sequence_comm_of
+from labkit.parallel.common.shards import Shard, check_same, marks_of
 
 
 class ScatterGather:
@@ -40,7 +39,7 @@ class ScatterGather:
         Raises ValueError, naming `what`, where calls are compared (`World(check=True)`) and x is
         not the same on all."""
         advice = "scatter_gather sends a part of each and needs them equal to the bit"
-        check_same(self.comm, what, lambda: checksum([x]), advice)
+        check_same(self.comm, what, lambda: [x], advice)
         return self.room(x.contiguous())
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
@@ -91,21 +90,16 @@ def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
         )
     for stage in stages:
         for path, part in stage.named_modules():
-            if getattr(part, "sequence", False) is True and _ranks_of(part) == ranks:
+            over = getattr(getattr(part, "comm", None), "ranks", ())
+            if getattr(part, "sequence", False) is True and list(over) == ranks:
                 return (
                     f"{path} is cut along the sequence (sequence=True), so each rank has a part of "
                     "its own, 1/t of x, and that is all it sends; leave scatter_gather out"
                 )
-        cut = [list(other.ranks) for other in comms_of(stage.parameters())]
-        if others := [other for other in cut if other != ranks]:
-            return (
-                f"parameters are cut over ranks {others[0]}, and it is over {ranks}; give mesh.tp"
-            )
-        sequences = [c.ranks for p in stage.parameters() if (c := sequence_comm_of(p)) is not None]
-        if any(len({*shared} & {*ranks}) > 1 for shared in sequences):
-            return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
+        for mark in (mark for p in stage.parameters() for mark in marks_of(p)):
+            over = list(mark.comm.ranks)
+            if isinstance(mark, Shard) and over != ranks:
+                return f"parameters are cut over ranks {over}, and it is over {ranks}; give mesh.tp"
+            if not isinstance(mark, Shard) and len({*over} & {*ranks}) > 1:
+                return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
     return ""
-
-
-def _ranks_of(part: Any) -> list[int]:
-    return list(getattr(getattr(part, "comm", None), "ranks", ()))

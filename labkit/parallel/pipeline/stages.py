@@ -5,7 +5,6 @@ Parameters are called `blocks.3.attn.q.weight`, wherever block 3 is; those of a 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 from torch import nn
@@ -35,7 +34,11 @@ class Layers(nn.Module):
     @property
     def layers(self) -> dict[str, nn.Module]:
         """Each with its path."""
-        return {path: reduce(_child, path.split("."), self) for path in self._paths}
+        found: dict[str, Any] = dict.fromkeys(self._paths, self)
+        for path in found:
+            for name in path.split("."):
+                found[path] = found[path]._modules[name]
+        return found
 
     @staticmethod
     def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
@@ -44,10 +47,6 @@ class Layers(nn.Module):
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         _check_names(layers)
         return Layers({path: layer for index in own for path, layer in layers[index].items()})
-
-
-def _child(module: Any, name: str) -> Any:
-    return module._modules[name]
 
 
 def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:

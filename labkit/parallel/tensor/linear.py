@@ -32,12 +32,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import Comm
-from labkit.dispatch import low_type_around
+from labkit.comm.torch_modes import low_type_around
 from labkit.parallel.common.conjugate import (
+    check_divides,
     copy_to_ranks,
-    gather_parts,
     gathered,
-    own_part,
     reduce_from_ranks,
     reduce_scatter_sequence,
     sum_scattered,
@@ -46,10 +45,7 @@ from labkit.parallel.common.shards import Shard, mark_shard, marked_as
 
 
 class ShardedLinear(nn.Module):
-    """What both layers share: they are made from sizes, or by `from_linear`."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    """A linear layer, made from sizes or by `from_linear`, of which each rank has a shard."""
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
@@ -70,9 +66,8 @@ class ShardedLinear(nn.Module):
         self.train(linear.training)
         self.comm, self.sequence = Comm.of(comm), sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = self._shard_of(linear.weight), None
-        if linear.bias is not None:
-            self.bias = self._shard_of(linear.bias)
+        self.weight = self._shard_of(linear.weight)
+        self.bias = None if linear.bias is None else self._shard_of(linear.bias)
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
         raise NotImplementedError
@@ -94,7 +89,7 @@ class ColumnParallelLinear(ShardedLinear):
     one_input: "OneInput | None" = None
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        return piece_of(parameter, self.comm, dim=0)  # [out/t, in] or [out/t]
+        return shard_parameter(parameter, self.comm, dim=0)  # [out/t, in] or [out/t]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.one_input is not None:
@@ -120,7 +115,7 @@ class RowParallelLinear(ShardedLinear):
         if parameter.ndim == 1:
             copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)  # [out]
             return marked_as(parameter, copy)
-        return piece_of(parameter, self.comm, dim=1)  # [out, in/t]
+        return shard_parameter(parameter, self.comm, dim=1)  # [out, in/t]
 
     def forward(self, x: Tensor) -> Tensor:
         summand = F.linear(x, self.weight)  # [b, s, out]
@@ -186,16 +181,15 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (x, *weights), comm = ctx.saved_tensors, ctx.comm
         needs_dx, _, _, *needed = ctx.needs_input_grad
-        parts, gather = [x], None
-        if ctx.sequence and any(needed[::2]):  # x arrives while its gradient is computed, ...
-            parts, gather = gather_parts(x, comm, async_op=True)
+        parts, gather, reduction = [x], None, None
         dx: Any = None
-        reduction = None
+        if ctx.sequence and any(needed[::2]):  # x arrives while its gradient is computed, ...
+            parts = list(x.new_empty([comm.size, *x.shape]))
+            gather = comm.all_gather(parts, x, async_op=True)
         if needs_dx:
-            for g, w in zip(grads, weights):
-                if g is not None:
-                    summand = g @ w.to(g.dtype)  # [b, s, in]
-                    dx = summand if dx is None else dx.add_(summand)
+            for g, w in ((g, w) for g, w in zip(grads, weights) if g is not None):
+                summand = g @ w.to(g.dtype)  # [b, s, in]
+                dx = summand if dx is None else dx.add_(summand)
             if ctx.sequence:  # ... which is sent while those of the weights are
                 dx, reduction = sum_scattered(dx, comm, dim=1, async_op=True)
             elif comm.size > 1:
@@ -204,10 +198,10 @@ class _Columns(torch.autograd.Function):
             gather.wait()
         x_rows = _rows(torch.cat(parts, dim=1) if len(parts) > 1 else x)  # [b s, in]
         shards: list[Tensor | None] = []
-        for g, needs_dw, needs_db in zip(grads, needed[::2], needed[1::2], strict=True):
-            rows = None if g is None else _rows(g)  # [b s, out/t]
-            shards.append(None if rows is None or not needs_dw else rows.t() @ x_rows)
-            shards.append(None if rows is None or not needs_db else rows.sum(0))
+        for dy, needs_dw, needs_db in zip(grads, needed[::2], needed[1::2], strict=True):
+            rows = None if dy is None else _rows(dy)  # [b s, out/t]
+            shards.append(rows.t() @ x_rows if rows is not None and needs_dw else None)
+            shards.append(rows.sum(0) if rows is not None and needs_db else None)
         if reduction:
             reduction.wait()
         return dx, None, None, *shards
@@ -217,16 +211,17 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def piece_of(parameter: Tensor, comm: Comm, dim: int) -> nn.Parameter:
-    """This rank's of t equal shards along `dim`, in memory of its own."""
-    if (whole := parameter.shape[dim]) % comm.size:
-        fits = ", ".join(str(size) for size in range(1, whole + 1) if whole % size == 0)
-        raise ValueError(
-            f"dim {dim} of a weight {list(parameter.shape)} is {whole} long, which does not divide "
-            f"over {comm.size} tensor-parallel ranks; sizes that would: {fits}"
-        )
-    length = whole // comm.size
-    start = comm.rank * length
-    own = nn.Parameter(own_part(parameter.detach(), comm, dim), parameter.requires_grad)
-    mark_shard(marked_as(parameter, own), Shard(comm, dim, start, start + length, whole))
-    return own
+def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
+    """This rank's of t equal shards along `dim`, marked, in memory of its own. Raises ValueError
+    where `dim` does not divide over the ranks; `padded`: the last shards end with zeros there."""
+    if not padded:
+        check_divides(whole, comm, dim)
+    size, shape = whole.shape[dim], [*whole.shape]
+    shape[dim] = length = -(-size // comm.size)
+    start = min(comm.rank * length, size)
+    stop = min(start + length, size)
+    own = whole.detach().new_zeros(shape)
+    own.narrow(dim, 0, stop - start).copy_(whole.detach().narrow(dim, start, stop - start))
+    shard = marked_as(whole, nn.Parameter(own, whole.requires_grad))
+    mark_shard(shard, Shard(comm, dim, start, stop, size))
+    return shard

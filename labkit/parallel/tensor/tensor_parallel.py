@@ -30,13 +30,13 @@ Random numbers are the same where ranks hold replicas, and differ where they hol
     a shard, of heads or positions    1 0 1 1    0 1 1 0    no two heads drop the same
 
 Legend: b rows, s positions, w width, h heads, t ranks.
-Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2 (with one more
-generator there); Korthikanti et al., arXiv 2205.05198, section 4. Ranks of one group belong inside
-a node: Narayanan et al., arXiv 2104.04473.
+Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2; Korthikanti et
+al., arXiv 2205.05198, section 4; a group belongs inside a node: Narayanan et al., arXiv 2104.04473.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,19 +44,11 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
-from labkit.dispatch import no_modes
+from labkit.comm.torch_modes import no_modes
 from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.common.conjugate import copies_to_ranks, own_part
+from labkit.parallel.tensor import validation
 from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
-from labkit.parallel.tensor.validation import (
-    SameInput,
-    check_fits,
-    columns_and_rows,
-    draws,
-    generators,
-    is_attention,
-    is_mlp,
-)
 from labkit.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelHead
 
 
@@ -83,19 +75,15 @@ def tensor_parallel(
     sequence does not divide or inputs differ.
     """
     comm = Comm.of(comm)
-    trials = check_fits(model, comm)
+    trials = validation.check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     broadcast_tensors([*model.parameters(), *model.buffers()], comm)
     tied = _tied_names(model)
-    layers = [module for module in model.modules() if is_attention(module) or is_mlp(module)]
     for trial in trials:
-        if trial.pending:
-            trial.layer.forward = trial
-    for layer in layers:
-        _cut_layer(layer, comm, sequence)
-    layers += _cut_vocabulary(model, comm, sequence, gather_logits)
+        _cut_layer(trial, comm, sequence)
+    cut = [*(x.layer for x in trials), *_cut_vocabulary(model, comm, sequence, gather_logits)]
     ends = {VocabParallelEmbedding, VocabParallelHead}
-    if sequence and comm.size > 1 and not ends <= {*map(type, layers)}:
+    if sequence and comm.size > 1 and not ends <= {*map(type, cut)}:
         raise ValueError(
             "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
             "together again; this model lacks one, so ranks would take all of x for their part"
@@ -106,27 +94,27 @@ def tensor_parallel(
             "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
         )
     if sequence:
-        _cut_sequence(model, comm, {part for layer in layers for part in layer.modules()})
-    model.register_forward_pre_hook(SameInput(comm, sequence), with_kwargs=True)
+        _cut_sequence(model, comm, {part for layer in cut for part in layer.modules()})
+    check = partial(validation.check_same_input, comm, sequence)
+    model.register_forward_pre_hook(check, with_kwargs=True)
     return model
 
 
-def _cut_layer(layer: nn.Module, comm: Comm, sequence: bool) -> None:
+def _cut_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None:
     """Columns, then rows. What is drawn between the two is drawn for this rank's shard."""
-    first, last = columns_and_rows(layer)
-    columns = [
-        ColumnParallelLinear.from_linear(getattr(layer, name), comm, sequence=sequence)
-        for name in first
-    ]
-    for name, column in zip(first, columns, strict=True):
-        setattr(layer, name, column)
+    layer, columns = trial.layer, []
+    if trial.pending:
+        layer.forward = trial
+    for name in trial.columns:
+        linear = getattr(layer, name)
+        columns.append(ColumnParallelLinear.from_linear(linear, comm, sequence=sequence))
+        setattr(layer, name, columns[-1])
     if len(columns) > 1:
         OneInput(columns)
-    row = RowParallelLinear.from_linear(getattr(layer, last), comm, sequence=sequence)
-    setattr(layer, last, row)
+    row = RowParallelLinear.from_linear(getattr(layer, trial.row), comm, sequence=sequence)
+    setattr(layer, trial.row, row)
     # With a cut sequence all that is drawn here is for a shard.
-    inside = DrawsItsOwn(layer, comm) if sequence else DrawsItsOwnBetween(layer, comm, columns, row)
-    layer.forward = inside
+    layer.forward = DrawsItsOwn(layer, comm, *(() if sequence else (columns, row)))
 
 
 def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
@@ -162,51 +150,39 @@ def _tied_names(model: nn.Module) -> set[frozenset[str]]:
 
 @contextmanager
 def own_numbers(comm: Comm) -> Iterator[None]:
-    """Inside, what torch draws is this rank's own. One number, the same on all ranks, and the rank
-    seed the generators; afterwards they go on as those of the others, with no state beside torch's.
-    """
-    if comm.size == 1:
-        yield
-        return
+    """Inside, what torch draws is this rank's own: its rank and one number, the same on all ranks,
+    seed the generators; afterwards they go on as those of the others."""
     with no_modes():  # a seed is no part of the model: real in a dry run, too
         seed = int(torch.randint(2**62, ())) + comm.rank
-    with torch.random.fork_rng(range(len(generators()) - 1)):
-        for generator in generators():
+    with torch.random.fork_rng(range(len(validation.generators()) - 1)):
+        for generator in validation.generators():
             generator.manual_seed(seed)
         yield
 
 
 class DrawsItsOwn:
-    """In place of `module.forward`: the same, with random numbers of the rank's own."""
+    """In place of `module.forward`: the same, with random numbers of the rank's own; all of it, or
+    from where one of `starts` is called to where `end` is, as from columns to rows."""
 
-    def __init__(self, module: nn.Module, comm: Comm):
+    def __init__(self, module: nn.Module, comm: Comm, starts: Sequence[Any] = (), end: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not draws(self.module):
-            return self.forward(*args, **kwargs)
-        with own_numbers(self.comm):
-            return self.forward(*args, **kwargs)
-
-
-class DrawsItsOwnBetween(DrawsItsOwn):
-    """... from where one of `begins` is called to where `end` is, as from columns to rows."""
-
-    def __init__(self, layer: nn.Module, comm: Comm, begins: Sequence[nn.Module], end: nn.Module):
-        super().__init__(layer, comm)
         self._inside: ExitStack | None = None
-        for module in begins:
-            module.register_forward_pre_hook(self._begin)
-        end.register_forward_pre_hook(self._end)
+        self._all_of_it = end is None
+        for start in starts:
+            start.register_forward_pre_hook(self._begin)
+        if end is not None:
+            end.register_forward_pre_hook(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._all_of_it:
+            self._begin()
         try:
             return self.forward(*args, **kwargs)
         finally:
             self._end()
 
     def _begin(self, *_: Any) -> None:
-        if self._inside is None and draws(self.module):
+        if self.comm.size > 1 and self._inside is None and validation.draws(self.module):
             self._inside = ExitStack()
             self._inside.enter_context(own_numbers(self.comm))
 
@@ -219,18 +195,15 @@ class DrawsItsOwnBetween(DrawsItsOwn):
 # ---- sequence parallelism: the rest of the model, on a shard of the sequence
 
 
-def _cut_sequence(model: nn.Module, comm: Comm, cut: set[nn.Module]) -> None:
+def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:
     """From the embedding to the head, x is [b, s/t, w], but for what is `cut` already."""
-    for module in model.modules():
-        edit: Any = None
+    for module in (module for module in model.modules() if module not in cut):
         if isinstance(module, _DropoutNd):
-            edit = DrawsItsOwn
+            module.forward = DrawsItsOwn(module, comm)
         elif isinstance(module, nn.Embedding):
-            edit = _OwnPositions
+            module.forward = _OwnPositions(module, comm)  # type: ignore[method-assign, assignment]
         elif module._parameters:
-            edit = SummedGradients
-        if edit and module not in cut:
-            module.forward = edit(module, comm)
+            module.forward = SummedGradients(module, comm)
 
 
 class SummedGradients:

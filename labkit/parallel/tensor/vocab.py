@@ -19,7 +19,6 @@ Legend: b rows, s positions, w width, v vocabulary, t ranks.
 Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 (embedding, fused cross-entropy).
 """
 
-import math
 from typing import Any, Literal, Self
 
 import torch
@@ -32,33 +31,9 @@ from labkit.parallel.common.conjugate import (
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from labkit.parallel.common.shards import Shard, check_same, checksum, mark_shard, marked_as
-from labkit.parallel.tensor.linear import ColumnParallelLinear
+from labkit.parallel.common.shards import check_same
+from labkit.parallel.tensor.linear import ColumnParallelLinear, shard_parameter
 from labkit.parallel.tensor.validation import SAME_BATCH
-
-IGNORED = -100  # a target that does not count, as in F.cross_entropy
-
-
-def padded_vocab(vocab: int, size: int) -> int:
-    """The least number of rows, `vocab` or more, that divides over `size` ranks.
-
-    >>> padded_vocab(50257, 8)
-    50264
-    """
-    return -(-vocab // size) * size
-
-
-def cut_rows(whole: Tensor, comm: Comm) -> nn.Parameter:
-    """This rank's rows of `whole` [v, ...], as a parameter [V/t, ...] with zeros for padding."""
-    vocab = whole.shape[0]
-    height = padded_vocab(vocab, comm.size) // comm.size  # V/t
-    start = min(comm.rank * height, vocab)
-    stop = min(start + height, vocab)
-    own = whole.detach().new_zeros(height, *whole.shape[1:])
-    own[: stop - start] = whole.detach()[start:stop]
-    cut = marked_as(whole, nn.Parameter(own, requires_grad=whole.requires_grad))
-    mark_shard(cut, Shard(comm, dim=0, start=start, stop=stop, whole=vocab))
-    return cut
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -98,7 +73,7 @@ class VocabParallelEmbedding(nn.Module):
                 )
         self.comm, self.sequence = Comm.of(comm), sequence
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
-        self.weight = cut_rows(embedding.weight, self.comm)
+        self.weight = shard_parameter(embedding.weight, self.comm, 0, padded=True)
         self.padding_idx = padding = embedding.padding_idx  # whose row never learns
         height = len(self.weight)
         own = -1 if padding is None else padding - self.comm.rank * height
@@ -145,7 +120,7 @@ class VocabParallelHead(ColumnParallelLinear):
         return head
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        return cut_rows(parameter, self.comm)
+        return shard_parameter(parameter, self.comm, 0, padded=True)  # [V/t, in] or [V/t]
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # [b, s, V/t]
@@ -155,11 +130,11 @@ class VocabParallelHead(ColumnParallelLinear):
         real = min(max(self.out_features - self.comm.rank * height, 0), height)
         if real == height:
             return logits
-        return F.pad(logits[..., :real], (0, height - real), value=-math.inf)
+        return F.pad(logits[..., :real], (0, height - real), value=-torch.inf)
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = IGNORED,
+    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean", vocab: int | None = None,
 ) -> Tensor:  # fmt: skip
     """F.cross_entropy of logits that are cut over the ranks, in at least float32.
@@ -181,7 +156,7 @@ def vocab_parallel_cross_entropy(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction={reduction!r}: choose "mean", "sum" or "none"')
-    check_same(comm, "tensor of targets", lambda: checksum([targets]), SAME_BATCH)
+    check_same(comm, "tensor of targets", lambda: [targets], SAME_BATCH)
     targets = targets.long()
     counts = targets != ignore_index
     check_inside("a target", targets.where(counts, 0), vocab or width * comm.size)

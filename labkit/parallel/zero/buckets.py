@@ -36,6 +36,8 @@ class GradientInPieces(Tensor):
 
 
 def gradient_in_pieces(p: Tensor, gradient: Tensor | None) -> Tensor:
+    """What `.grad` of `p` is between backward and step: of its shape and dtype, in the memory of
+    `gradient`, or in none."""
     like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
     if type(like) is not Tensor:  # a fake one, in a dry run
         return like

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
-from labkit.holdings import Footprint, OwnedPiece, parameter_bytes
-from labkit.parallel.common.agreement import WeakMark
+from labkit.holdings import Footprint, OwnedPiece, WeakMark, parameter_bytes
 from labkit.parallel.common.data_parallel import GradReducer
 from labkit.parallel.common.flat import MB, FlatPartition, cut
 from labkit.precision.shadow_optimizer import (
@@ -34,6 +33,8 @@ STEP_COUNT_BYTES = 4  # Adam has one for each tensor that it steps on
 
 
 class ParamShare:
+    """Parameters of one dtype and device, in one flat buffer, and this rank's share of them."""
+
     def __init__(self, parameters: Sequence[Tensor], comm: Comm):
         self.parameters, self.comm = list(parameters), comm
         self.layout = FlatPartition([p.shape for p in parameters], comm.size)
@@ -82,6 +83,8 @@ class ParamShare:
 
 
 class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
+    """What a ZeroOptimizer owns on this rank: its pieces of gradients, parameters and state."""
+
     comm: Comm
     stage: int
     _named: Mapping[Tensor, str]

@@ -24,12 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import (
-    broadcast_tensors,
-    check_same_on_all_ranks,
-    claim,
-    pipeline_with,
-)
+from labkit.holdings import claim, pipeline_with
+from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.common.elementwise import check_elementwise
 from labkit.parallel.common.flat import MB, cut, register_grad_ready_hook
 from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
@@ -162,5 +158,6 @@ class ZeroOptimizer(OwnedShares):
     predict = staticmethod(predict_zero)
 
 
-def is_tied(p: Tensor) -> bool:  # over stages of a pipeline
+def is_tied(p: Tensor) -> bool:
+    """Whether `p` is on several ranks of a pipeline."""
     return (pipeline := pipeline_with(p)) is not None and len(pipeline.owners(p)) > 1

@@ -61,7 +61,8 @@ class ResizableBuffer:
         self._storage = self.flat.untyped_storage()
 
     def allocate(self) -> None:
-        self._storage.resize_(self.nbytes)
+        if not self.held_bytes:
+            self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
         self._storage.resize_(0)
@@ -164,15 +165,13 @@ class Flat:
 
     def take_gradient(self, parameter: Tensor) -> None:
         self.gradients.take(parameter)
-        if not self.unreduced.held_bytes:
-            self.unreduced.allocate()
+        self.unreduced.allocate()
         self.gradients.put(parameter, self.comm.size)  # the other one is freed
 
     def send_gradients(self, async_op: bool) -> None:
         """Sum them over the ranks. They arrive in `gradient` itself, which the shards then show,
         unless these have some already, to which they are added, or the dtype is another."""
-        if not self.unreduced.held_bytes:
-            self.unreduced.allocate()
+        self.unreduced.allocate()
         flat = self.gradients.flag_unused()
         self._are_new = all(self.shards[piece.index].grad is None for piece in self.pieces)
         if self.gradient is None:
@@ -223,6 +222,7 @@ class ShardGradient(Tensor):
 
 
 def refuse_hook(*_: Any) -> None:
+    """In place of a shard's `register_hook`. Raises ValueError."""
     raise ValueError(
         "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"

@@ -18,10 +18,11 @@ REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
 
 
 class Order:
+    """The order in which units are used, in this pass and in the last one."""
+
     def __init__(self) -> None:
-        self._before: list[Unit] = []
         self._now: list[Unit] = []
-        self._follows = True
+        self.begin_pass()
 
     def begin_pass(self) -> None:
         self._before, self._now = self._now, []
@@ -96,14 +97,10 @@ class SavedParameters:
         memories = (x.untyped_storage() for x in tensors_in(output) if x.layout == torch.strided)
         return any(self.unit_of_memory.get(memory._cdata) is unit for memory in memories)
 
-    def come_back(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """`with` this: forward."""
-        return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
-
-    def _saved(self, x: Tensor) -> tuple[Unit | None, Tensor]:
+    def pack(self, x: Tensor) -> tuple[Unit | None, Tensor]:
         return self.unit_of_memory.get(x.untyped_storage()._cdata), x
 
-    def _wanted_back(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
+    def unpack(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
         unit, x = saved
         if unit is not None and not unit.is_gathered:
             self._use(unit)

@@ -139,10 +139,9 @@ class WholeState:
                     flat.shards[index].view(-1).copy_(part)
 
     def _entries(self) -> "Iterator[Entry]":
-        homes = {x: (flat, i) for flat in self._flats for i, x in enumerate(flat.shards)}
+        homes = {id(x): (flat, i) for flat in self._flats for i, x in enumerate(flat.shards)}
         for key, x in self.module.state_dict(keep_vars=True).items():
-            is_parameter = isinstance(x, nn.Parameter) and x in homes
-            yield key, x, *(homes[x] if is_parameter else (None, 0))
+            yield key, x, *homes.get(id(x), (None, 0))
 
 
 Entry = tuple[str, Any, Flat | None, int]  # key, value and, of a parameter, its flat and index

@@ -29,9 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import ParamSnapshot, broadcast_tensors, claim
+from labkit.holdings import ParamSnapshot, claim
+from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.flat import at_end_of_backward, running_backward
 from labkit.parallel.zero3 import passes, validation
 from labkit.parallel.zero3.flat import Flat
@@ -105,7 +107,7 @@ class ZeRO3(WholeState, nn.Module):
         for unit in self.units:
             unit.rest(in_pass=True)
         try:
-            with self._saved_parameters.come_back():
+            with saved_tensors_hooks(self._saved_parameters.pack, self._saved_parameters.unpack):
                 output = self.module(*args, **kwargs)
         finally:
             self._in_forward = False

@@ -1,7 +1,4 @@
-"""What planning answers, as tables and as JSON: a ranked `Plan`, or a `Fit`.
-
-`ranking.py` finds both.
-"""
+"""What planning answers (ranking.py), as tables and as JSON: a ranked `Plan`, or a `Fit`."""
 
 import json
 from collections.abc import Mapping
@@ -26,11 +23,11 @@ HEADS = (
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A layout that does not fit. `at_least`: these bytes are the lower bound."""
+    """A layout that does not fit."""
 
     layout: Layout
-    memory_bytes: Mapping[str, float]
-    at_least: bool = False
+    memory_bytes: Mapping[str, float]  # by category
+    at_least: bool = False  # these bytes are a lower bound
 
     @property
     def peak_bytes(self) -> float:
@@ -40,15 +37,11 @@ class TooLarge:
 @dataclass(frozen=True)
 class Fit:
     """Whether a model fits, and its layout: the one with the lowest peak, or in which the largest
-    model fits.
-
-    Attributes:
-        others: layouts that their bounds ruled out without a recording.
-    """
+    model fits."""
 
     report: StepReport
     budget_bytes: float
-    others: int = 0
+    others: int = 0  # layouts that their bounds ruled out without a recording
 
     @property
     def fits(self) -> bool:
@@ -85,20 +78,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a model on a cluster, ranked.
-
-    Attributes:
-        reports: of the layouts that fit, by the seconds of a step.
-        too_large: those that do not, the smallest first.
-        budget_bytes: what a device may hold.
-        took_s: seconds that the planning took.
-    """
+    """All layouts of a model on a cluster, ranked."""
 
     cluster: Cluster
-    reports: tuple[StepReport, ...]
-    too_large: tuple[TooLarge, ...]
-    budget_bytes: float
-    took_s: float = 0.0
+    reports: tuple[StepReport, ...]  # of the layouts that fit, by the seconds of a step
+    too_large: tuple[TooLarge, ...]  # those that do not, the smallest first
+    budget_bytes: float  # that a device may hold
+    took_s: float = 0.0  # to plan
 
     @property
     def best(self) -> StepReport:
@@ -138,19 +124,15 @@ class Plan:
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
             raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
-        found: dict[Any, StepReport] = {}
+        fastest: dict[Any, StepReport] = {}
         for report in self.reports:  # ranked: the first of each value is the fastest
-            found.setdefault(getattr(report.layout, choice), report)
-        return dict(sorted(found.items()))
+            fastest.setdefault(getattr(report.layout, choice), report)
+        return dict(sorted(fastest.items()))
 
     def trades(self, near: int | None = None) -> Table:
         """The fastest layout with each tp, pp, dp and micro-batch, and what it loses on: the
-        takeaways of arXiv 2104.04473, section 3, for this model.
-
-        Args:
-            near: show so many values to each side of the best, and the first tp that leaves the
-                node; all of them if None.
-        """
+        takeaways of arXiv 2104.04473, section 3, for this model. `near`: only so many values to
+        each side of the best, and the first tp that leaves the node."""
         rows: list[tuple[str, ...]] = []
         node = self.cluster.devices_per_node
         for choice, name in AXES.items():

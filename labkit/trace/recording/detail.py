@@ -29,11 +29,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from labkit.dispatch import DispatchMode
+from labkit.comm.torch_modes import DispatchMode
 from labkit.memory.buffers import is_host_memory
+from labkit.memory.conditions import tensors_in
 from labkit.parallel.common.sharder import OwnsGradientPieces, fulfils
 from labkit.trace import CATEGORIES, MemoryPoint, Operation
-from labkit.trace.recording.operations import operation_of, tensors_in
+from labkit.trace.recording.operations import operation_of
 from labkit.trace.recording.spans import Spans
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
@@ -104,11 +105,18 @@ class Detail:
         self._modules: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._known: set[int] = set()  # parameters with a hook, which keeps them alive
-        self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resizing())
         self._communicating = threading.local()
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
         self._counting = False
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_measure(storage: Any, size: int) -> Any:  # no operation: no mode sees it
+            resized = resize(storage, size)
+            self._ledger.measure_again(only=storage)
+            return resized
+
+        self._resizes = patch.object(torch.UntypedStorage, "resize_", resize_and_measure)
 
     def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
         """Enter what is there already, and count from here on."""
@@ -165,17 +173,6 @@ class Detail:
             for x in optimizer.gradient_pieces()[0]:
                 self._enter(x, GRADIENTS, move=True)
         self._ledger.measure_again()
-
-    def _resizing(self) -> Callable[[Any, int], Any]:
-        """`resize_` of a storage, which is no operation, and the ledger measures again."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_measure(storage: Any, size: int) -> Any:
-            resized = resize(storage, size)
-            self._ledger.measure_again(only=storage)
-            return resized
-
-        return resize_and_measure
 
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

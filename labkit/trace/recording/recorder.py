@@ -241,8 +241,7 @@ class _Writer:
         self._early |= {id(span): span for span in early}
         try:
             if self._file is None:
-                args = (trace.rank, trace.size, trace.device, trace.host)
-                self._file = RankFile(self._folder, *args)
+                self._file = RankFile(self._folder, trace)
             self._file.append([*steps, *spans, *early, *chain(*others)])
             if metrics:
                 add_metrics(self._folder, metrics)
@@ -251,5 +250,4 @@ class _Writer:
             warnings.warn(f"the rest of this run is not written: {error}", stacklevel=2)
 
     def _lists(self) -> list[list[Any]]:
-        trace, metrics = self._recorder.trace, self._recorder.metrics
-        return [trace.steps, trace.spans, trace.comms, trace.memory, trace.operations, metrics]
+        return [*self._recorder.trace.lists(), self._recorder.metrics]

@@ -148,7 +148,7 @@ class OnRank:
     """The recorder of this rank, for as long as runs come with the same spec."""
 
     def __init__(self, rank: int, size: int):
-        self._rank, self._size = rank, size
+        self._place = rank, size
         self._spec: Spec | None = None
         self._recorder: Recorder | None = None
 
@@ -160,7 +160,6 @@ class OnRank:
                 self._recorder.close()
             self._spec, self._recorder = spec, None
             if spec is not None:
-                args = (self._rank, self._size, Path(spec.folder), spec.detail_step)
-                self._recorder = Recorder(*args)
+                self._recorder = Recorder(*self._place, Path(spec.folder), spec.detail_step)
         with self._recorder or nullcontext():
             yield

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from labkit import Comm, dry_run
-from labkit.parallel.common.agreement import ParamSnapshot, check_same_on_all_ranks, claim
+from labkit.holdings import ParamSnapshot, claim
+from labkit.parallel.common.agreement import check_same_on_all_ranks
 from small_models import refused
 from worlds import on_each_rank
 

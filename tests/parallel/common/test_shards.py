@@ -23,17 +23,16 @@ from labkit import (
     ZeroOptimizer,
     full_state_dict,
 )
-from labkit.parallel.common.agreement import claim
+from labkit.holdings import claim
+from labkit.parallel.common.clipping import comms_of
 from labkit.parallel.common.shards import (
-    SequenceParts,
     Shard,
-    comms_of,
-    mark_sequence,
     mark_shard,
     marked_as,
-    sequence_comm_of,
+    marks_of,
     shard_of,
 )
+from labkit.parallel.context.context_parallel import SequenceParts
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
 from small_models import difference
 from worlds import on_each_rank
@@ -107,8 +106,8 @@ def test_a_marked_model_travels_with_its_marks_and_what_is_tied(how: str) -> Non
     (module, shard), other = layer(0, 1), nn.Linear(3, 4)
     other.weight = module.weight
     other.bias.requires_grad_(False)
-    mark_sequence(other.bias, shard.comm)
-    mark_sequence(module.weight, shard.comm)
+    for parameter in (other.bias, module.weight):
+        SequenceParts(shard.comm).attach_to(parameter)
     both, owner = nn.ModuleList([module, other]), nn.Identity()
     if how != "deepcopy":
         claim(both.named_parameters(), owner)
@@ -118,9 +117,10 @@ def test_a_marked_model_travels_with_its_marks_and_what_is_tied(how: str) -> Non
     assert one.weight is two.weight and type(one.weight) is nn.Parameter
     assert torch.equal(one.weight, module.weight) and one.weight is not module.weight
     assert one.weight.requires_grad and not two.bias.requires_grad
-    assert shard_of(one.weight) == shard and sequence_comm_of(one.weight) == shard.comm
-    assert sequence_comm_of(two.bias) == shard.comm and shard_of(two.bias) is None
-    assert shard_of(one.bias) is None and sequence_comm_of(one.bias) is None
+    sequence = SequenceParts(shard.comm)
+    assert marks_of(one.weight) == [shard, sequence] and shard_of(one.weight) == shard
+    assert marks_of(two.bias) == [sequence] and shard_of(two.bias) is None
+    assert marks_of(one.bias) == []
     claim(both.named_parameters(), owner)
 
 

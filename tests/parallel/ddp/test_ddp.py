@@ -129,7 +129,7 @@ def test_an_error_in_the_first_backward_leaves_the_order_to_the_next() -> None:
     for _ in range(2):
         model.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
-    assert model._came is None
+    assert model._arrived is None
 
 
 def test_a_backward_cut_short_does_not_reach_into_the_next_one() -> None:

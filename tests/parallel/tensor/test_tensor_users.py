@@ -246,7 +246,7 @@ def test_random_states_of_the_models_device_are_compared(world2: World) -> None:
     def run(device: str) -> None:
         here = [torch.default_generator, Elsewhere(device, Comm().rank)]
         with patch.object(tensor_checks, "generators", lambda: here):
-            tensor_checks.SameInput(Comm(), False)(mlp().to("meta"), (), {})
+            tensor_checks.check_same_input(Comm(), False, mlp().to("meta"), (), {})
 
     with pytest.raises(RankError, match="the random state differs(.|\n)*the same seed"):
         world2.run(run, "meta")

@@ -1,28 +1,14 @@
-"""Every algorithm of labkit/comm/collectives: results, bytes, costs.
-
-Most run on simulated ranks in this process (algorithm_cases.py), so many cases cost little, and
-nothing is left to chance. A few run on real ranks at the end.
-"""
+"""Every algorithm of labkit/comm/collectives: results, bytes, costs. Most run on simulated ranks in
+this process (algorithm_cases.py), a few on real ranks."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
+import algorithm_cases as cases
 from algorithm_bytes import SENT, Call, sent_bytes
-from algorithm_cases import (
-    DTYPES,
-    EVERY,
-    RANKS,
-    SIZES,
-    Case,
-    nodes_for,
-    of,
-    same_bits,
-    serves,
-    sizes_for,
-    uneven,
-)
+from algorithm_cases import DTYPES, EVERY, RANKS, SIZES, Case, of, serves, sizes_for, uneven
 from comm_contract import given, ops_of, reduced
 from labkit import Comm, World, listen
 from labkit.comm.collectives import ALGORITHMS, costs, steps
@@ -32,11 +18,9 @@ from labkit.runtime.transports.wire import nodes_of
 from timed_wire import TimedMailbox
 from worlds import on_each_rank
 
-# --- results and bytes -------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_every_algorithm_equals_plain_computation(collective: str, name: str) -> None:
+def test_every_algorithm_equals_plain_computation(collective: str, name: str):
     for n in filter(lambda n: serves(collective, name, n), RANKS):
         for numel in SIZES:
             for late in (False, True):
@@ -45,29 +29,28 @@ def test_every_algorithm_equals_plain_computation(collective: str, name: str) ->
 
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_every_dtype_and_reduction(collective: str, name: str) -> None:
+def test_every_dtype_and_reduction(collective: str, name: str):
     reduces = "reduce" in collective
     for n in filter(lambda n: serves(collective, name, n), (2, 3, 4, 7)):
+        sizes = sizes_for(collective, name, n, 23)
         for dtype in DTYPES:
             for op in ops_of(dtype) if reduces else ["sum"]:
                 if op != "mean" or collective == "all_reduce":  # else the back divides
-                    Case(
-                        collective, name, sizes_for(collective, name, n, 23), n - 1, dtype, op
-                    ).check()
+                    Case(collective, name, sizes, n - 1, dtype, op).check()
 
 
 @pytest.mark.parametrize(
     ("collective", "name"),
     [*of("all_gather", "reduce_scatter", "all_to_all"), ("gather", "flat"), ("scatter", "flat")],
 )
-def test_chunks_of_different_sizes(collective: str, name: str) -> None:
+def test_chunks_of_different_sizes(collective: str, name: str):
     for n in filter(lambda n: serves(collective, name, n), RANKS):
         for seed in (1, 2, 5):
             Case(collective, name, uneven(n, seed), root=n - 1).check()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS["broadcast"])
-def test_every_root(name: str) -> None:
+def test_every_root(name: str):
     for n in (2, 3, 5, 8):
         for root in range(n):
             Case("broadcast", name, chunk_sizes(11, n), root).check()
@@ -77,9 +60,9 @@ def test_every_root(name: str) -> None:
                 Case("scatter", name, [5] * n, root).check()
 
 
-def test_hierarchical_on_nodes_of_every_size() -> None:
+def test_hierarchical_on_nodes_of_every_size():
     for n in RANKS:
-        for nodes in nodes_for(n):
+        for nodes in cases.nodes_for(n):
             for op in ("sum", "mean"):
                 Case("all_reduce", "hierarchical", chunk_sizes(29, n), op=op, nodes=nodes).check()
     for odd_nodes in ([[0, 3], [1, 2, 4]], [[0, 1, 2, 3, 4], [5, 6]], [[6, 2], [5], [0, 1, 3, 4]]):
@@ -87,14 +70,9 @@ def test_hierarchical_on_nodes_of_every_size() -> None:
         Case("all_reduce", "hierarchical", chunk_sizes(29, n), nodes=odd_nodes).check()
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "PIECE_BYTES", 12)  # three float32
-
-
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_in_many_pieces(collective: str, name: str) -> None:
+def test_in_many_pieces(collective: str, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(costs, "PIECE_BYTES", 12)  # three float32
     assert steps.piece_count(100) == 9
     for n in filter(lambda n: serves(collective, name, n), RANKS):
         for late in (False, True):
@@ -105,15 +83,12 @@ def test_in_many_pieces(collective: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS["all_reduce"])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
-def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str) -> None:
+def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str):
     for n in RANKS:
-        same_bits(name, op, n)
+        cases.same_bits(name, op, n)
 
 
-# --- formulas ----------------------------------------------------------------------------------
-
-
-def test_every_algorithm_has_its_bytes_and_its_cost() -> None:
+def test_every_algorithm_has_its_bytes_and_its_cost():
     for collective, name in EVERY:
         assert name in SENT[collective]
         assert name in costs.COSTS[collective] or name == "hierarchical"
@@ -134,7 +109,7 @@ def test_every_algorithm_has_its_bytes_and_its_cost() -> None:
 )  # fmt: skip
 def test_the_sums_over_all_ranks_are_those_of_the_textbooks(
     collective: str, name: str, in_all: Callable[[int, int], int]
-) -> None:
+):
     for n in filter(lambda n: serves(collective, name, n), RANKS):
         sizes = uneven(n, 2)
         calls = [Call(sizes, rank) for rank in range(n)]
@@ -142,7 +117,7 @@ def test_the_sums_over_all_ranks_are_those_of_the_textbooks(
         assert in_total == in_all(n, 4 * sum(sizes))
 
 
-def test_costs_are_the_bytes_of_the_busiest_rank_and_the_known_steps() -> None:
+def test_costs_are_the_bytes_of_the_busiest_rank_and_the_known_steps():
     """Where all divides: the model's bytes are those that the busiest rank sends."""
     S = 840 * 4
     for n in (2, 4, 8):
@@ -171,7 +146,7 @@ def test_costs_are_the_bytes_of_the_busiest_rank_and_the_known_steps() -> None:
 @pytest.mark.parametrize(("collective", "name"), EVERY)
 def test_costs_are_the_time_that_the_schedule_takes(
     collective: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Run on wires with a clock: beta's bytes are exact, also for odd numbers of ranks and many
     pieces; alpha's messages are counted one by one, of which wires may have several under way."""
     monkeypatch.setattr(costs, "PIECE_BYTES", 64)
@@ -196,31 +171,25 @@ def timed(case: Case, alpha_s: float, beta_s_per_byte: float) -> float:
     return max(box.now_s)
 
 
-def test_large_messages_want_rings_and_small_ones_trees() -> None:
+def test_large_messages_want_rings_and_small_ones_trees():
     """The reason for having several: alpha = 20 us, beta = 1 ns (1 GB/s), 64 ranks."""
 
-    def best(nbytes: int) -> str:
-        seconds = {
-            name: cost("all_reduce", name, 64, nbytes).seconds(20e-6, 1e-9)
-            for name in costs.COSTS["all_reduce"]
-        }
-        return min(seconds, key=seconds.__getitem__)
+    def seconds(name: str, nbytes: int) -> float:
+        return cost("all_reduce", name, 64, nbytes).seconds(20e-6, 1e-9)
 
-    assert best(1000) == "recursive_doubling"
-    assert best(1 << 20) == "halving_doubling"
-    tree = cost("all_reduce", "tree", 64, 1 << 30).seconds(20e-6, 1e-9)
-    ring = cost("all_reduce", "ring", 64, 1 << 30).seconds(20e-6, 1e-9)
-    double_tree = cost("all_reduce", "double_tree", 64, 1 << 30).seconds(20e-6, 1e-9)
+    for nbytes, best in ((1000, "recursive_doubling"), (1 << 20, "halving_doubling")):
+        assert min(costs.COSTS["all_reduce"], key=lambda name: seconds(name, nbytes)) == best
+    tree, ring, double_tree = (seconds(name, 1 << 30) for name in ("tree", "ring", "double_tree"))
     assert ring < tree / 5 and double_tree < 1.2 * ring
 
 
-def test_between_nodes_a_hierarchical_all_reduce_sends_one_part_of_each_rank() -> None:
+def test_between_nodes_a_hierarchical_all_reduce_sends_one_part_of_each_rank():
     inside, between = hierarchical_cost(nodes=4, ranks_per_node=8, nbytes=8000)
     assert (inside.steps, inside.sent_bytes) == (14, 14000)
     assert (between.steps, between.sent_bytes) == (6, 1500)
 
 
-def test_nearly_no_rank_is_an_inner_node_of_both_trees() -> None:
+def test_nearly_no_rank_is_an_inner_node_of_both_trees():
     for n in range(1, 70):
         inside = []
         for parents in costs.double_tree(n):
@@ -232,15 +201,12 @@ def test_nearly_no_rank_is_an_inner_node_of_both_trees() -> None:
         assert len(inside[0] & inside[1]) <= 1
 
 
-def test_nodes_are_as_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_as_torchrun_tells(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert nodes_of([0, 1, 2, 7]) == [[0, 1, 2, 3]]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert nodes_of([0, 1, 2, 3, 4]) == [[0, 1], [2, 3], [4]]
     assert nodes_of([1, 2, 3]) == [[0], [1, 2]], "a group counts its own ranks"
-
-
-# --- on real ranks -------------------------------------------------------------------------------
 
 
 def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
@@ -270,12 +236,11 @@ def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
             everyone = reduced([given(r, 29) for r in range(n)], "mean")
             assert torch.equal(gaps, everyone if rank == n - 1 else given(rank, 29))
         for name in ("flat", "tree"):
-            at_root = rank == 1
-            outs = [torch.zeros(3, n)[:, 0] for _ in range(n)] if at_root else None
+            outs = [torch.zeros(3, n)[:, 0] for _ in range(n)] if rank == 1 else None
             comm.gather(given(rank, 3), outs, 1, algorithm=name)
             assert all(torch.equal(out, given(r, 3)) for r, out in enumerate(outs or ()))
-            comm.scatter(gaps[:3], [given(r, 3) for r in range(n)] if at_root else None, 1,
-                         algorithm=name)  # fmt: skip
+            ins = [given(r, 3) for r in range(n)] if rank == 1 else None
+            comm.scatter(gaps[:3], ins, 1, algorithm=name)
             assert torch.equal(gaps[:3], given(rank, 3))
         for name in ALGORITHMS["all_gather"]:
             if serves("all_gather", name, n):
@@ -291,7 +256,7 @@ def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two nodes, if there are more ranks
     with World(size) as world:
         for ran in world.run(lambda: every_algorithm(Comm())):
@@ -301,8 +266,7 @@ def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatc
 
 
 @on_each_rank("world4")
-def test_long_tensors_over_trees_and_chains() -> None:
-    """Several pieces, over real wires."""
+def test_long_tensors_over_trees_and_chains():
     comm = Comm()
     numel = 1_000_001
     for name in ("double_tree", "halving_doubling", "ring", "hierarchical"):

@@ -8,34 +8,29 @@ from fractions import Fraction
 
 import pytest
 
-from labkit.events import (
-    CommEvent,
-    all_gather_bus_bytes,
-    all_reduce_bus_bytes,
-    chunk_sizes,
-    reduce_scatter_bus_bytes,
-)
+from labkit import events
+from labkit.events import CommEvent, chunk_sizes
 from places import PUBLISHED
+from tables import raises
 
-# Bus bandwidth over algorithm bandwidth on n ranks. Source: nccl-tests, doc/PERFORMANCE.md (the
-# rows of shared/published/bus_bandwidth_factors.csv). For all-gather and reduce-scatter, S is the
-# total size.
+# Bus bandwidth over algorithm bandwidth on n ranks (nccl-tests, doc/PERFORMANCE.md). For all-gather
+# and reduce-scatter, S is the total size.
 FACTORS: dict[str, Callable[[int], Fraction]] = {
     "AllReduce": lambda n: Fraction(2 * (n - 1), n),
     "ReduceScatter": lambda n: Fraction(n - 1, n),
     "AllGather": lambda n: Fraction(n - 1, n),
 }
 FORMULAS: dict[str, Callable[[list[int], int], int]] = {
-    "AllReduce": all_reduce_bus_bytes,
-    "ReduceScatter": reduce_scatter_bus_bytes,
-    "AllGather": all_gather_bus_bytes,
+    "AllReduce": events.all_reduce_bus_bytes,
+    "ReduceScatter": events.reduce_scatter_bus_bytes,
+    "AllGather": events.all_gather_bus_bytes,
 }
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16, 1024)
 ODD = (0, 1, 2, 3, 5, 7, 11, 1000, 1001, 65_537)
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_chunks_add_up_and_differ_by_one_at_most_the_larger_first(n: int) -> None:
+def test_chunks_add_up_and_differ_by_one_at_most_the_larger_first(n: int):
     for numel in ODD:
         sizes = chunk_sizes(numel, n)
         assert len(sizes) == n and sum(sizes) == numel
@@ -45,7 +40,7 @@ def test_chunks_add_up_and_differ_by_one_at_most_the_larger_first(n: int) -> Non
 
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("n", RANKS)
-def test_bus_bytes_are_the_factor_times_the_payload_where_it_divides(name: str, n: int) -> None:
+def test_bus_bytes_are_the_factor_times_the_payload_where_it_divides(name: str, n: int):
     for chunk in (0, 1, 3, 4096):
         chunk_bytes = [chunk * 4] * n
         for rank in range(n):
@@ -54,7 +49,7 @@ def test_bus_bytes_are_the_factor_times_the_payload_where_it_divides(name: str, 
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_bus_bytes_of_all_ranks_are_exact_for_sizes_that_do_not_divide(n: int) -> None:
+def test_bus_bytes_of_all_ranks_are_exact_for_sizes_that_do_not_divide(n: int):
     for numel in ODD:
         chunk_bytes = [8 * size for size in chunk_sizes(numel, n)]
         total = {
@@ -65,19 +60,20 @@ def test_bus_bytes_of_all_ranks_are_exact_for_sizes_that_do_not_divide(n: int) -
         assert total["ReduceScatter"] == total["AllGather"] == (n - 1) * 8 * numel
 
 
-def test_a_rank_sends_the_chunks_that_a_ring_makes_it_send() -> None:
+def test_a_rank_sends_the_chunks_that_a_ring_makes_it_send():
     """The ring, step by step: with what each rank passes on, its bytes are those of the formula."""
     for n in (1, 2, 3, 4, 7):
         for chunk_bytes in (chunk_sizes(1001, n), [13 * r % 5 for r in range(n)]):
             for rank in range(n):
                 inwards = [chunk_bytes[(rank - step) % n] for step in range(1, n)]
                 outwards = [chunk_bytes[(rank - step) % n] for step in range(n - 1)]
-                assert reduce_scatter_bus_bytes(chunk_bytes, rank) == sum(inwards)
-                assert all_gather_bus_bytes(chunk_bytes, rank) == sum(outwards)
-                assert all_reduce_bus_bytes(chunk_bytes, rank) == sum(inwards) + sum(outwards)
+                both = sum(inwards) + sum(outwards)
+                assert events.reduce_scatter_bus_bytes(chunk_bytes, rank) == sum(inwards)
+                assert events.all_gather_bus_bytes(chunk_bytes, rank) == sum(outwards)
+                assert events.all_reduce_bus_bytes(chunk_bytes, rank) == both
 
 
-def test_the_factors_are_those_published() -> None:
+def test_the_factors_are_those_published():
     with open(PUBLISHED / "bus_bandwidth_factors.csv") as file:
         rows = {row["collective"]: row["busbw_over_algbw"] for row in csv.DictReader(file)}
     for name, factor in FACTORS.items():
@@ -86,14 +82,10 @@ def test_the_factors_are_those_published() -> None:
             assert factor(n) == eval(formula.replace("n", f"Fraction({n})"), {"Fraction": Fraction})
 
 
-def test_events_are_plain_data_that_need_no_torch() -> None:
-    code = """
-import sys
-from labkit.events import CommEvent, chunk_sizes
-assert "torch" not in sys.modules and chunk_sizes(10, 4) == [3, 3, 2, 2]
-"""
+def test_events_are_plain_data_that_need_no_torch():
+    code = 'import labkit.events, sys; assert "torch" not in sys.modules'
     subprocess.run([sys.executable, "-c", code], check=True)
     event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "float32", (4,), 16, 16, True)
     assert (event.wire_bytes, event.peer, event.source) == (0, None, "")
-    with pytest.raises(AttributeError):
-        event.bytes = 3  # type: ignore[attr-defined]  # a misspelt count must not pass silently
+    # A misspelt count must not pass silently.
+    raises("", setattr, event, "bytes", 3, error=AttributeError)

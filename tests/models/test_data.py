@@ -18,6 +18,7 @@ from torch.nn.utils import parameters_to_vector
 from labkit.data import Batch, Text, loss
 from labkit.models import GPT
 from places import ROOT, SUPPORT
+from tables import raises
 
 KINDS = ["byte", "bpe"]
 
@@ -27,10 +28,7 @@ def text(request: pytest.FixtureRequest) -> Text:
     return Text(tokens=request.param)
 
 
-# ---------------------------------------------------------------- text and tokens
-
-
-def test_default_text_is_the_documentation_of_python(text: Text) -> None:
+def test_default_text_is_the_documentation_of_python(text: Text):
     content = text.decode(text.ids)
     assert 300_000 < len(content) < 900_000
     assert 'The "for" statement' in content
@@ -39,8 +37,14 @@ def test_default_text_is_the_documentation_of_python(text: Text) -> None:
     assert text.vocab == (256 if len(text) > len(content) else 1024)
 
 
-def test_pieces_are_fewer_than_bytes() -> None:
+def test_small_text_has_fewer_pieces_and_long_lines_are_learned_from(tmp_path: Path):
     assert len(Text()) / 2 > len(Text(tokens="bpe")) > len(Text(tokens="bpe", vocab=2048))
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 4)
+    text = Text(tmp_path / "a.txt", tokens="bpe", vocab=1024)
+    assert 256 < text.vocab < 1024
+    assert text.ids.max() < text.vocab
+    (tmp_path / "a.txt").write_text("abcabc " * 30_000 + "z" * 100_000)
+    assert len(Text(tmp_path, tokens="bpe", vocab=300)) < 100_000
 
 
 STRINGS = [
@@ -51,11 +55,11 @@ STRINGS = [
 
 
 @pytest.mark.parametrize("content", STRINGS)
-def test_any_string_comes_back(text: Text, content: str) -> None:
+def test_any_string_comes_back(text: Text, content: str):
     assert text.decode(text.encode(content)) == content
 
 
-def test_random_strings_come_back(text: Text) -> None:
+def test_random_strings_come_back(text: Text):
     dice = random.Random(0)
     alphabet = "ab  \n\t\r▁<>é…\U0001f600\x00\x07"
     for _ in range(200):
@@ -64,7 +68,7 @@ def test_random_strings_come_back(text: Text) -> None:
     assert "\ufffd" in text.decode(text.encode("日")[1:]), "a cut character"
 
 
-def test_learning_pieces_is_silent_and_repeatable(capfd: pytest.CaptureFixture[str]) -> None:
+def test_learning_pieces_is_silent_and_repeatable(capfd: pytest.CaptureFixture[str]):
     from labkit import data
 
     content = Text().decode(Text().ids)
@@ -78,45 +82,34 @@ def test_learning_pieces_is_silent_and_repeatable(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr() == ("", "")
 
 
-def test_pickled_text_is_the_same(text: Text) -> None:
+def test_pickled_text_is_the_same(text: Text):
     copied = pickle.loads(pickle.dumps(text))
     assert torch.equal(copied.ids, text.ids)
     assert copied.decode(copied.encode("the cat ▁")) == "the cat ▁"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_keeps_its_line_ends_and_characters(tmp_path: Path, kind: str) -> None:
+def test_a_file_keeps_its_line_ends_and_characters(tmp_path: Path, kind: str):
     content = "one\r\ntwo\n  drei — Ü\n" * 3
     (tmp_path / "a.txt").write_bytes(content.encode())
     for path in (tmp_path / "a.txt", str(tmp_path / "a.txt")):
         assert Text(path, tokens=kind).decode(Text(path, tokens=kind).ids) == content
 
 
-def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
+def test_a_folder_is_its_text_files_in_order(tmp_path: Path):
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
-    (tmp_path / "b.txt").write_text("B")
-    (tmp_path / "a.md").write_text("A")
-    (tmp_path / "sub" / "c.py").write_text("C")
-    (tmp_path / ".git" / "config").write_text("hidden")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for name, content in {
+        "b.txt": b"B", "a.md": b"A", "sub/c.py": b"C", ".git/config": b"hidden", "empty.txt": b"",
+        "image.png": b"\x89PNG\0\0", "latin.txt": b"caf\xe9",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
     os.symlink(tmp_path / "gone", tmp_path / "broken")
     text = Text(tmp_path)
     assert text.decode(text.ids) == "A\nB\nC"
 
 
-def test_small_text_has_fewer_pieces_and_long_lines_are_learned_from(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 4)
-    text = Text(tmp_path / "a.txt", tokens="bpe", vocab=1024)
-    assert 256 < text.vocab < 1024
-    assert text.ids.max() < text.vocab
-    (tmp_path / "a.txt").write_text("abcabc " * 30_000 + "z" * 100_000)
-    assert len(Text(tmp_path, tokens="bpe", vocab=300)) < 100_000
-
-
-def test_a_pipe_is_a_text() -> None:
+def test_a_pipe_is_a_text():
     reading, writing = os.pipe()
     os.write(writing, b"abcd" * 100)
     os.close(writing)
@@ -124,33 +117,23 @@ def test_a_pipe_is_a_text() -> None:
     os.close(reading)
 
 
-def test_clear_errors(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
+def test_clear_errors(tmp_path: Path):
+    for name, content in {"empty.txt": b"", "binary": b"ab\0cd", "latin.txt": b"caf\xe9"}.items():
+        (tmp_path / name).write_bytes(content)
+        raises(f"{name} is empty, or not UTF-8 text", Text, tmp_path / name)
+    nowhere = tmp_path / "nowhere"
+    raises(r"no file or folder .*nowhere", Text, nowhere, error=FileNotFoundError)
+    raises('"byte" or "bpe", not \'word\'', Text, tokens="word")
+    raises("vocab of 100 cannot hold 256 bytes", Text, tokens="bpe", vocab=100)
     (tmp_path / "short.txt").write_text("abcd")
-    (tmp_path / "binary").write_bytes(b"ab\0cd")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(FileNotFoundError, match=r"no file or folder .*nowhere"):
-        Text(tmp_path / "nowhere")
-    for name in ("empty.txt", "binary", "latin.txt"):
-        with pytest.raises(ValueError, match=f"{name} is empty, or not UTF-8 text"):
-            Text(tmp_path / name)
-    with pytest.raises(ValueError, match='"byte" or "bpe", not \'word\''):
-        Text(tokens="word")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="vocab of 100 cannot hold 256 bytes"):
-        Text(tokens="bpe", vocab=100)
     short = Text(tmp_path / "short.txt")
     assert short.batch(0, rows=2, length=3).x.shape == (2, 3)
-    with pytest.raises(ValueError, match="5 tokens, the text has 4"):
-        short.batch(0, rows=2, length=4)
+    raises("5 tokens, the text has 4", short.batch, 0, rows=2, length=4)
     for bad in ({"rows": 0}, {"length": 0}, {"step": -1}, {"seed": -1}):
-        with pytest.raises(ValueError, match="at least"):
-            short.batch(**{"step": 0, "rows": 1, "length": 2, **bad})
+        raises("at least", short.batch, **{"step": 0, "rows": 1, "length": 2, **bad})
 
 
-# ---------------------------------------------------------------- batches
-
-
-def test_targets_are_the_next_tokens(text: Text) -> None:
+def test_targets_are_the_next_tokens(text: Text):
     batch = text.batch(3, rows=5, length=11)
     assert batch.x.shape == batch.y.shape == (5, 11)
     assert batch.x.dtype == batch.y.dtype == torch.int64
@@ -159,13 +142,13 @@ def test_targets_are_the_next_tokens(text: Text) -> None:
     assert (batch.total_tokens, batch.ranks, batch.share) == (55, 1, 1.0)
 
 
-def test_every_window_can_be_drawn(tmp_path: Path) -> None:
+def test_every_window_can_be_drawn(tmp_path: Path):
     (tmp_path / "a.txt").write_text("abcdef")
     batch = Text(tmp_path).batch(0, rows=200, length=2)
     assert {bytes(row.tolist()).decode() for row in batch.x} == {"ab", "bc", "cd", "de"}
 
 
-def test_a_batch_depends_on_step_and_seed_alone() -> None:
+def test_a_batch_depends_on_step_and_seed_alone():
     text = Text()
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -181,13 +164,13 @@ def test_a_batch_depends_on_step_and_seed_alone() -> None:
 
 
 def digest(kind: str) -> str:
-    text = Text(tokens=kind)  # type: ignore[arg-type]
+    text = Text(tokens=kind)
     batch = text.batch(7, rows=4, length=32, seed=5)
     return hashlib.sha256(text.ids.numpy().tobytes() + batch.y.numpy().tobytes()).hexdigest()
 
 
 @pytest.mark.slow
-def test_other_processes_draw_the_same_batch() -> None:
+def test_other_processes_draw_the_same_batch():
     code = "import test_data as t; print(*map(t.digest, t.KINDS))"
     path = os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT, ROOT)))
     env = {**os.environ, "PYTHONHASHSEED": "99", "PYTHONPATH": path}
@@ -195,21 +178,16 @@ def test_other_processes_draw_the_same_batch() -> None:
     assert out.stdout.decode().split() == [digest(kind) for kind in KINDS]
 
 
-def test_hold_out_parts_the_tokens() -> None:
+def test_hold_out_parts_the_tokens():
     text = Text()
     train, held = text.hold_out(0.1)
     assert torch.equal(torch.cat([train.ids, held.ids]), text.ids)
     assert len(held) == round(0.1 * len(text))
     assert held.vocab == text.vocab and held.batch(0, 2, 8).x.shape == (2, 8)
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        text.hold_out(1.0)
-
-
-# ---------------------------------------------------------------- exactness of slices
+    raises("between 0 and 1", text.hold_out, 1.0)
 
 
 def gradient(model: GPT, *batches: Batch) -> Tensor:
-    """The gradient after a backward through each batch, added up as `.grad` does."""
     model.zero_grad()
     for batch in batches:
         loss(model(batch.x), batch).backward()
@@ -224,7 +202,7 @@ def model() -> GPT:
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 7])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_mean_over_slices_is_the_global_batch(model: GPT, rows: int, size: int) -> None:
+def test_mean_over_slices_is_the_global_batch(model: GPT, rows: int, size: int):
     batch = Text().batch(0, rows, length=9)
     slices = [batch.slice(rank, size) for rank in range(size)]
     heights = [len(part.x) for part in slices]
@@ -250,7 +228,7 @@ def test_mean_over_slices_is_the_global_batch(model: GPT, rows: int, size: int) 
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_micro_batches_of_a_slice_add_up(model: GPT, n: int) -> None:
+def test_micro_batches_of_a_slice_add_up(model: GPT, n: int):
     batch = Text().batch(0, rows=7, length=6)
     for part in (batch, batch.slice(1, 3), batch.slice(8, 9)):
         pieces = part.split(n)
@@ -259,7 +237,7 @@ def test_micro_batches_of_a_slice_add_up(model: GPT, n: int) -> None:
         assert (gradient(model, *pieces) - gradient(model, part)).abs().max() < 1e-12
 
 
-def test_slices_of_slices_stay_exact_and_even_ones_have_the_plain_mean(model: GPT) -> None:
+def test_slices_of_slices_stay_exact_and_even_ones_have_the_plain_mean(model: GPT):
     batch = Text().batch(0, rows=5, length=6)
     cut = [batch.slice(i, 2).slice(j, 3) for i in range(2) for j in range(3)]
     mean = sum(gradient(model, part) for part in cut) / 6
@@ -269,7 +247,7 @@ def test_slices_of_slices_stay_exact_and_even_ones_have_the_plain_mean(model: GP
     assert torch.equal(loss(logits, part), F.cross_entropy(logits.flatten(0, 1), part.y.flatten()))
 
 
-def test_loss_is_summed_in_at_least_fp32() -> None:
+def test_loss_is_summed_in_at_least_fp32():
     batch = Text().batch(0, rows=8, length=64)
     logits = torch.randn(8, 64, 256).bfloat16()
     rounded, exact = loss(logits, batch), loss(logits.double(), batch)
@@ -277,7 +255,7 @@ def test_loss_is_summed_in_at_least_fp32() -> None:
     assert abs(rounded - exact) < 1e-5
 
 
-def test_loss_runs_on_shapes_alone() -> None:
+def test_loss_runs_on_shapes_alone():
     with FakeTensorMode():
         tokens = torch.zeros(3, 4, dtype=torch.long)
         batch = Batch(tokens, tokens, total_tokens=12).slice(0, 2).to("cpu")
@@ -286,22 +264,16 @@ def test_loss_runs_on_shapes_alone() -> None:
     assert value.shape == ()
 
 
-def test_wrong_cuts_and_shapes_are_refused() -> None:
+def test_wrong_cuts_and_shapes_are_refused():
     batch = Text().batch(0, rows=2, length=4)
     for rank, size in [(-1, 2), (2, 2), (0, 0)]:
-        with pytest.raises(ValueError, match="is not one of"):
-            batch.slice(rank, size)
-    with pytest.raises(ValueError, match="at least 1 micro-batch"):
-        batch.split(0)
-    with pytest.raises(ValueError, match=r"logits \[3, 4, 256\] do not fit targets \[2, 4\]"):
-        loss(torch.zeros(3, 4, 256), batch)
-
-
-# ---------------------------------------------------------------- and it learns
+        raises("is not one of", batch.slice, rank, size)
+    raises("at least 1 micro-batch", batch.split, 0)
+    raises(r"logits \[3, 4, 256\] do not fit targets \[2, 4\]", loss, torch.zeros(3, 4, 256), batch)
 
 
 @pytest.mark.slow
-def test_loss_falls_on_real_text(text: Text) -> None:
+def test_loss_falls_on_real_text(text: Text):
     torch.manual_seed(0)
     model = GPT(text.vocab, width=32, depth=2, heads=4, context=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,5 +1,4 @@
-"""autocast does what torch's does: the same ops cast, the same numbers, the same gradients; and its
-lists are those of torch's dispatcher."""
+"""autocast beside torch's: the same casts, values and gradients, and the dispatcher's lists."""
 
 import copy
 import threading
@@ -16,15 +15,13 @@ from torch.overrides import TorchFunctionMode
 from labkit import GPT, MLP, autocast
 from labkit.precision.autocasting import _open_regions, check_low_type
 from labkit.precision.op_policy import CPU, CUDA, OF_PRODUCTS, POLICIES, OpPolicy
+from tables import raises
 
 LOW = torch.bfloat16
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-# ---- whole models
 
 
 class WithoutTorchs(TorchFunctionMode):
@@ -55,7 +52,7 @@ def some_loss(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["GPT", "MLP", "convolution", "in Python"])
-def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtype) -> None:
+def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtype):
     ours, x = some_models()[name]
     theirs = copy.deepcopy(ours)
     with nullcontext() if name == "in Python" else WithoutTorchs(), autocast(dtype):
@@ -67,11 +64,8 @@ def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtyp
     assert alike(mine, its) and alike(mine_loss, its_loss)
     mine_loss.backward(), its_loss.backward()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
         assert p.grad.dtype == torch.float32 and torch.equal(p.grad, q.grad)
 
-
-# ---- single ops
 
 torch.manual_seed(0)
 A, B = torch.randn(4, 4), torch.randn(4, 4)
@@ -149,7 +143,7 @@ OPS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_an_op_gives_what_it_does_under_torchs(name: str) -> None:
+def test_an_op_gives_what_it_does_under_torchs(name: str):
     with torch.autocast("cpu", LOW):
         its = OPS[name]()
     # These are made of ops that only torch's own autocast sees.
@@ -159,15 +153,12 @@ def test_an_op_gives_what_it_does_under_torchs(name: str) -> None:
     assert alike(mine, its), (mine.dtype, its.dtype)
 
 
-# ---- the lists
-
-
 def named_in(policy: OpPolicy) -> set[str]:
     return set(policy.low | policy.fp32 | policy.promote | policy.refused)
 
 
 @pytest.mark.parametrize(("policy", "key"), [(CPU, "AutocastCPU"), (CUDA, "AutocastCUDA")])
-def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str) -> None:
+def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str):
     known = torch._C._dispatch_get_all_op_names()
     aten = {name.removeprefix("aten::") for name in known if name.startswith("aten::")}
     registered = {
@@ -186,7 +177,6 @@ def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str) ->
 
 @contextmanager
 def torchs_for_cuda(dtype: torch.dtype) -> Iterator[None]:
-    """torch.autocast("cuda") where there is none: by its switches."""
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
     try:
@@ -202,24 +192,22 @@ NOT_ON_CUDA = {"binary_cross_entropy", "fp16 into bf16", "fft", "inner with a nu
 
 @pytest.mark.slow  # fake tensors take seconds to import
 @pytest.mark.parametrize("name", sorted(OPS.keys() - NOT_ON_CUDA))
-def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str) -> None:
+def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str):
     """With fake tensors: a CUDA device's dispatch, and no CUDA device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     found = []
     for region in (torchs_for_cuda(LOW), autocast(LOW)):
         with FakeTensorMode() as mode:
-            things = {
-                key: mode.from_tensor(globals()[key]) for key in ("A", "B", "V", "IMAGE", "CLASSES")
-            }
-            things = {key: torch.empty_like(x, device="cuda") for key, x in things.items()}
+            fakes = {key: mode.from_tensor(globals()[key]) for key in GIVEN}
+            things = {key: torch.empty_like(x, device="cuda") for key, x in fakes.items()}
             op = type(OPS[name])(OPS[name].__code__, {**globals(), **things})
             with region:
                 found.append(op().dtype)
     assert found[0] == found[1]
 
 
-def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch):
     """By the list of CUDA, put in the place of the CPU's."""
     monkeypatch.setitem(POLICIES, "cpu", CUDA)
     with autocast(LOW), pytest.raises(ValueError, match="use binary_cross_entropy_with_logits"):
@@ -228,16 +216,13 @@ def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu_the_gpt_computes_what_it_does_under_torchs(dtype: torch.dtype) -> None:
+def test_on_a_gpu_the_gpt_computes_what_it_does_under_torchs(dtype: torch.dtype):
     model, x = some_models()["GPT"]
     model, x = model.cuda(), x.cuda()
     with autocast(dtype):
         mine = model(x)
     with torch.autocast("cuda", dtype):
         assert alike(mine, model(x))
-
-
-# ---- regions
 
 
 def types_of_products(*regions: Any) -> list[torch.dtype]:
@@ -249,19 +234,24 @@ def types_of_products(*regions: Any) -> list[torch.dtype]:
     return found
 
 
-def test_the_innermost_region_decides_and_then_the_one_around_it_again() -> None:
+def test_the_innermost_region_decides_also_of_one_that_is_entered_again():
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     ours = [autocast(bf16), autocast(enabled=False), autocast(fp16)]
     assert types_of_products(*ours) == [fp32, bf16, fp32, fp16, fp32, bf16, fp32]
+    region = autocast(LOW)
+    for _ in range(2):
+        assert types_of_products(region, autocast(enabled=False), region) == [
+            torch.float32, LOW, torch.float32, LOW, torch.float32, LOW, torch.float32
+        ]  # fmt: skip
 
 
-def test_an_error_inside_ends_the_region() -> None:
+def test_an_error_inside_ends_the_region():
     with pytest.raises(ZeroDivisionError), autocast(LOW), autocast(torch.float16):
         1 / 0  # noqa: B018
     assert types_of_products(autocast(LOW)) == [torch.float32, LOW, torch.float32]
 
 
-def test_tensors_of_another_device_stay_as_they_are() -> None:
+def test_tensors_of_another_device_stay_as_they_are():
     with autocast(LOW, "cpu"):
         assert (A @ B).dtype == LOW
         assert (A.to("meta") @ B.to("meta")).dtype == torch.float32
@@ -274,23 +264,11 @@ def decorated() -> torch.dtype:
     return (A @ B).dtype
 
 
-def test_a_function_can_be_a_region() -> None:
+def test_a_function_can_be_a_region():
     assert [decorated(), decorated(), (A @ B).dtype] == [LOW, LOW, torch.float32]
 
 
-def test_a_region_can_be_entered_again_also_inside_itself() -> None:
-    region = autocast(LOW)
-    for _ in range(2):
-        assert types_of_products(region, autocast(enabled=False), region) == [
-            torch.float32, LOW, torch.float32, LOW, torch.float32, LOW, torch.float32
-        ]  # fmt: skip
-
-
-# ---- casts of weights
-
-
 def casts(function: Callable[[], Any]) -> int:
-    """How many tensors became bf16."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -298,7 +276,7 @@ def casts(function: Callable[[], Any]) -> int:
     return sum(event.name == "aten::_to_copy" for event in seen.events())
 
 
-def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next() -> None:
+def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next():
     w, x = nn.Parameter(A.clone()), B.to(LOW)
 
     def uses() -> None:
@@ -312,18 +290,17 @@ def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next() -> None:
     assert casts(lambda: (uses(), uses())) == 2  # the optimizer may have stepped in between
 
 
-def test_every_use_of_a_cast_weight_adds_to_its_gradient() -> None:
+def test_every_use_of_a_cast_weight_adds_to_its_gradient():
     w = nn.Parameter(A.clone())
     with autocast(LOW):
         ((B @ w).float().sum() + (B @ w).float().sum()).backward()
-    twice = w.grad
-    w.grad = None
+    twice, w.grad = w.grad, None
     with autocast(LOW):
         (B @ w).float().sum().backward()
-    assert twice is not None and w.grad is not None and torch.equal(twice, 2 * w.grad)
+    assert torch.equal(twice, 2 * w.grad)
 
 
-def test_a_weight_first_used_without_gradient_gets_one_afterwards() -> None:
+def test_a_weight_first_used_without_gradient_gets_one_afterwards():
     """torch's cache gives the copy without history again: its gradient would be None."""
     w = nn.Parameter(A.clone())
     with autocast(LOW):
@@ -333,7 +310,7 @@ def test_a_weight_first_used_without_gradient_gets_one_afterwards() -> None:
     assert w.grad is not None
 
 
-def test_a_weight_that_was_written_to_is_cast_anew() -> None:
+def test_a_weight_that_was_written_to_is_cast_anew():
     w = nn.Parameter(A.clone())
     with autocast(LOW):
         before = B @ w
@@ -342,7 +319,7 @@ def test_a_weight_that_was_written_to_is_cast_anew() -> None:
         assert before.any() and not (B @ w).any()
 
 
-def test_two_threads_may_call_a_decorated_function() -> None:
+def test_two_threads_may_call_a_decorated_function():
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
 
     @autocast(LOW)
@@ -361,7 +338,7 @@ def test_two_threads_may_call_a_decorated_function() -> None:
     thread.join(10)
 
 
-def test_in_a_long_region_a_weight_has_one_copy() -> None:
+def test_in_a_long_region_a_weight_has_one_copy():
     """As where the region is around the training loop: steps write to the weights."""
     w = nn.Parameter(A.clone())
     with autocast(LOW):
@@ -373,34 +350,26 @@ def test_in_a_long_region_a_weight_has_one_copy() -> None:
         assert len(region.casts) == 1
 
 
-# ---- what cannot be
-
-
 @pytest.mark.parametrize("given", [("cpu", LOW), ("cuda",)])
-def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"first: autocast\(torch.bfloat16, '{given[0]}'\)"):
-        autocast(*given)
+def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]):
+    raises(rf"first: autocast\(torch.bfloat16, '{given[0]}'\)", autocast, *given)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "says"),
-    [
+def test_a_type_or_device_that_cannot_be_is_refused():
+    no_policy = "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"
+    for dtype, device, says in (
         (torch.float8_e4m3fn, None, "use_fp8"),
         (torch.float32, None, "take torch.bfloat16"),
         (torch.int8, None, "take torch.bfloat16"),
-        (torch.bfloat16, "mps", "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"),
-    ],
-)
-def test_a_type_or_device_that_cannot_be_is_refused(
-    dtype: torch.dtype, device: str | None, says: str
-) -> None:
-    with pytest.raises(ValueError, match=says), autocast(dtype, device):
-        pass
-    with autocast(dtype, device, enabled=False):
-        pass
+        (torch.bfloat16, "mps", no_policy),
+    ):
+        with pytest.raises(ValueError, match=says), autocast(dtype, device):
+            pass
+        with autocast(dtype, device, enabled=False):
+            pass
 
 
-def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.MonkeyPatch):
     def lacks(*_: Any) -> None:
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
@@ -410,6 +379,6 @@ def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no CUDA device")
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="no CUDA device here"), autocast(LOW, "cuda"):
         pass

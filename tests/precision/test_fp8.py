@@ -1,8 +1,7 @@
-"""Products of 8 bits: errors within the steps of their formats, scales that fit, and a model that
-learns what it learns in bf16."""
+"""8-bit products: errors within the formats' steps, scales that fit, and learning as in bf16."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,8 @@ from labkit import GPT, MLP, Fp8Linear, Text, autocast, loss, use_fp8
 from labkit.memory.edits import recompute
 from labkit.precision import fp8
 from labkit.precision.fp8 import E4M3, E5M2, Scaled, check_has_fp8, fp8_product
+from tables import raises
+from test_autocast import alike
 
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # of a number's size, at most
 TOLERANCE = 0.02  # in loss, nats, of a tiny GPT in 8 bits against bf16
@@ -22,9 +23,7 @@ TOLERANCE = 0.02  # in loss, nats, of a tiny GPT in 8 bits against bf16
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e5])
-def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(
-    dtype: torch.dtype, size: float
-) -> None:
+def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(dtype: Any, size: float):
     x = torch.linspace(0.1, 1, 1000) * size
     x8, scale = Scaled(dtype)(x)
     assert x8.dtype == dtype and torch.frexp(scale).mantissa == 0.5, "a power of two"
@@ -34,15 +33,17 @@ def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(
     assert most / 2 < x.max() * scale <= most, "as large as it goes"
 
 
-def test_zeros_and_nothing_are_cast_as_they_are() -> None:
+def test_zeros_are_cast_as_they_are_and_amax_is_of_magnitudes():
     for x in (torch.zeros(3), torch.zeros(0, 3)):
         x8, scale = Scaled(E4M3)(x)
         assert scale == 1 and torch.equal(x8.float(), x)
+    x8, scale = Scaled(E4M3)(torch.tensor([-96.0, 1.0]))
+    assert scale == 4 and x8.float().tolist() == [-384.0, 4.0]
 
 
 @pytest.mark.parametrize("history", [0, 2])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_has_overflowed_is_not_hidden(history: int, bad: float) -> None:
+def test_what_has_overflowed_is_not_hidden(history: int, bad: float):
     """The clamp would make a finite number of inf, and a loss scaler would step on it."""
     cast = Scaled(E5M2, history)
     cast(torch.ones(3))
@@ -52,7 +53,7 @@ def test_what_has_overflowed_is_not_hidden(history: int, bad: float) -> None:
     assert x8.float().isfinite().all() and scale > 1, "and it does not stay in the history"
 
 
-def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls() -> None:
+def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls():
     cast, fits = Scaled(E4M3, history=2), Scaled(E4M3)
     amaxes = [1.0, 8.0, 2.0, 2.0, 2.0]
     scales = [cast(torch.tensor([amax]))[1].item() for amax in amaxes]
@@ -61,29 +62,22 @@ def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
-def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(
-    dtype: torch.dtype,
-) -> None:
+def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(dtype: Any):
     cast, most = Scaled(dtype, history=2), torch.finfo(dtype).max
     cast(torch.tensor([1.0]))
     x8, _ = cast(torch.tensor([100.0, -100.0]))
     assert x8.float().tolist() == [most, -most]
 
 
-def test_amax_is_of_magnitudes() -> None:
-    x8, scale = Scaled(E4M3)(torch.tensor([-96.0, 1.0]))
-    assert scale == 4 and x8.float().tolist() == [-384.0, 4.0]
-
-
 @pytest.mark.parametrize("dtype", HALF_STEP)
-def test_what_is_tiny_is_scaled_as_far_as_it_goes(dtype: torch.dtype) -> None:
+def test_what_is_tiny_is_scaled_as_far_as_it_goes(dtype: torch.dtype):
     tiny = torch.tensor([2.0**-125])
     x8, scale = Scaled(dtype)(tiny)
     assert scale == 2.0**126 and 1 / scale > 0, "beyond, it would be inf"
     assert x8.float() / scale == tiny
 
 
-def test_a_model_cast_to_16_bits_keeps_its_history_in_fp32() -> None:
+def test_a_model_cast_to_16_bits_keeps_its_history_in_fp32():
     layer = Fp8Linear(nn.Linear(2, 2), history=2)
     layer.cast_g(torch.tensor([1e6]))  # fp16 ends at 65504
     layer.half()
@@ -92,13 +86,10 @@ def test_a_model_cast_to_16_bits_keeps_its_history_in_fp32() -> None:
     assert layer.to("meta").cast_g.amaxes.is_meta
 
 
-def test_evaluation_leaves_the_history_as_it_is() -> None:
+def test_evaluation_leaves_the_history_as_it_is():
     cast = Scaled(E4M3, history=2).eval()
     cast(torch.tensor([3.0]))
     assert cast.amaxes.tolist() == [0.0, 0.0]
-
-
-# ---- the layer
 
 
 def pair(k: int, n: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -108,8 +99,7 @@ def pair(k: int, n: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype) -> None:
-    """Of each product of two rounded numbers at most a few half steps, so of their sum."""
+def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype):
     linear, ours = pair(24, 7, dtype)
     x = torch.randn(2, 5, 24).to(dtype)
     g = torch.randn(2, 5, 7).to(dtype)
@@ -129,15 +119,20 @@ def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype) -> No
     assert torch.equal(results[0][3], results[1][3]), "the bias is not rounded"
 
 
-def test_gradients_have_the_range_of_e5m2() -> None:
+def test_gradients_have_the_range_of_e5m2_and_activations_the_digits_of_e4m3():
     """Beside 1, e4m3 has nothing as small as 2⁻²⁰."""
     _, ours = pair(1, 1)
     x = torch.zeros(2, 1, requires_grad=True)
     ours(x).backward(torch.tensor([[1.0], [2.0**-20]]))
     assert x.grad is not None and x.grad[1] / x.grad[0] == 2.0**-20
+    # 1.125 is a number of e4m3, and lies in the middle of two of e5m2.
+    layer = Fp8Linear(nn.Linear(1, 1, bias=False))
+    for x, w in ((1.125, 1.0), (1.0, 1.125)):
+        nn.init.constant_(layer.weight, w)
+        assert layer(torch.tensor([[x]])).item() == 1.125
 
 
-def test_x_and_w_are_kept_for_backward_in_1_byte_each() -> None:
+def test_x_and_w_are_kept_for_backward_in_1_byte_each():
     _, ours = pair(24, 7)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -145,7 +140,7 @@ def test_x_and_w_are_kept_for_backward_in_1_byte_each() -> None:
     assert sum(t.nbytes for t in kept if t.numel() > 1) == 5 * 24 + 7 * 24
 
 
-def test_within_autocast_products_stay_in_8_bits_and_come_out_in_16() -> None:
+def test_within_autocast_products_stay_in_8_bits_and_come_out_in_16():
     _, ours = pair(24, 7)
     ours.bias = None
     x = torch.randn(5, 24)
@@ -158,18 +153,6 @@ def test_within_autocast_products_stay_in_8_bits_and_come_out_in_16() -> None:
                 assert alike(ours(x), right)
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def test_activations_and_weights_have_the_digits_of_e4m3() -> None:
-    """1.125 is a number of e4m3, and lies in the middle of two of e5m2."""
-    layer = Fp8Linear(nn.Linear(1, 1, bias=False))
-    for x, w in ((1.125, 1.0), (1.0, 1.125)):
-        nn.init.constant_(layer.weight, w)
-        assert layer(torch.tensor([[x]])).item() == 1.125
-
-
 def layer_gradient(history: int, again: Callable[..., Any] | None) -> Tensor | None:
     _, layer = pair(16, 16, history=history)
     layer(torch.randn(4, 16))
@@ -180,15 +163,14 @@ def layer_gradient(history: int, again: Callable[..., Any] | None) -> Tensor | N
 
 
 @pytest.mark.parametrize("again", [recompute, partial(checkpoint, use_reentrant=False)])
-def test_delayed_scaling_is_refused_where_forward_runs_again(again: Callable[..., Any]) -> None:
+def test_delayed_scaling_is_refused_where_forward_runs_again(again: Callable[..., Any]):
     """It would be scaled by the calls since, and gradients were those of another forward."""
     right, found = layer_gradient(0, None), layer_gradient(0, again)
     assert right is not None and found is not None and torch.equal(right, found)
-    with pytest.raises(ValueError, match=r"runs this layer's forward once more \(recompute\)"):
-        layer_gradient(1, again)
+    raises(r"runs this layer's forward once more \(recompute\)", layer_gradient, 1, again)
 
 
-def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch):
     made: list[int] = []
     product = fp8.fp8_product
     monkeypatch.setattr(fp8, "fp8_product", lambda *given: (made.append(1), product(*given))[1])
@@ -200,16 +182,15 @@ def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.Mon
     assert len(made) == 4, "forward and dx"
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_refused():
     _, layer = pair(3, 3)
     x = torch.ones(1, 3, requires_grad=True)
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    raises("once_differentiable", dx.sum().backward, error=RuntimeError)
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (3, 5, 7)])
-def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]) -> None:
+def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]):
     """`torch._scaled_mm` has a slow form for CPUs, the same sum of the same products."""
     m, k, n = shape
     (a, s), (b, t) = Scaled(E5M2)(torch.randn(m, k)), Scaled(E4M3)(torch.randn(k, n))
@@ -222,7 +203,7 @@ def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]) -> Non
     torch.cuda.is_available() and torch.cuda.get_device_capability() < fp8.CAPABILITY,
     reason="needs products of 8 bits",
 )
-def test_a_gpus_products_are_the_simulated_ones() -> None:
+def test_a_gpus_products_are_the_simulated_ones():
     torch.manual_seed(0)
     real = Fp8Linear(nn.Linear(40, 24, device="cuda"))
     simulated = Fp8Linear(copy.deepcopy(nn.Linear(40, 24, device="cuda")), simulate=True)
@@ -235,9 +216,6 @@ def test_a_gpus_products_are_the_simulated_ones() -> None:
         results.append([its.grad, layer.weight.grad])
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * float(other.abs().max()))
-
-
-# ---- a model
 
 
 def losses(dtype: torch.dtype, steps: int, only: str = "", history: int = 0) -> list[float]:
@@ -258,17 +236,8 @@ def losses(dtype: torch.dtype, steps: int, only: str = "", history: int = 0) -> 
     return found
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tensors are small here: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
-def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16(one_thread: None) -> None:
+def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16():
     steps = 60
     last = slice(steps - 20, steps)
     bf16 = sum(losses(torch.bfloat16, steps)[last]) / 20
@@ -278,7 +247,7 @@ def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16(one_thread: None) -> None
         assert abs(ours - bf16) < TOLERANCE
 
 
-def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay() -> None:
+def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay():
     model = GPT.preset("tiny")
     before = dict(model.named_parameters())
     state = model.state_dict().keys()
@@ -288,34 +257,30 @@ def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay() -> N
     after = dict(model.named_parameters())
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
     assert model.state_dict().keys() == state, "checkpoints stay as they are"
-    assert "simulated" in repr(model.blocks[0].mlp.up)  # type: ignore[union-attr]
+    assert "simulated" in repr(model.blocks[0].mlp.up)
 
 
-def test_a_layer_with_two_names_stays_one() -> None:
+def test_a_layer_with_two_names_stays_one():
     model = nn.ModuleDict({"one": nn.Linear(3, 3)})
     model["other"] = model["one"]
     model.eval()
     assert use_fp8(model) == ["one", "other"]
     assert isinstance(model["one"], Fp8Linear) and model["one"] is model["other"]
-    assert not model["one"].training and not model["one"].cast_x.training  # type: ignore[union-attr]
+    assert not model["one"].training and not model["one"].cast_x.training
 
 
-def test_a_layer_with_hooks_is_refused() -> None:
-    model = MLP([3, 3, 3])
-    linear = next(part for part in model.modules() if isinstance(part, nn.Linear))
-    linear.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="has hooks, which an Fp8Linear in its place would not"):
-        use_fp8(model)
-
-
-def test_what_cannot_be_is_said() -> None:
+def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match=r"no nn.Linear of MLP has a name like 'blocks.\*'; it ha"):
         use_fp8(MLP([3, 3]), only="blocks.*")
     with pytest.raises(ValueError, match="on CUDA devices only, not on cpu; take simulate=True"):
         Fp8Linear(nn.Linear(3, 3), simulate=False)
+    model = MLP([3, 3, 3])
+    linear = next(part for part in model.modules() if isinstance(part, nn.Linear))
+    linear.register_forward_hook(lambda *_: None)
+    raises("has hooks, which an Fp8Linear in its place would not", use_fp8, model)
 
 
-def test_a_gpu_without_8_bits_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_8_bits_says_what_to_take(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ValueError, match=r"A100 has compute capability 8.0; .* need 8.9: take bf"):

@@ -1,5 +1,4 @@
-"""Steps of large models on large clusters, from recordings of their layers: each short way held to
-the long one, and the whole to its sums."""
+"""Steps of large models on large clusters: each shortcut beside the full computation."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,18 +21,14 @@ from labkit.replaying.planning.stages import rank_groups, virtual_stages
 from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
+from tables import raises, refusals
 
 SELENE = cluster("selene")
 SMALL = Sizes(width=48, depth=4, heads=4, context=32, vocab=100)
 PARTS = ("compute_s", "tensor_s", "optimizer_s", "data_s", "pipeline_s", "bubble_s")
 
 
-# ---- the clock
-
-
-def engine_times(
-    microbatches: int, forward: Any, backward: Any, messages: Any
-) -> tuple[Any, Any, Any]:
+def engine_times(microbatches: int, forward: Any, backward: Any, messages: Any) -> list[Any]:
     """Of each stage when it ended, how long it was idle, and when the last backward of each chunk
     began: by the engine that runs everything."""
     stages, chunks = forward.shape
@@ -45,17 +40,16 @@ def engine_times(
         return float(messages[min(message.source, message.target) % stages])
 
     trace = pipeline_trace(schedule_of(stages, microbatches, chunks), seconds, message_s)
-    ended, idle, lasts = [], [], []
+    times = []
     for done in timed_actions(trace):
-        ended.append(done[-1].ended_s)
-        idle.append(done[-1].ended_s - sum(x.ended_s - x.began_s for x in done))
+        idle_s = done[-1].ended_s - sum(x.ended_s - x.began_s for x in done)
         began = {x.action.chunk: x.began_s for x in done if x.action.phase == "backward"}
-        lasts.append([began[chunk] for chunk in range(chunks)])
-    return np.array(ended), np.array(idle), np.array(lasts)
+        times.append((done[-1].ended_s, idle_s, [began[chunk] for chunk in range(chunks)]))
+    return [np.array(each) for each in zip(*times, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_short_clock_agrees_with_the_engine(seed: int) -> None:
+def test_the_short_clock_agrees_with_the_engine(seed: int):
     """Alike stages, unlike ones, whole numbers (which tie), and messages that hold up everything;
     few micro-batches, and so many that periods are put in."""
     draw = np.random.default_rng(seed)
@@ -79,7 +73,7 @@ def test_the_short_clock_agrees_with_the_engine(seed: int) -> None:
     assert found.bubble_s + found.pipeline_s == pytest.approx(idle, rel=1e-9, abs=1e-9)
 
 
-def test_a_thousand_micro_batches_are_the_bubble_of_the_formula() -> None:
+def test_a_thousand_micro_batches_are_the_bubble_of_the_formula():
     """(p - 1)(F + B), or 1/v of it; nothing is on its way."""
     for chunks in (1, 2):
         ones = np.ones((4, chunks)) / chunks
@@ -88,22 +82,14 @@ def test_a_thousand_micro_batches_are_the_bubble_of_the_formula() -> None:
         assert not found.pipeline_s.any()
 
 
-# ---- layers
-
-
 def operations(layer: Layer) -> Counter[Any]:
-    return Counter(
-        one._replace(when_s=0.0) for phase in (layer.forward, layer.backward)
-        for one in phase.all_of("compute")
-    )  # fmt: skip
+    both = [*layer.forward.all_of("compute"), *layer.backward.all_of("compute")]
+    return Counter(one._replace(when_s=0.0) for one in both)
 
 
 def sent(layer: Layer) -> Counter[Any]:
-    return Counter(
-        (one.op, one.payload_bytes, one.bus_bytes, one.blocking)
-        for phase in (layer.forward, layer.backward)
-        for one in phase.all_of("issue")
-    )
+    both = [*layer.forward.all_of("issue"), *layer.backward.all_of("issue")]
+    return Counter((one.op, one.payload_bytes, one.bus_bytes, one.blocking) for one in both)
 
 
 LAYOUTS = [
@@ -114,7 +100,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"tp {one.tp} {one.recompute}")
-def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
+def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout):
     """Operations, collectives and what is kept for backward, exactly. At its peak the whole holds
     its loss and the gradient of that as well: 8 bytes, once."""
     (stage,) = virtual_stages(replace(SMALL, tied=False), layout)
@@ -129,19 +115,7 @@ def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
     assert 0 <= most - (report.peak_bytes - states) <= 8
 
 
-def test_a_recording_is_made_once() -> None:
-    """GPT-3 on 1,024 ranks: three layers; other schedules, replicas and clusters need no more."""
-    recorded.cache_clear()
-    pod = replace(cluster("dgx-h100"), nodes=128)
-    for layout in (Layout(8, 8, 16), Layout(8, 8, 16, chunks=2), Layout(8, 12, 4, zero=1)):
-        assert step_report(GPT3, layout, 1536, SELENE) != step_report(GPT3, layout, 1536, pod)
-    assert recorded.cache_info().misses == 3
-
-
-# ---- places
-
-
-def test_groups_stand_where_the_mesh_has_them() -> None:
+def test_groups_stand_where_the_mesh_has_them():
     """pp, dp and tp on nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2
     ranks has one neighbour on its node, and one on the next."""
     assert rank_groups(2, 2, 8, "tp", (1,), 8) == (tuple(range(16, 24)),)
@@ -152,16 +126,13 @@ def test_groups_stand_where_the_mesh_has_them() -> None:
     assert rank_groups(8, 1, 2, "pp", (3, 4), 8) == ((6, 8),)
 
 
-# ---- the report
-
-
 def check_sums(report: StepReport) -> None:
     assert sum(getattr(report, name) for name in PARTS) == report.step_s
     assert min(getattr(report, name) for name in PARTS) >= 0
     assert 0 < report.mfu < 1
 
 
-def test_gpt_3_on_1024_ranks() -> None:
+def test_gpt_3_on_1024_ranks():
     report = step_report(GPT3, Layout(8, 8, 16, recompute="full"), 1536, SELENE)
     check_sums(report)
     bubble = 7 / (96 + 7)  # (p - 1) / (m + p - 1), of what the stages do
@@ -179,7 +150,7 @@ def test_gpt_3_on_1024_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_published_models_fit_and_take_about_what_they_took() -> None:
+def test_published_models_fit_and_take_about_what_they_took():
     """No row is fitted here: 80 GB hold each of them, and FLOP/s as that paper counts them, with
     what is computed again, are within a half of what it reached."""
     for one in MEGATRON:
@@ -205,9 +176,7 @@ ODD = Sizes(width=12, depth=5, heads=4, context=8, vocab=21)
     ids=lambda one: f"{one.in_words} zero {one.zero}",
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_between_stages_and_replicas_are_those_of_the_formula(
-    layout: Layout, tied: bool
-) -> None:
+def test_bytes_between_stages_and_replicas_are_those_of_the_formula(layout: Layout, tied: bool):
     """What does not divide into shares is padded; ends of a tied model sum a share each."""
     sizes = replace(ODD, tied=tied)
     sent = step_report(sizes, layout, 12 * layout.dp, SELENE).sent_bytes
@@ -225,17 +194,14 @@ class TwiceAsSlow(Costs):
         return 2 * super().compute_s(operation)
 
 
-def test_constants_of_ones_own() -> None:
-    layout = Layout(tp=2, pp=2)
+def test_constants_of_ones_own():
     plain, slow = (
-        step_report(SMALL, layout, 8, SELENE, costs=kind(SELENE)) for kind in (Costs, TwiceAsSlow)
+        step_report(SMALL, Layout(tp=2, pp=2), 8, SELENE, costs=kind(SELENE))
+        for kind in (Costs, TwiceAsSlow)
     )
     assert slow.compute_s == pytest.approx(2 * plain.compute_s)
     assert slow.optimizer_s == pytest.approx(2 * plain.optimizer_s)
     assert slow.sent_bytes == plain.sent_bytes and slow.memory_bytes == plain.memory_bytes
-
-
-# ---- the trace
 
 
 @pytest.mark.parametrize(
@@ -243,7 +209,7 @@ def test_constants_of_ones_own() -> None:
     [Layout(tp=2, pp=2, dp=2), Layout(tp=2, pp=2, dp=4, chunks=2, zero=1)],
     ids=lambda one: one.in_words,
 )
-def test_the_trace_is_the_report(layout: Layout) -> None:
+def test_the_trace_is_the_report(layout: Layout):
     report = step_report(SMALL, layout, 16, SELENE)
     trace = step_trace(SMALL, layout, 16, SELENE)
     for one in trace.ranks.values():
@@ -261,40 +227,35 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
     assert plot.timeline(trace) is not None
 
 
-# ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("layout", "batch", "says"),
-    [
-        (Layout(dp=3), 16, "choose a multiple of 3"),
-        (Layout(pp=8), 16, "choose at most 4"),
-        (Layout(dp=4096), 4096, "nodes="),
-        (Layout(tp=3), 16, "divide"),
-        (Layout(pp=2, chunks=2), 5, "whole"),
-        (Layout(chunks=2), 4, "several stages"),
-        (Layout(zero=2, dp=2), 4, "zero=2: here are 0 .DDP. and 1"),
-        (Layout(zero=3), 4, "zero=3"),
-        (Layout(tp=8), 16, "4 heads do not divide over tp=8"),
-        (Layout(tp=0), 16, "tp=0: give a whole number"),
-        (Layout(chunks=-1), 16, "chunks=-1: give a whole number"),
-        (Layout(), 0, "global_batch=0: give a whole number"),
-        (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
-    ],
+test_a_layout_that_cannot_be_is_told = refusals(
+    lambda layout, batch: step_report(SMALL, layout, batch, SELENE),
+    (Layout(dp=3), 16, "choose a multiple of 3"),
+    (Layout(pp=8), 16, "choose at most 4"),
+    (Layout(dp=4096), 4096, "nodes="),
+    (Layout(tp=3), 16, "divide"),
+    (Layout(pp=2, chunks=2), 5, "whole"),
+    (Layout(chunks=2), 4, "several stages"),
+    (Layout(zero=2, dp=2), 4, "zero=2: here are 0 .DDP. and 1"),
+    (Layout(zero=3), 4, "zero=3"),
+    (Layout(tp=8), 16, "4 heads do not divide over tp=8"),
+    (Layout(tp=0), 16, "tp=0: give a whole number"),
+    (Layout(chunks=-1), 16, "chunks=-1: give a whole number"),
+    (Layout(), 0, "global_batch=0: give a whole number"),
+    (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
 )
-def test_a_layout_that_cannot_be_is_told(layout: Layout, batch: int, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        step_report(SMALL, layout, batch, SELENE)
 
 
-def test_positions_and_cores_that_cannot_be_are_told() -> None:
-    odd = replace(SMALL, context=SMALL.context + 1)
-    with pytest.raises(ValueError, match="positions do not divide over tp=2"):
-        step_report(odd, Layout(tp=2, sequence=True), 4, SELENE)
-    with pytest.raises(ValueError, match="choose 'fused' or 'plain'"):
-        step_report(SMALL, Layout(), 4, SELENE, core="flash")
+def test_positions_and_cores_that_cannot_be_are_told():
+    odd, positions = replace(SMALL, context=SMALL.context + 1), "positions do not divide over tp=2"
+    raises(positions, step_report, odd, Layout(tp=2, sequence=True), 4, SELENE)
+    raises("choose 'fused' or 'plain'", step_report, SMALL, Layout(), 4, SELENE, core="flash")
 
 
-def test_shapes_leave_out_what_does_not_matter() -> None:
+def test_a_recording_is_made_once():
     one = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
     assert one == shape_of("embedding", SMALL, Layout(tp=2))
+    recorded.cache_clear()
+    pod = replace(cluster("dgx-h100"), nodes=128)
+    for layout in (Layout(8, 8, 16), Layout(8, 8, 16, chunks=2), Layout(8, 12, 4, zero=1)):
+        assert step_report(GPT3, layout, 1536, SELENE) != step_report(GPT3, layout, 1536, pod)
+    assert recorded.cache_info().misses == 3

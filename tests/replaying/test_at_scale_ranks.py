@@ -6,17 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from labkit import (
-    DDP,
-    GPT,
-    MasterWeights,
-    Mesh,
-    Pipeline,
-    World,
-    ZeroOptimizer,
-    record,
-    split,
-)
+from labkit import DDP, GPT, MasterWeights, Mesh, Pipeline, World, ZeroOptimizer, record, split
 from labkit.clusters import cluster
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
@@ -68,7 +58,7 @@ def train(sequence: bool, zero: int = 0) -> Found:
     return sent, held, before[0][CATEGORIES.index("other")]
 
 
-def test_eight_ranks_send_and_hold_what_the_report_says() -> None:
+def test_eight_ranks_send_and_hold_what_the_report_says():
     """Bytes of each axis are exact; so are parameters, gradients and the optimizer's state, and
     the sum of all else, but for a message more or less: one is held until the other end has taken
     it, which is a matter of time. (It is an activation where it is computed, and other where it

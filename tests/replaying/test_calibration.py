@@ -1,32 +1,18 @@
-"""The calibration: constants are recovered from rows made with them, the stored fit has the errors
-that are stated, and a wrong table is refused by its line."""
+"""The calibration recovers known constants, has the stated errors, and refuses invalid tables."""
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+import calibrate
 import places
-from calibrate import (
-    BOUNDS,
-    CLUSTER,
-    NAMES,
-    AllReduce,
-    all_reduces,
-    intervals,
-    predictor,
-    save_calibration,
-    seconds_of,
-    step_seconds,
-    tables,
-    toml_lines,
-    wires_inside,
-    with_constants,
-    without_each_layout,
-)
+from calibrate import BOUNDS, CLUSTER, NAMES, seconds_of, with_constants
 from labkit import plot
 from labkit.clusters import cluster
 from labkit.replaying.costs import Costs
@@ -42,6 +28,7 @@ from labkit.replaying.planning.published import (
 )
 from labkit.replaying.planning.steps import step_report
 from robust_fit import Bounds, fit, refit
+from tables import cases, raises
 
 TRUE = np.array([0.6, 0.8, 5e-5, 4e-3])
 
@@ -69,19 +56,21 @@ def rows() -> list[Row]:
     return [replace(one, step_s=float(x)) for one, x in zip(SYNTHETIC, seconds)]
 
 
-def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list[Row]) -> None:
+def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list[Row]):
     measured = np.array([one.step_s for one in rows])
     assumed_as_true = Bounds(TRUE, BOUNDS.least, BOUNDS.most)
-    fitted = fit(predictor(rows, cluster(CLUSTER)), measured, assumed_as_true, BOUNDS.assumed)
+    fitted = fit(
+        calibrate.predictor(rows, cluster(CLUSTER)), measured, assumed_as_true, BOUNDS.assumed
+    )
     assert fitted.constants == pytest.approx(TRUE, rel=0.02)
     assert np.abs(fitted.errors).max() < 0.01
-    low, high, low_s, high_s = intervals(rows, fitted)
+    low, high, low_s, high_s = calibrate.intervals(rows, fitted)
     assert (low <= TRUE * 1.02).all() and (high >= TRUE * 0.98).all()
     assert (low_s <= measured * 1.02).all() and (high_s >= measured * 0.98).all()
-    assert without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
+    assert calibrate.without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
 
 
-def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
+def test_each_constant_moves_what_it_is_of(rows: list[Row]):
     where = with_constants(cluster(CLUSTER), TRUE)
     large, small = rows[0], rows[2]
 
@@ -94,10 +83,12 @@ def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
     assert 1.05 < told(small, "microbatch_s", 2) < 1.5
     assert told(large, "host_s", 1.1) < 1.02
     alone = replace(where, device=replace(where.device, host_s=0.0))
-    assert step_seconds(small, Costs(where)) > 2 * step_seconds(small, Costs(alone))
+    assert calibrate.step_seconds(small, Costs(where)) > 2 * calibrate.step_seconds(
+        small, Costs(alone)
+    )
 
 
-def test_no_operation_of_a_report_begins_before_it_was_launched() -> None:
+def test_no_operation_of_a_report_begins_before_it_was_launched():
     """A host of no time changes nothing; of a slow one, only the number of launches counts."""
     where = with_constants(cluster(CLUSTER), TRUE)
 
@@ -113,7 +104,7 @@ def test_no_operation_of_a_report_begins_before_it_was_launched() -> None:
     assert device_s < slower_s < device_s + compute_s(small, 1e-3) * TRUE[2] / 1e-3
 
 
-def test_an_outlier_has_no_more_say_than_another_row() -> None:
+def test_an_outlier_has_no_more_say_than_another_row():
     sizes = np.arange(1.0, 41.0)
     bounds = Bounds(np.array([1.0, 1.0]), np.array([0.01, 0.01]), np.array([100.0, 100.0]))
 
@@ -130,27 +121,29 @@ def test_an_outlier_has_no_more_say_than_another_row() -> None:
     assert again == pytest.approx([3.0, 0.5], rel=0.02)
 
 
-def test_a_constant_of_which_no_row_tells_stays_as_assumed_and_within_its_bounds() -> None:
+def test_a_constant_of_which_no_row_tells_stays_as_assumed_and_within_its_bounds():
     bounds = Bounds(np.array([2.0, 0.7]), np.array([0.1, 0.1]), np.array([5.0, 1.0]))
     found = fit(lambda c: c[0] * np.ones(9), np.full(9, 50.0), bounds)
     assert found.constants == pytest.approx([5.0, 0.7])
 
 
-def test_the_wires_of_a_node_are_found_from_all_reduces() -> None:
+def test_the_wires_of_a_node_are_found_from_all_reduces():
     level = cluster(CLUSTER).inside
     made = [
-        AllReduce(n, s, 4e-5 + 2 * (n - 1) * level.latency_s + 2 * (n - 1) / n * s / (0.6 * 300e9))
+        calibrate.AllReduce(
+            n, s, 4e-5 + 2 * (n - 1) * level.latency_s + 2 * (n - 1) / n * s / (0.6 * 300e9)
+        )
         for n in (2, 4, 8)
         for s in (2**20, 2**24, 2**28)
     ]
-    found = wires_inside(made, level)
+    found = calibrate.wires_inside(made, level)
     assert found == pytest.approx({"inside_start_s": 4e-5, "inside_reached": 0.6}, rel=0.02)
-    published = wires_inside(all_reduces(), level)
+    published = calibrate.wires_inside(calibrate.all_reduces(), level)
     assert level.reached == pytest.approx(published["inside_reached"], rel=0.05)
     assert level.start_s == pytest.approx(published["inside_start_s"], rel=0.25)
 
 
-def test_the_frozen_constants_are_those_that_were_found() -> None:
+def test_the_frozen_constants_are_those_that_were_found():
     found, where = calibration(), cluster(CLUSTER)
     frozen = with_constants(where, np.array([found.constants[name][0] for name in NAMES]))
     assert frozen == where
@@ -159,95 +152,81 @@ def test_the_frozen_constants_are_those_that_were_found() -> None:
     assert cluster("selene-fitted").device == where.device
 
 
-ALL, WITHOUT_MODEL, WITHOUT_LAYOUT = ("6.8%", "3.8%"), ("7.8%", "5.1%"), ("7.1%", "4.0%")
-
-
-def test_what_is_stated_is_what_the_rows_say() -> None:
+def test_what_is_stated_is_what_the_rows_say():
     """The errors that texts state; the aim is 5 %, on models that were not fitted on."""
     summary = calibration().summary()
     assert {name: rows for name, (rows, _, _) in summary.items()}["all rows"] == 225
-    stated = {name: (f"{mean:.1%}", f"{median:.1%}") for name, (_, mean, median) in summary.items()}
-    assert stated["all rows"] == ALL
-    assert stated["each width, fitted to the others"] == WITHOUT_MODEL
-    assert stated["each layout, fitted to the others"] == WITHOUT_LAYOUT
+    stated = {name: f"{mean:.1%} {median:.1%}" for name, (_, mean, median) in summary.items()}
+    assert stated["all rows"] == "6.8% 3.8%"
+    assert stated["each width, fitted to the others"] == "7.8% 5.1%"
+    assert stated["each layout, fitted to the others"] == "7.1% 4.0%"
 
 
-def around_s(found: Calibration) -> float:
-    return found.constants["microbatch_s"][0]
+def check_stored_seconds(rows: Iterable[int]) -> None:
+    found, rows = calibration(), list(rows)
+    around_s = found.constants["microbatch_s"][0]
+    again = seconds_of([found.rows[i] for i in rows], cluster(CLUSTER), around_s)
+    assert again == pytest.approx(found.predicted_s[rows], rel=1e-4)
 
 
-def test_the_stored_seconds_are_those_of_the_frozen_constants() -> None:
-    """On the rows that are quick to record."""
-    found = calibration()
-    quick = [i for i, one in enumerate(found.rows) if one.layout.tp == 1 and one.sizes.depth == 24]
-    quick = quick[:1]
-    again = seconds_of([found.rows[i] for i in quick], cluster(CLUSTER), around_s(found))
-    assert again == pytest.approx(found.predicted_s[quick], rel=1e-4)
+def test_the_stored_seconds_are_those_of_the_frozen_constants():
+    """On the first row that is quick to record."""
+    quick = (x.layout.tp == 1 and x.sizes.depth == 24 for x in calibration().rows)
+    check_stored_seconds([list(quick).index(True)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_stored_seconds_of_all_kinds_are_those_of_the_frozen_constants() -> None:
+def test_stored_seconds_of_all_kinds_are_those_of_the_frozen_constants():
     """Every sixth row; all of them take minutes to record."""
-    found = calibration()
-    again = seconds_of(found.rows[::6], cluster(CLUSTER), around_s(found))
-    assert again == pytest.approx(found.predicted_s[::6], rel=1e-4)
+    check_stored_seconds(range(0, len(calibration().rows), 6))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_tables_are_those_that_were_published(name: str) -> None:
+def test_the_tables_are_those_that_were_published(name: str):
     assert (TABLES / name).read_text() == (places.PUBLISHED / name).read_text()
 
 
-@pytest.mark.parametrize(
-    ("was", "then", "message"),
-    [
-        ("372.160408", "-3", "line 2: step_ms = '-3'; a number above 0"),
-        ("372.160408", "soon", "line 2: step_ms = 'soon'"),
-        ("2,16,8,1024", "2,16.5,8,1024", "line 2: global_batch = '16.5'; a whole number"),
-        ("2,16,8,1024", "4,16,8,1024", "line 2: tp x pp x dp is 2, and gpus 4"),
-        ("2,16,8,1024", "2,17,8,1024", "line 2: a batch of 17 rows does not divide"),
-        ("hidden", "width", "line 2: hidden = None"),
-    ],
+@cases(
+    ("372.160408", "-3", "line 2: step_ms = '-3'; a number above 0"),
+    ("372.160408", "soon", "line 2: step_ms = 'soon'"),
+    ("2,16,8,1024", "2,16.5,8,1024", "line 2: global_batch = '16.5'; a whole number"),
+    ("2,16,8,1024", "4,16,8,1024", "line 2: tp x pp x dp is 2, and gpus 4"),
+    ("2,16,8,1024", "2,17,8,1024", "line 2: a batch of 17 rows does not divide"),
+    ("hidden", "width", "line 2: hidden = None"),
 )
-def test_a_table_that_is_wrong_is_named(tmp_path: Path, was: str, then: str, message: str) -> None:
+def test_a_table_that_is_wrong_is_named(was: str, then: str, message: str, tmp_path: Path):
     for name in FILES:
         text = (TABLES / name).read_text()
         (tmp_path / name).write_text(text.replace(was, then, 1))
-    with pytest.raises(ValueError, match=message):
-        step_rows(tmp_path)
+    raises(message, step_rows, tmp_path)
 
 
-def test_a_missing_table_and_a_calibration_of_other_rows_are_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="name the folder that has a100_step"):
-        step_rows(tmp_path)
+def test_a_missing_table_and_a_calibration_of_other_rows_are_told(tmp_path: Path):
+    raises("name the folder that has a100_step", step_rows, tmp_path, error=FileNotFoundError)
     told = json.loads(STORED.read_text())
     told["rows"].pop()
     (tmp_path / "other.json").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match="is of other rows"):
-        calibration(tmp_path / "other.json")
+    raises("is of other rows", calibration, tmp_path / "other.json")
 
 
-def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
+def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path):
     found = calibration()
-    again = calibration(save_calibration(found, tmp_path / "again.json"))
+    again = calibration(calibrate.save_calibration(found, tmp_path / "again.json"))
+    assert isinstance(again, Calibration)
     assert again.constants == found.constants and again.dated == found.dated
-    figure = plot.calibration(found)
-    both, errors = figure.axes
+    both, errors = plot.calibration(found).axes
     assert sum(len(line.get_xdata()) for line in both.lines[1:]) >= 225
     labels = [text.get_text() for text in errors.get_xticklabels()]
     assert labels[0] == "width 1,024\n82 steps" and len(labels) == 4
-    assert isinstance(again, Calibration)
-    import matplotlib.pyplot as plt
-
     plt.close("all")
 
 
-def test_the_script_shows_the_constants_the_errors_and_the_lines_for_known_toml() -> None:
+def test_the_script_shows_the_constants_the_errors_and_the_lines_for_known_toml():
     fitted = calibration()
-    constants, errors = tables(fitted, places.PUBLISHED)
+    constants, errors = calibrate.tables(fitted, places.PUBLISHED)
     assert constants.row_count == 6 and errors.row_count == len(fitted.summary())
     known = (Path(places.ROOT) / "labkit" / "clusters" / "known.toml").read_text()
-    for line in toml_lines(fitted, fitted.dated).splitlines():
+    for line in calibrate.toml_lines(fitted, fitted.dated).splitlines():
         name, source = line.split(" = ")[0], line.split('"')[1]
         assert re.search(rf'{name} = .*"{re.escape(source)}"', known)

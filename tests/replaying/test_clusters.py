@@ -14,10 +14,11 @@ from labkit.clusters import (
     read_clusters,
     write_clusters,
 )
+from tables import cases, raises
 
 
 @pytest.mark.parametrize("name", known_clusters())
-def test_every_number_of_a_known_cluster_has_its_source(name: str) -> None:
+def test_every_number_of_a_known_cluster_has_its_source(name: str):
     one = cluster(name)
     rates = {f"peak_flops.{dtype}" for dtype in one.device.peak_flops}
     assert one.device.sources.keys() == {
@@ -32,35 +33,31 @@ def test_every_number_of_a_known_cluster_has_its_source(name: str) -> None:
     assert "float32" in one.device.peak_flops
 
 
-def test_a_matrix_product_reaches_its_rate_by_its_sides() -> None:
+def test_a_matrix_product_reaches_its_rate_by_its_sides():
     device = cluster("selene").device
     large, small = (device.matmul_flops_per_s("bfloat16", [side] * 3) for side in (10**6, 128))
     assert large == pytest.approx(0.85 * 312e12, rel=1e-3)
     assert small == pytest.approx(0.85 * 312e12 / 8)
 
 
-def test_ranks_stand_node_by_node_and_share_the_wires_between() -> None:
+def test_ranks_stand_node_by_node_and_share_the_wires_between():
     one = cluster("v100-cloud")
     assert (one.size, one.node_of(7), one.node_of(8)) == (128, 0, 1)
     assert one.level_of([0, 3, 7]).name == "NVLink 2"
     assert one.level_of([7, 8]).name == one.level_of(range(128)).name == "Ethernet"
     assert one.share_bytes_per_s(one.inside) == 150e9
-    assert one.between is not None
     assert one.share_bytes_per_s(one.between) == 25e9 / 8 / 8
     assert cluster("selene").share_bytes_per_s(cluster("selene").level_of([0, 8])) == 25e9
 
 
-def test_what_is_not_there_is_told_with_what_is() -> None:
-    with pytest.raises(ValueError, match="no cluster 'frontier'; there are h200-node, dgx-h100"):
-        cluster("frontier")
-    with pytest.raises(ValueError, match="8 devices .1 nodes of 8., and none for rank 8"):
-        cluster("h200-node").level_of([0, 8])
+def test_what_is_not_there_is_told_with_what_is(tmp_path: Path):
+    raises("no cluster 'frontier'; there are h200-node, dgx-h100", cluster, "frontier")
+    raises("8 devices .1 nodes of 8., and none for rank 8", cluster("h200-node").level_of, [0, 8])
     with pytest.raises(ValueError, match="no rate for bfloat16; it has float64, float32, float16"):
         cluster("v100-cloud").device.peak_flops_of("bfloat16")
-    with pytest.raises(ValueError, match="2 nodes, and no level between"):
-        replace(cluster("workstation"), nodes=2)
-    with pytest.raises(ValueError, match="nodes=0"):
-        replace(cluster("selene"), nodes=0)
+    raises("2 nodes, and no level between", replace, cluster("workstation"), nodes=2)
+    raises("nodes=0", replace, cluster("selene"), nodes=0)
+    raises("none.toml", read_clusters, tmp_path / "none.toml", error=FileNotFoundError)
 
 
 OWN = """
@@ -96,7 +93,7 @@ def own(tmp_path: Path, text: str) -> dict[str, Cluster]:
     return read_clusters(path)
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_file_of_ones_own(tmp_path: Path):
     theirs = own(tmp_path, OWN.replace('"v100"', '"own"') + DEVICE)["mine"]
     assert theirs.device.peak_flops == {"bfloat16": 312e12}
     mine = own(tmp_path, OWN)["mine"]
@@ -106,7 +103,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 RATE, DELAY = '[12e9, "measured"]', '[1e-4, "ping"]'
 NO_SOURCE = "a number and its source are needed"
-WRONG = [
+
+
+@cases(
     ('"v100"', '"v1000"', "clusters.mine: no device 'v1000'; there are h200"),
     ("nodes = 2", "nodes = 2.5", "nodes = 2.5; a whole number"),
     ("nodes = 2", "", "nodes = None"),
@@ -144,25 +143,14 @@ WRONG = [
     ('peak_flops.bfloat16 = [312e12, "printed on it"]', "", "peak_flops: a table is needed"),
     ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no rate of any dtype; give one"),
     ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it is a part"),
-]
-
-
-@pytest.mark.parametrize(("was", "then", "message"), WRONG)
-def test_what_is_wrong_in_a_file_is_named(
-    tmp_path: Path, was: str, then: str, message: str
-) -> None:
+)
+def test_what_is_wrong_in_a_file_is_named(was: str, then: str, message: str, tmp_path: Path):
     text = OWN if was in OWN else OWN.replace('"v100"', '"own"') + DEVICE
     assert was in text
-    with pytest.raises(ValueError, match=message):
-        own(tmp_path, text.replace(was, then, 1))
+    raises(message, own, tmp_path, text.replace(was, then, 1))
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="none.toml"):
-        read_clusters(tmp_path / "none.toml")
-
-
-def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
+def test_what_is_written_reads_back_equal(tmp_path: Path):
     path = tmp_path / "all.toml"
     write_clusters(path, known_clusters())
     assert read_clusters(path) == known_clusters()
@@ -170,7 +158,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     assert path.read_text().count("[devices.") == 6  # workstation and internet have the same
 
 
-def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path) -> None:
+def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path):
     told = 'say "who"\\ \n\t\x7f\x01 é 卡 \U0001f600 [a] = #'
     numbers = ("memory_bytes", "memory_bytes_per_s", "launch_s", "peak_flops.my dtype", "tile")
     device = Device(
@@ -181,39 +169,36 @@ def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path) -> N
     wires = Level(told, 100000.1, 0.0, 3, sources={"bytes_per_s": told, "latency_s": told})
     rest = {"nodes": 2, "devices_per_node": 3, "inside": wires, "between": wires}
     both = {
-        name: Cluster(name, told, one, **rest)  # type: ignore[arg-type]
+        name: Cluster(name, told, one, **rest)
         for name, one in {"": device, 'a "b".c': twin}.items()
     }
     write_clusters(tmp_path / "odd.toml", both)
     assert read_clusters(tmp_path / "odd.toml") == both
 
 
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path):
     path, one = tmp_path / "none.toml", cluster("workstation")
     wires = one.inside
 
     def refused(message: str, changed: Cluster, name: str = "workstation") -> None:
-        with pytest.raises(ValueError, match=message):
-            write_clusters(path, {name: changed})
+        raises(message, write_clusters, path, {name: changed})
         assert not path.exists()
 
     refused("under 'here' is called 'workstation'", one, "here")
     without = {name: said for name, said in wires.sources.items() if name != "reached"}
-    refused("PCIe.*: reached has no source", replace(one, inside=replace(wires, sources=without)))
-    refused(
-        "RTX 4090: memory_bytes has no source", replace(one, device=replace(one.device, sources={}))
-    )
-    more = wires.sources | {"weight": "none"}
-    refused("would not read back", replace(one, inside=replace(wires, sources=more)))
-    for number, message in (
-        (float("nan"), "a number and"),
-        (float("inf"), "a number and"),
-        (-1, "0"),
+    more, numbers = wires.sources | {"weight": "none"}, "a number and"
+    for message, changes in (
+        ("PCIe.*: reached has no source", {"sources": without}),
+        ("would not read back", {"sources": more}),
+        (numbers, {"bytes_per_s": float("nan")}),
+        (numbers, {"bytes_per_s": float("inf")}),
+        ("0", {"bytes_per_s": -1}),
     ):
-        refused(message, replace(one, inside=replace(wires, bytes_per_s=number)))
+        refused(message, replace(one, inside=replace(wires, **changes)))
+    unknown = replace(one, device=replace(one.device, sources={}))
+    refused("RTX 4090: memory_bytes has no source", unknown)
     refused("encode", replace(one, title="\ud800"))
-    with pytest.raises(ValueError, match="no cluster to write"):
-        write_clusters(path, {})
+    raises("no cluster to write", write_clusters, path, {})
     own = replace(wires, reached=1.0, sources=without)  # what need not be there
     write_clusters(path, {"workstation": replace(one, inside=own)})
     assert read_clusters(path)["workstation"].inside == own

@@ -8,6 +8,7 @@ from labkit.clusters import cluster
 from labkit.replaying.planning.layout import Layout
 from labkit.replaying.planning.report import PARTS, cause, reached, seconds, why, why_not
 from plan_cases import step_of
+from tables import cases
 
 SELENE = cluster("selene")
 BEST = step_of(
@@ -17,50 +18,29 @@ BEST = step_of(
 AS_BEST = {"compute": 8, "tensor": 1, "bubble": 0.5, "data": 0.25, "pipeline": 0.25}
 
 
-@pytest.mark.parametrize(
-    ("layout", "seconds", "part", "words"),
-    [
-        (
-            Layout(tp=16, pp=1, dp=4), {"tensor": 7}, "tensor",
-            "tp 16 leaves the node of 8: its collectives go over InfiniBand HDR and stand exposed "
-            "44% of the step (the best: 10%)",
-        ),
-        (
-            Layout(tp=4, pp=4, dp=4), {"tensor": 3}, "tensor",
-            "collectives of tp 4 stand exposed 25% of the step (the best: 10%); a rank sends 8.0 "
-            "GB, 2.0 × the best's",
-        ),
-        (
-            Layout(tp=2, pp=8, dp=4), {"bubble": 5.5}, "bubble",
-            "bubble 37%: pp - 1 = 7 over 16 micro-batches (the best: 5.0%, pp - 1 = 1 over 16 "
-            "micro-batches)",
-        ),
-        (
-            Layout(tp=2, pp=8, dp=4, microbatch=16, chunks=2), {"bubble": 5.5}, "bubble",
-            "pp - 1 = 7 over 1 micro-batch in 2 chunks",
-        ),
-        (
-            Layout(tp=1, pp=1, dp=64), {"data": 2.75}, "data",
-            "gradients of dp 64 stand exposed 22% of the step (the best: 2.5%); a rank sends 8.0 "
-            "GB, 4.0 × the best's",
-        ),
-        (
-            Layout(tp=1, pp=16, dp=4, chunks=2), {"pipeline": 1.25}, "pipeline",
-            "messages between 32 pieces of the model on 16 stages stand exposed 11% of the step",
-        ),
-        (
-            Layout(tp=8, pp=2, dp=4, recompute="full"), {"compute": 10.6}, "compute",
-            "computes every block's forward twice: 10.60 s of computing instead of 8.00",
-        ),
-        (
-            Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
-            "the optimizer takes 400 ms, the best's 0",
-        ),
-    ],
+@cases(
+    (Layout(tp=16, pp=1, dp=4), {"tensor": 7}, "tensor",
+     "tp 16 leaves the node of 8: its collectives go over InfiniBand HDR and stand exposed 44% of "
+     "the step (the best: 10%)"),
+    (Layout(tp=4, pp=4, dp=4), {"tensor": 3}, "tensor",
+     "collectives of tp 4 stand exposed 25% of the step (the best: 10%); a rank sends 8.0 GB, 2.0 "
+     "× the best's"),
+    (Layout(tp=2, pp=8, dp=4), {"bubble": 5.5}, "bubble",
+     "bubble 37%: pp - 1 = 7 over 16 micro-batches (the best: 5.0%, pp - 1 = 1 over 16 "
+     "micro-batches)"),
+    (Layout(tp=2, pp=8, dp=4, microbatch=16, chunks=2), {"bubble": 5.5}, "bubble",
+     "pp - 1 = 7 over 1 micro-batch in 2 chunks"),
+    (Layout(tp=1, pp=1, dp=64), {"data": 2.75}, "data",
+     "gradients of dp 64 stand exposed 22% of the step (the best: 2.5%); a rank sends 8.0 GB, 4.0 "
+     "× the best's"),
+    (Layout(tp=1, pp=16, dp=4, chunks=2), {"pipeline": 1.25}, "pipeline",
+     "messages between 32 pieces of the model on 16 stages stand exposed 11% of the step"),
+    (Layout(tp=8, pp=2, dp=4, recompute="full"), {"compute": 10.6}, "compute",
+     "computes every block's forward twice: 10.60 s of computing instead of 8.00"),
+    (Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
+     "the optimizer takes 400 ms, the best's 0"),
 )  # fmt: skip
-def test_the_largest_difference_is_the_reason(
-    layout: Layout, seconds: dict, part: str, words: str
-) -> None:
+def test_the_largest_difference_is_the_reason(layout: Layout, seconds: dict, part: str, words: str):
     best = replace(BEST, layout=replace(BEST.layout, zero=1))
     other = step_of(
         layout, **{**AS_BEST, **seconds}, sent={"tensor": 8e9, "data": 8e9, "pipeline": 1e9}
@@ -69,7 +49,7 @@ def test_the_largest_difference_is_the_reason(
     assert words in why(best, other, SELENE)
 
 
-def test_smaller_products_are_told_by_what_they_reach() -> None:
+def test_smaller_products_are_told_by_what_they_reach():
     best = step_of(Layout(tp=4, dp=4, microbatch=4), compute=8, tensor=2, mfu=0.48)
     other = step_of(Layout(tp=8, dp=2, microbatch=1), compute=12, tensor=2, mfu=0.48 * 10 / 14)
     assert reached(best) == pytest.approx(0.6) and reached(other) == pytest.approx(0.4)
@@ -79,7 +59,7 @@ def test_smaller_products_are_told_by_what_they_reach() -> None:
     )
 
 
-def test_recomputing_counts_as_computing_and_not_as_a_smaller_product() -> None:
+def test_recomputing_counts_as_computing_and_not_as_a_smaller_product():
     layout = Layout(tp=4, dp=4)
     best = step_of(layout, compute=9, mfu=0.6)
     again = step_of(replace(layout, recompute="full"), compute=12, mfu=0.45)
@@ -89,7 +69,7 @@ def test_recomputing_counts_as_computing_and_not_as_a_smaller_product() -> None:
     assert "smaller products" in why(best, slow, SELENE), "recomputing explains 6 of 15 s"
 
 
-def test_of_equals_the_memory_is_told_and_of_near_ones_how_near() -> None:
+def test_of_equals_the_memory_is_told_and_of_near_ones_how_near():
     twin = replace(BEST, layout=replace(BEST.layout, sequence=True), memory_bytes={"other": 3.5e9})
     assert why(BEST, twin, SELENE) == "as fast; a device holds 2.5 GB more"
     assert why(BEST, BEST, SELENE) == "the best"
@@ -97,19 +77,16 @@ def test_of_equals_the_memory_is_told_and_of_near_ones_how_near() -> None:
     assert why(BEST, near, SELENE).startswith("all but as fast: gradients of dp 8")
 
 
-def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -> None:
+def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside():
     outside = step_of(Layout(tp=16, dp=4), **AS_BEST)
     further = step_of(Layout(tp=32, dp=2), **{**AS_BEST, "tensor": 9})
     assert "leaves the node" in why(BEST, further, SELENE)
     assert "leaves the node" not in why(outside, further, SELENE)
 
 
-def test_what_does_not_fit_is_told_by_how_much_and_by_what_holds_the_most() -> None:
+def test_what_does_not_fit_is_told_by_how_much_and_by_what_holds_the_most():
+    assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS
     held = {"parameters": 20e9, "activations": 61e9, "gradients": 15.3e9}
     assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0"
     barely = why_not(held, sum(held.values()) - 2e7)
     assert barely == "does not fit: 96.300 GB of 96.280 GB, activations 61.0"
-
-
-def test_the_parts_are_the_step() -> None:
-    assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS

@@ -1,10 +1,6 @@
-"""Replays beside step times that others have measured on A100s: nothing is fitted to them.
-
-Megatron-DeepSpeed, mixed precision, full recompute, attention that stores its scores: written here
-with labkit's own GPT and DDP, and torch's checkpoint. What is not alike: ours has its parameters
-and moments in bf16, theirs in fp32 as well; their Adam is one kernel.
-Source: vTrain (MIT licence), ground truth; rows of data parallelism alone (tp 1, pp 1).
-"""
+"""Replays beside step times measured on A100s (vTrain, MIT licence; rows of data parallelism
+alone): nothing is fitted. Megatron-DeepSpeed, mixed precision, full recompute, scores of attention
+stored. Unlike theirs, our parameters and moments are in bf16 only; their Adam is one kernel."""
 
 from functools import partial
 
@@ -47,6 +43,6 @@ def train(row: Row) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.layout.ranks} A100, {row.model}")
-def test_a_replay_takes_what_others_have_measured(row: Row) -> None:
+def test_a_replay_takes_what_others_have_measured(row: Row):
     replayed = replay(dry_run(train, row, ranks=row.layout.ranks, step=0), cluster("selene"))
     assert split_of(replayed).step_s == pytest.approx(row.step_s, rel=0.2)

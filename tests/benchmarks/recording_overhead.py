@@ -129,11 +129,14 @@ def _faster_half(samples: list[Seconds]) -> Seconds:
 def table(overheads: list[Overhead]) -> Table:
     """A row for each case, with both ratios."""
     rows = [
-        (*map(str, (x.case.model, x.case.dtype, x.case.ranks, x.case.rows)),
-         *(f"{seconds.wall_s * 1e3:.2f}" for seconds in (x.plain, x.recorded)),
-         f"{x.ratio:.3f}", f"{x.cpu_ratio:.3f}")
+        (
+            *map(str, (x.case.model, x.case.dtype, x.case.ranks, x.case.rows)),
+            *(f"{seconds.wall_s * 1e3:.2f}" for seconds in (x.plain, x.recorded)),
+            f"{x.ratio:.3f}",
+            f"{x.cpu_ratio:.3f}",
+        )
         for x in overheads
-    ]  # fmt: skip
+    ]
     title = f"A DDP step recorded over plain, rows of {LENGTH} tokens a rank (aim: below 1.02)"
     names = ("model", "dtype", "ranks", "rows", "plain, ms", "recorded, ms", "ratio", "CPU")
     return titled(title, "", names, (), rows)

@@ -98,10 +98,14 @@ def table(times: RedrawTimes) -> Table:
     what_if = f"what_if: replay of a GPT, {times.what_if_bars} bars, until its PNG is there"
     rows = [
         ("one collection of polygons, with names", f"{times.polygons_s * 1e3:.0f}", "100", "1"),
-        ("separate bars (broken_barh), without names", f"{times.separate_s * 1e3:.0f}", "",
-         f"{times.ratio:.1f}"),
+        (
+            "separate bars (broken_barh), without names",
+            f"{times.separate_s * 1e3:.0f}",
+            "",
+            f"{times.ratio:.1f}",
+        ),
         (what_if, f"{times.what_if_s * 1e3:.0f}", "100", ""),
-    ]  # fmt: skip
+    ]
     title = f"Another step in a timeline of {times.ranks} ranks, {times.bars} bars"
     return titled(title, "", ("", "ms", "aim", "slower than polygons by"), ("",), rows)
 

@@ -256,9 +256,19 @@ def test_doctor_writes_over_nothing_of_ones_own(
 
 @pytest.mark.parametrize(
     "command",
-    ["compare", "bench", "run", "doctor", "replay", "plan", "view", "schedule", "nccl-log",
-     "bench collectives"],
-)  # fmt: skip
+    [
+        "compare",
+        "bench",
+        "run",
+        "doctor",
+        "replay",
+        "plan",
+        "view",
+        "schedule",
+        "nccl-log",
+        "bench collectives",
+    ],
+)
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = CliRunner().invoke(app, [*command.split(), "--help"])
     assert done.exit_code == 0

@@ -20,7 +20,7 @@ from worlds import on_each_rank
 
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_every_algorithm_equals_plain_computation(collective: str, name: str):
+def test_every_algorithm_equals_plain_computation(collective: str, name: str) -> None:
     for n in filter(lambda n: serves(collective, name, n), RANKS):
         for numel in SIZES:
             for late in (False, True):
@@ -29,7 +29,7 @@ def test_every_algorithm_equals_plain_computation(collective: str, name: str):
 
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_every_dtype_and_reduction(collective: str, name: str):
+def test_every_dtype_and_reduction(collective: str, name: str) -> None:
     reduces = "reduce" in collective
     for n in filter(lambda n: serves(collective, name, n), (2, 3, 4, 7)):
         sizes = sizes_for(collective, name, n, 23)
@@ -43,14 +43,14 @@ def test_every_dtype_and_reduction(collective: str, name: str):
     ("collective", "name"),
     [*of("all_gather", "reduce_scatter", "all_to_all"), ("gather", "flat"), ("scatter", "flat")],
 )
-def test_chunks_of_different_sizes(collective: str, name: str):
+def test_chunks_of_different_sizes(collective: str, name: str) -> None:
     for n in filter(lambda n: serves(collective, name, n), RANKS):
         for seed in (1, 2, 5):
             Case(collective, name, uneven(n, seed), root=n - 1).check()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS["broadcast"])
-def test_every_root(name: str):
+def test_every_root(name: str) -> None:
     for n in (2, 3, 5, 8):
         for root in range(n):
             Case("broadcast", name, chunk_sizes(11, n), root).check()
@@ -60,7 +60,7 @@ def test_every_root(name: str):
                 Case("scatter", name, [5] * n, root).check()
 
 
-def test_hierarchical_on_nodes_of_every_size():
+def test_hierarchical_on_nodes_of_every_size() -> None:
     for n in RANKS:
         for nodes in cases.nodes_for(n):
             for op in ("sum", "mean"):
@@ -71,7 +71,7 @@ def test_hierarchical_on_nodes_of_every_size():
 
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_in_many_pieces(collective: str, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_in_many_pieces(collective: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "PIECE_BYTES", 12)  # three float32
     assert steps.piece_count(100) == 9
     for n in filter(lambda n: serves(collective, name, n), RANKS):
@@ -83,12 +83,12 @@ def test_in_many_pieces(collective: str, name: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ALGORITHMS["all_reduce"])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
-def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str):
+def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str) -> None:
     for n in RANKS:
         cases.same_bits(name, op, n)
 
 
-def test_every_algorithm_has_its_bytes_and_its_cost():
+def test_every_algorithm_has_its_bytes_and_its_cost() -> None:
     for collective, name in EVERY:
         assert name in SENT[collective]
         assert name in costs.COSTS[collective] or name == "hierarchical"
@@ -109,7 +109,7 @@ def test_every_algorithm_has_its_bytes_and_its_cost():
 )  # fmt: skip
 def test_the_sums_over_all_ranks_are_those_of_the_textbooks(
     collective: str, name: str, in_all: Callable[[int, int], int]
-):
+) -> None:
     for n in filter(lambda n: serves(collective, name, n), RANKS):
         sizes = uneven(n, 2)
         calls = [Call(sizes, rank) for rank in range(n)]
@@ -117,7 +117,7 @@ def test_the_sums_over_all_ranks_are_those_of_the_textbooks(
         assert in_total == in_all(n, 4 * sum(sizes))
 
 
-def test_costs_are_the_bytes_of_the_busiest_rank_and_the_known_steps():
+def test_costs_are_the_bytes_of_the_busiest_rank_and_the_known_steps() -> None:
     """Where all divides: the model's bytes are those that the busiest rank sends."""
     S = 840 * 4
     for n in (2, 4, 8):
@@ -146,7 +146,7 @@ def test_costs_are_the_bytes_of_the_busiest_rank_and_the_known_steps():
 @pytest.mark.parametrize(("collective", "name"), EVERY)
 def test_costs_are_the_time_that_the_schedule_takes(
     collective: str, name: str, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """Run on wires with a clock: beta's bytes are exact, also for odd numbers of ranks and many
     pieces; alpha's messages are counted one by one, of which wires may have several under way."""
     monkeypatch.setattr(costs, "PIECE_BYTES", 64)
@@ -171,7 +171,7 @@ def timed(case: Case, alpha_s: float, beta_s_per_byte: float) -> float:
     return max(box.now_s)
 
 
-def test_large_messages_want_rings_and_small_ones_trees():
+def test_large_messages_want_rings_and_small_ones_trees() -> None:
     """The reason for having several: alpha = 20 us, beta = 1 ns (1 GB/s), 64 ranks."""
 
     def seconds(name: str, nbytes: int) -> float:
@@ -183,13 +183,13 @@ def test_large_messages_want_rings_and_small_ones_trees():
     assert ring < tree / 5 and double_tree < 1.2 * ring
 
 
-def test_between_nodes_a_hierarchical_all_reduce_sends_one_part_of_each_rank():
+def test_between_nodes_a_hierarchical_all_reduce_sends_one_part_of_each_rank() -> None:
     inside, between = hierarchical_cost(nodes=4, ranks_per_node=8, nbytes=8000)
     assert (inside.steps, inside.sent_bytes) == (14, 14000)
     assert (between.steps, between.sent_bytes) == (6, 1500)
 
 
-def test_nearly_no_rank_is_an_inner_node_of_both_trees():
+def test_nearly_no_rank_is_an_inner_node_of_both_trees() -> None:
     for n in range(1, 70):
         inside = []
         for parents in costs.double_tree(n):
@@ -201,7 +201,7 @@ def test_nearly_no_rank_is_an_inner_node_of_both_trees():
         assert len(inside[0] & inside[1]) <= 1
 
 
-def test_nodes_are_as_torchrun_tells(monkeypatch: pytest.MonkeyPatch):
+def test_nodes_are_as_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert nodes_of([0, 1, 2, 7]) == [[0, 1, 2, 3]]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -256,7 +256,7 @@ def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatch):
+def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two nodes, if there are more ranks
     with World(size) as world:
         for ran in world.run(lambda: every_algorithm(Comm())):
@@ -266,7 +266,7 @@ def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatc
 
 
 @on_each_rank("world4")
-def test_long_tensors_over_trees_and_chains():
+def test_long_tensors_over_trees_and_chains() -> None:
     comm = Comm()
     numel = 1_000_001
     for name in ("double_tree", "halving_doubling", "ring", "hierarchical"):

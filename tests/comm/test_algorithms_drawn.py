@@ -16,7 +16,7 @@ st = hypothesis.strategies
 
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 @hypothesis.given(st.data())
-def test_whatever_is_drawn(data: Any):
+def test_whatever_is_drawn(data: Any) -> None:
     collective, name = data.draw(st.sampled_from(EVERY))
     n = data.draw(st.integers(1, 9).filter(lambda n: serves(collective, name, n)))
     small = st.integers(0, 30)

@@ -54,12 +54,12 @@ def strictly(function: Callable[..., Any], *args: Any) -> Any:
 # --- results -----------------------------------------------------------------------------------
 
 
-def test_every_operation_equals_plain_computation(world: World):
+def test_every_operation_equals_plain_computation(world: World) -> None:
     world.run(strictly, check)
 
 
 @pytest.mark.slow
-def test_every_operation_reduction_dtype_and_size_with_each_other(world: World):
+def test_every_operation_reduction_dtype_and_size_with_each_other(world: World) -> None:
     world.run(strictly, comm_contract.check_thoroughly)
 
 
@@ -72,13 +72,13 @@ FAST = Link(gbps=1000, latency_us=1)
     pytest.param(3, {"link": FAST}, marks=pytest.mark.slow),
     ids=["without comparing ranks", "modelled wire, 2 ranks", "modelled wire, 3 ranks"],
 )
-def test_the_same_with_options(size: int, options: dict[str, Any]):
+def test_the_same_with_options(size: int, options: dict[str, Any]) -> None:
     with World(size, **options) as world:
         world.run(strictly, check)
 
 
 @pytest.mark.parametrize("transport", ("shm", "gloo"))
-def test_the_same_in_subgroups_at_once(worlds: Callable[..., World], transport: str):
+def test_the_same_in_subgroups_at_once(worlds: Callable[..., World], transport: str) -> None:
     def in_halves() -> tuple[int, int, tuple[int, ...]]:
         comm = Comm()
         halves = [comm.subgroup([2, 0]), comm.subgroup([1, 3])]
@@ -95,7 +95,7 @@ def test_the_same_in_subgroups_at_once(worlds: Callable[..., World], transport: 
 
 
 @on_each_rank("world2")
-def test_a_subgroup_of_one_and_of_all():
+def test_a_subgroup_of_one_and_of_all() -> None:
     comm = Comm()
     alone = [comm.subgroup([rank]) for rank in range(comm.size)][comm.rank]
     everyone = comm.subgroup(range(comm.size))
@@ -106,7 +106,7 @@ def test_a_subgroup_of_one_and_of_all():
 
 
 @on_each_rank("world2")
-def test_what_was_given_is_not_written_and_no_gradient_appears():
+def test_what_was_given_is_not_written_and_no_gradient_appears() -> None:
     comm = Comm()
     weight = torch.nn.Parameter(torch.ones(3, 3))
     loss = (weight * (comm.rank + 1)).sum()
@@ -125,12 +125,12 @@ def test_what_was_given_is_not_written_and_no_gradient_appears():
 
 
 @pytest.mark.parametrize("numel", (0, 1, 2, 7, 1000, 1001))
-def test_bytes_of_every_operation_follow_the_formulas(world: World, numel: int):
+def test_bytes_of_every_operation_follow_the_formulas(world: World, numel: int) -> None:
     check_bytes(world.run(lambda: events_of(Comm(), numel)), numel)
 
 
 @pytest.mark.parametrize("transport", ("shm", "gloo"))
-def test_bytes_in_a_subgroup_count_its_ranks(worlds: Callable[..., World], transport: str):
+def test_bytes_in_a_subgroup_count_its_ranks(worlds: Callable[..., World], transport: str) -> None:
     def events() -> Any:
         subgroup = Comm().subgroup([0, 2, 3])
         return subgroup and events_of(subgroup, 1001)
@@ -140,14 +140,14 @@ def test_bytes_in_a_subgroup_count_its_ranks(worlds: Callable[..., World], trans
     assert {event.ranks for events in ranks for event in events.values()} == {(0, 2, 3)}
 
 
-def test_bytes_over_a_modelled_wire_and_without_check_are_the_same():
+def test_bytes_over_a_modelled_wire_and_without_check_are_the_same() -> None:
     for options in ({"link": Link(gbps=1000)}, {"backend": "gloo", "check": False}):
         with World(3, **options) as world:
             check_bytes(world.run(lambda: events_of(Comm(), 1001)), 1001)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not count its loopback")
-def test_the_kernel_counts_the_bytes_that_the_formulas_say():
+def test_the_kernel_counts_the_bytes_that_the_formulas_say() -> None:
     """Independent of our own counting. gloo's reduce-scatter would move 1.5 S for each rank."""
     with World(4, backend="gloo") as world:
         for collective in ("reduce_scatter", "all_gather", "all_reduce"):
@@ -173,7 +173,7 @@ def recorded() -> list[list[CommEvent]]:
         return world.run(lambda: many_events(Comm()))
 
 
-def test_times_of_an_event_are_in_order(recorded: list[list[CommEvent]]):
+def test_times_of_an_event_are_in_order(recorded: list[list[CommEvent]]) -> None:
     for events in recorded:
         issued = [event.issued_s for event in events]
         assert issued == sorted(issued)
@@ -187,7 +187,7 @@ def test_times_of_an_event_are_in_order(recorded: list[list[CommEvent]]):
                 assert event.wait_began_s == event.issued_s, "the strategy stood still at once"
 
 
-def test_numbers_are_equal_on_all_ranks(recorded: list[list[CommEvent]]):
+def test_numbers_are_equal_on_all_ranks(recorded: list[list[CommEvent]]) -> None:
     collectives = [
         [(e.seq, e.op, e.dtype) for e in events if e.op not in ("send", "recv")]
         for events in recorded
@@ -197,7 +197,7 @@ def test_numbers_are_equal_on_all_ranks(recorded: list[list[CommEvent]]):
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-def test_every_message_sent_is_the_one_received(recorded: list[list[CommEvent]]):
+def test_every_message_sent_is_the_one_received(recorded: list[list[CommEvent]]) -> None:
     def messages(op: str) -> set[tuple[Any, ...]]:
         of_op = [e for events in recorded for e in events if e.op == op]
         return {
@@ -208,7 +208,7 @@ def test_every_message_sent_is_the_one_received(recorded: list[list[CommEvent]])
     assert messages("send") == messages("recv") != set()
 
 
-def test_events_say_what_was_called(world: World):
+def test_events_say_what_was_called(world: World) -> None:
     def call() -> list[CommEvent]:
         comm = Comm()
         with listen() as events:
@@ -224,7 +224,7 @@ def test_events_say_what_was_called(world: World):
         assert (second.blocking, second.peer, second.seq) == (False, world.size - 1, first.seq + 1)
 
 
-def test_the_source_is_the_line_of_the_caller(world2: World):
+def test_the_source_is_the_line_of_the_caller(world2: World) -> None:
     def call() -> tuple[list[str], int]:
         comm = Comm()
         with listen() as events:
@@ -243,7 +243,7 @@ def test_the_source_is_the_line_of_the_caller(world2: World):
         assert sources == [f"{FILE}:{number} in call" for number in lines]
 
 
-def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World):
+def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) -> None:
     from labkit.parallel.common.agreement import broadcast_tensors
 
     def call() -> tuple[str, int]:
@@ -257,7 +257,7 @@ def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World):
         assert source.endswith(f"broadcast_tensors, from {FILE}:{line + 1} in call")
 
 
-def test_an_operation_that_cannot_even_begin_is_a_comm_error():
+def test_an_operation_that_cannot_even_begin_is_a_comm_error() -> None:
     gone = RuntimeError("Connection closed by peer\nand much more")
 
     def on_a_broken_pair(noted: bool) -> str:
@@ -272,7 +272,7 @@ def test_an_operation_that_cannot_even_begin_is_a_comm_error():
 
 
 @on_each_rank("world2")
-def test_listening_nests_and_ends():
+def test_listening_nests_and_ends() -> None:
     comm = Comm()
     x = torch.ones(3)
     with listen() as outer:
@@ -290,7 +290,7 @@ def test_listening_nests_and_ends():
     assert [len(outer), len(inner), len(broken)] == [5, 3, 1] and len(here.listeners) == 0
 
 
-def test_comparing_ranks_does_not_count_as_communication(recorded: list[list[CommEvent]]):
+def test_comparing_ranks_does_not_count_as_communication(recorded: list[list[CommEvent]]) -> None:
     def counts(events: list[CommEvent]) -> list[tuple[Any, ...]]:
         return [(e.op, e.payload_bytes, e.bus_bytes, e.wire_bytes) for e in events]
 
@@ -300,7 +300,7 @@ def test_comparing_ranks_does_not_count_as_communication(recorded: list[list[Com
 
 
 @on_each_rank("world2")
-def test_torchs_own_operations_are_not_events_and_disturb_none():
+def test_torchs_own_operations_are_not_events_and_disturb_none() -> None:
     comm = Comm()
     peer = 1 - comm.rank
     with listen() as events:
@@ -327,7 +327,7 @@ def test_torchs_own_operations_are_not_events_and_disturb_none():
 
 
 @on_each_rank("world2")
-def test_all_comms_of_a_group_share_its_numbers():
+def test_all_comms_of_a_group_share_its_numbers() -> None:
     x, first = torch.ones(3), Comm()
     comms = [first] * 5
     if first.rank == 0:
@@ -350,7 +350,7 @@ def in_threads(
 
 
 @on_each_rank("world2")
-def test_two_threads_in_two_groups_at_once():
+def test_two_threads_in_two_groups_at_once() -> None:
     comm = Comm()
 
     def use(group: Comm) -> None:
@@ -362,7 +362,7 @@ def test_two_threads_in_two_groups_at_once():
 
 
 @on_each_rank("world2")
-def test_threads_share_a_comm_for_messages_of_different_tags():
+def test_threads_share_a_comm_for_messages_of_different_tags() -> None:
     comm = Comm()
     peer = 1 - comm.rank
 
@@ -383,7 +383,7 @@ def test_threads_share_a_comm_for_messages_of_different_tags():
 
 
 @on_each_rank("world2")
-def test_hundreds_of_operations_in_flight():
+def test_hundreds_of_operations_in_flight() -> None:
     comm = Comm()
     xs = [given(comm.rank, 11, salt=k) for k in range(200)]
     for handle in reversed([comm.all_reduce(x, async_op=True) for x in xs]):
@@ -392,7 +392,7 @@ def test_hundreds_of_operations_in_flight():
         assert torch.equal(x, reduced([given(r, 11, salt=k) for r in range(2)], "sum"))
 
 
-def test_groups_come_and_go_and_leave_nothing_behind(tmp_path: Path):
+def test_groups_come_and_go_and_leave_nothing_behind(tmp_path: Path) -> None:
     """A process group that is destroyed takes its threads and sockets with it, and the next one
     under the same name is not mistaken for it."""
 
@@ -430,7 +430,7 @@ def test_groups_come_and_go_and_leave_nothing_behind(tmp_path: Path):
 
 
 @on_each_rank("world2")
-def test_a_handle_keeps_what_it_needs():
+def test_a_handle_keeps_what_it_needs() -> None:
     kept = torch.zeros(1000, 2)
     handle = Comm().all_reduce(kept[:, 0], async_op=True)
     handles = [Comm().all_reduce(torch.ones(50_000), async_op=True) for _ in range(10)]
@@ -441,7 +441,7 @@ def test_a_handle_keeps_what_it_needs():
 
 
 @pytest.mark.slow
-def test_a_subgroup_gives_up_when_the_world_does():
+def test_a_subgroup_gives_up_when_the_world_does() -> None:
     """torch's new groups would wait half an hour."""
 
     def alone() -> None:
@@ -465,7 +465,7 @@ def check_refused(calls: dict[str, Callable[[Comm], Any]]) -> None:
     comm.barrier()  # the communicator works as before
 
 
-def test_errors_say_what_was_wrong_and_what_to_do(world2: World):
+def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
     ones = torch.ones
     calls: dict[str, Callable[[Comm], Any]] = {
         "op='avg' is not a reduction; choose one of sum, mean, min, max, product": (
@@ -546,7 +546,7 @@ def test_errors_say_what_was_wrong_and_what_to_do(world2: World):
     world2.run(lambda: check_refused(calls | of_roots(Comm().rank)))
 
 
-def test_a_communicator_needs_ranks_and_membership(world2: World):
+def test_a_communicator_needs_ranks_and_membership(world2: World) -> None:
     raises("not a rank yet. Run the function with World", Comm, error=RuntimeError)
 
     def outside() -> bool:
@@ -560,7 +560,7 @@ def test_a_communicator_needs_ranks_and_membership(world2: World):
 
 
 @on_each_rank("world4")
-def test_a_subgroup_has_no_subgroups():
+def test_a_subgroup_has_no_subgroups() -> None:
     """torch would need the ranks outside, and hang."""
     comm = Comm()
     half = comm.subgroup([0, 1])
@@ -589,14 +589,14 @@ DISAGREE: dict[str, Callable[[Comm], Any]] = {
 
 
 @pytest.mark.parametrize("what", DISAGREE)
-def test_ranks_that_disagree_are_named(world2: World, what: str):
+def test_ranks_that_disagree_are_named(world2: World, what: str) -> None:
     words = f"(?s)disagree about.*rank 0: .* at {FILE}.*rank 1: .* at {FILE}"
     call = DISAGREE[what]
     told = raises(words, world2.run, lambda: call(Comm()), error=RankError)
     assert told.kind == "disagree"
 
 
-def test_a_rank_missing_from_a_subgroup_call_is_named(world2: World):
+def test_a_rank_missing_from_a_subgroup_call_is_named(world2: World) -> None:
     words = "rank 1 returned without calling what rank 0 waits for"
     raises(words, world2.run, lambda: Comm().rank or Comm().subgroup([0, 1]), error=RankError)
 
@@ -624,12 +624,12 @@ def timed(use: Callable[[Comm], Any]) -> tuple[float, float]:
 X = torch.zeros(1_000_000, dtype=torch.uint8)
 
 
-def test_a_message_arrives_no_sooner_than_the_wire_delivers(slow_wire: World):
+def test_a_message_arrives_no_sooner_than_the_wire_delivers(slow_wire: World) -> None:
     (sent_s, _), (_, arrived_s) = slow_wire.run(timed, lambda comm: send_on(comm, X))
     assert arrived_s - sent_s >= MEGABYTE_S
 
 
-def test_all_messages_of_a_rank_share_its_wire(slow_wire: World):
+def test_all_messages_of_a_rank_share_its_wire(slow_wire: World) -> None:
     """Whatever their group, tag or operation: four quarters take as long as the whole."""
 
     def four() -> tuple[float, float]:
@@ -649,13 +649,13 @@ def test_all_messages_of_a_rank_share_its_wire(slow_wire: World):
     assert arrived_s - sent_s >= MEGABYTE_S
 
 
-def test_collectives_take_what_their_bytes_take(slow_wire: World):
+def test_collectives_take_what_their_bytes_take(slow_wire: World) -> None:
     """On two ranks, each sends 2 x 1/2 of it."""
     for began_s, ended_s in slow_wire.run(timed, lambda comm: comm.all_reduce(X)):
         assert ended_s - began_s >= MEGABYTE_S
 
 
-def test_latency_is_paid_by_every_message():
+def test_latency_is_paid_by_every_message() -> None:
     def rounds(comm: Comm) -> None:
         for sender in (0, 1) * 3:  # there and back again
             send_on(comm, torch.zeros(1), sender)
@@ -665,7 +665,7 @@ def test_latency_is_paid_by_every_message():
 
 
 @on_each_rank("slow_wire")
-def test_an_asynchronous_operation_returns_before_the_wire_delivers():
+def test_an_asynchronous_operation_returns_before_the_wire_delivers() -> None:
     comm = Comm()
     x, y = torch.zeros(4_000_000, dtype=torch.uint8), torch.zeros(4_000_000, dtype=torch.uint8)
     comm.barrier()
@@ -680,7 +680,7 @@ def test_an_asynchronous_operation_returns_before_the_wire_delivers():
     assert busy and message_busy and events[0].issued_s < computed_s < events[0].ended_s
 
 
-def test_an_unreceived_message_does_not_block_the_others():
+def test_an_unreceived_message_does_not_block_the_others() -> None:
     """The wire is in order, the receivers need not be."""
 
     def out_of_order() -> tuple[float, float]:
@@ -703,7 +703,7 @@ def test_an_unreceived_message_does_not_block_the_others():
         assert world.run(out_of_order)[1] == (2, 1)
 
 
-def test_a_link_without_bandwidth_is_refused():
+def test_a_link_without_bandwidth_is_refused() -> None:
     assert Link(gbps=8).seconds(1_000_000_000) == 1.0
     for gbps in (0, -1, float("nan")):
         raises("a wire needs a bandwidth above 0 gigabits", Link, gbps=gbps)
@@ -793,7 +793,7 @@ assert events[-1].payload_bytes == 20_000_000_000, "more than this machine holds
     "script", [ON_PAPER, pytest.param(ON_PAPER + WITHOUT_DATA, marks=pytest.mark.slow)],
     ids=["tensors", "fake tensors"],
 )  # fmt: skip
-def test_a_world_on_paper_records_and_moves_nothing(script: str):
+def test_a_world_on_paper_records_and_moves_nothing(script: str) -> None:
     command = [sys.executable, "-W", "error", "-c", script + "\nprint('as it should be')"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=env)

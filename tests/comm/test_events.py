@@ -13,8 +13,9 @@ from labkit.events import CommEvent, chunk_sizes
 from places import PUBLISHED
 from tables import raises
 
-# Bus bandwidth over algorithm bandwidth on n ranks (nccl-tests, doc/PERFORMANCE.md). For all-gather
-# and reduce-scatter, S is the total size.
+# Bus bandwidth over algorithm bandwidth on n ranks (nccl-tests, doc/PERFORMANCE.md; the rows of
+# tests/data/published/bus_bandwidth_factors.csv). For all-gather and reduce-scatter, S is the total
+# size.
 FACTORS: dict[str, Callable[[int], Fraction]] = {
     "AllReduce": lambda n: Fraction(2 * (n - 1), n),
     "ReduceScatter": lambda n: Fraction(n - 1, n),
@@ -30,7 +31,7 @@ ODD = (0, 1, 2, 3, 5, 7, 11, 1000, 1001, 65_537)
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_chunks_add_up_and_differ_by_one_at_most_the_larger_first(n: int):
+def test_chunks_add_up_and_differ_by_one_at_most_the_larger_first(n: int) -> None:
     for numel in ODD:
         sizes = chunk_sizes(numel, n)
         assert len(sizes) == n and sum(sizes) == numel
@@ -40,7 +41,7 @@ def test_chunks_add_up_and_differ_by_one_at_most_the_larger_first(n: int):
 
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("n", RANKS)
-def test_bus_bytes_are_the_factor_times_the_payload_where_it_divides(name: str, n: int):
+def test_bus_bytes_are_the_factor_times_the_payload_where_it_divides(name: str, n: int) -> None:
     for chunk in (0, 1, 3, 4096):
         chunk_bytes = [chunk * 4] * n
         for rank in range(n):
@@ -49,7 +50,7 @@ def test_bus_bytes_are_the_factor_times_the_payload_where_it_divides(name: str, 
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_bus_bytes_of_all_ranks_are_exact_for_sizes_that_do_not_divide(n: int):
+def test_bus_bytes_of_all_ranks_are_exact_for_sizes_that_do_not_divide(n: int) -> None:
     for numel in ODD:
         chunk_bytes = [8 * size for size in chunk_sizes(numel, n)]
         total = {
@@ -60,7 +61,7 @@ def test_bus_bytes_of_all_ranks_are_exact_for_sizes_that_do_not_divide(n: int):
         assert total["ReduceScatter"] == total["AllGather"] == (n - 1) * 8 * numel
 
 
-def test_a_rank_sends_the_chunks_that_a_ring_makes_it_send():
+def test_a_rank_sends_the_chunks_that_a_ring_makes_it_send() -> None:
     """The ring, step by step: with what each rank passes on, its bytes are those of the formula."""
     for n in (1, 2, 3, 4, 7):
         for chunk_bytes in (chunk_sizes(1001, n), [13 * r % 5 for r in range(n)]):
@@ -73,7 +74,7 @@ def test_a_rank_sends_the_chunks_that_a_ring_makes_it_send():
                 assert events.all_reduce_bus_bytes(chunk_bytes, rank) == both
 
 
-def test_the_factors_are_those_published():
+def test_the_factors_are_those_published() -> None:
     with open(PUBLISHED / "bus_bandwidth_factors.csv") as file:
         rows = {row["collective"]: row["busbw_over_algbw"] for row in csv.DictReader(file)}
     for name, factor in FACTORS.items():
@@ -82,7 +83,7 @@ def test_the_factors_are_those_published():
             assert factor(n) == eval(formula.replace("n", f"Fraction({n})"), {"Fraction": Fraction})
 
 
-def test_events_are_plain_data_that_need_no_torch():
+def test_events_are_plain_data_that_need_no_torch() -> None:
     code = 'import labkit.events, sys; assert "torch" not in sys.modules'
     subprocess.run([sys.executable, "-c", code], check=True)
     event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "float32", (4,), 16, 16, True)

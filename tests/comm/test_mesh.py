@@ -19,7 +19,7 @@ SHAPES = [{"dp": 1}, {"dp": 6}, {"pp": 2, "dp": 2, "tp": 2}, {"a": 3, "b": 1, "c
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
-def test_coordinates_and_ranks_are_each_others_inverse(sizes: dict[str, int]):
+def test_coordinates_and_ranks_are_each_others_inverse(sizes: dict[str, int]) -> None:
     size = prod(sizes.values())
     where = [coordinates(sizes, rank) for rank in range(size)]
     assert [rank_at(sizes, one) for one in where] == list(range(size))
@@ -28,7 +28,7 @@ def test_coordinates_and_ranks_are_each_others_inverse(sizes: dict[str, int]):
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
-def test_lines_take_every_rank_once_and_differ_on_one_axis(sizes: dict[str, int]):
+def test_lines_take_every_rank_once_and_differ_on_one_axis(sizes: dict[str, int]) -> None:
     for axis in sizes:
         found = list(lines(sizes, axis))
         assert sorted(rank for line in found for rank in line) == list(range(prod(sizes.values())))
@@ -38,7 +38,7 @@ def test_lines_take_every_rank_once_and_differ_on_one_axis(sizes: dict[str, int]
             assert all(one == where[0] for one in where)
 
 
-def test_planes_take_every_rank_once_and_differ_on_their_axes():
+def test_planes_take_every_rank_once_and_differ_on_their_axes() -> None:
     sizes = {"a": 2, "b": 3, "c": 2}
     for axes in (("a", "b"), ("c", "a"), ("b", "c"), ("a", "b", "c")):
         found = list(lines(sizes, *axes))
@@ -51,7 +51,7 @@ def test_planes_take_every_rank_once_and_differ_on_their_axes():
 
 
 @on_each_rank("world4")
-def test_a_mesh_that_is_made_again_has_the_groups_of_the_first():
+def test_a_mesh_that_is_made_again_has_the_groups_of_the_first() -> None:
     """Those of gloo have threads that wake up all the time: cells that run again add none."""
     first, count = Mesh(dp=2, tp=2), dist.get_pg_count()
     again, turned = Mesh(dp=2, tp=2), Mesh(tp=2, dp=2)
@@ -73,7 +73,7 @@ def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], 
     return {axis: mesh[axis].ranks for axis in sizes}, sums, mesh.coordinates()
 
 
-def test_megatrons_eight_ranks():
+def test_megatrons_eight_ranks() -> None:
     def joint_groups() -> dict[tuple[str, ...], tuple[int, ...]]:
         mesh, found = Mesh(pp=2, dp=2, tp=2), {}
         for axes in (("pp", "dp"), ("pp", "tp"), ("dp", "tp")):
@@ -103,13 +103,13 @@ def test_megatrons_eight_ranks():
                 assert rank in members and groups_of[members[0]][axes] == members
 
 
-def test_axes_of_one_rank_and_of_all(world3: World):
+def test_axes_of_one_rank_and_of_all(world3: World) -> None:
     for rank, (ranks, sums, _) in enumerate(world3.run(groups, dp=3, tp=1)):
         assert ranks == {"dp": (0, 1, 2), "tp": (rank,)}
         assert sums == {"dp": 3.0, "tp": float(rank)}
 
 
-def test_a_mesh_over_ranks_at_a_place(world4: World):
+def test_a_mesh_over_ranks_at_a_place(world4: World) -> None:
     def play() -> tuple[int, str]:
         mesh = Mesh(dp=2, tp=2)
         return mesh.rank_at(dp=1), repr(mesh)
@@ -119,7 +119,7 @@ def test_a_mesh_over_ranks_at_a_place(world4: World):
     assert found[3][1] == "Mesh(dp=2, tp=2; this is rank 3 at {'dp': 1, 'tp': 1})"
 
 
-def test_wrong_sizes_are_refused_with_sizes_that_fit():
+def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
     with pytest.raises(ValueError, match=r"takes 6 ranks, and there are 8: \(dp=2, tp=4\) or") as e:
         check_sizes({"dp": 2, "tp": 3}, 8)
     assert "(dp=4, tp=2)" in str(e.value)
@@ -134,7 +134,7 @@ def test_wrong_sizes_are_refused_with_sizes_that_fit():
 alone = world_fixture(1)
 
 
-def test_places_that_are_not_there(alone: World):
+def test_places_that_are_not_there(alone: World) -> None:
     sizes = {"dp": 2, "tp": 3}
     raises("rank 6 is not in a mesh of 6", coordinates, sizes, 6)
     raises("no axis 'pp'", rank_at, sizes, {"dp": 0, "tp": 0, "pp": 0})
@@ -150,14 +150,14 @@ def test_places_that_are_not_there(alone: World):
 
 
 @on_each_rank("world2")
-def test_axes_of_one_rank_add_nothing_to_a_group():
+def test_axes_of_one_rank_add_nothing_to_a_group() -> None:
     mesh = Mesh(dp=2, cp=1, tp=1)
     for wrong in ((), ("dp", "dp")):
         raises("name at least one axis, each once", mesh.__getitem__, wrong, error=KeyError)
     assert mesh["dp", "cp"] is mesh.dp and mesh["cp", "tp"].ranks == (mesh.comm.rank,)
 
 
-def test_one_rank_is_one_rank(alone: World):
+def test_one_rank_is_one_rank(alone: World) -> None:
     assert [ranks_in_words(size) for size in (1, 2, 1024)] == ["1 rank", "2 ranks", "1,024 ranks"]
     raises("rank 1 is not in a mesh of 1 rank$", coordinates, {"dp": 1}, 1)
     raises(r"takes 1 rank, and there are 2", check_sizes, {"dp": 1}, 2)
@@ -166,7 +166,7 @@ def test_one_rank_is_one_rank(alone: World):
     assert " 1 ranks" not in told
 
 
-def test_factorisations():
+def test_factorisations() -> None:
     assert sorted(factorisations(12, 2)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
     assert len(list(factorisations(8, 3))) == 10
 
@@ -182,7 +182,7 @@ def links_of(axes: Any) -> list[LineCollection]:
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
-def test_the_picture_has_every_rank_apart_and_every_link(sizes: dict[str, int]):
+def test_the_picture_has_every_rank_apart_and_every_link(sizes: dict[str, int]) -> None:
     figure, axes = drawn(sizes)
     size = prod(sizes.values())
     assert [text.get_text() for text in axes.texts] == [str(rank) for rank in range(size)]
@@ -196,13 +196,13 @@ def test_the_picture_has_every_rank_apart_and_every_link(sizes: dict[str, int]):
     assert names == [f"{axis} = {n}" for axis, n in sizes.items()]
 
 
-def test_links_between_nodes_are_dashed():
+def test_links_between_nodes_are_dashed() -> None:
     tp, dp, pp = links_of(drawn({"pp": 2, "dp": 2, "tp": 2}, 4)[1])
     dashed = [[bool(on) for _, on in one.get_linestyle()] for one in (tp, dp, pp)]
     assert dashed == [[False] * 4, [False] * 4, [True] * 4]
 
 
-def test_an_axis_keeps_its_colour_in_every_order():
+def test_an_axis_keeps_its_colour_in_every_order() -> None:
     def colours(**sizes: int) -> dict[str, Any]:
         (legend,) = drawn(sizes)[0].legends
         names = [text.get_text().split()[0] for text in legend.get_texts()]

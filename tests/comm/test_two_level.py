@@ -17,7 +17,7 @@ WIRES = TwoLevel(inside=Link(gbps=1000), between=Link(gbps=0.1), ranks_per_node=
 cluster = world_fixture(4, backend="gloo", device="cpu", link=WIRES)
 
 
-def test_neighbours_share_a_node_and_its_fast_wire():
+def test_neighbours_share_a_node_and_its_fast_wire() -> None:
     for pair, fast in {(0, 1): True, (2, 3): True, (1, 2): False, (3, 0): False}.items():
         assert WIRES.joining(*pair) is (WIRES.inside if fast else WIRES.between), pair
     assert Link(gbps=1).joining(0, 7) == Link(gbps=1)
@@ -28,7 +28,7 @@ def test_neighbours_share_a_node_and_its_fast_wire():
         TwoLevel(Link(gbps=1), Link(gbps=1), ranks_per_node=0)
 
 
-def test_a_wire_knows_its_nodes_and_has_a_link_for_each_peer(cluster: World):
+def test_a_wire_knows_its_nodes_and_has_a_link_for_each_peer(cluster: World) -> None:
     def look() -> tuple[object, list[Link], int]:
         wire = PacedWire(Comm().group, WIRES)
         return wire.nodes, [out.link for out in wire._out], len({id(out) for out in wire._out})
@@ -41,7 +41,7 @@ def test_a_wire_knows_its_nodes_and_has_a_link_for_each_peer(cluster: World):
 
 
 @on_each_rank("cluster")
-def test_levels_of_one_speed_are_two_wires():
+def test_levels_of_one_speed_are_two_wires() -> None:
     """What leaves over one occupies that one alone."""
     link = Link(gbps=500)
     wire = PacedWire(Comm().group, TwoLevel(link, link, ranks_per_node=2))
@@ -54,7 +54,7 @@ def test_levels_of_one_speed_are_two_wires():
     assert [out._free_at_s > 0 for out in outs] == [True, False]
 
 
-def test_a_message_between_nodes_takes_the_slow_wire(cluster: World):
+def test_a_message_between_nodes_takes_the_slow_wire(cluster: World) -> None:
     """A megabyte takes at least 80 ms at 0.1 Gb/s."""
     x = torch.zeros(1_000_000, dtype=torch.uint8)
 
@@ -79,7 +79,7 @@ def test_a_message_between_nodes_takes_the_slow_wire(cluster: World):
 )
 def test_bytes_on_each_wire_and_the_same_sum(
     algorithm: str, inside: list[float], between: list[float], cluster: World
-):
+) -> None:
     def reduce() -> tuple[torch.Tensor, list[int], int]:
         x = torch.arange(1000.0) * (Comm().rank + 1)
         before = [paced_bytes(link) for link in (WIRES.inside, WIRES.between)]
@@ -94,7 +94,7 @@ def test_bytes_on_each_wire_and_the_same_sum(
         assert sent_bytes == sum(by_wire)
 
 
-def test_the_formula_says_that_hierarchical_wins():
+def test_the_formula_says_that_hierarchical_wins() -> None:
     nbytes = 4e6
     inside, between = hierarchical_cost(2, 2, nbytes)
     beta = [8 / (link.gbps * 1e9) for link in (WIRES.inside, WIRES.between)]
@@ -103,7 +103,7 @@ def test_the_formula_says_that_hierarchical_wins():
     assert hierarchical_s < 0.35 * ring_s
 
 
-def test_a_recorded_run_says_both_speeds(cluster: World):
+def test_a_recorded_run_says_both_speeds(cluster: World) -> None:
     with record() as trace:
         cluster.run(lambda: Comm().barrier())
     assert trace.about["link"]["ranks_per_node"] == 2

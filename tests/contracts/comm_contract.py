@@ -445,9 +445,20 @@ def in_pieces(comm: Comm) -> None:
 
 SWEPT = 9  # of these take `sweep`
 CONTRACT: tuple[Callable[..., None], ...] = (
-    all_reduce, reduce, reduce_scatter, broadcast, all_gather, gather_and_scatter, all_to_all,
-    ring_exchange, point_to_point, objects_and_barrier, in_flight, completion, in_pieces,
-)  # fmt: skip
+    all_reduce,
+    reduce,
+    reduce_scatter,
+    broadcast,
+    all_gather,
+    gather_and_scatter,
+    all_to_all,
+    ring_exchange,
+    point_to_point,
+    objects_and_barrier,
+    in_flight,
+    completion,
+    in_pieces,
+)
 
 
 def check(comm: Comm) -> None:

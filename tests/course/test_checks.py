@@ -230,17 +230,19 @@ def fails_under_way(comm: Any) -> None:
     ("play", "begins", "shows", "not_shown"),
     [
         (
-            divides, r"rank 0 raised ZeroDivisionError: (float )?division by zero\.",
-            "1 / comm.rank  # the line", "ranks.py",
+            divides,
+            r"rank 0 raised ZeroDivisionError: (float )?division by zero\.",
+            "1 / comm.rank  # the line",
+            "ranks.py",
         ),
         (both_fail, r"rank 0 raised ValueError: zero\.", "line of rank 0", "line of rank 1"),
         (no_kernel, "ranks 0 and 1 raised NotImplementedError: torch has no", "", "your turn"),
         (fails_under_way, "ranks 0 and 1 raised CommError", 'CommError("all_reduce', "hang"),
     ],
-)  # fmt: skip
+)
 def test_an_error_is_shown_with_the_students_own_line(
     play: Any, begins: str, shows: str, not_shown: str
-):
+) -> None:
     """Of the rank whose error it is; what is not implemented is not always the stub, and an
     operation that fails under way is no hang."""
     text = message(play)
@@ -312,7 +314,7 @@ def test_measuring_memory_does_not_load_the_compiler():
     assert done.stdout.strip() == "False"
 
 
-def test_memory_is_counted_by_storage_and_falls_when_tensors_go_or_are_resized():
+def test_memory_is_counted_by_storage_and_falls_when_tensors_go_or_are_resized() -> None:
     before = torch.zeros(50)
     with PeakMemory() as memory:
         before.add_(1)
@@ -400,7 +402,7 @@ def passing(student: Any) -> Any:
     yield Score(48, 21, "bytes sent")
 
 
-def test_a_pass_is_a_short_box_with_a_score_where_there_is_one():
+def test_a_pass_is_a_short_box_with_a_score_where_there_is_one() -> None:
     passed = Exercise("00.example", 2, passing)(lambda: None)
     assert repr(passed).splitlines() == [
         "✓ 00.example passed: 2 points",

@@ -294,7 +294,7 @@ WIDGET_AND_BAR = (
 
 
 @pytest.mark.slow
-def test_a_widget_is_kept_as_its_picture_alone_and_a_bar_not_at_all():
+def test_a_widget_is_kept_as_its_picture_alone_and_a_bar_not_at_all() -> None:
     pytest.importorskip("ipywidgets", reason="makes the widget")
     notebook = nbformat.v4.new_notebook(metadata=build.METADATA)
     notebook.cells = [nbformat.v4.new_code_cell(text) for text in WIDGET_AND_BAR]

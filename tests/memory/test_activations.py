@@ -55,7 +55,7 @@ def test_what_no_term_is_for_is_seen():
     assert by_term["other"].measured_bytes == 8 * 64 * 2 * 64
 
 
-def test_saving_leaves_out_sparse_tensors_and_is_forgotten_afterwards():
+def test_saving_leaves_out_sparse_tensors_and_is_forgotten_afterwards() -> None:
     block, x = gpt().blocks[0], torch.randn(2, 64, 64, requires_grad=True)
     first = saved_by(block, x)
     assert saved_by(block, x) == first
@@ -99,7 +99,7 @@ def test_the_choice_is_the_best_of_all(seed: int, most_moved: int):
     assert {(plan.again_flops, plan.peak_bytes) for plan in found} == ends - beaten
 
 
-def test_what_cannot_be_chosen_or_measured_is_refused():
+def test_what_cannot_be_chosen_or_measured_is_refused() -> None:
     costs = drawn(0, 3)
     least = smallest_budget(costs)
     raises(f"the smallest that can be met is {least:,} bytes", least_recompute, costs, least - 1)

@@ -84,7 +84,7 @@ def test_reading_takes_the_bus_and_moves_nothing(clock: Clock):
     assert arrival.event.op == "read" and bus.moved_bytes == 3000
 
 
-def test_no_bus_sleeps_without_need(clock: Clock):
+def test_no_bus_sleeps_without_need(clock: Clock) -> None:
     Bus().copy(torch.zeros(9), torch.ones(9)).wait()
     assert clock.now_s == 100.0
     sleep_until(99.0)
@@ -102,7 +102,7 @@ def test_what_is_read_too_early_is_what_was_there():
     assert arrival.done() and target.sum() == 100
 
 
-def test_errors_of_a_copy_raise_in_the_waiters(monkeypatch: pytest.MonkeyPatch):
+def test_errors_of_a_copy_raise_in_the_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     bus = HeldBus()
     bus.go.wait = lambda _: False
     arrival = bus.copy(torch.zeros(1), torch.ones(1))

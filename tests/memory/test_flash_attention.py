@@ -54,17 +54,17 @@ def off(given: list[Tensor], causal: bool, tile: int) -> float:
 )
 def test_values_and_gradients_are_torchs(
     s: int, t: int, tile: int, heads: int, groups: int, causal: bool
-):
+) -> None:
     assert off(some(heads, groups, s, t), causal, tile) < 1e-13
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
-def test_two_byte_types_are_off_by_rounding_only(dtype: torch.dtype, limit: float):
+def test_two_byte_types_are_off_by_rounding_only(dtype: torch.dtype, limit: float) -> None:
     assert off(some(4, 2, 100, 100, dtype), True, 32) < limit
 
 
 @pytest.mark.parametrize("region", [partial(torch.autocast, "cpu"), autocast])
-def test_autocast_rounds_nothing_on_the_way(region: Callable[..., Any]):
+def test_autocast_rounds_nothing_on_the_way(region: Callable[..., Any]) -> None:
     given = some(4, 2, 100, 100, torch.bfloat16)
     without = flash(*given)
     dout = torch.randn_like(without)
@@ -75,13 +75,13 @@ def test_autocast_rounds_nothing_on_the_way(region: Callable[..., Any]):
     assert all(map(torch.equal, its, torch.autograd.grad(without, given, dout)))
 
 
-def test_shapes_alone_can_be_computed():
+def test_shapes_alone_can_be_computed() -> None:
     given = [x.detach().to("meta").requires_grad_() for x in some(4, 2, 9, 9)]
     out = flash(*given, tile=4)
     assert out.shape == given[0].shape and torch.autograd.grad(out.sum(), given)
 
 
-def test_large_scores_do_not_overflow_and_without_keys_the_result_is_zero():
+def test_large_scores_do_not_overflow_and_without_keys_the_result_is_zero() -> None:
     q, k, v = some(2, 2, 40, 40)
     given = [(200 * q).detach().requires_grad_(), k, v]
     assert off(given, False, 16) < 1e-12
@@ -93,13 +93,13 @@ def test_large_scores_do_not_overflow_and_without_keys_the_result_is_zero():
     assert torch.equal(out, expected) and not dq.any()
 
 
-def test_numerical_derivatives():
+def test_numerical_derivatives() -> None:
     torch.manual_seed(0)
     given = [torch.randn(1, n, 5, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]
     assert torch.autograd.gradcheck(lambda *x: flash(*x, True, 2), given)
 
 
-def test_the_model_trains_as_with_its_own_core():
+def test_the_model_trains_as_with_its_own_core() -> None:
     torch.manual_seed(0)
     model = GPT.preset("tiny", kv_heads=2).double()
     edited = use_core(copy.deepcopy(model), lambda: FlashAttention(tile=5))
@@ -112,7 +112,7 @@ def test_the_model_trains_as_with_its_own_core():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_on_a_gpu_as_on_a_cpu(dtype: torch.dtype):
+def test_on_a_gpu_as_on_a_cpu(dtype: torch.dtype) -> None:
     given = [x.detach().cuda().requires_grad_() for x in some(4, 2, 100, 100, dtype)]
     assert off(given, True, 32) < (1e-12 if dtype == torch.float64 else 2**-7)
 
@@ -135,7 +135,7 @@ LENGTHS = (256, 512, 1024, 2048)
 
 
 @pytest.mark.slow
-def test_memory_is_linear_in_the_length():
+def test_memory_is_linear_in_the_length() -> None:
     found = [held_bytes(lambda *x: flash(*x, True, 256), s) for s in LENGTHS]
     for s, (kept, _, _) in zip(LENGTHS, found, strict=True):
         assert kept == 4 * 2 * s * 8 + 4 * 2 * s, "out, and 4 bytes a row"
@@ -146,13 +146,13 @@ def test_memory_is_linear_in_the_length():
 
 
 @pytest.mark.slow
-def test_that_of_plain_attention_is_not():
+def test_that_of_plain_attention_is_not() -> None:
     peaks = [held_bytes(PlainAttention(), s)[2] for s in LENGTHS[:3]]
     assert peaks[2] - peaks[1] > 3.5 * (peaks[1] - peaks[0])
 
 
 @pytest.mark.slow
-def test_a_layer_keeps_what_the_formula_says():
+def test_a_layer_keeps_what_the_formula_says() -> None:
     """As with torch's kernel: 34sbh, and 4 bytes for each row of scores."""
     b, s, w, h = 1, 128, 256, 8
     found = layer_bytes(recorded_step, s, b, w, h, edit=lambda m: use_core(m, FlashAttention))
@@ -171,7 +171,7 @@ test_shapes_that_do_not_fit_are_refused = refusals(
 )
 
 
-def test_invalid_types_and_tiles_are_refused():
+def test_invalid_types_and_tiles_are_refused() -> None:
     q, k, v = (x.detach() for x in some(2, 2, 4, 4))
     raises("one floating-point type", flash, q, k.float(), v)
     raises("one floating-point type", flash, q.int(), k.int(), v.int())
@@ -188,7 +188,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(flash_attention.__file__).read_text(encoding="utf-8")
     assert FAULTS[fault][0] in source
     faulty: dict[str, Any] = {"__name__": "faulty"}

@@ -126,7 +126,7 @@ def patient_run(
     return bus.overdue, found.value.item() == sum(2.0 + k for k in range(5))
 
 
-def test_as_many_blocks_as_asked_for_are_loaded_while_one_computes_and_no_more():
+def test_as_many_blocks_as_asked_for_are_loaded_while_one_computes_and_no_more() -> None:
     for until in ("began", "ended"):
         assert patient_run(run_pipelined, until) == (False, True)
     assert patient_run(partial(run_pipelined, ahead=3), "ended", later=2) == (False, True)
@@ -148,12 +148,14 @@ def test_load_then_run_computes_nothing_before_all_is_there():
 begin, under_test = loading._Course.__init__, SimpleNamespace(pipelined=run_pipelined)
 FAULTS = {
     "one buffer too few": (
-        loading._Course, "__init__", lambda self, waiting, n: begin(self, waiting, max(1, n - 1)),
+        loading._Course,
+        "__init__",
+        lambda self, waiting, n: begin(self, waiting, max(1, n - 1)),
     ),
     "nobody waits": (Arrival, "wait", lambda self: None),
     "loads when needed": (under_test, "pipelined", partial(run_pipelined, ahead=0)),
     "always the same buffer": (loading._Course, "_buffer", lambda self, k: self.buffers[0]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -82,7 +82,7 @@ def same(these: list[Tensor], those: list[Tensor]) -> bool:
 )
 def test_gradients_and_masks_are_those_without_bit_for_bit(
     edit: str, dtype: torch.dtype, plain: bool
-):
+) -> None:
     assert same(trained(EDITS[edit], dtype, plain), trained_without(dtype, plain))
 
 
@@ -180,7 +180,7 @@ def first_and_second(run: Callable[..., Any], fn: Callable[..., Any]) -> list[Te
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_any_function_and_any_number_of_backwards(name: str, policy: str):
+def test_any_function_and_any_number_of_backwards(name: str, policy: str) -> None:
     fn = FUNCTIONS[name]
     run = partial(recompute, policy=POLICIES[policy])
     without = first_and_second(lambda fn, *given: fn(*given), fn)
@@ -190,7 +190,7 @@ def test_any_function_and_any_number_of_backwards(name: str, policy: str):
         torch.testing.assert_close(mine, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_outputs_may_go_backward_one_after_the_other():
+def test_outputs_may_go_backward_one_after_the_other() -> None:
     x, y = leaf(), leaf(seed=1)
     for out in recompute(lambda x, y: (x.sin().exp(), y.sin().exp()), x, y):
         out.sum().backward()
@@ -198,7 +198,7 @@ def test_outputs_may_go_backward_one_after_the_other():
         assert torch.allclose(one.grad, one.sin().exp() * one.cos())
 
 
-def test_arguments_of_any_kind():
+def test_arguments_of_any_kind() -> None:
     seen = []
 
     def fn(a: dict[str, Any], *rest: Any, how: str, scale: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def test_arguments_of_any_kind():
     assert torch.allclose(scale.grad, x.sin())
 
 
-def test_without_gradients_nothing_is_done():
+def test_without_gradients_nothing_is_done() -> None:
     calls = []
 
     def fn(x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def test_without_gradients_nothing_is_done():
     assert calls == [False, False, True]
 
 
-def test_parameters_get_gradients_where_no_input_has_one():
+def test_parameters_get_gradients_where_no_input_has_one() -> None:
     layer, x = nn.Linear(4, 4).double(), leaf().detach()
     found, expected = (
         torch.autograd.grad(y.square().sum(), layer.weight) for y in (recompute(layer, x), layer(x))
@@ -236,7 +236,7 @@ def test_parameters_get_gradients_where_no_input_has_one():
     assert torch.equal(found[0], expected[0])
 
 
-def test_the_second_run_stops_where_all_is_there():
+def test_the_second_run_stops_where_all_is_there() -> None:
     done: list[str] = []
 
     def fn(x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class Ran(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_one_backward_runs_it_once_more_and_a_policy_runs_less():
+def test_one_backward_runs_it_once_more_and_a_policy_runs_less() -> None:
     ran = {}
     for what in ("none", "full", "selective", keep_products):
         torch.manual_seed(0)
@@ -305,11 +305,11 @@ def masks(preserve_rng: bool = True, policy: Any = None) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize("policy", [None, keep_draws])
-def test_the_same_masks_are_drawn_again(policy: Any):
+def test_the_same_masks_are_drawn_again(policy: Any) -> None:
     assert same(*masks(policy=policy))
 
 
-def test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn():
+def test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn() -> None:
     first: list[bool] = []
     assert same(
         *masks(policy=lambda op: keep_draws(op) and (first.append(True), len(first) == 1)[1])
@@ -319,7 +319,7 @@ def test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn():
 @pytest.mark.parametrize("policy", [None, keep_draws])
 def test_generators_of_gpus_are_known_wherever_the_inputs_are(
     policy: Any, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """One of the CPU's stands for that of a GPU. It goes back if it has drawn, and only then."""
     stand_in, found = torch.Generator().manual_seed(0), list[Tensor]()
     monkeypatch.setattr(torch.cuda, "default_generators", (stand_in,))
@@ -336,12 +336,12 @@ def test_generators_of_gpus_are_known_wherever_the_inputs_are(
     assert torch.equal(*found) and torch.equal(stand_in.get_state(), state)
 
 
-def test_without_preserve_rng_they_are_others():
+def test_without_preserve_rng_they_are_others() -> None:
     forward, backward = masks(preserve_rng=False)
     assert not torch.equal(forward[0], backward[0])
 
 
-def test_what_is_drawn_later_is_what_it_would_have_been():
+def test_what_is_drawn_later_is_what_it_would_have_been() -> None:
     def drawn(run: Callable[..., Tensor]) -> Tensor:
         torch.manual_seed(0)
         y = run(partial(F.dropout, p=0.5), leaf()).sum()
@@ -352,7 +352,7 @@ def test_what_is_drawn_later_is_what_it_would_have_been():
     assert torch.equal(drawn(recompute), drawn(lambda fn, x: fn(x)))
 
 
-def test_the_generator_is_put_back_after_an_error_too():
+def test_the_generator_is_put_back_after_an_error_too() -> None:
     def fn(x: Tensor) -> Tensor:
         y = F.dropout(x, 0.5).sin()
         if torch._C._current_graph_task_id() != -1:
@@ -372,7 +372,7 @@ def test_the_generator_is_put_back_after_an_error_too():
 
 @pytest.mark.parametrize("region", [partial(torch.autocast, "cpu"), autocast])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_casts_are_the_same_again(policy: str, region: Callable[..., Any]):
+def test_casts_are_the_same_again(policy: str, region: Callable[..., Any]) -> None:
     """Both torch's autocast and ours are off when backward runs, as they should be."""
 
     def found(run: Callable[..., Tensor]) -> list[Tensor]:
@@ -407,7 +407,7 @@ class OnlyOnce(Doubled):
 
 
 @pytest.mark.parametrize("mode", [Doubled, OnlyOnce])
-def test_modes_are_entered_again(mode: Callable[[], TorchFunctionMode]):
+def test_modes_are_entered_again(mode: Callable[[], TorchFunctionMode]) -> None:
     x = leaf()
     with mode():
         y = recompute(lambda x: x.sin().exp(), x)
@@ -416,7 +416,7 @@ def test_modes_are_entered_again(mode: Callable[[], TorchFunctionMode]):
     assert torch.allclose(x.grad, expected)
 
 
-def test_a_default_device_is_that_of_forward():
+def test_a_default_device_is_that_of_forward() -> None:
     outs = []
     for device in ("cpu", "meta"):
         with torch.device(device):
@@ -443,7 +443,7 @@ BILL: dict[str, tuple[Edit, int]] = {  # and how many norms keep their statistic
 
 
 @pytest.mark.parametrize("what", BILL)
-def test_a_layer_keeps_the_bytes_that_are_published(what: str):
+def test_a_layer_keeps_the_bytes_that_are_published(what: str) -> None:
     edit, norms = BILL[what]
     expected = predict.activation_bytes(SEQUENCE, ROWS, WIDTH, HEADS, recompute=what)
     statistics = 2 * norms * ROWS * SEQUENCE  # numbers, which the formula leaves out
@@ -451,7 +451,7 @@ def test_a_layer_keeps_the_bytes_that_are_published(what: str):
     assert found - expected in (2 * statistics, 4 * statistics), "in bytes: 2 each, or 4"
 
 
-def test_a_policy_keeps_its_results_and_no_more():
+def test_a_policy_keeps_its_results_and_no_more() -> None:
     """The products of a layer have 2(3 + 1 + 4 + 1)sbh; its core is plain here: 2as/h, and what v
     makes of it, 2. The input is 2."""
     sbh = SEQUENCE * ROWS * WIDTH
@@ -459,7 +459,7 @@ def test_a_policy_keeps_its_results_and_no_more():
     assert found == sbh * (2 + 18 + 2 + 2 * HEADS * SEQUENCE / WIDTH)
 
 
-def test_hooks_from_outside_see_the_inputs_and_only_those():
+def test_hooks_from_outside_see_the_inputs_and_only_those() -> None:
     seen: list[Tensor] = []
 
     def save(x: Tensor) -> tuple[Tensor]:
@@ -475,7 +475,7 @@ def test_hooks_from_outside_see_the_inputs_and_only_those():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_held_when_backward_is_over(policy: str):
+def test_nothing_is_held_when_backward_is_over(policy: str) -> None:
     """No cycle that only Python's collector, or nothing, could free."""
 
     class Big:
@@ -500,7 +500,7 @@ def test_nothing_is_held_when_backward_is_over(policy: str):
         gc.enable()
 
 
-def test_memory_of_the_second_run_is_let_go():
+def test_memory_of_the_second_run_is_let_go() -> None:
     """Also while the graph is kept for another backward."""
 
     def tensors() -> list[Tensor]:
@@ -544,14 +544,14 @@ CHANGED: dict[str, tuple[Callable[[Tensor, int], Tensor], dict[str, Any], str]] 
 
 
 @pytest.mark.parametrize("how", CHANGED)
-def test_a_function_that_changes_between_its_runs_is_reported(how: str):
+def test_a_function_that_changes_between_its_runs_is_reported(how: str) -> None:
     compute, options, says = CHANGED[how]
     calls = iter((1, 2))
     y = recompute(lambda x: compute(x, next(calls)), leaf(), **options)
     raises(says, y.sum().backward)
 
 
-def test_other_values_are_reported_on_request():
+def test_other_values_are_reported_on_request() -> None:
     random.seed(0)
 
     def scaled(x: Tensor) -> Tensor:
@@ -572,11 +572,11 @@ NAN = torch.full((3, 2), torch.nan)
     (lambda x: (x * torch.tensor([1, 2, torch.inf, -torch.inf])).sigmoid(), leaf()),
     ids=["NaN, complex", "NaN, bfloat16", "conjugated", "infinities"],
 )
-def test_any_numbers_can_be_compared(fn: Callable[[Tensor], Tensor], x: Tensor):
+def test_any_numbers_can_be_compared(fn: Callable[[Tensor], Tensor], x: Tensor) -> None:
     recompute(fn, x.requires_grad_(), check="values").sum().backward()
 
 
-def test_other_numbers_beside_infinities_are_reported():
+def test_other_numbers_beside_infinities_are_reported() -> None:
     numbers = iter([1.0, 2.0])
 
     def another(x: Tensor) -> Tensor:
@@ -587,7 +587,7 @@ def test_other_numbers_beside_infinities_are_reported():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_parameter_changed_before_backward_is_refused_as_without(policy: str):
+def test_a_parameter_changed_before_backward_is_refused_as_without(policy: str) -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     for run in (lambda fn, x: fn(x), partial(recompute, policy=POLICIES[policy])):
         y = run(layer, leaf()).sum()
@@ -596,13 +596,13 @@ def test_a_parameter_changed_before_backward_is_refused_as_without(policy: str):
         raises("modified by an inplace operation", y.backward, error=RuntimeError)
 
 
-def test_an_input_changed_in_place_is_reported():
+def test_an_input_changed_in_place_is_reported() -> None:
     y = leaf(seed=1).detach()
     words = r"changed its input tensor 2 of 2, \[4, 4\] float64"
     raises(words, recompute, lambda x, y: x.sin() * y.add_(1), leaf(), y)
 
 
-def test_an_input_changed_later_is_reported_as_by_autograd():
+def test_an_input_changed_later_is_reported_as_by_autograd() -> None:
     x = leaf() * 1
     y = recompute(torch.sin, x)
     x.add_(1)
@@ -610,7 +610,7 @@ def test_an_input_changed_later_is_reported_as_by_autograd():
     assert "input of recompute" in told.__notes__[0]
 
 
-def test_a_tensor_changed_by_the_function_is_refused_as_without():
+def test_a_tensor_changed_by_the_function_is_refused_as_without() -> None:
     def fn(x: Tensor) -> Tensor:
         y = x.sigmoid()
         y[0] = 1.0
@@ -622,7 +622,7 @@ def test_a_tensor_changed_by_the_function_is_refused_as_without():
     raises(r"changed a tensor in place that backward needs, \[4, 4\]", out.backward)
 
 
-def test_a_kept_result_that_the_user_changed_is_reported():
+def test_a_kept_result_that_the_user_changed_is_reported() -> None:
     kept: list[Tensor] = []
 
     def hands_out(x: Tensor) -> Tensor:
@@ -636,7 +636,7 @@ def test_a_kept_result_that_the_user_changed_is_reported():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_batched_matmul_that_the_user_changed_is_reported(bias: bool):
+def test_a_batched_matmul_that_the_user_changed_is_reported(bias: bool) -> None:
     layer = nn.Linear(4, 4, bias=bias)
 
     def hands_out(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -648,20 +648,20 @@ def test_a_batched_matmul_that_the_user_changed_is_reported(bias: bool):
     raises("made was kept, and changed in place", (h.sum() + y.sum()).backward)
 
 
-def test_a_policy_goes_with_sparse_tensors():
+def test_a_policy_goes_with_sparse_tensors() -> None:
     x, one = leaf(), torch.eye(4).double().to_sparse()
     recompute(lambda x: torch.sparse.mm(one, x).sin(), x, policy=keep_products).sum().backward()
     assert torch.allclose(x.grad, x.cos())
 
 
-def test_errors_of_the_function_pass_through():
+def test_errors_of_the_function_pass_through() -> None:
     raises("missing", recompute, lambda x: {}["missing"], leaf(), error=KeyError)
     x = leaf()  # and nothing is left behind
     x.sin().sum().backward()
     assert torch.equal(x.grad, x.cos())
 
 
-def test_unknown_options_and_models_without_blocks_are_refused():
+def test_unknown_options_and_models_without_blocks_are_refused() -> None:
     raises("check='all': choose shapes, values or none", recompute, torch.sin, leaf(), check="all")
     with pytest.raises(ValueError, match="what='half': choose full, selective or a policy"):
         Recompute(GPT.preset("tiny"), what="half")
@@ -673,7 +673,7 @@ def test_unknown_options_and_models_without_blocks_are_refused():
 # ---- the edit of a model
 
 
-def test_an_edit_changes_no_name_and_can_be_taken_back():
+def test_an_edit_changes_no_name_and_can_be_taken_back() -> None:
     model = GPT.preset("tiny")
     names, forwards = list(model.state_dict()), [block.forward for block in model.blocks]
     with Recompute(model):
@@ -684,7 +684,7 @@ def test_an_edit_changes_no_name_and_can_be_taken_back():
     assert "forward" not in vars(model.blocks[0])
 
 
-def test_a_core_that_blocks_share_is_edited_once():
+def test_a_core_that_blocks_share_is_edited_once() -> None:
     model = GPT.preset("tiny")
     model.blocks[1].attn.core = core = model.blocks[0].attn.core
     with Recompute(model, what="selective"):
@@ -692,7 +692,7 @@ def test_a_core_that_blocks_share_is_edited_once():
     assert "forward" not in vars(core)
 
 
-def test_a_copy_of_an_edited_model_is_a_model_of_its_own():
+def test_a_copy_of_an_edited_model_is_a_model_of_its_own() -> None:
     model = GPT.preset("tiny")
     Recompute(model, what="selective")
     twin = copy.deepcopy(model)
@@ -704,7 +704,7 @@ def test_a_copy_of_an_edited_model_is_a_model_of_its_own():
     assert twin.blocks[0].attn.q.weight.grad.abs().sum() > 0
 
 
-def test_a_users_own_model():
+def test_a_users_own_model() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
 
@@ -718,7 +718,7 @@ def test_a_users_own_model():
             assert same(grads(), without)
 
 
-def test_evaluation_needs_no_edit_taken_back():
+def test_evaluation_needs_no_edit_taken_back() -> None:
     model = GPT.preset("tiny", dropout=0.5).eval()
     tokens = torch.zeros(1, 4, dtype=torch.long)
     expected = model(tokens)
@@ -726,7 +726,7 @@ def test_evaluation_needs_no_edit_taken_back():
     assert torch.equal(model(tokens), expected)
 
 
-def test_a_recording_shows_forward_inside_backward():
+def test_a_recording_shows_forward_inside_backward() -> None:
     model = GPT.preset("tiny")
     Recompute(model)
     with record() as trace:
@@ -746,7 +746,7 @@ def test_a_recording_shows_forward_inside_backward():
 
 
 @pytest.mark.gpu
-def test_masks_on_a_gpu_are_drawn_again():
+def test_masks_on_a_gpu_are_drawn_again() -> None:
     x = leaf(64, 64).detach().cuda().requires_grad_()
     found: list[Tensor] = []
 

@@ -43,7 +43,7 @@ def trained(strategy: str, what: Any, inside: bool = True) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3"])
-def test_strategies_train_as_without(world2: World, strategy: str):
+def test_strategies_train_as_without(world2: World, strategy: str) -> None:
     without = world2.run(trained, strategy, None)
     for what in WHAT.values():
         for (weights, sent_bytes), (expected, bytes_) in zip(
@@ -53,13 +53,13 @@ def test_strategies_train_as_without(world2: World, strategy: str):
             assert all(torch.equal(weights[name], x) for name, x in expected.items())
 
 
-def test_zero3_may_be_edited_when_it_is_wrapped(world2: World):
+def test_zero3_may_be_edited_when_it_is_wrapped(world2: World) -> None:
     (inside, _), _ = world2.run(trained, "zero-3", "full")
     (outside, _), _ = world2.run(trained, "zero-3", "full", inside=False)
     assert inside and all(torch.equal(inside[name], x) for name, x in outside.items())
 
 
-def test_a_dry_run_computes_again_too():
+def test_a_dry_run_computes_again_too() -> None:
     def train(edit: Callable[[GPT], object]) -> None:
         model = GPT.preset("tiny", dropout=0.1)
         edit(model)

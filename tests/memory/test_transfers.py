@@ -47,9 +47,12 @@ def test_the_parts_of_a_way(way: Transfer, parts: list[tuple[str, str, int]]):
 
 @pytest.mark.parametrize(
     ("source", "target", "blocking", "non_blocking"),
-    [("cpu", "cuda:0", "before", "after"), ("cuda:0", "cpu", "after", "before"),
-     ("cuda:0", "cuda:1", "before", "before")],
-)  # fmt: skip
+    [
+        ("cpu", "cuda:0", "before", "after"),
+        ("cuda:0", "cpu", "after", "before"),
+        ("cuda:0", "cuda:1", "before", "before"),
+    ],
+)
 def test_a_cast_left_to_torch_is_where_its_source_says(
     source: str, target: str, blocking: str, non_blocking: str
 ):
@@ -165,8 +168,9 @@ def test_ways_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch):
     assert order == [first, second, second, first, first, second, second, first]
     # The median without the first, cold turn.
     assert [(one.way, one.done_s, one.returned_s) for one in found] == [
-        (first, 3.0, 0.5), (second, 6.0, 0.5)
-    ]  # fmt: skip
+        (first, 3.0, 0.5),
+        (second, 6.0, 0.5),
+    ]
 
 
 def test_buffers_are_shared_by_the_ways_and_not_by_roles():

@@ -28,7 +28,7 @@ def text(request: pytest.FixtureRequest) -> Text:
     return Text(tokens=request.param)
 
 
-def test_default_text_is_the_documentation_of_python(text: Text):
+def test_default_text_is_the_documentation_of_python(text: Text) -> None:
     content = text.decode(text.ids)
     assert 300_000 < len(content) < 900_000
     assert 'The "for" statement' in content
@@ -37,7 +37,7 @@ def test_default_text_is_the_documentation_of_python(text: Text):
     assert text.vocab == (256 if len(text) > len(content) else 1024)
 
 
-def test_small_text_has_fewer_pieces_and_long_lines_are_learned_from(tmp_path: Path):
+def test_small_text_has_fewer_pieces_and_long_lines_are_learned_from(tmp_path: Path) -> None:
     assert len(Text()) / 2 > len(Text(tokens="bpe")) > len(Text(tokens="bpe", vocab=2048))
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 4)
     text = Text(tmp_path / "a.txt", tokens="bpe", vocab=1024)
@@ -55,11 +55,11 @@ STRINGS = [
 
 
 @pytest.mark.parametrize("content", STRINGS)
-def test_any_string_comes_back(text: Text, content: str):
+def test_any_string_comes_back(text: Text, content: str) -> None:
     assert text.decode(text.encode(content)) == content
 
 
-def test_random_strings_come_back(text: Text):
+def test_random_strings_come_back(text: Text) -> None:
     dice = random.Random(0)
     alphabet = "ab  \n\t\r▁<>é…\U0001f600\x00\x07"
     for _ in range(200):
@@ -68,7 +68,7 @@ def test_random_strings_come_back(text: Text):
     assert "\ufffd" in text.decode(text.encode("日")[1:]), "a cut character"
 
 
-def test_learning_pieces_is_silent_and_repeatable(capfd: pytest.CaptureFixture[str]):
+def test_learning_pieces_is_silent_and_repeatable(capfd: pytest.CaptureFixture[str]) -> None:
     from labkit import data
 
     content = Text().decode(Text().ids)
@@ -82,34 +82,39 @@ def test_learning_pieces_is_silent_and_repeatable(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr() == ("", "")
 
 
-def test_pickled_text_is_the_same(text: Text):
+def test_pickled_text_is_the_same(text: Text) -> None:
     copied = pickle.loads(pickle.dumps(text))
     assert torch.equal(copied.ids, text.ids)
     assert copied.decode(copied.encode("the cat ▁")) == "the cat ▁"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_keeps_its_line_ends_and_characters(tmp_path: Path, kind: str):
+def test_a_file_keeps_its_line_ends_and_characters(tmp_path: Path, kind: str) -> None:
     content = "one\r\ntwo\n  drei — Ü\n" * 3
     (tmp_path / "a.txt").write_bytes(content.encode())
     for path in (tmp_path / "a.txt", str(tmp_path / "a.txt")):
         assert Text(path, tokens=kind).decode(Text(path, tokens=kind).ids) == content
 
 
-def test_a_folder_is_its_text_files_in_order(tmp_path: Path):
+def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
     for name, content in {
-        "b.txt": b"B", "a.md": b"A", "sub/c.py": b"C", ".git/config": b"hidden", "empty.txt": b"",
-        "image.png": b"\x89PNG\0\0", "latin.txt": b"caf\xe9",
-    }.items():  # fmt: skip
+        "b.txt": b"B",
+        "a.md": b"A",
+        "sub/c.py": b"C",
+        ".git/config": b"hidden",
+        "empty.txt": b"",
+        "image.png": b"\x89PNG\0\0",
+        "latin.txt": b"caf\xe9",
+    }.items():
         (tmp_path / name).write_bytes(content)
     os.symlink(tmp_path / "gone", tmp_path / "broken")
     text = Text(tmp_path)
     assert text.decode(text.ids) == "A\nB\nC"
 
 
-def test_a_pipe_is_a_text():
+def test_a_pipe_is_a_text() -> None:
     reading, writing = os.pipe()
     os.write(writing, b"abcd" * 100)
     os.close(writing)
@@ -117,7 +122,7 @@ def test_a_pipe_is_a_text():
     os.close(reading)
 
 
-def test_clear_errors(tmp_path: Path):
+def test_clear_errors(tmp_path: Path) -> None:
     for name, content in {"empty.txt": b"", "binary": b"ab\0cd", "latin.txt": b"caf\xe9"}.items():
         (tmp_path / name).write_bytes(content)
         raises(f"{name} is empty, or not UTF-8 text", Text, tmp_path / name)
@@ -133,7 +138,7 @@ def test_clear_errors(tmp_path: Path):
         raises("at least", short.batch, **{"step": 0, "rows": 1, "length": 2, **bad})
 
 
-def test_targets_are_the_next_tokens(text: Text):
+def test_targets_are_the_next_tokens(text: Text) -> None:
     batch = text.batch(3, rows=5, length=11)
     assert batch.x.shape == batch.y.shape == (5, 11)
     assert batch.x.dtype == batch.y.dtype == torch.int64
@@ -142,13 +147,13 @@ def test_targets_are_the_next_tokens(text: Text):
     assert (batch.total_tokens, batch.ranks, batch.share) == (55, 1, 1.0)
 
 
-def test_every_window_can_be_drawn(tmp_path: Path):
+def test_every_window_can_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdef")
     batch = Text(tmp_path).batch(0, rows=200, length=2)
     assert {bytes(row.tolist()).decode() for row in batch.x} == {"ab", "bc", "cd", "de"}
 
 
-def test_a_batch_depends_on_step_and_seed_alone():
+def test_a_batch_depends_on_step_and_seed_alone() -> None:
     text = Text()
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -170,7 +175,7 @@ def digest(kind: str) -> str:
 
 
 @pytest.mark.slow
-def test_other_processes_draw_the_same_batch():
+def test_other_processes_draw_the_same_batch() -> None:
     code = "import test_data as t; print(*map(t.digest, t.KINDS))"
     path = os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT, ROOT)))
     env = {**os.environ, "PYTHONHASHSEED": "99", "PYTHONPATH": path}
@@ -178,7 +183,7 @@ def test_other_processes_draw_the_same_batch():
     assert out.stdout.decode().split() == [digest(kind) for kind in KINDS]
 
 
-def test_hold_out_parts_the_tokens():
+def test_hold_out_parts_the_tokens() -> None:
     text = Text()
     train, held = text.hold_out(0.1)
     assert torch.equal(torch.cat([train.ids, held.ids]), text.ids)
@@ -202,7 +207,7 @@ def model() -> GPT:
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 7])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_mean_over_slices_is_the_global_batch(model: GPT, rows: int, size: int):
+def test_mean_over_slices_is_the_global_batch(model: GPT, rows: int, size: int) -> None:
     batch = Text().batch(0, rows, length=9)
     slices = [batch.slice(rank, size) for rank in range(size)]
     heights = [len(part.x) for part in slices]
@@ -228,7 +233,7 @@ def test_mean_over_slices_is_the_global_batch(model: GPT, rows: int, size: int):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_micro_batches_of_a_slice_add_up(model: GPT, n: int):
+def test_micro_batches_of_a_slice_add_up(model: GPT, n: int) -> None:
     batch = Text().batch(0, rows=7, length=6)
     for part in (batch, batch.slice(1, 3), batch.slice(8, 9)):
         pieces = part.split(n)
@@ -237,7 +242,7 @@ def test_micro_batches_of_a_slice_add_up(model: GPT, n: int):
         assert (gradient(model, *pieces) - gradient(model, part)).abs().max() < 1e-12
 
 
-def test_slices_of_slices_stay_exact_and_even_ones_have_the_plain_mean(model: GPT):
+def test_slices_of_slices_stay_exact_and_even_ones_have_the_plain_mean(model: GPT) -> None:
     batch = Text().batch(0, rows=5, length=6)
     cut = [batch.slice(i, 2).slice(j, 3) for i in range(2) for j in range(3)]
     mean = sum(gradient(model, part) for part in cut) / 6
@@ -247,7 +252,7 @@ def test_slices_of_slices_stay_exact_and_even_ones_have_the_plain_mean(model: GP
     assert torch.equal(loss(logits, part), F.cross_entropy(logits.flatten(0, 1), part.y.flatten()))
 
 
-def test_loss_is_summed_in_at_least_fp32():
+def test_loss_is_summed_in_at_least_fp32() -> None:
     batch = Text().batch(0, rows=8, length=64)
     logits = torch.randn(8, 64, 256).bfloat16()
     rounded, exact = loss(logits, batch), loss(logits.double(), batch)
@@ -255,7 +260,7 @@ def test_loss_is_summed_in_at_least_fp32():
     assert abs(rounded - exact) < 1e-5
 
 
-def test_loss_runs_on_shapes_alone():
+def test_loss_runs_on_shapes_alone() -> None:
     with FakeTensorMode():
         tokens = torch.zeros(3, 4, dtype=torch.long)
         batch = Batch(tokens, tokens, total_tokens=12).slice(0, 2).to("cpu")
@@ -264,7 +269,7 @@ def test_loss_runs_on_shapes_alone():
     assert value.shape == ()
 
 
-def test_wrong_cuts_and_shapes_are_refused():
+def test_wrong_cuts_and_shapes_are_refused() -> None:
     batch = Text().batch(0, rows=2, length=4)
     for rank, size in [(-1, 2), (2, 2), (0, 0)]:
         raises("is not one of", batch.slice, rank, size)
@@ -273,7 +278,7 @@ def test_wrong_cuts_and_shapes_are_refused():
 
 
 @pytest.mark.slow
-def test_loss_falls_on_real_text(text: Text):
+def test_loss_falls_on_real_text(text: Text) -> None:
     torch.manual_seed(0)
     model = GPT(text.vocab, width=32, depth=2, heads=4, context=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -32,7 +32,7 @@ def small(**changes: object) -> GPT:
 @pytest.mark.parametrize(("vocab", "width", "depth", "context"), [(11, 12, 1, 5), (7, 20, 3, 4)])
 def test_parameter_count_is_the_formula_of_its_docstring(
     vocab: int, width: int, depth: int, context: int, tied: bool, kv_heads: int | None
-):
+) -> None:
     model = GPT(vocab, width, depth, 4, context, kv_heads=kv_heads, tied=tied)
     c = width * (kv_heads or 4) // 4
     attn = 2 * (width**2 + width) + 2 * (width * c + c)
@@ -43,7 +43,7 @@ def test_parameter_count_is_the_formula_of_its_docstring(
     assert model.parameter_count == expected == len(parameters_to_vector(model.parameters()))
 
 
-def test_presets_have_the_size_of_their_name_and_arguments_can_be_replaced():
+def test_presets_have_the_size_of_their_name_and_arguments_can_be_replaced() -> None:
     for name, count in {"tiny": 7056, "1M": 987096, "3.4M": 3438080}.items():
         assert GPT.preset(name).parameter_count == count
     model = GPT.preset("1M", vocab=256, kv_heads=3, depth=1)
@@ -66,7 +66,7 @@ test_sizes_that_do_not_fit_are_refused = refusals(
 )
 
 
-def test_sequence_longer_than_context_is_refused():
+def test_sequence_longer_than_context_is_refused() -> None:
     model = small()
     assert model(tokens_of(model, length=16)).shape == (3, 16, 19)
     raises("17 tokens is longer than the model's context of 16", model, tokens_of(model, length=17))
@@ -94,7 +94,7 @@ def by_hand(model: GPT, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_forward_equals_the_model_written_out(kv_heads: int):
+def test_forward_equals_the_model_written_out(kv_heads: int) -> None:
     model = small(kv_heads=kv_heads)
     with torch.no_grad():  # weights of size 1, so that nothing hides in small numbers
         for weight in model.parameters():
@@ -103,7 +103,7 @@ def test_forward_equals_the_model_written_out(kv_heads: int):
     torch.testing.assert_close(model(tokens), by_hand(model, tokens), rtol=0, atol=1e-10)
 
 
-def test_a_token_changes_nothing_before_it():
+def test_a_token_changes_nothing_before_it() -> None:
     model, changed = small(), tokens_of(small())
     tokens = changed.clone()
     changed[:, 4] = (changed[:, 4] + 1) % model.vocab
@@ -112,14 +112,14 @@ def test_a_token_changes_nothing_before_it():
     assert not same[:, 4:].any()
 
 
-def test_positions_say_where_columns_stand():
+def test_positions_say_where_columns_stand() -> None:
     model = small()
     tokens = tokens_of(model)
     assert torch.equal(model(tokens), model(tokens, torch.arange(7)))
     assert not torch.allclose(model(tokens), model(tokens, torch.arange(5, 12)))
 
 
-def test_tied_gradient_is_the_sum_of_both_uses():
+def test_tied_gradient_is_the_sum_of_both_uses() -> None:
     tied, untied = small(), small(tied=False)
     untied.load_state_dict(tied.state_dict())  # two parameters, the same numbers
     assert tied.head.weight is tied.embed.tokens.weight
@@ -132,12 +132,12 @@ def test_tied_gradient_is_the_sum_of_both_uses():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_stay_tied(copied: Callable[[GPT], GPT]):
+def test_copies_stay_tied(copied: Callable[[GPT], GPT]) -> None:
     model = copied(small())
     assert model.head.weight is model.embed.tokens.weight
 
 
-def test_weights_start_as_in_gpt2():
+def test_weights_start_as_in_gpt2() -> None:
     torch.manual_seed(0)
     model = GPT(500, 120, 8, 4, 32)
     block = model.blocks[3]
@@ -156,7 +156,7 @@ def test_weights_start_as_in_gpt2():
     assert start.item() == pytest.approx(torch.tensor(500.0).log().item(), abs=0.2)
 
 
-def test_same_seed_same_weights_and_dropout_acts_in_training_only():
+def test_same_seed_same_weights_and_dropout_acts_in_training_only() -> None:
     first, model = small(), small(dropout=0.3)
     assert all(map(torch.equal, first.state_dict().values(), model.state_dict().values()))
     tokens = tokens_of(model)
@@ -166,14 +166,14 @@ def test_same_seed_same_weights_and_dropout_acts_in_training_only():
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_written_out_equals_the_kernel(kv_heads: int):
+def test_attention_written_out_equals_the_kernel(kv_heads: int) -> None:
     q = torch.randn(2, 4, 7, 3, dtype=torch.float64)
     k, v = torch.randn(2, 2, kv_heads, 7, 3, dtype=torch.float64)
     plain, kernel = PlainAttention()(q, k, v), CausalAttention(0.0)(q, k, v)
     torch.testing.assert_close(plain, kernel, rtol=0, atol=1e-12)
 
 
-def test_attention_written_out_drops_weights_in_training_only_and_keeps_the_type():
+def test_attention_written_out_drops_weights_in_training_only_and_keeps_the_type() -> None:
     qkv = torch.randn(3, 2, 4, 7, 3)
     core = PlainAttention(0.5)
     assert not torch.equal(core(*qkv), core(*qkv))
@@ -182,7 +182,7 @@ def test_attention_written_out_drops_weights_in_training_only_and_keeps_the_type
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dropout_is_that_of_torch_with_a_mask_of_one_byte(dtype: torch.dtype):
+def test_dropout_is_that_of_torch_with_a_mask_of_one_byte(dtype: torch.dtype) -> None:
     kept = list[Tensor]()
     x = torch.ones(400, 50, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -197,7 +197,7 @@ def test_dropout_is_that_of_torch_with_a_mask_of_one_byte(dtype: torch.dtype):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_no_rows_give_zero_gradients(dtype: torch.dtype, kv_heads: int):
+def test_no_rows_give_zero_gradients(dtype: torch.dtype, kv_heads: int) -> None:
     """A rank without rows in the last batch still has a gradient to send: zero."""
     model = small(kv_heads=kv_heads, dropout=0.1).to(dtype)
     logits = model(tokens_of(model)[:0])
@@ -207,7 +207,7 @@ def test_no_rows_give_zero_gradients(dtype: torch.dtype, kv_heads: int):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_bfloat16_is_near_float64(kv_heads: int):
+def test_bfloat16_is_near_float64(kv_heads: int) -> None:
     model = small(kv_heads=kv_heads)
     exact, rounded = model(tokens_of(model)), model.bfloat16()(tokens_of(model))
     assert rounded.dtype == torch.bfloat16
@@ -215,7 +215,7 @@ def test_bfloat16_is_near_float64(kv_heads: int):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_runs_on_shapes_alone(kv_heads: int):
+def test_runs_on_shapes_alone(kv_heads: int) -> None:
     """On the meta device and under fake tensors: how a model too large to hold is recorded."""
     with torch.device("meta"):
         model = GPT.preset("tiny", kv_heads=kv_heads)
@@ -233,7 +233,7 @@ def test_runs_on_shapes_alone(kv_heads: int):
         assert all(weight.grad.shape == weight.shape for weight in model.parameters())
 
 
-def test_meta_model_becomes_the_real_one():
+def test_meta_model_becomes_the_real_one() -> None:
     real = GPT.preset("tiny")
     with torch.device("meta"):
         late = GPT.preset("tiny")
@@ -246,7 +246,7 @@ def test_meta_model_becomes_the_real_one():
         assert torch.equal(weight, late.state_dict()[name]), name
 
 
-def test_parts_have_their_names_and_no_buffers():
+def test_parts_have_their_names_and_no_buffers() -> None:
     model = small(kv_heads=2)
     assert [name for name, _ in model.named_children()] == ["embed", "blocks", "norm", "head"]
     block = model.blocks[0]
@@ -259,7 +259,7 @@ def test_parts_have_their_names_and_no_buffers():
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_can_be_cut_by_heads_from_outside(kv_heads: int):
+def test_attention_can_be_cut_by_heads_from_outside(kv_heads: int) -> None:
     """What tensor parallelism does: half the heads each, and the two outputs add up."""
     attn = small(kv_heads=kv_heads).blocks[0].attn
     x = torch.randn(2, 5, 12, dtype=torch.float64)
@@ -275,7 +275,7 @@ def test_attention_can_be_cut_by_heads_from_outside(kv_heads: int):
     torch.testing.assert_close(total, attn(x), rtol=0, atol=1e-14)
 
 
-def test_blocks_run_one_by_one_as_a_pipeline_runs_them():
+def test_blocks_run_one_by_one_as_a_pipeline_runs_them() -> None:
     model = small()
     x = model.embed(tokens_of(model))
     for block in model.blocks:
@@ -284,7 +284,7 @@ def test_blocks_run_one_by_one_as_a_pipeline_runs_them():
 
 
 @pytest.mark.parametrize("sizes", [[3, 5], [7, 13, 1], [5, 3, 11, 2]])
-def test_mlp_of_odd_sizes(sizes: list[int]):
+def test_mlp_of_odd_sizes(sizes: list[int]) -> None:
     model = MLP(sizes)
     x = torch.randn(4, sizes[0])
     y = x
@@ -299,7 +299,7 @@ def test_mlp_of_odd_sizes(sizes: list[int]):
 
 
 @pytest.mark.parametrize("activation", [torch.tanh, nn.Tanh()])
-def test_mlp_takes_a_function_or_a_module(activation: Callable[[Tensor], Tensor]):
+def test_mlp_takes_a_function_or_a_module(activation: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     model = MLP([3, 4, 2], activation)
     x = torch.randn(5, 3)
@@ -307,5 +307,5 @@ def test_mlp_takes_a_function_or_a_module(activation: Callable[[Tensor], Tensor]
 
 
 @pytest.mark.parametrize("sizes", [[], [3], [3, 0, 2]])
-def test_mlp_without_a_layer_is_refused(sizes: list[int]):
+def test_mlp_without_a_layer_is_refused(sizes: list[int]) -> None:
     raises("at least two sizes", MLP, sizes)

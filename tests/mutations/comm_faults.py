@@ -52,7 +52,9 @@ def _collectives() -> list[ModuleType]:
 
 
 @algorithm("ring_reduce_scatter")
-def skips_a_step(real, wire, chunks, out, reduce, tag):
+def skips_a_step(
+    real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
+) -> Algorithm:
     """The ring of one rank less."""
     n, rank = wire.size, wire.rank
     out.copy_(chunks[rank])
@@ -72,12 +74,16 @@ def skips_a_step(real, wire, chunks, out, reduce, tag):
 
 
 @algorithm("ring_all_reduce")
-def forgets_the_division(real, wire, chunks, reduce, divide_by, tag):
+def forgets_the_division(
+    real: Any, wire: Wire, chunks: Chunks, reduce: Any, divide_by: int, tag: int
+) -> Algorithm:
     return real(wire, chunks, reduce, 1, tag)
 
 
 @algorithm("ring_all_reduce")
-def divides_every_chunk(real, wire, chunks, reduce, divide_by, tag):
+def divides_every_chunk(
+    real: Any, wire: Wire, chunks: Chunks, reduce: Any, divide_by: int, tag: int
+) -> Algorithm:
     sent_bytes = yield from real(wire, chunks, reduce, divide_by, tag)
     if divide_by != 1:
         for chunk in chunks:
@@ -86,7 +92,9 @@ def divides_every_chunk(real, wire, chunks, reduce, divide_by, tag):
 
 
 @algorithm("ring_reduce_scatter")
-def overwrites_its_input(real, wire, chunks, out, reduce, tag):
+def overwrites_its_input(
+    real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
+) -> Algorithm:
     """The sums are right, but the input holds partial ones afterwards."""
     sent_bytes = yield from real(wire, chunks, out, reduce, tag)
     for chunk in chunks:
@@ -118,12 +126,16 @@ def stops_a_round_early(real: Any, wire: Wire, x: torch.Tensor, root: int, tag: 
 
 
 @algorithm("flat_scatter")
-def scatters_the_first_chunk_to_all(real, wire, x, chunks, root, tag):
+def scatters_the_first_chunk_to_all(
+    real: Any, wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
+) -> Algorithm:
     return real(wire, x, [chunks[0]] * wire.size if chunks else None, root, tag)
 
 
 @algorithm("flat_gather")
-def gathers_the_roots_chunk_only(real, wire, x, chunks, root, tag):
+def gathers_the_roots_chunk_only(
+    real: Any, wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
+) -> Algorithm:
     spare = [torch.empty_like(chunk) for chunk in chunks] if chunks else None
     sent_bytes = yield from real(wire, x, spare, root, tag)
     if chunks:
@@ -141,7 +153,9 @@ def forgets_the_last_peer(real: Any, wire: Wire, outs: Chunks, ins: Chunks, tag:
 
 
 @algorithm("next_ring_exchange")
-def returns_its_own_tensor(real, wire, out, x, tag):
+def returns_its_own_tensor(
+    real: Any, wire: Wire, out: torch.Tensor, x: torch.Tensor, tag: int
+) -> Algorithm:
     yield from ()
     out.copy_(x)
     return x.nbytes
@@ -154,7 +168,9 @@ def is_no_barrier(real: Any, wire: Wire, note: torch.Tensor, tag: int) -> Algori
 
 
 @replaces(SendReceive, "reduce")
-def keeps_partial_sums(real, self, x, root, op, call):
+def keeps_partial_sums(
+    real: Any, self: SendReceive, x: torch.Tensor, root: int, op: str, call: Any
+) -> Any:
     """The tree works on the user's tensors, on all ranks."""
 
     def tree() -> Algorithm:
@@ -178,7 +194,9 @@ def does_not_wait(real: Any, self: Handle) -> None:
 
 
 @algorithm("ring_reduce_scatter")
-def is_an_all_reduce(real, wire, chunks, out, reduce, tag):
+def is_an_all_reduce(
+    real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
+) -> Algorithm:
     """As in gloo: right, with twice the bytes."""
     sent_bytes = yield from real(wire, chunks, out, reduce, tag)
     all_sums = [out if r == wire.rank else x.clone() for r, x in enumerate(chunks)]
@@ -186,7 +204,9 @@ def is_an_all_reduce(real, wire, chunks, out, reduce, tag):
 
 
 @algorithm("ring_reduce_scatter")
-def is_an_all_reduce_and_hides_it(real, wire, chunks, out, reduce, tag):
+def is_an_all_reduce_and_hides_it(
+    real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
+) -> Algorithm:
     yield from is_an_all_reduce.make(real)(wire, chunks, out, reduce, tag)
     return sum(chunk.nbytes for chunk in chunks) - chunks[wire.rank].nbytes
 
@@ -209,7 +229,9 @@ def counts_half(real: Any, wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
 
 
 @algorithm("tree_broadcast")
-def sends_all_from_the_root(real, wire, x, root, tag):
+def sends_all_from_the_root(
+    real: Any, wire: Wire, x: torch.Tensor, root: int, tag: int
+) -> Algorithm:
     """Not a tree: the result and the total bytes are right, but one rank sends all of them."""
     if wire.rank != root:
         yield wire.irecv(x, root, tag)

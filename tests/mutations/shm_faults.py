@@ -52,7 +52,9 @@ def forgets_the_last_rank(real: Any, slots: Slots, *args: Any) -> None:
 
 
 @replaces(collectives, "_reduce")
-def begins_with_itself(real, slots, out, own, begin, op):
+def begins_with_itself(
+    real: Any, slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
+) -> None:
     """Right but for rounding: each slice in another order."""
     total = own.clone()
     for rank in slots.others:
@@ -62,7 +64,9 @@ def begins_with_itself(real, slots, out, own, begin, op):
 
 
 @replaces(collectives, "_reduce")
-def forgets_the_division(real, slots, out, own, begin, op):
+def forgets_the_division(
+    real: Any, slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str
+) -> None:
     real(slots, out, own, begin, "sum" if op == "mean" else op)
 
 

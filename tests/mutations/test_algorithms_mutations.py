@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,9 @@ def test_nobody_passes_a_barrier_before_all_have_come() -> None:
 
 
 @faults.algorithm("recursive_doubling_all_reduce")
-def adds_its_own_first(real, wire, x, reduce, divide_by, tag):
+def adds_its_own_first(
+    real: Any, wire: Wire, x: torch.Tensor, reduce: Any, divide_by: int, tag: int
+) -> Algorithm:
     """Recursive doubling in which the order of adding depends on the rank."""
     reach, sent_bytes = 1, 0
     while reach < wire.size:

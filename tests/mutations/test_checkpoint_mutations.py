@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -73,7 +74,9 @@ FAULTS = [flips_within_its_box, forgets_the_start, restores_no_state, restores_o
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_faulty_checkpoint_changes_the_losses(world2, tmp_path, fault):
+def test_a_faulty_checkpoint_changes_the_losses(
+    world2: World, tmp_path: pathlib.Path, fault: Replacement
+) -> None:
     with pytest.raises(AssertionError):
         saves_and_loads(world2, fault, tmp_path)
 
@@ -83,7 +86,9 @@ def test_without_a_fault_the_losses_are_equal(world2: World, tmp_path: pathlib.P
 
 
 @pytest.mark.parametrize("number", [0, 6])
-def test_an_item_that_no_rank_writes_is_noticed_at_the_save(world2, tmp_path, number):
+def test_an_item_that_no_rank_writes_is_noticed_at_the_save(
+    world2: World, tmp_path: pathlib.Path, number: int
+) -> None:
     with pytest.raises(RankError, match="do not make up"):
         saves_and_loads(world2, loses_an_item(number), tmp_path)
     assert not list(tmp_path.iterdir())
@@ -114,7 +119,9 @@ def old_ones_removed_first() -> None:
 
 
 @pytest.mark.parametrize("order", [published_before_it_is_written, old_ones_removed_first])
-def test_a_save_in_the_wrong_order_loses_what_was_there(world2, tmp_path, order):
+def test_a_save_in_the_wrong_order_loses_what_was_there(
+    world2: World, tmp_path: pathlib.Path, order: Callable[[], None]
+) -> None:
     world2.run(save, tmp_path, 1)
     killed(world2, tmp_path, order, 2)
     with pytest.raises(RankError, match="no finished checkpoint"):

@@ -101,9 +101,10 @@ FAULTS = [
     Mutation(misses_changes_of_what_stays, proofs.test_a_change_of_what_stays_is_found, {}),
     Mutation(leaves_before_the_copy_is_over, proofs.test_copies_run_ahead_in_both_directions),
     Mutation(misses_changes, proofs.test_a_change_in_place_is_found),
-    Mutation(keeps_the_output_itself,
-             proofs.test_small_memory_that_stays_does_not_keep_its_graph_alive),
-]  # fmt: skip
+    Mutation(
+        keeps_the_output_itself, proofs.test_small_memory_that_stays_does_not_keep_its_graph_alive
+    ),
+]
 test_a_fault_turns_its_proof_red = noticed(
     FAULTS, here, (AssertionError, RuntimeError, pytest.fail.Exception)
 )

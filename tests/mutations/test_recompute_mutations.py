@@ -133,10 +133,12 @@ def casts(region: Callable[..., Any]) -> None:
 FAULTS = [
     Mutation(draws_new_masks, gradients),
     Mutation(draws_new_masks, proofs.test_the_same_masks_are_drawn_again, None),
-    Mutation(does_not_restore_the_generator,
-             proofs.test_what_is_drawn_later_is_what_it_would_have_been),
-    Mutation(does_not_restore_the_generator,
-             proofs.test_the_generator_is_put_back_after_an_error_too),
+    Mutation(
+        does_not_restore_the_generator, proofs.test_what_is_drawn_later_is_what_it_would_have_been
+    ),
+    Mutation(
+        does_not_restore_the_generator, proofs.test_the_generator_is_put_back_after_an_error_too
+    ),
     Mutation(forgets_every_state, gradients),
     Mutation(forgets_casts, casts, partial(torch.autocast, "cpu")),
     Mutation(forgets_casts, casts, proofs.autocast),
@@ -146,24 +148,30 @@ FAULTS = [
     Mutation(runs_from_other_inputs, gradients),
     Mutation(detaches_parameters, gradients),
     Mutation(detaches_parameters, proofs.test_parameters_get_gradients_where_no_input_has_one),
-    Mutation(hides_inputs_from_autograd,
-             proofs.test_hooks_from_outside_see_the_inputs_and_only_those),
+    Mutation(
+        hides_inputs_from_autograd, proofs.test_hooks_from_outside_see_the_inputs_and_only_those
+    ),
     Mutation(compares_nothing, changes, "another shape"),
     Mutation(compares_nothing, changes, "another type"),
     Mutation(compares_nothing, proofs.test_other_values_are_reported_on_request),
     Mutation(ignores_changed_inputs, proofs.test_an_input_changed_in_place_is_reported),
-    Mutation(serves_the_graph_of_forward,
-             proofs.test_nothing_is_held_when_backward_is_over, "products"),
+    Mutation(
+        serves_the_graph_of_forward, proofs.test_nothing_is_held_when_backward_is_over, "products"
+    ),
     Mutation(serves_in_any_order, gradients, "products kept"),
-    Mutation(ignores_kept_draws,
-             proofs.test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn),
+    Mutation(
+        ignores_kept_draws, proofs.test_a_kept_draw_leaves_the_generator_as_if_it_had_been_drawn
+    ),
     Mutation(a_policy_keeps_all, proofs.test_a_policy_keeps_its_results_and_no_more),
     Mutation(a_policy_keeps_nothing, once_more),
     Mutation(keeps_what_is_overwritten, functions, "in place inside", "keep all"),
-    Mutation(takes_shared_memory_for_new,
-             proofs.test_a_batched_matmul_that_the_user_changed_is_reported, False),
+    Mutation(
+        takes_shared_memory_for_new,
+        proofs.test_a_batched_matmul_that_the_user_changed_is_reported,
+        False,
+    ),
     Mutation(takes_shared_memory_for_new, functions, "in place behind a product", "keep all"),
     Mutation(edits_every_second_block, once_more),
-]  # fmt: skip
+]
 ERRORS = (AssertionError, ValueError, RuntimeError, pytest.fail.Exception)
 test_a_fault_turns_its_proof_red = noticed(FAULTS, here, ERRORS)

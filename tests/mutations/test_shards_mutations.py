@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 
-import labkit
 from harness import (
     Change,
     Mutation,
@@ -18,6 +17,16 @@ from harness import (
     noticed,
     on_ranks,
     replaces,
+)
+from labkit import (
+    Comm,
+    GradScaler,
+    Mesh,
+    RankError,
+    World,
+    ZeroOptimizer,
+    load_checkpoint,
+    save_checkpoint,
 )
 from labkit.checkpoints import boxes, contents, loading, saving, stored
 from labkit.checkpoints.boxes import Box, in_whole
@@ -44,8 +53,8 @@ never_sums_shards = instead(
 )
 
 
-@replaces(labkit.ZeroOptimizer, "gradient_pieces")
-def unmarks_slices(real: Any, self: labkit.ZeroOptimizer) -> Any:
+@replaces(ZeroOptimizer, "gradient_pieces")
+def unmarks_slices(real: Any, self: ZeroOptimizer) -> Any:
     pieces, comm = real(self)
     for piece in pieces:
         del piece.piece_of
@@ -55,7 +64,7 @@ def unmarks_slices(real: Any, self: labkit.ZeroOptimizer) -> Any:
 unmarks_zero_3 = instead("unmarks_zero_3", zero3_flat, "marks_of", lambda parameter: [])
 
 
-def clips(world: labkit.World, change: Change, strategy: Any) -> None:
+def clips(world: World, change: Change, strategy: Any) -> None:
     for off in on_ranks(world, change, clipped_step, strategy, DP_TP, 2.0, 0.01):
         assert max(off) < AGREE
 
@@ -80,12 +89,12 @@ def test_a_scaler_that_asks_only_the_replicas_lets_ranks_diverge(worlds: Any) ->
     """The very fault that `check_owner` refuses."""
 
     def run() -> int:
-        mesh = labkit.Mesh(**DP_TP)
+        mesh = Mesh(**DP_TP)
         model, optimizer = built("zero-1", mesh, SGD)
         with patch.object(scaling, "check_owner", lambda *_: None):
-            scaler = labkit.GradScaler(comm=mesh.dp)
+            scaler = GradScaler(comm=mesh.dp)
             scaler.scale(loss_of(model, 0, mesh.dp)).backward()
-            if labkit.Comm().rank == 3:
+            if Comm().rank == 3:
                 spoiled(model, optimizer)
             scaler.step(optimizer)
             scaler.update()
@@ -133,21 +142,21 @@ writes_the_shape_of_the_shard = instead(
 )
 
 
-def goes_on(world: labkit.World, change: Change, strategy: str, folder: pathlib.Path) -> None:
+def goes_on(world: World, change: Change, strategy: str, folder: pathlib.Path) -> None:
     def run() -> list[float]:
-        mesh = labkit.Mesh(**DP_TP)
+        mesh = Mesh(**DP_TP)
         model, optimizer = built(strategy, mesh)
         train(model, optimizer, mesh.dp, EARLY)
-        labkit.save_checkpoint(folder, model, optimizer)
+        save_checkpoint(folder, model, optimizer)
         model, optimizer = built(strategy, mesh, seed=1)
-        labkit.load_checkpoint(folder, model, optimizer)
+        load_checkpoint(folder, model, optimizer)
         return train(model, optimizer, mesh.dp, LATE)
 
     expected = expected_losses()
     for losses in on_ranks(world, change, run):
         assert losses == pytest.approx(expected, abs=AGREE, rel=0)
     model, optimizer = alone(seed=2)
-    labkit.load_checkpoint(folder, model, optimizer)
+    load_checkpoint(folder, model, optimizer)
     assert train(model, optimizer, None, LATE) == pytest.approx(expected, abs=AGREE, rel=0)
 
 
@@ -158,8 +167,10 @@ def goes_on(world: labkit.World, change: Change, strategy: str, folder: pathlib.
      writes_the_shape_of_the_shard],
     ids=str,
 )  # fmt: skip
-def test_a_faulty_checkpoint_is_noticed(worlds, tmp_path, fault, strategy):
-    with pytest.raises((AssertionError, labkit.RankError, ValueError)):
+def test_a_faulty_checkpoint_is_noticed(
+    worlds: Any, tmp_path: pathlib.Path, fault: Replacement, strategy: str
+) -> None:
+    with pytest.raises((AssertionError, RankError, ValueError)):
         goes_on(worlds(4), fault, strategy, tmp_path)
 
 
@@ -175,6 +186,6 @@ def test_values_that_all_tensor_ranks_write_are_noticed_where_they_cut_different
     every_rank_writes = instead(
         "every_rank_writes", contents.Contents, "to_write", lambda self: iter(self.pieces)
     )
-    with pytest.raises(labkit.RankError, match="do not make up"):
+    with pytest.raises(RankError, match="do not make up"):
         around(worlds(4), every_rank_writes, uneven, tmp_path)
     uneven(worlds(4), tmp_path)

@@ -76,7 +76,9 @@ def most_fp32_gradients(layers: int) -> int:
     return CountedSGD.most_bytes
 
 
-def test_fp32_gradients_of_master_weights_do_not_grow_with_the_model(monkeypatch):
+def test_fp32_gradients_of_master_weights_do_not_grow_with_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(master, "CHUNK_BYTES", 4 * WIDTH * WIDTH)
     assert most_fp32_gradients(4) == most_fp32_gradients(16) <= 2 * 4 * WIDTH * WIDTH
     monkeypatch.setattr(master, "CHUNK_BYTES", 2**40)  # a mistake: all at once

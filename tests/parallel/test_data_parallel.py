@@ -333,7 +333,9 @@ def test_plain_torch_loop_works_unchanged_and_without_warnings() -> None:
 
 @both
 @pytest.mark.parametrize("kind", ["shape", "order", "frozen"])
-def test_ranks_with_different_models_are_refused_before_anything_is_sent(world2, strategy, kind):
+def test_ranks_with_different_models_are_refused_before_anything_is_sent(
+    world2: World, strategy: type[nn.Module], kind: str
+) -> None:
     def run() -> str:
         rank, module = Comm().rank, nn.Module()
         for name in ("two", "one") if kind == "order" and rank else ("one", "two"):

@@ -45,7 +45,7 @@ def found() -> TransferTimes:
 
 def test_what_is_saved_is_read_again_as_are_the_results_that_labkit_brings(
     found: TransferTimes, tmp_path: Path
-):
+) -> None:
     """They say on what they were measured."""
     path = found.save(tmp_path / "folder" / "transfers-here.json")
     assert read_transfers(path) == found
@@ -109,7 +109,7 @@ def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: Trans
     assert len(axes.get_yticklabels()) == len(over_bus) == 12
 
 
-def test_the_picture_of_loads_has_two_lanes_for_each_run_and_one_colour_for_the_bus():
+def test_the_picture_of_loads_has_two_lanes_for_each_run_and_one_colour_for_the_bus() -> None:
     with pytest.raises(ValueError, match="give a run with its name"):
         plot.loading({})
     waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)

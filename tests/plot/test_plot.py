@@ -157,7 +157,7 @@ def without_steps(trace: Trace) -> Trace:
 # ---- timeline: the trace, and nothing else
 
 
-def test_every_span_event_and_wait_is_drawn_from_its_begin_to_its_end():
+def test_every_span_event_and_wait_is_drawn_from_its_begin_to_its_end() -> None:
     """A wait on the lane of computing."""
     trace = sample_trace(3, 4)
     view = TimelineView(trace, 2)
@@ -178,7 +178,7 @@ def test_every_span_event_and_wait_is_drawn_from_its_begin_to_its_end():
     assert len(paths(view)) == things + waits
 
 
-def test_an_operation_has_one_colour_on_all_ranks_and_its_neighbours_another():
+def test_an_operation_has_one_colour_on_all_ranks_and_its_neighbours_another() -> None:
     """A collective on all of them, a message on both ends."""
     trace = sample_trace(4, 3)
     view = TimelineView(trace, 2)
@@ -305,7 +305,7 @@ def test_modules_inside_a_wrapper_are_drawn_as_without_it():
 # ---- timeline: what never ended
 
 
-def test_what_never_ended_is_open_to_the_right_and_the_run_says_so():
+def test_what_never_ended_is_open_to_the_right_and_the_run_says_so() -> None:
     view = TimelineView(hung_trace())
     last_ms = 20.0
     drawn = list(zip(view.bars, paths(view), strict=True))
@@ -408,7 +408,7 @@ def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 64])
-def test_no_words_lie_on_each_other_and_each_name_fits_in_its_bar(ranks: int):
+def test_no_words_lie_on_each_other_and_each_name_fits_in_its_bar(ranks: int) -> None:
     """A narrow bar keeps its colour: a white edge would be all one sees of it."""
     view = TimelineView(sample_trace(ranks, 2))
     assert_view_readable(view)
@@ -579,7 +579,7 @@ def ribbon(axes: object) -> dict[str, tuple[float, float]]:
     }
 
 
-def test_the_peak_stands_where_it_is_with_its_value_under_a_ribbon_of_phases():
+def test_the_peak_stands_where_it_is_with_its_value_under_a_ribbon_of_phases() -> None:
     (axes, *_) = plot.memory(small_memory()).axes
     (note,) = [x for x in axes.texts if "peak" in x.get_text()]
     assert note.get_text() == "peak 457 bytes"
@@ -719,7 +719,7 @@ def test_bytes_are_those_that_one_rank_sends_in_one_step():
     assert "recv" not in sent_bytes(trace)
 
 
-def test_compare_needs_runs_and_needs_no_memory_with_pacing_and_with_many_names():
+def test_compare_needs_runs_and_needs_no_memory_with_pacing_and_with_many_names() -> None:
     with pytest.raises(ValueError, match="nothing to compare"):
         plot.compare({})
     paced = sample_trace(2, 2, None)

@@ -23,13 +23,13 @@ def summed(k: int, keep: bool) -> torch.Tensor:
     return p.grad
 
 
-def test_a_sum_in_bf16_stands_still_and_in_fp32_is_exact():
+def test_a_sum_in_bf16_stands_still_and_in_fp32_is_exact() -> None:
     assert summed(K, keep=False).tolist() == [1.0] * 3  # 256 of them; 1 + 2⁻⁸ is rounded to 1
     kept = summed(K, keep=True)
     assert kept.dtype == torch.float32 and kept.tolist() == [K * 2.0**-8] * 3
 
 
-def test_steps_with_master_weights_are_those_on_the_exact_sum():
+def test_steps_with_master_weights_are_those_on_the_exact_sum() -> None:
     torch.manual_seed(0)
     low = MLP([4, 5, 2]).bfloat16()
     other = copy.deepcopy(low)
@@ -55,7 +55,7 @@ def test_steps_with_master_weights_are_those_on_the_exact_sum():
         assert torch.equal(one, right)
 
 
-def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them():
+def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them() -> None:
     model = MLP([4, 5, 2]).bfloat16()
     gradients = Fp32Gradients(model.parameters())
     model(torch.ones(1, 4).bfloat16()).sum().backward()
@@ -66,7 +66,7 @@ def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them():
     assert storages == {gradients.flat.untyped_storage().data_ptr()}, "handed over, not copied"
 
 
-def test_a_parameter_that_nobody_used_has_no_gradient_and_one_given_twice_counts_once():
+def test_a_parameter_that_nobody_used_has_no_gradient_and_one_given_twice_counts_once() -> None:
     used, not_used = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = Fp32Gradients([used, not_used])
     used.sum().backward()
@@ -79,7 +79,7 @@ def test_a_parameter_that_nobody_used_has_no_gradient_and_one_given_twice_counts
     assert p.grad.tolist() == [3.0, 3.0]
 
 
-def test_gradients_of_the_last_step_that_are_still_there_are_an_error():
+def test_gradients_of_the_last_step_that_are_still_there_are_an_error() -> None:
     p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     gradients = Fp32Gradients([p])
     p.sum().backward()
@@ -90,7 +90,7 @@ def test_gradients_of_the_last_step_that_are_still_there_are_an_error():
     raises(told, p.sum().backward, error=RuntimeError)
 
 
-def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be():
+def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be() -> None:
     with pytest.raises(ValueError, match="would round gradients of torch.float64"):
         Fp32Gradients([nn.Parameter(torch.ones(2, dtype=torch.float64))])
     raises("nothing to add up", Fp32Gradients, [nn.Parameter(torch.ones(2), requires_grad=False)])
@@ -101,7 +101,7 @@ def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be():
 
 
 @on_each_rank("world2")
-def test_a_strategy_that_sends_gradients_as_they_come_is_an_error():
+def test_a_strategy_that_sends_gradients_as_they_come_is_an_error() -> None:
     comm = attach().comm
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters(), comm)
@@ -119,7 +119,7 @@ def test_a_strategy_that_sends_gradients_as_they_come_is_an_error():
     del zero, gradients
 
 
-def test_a_rank_without_micro_batches_adds_nothing(world2: World):
+def test_a_rank_without_micro_batches_adds_nothing(world2: World) -> None:
     """Nor what it handed over the step before."""
 
     def where_rank_1_has_no_micro_batch() -> list[list[float]]:
@@ -138,7 +138,7 @@ def test_a_rank_without_micro_batches_adds_nothing(world2: World):
 
 
 @pytest.mark.slow
-def test_with_ddp_the_exact_sums_are_averaged_in_one_message(world2: World):
+def test_with_ddp_the_exact_sums_are_averaged_in_one_message(world2: World) -> None:
     """Each rank's micro-batches give gradients of (rank + 1) · 2⁻⁸, K of them."""
 
     def with_ddp() -> tuple[list[float], int]:

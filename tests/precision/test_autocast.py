@@ -52,7 +52,7 @@ def some_loss(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["GPT", "MLP", "convolution", "in Python"])
-def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtype):
+def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtype) -> None:
     ours, x = some_models()[name]
     theirs = copy.deepcopy(ours)
     with nullcontext() if name == "in Python" else WithoutTorchs(), autocast(dtype):
@@ -143,7 +143,7 @@ OPS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_an_op_gives_what_it_does_under_torchs(name: str):
+def test_an_op_gives_what_it_does_under_torchs(name: str) -> None:
     with torch.autocast("cpu", LOW):
         its = OPS[name]()
     # These are made of ops that only torch's own autocast sees.
@@ -158,7 +158,7 @@ def named_in(policy: OpPolicy) -> set[str]:
 
 
 @pytest.mark.parametrize(("policy", "key"), [(CPU, "AutocastCPU"), (CUDA, "AutocastCUDA")])
-def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str):
+def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str) -> None:
     known = torch._C._dispatch_get_all_op_names()
     aten = {name.removeprefix("aten::") for name in known if name.startswith("aten::")}
     registered = {
@@ -192,7 +192,7 @@ NOT_ON_CUDA = {"binary_cross_entropy", "fp16 into bf16", "fft", "inner with a nu
 
 @pytest.mark.slow  # fake tensors take seconds to import
 @pytest.mark.parametrize("name", sorted(OPS.keys() - NOT_ON_CUDA))
-def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str):
+def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str) -> None:
     """With fake tensors: a CUDA device's dispatch, and no CUDA device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -207,7 +207,7 @@ def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str):
     assert found[0] == found[1]
 
 
-def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the list of CUDA, put in the place of the CPU's."""
     monkeypatch.setitem(POLICIES, "cpu", CUDA)
     with autocast(LOW), pytest.raises(ValueError, match="use binary_cross_entropy_with_logits"):
@@ -216,7 +216,7 @@ def test_on_cuda_binary_cross_entropy_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu_the_gpt_computes_what_it_does_under_torchs(dtype: torch.dtype):
+def test_on_a_gpu_the_gpt_computes_what_it_does_under_torchs(dtype: torch.dtype) -> None:
     model, x = some_models()["GPT"]
     model, x = model.cuda(), x.cuda()
     with autocast(dtype):
@@ -234,24 +234,30 @@ def types_of_products(*regions: Any) -> list[torch.dtype]:
     return found
 
 
-def test_the_innermost_region_decides_also_of_one_that_is_entered_again():
+def test_the_innermost_region_decides_also_of_one_that_is_entered_again() -> None:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     ours = [autocast(bf16), autocast(enabled=False), autocast(fp16)]
     assert types_of_products(*ours) == [fp32, bf16, fp32, fp16, fp32, bf16, fp32]
     region = autocast(LOW)
     for _ in range(2):
         assert types_of_products(region, autocast(enabled=False), region) == [
-            torch.float32, LOW, torch.float32, LOW, torch.float32, LOW, torch.float32
-        ]  # fmt: skip
+            torch.float32,
+            LOW,
+            torch.float32,
+            LOW,
+            torch.float32,
+            LOW,
+            torch.float32,
+        ]
 
 
-def test_an_error_inside_ends_the_region():
+def test_an_error_inside_ends_the_region() -> None:
     with pytest.raises(ZeroDivisionError), autocast(LOW), autocast(torch.float16):
         1 / 0  # noqa: B018
     assert types_of_products(autocast(LOW)) == [torch.float32, LOW, torch.float32]
 
 
-def test_tensors_of_another_device_stay_as_they_are():
+def test_tensors_of_another_device_stay_as_they_are() -> None:
     with autocast(LOW, "cpu"):
         assert (A @ B).dtype == LOW
         assert (A.to("meta") @ B.to("meta")).dtype == torch.float32
@@ -264,7 +270,7 @@ def decorated() -> torch.dtype:
     return (A @ B).dtype
 
 
-def test_a_function_can_be_a_region():
+def test_a_function_can_be_a_region() -> None:
     assert [decorated(), decorated(), (A @ B).dtype] == [LOW, LOW, torch.float32]
 
 
@@ -276,7 +282,7 @@ def casts(function: Callable[[], Any]) -> int:
     return sum(event.name == "aten::_to_copy" for event in seen.events())
 
 
-def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next():
+def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next() -> None:
     w, x = nn.Parameter(A.clone()), B.to(LOW)
 
     def uses() -> None:
@@ -290,7 +296,7 @@ def test_a_weight_is_cast_once_in_a_region_and_anew_in_the_next():
     assert casts(lambda: (uses(), uses())) == 2  # the optimizer may have stepped in between
 
 
-def test_every_use_of_a_cast_weight_adds_to_its_gradient():
+def test_every_use_of_a_cast_weight_adds_to_its_gradient() -> None:
     w = nn.Parameter(A.clone())
     with autocast(LOW):
         ((B @ w).float().sum() + (B @ w).float().sum()).backward()
@@ -300,7 +306,7 @@ def test_every_use_of_a_cast_weight_adds_to_its_gradient():
     assert torch.equal(twice, 2 * w.grad)
 
 
-def test_a_weight_first_used_without_gradient_gets_one_afterwards():
+def test_a_weight_first_used_without_gradient_gets_one_afterwards() -> None:
     """torch's cache gives the copy without history again: its gradient would be None."""
     w = nn.Parameter(A.clone())
     with autocast(LOW):
@@ -310,7 +316,7 @@ def test_a_weight_first_used_without_gradient_gets_one_afterwards():
     assert w.grad is not None
 
 
-def test_a_weight_that_was_written_to_is_cast_anew():
+def test_a_weight_that_was_written_to_is_cast_anew() -> None:
     w = nn.Parameter(A.clone())
     with autocast(LOW):
         before = B @ w
@@ -319,7 +325,7 @@ def test_a_weight_that_was_written_to_is_cast_anew():
         assert before.any() and not (B @ w).any()
 
 
-def test_two_threads_may_call_a_decorated_function():
+def test_two_threads_may_call_a_decorated_function() -> None:
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
 
     @autocast(LOW)
@@ -338,7 +344,7 @@ def test_two_threads_may_call_a_decorated_function():
     thread.join(10)
 
 
-def test_in_a_long_region_a_weight_has_one_copy():
+def test_in_a_long_region_a_weight_has_one_copy() -> None:
     """As where the region is around the training loop: steps write to the weights."""
     w = nn.Parameter(A.clone())
     with autocast(LOW):
@@ -351,11 +357,11 @@ def test_in_a_long_region_a_weight_has_one_copy():
 
 
 @pytest.mark.parametrize("given", [("cpu", LOW), ("cuda",)])
-def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]):
+def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]) -> None:
     raises(rf"first: autocast\(torch.bfloat16, '{given[0]}'\)", autocast, *given)
 
 
-def test_a_type_or_device_that_cannot_be_is_refused():
+def test_a_type_or_device_that_cannot_be_is_refused() -> None:
     no_policy = "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"
     for dtype, device, says in (
         (torch.float8_e4m3fn, None, "use_fp8"),
@@ -369,7 +375,7 @@ def test_a_type_or_device_that_cannot_be_is_refused():
             pass
 
 
-def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.MonkeyPatch):
+def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacks(*_: Any) -> None:
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
@@ -379,6 +385,6 @@ def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no CUDA device")
-def test_a_device_that_is_not_there_is_refused():
+def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="no CUDA device here"), autocast(LOW, "cuda"):
         pass

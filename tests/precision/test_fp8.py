@@ -23,7 +23,7 @@ TOLERANCE = 0.02  # in loss, nats, of a tiny GPT in 8 bits against bf16
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e5])
-def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(dtype: Any, size: float):
+def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(dtype: Any, size: float) -> None:
     x = torch.linspace(0.1, 1, 1000) * size
     x8, scale = Scaled(dtype)(x)
     assert x8.dtype == dtype and torch.frexp(scale).mantissa == 0.5, "a power of two"
@@ -33,7 +33,7 @@ def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(dtype: Any, size:
     assert most / 2 < x.max() * scale <= most, "as large as it goes"
 
 
-def test_zeros_are_cast_as_they_are_and_amax_is_of_magnitudes():
+def test_zeros_are_cast_as_they_are_and_amax_is_of_magnitudes() -> None:
     for x in (torch.zeros(3), torch.zeros(0, 3)):
         x8, scale = Scaled(E4M3)(x)
         assert scale == 1 and torch.equal(x8.float(), x)
@@ -43,7 +43,7 @@ def test_zeros_are_cast_as_they_are_and_amax_is_of_magnitudes():
 
 @pytest.mark.parametrize("history", [0, 2])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_has_overflowed_is_not_hidden(history: int, bad: float):
+def test_what_has_overflowed_is_not_hidden(history: int, bad: float) -> None:
     """The clamp would make a finite number of inf, and a loss scaler would step on it."""
     cast = Scaled(E5M2, history)
     cast(torch.ones(3))
@@ -53,7 +53,7 @@ def test_what_has_overflowed_is_not_hidden(history: int, bad: float):
     assert x8.float().isfinite().all() and scale > 1, "and it does not stay in the history"
 
 
-def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls():
+def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls() -> None:
     cast, fits = Scaled(E4M3, history=2), Scaled(E4M3)
     amaxes = [1.0, 8.0, 2.0, 2.0, 2.0]
     scales = [cast(torch.tensor([amax]))[1].item() for amax in amaxes]
@@ -62,7 +62,7 @@ def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls():
 
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
-def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(dtype: Any):
+def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(dtype: Any) -> None:
     cast, most = Scaled(dtype, history=2), torch.finfo(dtype).max
     cast(torch.tensor([1.0]))
     x8, _ = cast(torch.tensor([100.0, -100.0]))
@@ -70,14 +70,14 @@ def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(dtype:
 
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
-def test_what_is_tiny_is_scaled_as_far_as_it_goes(dtype: torch.dtype):
+def test_what_is_tiny_is_scaled_as_far_as_it_goes(dtype: torch.dtype) -> None:
     tiny = torch.tensor([2.0**-125])
     x8, scale = Scaled(dtype)(tiny)
     assert scale == 2.0**126 and 1 / scale > 0, "beyond, it would be inf"
     assert x8.float() / scale == tiny
 
 
-def test_a_model_cast_to_16_bits_keeps_its_history_in_fp32():
+def test_a_model_cast_to_16_bits_keeps_its_history_in_fp32() -> None:
     layer = Fp8Linear(nn.Linear(2, 2), history=2)
     layer.cast_g(torch.tensor([1e6]))  # fp16 ends at 65504
     layer.half()
@@ -86,7 +86,7 @@ def test_a_model_cast_to_16_bits_keeps_its_history_in_fp32():
     assert layer.to("meta").cast_g.amaxes.is_meta
 
 
-def test_evaluation_leaves_the_history_as_it_is():
+def test_evaluation_leaves_the_history_as_it_is() -> None:
     cast = Scaled(E4M3, history=2).eval()
     cast(torch.tensor([3.0]))
     assert cast.amaxes.tolist() == [0.0, 0.0]
@@ -99,7 +99,7 @@ def pair(k: int, n: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype):
+def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype) -> None:
     linear, ours = pair(24, 7, dtype)
     x = torch.randn(2, 5, 24).to(dtype)
     g = torch.randn(2, 5, 7).to(dtype)
@@ -119,7 +119,7 @@ def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype):
     assert torch.equal(results[0][3], results[1][3]), "the bias is not rounded"
 
 
-def test_gradients_have_the_range_of_e5m2_and_activations_the_digits_of_e4m3():
+def test_gradients_have_the_range_of_e5m2_and_activations_the_digits_of_e4m3() -> None:
     """Beside 1, e4m3 has nothing as small as 2⁻²⁰."""
     _, ours = pair(1, 1)
     x = torch.zeros(2, 1, requires_grad=True)
@@ -132,7 +132,7 @@ def test_gradients_have_the_range_of_e5m2_and_activations_the_digits_of_e4m3():
         assert layer(torch.tensor([[x]])).item() == 1.125
 
 
-def test_x_and_w_are_kept_for_backward_in_1_byte_each():
+def test_x_and_w_are_kept_for_backward_in_1_byte_each() -> None:
     _, ours = pair(24, 7)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -140,7 +140,7 @@ def test_x_and_w_are_kept_for_backward_in_1_byte_each():
     assert sum(t.nbytes for t in kept if t.numel() > 1) == 5 * 24 + 7 * 24
 
 
-def test_within_autocast_products_stay_in_8_bits_and_come_out_in_16():
+def test_within_autocast_products_stay_in_8_bits_and_come_out_in_16() -> None:
     _, ours = pair(24, 7)
     ours.bias = None
     x = torch.randn(5, 24)
@@ -163,14 +163,14 @@ def layer_gradient(history: int, again: Callable[..., Any] | None) -> Tensor | N
 
 
 @pytest.mark.parametrize("again", [recompute, partial(checkpoint, use_reentrant=False)])
-def test_delayed_scaling_is_refused_where_forward_runs_again(again: Callable[..., Any]):
+def test_delayed_scaling_is_refused_where_forward_runs_again(again: Callable[..., Any]) -> None:
     """It would be scaled by the calls since, and gradients were those of another forward."""
     right, found = layer_gradient(0, None), layer_gradient(0, again)
     assert right is not None and found is not None and torch.equal(right, found)
     raises(r"runs this layer's forward once more \(recompute\)", layer_gradient, 1, again)
 
 
-def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch):
+def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     product = fp8.fp8_product
     monkeypatch.setattr(fp8, "fp8_product", lambda *given: (made.append(1), product(*given))[1])
@@ -182,7 +182,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.Mon
     assert len(made) == 4, "forward and dx"
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_is_refused() -> None:
     _, layer = pair(3, 3)
     x = torch.ones(1, 3, requires_grad=True)
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
@@ -190,7 +190,7 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (3, 5, 7)])
-def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]):
+def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]) -> None:
     """`torch._scaled_mm` has a slow form for CPUs, the same sum of the same products."""
     m, k, n = shape
     (a, s), (b, t) = Scaled(E5M2)(torch.randn(m, k)), Scaled(E4M3)(torch.randn(k, n))
@@ -203,7 +203,7 @@ def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]):
     torch.cuda.is_available() and torch.cuda.get_device_capability() < fp8.CAPABILITY,
     reason="needs products of 8 bits",
 )
-def test_a_gpus_products_are_the_simulated_ones():
+def test_a_gpus_products_are_the_simulated_ones() -> None:
     torch.manual_seed(0)
     real = Fp8Linear(nn.Linear(40, 24, device="cuda"))
     simulated = Fp8Linear(copy.deepcopy(nn.Linear(40, 24, device="cuda")), simulate=True)
@@ -237,7 +237,7 @@ def losses(dtype: torch.dtype, steps: int, only: str = "", history: int = 0) -> 
 
 
 @pytest.mark.slow
-def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16():
+def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16() -> None:
     steps = 60
     last = slice(steps - 20, steps)
     bf16 = sum(losses(torch.bfloat16, steps)[last]) / 20
@@ -247,7 +247,7 @@ def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16():
         assert abs(ours - bf16) < TOLERANCE
 
 
-def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay():
+def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay() -> None:
     model = GPT.preset("tiny")
     before = dict(model.named_parameters())
     state = model.state_dict().keys()
@@ -260,7 +260,7 @@ def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay():
     assert "simulated" in repr(model.blocks[0].mlp.up)
 
 
-def test_a_layer_with_two_names_stays_one():
+def test_a_layer_with_two_names_stays_one() -> None:
     model = nn.ModuleDict({"one": nn.Linear(3, 3)})
     model["other"] = model["one"]
     model.eval()
@@ -269,7 +269,7 @@ def test_a_layer_with_two_names_stays_one():
     assert not model["one"].training and not model["one"].cast_x.training
 
 
-def test_what_cannot_be_is_said():
+def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ValueError, match=r"no nn.Linear of MLP has a name like 'blocks.\*'; it ha"):
         use_fp8(MLP([3, 3]), only="blocks.*")
     with pytest.raises(ValueError, match="on CUDA devices only, not on cpu; take simulate=True"):
@@ -280,7 +280,7 @@ def test_what_cannot_be_is_said():
     raises("has hooks, which an Fp8Linear in its place would not", use_fp8, model)
 
 
-def test_a_gpu_without_8_bits_says_what_to_take(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_without_8_bits_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ValueError, match=r"A100 has compute capability 8.0; .* need 8.9: take bf"):

@@ -9,7 +9,7 @@ from labkit.plot.style import ORANGE
 from tables import raises
 
 
-def test_the_shares_are_those_of_the_cast():
+def test_the_shares_are_those_of_the_cast() -> None:
     x = torch.tensor([2.0**-26, 2.0**-20, 1.0, 1e5])
     both = plot.magnitudes({"as it is": x, "scaled": [x[:3] * 4, None, torch.zeros(1)]})
     zeros_alone = plot.magnitudes({"x": torch.zeros(4)})
@@ -20,7 +20,7 @@ def test_the_shares_are_those_of_the_cast():
     ]
 
 
-def test_the_lines_stand_where_the_type_ends():
+def test_the_lines_stand_where_the_type_ends() -> None:
     (axes,) = plot.magnitudes({"x": torch.ones(3)}, torch.float16).axes
     marks = [line.get_xdata()[0] for line in axes.lines]
     assert marks == pytest.approx([-25, -14, 16], abs=1e-3)
@@ -30,7 +30,7 @@ def test_the_lines_stand_where_the_type_ends():
     assert [line.get_xdata()[0] for line in axes.lines][1] == -126
 
 
-def test_every_number_is_in_the_histogram_and_panels_share_their_axis():
+def test_every_number_is_in_the_histogram_and_panels_share_their_axis() -> None:
     picture = plot.magnitudes({"x": torch.randn(500), "y": torch.randn(500) * 1e-6})
     for axes in picture.axes:
         hill = [bar for bar in axes.patches if bar.get_facecolor() == to_rgba(ORANGE)]
@@ -39,5 +39,5 @@ def test_every_number_is_in_the_histogram_and_panels_share_their_axis():
 
 
 @pytest.mark.parametrize("nothing", [{}, {"x": torch.zeros(0)}, {"x": [None]}])
-def test_nothing_to_draw_is_said(nothing: dict):
+def test_nothing_to_draw_is_said(nothing: dict) -> None:
     raises("there are no numbers to draw", plot.magnitudes, nothing)

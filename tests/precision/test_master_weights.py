@@ -20,7 +20,7 @@ def ones() -> nn.Parameter:
 
 
 @both
-def test_small_updates_add_up(dtype: torch.dtype):
+def test_small_updates_add_up(dtype: torch.dtype) -> None:
     """An update of 1/4096 is lost beside 1.0 in bf16 and fp16; 4096 of them are 1."""
     ends = []
     for make in (torch.optim.SGD, lambda params, lr: MasterWeights(params, torch.optim.SGD, lr=lr)):
@@ -33,7 +33,7 @@ def test_small_updates_add_up(dtype: torch.dtype):
     assert ends == [[1.0] * 3, [0.0] * 3]
 
 
-def test_the_masters_are_those_of_fp32_training_with_the_same_gradients():
+def test_the_masters_are_those_of_fp32_training_with_the_same_gradients() -> None:
     torch.manual_seed(0)
     low = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).requires_grad_(False)).bfloat16()
     exact = copy.deepcopy(low).float()
@@ -53,7 +53,7 @@ def test_the_masters_are_those_of_fp32_training_with_the_same_gradients():
         assert (piece.optimizer is None) == (not q.requires_grad)
 
 
-def test_many_chunks_are_one_step(monkeypatch: pytest.MonkeyPatch):
+def test_many_chunks_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter a chunk of its own: all are stepped on, once, and no fp32 gradient stays."""
     monkeypatch.setattr(master_weights, "CHUNK_BYTES", 1)
     test_the_masters_are_those_of_fp32_training_with_the_same_gradients()
@@ -66,7 +66,7 @@ def test_many_chunks_are_one_step(monkeypatch: pytest.MonkeyPatch):
     assert all(x.grad is None for x in optimizer.state)
 
 
-def test_a_parameter_thawed_later_is_an_error_and_not_left_untrained():
+def test_a_parameter_thawed_later_is_an_error_and_not_left_untrained() -> None:
     frozen, other = ones().requires_grad_(False), ones()
     optimizer = MasterWeights([frozen, other], torch.optim.SGD, lr=0.1)
     other.grad = torch.ones_like(other)
@@ -75,7 +75,7 @@ def test_a_parameter_thawed_later_is_an_error_and_not_left_untrained():
     raises(r"1 parameters.*shape \[2\], were frozen when", optimizer.step)
 
 
-def test_a_model_in_fp32_is_stepped_on_itself():
+def test_a_model_in_fp32_is_stepped_on_itself() -> None:
     model = nn.Linear(3, 3)
     models = [model, copy.deepcopy(model)]
     optimizers = [
@@ -91,7 +91,7 @@ def test_a_model_in_fp32_is_stepped_on_itself():
     assert held(models[0], optimizers[0]) == held(models[1], optimizers[1])
 
 
-def test_what_is_written_to_the_model_the_masters_take_and_keep_the_rest_exact():
+def test_what_is_written_to_the_model_the_masters_take_and_keep_the_rest_exact() -> None:
     p = ones()
     optimizer = MasterWeights([p], torch.optim.SGD, lr=2.0**-12)
     p.grad = torch.ones_like(p)
@@ -103,7 +103,7 @@ def test_what_is_written_to_the_model_the_masters_take_and_keep_the_rest_exact()
     assert master.tolist() == [1 - 2 * 2.0**-12, 3 - 2.0**-12]
 
 
-def test_an_optimizer_that_counts_in_its_group_is_refused():
+def test_an_optimizer_that_counts_in_its_group_is_refused() -> None:
     class Counts(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
@@ -114,7 +114,7 @@ def test_an_optimizer_that_counts_in_its_group_is_refused():
     raises("Counts cannot .* changes the option 'step'", optimizer.step)
 
 
-def test_its_state_is_loaded_into_another_run():
+def test_its_state_is_loaded_into_another_run() -> None:
     def start(seed: int) -> tuple[nn.Module, MasterWeights]:
         torch.manual_seed(seed)
         module = nn.Linear(5, 5).half()
@@ -143,7 +143,7 @@ def test_its_state_is_loaded_into_another_run():
     raises("added later", resumed.add_param_group, {"params": [nn.Parameter(torch.ones(1))]})
 
 
-def test_a_dry_run_of_ddp_with_masters_holds_16_bytes_a_parameter():
+def test_a_dry_run_of_ddp_with_masters_holds_16_bytes_a_parameter() -> None:
     def train() -> None:
         model = GPT.preset("1M").bfloat16()
         wrapped = DDP(model)
@@ -167,7 +167,7 @@ class UpdatedInBf16(MasterWeights):
         return value
 
 
-def test_a_master_that_is_updated_in_bf16_turns_red(monkeypatch: pytest.MonkeyPatch):
+def test_a_master_that_is_updated_in_bf16_turns_red(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "MasterWeights", UpdatedInBf16)
     raises("", test_small_updates_add_up, torch.bfloat16, error=AssertionError)
     masters = test_the_masters_are_those_of_fp32_training_with_the_same_gradients

@@ -14,7 +14,7 @@ from tables import raises, refusals
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_sequences_end_as_torchs(seed: int):
+def test_random_sequences_end_as_torchs(seed: int) -> None:
     check_as_torch(GradScaler, seed)
 
 
@@ -29,7 +29,7 @@ def fresh(
     return model, x, masters, GradScaler(scale)
 
 
-def test_a_step_waits_for_one_number(monkeypatch: pytest.MonkeyPatch):
+def test_a_step_waits_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each wait costs the time in which the next kernels could have been issued."""
     waits: list[torch.Tensor] = []
     item = torch.Tensor.item
@@ -71,21 +71,21 @@ def low_and_exact(max_norm: float | None, scale: float) -> tuple[list[torch.Tens
     return masters, list(exact.parameters()), norms
 
 
-def test_gradients_that_fp16_cannot_hold_reach_the_masters():
+def test_gradients_that_fp16_cannot_hold_reach_the_masters() -> None:
     masters, exact, _ = low_and_exact(None, 2.0**16)
     for x, y in zip(masters, exact, strict=True):
         assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("max_norm", [2.0**-29, 1.0])
-def test_they_are_clipped_without_a_rounding_to_fp16(max_norm: float):
+def test_they_are_clipped_without_a_rounding_to_fp16(max_norm: float) -> None:
     masters, exact, norms = low_and_exact(max_norm, 2.0**16)
     assert torch.allclose(*norms, rtol=1e-6, atol=0)
     for x, y in zip(masters, exact, strict=True):
         assert torch.allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
-def test_fp32_gradients_of_16_bit_parameters_are_unscaled_once():
+def test_fp32_gradients_of_16_bit_parameters_are_unscaled_once() -> None:
     """As where the gradients of micro-batches are added up in fp32."""
     model, _, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
     model.weight.grad_dtype = None
@@ -107,7 +107,7 @@ def check_a_plain_step(model: nn.Linear, x: torch.Tensor, optimizer: MasterWeigh
     assert torch.equal(optimizer.owned(model)[1].tensor, before - 4)
 
 
-def test_a_factor_is_used_once():
+def test_a_factor_is_used_once() -> None:
     model, x, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
     for bad in (False, True):
         scaler.scale(model(x).float().sum()).backward()
@@ -118,7 +118,7 @@ def test_a_factor_is_used_once():
         check_a_plain_step(model, x, optimizer)
 
 
-def test_a_factor_does_not_outlive_update():
+def test_a_factor_does_not_outlive_update() -> None:
     """Unscaled and not stepped, as where a user looks at the norm and leaves the step out."""
     model, x, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
     scaler.scale(model(x).float().sum()).backward()
@@ -128,7 +128,7 @@ def test_a_factor_does_not_outlive_update():
     check_a_plain_step(model, x, optimizer)
 
 
-def test_an_optimizer_without_gradients_does_not_hold_the_others_up():
+def test_an_optimizer_without_gradients_does_not_hold_the_others_up() -> None:
     model, x, optimizer, _ = fresh()
     idle = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     scaler = GradScaler(init_scale=4.0, growth_interval=1)
@@ -148,7 +148,7 @@ def test_an_optimizer_without_gradients_does_not_hold_the_others_up():
     scaled_step(scaler, model(x).sum(), optimizer)  # and the next step begins anew
 
 
-def test_16_bit_gradients_of_another_optimizer_or_changed_while_scaled_are_refused():
+def test_16_bit_gradients_of_another_optimizer_or_changed_while_scaled_are_refused() -> None:
     model, x, _, scaler = fresh(torch.float16)
     scaler.scale(model(x).float().mean()).backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,7 +160,7 @@ def test_16_bit_gradients_of_another_optimizer_or_changed_while_scaled_are_refus
     raises(r"changed after unscale_.*labkit's clip_grad_norm", scaler.step, optimizer)
 
 
-def test_the_order_of_calls_is_held():
+def test_the_order_of_calls_is_held() -> None:
     model, x, optimizer, scaler = fresh()
     again = r"unscaled since the last update\(\)"
     raises(r"no step since the last one; call step before", scaler.update)
@@ -187,7 +187,7 @@ def test_the_order_of_calls_is_held():
 
 
 @pytest.mark.parametrize("by", ["model", "optimizer"])
-def test_clipping_before_unscaling_is_refused(by: str):
+def test_clipping_before_unscaling_is_refused(by: str) -> None:
     model, x, optimizer, scaler = fresh(scale=1024.0)
     for _ in range(2):  # the second time, what was clipped in the first is not held against it
         scaler.scale(model(x).sum()).backward()
@@ -222,7 +222,7 @@ test_arguments_that_cannot_be_are_refused = refusals(
 )
 
 
-def test_foreign_state_is_refused_and_changes_nothing():
+def test_foreign_state_is_refused_and_changes_nothing() -> None:
     scaler = GradScaler(init_scale=4.0)
     before = scaler.state_dict()
     for state, words in (
@@ -236,7 +236,7 @@ def test_foreign_state_is_refused_and_changes_nothing():
         assert scaler.state_dict() == before
 
 
-def test_a_scaler_that_is_not_enabled_does_nothing():
+def test_a_scaler_that_is_not_enabled_does_nothing() -> None:
     model, x, optimizer, _ = fresh()
     scaler, value = GradScaler(enabled=False), model(x).sum()
     assert scaler.scale(value) is value and scaler.get_scale() == 1.0
@@ -250,7 +250,7 @@ def test_a_scaler_that_is_not_enabled_does_nothing():
     assert not scaler.is_enabled() and GradScaler().is_enabled()
 
 
-def test_scaling_many_and_a_new_scale():
+def test_scaling_many_and_a_new_scale() -> None:
     scaler = GradScaler(init_scale=8.0)
     one, (two, three) = scaler.scale([torch.ones(2), (torch.ones(()), torch.ones(1).double())])
     assert one.tolist() == [8.0, 8.0] and two.item() == three.item() == 8.0
@@ -271,7 +271,7 @@ def run_bad(scaler: GradScaler, gradient: float, value: float = 1.0) -> torch.Te
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_loss_that_was_bad_before_it_was_scaled_is_named(value: float):
+def test_a_loss_that_was_bad_before_it_was_scaled_is_named(value: float) -> None:
     scaler = GradScaler(init_scale=4.0)
     with pytest.raises(ValueError, match=rf"the loss was {value} before it.*same autocast region"):
         run_bad(scaler, torch.nan, value)
@@ -286,7 +286,7 @@ def test_a_loss_that_was_bad_before_it_was_scaled_is_named(value: float):
         run_bad(scaler, torch.nan)
 
 
-def test_a_scale_that_backs_off_for_ever_is_told():
+def test_a_scale_that_backs_off_for_ever_is_told() -> None:
     scaler = GradScaler()
     for _ in range(19):
         run_bad(scaler, torch.inf)
@@ -313,7 +313,7 @@ class Between(nn.Sequential):
         return self[1](self[0](x).abs() / 0)
 
 
-def test_where_nan_begins_is_named():
+def test_where_nan_begins_is_named() -> None:
     def told(*given: Any, **named: Any) -> str:
         return find_nonfinite(*given, **named) or ""
 
@@ -345,7 +345,7 @@ def test_where_nan_begins_is_named():
     assert "the buffer mask has 2 NaN" in told(masked, x)
 
 
-def test_keyword_arguments_of_modules_are_looked_at():
+def test_keyword_arguments_of_modules_are_looked_at() -> None:
     part = Custom(lambda self, x, *, shift: x + shift.nan_to_num())
     told = find_nonfinite(
         Custom(lambda self, x: self.part(x, shift=x / 0), part=part), torch.ones(2)
@@ -353,7 +353,7 @@ def test_keyword_arguments_of_modules_are_looked_at():
     assert (told or "").startswith("the input of part (Custom) has 2 inf")
 
 
-def test_looking_leaves_the_model_and_the_random_numbers_as_they_were():
+def test_looking_leaves_the_model_and_the_random_numbers_as_they_were() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), Fp8Linear(nn.Linear(3, 3), history=2))
     before, draws = copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()
     value = model[0](torch.randn(4, 3)).sum()
@@ -371,7 +371,7 @@ def test_looking_leaves_the_model_and_the_random_numbers_as_they_were():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_on_a_gpu_it_decides_as_on_the_cpu(dtype: torch.dtype):
+def test_on_a_gpu_it_decides_as_on_the_cpu(dtype: torch.dtype) -> None:
     ends: list[Any] = []
     for device in ("cpu", "cuda"):
         model, x, *_ = fresh()
@@ -393,7 +393,7 @@ def test_on_a_gpu_it_decides_as_on_the_cpu(dtype: torch.dtype):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_step_is_waited_for_once():
+def test_on_a_gpu_a_step_is_waited_for_once() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     scaler, x = GradScaler(), torch.ones(2, 8, device="cuda")

@@ -29,7 +29,9 @@ both = pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["fp
 
 @both
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_decide_as_a_single_process(world2: World, strategy: str, dtype: torch.dtype):
+def test_two_ranks_decide_as_a_single_process(
+    world2: World, strategy: str, dtype: torch.dtype
+) -> None:
     check_equal_to_single(world2, strategy, dtype, culprit=1)
     check_equal_to_single(world2, strategy, dtype, max_norm=0.05)
 
@@ -37,7 +39,9 @@ def test_two_ranks_decide_as_a_single_process(world2: World, strategy: str, dtyp
 @pytest.mark.slow
 @both
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_three_ranks_decide_as_a_single_process(world3: World, strategy: str, dtype: torch.dtype):
+def test_three_ranks_decide_as_a_single_process(
+    world3: World, strategy: str, dtype: torch.dtype
+) -> None:
     check_equal_to_single(world3, strategy, dtype, culprit=2)
     check_equal_to_single(world3, strategy, dtype, parts=2, max_norm=0.05, culprit=1)
 
@@ -61,7 +65,7 @@ def spoiled_step(comm: Comm, scaler: GradScaler) -> tuple[bool, float]:
 
 
 @on_each_rank("world2")
-def test_one_number_travels_in_a_step():
+def test_one_number_travels_in_a_step() -> None:
     model, x, _, scaler = fresh()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
     scaler.scale(model(x).sum()).backward()
@@ -73,7 +77,7 @@ def test_one_number_travels_in_a_step():
     assert [e for e in events if "gather" not in e[0]] == [("all_reduce", 4)]
 
 
-def test_the_ranks_of_a_smaller_group_decide_for_themselves(world2: World):
+def test_the_ranks_of_a_smaller_group_decide_for_themselves(world2: World) -> None:
     def run() -> tuple[bool, float]:
         comm = Comm()
         scaler = GradScaler(comm=[comm.subgroup([rank]) for rank in range(comm.size)][comm.rank])
@@ -88,7 +92,7 @@ def test_the_ranks_of_a_smaller_group_decide_for_themselves(world2: World):
 
 
 @on_each_rank("world2")
-def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path):
+def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path) -> None:
     model, x, optimizer, scaler = fresh(growth_interval=5)
     wrapped, other = DDP(model), GradScaler()
     for step in range(3):
@@ -101,7 +105,7 @@ def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path):
     assert before == after and after["_growth_tracker"] == 2
 
 
-def test_ranks_that_step_differently_are_told(world2: World):
+def test_ranks_that_step_differently_are_told(world2: World) -> None:
     def scales_differ() -> str:
         model, x, optimizer, scaler = fresh(init_scale=2.0 ** (10 + Comm().rank))
         scaler.scale(DDP(model)(x).sum()).backward()
@@ -128,7 +132,7 @@ def test_ranks_that_step_differently_are_told(world2: World):
     raises("all_reduce", world2.run, one_steps_alone, error=RankError)
 
 
-def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World):
+def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World) -> None:
     def run() -> bool:
         model, x, optimizer, scaler = fresh()
         scaler.scale(x.sum())
@@ -145,14 +149,14 @@ def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World):
     assert world2.run(run) == [False, True]
 
 
-def test_a_scaler_made_before_there_were_ranks_decides_with_them(world2: World):
+def test_a_scaler_made_before_there_were_ranks_decides_with_them(world2: World) -> None:
     scaler = GradScaler()
     found = world2.run(lambda: spoiled_step(Comm(), scaler))
     assert [scale for _, scale in found] == [32768.0, 32768.0]
 
 
 @on_each_rank("world2")
-def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it():
+def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it() -> None:
     model, x, _, scaler = fresh()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
     scaler.scale(model(x).sum()).backward()
@@ -161,7 +165,7 @@ def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it():
     raises("clipped while they were multiplied by the scale", scaler.step, optimizer)
 
 
-def test_a_factor_is_used_once(world2: World):
+def test_a_factor_is_used_once(world2: World) -> None:
     def run(stage: int) -> bool:
         model, x, _, scaler = fresh(init_scale=8.0)
         model.half()
@@ -179,7 +183,7 @@ def test_a_factor_is_used_once(world2: World):
 
 
 @on_each_rank("world2")
-def test_clipping_of_one_step_is_not_taken_for_that_of_the_next():
+def test_clipping_of_one_step_is_not_taken_for_that_of_the_next() -> None:
     for strategy in ("zero-1", "zero-2", "zero-3", "ddp"):
         model, x, _, scaler = fresh(init_scale=16.0)
         wrapped, optimizer, clipped = build(strategy, model, torch.float16)
@@ -192,7 +196,7 @@ def test_clipping_of_one_step_is_not_taken_for_that_of_the_next():
             optimizer.zero_grad()
 
 
-def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(world2: World):
+def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(world2: World) -> None:
     def run() -> tuple[str, bool, float]:
         (model, x, optimizer, scaler), told = fresh(), ""
         x[0] = torch.nan if Comm().rank else 1.0

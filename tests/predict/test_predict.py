@@ -41,7 +41,7 @@ ZERO = rows_of("zero_memory.csv")
 
 
 @pytest.mark.parametrize("row", ZERO, ids=lambda row: f"{row[0]}B-{row[1]}")
-def test_model_states_are_those_of_zero(row: tuple[str, ...]):
+def test_model_states_are_those_of_zero(row: tuple[str, ...]) -> None:
     """Within one unit of the last printed digit: some cells are truncated, some rounded."""
     billions, dp, *cells = row
     for stage, printed in enumerate(cells, start=1):
@@ -50,7 +50,7 @@ def test_model_states_are_those_of_zero(row: tuple[str, ...]):
         assert abs(found - float(printed)) < unit
 
 
-def test_model_states_of_ddp_are_what_its_own_footprint_says():
+def test_model_states_of_ddp_are_what_its_own_footprint_says() -> None:
     assert predict.model_state_bytes(7.5e9, dp=64) == 120e9
     model = GPT.preset("1M")
     held = NaiveDDP.predict(model, 4)
@@ -67,14 +67,14 @@ ACTIVATIONS = rows_of("activation_bytes_per_layer.csv")
 
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_the_first_stage_holds_the_worth_of_all_layers(stages: int, chunks: int):
+def test_the_first_stage_holds_the_worth_of_all_layers(stages: int, chunks: int) -> None:
     assert predict.first_stage_activation_bytes(1e6, depth=24, stages=stages) == 24e6
     factor = value(ACTIVATIONS[7][1].removeprefix("times ").split(";")[0], p=stages, v=chunks)
     interleaved = predict.first_stage_activation_bytes(1e6, depth=24, stages=stages, chunks=chunks)
     assert interleaved == pytest.approx(24e6 * factor)
 
 
-def test_the_kernel_keeps_a_number_for_each_row_of_scores():
+def test_the_kernel_keeps_a_number_for_each_row_of_scores() -> None:
     sizes = dict(sequence=128, rows=4, width=256, heads=8)
     plain, flash = predict.activation_bytes(**sizes), predict.flash_activation_bytes(**sizes)
     scores = 8 * 4 * 128 * 128
@@ -87,7 +87,9 @@ def test_the_kernel_keeps_a_number_for_each_row_of_scores():
 @pytest.mark.parametrize("kv_heads", [None, 1, 2])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("sizes", [*PRESETS.values(), PRESETS["1M"] | {"depth": 7, "context": 9}])
-def test_parameters_are_those_of_the_model(sizes: dict[str, int], tied: bool, kv_heads: int | None):
+def test_parameters_are_those_of_the_model(
+    sizes: dict[str, int], tied: bool, kv_heads: int | None
+) -> None:
     with torch.device("meta"):
         model = GPT(**sizes, kv_heads=kv_heads, tied=tied)
     found = predict.parameters(**sizes, kv_heads=kv_heads, tied=tied)
@@ -95,7 +97,7 @@ def test_parameters_are_those_of_the_model(sizes: dict[str, int], tied: bool, kv
 
 
 @pytest.mark.parametrize("one", MEGATRON, ids=lambda one: f"{one.billions}B")
-def test_parameters_and_operations_are_those_of_megatron(one: Any):
+def test_parameters_and_operations_are_those_of_megatron(one: Any) -> None:
     """arXiv 2104.04473, Table 1, and equation 3."""
     sizes = one.sizes
     assert round(sizes.parameters / 1e9, 1) == one.billions
@@ -108,7 +110,7 @@ def test_parameters_and_operations_are_those_of_megatron(one: Any):
     assert flops == pytest.approx(expected, rel=1e-12)
 
 
-def test_six_n_d_is_all_but_attention_and_small_things():
+def test_six_n_d_is_all_but_attention_and_small_things() -> None:
     sizes = dict(vocab=51200, width=12288, depth=96, heads=96)
     dense = predict.dense_flops(predict.parameters(**sizes, context=2048), 2 * 2048)
     step = predict.step_flops(**sizes, rows=2, sequence=2048)
@@ -117,7 +119,7 @@ def test_six_n_d_is_all_but_attention_and_small_things():
     assert step - attention == dense - not_products
 
 
-def test_what_a_machine_does_more_than_the_model_asks():
+def test_what_a_machine_does_more_than_the_model_asks() -> None:
     sizes = dict(vocab=512, width=64, depth=3, heads=4, rows=2, sequence=32)
     asked = predict.step_flops(**sizes)
     flash = predict.step_flops(**sizes, flash=True)
@@ -128,13 +130,13 @@ def test_what_a_machine_does_more_than_the_model_asks():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_data_parallelism_sends_what_ddp_says(ranks: int):
+def test_data_parallelism_sends_what_ddp_says(ranks: int) -> None:
     sizes = PRESETS["1M"]
     found = predict.data_parallel_bytes(predict.parameters(**sizes), ranks)
     assert found == NaiveDDP.predict(GPT(**sizes), ranks).bus_bytes
 
 
-def test_tensor_parallelism_sends_what_megatron_says():
+def test_tensor_parallelism_sends_what_megatron_says() -> None:
     """8 b s h (t-1)/t elements for each layer and micro-batch: arXiv 2104.04473, section 3.2."""
     found = predict.tensor_parallel_bytes(
         sequence=128, rows=3, width=64, depth=5, ranks=4, element_bytes=1
@@ -146,7 +148,7 @@ def test_tensor_parallelism_sends_what_megatron_says():
 
 
 @pytest.mark.parametrize(("depth", "layers_per_stage"), [(8, 8), (8, 2), (6, 1)])
-def test_a_pipeline_sends_the_messages_of_its_schedule(depth: int, layers_per_stage: int):
+def test_a_pipeline_sends_the_messages_of_its_schedule(depth: int, layers_per_stage: int) -> None:
     microbatches, rows = 5, 2
     schedule = one_f_one_b(depth // layers_per_stage, microbatches)
     programs = pipeline_programs(schedule, lambda stage, action: 1.0)
@@ -176,7 +178,7 @@ VOLUMES: dict[str, tuple[Callable[..., float], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("axis", VOLUMES)
-def test_volumes_have_their_orders(axis: str):
+def test_volumes_have_their_orders(axis: str) -> None:
     volume, powers = VOLUMES[axis]
     sizes = {"w": 4096, "b": 8, "s": 1024, "layers": 4096, "k": 4}
     for name, power in powers.items():
@@ -195,7 +197,7 @@ OURS = (
 
 @pytest.mark.parametrize(("name", "row"), list(zip(OURS, FACTORS, strict=True)))
 @pytest.mark.parametrize("n", [2, 3, 8, 1000])
-def test_bus_factors_are_those_of_nccl_tests(name: str, row: tuple[str, ...], n: int):
+def test_bus_factors_are_those_of_nccl_tests(name: str, row: tuple[str, ...], n: int) -> None:
     _, factor, time = row
     assert predict.bus_factor(name, n) == pytest.approx(value(factor, n=n), rel=1e-15)
     if time:
@@ -205,7 +207,7 @@ def test_bus_factors_are_those_of_nccl_tests(name: str, row: tuple[str, ...], n:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_bus_factors_are_the_mean_of_what_events_say(n: int):
+def test_bus_factors_are_the_mean_of_what_events_say(n: int) -> None:
     for S in (0, 1, 5, 1024):
         chunks = chunk_sizes(S, n)
         reduced = sum(all_reduce_bus_bytes(chunks, rank) for rank in range(n)) / n
@@ -214,12 +216,12 @@ def test_bus_factors_are_the_mean_of_what_events_say(n: int):
         assert gathered == pytest.approx(predict.bus_factor("all_gather", n) * S)
 
 
-def test_one_rank_alone_sends_nothing():
+def test_one_rank_alone_sends_nothing() -> None:
     names = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all")
     assert [predict.bus_factor(name, 1) for name in names] == [0] * 6
 
 
-def test_a_ring_is_the_least_time_and_its_latencies():
+def test_a_ring_is_the_least_time_and_its_latencies() -> None:
     least = predict.least_s("all_reduce", 8, 1e6, 1e9)
     ring = predict.algorithm_s("all_reduce", "ring", 8, 1e6, alpha_s=1e-5, bytes_per_s=1e9)
     assert ring == pytest.approx(least + 14 * 1e-5)
@@ -248,7 +250,7 @@ OF_SCHEDULE: dict[str, Callable[..., predict.PipelineStep]] = {
 
 @pytest.mark.parametrize("row", BUBBLES, ids=lambda row: row[0])
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 4), (4, 8), (8, 16)])
-def test_bubbles_are_the_published_formulas(row: tuple[str, ...], p: int, m: int):
+def test_bubbles_are_the_published_formulas(row: tuple[str, ...], p: int, m: int) -> None:
     sizes = {"p": p, "m": m, "F": 1.0, "B": 1.25, "W": 0.75, "v": 3}
     step = OF_SCHEDULE[row[0]](p, m, 1.0, 1.25, 0.75)
     assert step.bubble_s == pytest.approx(value(re.split(r"[;\s]", row[1])[0], **sizes))
@@ -260,7 +262,7 @@ def test_bubbles_are_the_published_formulas(row: tuple[str, ...], p: int, m: int
         assert step.of_total == pytest.approx(value("(p-1)/(m+p-1)", **sizes))
 
 
-def test_one_chunk_is_1f1b_and_no_bubble_is_below_zero():
+def test_one_chunk_is_1f1b_and_no_bubble_is_below_zero() -> None:
     assert predict.interleaved(4, 9, 1, 2, chunks=1) == predict.one_f_one_b(4, 9, 1, 2)
     assert predict.interleaved(4, 4, 1, 2, chunks=2).peak_microbatches == 4, "all there are"
     assert predict.zero_bubble_h2(4, 7, 1, 1, 1).bubble_s == 0
@@ -274,7 +276,7 @@ def test_one_chunk_is_1f1b_and_no_bubble_is_below_zero():
 
 @pytest.mark.parametrize("buckets", [1, 2, 10])
 @pytest.mark.parametrize("communication_s", [0.0, 1.0, 2.0, 7.0])
-def test_the_step_of_ddp_is_the_replayed_one(communication_s: float, buckets: int):
+def test_the_step_of_ddp_is_the_replayed_one(communication_s: float, buckets: int) -> None:
     program: list[Compute | Issue | Wait] = [Compute(1.0)]
     for k in range(buckets):
         program += [Compute(2.0 / buckets), Issue(k, (0, 1), communication_s / buckets)]
@@ -287,7 +289,7 @@ def test_the_step_of_ddp_is_the_replayed_one(communication_s: float, buckets: in
     assert shortest <= found <= longest
 
 
-def test_mfu_is_that_of_palm():
+def test_mfu_is_that_of_palm() -> None:
     """540.35e9 parameters, 238,300 tokens a second on 6,144 chips of 275 TFLOP/s, 118 layers of 48
     heads of 256, 2,048 positions: 45.7 % without attention, 46.2 % with (arXiv 2204.02311, B)."""
     dense = predict.dense_flops(540.35e9, tokens=238.3e3)
@@ -305,7 +307,7 @@ def test_mfu_is_that_of_palm():
 @pytest.mark.parametrize(
     "name", ["pipelines", "states", "steps", "tables", "three_d", "transformer"]
 )
-def test_examples_are_true(name: str):
+def test_examples_are_true(name: str) -> None:
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
     assert tried.attempted and not tried.failed
 
@@ -331,7 +333,7 @@ FORMULAS = [name for name in predict.__all__ if isfunction(getattr(predict, name
 
 
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name not in OTHERS])
-def test_no_size_may_be_less_than_nothing(name: str):
+def test_no_size_may_be_less_than_nothing(name: str) -> None:
     function = getattr(predict, name)
     good: dict[str, Any] = {x: GOOD[x] for x in signature(function).parameters if x in GOOD}
     function(**good)
@@ -376,7 +378,7 @@ test_sizes_that_cannot_be_are_told = refusals(
 # --- tables --------------------------------------------------------------------------------------
 
 
-def test_formula_replay_and_measurement_stand_side_by_side():
+def test_formula_replay_and_measurement_stand_side_by_side() -> None:
     found = predict.table(
         formula={"sent_bytes": 6144.0, "step_s": 0.04, "memory_bytes": 7},
         replayed={"sent_bytes": 6144, "step_s": 0.042, "idle_s": 1 / 3},
@@ -394,7 +396,7 @@ def test_formula_replay_and_measurement_stand_side_by_side():
     assert '<td style="text-align: right">12,346</td>' in page
 
 
-def test_a_row_says_what_is_equal_and_what_is_a_multiple():
+def test_a_row_says_what_is_equal_and_what_is_a_multiple() -> None:
     tenths = sum([0.1] * 10)
     near = predict.table(formula={"a_s": 1.0, "a_bytes": 1e12}, replayed={"a_s": tenths})
     assert tenths != 1 and near.rows[0][-1] == "✓ equal"

@@ -18,7 +18,7 @@ HEADS, GROUPS, WIDTH, ROWS = 4, 2, 8, 2
 FLOPS_PER_S = 1e9
 
 
-def test_bytes_by_hand():
+def test_bytes_by_hand() -> None:
     """Eight ranks, 8,192 tokens, 32 heads of 128 and 8 key-value heads, bf16."""
     shape = {"sequence": 8192, "rows": 1, "kv_heads": 8, "head_width": 128, "ranks": 8}
     block = 2 * 8 * 1024 * 128  # elements of k and v
@@ -30,7 +30,7 @@ def test_bytes_by_hand():
     assert context.ulysses_bytes(**{**shape, "ranks": 1}, heads=32) == 0
 
 
-def test_ulysses_sends_less_with_more_ranks_and_the_ring_does_not():
+def test_ulysses_sends_less_with_more_ranks_and_the_ring_does_not() -> None:
     """arXiv 2309.14509, section 3: 4/n of an activation, where the ring's sum stays."""
     shape = {"sequence": 8192, "rows": 1, "kv_heads": 64, "head_width": 128}
     ring = [context.ring_attention_bytes(**shape, ranks=n) for n in (2, 4, 64)]
@@ -40,7 +40,7 @@ def test_ulysses_sends_less_with_more_ranks_and_the_ring_does_not():
     assert [64 * 2 * y // 2 // n for y, n in zip(ring, (2, 4, 64))] == [32 * y for y in ulysses]
 
 
-def test_all_ranks_together_compute_every_score_once():
+def test_all_ranks_together_compute_every_score_once() -> None:
     ranks, block = 8, 96
     own, other = (
         context.ring_step_scores(block, heads=3, rows=2, own=own) for own in (True, False)
@@ -49,7 +49,7 @@ def test_all_ranks_together_compute_every_score_once():
     assert ranks * (own + (ranks - 1) * other) == 2 * 3 * whole * (whole + 1) / 2
 
 
-def test_the_block_from_which_on_the_ring_hides_is_the_published_one():
+def test_the_block_from_which_on_the_ring_hides_is_the_published_one() -> None:
     """arXiv 2310.01889, section 3: c = F / B, for 2-byte types; a causal mask doubles it."""
     shape = {"flops_per_s": 312e12, "bytes_per_s": 300e9}  # an A100 over NVLink, table 2
     found = context.ring_hides_from(heads=32, kv_heads=32, head_width=128, **shape)
@@ -99,7 +99,7 @@ SHAPE: dict[str, Any] = {
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_what_is_exposed_in_a_replay_is_what_is_predicted(
     ranks: int, of_the_way: float, alpha_s: float
-):
+) -> None:
     """With wires so fast that a step's computing is so much of a block's way."""
     step_s = context.ring_step_scores(BLOCK, HEADS, ROWS) * 4 * WIDTH / FLOPS_PER_S
     elements = 2 * ROWS * GROUPS * BLOCK * WIDTH
@@ -116,7 +116,7 @@ def test_what_is_exposed_in_a_replay_is_what_is_predicted(
         assert (found[0] < 1e-12) == hidden, "zero where it says so"
 
 
-def test_what_does_not_divide_is_told():
+def test_what_does_not_divide_is_told() -> None:
     good = {
         "rows": 1,
         "kv_heads": 2,

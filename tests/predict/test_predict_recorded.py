@@ -48,14 +48,14 @@ def of_one_layer(edit: Callable[[GPT], None]) -> float:
 )
 def test_activations_of_a_layer_are_what_is_recorded(
     edit: Callable[[GPT], None], formula: Callable[..., float]
-):
+) -> None:
     found, expected = of_one_layer(edit), formula(**SIZES)
     assert found == pytest.approx(expected, rel=0.02)
     statistics = 2 * 2 * ROWS * SEQUENCE  # mean and deviation, two norms: not in the formula
     assert found - expected in (2 * statistics, 4 * statistics), "2 bytes each, or 4"
 
 
-def test_masks_of_two_bytes_would_be_seen():
+def test_masks_of_two_bytes_would_be_seen() -> None:
     masks = ROWS * SEQUENCE * (2 * WIDTH + HEADS * SEQUENCE)
     assert of_one_layer(with_torchs_dropout) - of_one_layer(plain) == masks
     assert of_one_layer(with_torchs_dropout) > 1.11 * predict.activation_bytes(**SIZES)
@@ -65,7 +65,7 @@ def test_masks_of_two_bytes_would_be_seen():
 @pytest.mark.parametrize(("edit", "flash"), [(plain, False), (kernel, True)])
 def test_operations_of_a_step_are_what_is_recorded(
     edit: Callable[[GPT], None], flash: bool, kv_heads: int | None
-):
+) -> None:
     one = recorded(3, edit, kv_heads)
     sizes = dict(vocab=VOCAB, depth=3, kv_heads=kv_heads, **SIZES)
     counted = {

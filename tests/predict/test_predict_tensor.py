@@ -33,7 +33,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int):
+def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int) -> None:
     """test_predict.py holds the rows to the file."""
     sizes = {"sequence": 2048, "rows": 4, "width": 6144, "heads": 64, **ROWS[name]}
     sizes["tensor_parallel"] = t if sizes.pop("t", False) else 1
@@ -45,7 +45,7 @@ def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int):
     assert sum(terms.values()) == pytest.approx(expected, rel=1e-12), "summand by summand"
 
 
-def test_what_is_outside_of_the_matrices_is_ten_of_thirty_four():
+def test_what_is_outside_of_the_matrices_is_ten_of_thirty_four() -> None:
     one, cut = (predict.activation_terms(64, 2, 64, 4, tensor_parallel=t) for t in (1, 4))
     whole = [name for name in one if one[name] == cut[name]]
     assert sum(one[name] for name in whole) == 10 * 64 * 2 * 64
@@ -74,7 +74,7 @@ def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute: str):
+def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute: str) -> None:
     """Term by term, to the byte; the formula leaves out the statistics of the norms alone."""
     t = world.size
     how: dict[str, Any] = {
@@ -92,7 +92,7 @@ def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 8])
-def test_volumes_of_a_layer_are_the_published_ones(t: int):
+def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
     """8 b s h (t-1)/t elements: arXiv 2104.04473, section 3.2. Two inputs gathered again: arXiv
     2205.05198, section 4.2.2."""
 
@@ -110,7 +110,7 @@ def test_volumes_of_a_layer_are_the_published_ones(t: int):
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
-def test_of_the_vocabulary_three_numbers_a_token_travel(t: int):
+def test_of_the_vocabulary_three_numbers_a_token_travel(t: int) -> None:
     sizes = {"sequence": 128, "rows": 3, "ranks": t}
     found = predict.vocab_parallel_bytes(**sizes, width=64, element_bytes=2)
     assert found == pytest.approx(2 * (t - 1) / t * (2 * 128 * 3 * 64 * 2 + 3 * 128 * 3 * 4))
@@ -136,7 +136,7 @@ def sent(sequence: bool, gather: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_sends_what_the_formulas_say(world4: World, sequence: bool, gather: bool):
+def test_a_step_sends_what_the_formulas_say(world4: World, sequence: bool, gather: bool) -> None:
     sizes = {"sequence": 24, "rows": 3, "ranks": 4, "element_bytes": 4}
     expected = predict.tensor_parallel_bytes(
         **sizes, width=24, depth=3, sequence_parallel=sequence

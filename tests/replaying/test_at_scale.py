@@ -49,7 +49,7 @@ def engine_times(microbatches: int, forward: Any, backward: Any, messages: Any) 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_short_clock_agrees_with_the_engine(seed: int):
+def test_the_short_clock_agrees_with_the_engine(seed: int) -> None:
     """Alike stages, unlike ones, whole numbers (which tie), and messages that hold up everything;
     few micro-batches, and so many that periods are put in."""
     draw = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ def test_the_short_clock_agrees_with_the_engine(seed: int):
     assert found.bubble_s + found.pipeline_s == pytest.approx(idle, rel=1e-9, abs=1e-9)
 
 
-def test_a_thousand_micro_batches_are_the_bubble_of_the_formula():
+def test_a_thousand_micro_batches_are_the_bubble_of_the_formula() -> None:
     """(p - 1)(F + B), or 1/v of it; nothing is on its way."""
     for chunks in (1, 2):
         ones = np.ones((4, chunks)) / chunks
@@ -100,7 +100,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"tp {one.tp} {one.recompute}")
-def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout):
+def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
     """Operations, collectives and what is kept for backward, exactly. At its peak the whole holds
     its loss and the gradient of that as well: 8 bytes, once."""
     (stage,) = virtual_stages(replace(SMALL, tied=False), layout)
@@ -115,7 +115,7 @@ def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout):
     assert 0 <= most - (report.peak_bytes - states) <= 8
 
 
-def test_groups_stand_where_the_mesh_has_them():
+def test_groups_stand_where_the_mesh_has_them() -> None:
     """pp, dp and tp on nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2
     ranks has one neighbour on its node, and one on the next."""
     assert rank_groups(2, 2, 8, "tp", (1,), 8) == (tuple(range(16, 24)),)
@@ -132,7 +132,7 @@ def check_sums(report: StepReport) -> None:
     assert 0 < report.mfu < 1
 
 
-def test_gpt_3_on_1024_ranks():
+def test_gpt_3_on_1024_ranks() -> None:
     report = step_report(GPT3, Layout(8, 8, 16, recompute="full"), 1536, SELENE)
     check_sums(report)
     bubble = 7 / (96 + 7)  # (p - 1) / (m + p - 1), of what the stages do
@@ -150,7 +150,7 @@ def test_gpt_3_on_1024_ranks():
 
 
 @pytest.mark.slow
-def test_published_models_fit_and_take_about_what_they_took():
+def test_published_models_fit_and_take_about_what_they_took() -> None:
     """No row is fitted here: 80 GB hold each of them, and FLOP/s as that paper counts them, with
     what is computed again, are within a half of what it reached."""
     for one in MEGATRON:
@@ -176,7 +176,9 @@ ODD = Sizes(width=12, depth=5, heads=4, context=8, vocab=21)
     ids=lambda one: f"{one.in_words} zero {one.zero}",
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_between_stages_and_replicas_are_those_of_the_formula(layout: Layout, tied: bool):
+def test_bytes_between_stages_and_replicas_are_those_of_the_formula(
+    layout: Layout, tied: bool
+) -> None:
     """What does not divide into shares is padded; ends of a tied model sum a share each."""
     sizes = replace(ODD, tied=tied)
     sent = step_report(sizes, layout, 12 * layout.dp, SELENE).sent_bytes
@@ -194,7 +196,7 @@ class TwiceAsSlow(Costs):
         return 2 * super().compute_s(operation)
 
 
-def test_constants_of_ones_own():
+def test_constants_of_ones_own() -> None:
     plain, slow = (
         step_report(SMALL, Layout(tp=2, pp=2), 8, SELENE, costs=kind(SELENE))
         for kind in (Costs, TwiceAsSlow)
@@ -209,7 +211,7 @@ def test_constants_of_ones_own():
     [Layout(tp=2, pp=2, dp=2), Layout(tp=2, pp=2, dp=4, chunks=2, zero=1)],
     ids=lambda one: one.in_words,
 )
-def test_the_trace_is_the_report(layout: Layout):
+def test_the_trace_is_the_report(layout: Layout) -> None:
     report = step_report(SMALL, layout, 16, SELENE)
     trace = step_trace(SMALL, layout, 16, SELENE)
     for one in trace.ranks.values():
@@ -245,13 +247,13 @@ test_a_layout_that_cannot_be_is_told = refusals(
 )
 
 
-def test_positions_and_cores_that_cannot_be_are_told():
+def test_positions_and_cores_that_cannot_be_are_told() -> None:
     odd, positions = replace(SMALL, context=SMALL.context + 1), "positions do not divide over tp=2"
     raises(positions, step_report, odd, Layout(tp=2, sequence=True), 4, SELENE)
     raises("choose 'fused' or 'plain'", step_report, SMALL, Layout(), 4, SELENE, core="flash")
 
 
-def test_a_recording_is_made_once():
+def test_a_recording_is_made_once() -> None:
     one = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
     assert one == shape_of("embedding", SMALL, Layout(tp=2))
     recorded.cache_clear()

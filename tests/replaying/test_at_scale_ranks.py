@@ -58,7 +58,7 @@ def train(sequence: bool, zero: int = 0) -> Found:
     return sent, held, before[0][CATEGORIES.index("other")]
 
 
-def test_eight_ranks_send_and_hold_what_the_report_says():
+def test_eight_ranks_send_and_hold_what_the_report_says() -> None:
     """Bytes of each axis are exact; so are parameters, gradients and the optimizer's state, and
     the sum of all else, but for a message more or less: one is held until the other end has taken
     it, which is a matter of time. (It is an activation where it is computed, and other where it

@@ -56,7 +56,7 @@ def rows() -> list[Row]:
     return [replace(one, step_s=float(x)) for one, x in zip(SYNTHETIC, seconds)]
 
 
-def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list[Row]):
+def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list[Row]) -> None:
     measured = np.array([one.step_s for one in rows])
     assumed_as_true = Bounds(TRUE, BOUNDS.least, BOUNDS.most)
     fitted = fit(
@@ -70,7 +70,7 @@ def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list
     assert calibrate.without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
 
 
-def test_each_constant_moves_what_it_is_of(rows: list[Row]):
+def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
     where = with_constants(cluster(CLUSTER), TRUE)
     large, small = rows[0], rows[2]
 
@@ -88,7 +88,7 @@ def test_each_constant_moves_what_it_is_of(rows: list[Row]):
     )
 
 
-def test_no_operation_of_a_report_begins_before_it_was_launched():
+def test_no_operation_of_a_report_begins_before_it_was_launched() -> None:
     """A host of no time changes nothing; of a slow one, only the number of launches counts."""
     where = with_constants(cluster(CLUSTER), TRUE)
 
@@ -104,7 +104,7 @@ def test_no_operation_of_a_report_begins_before_it_was_launched():
     assert device_s < slower_s < device_s + compute_s(small, 1e-3) * TRUE[2] / 1e-3
 
 
-def test_an_outlier_has_no_more_say_than_another_row():
+def test_an_outlier_has_no_more_say_than_another_row() -> None:
     sizes = np.arange(1.0, 41.0)
     bounds = Bounds(np.array([1.0, 1.0]), np.array([0.01, 0.01]), np.array([100.0, 100.0]))
 
@@ -121,13 +121,13 @@ def test_an_outlier_has_no_more_say_than_another_row():
     assert again == pytest.approx([3.0, 0.5], rel=0.02)
 
 
-def test_a_constant_of_which_no_row_tells_stays_as_assumed_and_within_its_bounds():
+def test_a_constant_of_which_no_row_tells_stays_as_assumed_and_within_its_bounds() -> None:
     bounds = Bounds(np.array([2.0, 0.7]), np.array([0.1, 0.1]), np.array([5.0, 1.0]))
     found = fit(lambda c: c[0] * np.ones(9), np.full(9, 50.0), bounds)
     assert found.constants == pytest.approx([5.0, 0.7])
 
 
-def test_the_wires_of_a_node_are_found_from_all_reduces():
+def test_the_wires_of_a_node_are_found_from_all_reduces() -> None:
     level = cluster(CLUSTER).inside
     made = [
         calibrate.AllReduce(
@@ -143,7 +143,7 @@ def test_the_wires_of_a_node_are_found_from_all_reduces():
     assert level.start_s == pytest.approx(published["inside_start_s"], rel=0.25)
 
 
-def test_the_frozen_constants_are_those_that_were_found():
+def test_the_frozen_constants_are_those_that_were_found() -> None:
     found, where = calibration(), cluster(CLUSTER)
     frozen = with_constants(where, np.array([found.constants[name][0] for name in NAMES]))
     assert frozen == where
@@ -152,7 +152,7 @@ def test_the_frozen_constants_are_those_that_were_found():
     assert cluster("selene-fitted").device == where.device
 
 
-def test_what_is_stated_is_what_the_rows_say():
+def test_what_is_stated_is_what_the_rows_say() -> None:
     """The errors that texts state; the aim is 5 %, on models that were not fitted on."""
     summary = calibration().summary()
     assert {name: rows for name, (rows, _, _) in summary.items()}["all rows"] == 225
@@ -169,7 +169,7 @@ def check_stored_seconds(rows: Iterable[int]) -> None:
     assert again == pytest.approx(found.predicted_s[rows], rel=1e-4)
 
 
-def test_the_stored_seconds_are_those_of_the_frozen_constants():
+def test_the_stored_seconds_are_those_of_the_frozen_constants() -> None:
     """On the first row that is quick to record."""
     quick = (x.layout.tp == 1 and x.sizes.depth == 24 for x in calibration().rows)
     check_stored_seconds([list(quick).index(True)])
@@ -177,13 +177,13 @@ def test_the_stored_seconds_are_those_of_the_frozen_constants():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_stored_seconds_of_all_kinds_are_those_of_the_frozen_constants():
+def test_stored_seconds_of_all_kinds_are_those_of_the_frozen_constants() -> None:
     """Every sixth row; all of them take minutes to record."""
     check_stored_seconds(range(0, len(calibration().rows), 6))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_tables_are_those_that_were_published(name: str):
+def test_the_tables_are_those_that_were_published(name: str) -> None:
     assert (TABLES / name).read_text() == (places.PUBLISHED / name).read_text()
 
 
@@ -195,14 +195,14 @@ def test_the_tables_are_those_that_were_published(name: str):
     ("2,16,8,1024", "2,17,8,1024", "line 2: a batch of 17 rows does not divide"),
     ("hidden", "width", "line 2: hidden = None"),
 )
-def test_a_table_that_is_wrong_is_named(was: str, then: str, message: str, tmp_path: Path):
+def test_a_table_that_is_wrong_is_named(was: str, then: str, message: str, tmp_path: Path) -> None:
     for name in FILES:
         text = (TABLES / name).read_text()
         (tmp_path / name).write_text(text.replace(was, then, 1))
     raises(message, step_rows, tmp_path)
 
 
-def test_a_missing_table_and_a_calibration_of_other_rows_are_told(tmp_path: Path):
+def test_a_missing_table_and_a_calibration_of_other_rows_are_told(tmp_path: Path) -> None:
     raises("name the folder that has a100_step", step_rows, tmp_path, error=FileNotFoundError)
     told = json.loads(STORED.read_text())
     told["rows"].pop()
@@ -210,7 +210,7 @@ def test_a_missing_table_and_a_calibration_of_other_rows_are_told(tmp_path: Path
     raises("is of other rows", calibration, tmp_path / "other.json")
 
 
-def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path):
+def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
     found = calibration()
     again = calibration(calibrate.save_calibration(found, tmp_path / "again.json"))
     assert isinstance(again, Calibration)
@@ -222,7 +222,7 @@ def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path):
     plt.close("all")
 
 
-def test_the_script_shows_the_constants_the_errors_and_the_lines_for_known_toml():
+def test_the_script_shows_the_constants_the_errors_and_the_lines_for_known_toml() -> None:
     fitted = calibration()
     constants, errors = calibrate.tables(fitted, places.PUBLISHED)
     assert constants.row_count == 6 and errors.row_count == len(fitted.summary())

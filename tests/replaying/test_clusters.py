@@ -18,7 +18,7 @@ from tables import cases, raises
 
 
 @pytest.mark.parametrize("name", known_clusters())
-def test_every_number_of_a_known_cluster_has_its_source(name: str):
+def test_every_number_of_a_known_cluster_has_its_source(name: str) -> None:
     one = cluster(name)
     rates = {f"peak_flops.{dtype}" for dtype in one.device.peak_flops}
     assert one.device.sources.keys() == {
@@ -33,14 +33,14 @@ def test_every_number_of_a_known_cluster_has_its_source(name: str):
     assert "float32" in one.device.peak_flops
 
 
-def test_a_matrix_product_reaches_its_rate_by_its_sides():
+def test_a_matrix_product_reaches_its_rate_by_its_sides() -> None:
     device = cluster("selene").device
     large, small = (device.matmul_flops_per_s("bfloat16", [side] * 3) for side in (10**6, 128))
     assert large == pytest.approx(0.85 * 312e12, rel=1e-3)
     assert small == pytest.approx(0.85 * 312e12 / 8)
 
 
-def test_ranks_stand_node_by_node_and_share_the_wires_between():
+def test_ranks_stand_node_by_node_and_share_the_wires_between() -> None:
     one = cluster("v100-cloud")
     assert (one.size, one.node_of(7), one.node_of(8)) == (128, 0, 1)
     assert one.level_of([0, 3, 7]).name == "NVLink 2"
@@ -50,7 +50,7 @@ def test_ranks_stand_node_by_node_and_share_the_wires_between():
     assert cluster("selene").share_bytes_per_s(cluster("selene").level_of([0, 8])) == 25e9
 
 
-def test_what_is_not_there_is_told_with_what_is(tmp_path: Path):
+def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
     raises("no cluster 'frontier'; there are h200-node, dgx-h100", cluster, "frontier")
     raises("8 devices .1 nodes of 8., and none for rank 8", cluster("h200-node").level_of, [0, 8])
     with pytest.raises(ValueError, match="no rate for bfloat16; it has float64, float32, float16"):
@@ -93,7 +93,7 @@ def own(tmp_path: Path, text: str) -> dict[str, Cluster]:
     return read_clusters(path)
 
 
-def test_a_file_of_ones_own(tmp_path: Path):
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
     theirs = own(tmp_path, OWN.replace('"v100"', '"own"') + DEVICE)["mine"]
     assert theirs.device.peak_flops == {"bfloat16": 312e12}
     mine = own(tmp_path, OWN)["mine"]
@@ -144,13 +144,15 @@ NO_SOURCE = "a number and its source are needed"
     ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no rate of any dtype; give one"),
     ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it is a part"),
 )
-def test_what_is_wrong_in_a_file_is_named(was: str, then: str, message: str, tmp_path: Path):
+def test_what_is_wrong_in_a_file_is_named(
+    was: str, then: str, message: str, tmp_path: Path
+) -> None:
     text = OWN if was in OWN else OWN.replace('"v100"', '"own"') + DEVICE
     assert was in text
     raises(message, own, tmp_path, text.replace(was, then, 1))
 
 
-def test_what_is_written_reads_back_equal(tmp_path: Path):
+def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "all.toml"
     write_clusters(path, known_clusters())
     assert read_clusters(path) == known_clusters()
@@ -158,7 +160,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path):
     assert path.read_text().count("[devices.") == 6  # workstation and internet have the same
 
 
-def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path):
+def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path) -> None:
     told = 'say "who"\\ \n\t\x7f\x01 é 卡 \U0001f600 [a] = #'
     numbers = ("memory_bytes", "memory_bytes_per_s", "launch_s", "peak_flops.my dtype", "tile")
     device = Device(
@@ -176,7 +178,7 @@ def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path):
     assert read_clusters(tmp_path / "odd.toml") == both
 
 
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path):
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     path, one = tmp_path / "none.toml", cluster("workstation")
     wires = one.inside
 

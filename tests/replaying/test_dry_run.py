@@ -56,7 +56,7 @@ def told(trace: Trace) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(
     "strategy", [name for name, one in RECIPES.items() if "pipeline" not in one.step.__name__]
 )
-def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str):
+def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
     """So no strategy looks at a number: it could not be recorded without data."""
     size = 1 if RECIPES[strategy].one_rank else RANKS if RECIPES[strategy].share is rows_of else 2
     with World(size, backend="gloo") as world, record(detail_step=1) as real:
@@ -71,7 +71,7 @@ def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str):
 
 
 @pytest.mark.slow
-def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank():
+def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank() -> None:
     """But for when it waits, and torch's own operations that send; what other stages receive is
     told to them, in numbers that paper has not."""
 
@@ -92,7 +92,7 @@ def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank():
         assert held[name] == real_held[name] > 0
 
 
-def test_one_rank_stands_for_all_and_can_be_drawn_as_any():
+def test_one_rank_stands_for_all_and_can_be_drawn_as_any() -> None:
     dry = dry_run(train, ranks=1024)
     assert (dry.size, dry.steps(), dry.ranks[0].alike) == (1024, [1], tuple(range(1, 1024)))
     every = dry.expanded()
@@ -102,7 +102,7 @@ def test_one_rank_stands_for_all_and_can_be_drawn_as_any():
     raises("rank 1024 has no record", dry.expanded, [1024])
 
 
-def test_ranks_of_several_kinds_each_have_their_record():
+def test_ranks_of_several_kinds_each_have_their_record() -> None:
     def work() -> None:
         comm = Comm()
         model = nn.Linear(4, 4 if comm.rank < 2 else 8)
@@ -127,7 +127,7 @@ def take_steps(model: nn.Module, optimizer: Any, x: torch.Tensor, steps: int) ->
         optimizer.step()
 
 
-def test_a_model_of_another_dtype_is_converted_and_stays_tied():
+def test_a_model_of_another_dtype_is_converted_and_stays_tied() -> None:
     def work() -> None:
         model = GPT.preset("tiny").to(torch.bfloat16)
         assert model.head.weight is model.embed.tokens.weight
@@ -140,7 +140,7 @@ def test_a_model_of_another_dtype_is_converted_and_stays_tied():
     assert peak_memory(one)["parameters"] == 2 * GPT.preset("tiny").parameter_count
 
 
-def test_the_optimizer_is_that_of_a_gpu_unless_asked():
+def test_the_optimizer_is_that_of_a_gpu_unless_asked() -> None:
     found = {}
     for as_on in ("cuda", "cpu"):
         one = dry_run(train, ranks=2, as_on=as_on).ranks[0]
@@ -152,7 +152,7 @@ def test_the_optimizer_is_that_of_a_gpu_unless_asked():
     assert 0.9 < moved["cuda"] / moved["cpu"] < 1.2, "the same is read and written"
 
 
-def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters():
+def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters() -> None:
     def work() -> None:
         model = nn.Linear(8, 8)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -163,7 +163,7 @@ def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters(
     assert (held["parameters"], held["optimizer state"]) == (2 * 72, 2 * 2 * 72 + 2 * 4)
 
 
-def test_it_leaves_the_process_as_it_was():
+def test_it_leaves_the_process_as_it_was() -> None:
     conversion = nn.Module._apply
 
     def looks() -> None:
@@ -183,7 +183,7 @@ def test_it_leaves_the_process_as_it_was():
         raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
 
 
-def test_what_was_there_before_is_none_of_its_memory():
+def test_what_was_there_before_is_none_of_its_memory() -> None:
     """The tensors of a notebook are not on the GPU that the run is recorded for."""
     alone = dry_run(train, ranks=4)
     mine = torch.zeros(1_000_000)
@@ -192,7 +192,7 @@ def test_what_was_there_before_is_none_of_its_memory():
     assert held[0] == held[1] and gc.get_freeze_count() == 0 and mine.numel()
 
 
-def test_what_cannot_be_recorded_is_told():
+def test_what_cannot_be_recorded_is_told() -> None:
     def chooses() -> None:
         x = torch.ones(4)
         x[x > 0].sum()
@@ -212,7 +212,7 @@ def test_what_cannot_be_recorded_is_told():
     raises("ranks=0; at least 1 is needed", dry_run, train, ranks=0)
 
 
-def test_a_model_that_no_laptop_holds():
+def test_a_model_that_no_laptop_holds() -> None:
     """One layer of 175B parameters as DDP trains it: 1.8 billion in fp32."""
 
     def gpt() -> GPT:

@@ -56,7 +56,7 @@ def planned() -> Plan:
         return plan(GPT, SELENE, ROWS, gpus=RANKS)
 
 
-def test_all_that_fits_is_ranked_and_nothing_else_is(planned: Plan):
+def test_all_that_fits_is_ranked_and_nothing_else_is(planned: Plan) -> None:
     """Against the reports of every layout that factors, with no lower bound asked before."""
     every = [formula_step(GPT, one, ROWS, SELENE) for one in layouts(GPT, RANKS, ROWS)]
     fitting = {one.layout for one in every if one.peak_bytes <= 80e9}
@@ -69,7 +69,7 @@ def test_all_that_fits_is_ranked_and_nothing_else_is(planned: Plan):
     assert sizes == sorted(sizes) and sizes[0] > 80e9
 
 
-def test_the_bounds_spare_only_what_cannot_fit(asked: list[Layout]):
+def test_the_bounds_spare_only_what_cannot_fit(asked: list[Layout]) -> None:
     """A layout between bound and truth, of which a tenth is missing, must be asked."""
     every, large = layouts(GPT, RANKS, ROWS), plan(GPT, SELENE, ROWS, gpus=RANKS).too_large
     assert set(asked) == set(every) - {one.layout for one in large if one.at_least}
@@ -77,7 +77,7 @@ def test_the_bounds_spare_only_what_cannot_fit(asked: list[Layout]):
     assert any(one.at_least for one in large)
 
 
-def test_each_layout_says_why_it_loses(planned: Plan):
+def test_each_layout_says_why_it_loses(planned: Plan) -> None:
     assert planned.why(planned.best.layout) == "the best"
     for one in planned.layouts[1:]:
         assert planned.why(one) != "the best"
@@ -87,7 +87,7 @@ def test_each_layout_says_why_it_loses(planned: Plan):
     raises("is not in this plan", planned.report, Layout(tp=3))
 
 
-def test_the_fastest_with_each_value(planned: Plan):
+def test_the_fastest_with_each_value(planned: Plan) -> None:
     by_tp = planned.fastest("tp")
     assert list(by_tp) == sorted({one.tp for one in planned.layouts})
     for tp, one in by_tp.items():
@@ -100,7 +100,7 @@ def test_the_fastest_with_each_value(planned: Plan):
     assert any("leaves the node of 8" in row[-1] for row in near if row[0] == "tensor")
 
 
-def test_a_model_that_is_too_large_is_told_by_how_much():
+def test_a_model_that_is_too_large_is_told_by_how_much() -> None:
     giant = replace(GPT, depth=4000)
     with pytest.raises(ValueError, match=r"no layout fits: .* GB too much") as told:
         plan(giant, SELENE, ROWS, gpus=RANKS)
@@ -117,12 +117,12 @@ def test_a_model_that_is_too_large_is_told_by_how_much():
     ({"gpus": 7}, "no layout of 7 ranks"),
     ({"tp": 7}, "48 heads do not divide by 7; 1, 2, 3, 4"),
 )
-def test_what_cannot_be_is_one_sentence(asked: dict, words: str):
+def test_what_cannot_be_is_one_sentence(asked: dict, words: str) -> None:
     for ask in (plan, fits):
         raises(words, ask, GPT, SELENE, ROWS, **{"gpus": RANKS, **asked})
 
 
-def test_the_layout_that_holds_the_least_is_found_without_asking_all(asked: list[Layout]):
+def test_the_layout_that_holds_the_least_is_found_without_asking_all(asked: list[Layout]) -> None:
     every, found = layouts(GPT, RANKS, ROWS), fits(GPT, SELENE, ROWS, gpus=RANKS)
     truth = min(formula_step(GPT, one, ROWS, SELENE).peak_bytes for one in every)
     assert found.report.peak_bytes == truth and found.fits
@@ -131,7 +131,7 @@ def test_the_layout_that_holds_the_least_is_found_without_asking_all(asked: list
 
 
 @pytest.mark.parametrize("gpus", [1, 6, 8])
-def test_the_largest_that_fits_is_the_deepest_of_all(gpus: int):
+def test_the_largest_that_fits_is_the_deepest_of_all(gpus: int) -> None:
     """Against all depths, one after the other; one block more fits in no layout."""
     found = largest_that_fits(GPT, SELENE, 24, gpus=gpus, sequence=False)
     depth, fitting = found.report.sizes.depth, set()
@@ -143,20 +143,20 @@ def test_the_largest_that_fits_is_the_deepest_of_all(gpus: int):
     assert depth == max(fitting) and found.fits
 
 
-def test_the_largest_is_found_for_named_stages_and_chunks():
+def test_the_largest_is_found_for_named_stages_and_chunks() -> None:
     found = largest_that_fits(GPT, SELENE, 24, gpus=12, pp=3, chunks=(1, 2), tp=4)
     layout = found.report.layout
     assert (layout.tp, layout.pp) == (4, 3) and found.report.sizes.depth % 3 == 0
     raises("no layout of 12 ranks", largest_that_fits, GPT, SELENE, 24, gpus=12, pp=8)
 
 
-def test_nothing_that_fits_is_told():
+def test_nothing_that_fits_is_told() -> None:
     wide = Sizes(width=200_000, depth=1, heads=1)
     with pytest.raises(ValueError, match="not one block of width 200000 for each stage fits"):
         largest_that_fits(wide, SELENE, 8, gpus=8)
 
 
-def test_the_breakdown_adds_up_to_the_device():
+def test_the_breakdown_adds_up_to_the_device() -> None:
     found = fits(GPT, SELENE, ROWS, gpus=RANKS)
     rows = found.table().rows
     assert rows[-1][0] == "free"
@@ -165,7 +165,7 @@ def test_the_breakdown_adds_up_to_the_device():
     assert tight.table().rows[-1][0] == "too much" and "GB too much" in str(tight)
 
 
-def test_json_reads_back_as_the_same_plan(planned: Plan):
+def test_json_reads_back_as_the_same_plan(planned: Plan) -> None:
     text = planned.to_json()
     again = Plan.from_json(text)
     assert again == planned and again.to_json() == text
@@ -179,18 +179,18 @@ def test_json_reads_back_as_the_same_plan(planned: Plan):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": 3}'])
-def test_what_is_no_plan_is_not_read_as_one(text: str):
+def test_what_is_no_plan_is_not_read_as_one(text: str) -> None:
     raises("no plan that `Plan.to_json` wrote", Plan.from_json, text)
 
 
-def test_a_plan_for_a_cluster_of_ones_own_is_read_with_it():
+def test_a_plan_for_a_cluster_of_ones_own_is_read_with_it() -> None:
     mine = replace(SELENE, name="mine")
     text = plan(GPT, mine, ROWS, gpus=RANKS, tp=8).to_json()
     raises("no cluster 'mine'", Plan.from_json, text)
     assert Plan.from_json(text, mine).cluster is mine
 
 
-def test_the_table_has_what_each_takes_holds_and_sends(planned: Plan):
+def test_the_table_has_what_each_takes_holds_and_sends(planned: Plan) -> None:
     table = planned.table(3)
     assert len(table.rows) == 3 and len(planned.table(None).rows) == len(planned.reports)
     row = dict(zip(table.heads, table.rows[0]))
@@ -202,7 +202,7 @@ def test_the_table_has_what_each_takes_holds_and_sends(planned: Plan):
     assert "<table>" in planned._repr_html_() and repr(planned) == repr(planned.table())
 
 
-def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan):
+def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> None:
     figure = plot.plan(planned, top=4)
     bars, grid = figure.axes
     drawn = [
@@ -219,14 +219,14 @@ def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan):
     assert isinstance(plot.plan(planned, figure=Figure()), Figure)
 
 
-def test_the_best_is_drawn_alone_and_another_layout_beside_it(planned: Plan):
+def test_the_best_is_drawn_alone_and_another_layout_beside_it(planned: Plan) -> None:
     for report, bars in ((None, 1), (planned.best, 1), (planned.reports[1], 2)):
         names = compared_with_best(planned, report).axes[0].get_yticklabels()
         assert len(names) == bars
 
 
 @pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipywidgets")
-def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan):
+def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan) -> None:
     def of(one: Layout) -> tuple[int, int, int]:
         return one.tp, one.pp, one.microbatch
 
@@ -254,7 +254,7 @@ def labkit_plan(options: str, asked: str = ASKED) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
-def test_the_command_ranks_draws_and_tells_the_trades(tmp_path: Path, planned: Plan):
+def test_the_command_ranks_draws_and_tells_the_trades(tmp_path: Path, planned: Plan) -> None:
     picture = tmp_path / "plan.png"
     code, said = labkit_plan(f"--gpus 64 --batch 256 --top 3 --plot {picture}")
     assert code == 0, said
@@ -264,7 +264,7 @@ def test_the_command_ranks_draws_and_tells_the_trades(tmp_path: Path, planned: P
     assert "leaves the node of 8" in said and "does not fit" in said and "the best" in said
 
 
-def test_the_command_takes_constraints_and_prints_json(planned: Plan):
+def test_the_command_takes_constraints_and_prints_json(planned: Plan) -> None:
     wanted = "--tp 4,8 --no-recompute --sequence --zero 1 --max-memory 40"
     code, said = labkit_plan(f"--gpus 64 --batch 256 {wanted} --json")
     assert code == 0
@@ -276,7 +276,7 @@ def test_the_command_takes_constraints_and_prints_json(planned: Plan):
     }  # fmt: skip
 
 
-def test_the_command_says_whether_it_fits():
+def test_the_command_says_whether_it_fits() -> None:
     code, said = labkit_plan("--gpus 8 --batch 16 --fits")
     assert code == 0 and "on 8 devices: fits" in said and "optimizer state" in said
     code, said = labkit_plan("--gpus 2 --batch 16 --fits")
@@ -286,7 +286,7 @@ def test_the_command_says_whether_it_fits():
     assert code == 1 and not told["fits"] and told["peak_bytes"] > told["budget_bytes"]
 
 
-def test_the_command_finds_the_largest_of_a_width_and_of_the_published():
+def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None:
     code, said = labkit_plan("--gpus 8 --batch 16 --largest --json")
     found = largest_that_fits(GPT, SELENE, 16, gpus=8)
     assert code == 0 and json.loads(said)["model"]["depth"] == found.report.sizes.depth
@@ -304,12 +304,12 @@ def test_the_command_finds_the_largest_of_a_width_and_of_the_published():
     ("--clusters nowhere.toml", "nowhere.toml"),
     ("--max-memory 500", "NVIDIA A100 SXM4 80 GB has 8e+10"),
 )
-def test_bad_input_is_one_sentence_and_status_2(options: str, words: str):
+def test_bad_input_is_one_sentence_and_status_2(options: str, words: str) -> None:
     code, said = labkit_plan(f"--batch 64 {options}")
     assert code == 2 and words in said, said
 
 
-def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Path):
+def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     write_clusters(path, {"mine": replace(SELENE, name="mine", nodes=1)})
     asked = ASKED.replace("selene", f"mine --clusters {path} --batch 16 --tp 8")
@@ -325,7 +325,7 @@ def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Pa
         assert code == 2 and told in said, said
 
 
-def test_the_models_have_the_parameters_of_their_names():
+def test_the_models_have_the_parameters_of_their_names() -> None:
     for name, sizes in MODELS.items():
         billions = float(name.partition("-")[2].removesuffix("b"))
         assert sizes.parameters / 1e9 == pytest.approx(billions, abs=0.5)

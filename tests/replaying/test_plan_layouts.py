@@ -34,13 +34,13 @@ def by_trying(sizes: Sizes, ranks: int, rows: int) -> set[Layout]:
     (Sizes(width=60, depth=6, heads=5, context=7), 30, 30),
     (Sizes(width=64, depth=16, heads=4, context=6), 16, 24),
 )
-def test_all_layouts_that_factor_and_no_others(sizes: Sizes, ranks: int, rows: int):
+def test_all_layouts_that_factor_and_no_others(sizes: Sizes, ranks: int, rows: int) -> None:
     found = layouts(sizes, ranks, rows)
     assert set(found) == by_trying(sizes, ranks, rows)
     assert len(found) == len(set(found)) and all(one.ranks == ranks for one in found)
 
 
-def test_named_values_are_those_alone():
+def test_named_values_are_those_alone() -> None:
     every = layouts(GPT3, 1024, 1536)
     some = layouts(
         GPT3, 1024, 1536, tp=(8, 4), microbatch=[1, 2], chunks=1, zero=1, sequence=True,
@@ -80,18 +80,18 @@ test_what_does_not_factor_is_told_with_what_would = refusals(
 )
 
 
-def test_positions_that_do_not_divide_leave_no_sequence_parallelism():
+def test_positions_that_do_not_divide_leave_no_sequence_parallelism() -> None:
     assert not any(one.sequence for one in layouts(ODD, 8, 8))
 
 
-def test_the_ranks_that_would_do_do():
+def test_the_ranks_that_would_do_do() -> None:
     for ranks in (864, 1024):
         assert layouts(GPT3, ranks, 1536)
     for ranks in range(865, 1024):
         raises("864 and 1024", layouts, GPT3, ranks, 1536)
 
 
-def test_the_formulas_count_what_each_choice_is_for():
+def test_the_formulas_count_what_each_choice_is_for() -> None:
     """Twice the tp, half the states; ZeRO-1 cuts the optimizer's alone; 1F1B holds pp
     micro-batches of depth / pp blocks; interleaved (1 + (pp - 1) / (pp chunks)) as much."""
     plain = least_bytes(GPT3, Layout(tp=8, pp=8, dp=16), 1536)

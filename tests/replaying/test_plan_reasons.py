@@ -40,7 +40,9 @@ AS_BEST = {"compute": 8, "tensor": 1, "bubble": 0.5, "data": 0.25, "pipeline": 0
     (Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
      "the optimizer takes 400 ms, the best's 0"),
 )  # fmt: skip
-def test_the_largest_difference_is_the_reason(layout: Layout, seconds: dict, part: str, words: str):
+def test_the_largest_difference_is_the_reason(
+    layout: Layout, seconds: dict, part: str, words: str
+) -> None:
     best = replace(BEST, layout=replace(BEST.layout, zero=1))
     other = step_of(
         layout, **{**AS_BEST, **seconds}, sent={"tensor": 8e9, "data": 8e9, "pipeline": 1e9}
@@ -49,7 +51,7 @@ def test_the_largest_difference_is_the_reason(layout: Layout, seconds: dict, par
     assert words in why(best, other, SELENE)
 
 
-def test_smaller_products_are_told_by_what_they_reach():
+def test_smaller_products_are_told_by_what_they_reach() -> None:
     best = step_of(Layout(tp=4, dp=4, microbatch=4), compute=8, tensor=2, mfu=0.48)
     other = step_of(Layout(tp=8, dp=2, microbatch=1), compute=12, tensor=2, mfu=0.48 * 10 / 14)
     assert reached(best) == pytest.approx(0.6) and reached(other) == pytest.approx(0.4)
@@ -59,7 +61,7 @@ def test_smaller_products_are_told_by_what_they_reach():
     )
 
 
-def test_recomputing_counts_as_computing_and_not_as_a_smaller_product():
+def test_recomputing_counts_as_computing_and_not_as_a_smaller_product() -> None:
     layout = Layout(tp=4, dp=4)
     best = step_of(layout, compute=9, mfu=0.6)
     again = step_of(replace(layout, recompute="full"), compute=12, mfu=0.45)
@@ -69,7 +71,7 @@ def test_recomputing_counts_as_computing_and_not_as_a_smaller_product():
     assert "smaller products" in why(best, slow, SELENE), "recomputing explains 6 of 15 s"
 
 
-def test_of_equals_the_memory_is_told_and_of_near_ones_how_near():
+def test_of_equals_the_memory_is_told_and_of_near_ones_how_near() -> None:
     twin = replace(BEST, layout=replace(BEST.layout, sequence=True), memory_bytes={"other": 3.5e9})
     assert why(BEST, twin, SELENE) == "as fast; a device holds 2.5 GB more"
     assert why(BEST, BEST, SELENE) == "the best"
@@ -77,14 +79,14 @@ def test_of_equals_the_memory_is_told_and_of_near_ones_how_near():
     assert why(BEST, near, SELENE).startswith("all but as fast: gradients of dp 8")
 
 
-def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside():
+def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -> None:
     outside = step_of(Layout(tp=16, dp=4), **AS_BEST)
     further = step_of(Layout(tp=32, dp=2), **{**AS_BEST, "tensor": 9})
     assert "leaves the node" in why(BEST, further, SELENE)
     assert "leaves the node" not in why(outside, further, SELENE)
 
 
-def test_what_does_not_fit_is_told_by_how_much_and_by_what_holds_the_most():
+def test_what_does_not_fit_is_told_by_how_much_and_by_what_holds_the_most() -> None:
     assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS
     held = {"parameters": 20e9, "activations": 61e9, "gradients": 15.3e9}
     assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0"

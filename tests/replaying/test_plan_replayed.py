@@ -1,5 +1,6 @@
-"""The takeaways of arXiv 2104.04473, sections 3.2 to 3.4, from replayed steps of its second model:
-39.1B parameters on 512 A100, 1F1B and full recomputation as measured."""
+"""The takeaways of arXiv 2104.04473, sections 3.2 to 3.4, from replayed steps of its second model
+(tests/data/published/a100_step_times_cluster.csv): 39.1B parameters on 512 A100, 1F1B and full
+recomputation as measured."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -37,7 +38,7 @@ def at(planned: Plan, tp: int, pp: int, dp: int, chunks: int = 1) -> StepReport:
     return planned.report(Layout(tp, pp, dp, 2, chunks, recompute="full"))
 
 
-def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(planned: Plan):
+def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(planned: Plan) -> None:
     for inside, outside in (
         (at(planned, 8, 2, 32), at(planned, 16, 1, 32)),
         (at(planned, 8, 4, 16), at(planned, 16, 2, 16)),
@@ -50,7 +51,7 @@ def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(pla
     assert planned.best.layout.tp == 8
 
 
-def test_where_a_replica_fits_the_rest_is_for_data_parallelism(planned: Plan):
+def test_where_a_replica_fits_the_rest_is_for_data_parallelism(planned: Plan) -> None:
     steps = [at(planned, 8, 512 // 8 // dp, dp) for dp in (32, 16, 8, 4)]
     for more, fewer in pairwise(steps):
         assert more.step_s < fewer.step_s and cause(more, fewer) == "bubble"
@@ -60,7 +61,7 @@ def test_where_a_replica_fits_the_rest_is_for_data_parallelism(planned: Plan):
     assert alone not in planned.layouts and "does not fit" in planned.why(alone)
 
 
-def test_interleaving_trades_bubble_for_messages(planned: Plan):
+def test_interleaving_trades_bubble_for_messages(planned: Plan) -> None:
     plain, interleaved = at(planned, 8, 8, 8), at(planned, 8, 8, 8, chunks=2)
     assert interleaved.bubble_s < plain.bubble_s
     assert interleaved.sent_bytes["pipeline"] > 1.5 * plain.sent_bytes["pipeline"]
@@ -68,7 +69,7 @@ def test_interleaving_trades_bubble_for_messages(planned: Plan):
 
 
 @pytest.mark.slow
-def test_the_micro_batch_trades_the_speed_of_products_for_the_bubble(report: Report):
+def test_the_micro_batch_trades_the_speed_of_products_for_the_bubble(report: Report) -> None:
     steps = [report(GPT, Layout(8, 8, 8, b, recompute="full")) for b in (1, 2, 4, 8, 24)]
     for small, large in pairwise(steps):
         assert reached(small) < reached(large)
@@ -84,7 +85,7 @@ def test_the_micro_batch_trades_the_speed_of_products_for_the_bubble(report: Rep
 
 
 @pytest.mark.slow
-def test_the_formulas_never_promise_more_than_a_step_holds():
+def test_the_formulas_never_promise_more_than_a_step_holds() -> None:
     """Else a layout that fits would be dropped. Of every choice, and near the truth."""
     rows, nearest = 32, 0.0
     report = reporter(SELENE, rows)
@@ -97,7 +98,7 @@ def test_the_formulas_never_promise_more_than_a_step_holds():
 
 
 @pytest.mark.slow
-def test_the_largest_that_fits_fits_and_one_block_more_does_not():
+def test_the_largest_that_fits_fits_and_one_block_more_does_not() -> None:
     asked = {"gpus": 4, "max_memory_bytes": 4e9, "tp": (1, 4), "sequence": False, "zero": 0}
     found = largest_that_fits(SMALL, SELENE, 8, **asked)
     depth = found.report.sizes.depth
@@ -108,7 +109,7 @@ def test_the_largest_that_fits_fits_and_one_block_more_does_not():
     assert sum(found.report.memory_bytes.values()) <= 4e9
 
 
-def test_a_plan_knows_the_host_that_launches():
+def test_a_plan_knows_the_host_that_launches() -> None:
     """Narrow layers run faster than the host of this cluster launches them."""
     narrow, layout, where = Sizes(256, 4, 4, 128, 512), Layout(dp=2), cluster("selene-fitted")
     found = reporter(where, 8)(narrow, layout)

@@ -43,6 +43,6 @@ def train(row: Row) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.layout.ranks} A100, {row.model}")
-def test_a_replay_takes_what_others_have_measured(row: Row):
+def test_a_replay_takes_what_others_have_measured(row: Row) -> None:
     replayed = replay(dry_run(train, row, ranks=row.layout.ranks, step=0), cluster("selene"))
     assert split_of(replayed).step_s == pytest.approx(row.step_s, rel=0.2)

@@ -30,14 +30,14 @@ with open(places.PUBLISHED / "bubble_rates_1f1b.csv") as file:
     PUBLISHED = [tuple(map(float, list(row.values())[1:])) for row in csv.DictReader(file)]
 
 
-def test_a_schedule_that_cannot_be_is_no_pipeline():
+def test_a_schedule_that_cannot_be_is_no_pipeline() -> None:
     for wrong in (Action("backward", 0), Action("weight", 0)):
         with pytest.raises(ValueError, match="stage 1 never does F0"):
             pipeline_programs([one_f_one_b(1, 1)[0], [wrong]], lambda stage, action: 1.0)
 
 
 @pytest.mark.parametrize("row", PUBLISHED)
-def test_the_bubble_of_1f1b_is_the_published_one(row: tuple[float, ...]):
+def test_the_bubble_of_1f1b_is_the_published_one(row: tuple[float, ...]) -> None:
     stages, microbatches, forward, inputs, weights, message, rate = row
 
     def seconds(stage: int, action: Action) -> float:
@@ -53,7 +53,7 @@ def reduce(key: str, seconds: float = 1.0, ranks: tuple[int, ...] = (0, 1), **mo
     return Issue(key, ranks, seconds, **more)
 
 
-def test_an_operation_runs_beside_computing_and_is_waited_for():
+def test_an_operation_runs_beside_computing_and_is_waited_for() -> None:
     program = [Compute(1.0), reduce("a", 3.0), Compute(2.0), Wait("a"), Compute(1.0)]
     times = run({0: program, 1: program})
     assert times[0] == times[1] == [(0, 1), (1, 4), (1, 3), (3, 4), (4, 5)]
@@ -62,7 +62,7 @@ def test_an_operation_runs_beside_computing_and_is_waited_for():
     assert times[1][1:] == [(1, 2), (1, 2)]
 
 
-def test_ports_carry_one_after_the_other_and_latency_does_not_hold_them():
+def test_ports_carry_one_after_the_other_and_latency_does_not_hold_them() -> None:
     program = [reduce("a"), reduce("b"), reduce("c", port="other"), Wait("c"), Wait("b")]
     times = run({0: program, 1: program})
     assert times[0] == [(0, 1), (1, 2), (0, 1), (0, 1), (1, 2)]
@@ -70,7 +70,7 @@ def test_ports_carry_one_after_the_other_and_latency_does_not_hold_them():
     assert run({0: messages, 1: [Wait("b")]}) == {0: [(0, 6), (1, 7)], 1: [(0, 7)]}
 
 
-def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few():
+def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few() -> None:
     """As many events at the ports as there are ranks, and no more: counted, not timed."""
     looked_at = []
 
@@ -88,7 +88,7 @@ def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few():
     assert len(looked_at) < 5 * 10
 
 
-def test_a_deadlock_is_told_with_its_cycle_if_there_is_one():
+def test_a_deadlock_is_told_with_its_cycle_if_there_is_one() -> None:
     programs = {r: [Wait(("to", r)), Issue(("to", (r + 1) % 3), (r,), 1.0)] for r in range(3)}
     words = r"rank 0 waits for \('to', 0\), which rank 2 has yet to issue"
     assert raises(words, run, programs, error=Deadlock).cycle == (0, 2, 1)
@@ -107,7 +107,7 @@ def test_a_deadlock_is_told_with_its_cycle_if_there_is_one():
     assert raises(words, run, programs, error=Deadlock).cycle == ()
 
 
-def test_collectives_in_different_orders_are_a_deadlock():
+def test_collectives_in_different_orders_are_a_deadlock() -> None:
     a, b = reduce("a"), reduce("b")
     for waits in ([], [Wait("a"), Wait("b")]):
         programs = {0: [a, b, *waits], 1: [b, a, *waits[::-1]]}
@@ -200,7 +200,7 @@ def broken_laws(programs: dict[int, Program], times: dict[int, list[Timed]]) -> 
 
 
 @given(st.integers(0, 10**9))
-def test_every_replay_keeps_the_laws(seed: int):
+def test_every_replay_keeps_the_laws(seed: int) -> None:
     programs = some_programs(seed)
     times = run(programs)
     assert broken_laws(programs, times) == []
@@ -221,7 +221,9 @@ PROGRAM = [Compute(1.0), reduce("a", 1.0), reduce("b", 1.0), Compute(0.5), Wait(
     (2, [0, 1], (0.5, 0.5), "later than it could"),
     (2, [1], (0.5, 0.5), "different times on its ranks"),
 )
-def test_every_law_can_be_broken(place: int, ranks: list[int], by: tuple[float, float], law: str):
+def test_every_law_can_be_broken(
+    place: int, ranks: list[int], by: tuple[float, float], law: str
+) -> None:
     programs: dict[int, Program] = {0: PROGRAM, 1: PROGRAM}
     times = run(programs)
     assert broken_laws(programs, times) == []

@@ -81,7 +81,7 @@ def step_s(trace: Trace) -> float:
 # --- by hand ---
 
 
-def test_communication_runs_beside_computing_and_is_waited_for_where_the_program_waits():
+def test_communication_runs_beside_computing_and_is_waited_for_where_the_program_waits() -> None:
     """2 s of computing, an all-reduce of 1 s beside 0.25 s more, then a wait, then 0.5 s."""
     things = [Span("backward", "", 0, 1.0, 20.0), computed(2, 2 * 10**9)]
     things += [computed(12, 25 * 10**7), computed(30, 5 * 10**8)]
@@ -101,7 +101,7 @@ def test_communication_runs_beside_computing_and_is_waited_for_where_the_program
     assert split_of(replay(trace, plain())) == split, "to the last digit"
 
 
-def test_a_rank_that_is_slower_makes_the_others_wait():
+def test_a_rank_that_is_slower_makes_the_others_wait() -> None:
     reduces = [event("all_reduce", 1, 5.0, rank, wait_s=5.0) for rank in (0, 1)]
     trace = trace_of([computed(1, 10**9), reduces[0]], [computed(1, 3 * 10**9), reduces[1]])
     split = split_of(replay(trace, plain()))
@@ -109,7 +109,7 @@ def test_a_rank_that_is_slower_makes_the_others_wait():
     assert (split.step_s, split.compute_s, split.exposed_s, split.bubble_s) == (4, 2, 1, 1)
 
 
-def test_what_is_handed_to_one_wire_leaves_in_that_order():
+def test_what_is_handed_to_one_wire_leaves_in_that_order() -> None:
     of_rank = [
         [event("all_reduce", k, float(k), rank, wait_s=50.0 + k) for k in (1, 2, 3)]
         for rank in (0, 1)
@@ -119,7 +119,7 @@ def test_what_is_handed_to_one_wire_leaves_in_that_order():
     assert times == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_a_message_arrives_where_it_is_waited_for():
+def test_a_message_arrives_where_it_is_waited_for() -> None:
     send = event("send", 1, 5.0, 0, peer=1, wait_s=6.0)
     receive = event("recv", 1, 1.0, 1, peer=0, wait_s=2.0)
     trace = trace_of([computed(1, 10**9), send], [receive, computed(9, 10**9)])
@@ -129,7 +129,7 @@ def test_a_message_arrives_where_it_is_waited_for():
     assert replayed.ranks[1].steps[0].ended_s == 3.5
 
 
-def test_ranks_that_wait_for_each_other_are_told_with_the_cycle():
+def test_ranks_that_wait_for_each_other_are_told_with_the_cycle() -> None:
     ends = [("recv", 1.0), ("send", 5.0)]
     of_rank = [
         [event(op, 1, at_s, rank, peer=1 - rank, wait_s=at_s) for op, at_s in ends]
@@ -140,7 +140,7 @@ def test_ranks_that_wait_for_each_other_are_told_with_the_cycle():
     assert sorted(found.cycle) == [0, 1]
 
 
-def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster():
+def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster() -> None:
     reduces = [event("all_reduce", 1, 2.0, rank, wait_s=3.0) for rank in (0, 1)]
     trace = trace_of(*([x, Span("forward", "", 0, 0.5, 1.5)] for x in reduces), until_s=4.0)
     for one in trace.ranks.values():
@@ -161,7 +161,7 @@ def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster()
     ({"computing": "measured"}, "no step of this trace was timed"),
     ({"steps": [3]}, "step 3 cannot be replayed counted; \\[0\\] can"),
 )
-def test_what_cannot_be_replayed_is_told(change: dict[str, object], message: str):
+def test_what_cannot_be_replayed_is_told(change: dict[str, object], message: str) -> None:
     reduces = [event("all_reduce", 1, 2.0, rank, wait_s=2.0) for rank in (0, 1)]
     trace = trace_of(*([computed(1, 1), reduced] for reduced in reduces))
     raises(message, replay, **{"trace": trace, "cluster": plain(), **change})
@@ -200,7 +200,7 @@ def ring_of_messages() -> None:
 @pytest.mark.parametrize(
     "name", ["ddp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("naive-ddp", "messages"))]
 )
-def test_real_ranks_replayed_keep_every_law(name: str):
+def test_real_ranks_replayed_keep_every_law(name: str) -> None:
     with World(3, backend="gloo") as world, record(detail_step=1) as trace:
         world.run(ring_of_messages) if name == "messages" else world.run(train, name)
     for where in (plain(devices=3), replace(cluster("v100-cloud"), nodes=3, devices_per_node=1)):
@@ -224,7 +224,7 @@ def test_real_ranks_replayed_keep_every_law(name: str):
 
 
 @pytest.mark.parametrize("strategy", ["naive-ddp", "ddp"])
-def test_one_rank_for_all_gives_the_times_of_all(strategy: str):
+def test_one_rank_for_all_gives_the_times_of_all(strategy: str) -> None:
     dry = dry_run(train, strategy, ranks=8)
     for where in (replace(cluster("selene"), nodes=1), plain(nodes=4, devices=2, latency_s=1e-4)):
         few, every = replay(dry, where), replay(dry.expanded(), where)
@@ -246,7 +246,7 @@ def neighbours() -> None:
     torch.optim.SGD([nn.Parameter(x)], lr=0.1).step()
 
 
-def test_the_slowest_of_the_groups_for_which_a_rank_stands_counts():
+def test_the_slowest_of_the_groups_for_which_a_rank_stands_counts() -> None:
     """With 4 devices a node, ranks 3, 4, 5 are on two nodes, and so are 3 and 4."""
     where = replace(plain(nodes=3, devices=4), between=Level("between", 1e7, 1e-3, 4))
     alike = dry_run(neighbours, ranks=12, step=0)
@@ -262,7 +262,7 @@ def test_the_slowest_of_the_groups_for_which_a_rank_stands_counts():
     assert step_s(replay(alike, quick)) < seconds[0] / 10
 
 
-def test_groups_lie_as_those_of_a_mesh():
+def test_groups_lie_as_those_of_a_mesh() -> None:
     assert groups_like((0, 1), 6) == ((0, 1), (2, 3), (4, 5))
     assert groups_like((1, 3, 5), 6) == ((0, 2, 4), (1, 3, 5))
     assert groups_like((4, 5, 6, 7), 12)[2] == (8, 9, 10, 11)
@@ -271,13 +271,13 @@ def test_groups_lie_as_those_of_a_mesh():
     assert groups_like((1, 2), 6) == ((1, 2),), "nor these, beside (3, 4) and (5, 0)"
 
 
-def test_a_record_that_was_cut_off_is_not_replayed():
+def test_a_record_that_was_cut_off_is_not_replayed() -> None:
     trace = dry_run(train, ranks=2).expanded()
     trace.ranks[1].complete = False
     raises("record of rank 1 was cut off", replay, trace, plain())
 
 
-def test_more_of_anything_is_faster_where_it_is_what_holds_up():
+def test_more_of_anything_is_faster_where_it_is_what_holds_up() -> None:
     dry = dry_run(lambda: train(width=600), ranks=8)
     one = plain(devices=8)
     two = plain(nodes=2, devices=4, latency_s=1e-3)
@@ -295,7 +295,7 @@ def test_more_of_anything_is_faster_where_it_is_what_holds_up():
 # --- costs ---
 
 
-def test_small_tensors_take_a_tree_and_long_ones_a_ring():
+def test_small_tensors_take_a_tree_and_long_ones_a_ring() -> None:
     inside = Level("inside", 10e9, 2e-6, 8, reached=0.5, start_s=1e-5)
     one = replace(plain(devices=8), inside=inside)
     found = Costs(one).collective("all_gather", 8_000_000, tuple(range(8)))
@@ -309,7 +309,7 @@ def test_small_tensors_take_a_tree_and_long_ones_a_ring():
     assert small.seconds == pytest.approx(12 * 0.05, rel=0.01), "2 log2(64) steps of 50 ms"
 
 
-def test_a_ring_over_whole_nodes_has_all_their_ports():
+def test_a_ring_over_whole_nodes_has_all_their_ports() -> None:
     """Megatron's data-parallel groups (one rank of each node) share the ports with seven others;
     a group of all ranks has them to itself, as far as the wires inside go."""
     one = cluster("selene")
@@ -321,7 +321,7 @@ def test_a_ring_over_whole_nodes_has_all_their_ports():
     assert seconds["one each"] == pytest.approx(1 / 2 * 1e9 / (0.75 * 25e9), rel=0.05)
 
 
-def test_steps_inside_a_node_and_between_nodes_have_their_own_latency():
+def test_steps_inside_a_node_and_between_nodes_have_their_own_latency() -> None:
     where = plain(nodes=2, devices=2)
     inside, between = replace(where.inside, latency_s=1.0), replace(where.between, latency_s=100.0)
     costs, ranks = Costs(replace(where, inside=inside, between=between)), (0, 1, 2, 3)
@@ -333,7 +333,7 @@ def test_steps_inside_a_node_and_between_nodes_have_their_own_latency():
     raises(words, costs.collective, "allreduce", 0, ranks)
 
 
-def test_a_node_with_few_ranks_holds_up_the_others():
+def test_a_node_with_few_ranks_holds_up_the_others() -> None:
     """8 ranks on one node and 1 on another, whose port carries all that the ring carries."""
     where = cluster("dgx-h100")
     costs, lone = Costs(where), 0.75 * 50e9
@@ -346,7 +346,7 @@ def test_a_node_with_few_ranks_holds_up_the_others():
     assert all_to_all == pytest.approx(8 / 9 * 1e9 / lone, rel=0.02)
 
 
-def test_a_ring_goes_no_faster_than_the_wires_inside():
+def test_a_ring_goes_no_faster_than_the_wires_inside() -> None:
     where = plain(nodes=2, devices=4)
     slow = replace(where, inside=replace(where.inside, bytes_per_s=1e8))
     # All to all: to 3 of 7 others inside, at 0.1 GB/s; to 4 between, at 1 GB/s.
@@ -356,7 +356,7 @@ def test_a_ring_goes_no_faster_than_the_wires_inside():
             assert found.seconds == pytest.approx(seconds)
 
 
-def test_where_ranks_give_unequally_the_largest_part_decides():
+def test_where_ranks_give_unequally_the_largest_part_decides() -> None:
     gives = [event("all_to_all", 1, 1.0, rank, wait_s=1.0) for rank in (0, 1)]
     gives[1].payload_bytes *= 2
     ranks = trace_of(*([one] for one in gives)).ranks
@@ -364,7 +364,7 @@ def test_where_ranks_give_unequally_the_largest_part_decides():
         assert [x.steps[0].ended_s for x in replay(trace, plain()).ranks.values()] == [1.0, 1.0]
 
 
-def test_long_all_reduces_in_a_node_of_a100_take_what_was_measured():
+def test_long_all_reduces_in_a_node_of_a100_take_what_was_measured() -> None:
     """vTrain (MIT licence), trace tables: 203 rows from 128 MiB on."""
     costs = Costs(cluster("selene"))
     with open(PUBLISHED / "a100_allreduce.csv") as file:
@@ -375,7 +375,7 @@ def test_long_all_reduces_in_a_node_of_a100_take_what_was_measured():
                 assert found.seconds == pytest.approx(int(row["time_ns"]) * 1e-9, rel=0.2), row
 
 
-def test_an_operation_is_bound_by_what_it_needs_most():
+def test_an_operation_is_bound_by_what_it_needs_most() -> None:
     device = Device("one", {"float32": 1e12}, 1e9, 1e10, 1e-6, 0.5, 0.8, tile=100)
     costs = Costs(replace(plain(), device=device))
 
@@ -389,7 +389,7 @@ def test_an_operation_is_bound_by_what_it_needs_most():
     raises("no rate for float64", costs.compute_s, Operation(0.0, 0, "mm", "float64", 8, 8))
 
 
-def test_waiting_for_another_rank_is_bubble_whatever_else_is_on_the_wire():
+def test_waiting_for_another_rank_is_bubble_whatever_else_is_on_the_wire() -> None:
     """Rank 0 sends to rank 2 for 1 s, and waits 3 s for a message that rank 1 sends at last."""
     sending = event("send", 1, 1.0, 0, size=3, peer=2)
     late = event("recv", 1, 2.0, 0, size=3, peer=1, wait_s=2.0)
@@ -403,7 +403,7 @@ def test_waiting_for_another_rank_is_bubble_whatever_else_is_on_the_wire():
 # --- pipelines and memory, from what was recorded ---
 
 
-def test_a_pipeline_is_tiled_from_one_micro_batch():
+def test_a_pipeline_is_tiled_from_one_micro_batch() -> None:
     stage = dry_run(lambda: train("single", width=500), ranks=1)
     seconds = stage_seconds(stage, cluster("selene"))
     assert seconds["backward"] > seconds["forward"] > 0
@@ -431,7 +431,7 @@ def test_a_pipeline_is_tiled_from_one_micro_batch():
 
 
 @pytest.mark.slow
-def test_the_largest_model_that_fits_is_the_largest():
+def test_the_largest_model_that_fits_is_the_largest() -> None:
     def record_width(width: int) -> Trace:
         return dry_run(lambda: train(width=width), ranks=4)
 
@@ -448,7 +448,7 @@ def test_the_largest_model_that_fits_is_the_largest():
     raises("no memory", peak_of, Trace({0: RankTrace(0, 1)}))
 
 
-def test_model_flops_utilization_is_counted_operations_over_possible_ones():
+def test_model_flops_utilization_is_counted_operations_over_possible_ones() -> None:
     dry = dry_run(lambda: train("single", width=4000), ranks=1)
     where = cluster("selene")
     split = split_of(replay(dry, where))
@@ -461,7 +461,7 @@ def test_model_flops_utilization_is_counted_operations_over_possible_ones():
         split_of(Trace({0: RankTrace(0, 1, steps=[Step(0, 0.0, 1.0)])})).mfu(1e12)
 
 
-def test_ddp_on_more_nodes_exposes_more():
+def test_ddp_on_more_nodes_exposes_more() -> None:
     """What the replay is for: the same record, from one node to many, on slow wires between."""
     dry = dry_run(lambda: train("ddp", width=2000), ranks=128)
     exposed = {

@@ -32,7 +32,7 @@ def step(request: pytest.FixtureRequest) -> Trace:
     return dry_run(train, request.param, ranks=RANKS)
 
 
-def test_the_activations_of_a_step_travel(step: Trace):
+def test_the_activations_of_a_step_travel(step: Trace) -> None:
     """In units of x, of which a gather or a scatter sends one and an all-reduce two: a layer sends
     8, or 10 where parts of x are kept and gathered again; embedding and head 4, or 5."""
     large = [event for event in step.ranks[0].comms if event.payload_bytes == ROWS * X_BYTES]
@@ -45,7 +45,7 @@ def test_the_activations_of_a_step_travel(step: Trace):
     assert sum(event.bus_bytes for event in large) == units * unit
 
 
-def test_more_nodes_make_it_wait_for_messages(step: Trace):
+def test_more_nodes_make_it_wait_for_messages(step: Trace) -> None:
     """On one node it computes most of the time; on eight, with one GPU each, it mostly waits."""
     shares = []
     for nodes in (1, 2, 4, 8):

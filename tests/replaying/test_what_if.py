@@ -54,7 +54,7 @@ def step_s(at: Cluster, trace: Trace | None = None) -> float:
     return split_of(replay(trace or recorded(), at)).step_s
 
 
-def test_what_is_given_is_changed_and_nothing_else():
+def test_what_is_given_is_changed_and_nothing_else() -> None:
     new = changed(POD, 8, 1e9, 2e9, 3e-6, 4e-6, 4)
     assert (new.nodes, new.devices_per_node) == (2, 4)
     assert (new.inside.bytes_per_s, new.inside.latency_s) == (1e9, 3e-6)
@@ -71,7 +71,7 @@ def test_what_is_given_is_changed_and_nothing_else():
 
 @pytest.mark.parametrize("name", known_clusters())
 @pytest.mark.parametrize("ranks", [1, 7, 8, 9, 2048])
-def test_there_are_just_enough_nodes(name: str, ranks: int):
+def test_there_are_just_enough_nodes(name: str, ranks: int) -> None:
     one = cluster(name)
     for per_node in (None, 1, 2, 16):
         new = changed(one, ranks, devices_per_node=per_node)
@@ -80,7 +80,7 @@ def test_there_are_just_enough_nodes(name: str, ranks: int):
         assert changed(one, ranks) == replace(one, nodes=-(-ranks // one.devices_per_node))
 
 
-def test_ports_follow_the_devices_where_each_had_its_own():
+def test_ports_follow_the_devices_where_each_had_its_own() -> None:
     for per_node in (1, 2, 16):
         pod, cloud = (changed(x, 32, devices_per_node=per_node) for x in (POD, CLOUD))
         assert pod.inside.ports == pod.between.ports == cloud.inside.ports == per_node
@@ -88,7 +88,7 @@ def test_ports_follow_the_devices_where_each_had_its_own():
         assert pod.share_bytes_per_s(pod.between) == pod.between.bytes_per_s
 
 
-def test_a_single_node_that_is_cut_gets_wires_like_those_inside():
+def test_a_single_node_that_is_cut_gets_wires_like_those_inside() -> None:
     new = changed(NODE, 8, devices_per_node=2)
     assert new.between.name != new.inside.name  # they are other ports
     assert replace(new.between, name=new.inside.name) == new.inside
@@ -119,7 +119,7 @@ SPEEDS = st.floats(1e7, 1e12)
 )  # fmt: skip
 def test_more_bandwidth_or_less_latency_never_makes_a_step_longer(
     inside: float, between: float, factor: float, per_node: int, op: str
-):
+) -> None:
     trace = recorded(op=op)
 
     def seconds(inside: float, between: float, latency_s: float = 1e-5) -> float:
@@ -132,24 +132,26 @@ def test_more_bandwidth_or_less_latency_never_makes_a_step_longer(
     assert seconds(inside, between, 1e-5 / factor) <= before
 
 
-def test_what_is_slower_is_longer():
+def test_what_is_slower_is_longer() -> None:
     as_it_is, nodes = step_s(changed(POD, 8)), {"devices_per_node": 4}
     for slower in (
-        {"inside_bytes_per_s": 1e9}, {"between_bytes_per_s": 1e9, **nodes},
-        {"inside_latency_s": 1e-2}, {"between_latency_s": 1e-2, **nodes},
-    ):  # fmt: skip
+        {"inside_bytes_per_s": 1e9},
+        {"between_bytes_per_s": 1e9, **nodes},
+        {"inside_latency_s": 1e-2},
+        {"between_latency_s": 1e-2, **nodes},
+    ):
         assert step_s(changed(POD, 8, **slower)) > 2 * as_it_is
     assert step_s(changed(POD, 8, between_bytes_per_s=1e9)) == as_it_is  # one node
 
 
-def test_the_axis_stays_while_the_step_fills_a_quarter_to_all_of_it():
+def test_the_axis_stays_while_the_step_fills_a_quarter_to_all_of_it() -> None:
     assert next_axis_s(0.0, 2.0) == 2.0 * ROOM
     assert [next_axis_s(4.0, x) for x in (1.0, 3.0, 4.0)] == [4.0] * 3
     assert next_axis_s(4.0, 4.1) == 4.1 * ROOM
     assert next_axis_s(4.0, 0.9) == 0.9 * ROOM
 
 
-def test_a_redrawing_keeps_its_objects_and_shows_what_is_replayed():
+def test_a_redrawing_keeps_its_objects_and_shows_what_is_replayed() -> None:
     trace, redrawing = recorded(), Redrawing()
     first, split = redrawing.draw(trace, changed(POD, 8))
     view = redrawing.view
@@ -167,7 +169,7 @@ def test_a_redrawing_keeps_its_objects_and_shows_what_is_replayed():
     assert len(view.figure.findobj()) == artists
 
 
-def test_the_first_ranks_are_drawn_of_all_that_are_known():
+def test_the_first_ranks_are_drawn_of_all_that_are_known() -> None:
     redrawing = Redrawing(3)
     redrawing.draw(recorded(ranks=64), changed(POD, 64))
     assert list(redrawing.view.trace.ranks) == [0, 1, 2]
@@ -175,7 +177,7 @@ def test_the_first_ranks_are_drawn_of_all_that_are_known():
     assert [*recorded(ranks=4).record_of] == [0, 1, 2, 3]
 
 
-def test_the_line_says_where_the_time_went():
+def test_the_line_says_where_the_time_went() -> None:
     trace, at = recorded(), changed(POD, 8)
     split = split_of(replay(trace, at))
     assert split.flops == 4 * 10**10
@@ -189,7 +191,7 @@ def test_the_line_says_where_the_time_went():
     assert in_words(replace(split, flops=None), trace, at) == str(split)
 
 
-def test_another_trace_is_shown_as_a_fresh_view_would():
+def test_another_trace_is_shown_as_a_fresh_view_would() -> None:
     one, other = (replay(recorded(op=op), changed(POD, 8)) for op in ("all_reduce", "all_gather"))
     view = TimelineView(one)
     drawn, kept = png(view.figure), (view.figure, view.axes, view.polygons)
@@ -203,7 +205,7 @@ def test_another_trace_is_shown_as_a_fresh_view_would():
 
 
 @pytest.mark.parametrize("name", known_clusters())
-def test_a_title_leaves_the_figure_on_no_cluster(name: str):
+def test_a_title_leaves_the_figure_on_no_cluster(name: str) -> None:
     redrawing = Redrawing(4)
     redrawing.draw(recorded(ranks=64), changed(cluster(name), 64, inside_bytes_per_s=1e8))
     figure, axes = redrawing.view.figure, redrawing.view.axes
@@ -216,7 +218,7 @@ widgets = pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipyw
 
 
 @widgets
-def test_sliders_begin_with_the_cluster_and_change_what_is_replayed():
+def test_sliders_begin_with_the_cluster_and_change_what_is_replayed() -> None:
     shown = replaying.what_if(recorded(), POD)
     assert shown.cluster == replace(POD, nodes=1)
     assert "at first" not in shown.line.value
@@ -242,7 +244,7 @@ def test_sliders_begin_with_the_cluster_and_change_what_is_replayed():
 
 
 @widgets
-def test_each_slider_draws_another_picture_and_the_page_shows_it():
+def test_each_slider_draws_another_picture_and_the_page_shows_it() -> None:
     shown = replaying.what_if(lambda buckets: recorded(buckets), NODE, buckets=(2, 4))
     assert shown.wires["between_bytes_per_s"].value == shown.wires["inside_bytes_per_s"].value
     sliders = (*shown.choices.values(), *shown.wires.values())
@@ -261,7 +263,7 @@ def test_each_slider_draws_another_picture_and_the_page_shows_it():
 
 
 @widgets
-def test_every_combination_is_recorded_once():
+def test_every_combination_is_recorded_once() -> None:
     calls: Counter[tuple[int, str]] = Counter()
 
     def record(buckets: int, op: str) -> Trace:
@@ -296,7 +298,7 @@ test_what_cannot_be_is_told = widgets(
 )
 
 
-def test_without_ipywidgets_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_ipywidgets_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     for module in ("labkit.replaying.what_ifs", "labkit.plot.widgets"):
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -305,7 +307,7 @@ def test_without_ipywidgets_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     raises(r"pip install 'labkit\[lab\]'", ask, error=ImportError)
 
 
-def test_a_picture_says_of_which_wires_it_is():
+def test_a_picture_says_of_which_wires_it_is() -> None:
     """Also where they make no difference: inside a node nothing holds up this ring."""
     redrawing, trace = Redrawing(), recorded(ranks=16)
     before, _ = redrawing.draw(trace, CLOUD)

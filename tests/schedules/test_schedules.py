@@ -32,7 +32,7 @@ from tables import raises, refusals
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
-def test_a_schedule_keeps_the_rules(case: Case):
+def test_a_schedule_keeps_the_rules(case: Case) -> None:
     name, p, m, v = case
     found = made(case)
     check(found, microbatches=m)
@@ -48,13 +48,13 @@ def test_a_schedule_keeps_the_rules(case: Case):
 
 @given(cases())
 @settings(max_examples=100, deadline=None)
-def test_a_schedule_holds_what_it_promises(case: Case):
+def test_a_schedule_holds_what_it_promises(case: Case) -> None:
     assert peak_in_flight(made(case)) == promised_peaks(case)
 
 
 @given(cases())
 @settings(max_examples=100, deadline=None)
-def test_what_one_stage_sends_another_needs(case: Case):
+def test_what_one_stage_sends_another_needs(case: Case) -> None:
     """Each message once, between neighbours, with the last before the first."""
     _, p, m, v = case
     ways = {"source": Counter(), "target": Counter()}
@@ -71,7 +71,7 @@ def test_what_one_stage_sends_another_needs(case: Case):
     assert len(ways["source"]) == 2 * m * (p * v - 1)
 
 
-def test_virtual_stages_go_round():
+def test_virtual_stages_go_round() -> None:
     """Chunk 0 of all stages, then chunk 1: as Megatron-LM numbers them."""
     order = [stage_and_chunk(one, stages=3) for one in range(6)]
     assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
@@ -82,13 +82,13 @@ def test_virtual_stages_go_round():
     assert sent(Action("weight", 0), 1, 3) is received(Action("update", 0), 1, 3) is None
 
 
-def test_1f1b_alternates_after_its_warm_up():
+def test_1f1b_alternates_after_its_warm_up() -> None:
     first, last = one_f_one_b(3, 5)[0], one_f_one_b(3, 5)[2]
     assert first == parse("F0 F1 F2 B0 F3 B1 F4 B2 B3 B4")
     assert last == parse("F0 B0 F1 B1 F2 B2 F3 B3 F4 B4")
 
 
-def test_interleaved_goes_through_the_chunks_in_groups():
+def test_interleaved_goes_through_the_chunks_in_groups() -> None:
     """As Megatron-LM's figure 4: p micro-batches on chunk 0, then the same on chunk 1."""
     actions = interleaved(4, 8, chunks=2)[0]
     forwards = [(one.microbatch, one.chunk) for one in actions if one.phase == "forward"]
@@ -100,7 +100,7 @@ def test_interleaved_goes_through_the_chunks_in_groups():
 
 @given(cases(("pipedream",)))
 @settings(max_examples=50, deadline=None)
-def test_pipedream_is_some_updates_behind(case: Case):
+def test_pipedream_is_some_updates_behind(case: Case) -> None:
     """On stage r, a forward knows of p-1-r updates less than on one device."""
     _, p, m, _ = case
     for r, actions in enumerate(pipedream(p, m)):
@@ -112,7 +112,7 @@ def test_pipedream_is_some_updates_behind(case: Case):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_wrong_sizes_are_named(name: str):
+def test_wrong_sizes_are_named(name: str) -> None:
     chunks = 2 if name == "interleaved" else 1
     raises("stages=0: a pipeline has", schedule, name, 0, 3, chunks)
     raises("microbatches=-1", schedule, name, 3, -1, chunks)
@@ -131,7 +131,7 @@ test_inadmissible_sizes_are_refused_with_the_rule = refusals(
 )
 
 
-def test_each_size_is_admitted_or_refused_as_the_closed_forms_do():
+def test_each_size_is_admitted_or_refused_as_the_closed_forms_do() -> None:
     from labkit import predict
 
     for p in range(1, 9):
@@ -170,7 +170,7 @@ def tables(text: str) -> list[tuple[tuple[int, ...], str]]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_table_in_a_file_is_what_the_code_makes(file: str):
+def test_the_table_in_a_file_is_what_the_code_makes(file: str) -> None:
     found = tables(import_module(f"labkit.schedules.{file}").__doc__ or "")
     assert len(found) == len(FILES[file])
     for name, (sizes, table) in zip(FILES[file], found, strict=True):
@@ -180,6 +180,6 @@ def test_the_table_in_a_file_is_what_the_code_makes(file: str):
 @pytest.mark.parametrize(
     "module", [*(f"schedules.{file}" for file in (*FILES, "actions", "text")), "parallel.splitting"]
 )
-def test_the_examples_in_a_file_are_right(module: str):
+def test_the_examples_in_a_file_are_right(module: str) -> None:
     found = doctest.testmod(import_module(f"labkit.{module}"))
     assert found.attempted > 0 and found.failed == 0

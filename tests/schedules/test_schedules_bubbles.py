@@ -37,13 +37,13 @@ def holds(case: Case, seconds: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 4), (3, 6), (4, 8), (8, 16)])
-def test_with_unit_costs_the_bubble_is_the_closed_form(name: str, p: int, m: int):
+def test_with_unit_costs_the_bubble_is_the_closed_form(name: str, p: int, m: int) -> None:
     holds((name, p, m, 3 if name == "interleaved" else 1), UNIT)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 4), (4, 9), (8, 2)])
-def test_for_any_number_of_micro_batches_too(name: str, p: int, m: int):
+def test_for_any_number_of_micro_batches_too(name: str, p: int, m: int) -> None:
     holds((name, p, m, 1), {"forward": 1.0, "backward": 2.5})
 
 
@@ -51,7 +51,7 @@ def test_for_any_number_of_micro_batches_too(name: str, p: int, m: int):
 @settings(max_examples=80, deadline=None)
 def test_with_any_costs_the_bubble_is_the_closed_form(
     case: Case, forward: float, inputs: float, weight: float
-):
+) -> None:
     seconds = {"forward": forward, "backward": inputs + weight, "input": inputs, "weight": weight}
     holds(case, {**seconds, "update": weight / 2})
 
@@ -60,7 +60,7 @@ def test_with_any_costs_the_bubble_is_the_closed_form(
 @settings(max_examples=60, deadline=None)
 def test_the_bubble_of_zero_bubble_is_the_published_one_where_the_file_says(
     p: int, more: int, forward: float, inputs: float, weight: float
-):
+) -> None:
     """(p-1)(F+B-W) and (p-1)(F+B-2W), with B our I (pipeline_bubbles.csv); and elsewhere larger."""
     seconds = {"forward": forward, "input": inputs, "weight": weight}
     m = 2 * p - 1 + more
@@ -78,7 +78,7 @@ def test_the_bubble_of_zero_bubble_is_the_published_one_where_the_file_says(
 
 
 @pytest.mark.parametrize("p", range(1, 9))
-def test_zb_h2_has_no_hole(p: int):
+def test_zb_h2_has_no_hole(p: int) -> None:
     """With F = I = W each stage goes on from its first action to its last, and a step that follows
     at once begins as this one ends."""
     trace = pipeline_trace(zero_bubble_h2(p, 2 * p + 3), dict.fromkeys(UNIT, 1.0))
@@ -99,7 +99,7 @@ STEPS_AND_PEAKS = {
 }
 
 
-def test_each_improves_on_the_one_before():
+def test_each_improves_on_the_one_before() -> None:
     """At 4 stages and 8 micro-batches, F = I = W: what a step takes, and what it holds."""
     for name, (step_s, peak) in STEPS_AND_PEAKS.items():
         v = 2 if name == "interleaved" else 1
@@ -111,7 +111,7 @@ def test_each_improves_on_the_one_before():
 
 @given(cases(largest=9))
 @settings(max_examples=40, deadline=None)
-def test_a_replayed_pipeline_is_a_trace(case: Case):
+def test_a_replayed_pipeline_is_a_trace(case: Case) -> None:
     """Messages take their time, those of a way are numbered as they are sent, and the laws hold."""
     _, p, m, v = case
     trace = pipeline_trace(made(case), UNIT, message_s=0.25, message_bytes=100)
@@ -128,7 +128,7 @@ def test_a_replayed_pipeline_is_a_trace(case: Case):
         assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_messages_go_round_between_chunks():
+def test_messages_go_round_between_chunks() -> None:
     trace = pipeline_trace(schedule("interleaved", 3, 3, 2), UNIT, message_s=0.5)
     to_first = [x for x in trace.ranks[2].comms if x.op == "send" and x.peer == 0]
     assert len(to_first) == 3, "the activations of 3 micro-batches, for chunk 1 of stage 0"
@@ -139,7 +139,7 @@ def test_messages_go_round_between_chunks():
     assert [x.module for x in spans[:2]] == ["0", "0"]
 
 
-def test_a_schedule_is_checked_before_it_is_costed():
+def test_a_schedule_is_checked_before_it_is_costed() -> None:
     with pytest.raises(ValueError, match="deadlock: stage 0, position 1: B0 waits"):
         pipeline_programs(parse_schedule("F0 B0 F1 B1\nF0 F1 B0 B1"), UNIT)
     with pytest.raises(ValueError, match="stage 0 does I0, and `seconds` has forward; give 'inp"):
@@ -150,7 +150,7 @@ def test_a_schedule_is_checked_before_it_is_costed():
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 @settings(max_examples=120, deadline=None)
-def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], data: st.DataObject):
+def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
 
     def worth(counts: list[int]) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], data: st.Data
     assert worth(counts) == min(map(worth, all_ways))
 
 
-def test_equal_layers_are_cut_evenly_and_dear_ones_stand_alone():
+def test_equal_layers_are_cut_evenly_and_dear_ones_stand_alone() -> None:
     assert balance([1.0] * 12, 4) == [3, 3, 3, 3]
     assert sorted(balance([1.0] * 7, 3)) == [2, 2, 3]
     assert balance([0.1] * 6, 3) == [2, 2, 2], "though sums of 0.1 are not exact"

@@ -57,7 +57,7 @@ def test_two_actions_swapped_are_found_unless_it_does_no_harm(case: Case, data: 
         assert error is None
 
 
-def test_swaps_of_each_kind_occur():
+def test_swaps_of_each_kind_occur() -> None:
     """The test above would prove nothing if none of its swaps did harm, or all."""
     kinds = set()
     for name in ("1f1b", "zb-h1", "pipedream"):
@@ -107,9 +107,12 @@ def test_an_action_that_became_another_is_found(case: Case, data: st.DataObject)
     one = actions[place]
     half = {"backward": "input", "input": "backward", "weight": "backward"}.get(one.phase)
     changes = [
-        {"microbatch": one.microbatch + 1}, {"microbatch": -1}, {"chunk": one.chunk + 1},
-        {"phase": "backwards"}, *([{"phase": half}] if half else []),
-    ]  # fmt: skip
+        {"microbatch": one.microbatch + 1},
+        {"microbatch": -1},
+        {"chunk": one.chunk + 1},
+        {"phase": "backwards"},
+        *([{"phase": half}] if half else []),
+    ]
     actions[place] = one._replace(**data.draw(st.sampled_from(changes)))
     error = fault(schedule, case[2])
     assert error is not None
@@ -143,19 +146,19 @@ test_the_first_broken_rule_is_told = refusals(
 )
 
 
-def test_presence_is_told_before_order_and_order_before_deadlocks():
+def test_presence_is_told_before_order_and_order_before_deadlocks() -> None:
     everything = "B0 F0 F1 B1\nF0 F1 B0"
     assert fault(parse_schedule(everything)).rule == "exactly once"
     assert fault(parse_schedule(everything + " B1")).rule == "backward after forward"
 
 
-def test_as_many_micro_batches_as_are_wanted():
+def test_as_many_micro_batches_as_are_wanted() -> None:
     for wanted, message in ((3, "never does F2"), (1, "F1 at position 1, and there are 1 micro")):
         raises(message, check, one_f_one_b(2, 2), microbatches=wanted, error=ScheduleError)
     check(one_f_one_b(2, 2), microbatches=2)
 
 
-def test_a_long_circle_is_told_in_short():
+def test_a_long_circle_is_told_in_short() -> None:
     schedule = [parse("F0 F0.1 B0.1 B0") for _ in range(8)]
     check(schedule)
     schedule[0] = parse("F0.1 F0 B0.1 B0")
@@ -165,7 +168,7 @@ def test_a_long_circle_is_told_in_short():
     assert "... (3 more)" in str(error)
 
 
-def test_what_is_no_action_is_told():
+def test_what_is_no_action_is_told() -> None:
     with pytest.raises(ScheduleError, match="stage 0, position 0 has .'forward', 0.; an Action"):
         check([[("forward", 0)]])
     with pytest.raises(ScheduleError, match="phase 'foward'; there are forward, backward"):
@@ -178,14 +181,14 @@ def test_what_is_no_action_is_told():
     raises("deadlock", show, parse_schedule("F0 B0 F1 B1\nF0 F1 B0 B1"), error=ScheduleError)
 
 
-def test_a_broken_rule_comes_whole_from_a_rank():
+def test_a_broken_rule_comes_whole_from_a_rank() -> None:
     error = fault(parse_schedule("F0 B0\nB0 F0"))
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and vars(again) == vars(error)
     assert (again.stage, again.position, str(again.action)) == (1, 0, "B0")
 
 
-def test_halves_and_wholes_may_be_mixed():
+def test_halves_and_wholes_may_be_mixed() -> None:
     """A student's schedule may split where it helps."""
     mixed = parse_schedule("F0 F1 B0 I1 W1\nF0 I0 F1 B1 W0")
     check(mixed)
@@ -197,7 +200,7 @@ def test_halves_and_wholes_may_be_mixed():
 
 @given(cases(largest=16))
 @settings(max_examples=60, deadline=None)
-def test_what_is_shown_is_read_again(case: Case):
+def test_what_is_shown_is_read_again(case: Case) -> None:
     schedule = made(case)
     assert parse_schedule(show(schedule)) == schedule
     assert [parse(" ".join(map(str, actions))) for actions in schedule] == schedule

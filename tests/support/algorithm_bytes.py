@@ -133,24 +133,39 @@ def ring(call: Call) -> int:
 
 
 SENT: dict[str, dict[str, Callable[[Call], int]]] = {
-    "broadcast": {"flat": lambda call: call.whole * (call.n - 1) * (call.position == 0),
-                  "tree": lambda call: call.whole * below(call),
-                  "chain": lambda call: call.whole * (call.position < call.n - 1)},
-    "reduce": dict.fromkeys(("flat", "tree", "chain"),
-                            lambda call: call.whole * (call.position > 0)),
-    "gather": {"flat": lambda call: call.mine * (call.position > 0),
-               "tree": lambda call: call.mine * subtree(call) * (call.position > 0)},
-    "scatter": {"flat": lambda call: (call.whole - call.mine) * (call.position == 0),
-                "tree": lambda call: call.mine * (subtree(call) - 1)},
-    "all_gather": {"ring": lambda call: call.whole - call.after, "bruck": bruck,
-                   "recursive_doubling": lambda call: doubled(call.sizes, call.rank)},
+    "broadcast": {
+        "flat": lambda call: call.whole * (call.n - 1) * (call.position == 0),
+        "tree": lambda call: call.whole * below(call),
+        "chain": lambda call: call.whole * (call.position < call.n - 1),
+    },
+    "reduce": dict.fromkeys(
+        ("flat", "tree", "chain"), lambda call: call.whole * (call.position > 0)
+    ),
+    "gather": {
+        "flat": lambda call: call.mine * (call.position > 0),
+        "tree": lambda call: call.mine * subtree(call) * (call.position > 0),
+    },
+    "scatter": {
+        "flat": lambda call: (call.whole - call.mine) * (call.position == 0),
+        "tree": lambda call: call.mine * (subtree(call) - 1),
+    },
+    "all_gather": {
+        "ring": lambda call: call.whole - call.after,
+        "bruck": bruck,
+        "recursive_doubling": lambda call: doubled(call.sizes, call.rank),
+    },
     "reduce_scatter": {"ring": lambda call: call.whole - call.mine, "recursive_halving": halved},
-    "all_reduce": {"naive": lambda call: call.whole * (call.n - 1 if call.rank == 0 else 1),
-                   "tree": lambda call: call.whole * ((call.rank > 0) + below(call)),
-                   "ring": ring, "gloo": ring, "recursive_doubling": recursively_doubled,
-                   "halving_doubling": halved_and_doubled, "double_tree": double_treed,
-                   "hierarchical": hierarchical},
+    "all_reduce": {
+        "naive": lambda call: call.whole * (call.n - 1 if call.rank == 0 else 1),
+        "tree": lambda call: call.whole * ((call.rank > 0) + below(call)),
+        "ring": ring,
+        "gloo": ring,
+        "recursive_doubling": recursively_doubled,
+        "halving_doubling": halved_and_doubled,
+        "double_tree": double_treed,
+        "hierarchical": hierarchical,
+    },
     "all_to_all": {"pairwise": lambda call: call.whole - call.mine},
     "barrier": {"dissemination": lambda call: (call.n - 1).bit_length()},
     "ring_exchange": {"next": lambda call: call.whole * (call.n > 1)},
-}  # fmt: skip
+}

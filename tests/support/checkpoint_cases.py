@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-import labkit
 from data_parallel_contract import Awkward
+from labkit import Comm, load_checkpoint, save_checkpoint
 from shard_cases import optimizer_of, wrapped
 
 ROWS = 12  # divides over 1, 2, 3 and 4 ranks
@@ -46,7 +46,7 @@ def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     ]
 
 
-def under(strategy: str, module: nn.Module, comm: labkit.Comm, lr: float) -> tuple[nn.Module, Any]:
+def under(strategy: str, module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
     model = wrapped(strategy, module, comm, persist_below=20)
     make = partial(torch.optim.AdamW)
     return model, optimizer_of(strategy, groups_of(model, lr), make, comm, 0.01)
@@ -54,12 +54,12 @@ def under(strategy: str, module: nn.Module, comm: labkit.Comm, lr: float) -> tup
 
 NAMES = ("naive-ddp", "ddp", "zero-1", "zero-2", "zero-3", "masters")
 STRATEGIES = {name: partial(under, name) for name in NAMES}
-MEETING: dict[int, labkit.Comm | None] = {}  # on a rank: the first n ranks of its world
+MEETING: dict[int, Comm | None] = {}  # on a rank: the first n ranks of its world
 
 
-def first_ranks(n: int) -> labkit.Comm | None:
+def first_ranks(n: int) -> Comm | None:
     """The group of the first `n` ranks; None on the others. All ranks of the world call it."""
-    world = labkit.Comm()
+    world = Comm()
     if n == world.size:
         return world
     if n not in MEETING:
@@ -67,7 +67,7 @@ def first_ranks(n: int) -> labkit.Comm | None:
     return MEETING[n]
 
 
-def train(model: nn.Module, optimizer: Any, comm: labkit.Comm, steps: range) -> list[float]:
+def train(model: nn.Module, optimizer: Any, comm: Comm, steps: range) -> list[float]:
     """The global losses of some steps; a step's batch is the same wherever it is run."""
     losses = []
     for step in steps:
@@ -90,7 +90,7 @@ def save_and_go_on(
         return None
     model, optimizer = STRATEGIES[strategy](fresh(dtype=dtype), comm, 1e-2)
     train(model, optimizer, comm, range(3))
-    labkit.save_checkpoint(folder, model, optimizer, step=3, extra={"rank": comm.rank})
+    save_checkpoint(folder, model, optimizer, step=3, extra={"rank": comm.rank})
     return train(model, optimizer, comm, range(3, 6))
 
 
@@ -102,7 +102,7 @@ def load_and_go_on(
         return None
     model, optimizer = STRATEGIES[strategy](fresh(seed=1, dtype=dtype), comm, 3e-3)
     train(model, optimizer, comm, range(7, 8))  # a state that must go
-    loaded = labkit.load_checkpoint(folder, model, optimizer)
+    loaded = load_checkpoint(folder, model, optimizer)
     assert (loaded.step, loaded.extra) == (3, {"rank": 0})
     return train(model, optimizer, comm, range(3, 6))
 

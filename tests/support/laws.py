@@ -22,9 +22,15 @@ def broken_laws(trace: Trace) -> list[str]:
     found: list[str] = []
     for one in trace.ranks.values():
         for law in (
-            _steps_follow_each_other, _ends_follow_begins, _spans_nest, _spans_lie_in_their_step,
-            _events_go_forward, _carriers_do_one_at_a_time, _memory_is_in_order, _nothing_is_open,
-        ):  # fmt: skip
+            _steps_follow_each_other,
+            _ends_follow_begins,
+            _spans_nest,
+            _spans_lie_in_their_step,
+            _events_go_forward,
+            _carriers_do_one_at_a_time,
+            _memory_is_in_order,
+            _nothing_is_open,
+        ):
             found += [f"rank {one.rank}: {what}" for what in law(one)]
     for law in (_collectives_have_all_ranks, _messages_have_both_ends, _numbers_have_no_holes):
         found += law(trace)

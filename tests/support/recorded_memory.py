@@ -19,9 +19,15 @@ def use_core(model: GPT, core: Callable[[], Any] = lambda: PlainAttention(0.1)) 
 
 
 def recorded_step(
-    sequence: int, rows: int, width: int, heads: int, depth: int, edit: Callable[[GPT], object],
-    vocab: int = 64, kv_heads: int | None = None,
-) -> RankTrace:  # fmt: skip
+    sequence: int,
+    rows: int,
+    width: int,
+    heads: int,
+    depth: int,
+    edit: Callable[[GPT], object],
+    vocab: int = 64,
+    kv_heads: int | None = None,
+) -> RankTrace:
     """Forward and backward in bfloat16, with dropout, after `edit(model)`."""
     torch.manual_seed(0)
     model = GPT(vocab, width, depth, heads, sequence, kv_heads=kv_heads, dropout=0.1).bfloat16()

@@ -39,25 +39,33 @@ class Promise:
 
 
 PROMISES = {
-    "naive": Promise(lambda p, m, v, r: 1,
-                     lambda p, m, v, s: predict.naive(p, m, s["forward"], s["backward"])),
-    "gpipe": Promise(lambda p, m, v, r: m,
-                     lambda p, m, v, s: predict.gpipe(p, m, s["forward"], s["backward"])),
-    "1f1b": Promise(lambda p, m, v, r: min(p - r, m),
-                    lambda p, m, v, s: predict.one_f_one_b(p, m, s["forward"], s["backward"])),
+    "naive": Promise(
+        lambda p, m, v, r: 1, lambda p, m, v, s: predict.naive(p, m, s["forward"], s["backward"])
+    ),
+    "gpipe": Promise(
+        lambda p, m, v, r: m, lambda p, m, v, s: predict.gpipe(p, m, s["forward"], s["backward"])
+    ),
+    "1f1b": Promise(
+        lambda p, m, v, r: min(p - r, m),
+        lambda p, m, v, s: predict.one_f_one_b(p, m, s["forward"], s["backward"]),
+    ),
     "pipedream": Promise(
         lambda p, m, v, r: min(p - r, m),
-        lambda p, m, v, s: predict.pipedream(p, m, s["forward"], s["backward"], s["update"])),
+        lambda p, m, v, s: predict.pipedream(p, m, s["forward"], s["backward"], s["update"]),
+    ),
     "interleaved": Promise(
         lambda p, m, v, r: min(v * p + p - 1 - 2 * r, v * m),
-        lambda p, m, v, s: predict.interleaved(p, m, s["forward"], s["backward"], v)),
+        lambda p, m, v, s: predict.interleaved(p, m, s["forward"], s["backward"], v),
+    ),
     "zb-h1": Promise(
         lambda p, m, v, r: p,
-        lambda p, m, v, s: predict.zero_bubble_h1(p, m, s["forward"], s["input"], s["weight"])),
+        lambda p, m, v, s: predict.zero_bubble_h1(p, m, s["forward"], s["input"], s["weight"]),
+    ),
     "zb-h2": Promise(
         lambda p, m, v, r: 2 * p - 1,
-        lambda p, m, v, s: predict.zero_bubble_h2(p, m, s["forward"], s["input"], s["weight"])),
-}  # fmt: skip
+        lambda p, m, v, s: predict.zero_bubble_h2(p, m, s["forward"], s["input"], s["weight"]),
+    ),
+}
 
 
 def promised_peaks(case: Case) -> list[int]:

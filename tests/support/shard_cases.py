@@ -127,8 +127,11 @@ def joined(x: Tensor, shard: Shard | None) -> Tensor:
 def wrapped(strategy: str, module: nn.Module, comm: Comm | None = None, **zero_3: Any) -> Any:
     """The module under a data-parallel strategy; `zero_3`: options for ZeRO3."""
     wraps: dict[str, Any] = {
-        "naive-ddp": NaiveDDP, "ddp": DDP, "masters": DDP, "zero-3": partial(ZeRO3, **zero_3),
-    }  # fmt: skip
+        "naive-ddp": NaiveDDP,
+        "ddp": DDP,
+        "masters": DDP,
+        "zero-3": partial(ZeRO3, **zero_3),
+    }
     assert strategy in {*wraps, "plain", "zero-1", "zero-2"}
     return wraps[strategy](module, comm=comm) if strategy in wraps else module
 

@@ -12,6 +12,7 @@ from labkit import (
     GradScaler,
     MasterWeights,
     Mesh,
+    World,
     ZeRO3,
     ZeroOptimizer,
     clip_grad_norm,
@@ -28,7 +29,9 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 DP_TP = {"dp": 2, "tp": 2}
 
 
-def clipped_step(strategy, axes, norm_type, max_norm, scaled=False):
+def clipped_step(
+    strategy: str, axes: dict[str, int], norm_type: float, max_norm: float, scaled: bool = False
+) -> tuple[float, float]:
     """How far the norm, and the weights after a step, are from those of torch in one process."""
     mesh = Mesh(**axes)
     model, optimizer = built(strategy, mesh, SGD)
@@ -50,7 +53,9 @@ def clipped_step(strategy, axes, norm_type, max_norm, scaled=False):
 
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_tensor_parallel_ranks_clip_as_a_single_process(world2, world3, world4, size, norm_type):
+def test_tensor_parallel_ranks_clip_as_a_single_process(
+    world2: World, world3: World, world4: World, size: int, norm_type: float
+) -> None:
     world = {2: world2, 3: world3, 4: world4}[size]
     for max_norm in (0.01, 100.0):
         for far in world.run(clipped_step, "plain", {"dp": 1, "tp": size}, norm_type, max_norm):
@@ -59,7 +64,9 @@ def test_tensor_parallel_ranks_clip_as_a_single_process(world2, world3, world4, 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
-def test_on_a_mesh_every_strategy_clips_as_a_single_process(world4, strategy, scaled):
+def test_on_a_mesh_every_strategy_clips_as_a_single_process(
+    world4: World, strategy: str, scaled: bool
+) -> None:
     for norm_type in NORMS:
         for far in world4.run(clipped_step, strategy, DP_TP, norm_type, 0.01, scaled):
             assert max(far) < AGREE
@@ -108,7 +115,9 @@ def with_gradients(model: nn.Module, like: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("strategy", ["masters", "zero-1", "zero-2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @on_each_rank("world4")
-def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(strategy, dtype):
+def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
+    strategy: str, dtype: torch.dtype
+) -> None:
     mesh = Mesh(**DP_TP)
     for norm_type in NORMS:
         model, optimizer = built(strategy, mesh, SGD, dtype=dtype)

@@ -53,7 +53,9 @@ EXPECTED: dict[str, Callable[[list[Tensor], int], Tensor]] = {
     ],
 )  # fmt: skip
 @on_each_rank("world3")
-def test_values_gradients_and_what_is_sent(name, forward, backward, sent):
+def test_values_gradients_and_what_is_sent(
+    name: str, forward: str, backward: str, sent: list[tuple[str, bool]]
+) -> None:
     """`sent`: each operation, and whether it was in backward."""
     comm = Comm()
 

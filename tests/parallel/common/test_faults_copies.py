@@ -17,11 +17,34 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-import labkit
+from labkit import (
+    DDP,
+    GPT,
+    AsyncParameterServer,
+    ColumnParallelLinear,
+    Comm,
+    Fp32Gradients,
+    GradScaler,
+    MasterWeights,
+    Mesh,
+    NaiveDDP,
+    ParameterServer,
+    Pipeline,
+    RowParallelLinear,
+    Single,
+    VocabParallelEmbedding,
+    World,
+    ZeroOptimizer,
+    compressed,
+    context_parallel,
+    listen,
+    split,
+    tensor_parallel,
+)
 from small_models import refused, saved
 from worlds import on_each_rank, world_fixture
 
-WRAPPERS: list[Any] = [labkit.DDP, labkit.NaiveDDP]
+WRAPPERS: list[Any] = [DDP, NaiveDDP]
 world = world_fixture(sizes=[1, 2, 3])
 
 
@@ -79,11 +102,11 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "AveragedModel": lambda x: AveragedModel(x).module,
 }
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "DDP": labkit.DDP,
-    "small buckets": partial(labkit.DDP, bucket_mb=1e-5),
-    "static_graph": partial(labkit.DDP, static_graph=True, bucket_mb=1e-5),
-    "no overlap": partial(labkit.DDP, overlap=False),
-    "NaiveDDP": labkit.NaiveDDP,
+    "DDP": DDP,
+    "small buckets": partial(DDP, bucket_mb=1e-5),
+    "static_graph": partial(DDP, static_graph=True, bucket_mb=1e-5),
+    "no overlap": partial(DDP, overlap=False),
+    "NaiveDDP": NaiveDDP,
 }
 
 
@@ -108,7 +131,7 @@ def test_a_copy_averages_as_torchs_copy_and_so_does_its_original(accumulate: boo
 
 @on_each_rank("world")
 def test_a_copy_averages_when_its_original_is_gone() -> None:
-    for wrap in (*WRAPPERS, labkit.Single):
+    for wrap in (*WRAPPERS, Single):
         model = wrap(net())
         copied = copy.deepcopy(copy.deepcopy(model))
         expected = train(model, 0)
@@ -120,33 +143,31 @@ def test_a_copy_averages_when_its_original_is_gone() -> None:
 calls = 0
 
 
-def counting(flat: torch.Tensor, comm: labkit.Comm, async_op: bool) -> Any:
+def counting(flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
     global calls
     calls += 1
     return comm.all_reduce(flat, async_op=async_op)
 
 
 def hooks_stay() -> None:
-    coarse = partial(labkit.DDP, hook=labkit.compressed(torch.bfloat16))
+    coarse = partial(DDP, hook=compressed(torch.bfloat16))
     for copied_by in COPIES.values():
         before = calls
-        assert_equal(
-            train(copied_by(labkit.DDP(net(), hook=counting)), 0), train(labkit.DDP(net()), 0)
-        )
+        assert_equal(train(copied_by(DDP(net(), hook=counting)), 0), train(DDP(net()), 0))
         assert calls == before + 2
         assert_equal(train(copied_by(coarse(net())), 0), train(coarse(net()), 0))
 
 
-def test_a_copy_has_the_communication_hook(world2: labkit.World) -> None:
+def test_a_copy_has_the_communication_hook(world2: World) -> None:
     world2.run(hooks_stay)
 
 
 @on_each_rank("world2")
 def test_rank_0_alone_may_copy_average_save_and_load(tmp_path: Path) -> None:
-    model = labkit.DDP(net(), bucket_mb=1e-5)
+    model = DDP(net(), bucket_mb=1e-5)
     train(model, 0)
     if dist.get_rank() == 0:
-        with labkit.listen() as events:
+        with listen() as events:
             average = AveragedModel(model)
             average.requires_grad_(False)
             average.update_parameters(model)
@@ -154,15 +175,15 @@ def test_rank_0_alone_may_copy_average_save_and_load(tmp_path: Path) -> None:
             assert torch.equal(copy.deepcopy(saved(average))(batch()), average(batch()))
             torch.save(model, tmp_path / "model.pt")
         assert not events
-    labkit.Comm().barrier()
+    Comm().barrier()
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert_equal(train(loaded, 5), train(model, 5))
 
 
 @on_each_rank("world4")
 def test_over_a_subgroup_a_copy_trains_and_a_pickle_evaluates() -> None:
-    mesh = labkit.Mesh(dp=2, tp=2)
-    model = labkit.DDP(net(), mesh.dp)
+    mesh = Mesh(dp=2, tp=2)
+    model = DDP(net(), mesh.dp)
     assert_equal(train(copy.deepcopy(model), 0), train(model, 0))
     loaded = saved(model)
     with pytest.raises(RuntimeError, match=r"over ranks \[\d, \d\] was pickled, and a process"):
@@ -170,8 +191,8 @@ def test_over_a_subgroup_a_copy_trains_and_a_pickle_evaluates() -> None:
     torch.testing.assert_close(loaded.eval()(batch()), model.eval()(batch()))
 
 
-def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: labkit.World) -> None:
-    returned = world2.run(lambda: labkit.DDP(net()))[1]
+def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: World) -> None:
+    returned = world2.run(lambda: DDP(net()))[1]
     returned.eval()(torch.ones(4, 3).double())
     returned.train()
     with pytest.raises(RuntimeError, match="was pickled, and a process group does not travel"):
@@ -187,7 +208,7 @@ def test_a_shallow_copy_would_be_a_second_owner_and_is_refused() -> None:
 
 def served(model: Any, seed: int) -> list[torch.Tensor]:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if isinstance(model, labkit.ParameterServer):
+    if isinstance(model, ParameterServer):
         optimizer = model.pull_after(optimizer)
     for step in range(2):
         optimizer.zero_grad()
@@ -198,16 +219,16 @@ def served(model: Any, seed: int) -> list[torch.Tensor]:
 
 @on_each_rank("world2")
 def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own() -> None:
-    model = labkit.ParameterServer(net())
+    model = ParameterServer(net())
     served(model, 0)
     copied = copy.deepcopy(model)
     refused(lambda: copied(batch()).square().mean().backward(), "model.pull_after(torch.optim")
-    expected = served(labkit.DDP(copy.deepcopy(model.module)), 5)
+    expected = served(DDP(copy.deepcopy(model.module)), 5)
     for copied in (copy.deepcopy(model), saved(model)):
         assert_equal(served(copied, 5), expected)
 
 
-def asynchronous(model: labkit.AsyncParameterServer) -> list[torch.Tensor]:
+def asynchronous(model: AsyncParameterServer) -> list[torch.Tensor]:
     def work() -> None:
         for step in range(3):
             model.zero_grad()
@@ -220,7 +241,7 @@ def asynchronous(model: labkit.AsyncParameterServer) -> list[torch.Tensor]:
 
 @on_each_rank("world2")
 def test_a_copied_asynchronous_server_goes_on_where_the_original_was() -> None:
-    model = labkit.AsyncParameterServer(net(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    model = AsyncParameterServer(net(), torch.optim.SGD, lr=0.1, momentum=0.9)
     asynchronous(model)
     copies = [copy.deepcopy(model), saved(model)]
     expected = asynchronous(model)
@@ -238,7 +259,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
 @on_each_rank("world2")
 def test_copied_master_weights_train_on_to_the_bit() -> None:
     model = nn.Linear(3, 3).bfloat16()
-    optimizer = labkit.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     step_of(model, optimizer, 0)
     both = model, optimizer
@@ -246,7 +267,7 @@ def test_copied_master_weights_train_on_to_the_bit() -> None:
     for seed in range(1, 9):
         step_of(model, optimizer, seed)
     for copied, its in copies:
-        assert type(its) is labkit.MasterWeights
+        assert type(its) is MasterWeights
         for seed in range(1, 9):
             step_of(copied, its, seed)
         assert_equal(list(copied.parameters()), list(model.parameters()))
@@ -266,7 +287,7 @@ def test_copied_master_weights_train_on_to_the_bit() -> None:
 @on_each_rank("world2")
 def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
     model = net()
-    optimizer = labkit.ZeroOptimizer(
+    optimizer = ZeroOptimizer(
         model.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2, gather_in=model
     )
     step_of(model, optimizer, 0)
@@ -276,7 +297,7 @@ def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
         refused(partial(copied_by, optimizer), words, error=TypeError)
     for copied_by in (copy.deepcopy, saved):  # as the error says
         copied = copied_by(model)
-        its = labkit.ZeroOptimizer(copied.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2)
+        its = ZeroOptimizer(copied.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2)
         its.load_state_dict(copied_by(optimizer.state_dict()))
         step_of(copied, its, 1)
         expected, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
@@ -290,7 +311,7 @@ def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
 @on_each_rank("world2")
 def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
     layers = nn.Sequential(*[nn.Linear(3, 3).double() for _ in range(4)])
-    made = labkit.Pipeline(labkit.split(layers, labkit.Comm().size), loss_fn=nn.functional.mse_loss)
+    made = Pipeline(split(layers, Comm().size), loss_fn=nn.functional.mse_loss)
     for copied_by in (copy.deepcopy, pickle.dumps, saved):
         words = "Pipeline cannot be copied or pickled; copy pipeline"
         refused(partial(copied_by, made), words, error=TypeError)
@@ -302,7 +323,7 @@ def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
 
 
 def test_fp32_gradients_are_not_copied() -> None:
-    made = labkit.Fp32Gradients(nn.Linear(3, 3).parameters())
+    made = Fp32Gradients(nn.Linear(3, 3).parameters())
     words = "Fp32Gradients cannot be copied or pickled; make one"
     refused(lambda: copy.deepcopy(made), words, error=TypeError)
 
@@ -311,7 +332,7 @@ def test_fp32_gradients_are_not_copied() -> None:
 def test_a_copied_scaler_decides_with_all_ranks() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = labkit.GradScaler(init_scale=8.0, growth_interval=1)
+    scaler = GradScaler(init_scale=8.0, growth_interval=1)
     scaler.scale(model(torch.ones(2, 3)).sum()).backward()
     scaler.unscale_(optimizer)
     for copied_by in (copy.deepcopy, saved):
@@ -333,7 +354,7 @@ def test_a_copied_scaler_decides_with_all_ranks() -> None:
 
 @on_each_rank("world2")
 def test_a_copied_mesh_communicates_and_a_pickled_one_says_why_not() -> None:
-    mesh = labkit.Mesh(dp=1, tp=2)
+    mesh = Mesh(dp=1, tp=2)
     x = torch.ones(1)
     copy.deepcopy(mesh).tp.all_reduce(x)
     copy.copy(mesh.tp).all_reduce(x)
@@ -351,21 +372,19 @@ def taking(comm: Any) -> dict[str, Callable[[], Any]]:
     sgd = torch.optim.SGD
     stages = [linear() for _ in range(2)]
     return {
-        "DDP": lambda: labkit.DDP(linear(), comm),
-        "NaiveDDP": lambda: labkit.NaiveDDP(linear(), comm),
-        "ParameterServer": lambda: labkit.ParameterServer(linear(), comm),
-        "AsyncParameterServer": lambda: labkit.AsyncParameterServer(linear(), sgd, comm, lr=0.1),
-        "ZeroOptimizer": lambda: labkit.ZeroOptimizer(
-            linear().parameters(), sgd, comm=comm, lr=0.1
-        ),
-        "Pipeline": lambda: labkit.Pipeline(stages, comm, loss_fn=nn.functional.mse_loss),
-        "tensor_parallel": lambda: labkit.tensor_parallel(labkit.GPT.preset("tiny"), comm),
-        "context_parallel": lambda: labkit.context_parallel(labkit.GPT.preset("tiny"), comm),
-        "ColumnParallelLinear": lambda: labkit.ColumnParallelLinear(2, 2, comm),
-        "VocabParallelEmbedding": lambda: labkit.VocabParallelEmbedding(4, 2, comm),
-        "Fp32Gradients": lambda: labkit.Fp32Gradients(linear().parameters(), comm),
-        "GradScaler": lambda: labkit.GradScaler(comm=comm),
-        "Mesh": lambda: labkit.Mesh(comm, dp=2),
+        "DDP": lambda: DDP(linear(), comm),
+        "NaiveDDP": lambda: NaiveDDP(linear(), comm),
+        "ParameterServer": lambda: ParameterServer(linear(), comm),
+        "AsyncParameterServer": lambda: AsyncParameterServer(linear(), sgd, comm, lr=0.1),
+        "ZeroOptimizer": lambda: ZeroOptimizer(linear().parameters(), sgd, comm=comm, lr=0.1),
+        "Pipeline": lambda: Pipeline(stages, comm, loss_fn=nn.functional.mse_loss),
+        "tensor_parallel": lambda: tensor_parallel(GPT.preset("tiny"), comm),
+        "context_parallel": lambda: context_parallel(GPT.preset("tiny"), comm),
+        "ColumnParallelLinear": lambda: ColumnParallelLinear(2, 2, comm),
+        "VocabParallelEmbedding": lambda: VocabParallelEmbedding(4, 2, comm),
+        "Fp32Gradients": lambda: Fp32Gradients(linear().parameters(), comm),
+        "GradScaler": lambda: GradScaler(comm=comm),
+        "Mesh": lambda: Mesh(comm, dp=2),
     }
 
 
@@ -376,12 +395,12 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
         parts = made.modules() if isinstance(made, nn.Module) else [made]
         comms = [part.comm for part in parts if hasattr(part, "comm")]
         assert comms
-        assert all(type(comm) is labkit.Comm and comm.size == 2 for comm in comms)
-    model = labkit.DDP(net(), dist.group.WORLD)
-    assert_equal(train(model, 0), train(labkit.DDP(net()), 0))
+        assert all(type(comm) is Comm and comm.size == 2 for comm in comms)
+    model = DDP(net(), dist.group.WORLD)
+    assert_equal(train(model, 0), train(DDP(net()), 0))
     own = [dist.new_group([rank]) for rank in range(2)]  # a subgroup of this rank alone
-    local = labkit.DDP(net(), own[dist.get_rank()])
-    assert_equal(train(local, 0), train(labkit.Single(net()), 0))
+    local = DDP(net(), own[dist.get_rank()])
+    assert_equal(train(local, 0), train(Single(net()), 0))
     for make in taking(own[1 - dist.get_rank()]).values():
         refused(make, "this rank is not a member of the group")
 
@@ -389,7 +408,7 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
 @on_each_rank("world2")
 def test_an_invalid_group_is_refused_in_one_sentence() -> None:
     words = "is no group of ranks; give a Comm, such as mesh.dp"
-    for wrong in ([0], labkit.Mesh(dp=2), "cuda", False):
+    for wrong in ([0], Mesh(dp=2), "cuda", False):
         for make in taking(wrong).values():
             refused(make, words, error=TypeError)
 
@@ -397,17 +416,17 @@ def test_an_invalid_group_is_refused_in_one_sentence() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @on_each_rank("world2")
 def test_a_compiled_module_with_buffers_averages(backend: str) -> None:
-    for wrap in (labkit.DDP, partial(labkit.DDP, bucket_mb=1e-5), labkit.NaiveDDP):
+    for wrap in (DDP, partial(DDP, bucket_mb=1e-5), NaiveDDP):
         expected = train(wrap(net()), 0)
         inside: Any = wrap(torch.compile(net(), backend=backend))
         assert_equal(train(inside, 0), expected)
         model = wrap(net())
         outside: Any = torch.compile(model, backend=backend)
         assert_equal(train(outside, 0, steps=2)[:9], train(wrap(net()), 0, steps=2)[:9])
-    model = labkit.DDP(net())
+    model = DDP(net())
     model.compile(backend=backend)
-    assert_equal(train(model, 0), train(labkit.DDP(net()), 0))
-    with labkit.listen() as events:
+    assert_equal(train(model, 0), train(DDP(net()), 0))
+    with listen() as events:
         train(model, 0, steps=1)
     assert events
     assert all(", from test_faults_copies.py" in event.source for event in events)
@@ -418,8 +437,8 @@ def test_a_compiled_tensor_parallel_model_computes_the_same() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
         ends = (
-            labkit.ColumnParallelLinear(3, 8, labkit.Comm()),
-            labkit.RowParallelLinear(8, 3, labkit.Comm()),
+            ColumnParallelLinear(3, 8, Comm()),
+            RowParallelLinear(8, 3, Comm()),
         )
         return nn.Sequential(ends[0], nn.GELU(), ends[1]).double()
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import labkit
+from labkit import Comm, autocast, dry_run, full_state_dict, recompute, tensor_parallel
 from small_models import Custom, refused
 from worlds import on_each_rank, world_fixture
 
 world, world1 = world_fixture(2, device="cpu"), world_fixture(1)
 LOW = torch.bfloat16
-REGIONS = {"torch": partial(torch.autocast, "cpu", LOW), "labkit": labkit.autocast}
+REGIONS = {"torch": partial(torch.autocast, "cpu", LOW), "labkit": autocast}
 
 
 class Attention(nn.Module):
@@ -50,7 +50,9 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def run(region, model, x, around=None):
+def run(
+    region: Callable[..., Any], model: nn.Module, x: Tensor, around: Any = None
+) -> list[Tensor]:
     """The output and all gradients; backward runs outside of the region."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_()
     with region():
@@ -69,7 +71,7 @@ def same_as_torchs(model: nn.Module, x: Tensor, around: Any = None) -> bool:
 def test_rotary_angles_outside_of_autocast_are_exact_at_1500_positions() -> None:
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(1, 1500, 16)
-    with labkit.autocast():
+    with autocast():
         cos, _ = model.angles(x)
     assert torch.equal(cos, model.angles(x)[0])
     assert same_as_torchs(model, x)
@@ -110,7 +112,7 @@ def test_torchs_switches_inside_work_nested_and_as_decorators() -> None:
     torch.manual_seed(0)
     model, x = Switches(), torch.randn(4, 8)
     assert same_as_torchs(model, x)
-    with labkit.autocast():
+    with autocast():
         model(x)
     fp32, fp16 = torch.float32, torch.float16
     assert model.types == [LOW, fp32, fp16, fp32, fp16, fp32, LOW, LOW, fp32, LOW]
@@ -144,7 +146,7 @@ def test_torchs_checkpoint_computes_again_in_the_same_types(kind: Any, reentrant
     x = torch.randn(2, 5, 16 if kind is Attention else 8)
     again = partial(checkpoint, use_reentrant=reentrant)
     assert same_as_torchs(model, x, again)
-    plain, kept = run(labkit.autocast, model, x), run(labkit.autocast, model, x, again)
+    plain, kept = run(autocast, model, x), run(autocast, model, x, again)
     assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
 
 
@@ -152,7 +154,7 @@ def test_torchs_checkpoint_computes_again_in_the_same_types(kind: Any, reentrant
 def test_recompute_keeps_torchs_switches(kind: Any) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, 5, 16 if kind is Attention else 8)
-    plain, again = (run(labkit.autocast, model, x, around) for around in (None, labkit.recompute))
+    plain, again = (run(autocast, model, x, around) for around in (None, recompute))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -172,19 +174,19 @@ def states() -> list[Any]:
 
 def test_a_region_leaves_torchs_switches_as_they_were() -> None:
     before = states()
-    with pytest.raises(KeyError), labkit.autocast(torch.float16):
+    with pytest.raises(KeyError), autocast(torch.float16):
         assert states()[0] == (True, torch.float16)
-        with labkit.autocast(enabled=False):
+        with autocast(enabled=False):
             assert not torch.is_autocast_enabled("cpu")
         raise KeyError
     with torch.autocast("cpu", torch.float16):
         inside = states()
-        with labkit.autocast(LOW):
+        with autocast(LOW):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == LOW
         assert states() == inside
-        with labkit.autocast(enabled=False):
+        with autocast(enabled=False):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-    with pytest.raises(ValueError, match="cannot run ops in"), labkit.autocast(torch.float32):
+    with pytest.raises(ValueError, match="cannot run ops in"), autocast(torch.float32):
         pass
     assert states() == before
 
@@ -199,14 +201,16 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @on_each_rank("world")
-def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(dtype, op, sizes):
+def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
+    dtype: torch.dtype, op: Any, sizes: tuple[int, ...]
+) -> None:
     for numel in sizes:
         x = torch.ones(numel).to(dtype)
         refused(
-            lambda: labkit.Comm().all_reduce(x, op),  # noqa: B023
+            lambda: Comm().all_reduce(x, op),  # noqa: B023
             f"torch knows no {op} of {dtype}; convert it first",
         )
-        labkit.Comm().all_reduce(after := torch.ones(3))
+        Comm().all_reduce(after := torch.ones(3))
         assert after[0].item() == 2.0, "the group is as good as before"
 
 
@@ -245,7 +249,13 @@ def attention(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return m.out(y.transpose(1, 2).flatten(2))
 
 
-def heads(split=split_heads, adapt=lambda m, q, k, v: (q, k, v), kv_heads=4, forward=None, **parts):
+def heads(
+    split: Callable[[Tensor], Tensor] = split_heads,
+    adapt: Callable[..., Any] = lambda m, q, k, v: (q, k, v),
+    kv_heads: int = 4,
+    forward: Any = None,
+    **parts: Any,
+) -> Callable[[], nn.Module]:
     """4 heads of width 4; `adapt` changes queries, keys and values before they meet."""
 
     def plain(m: Any, x: Tensor) -> Tensor:
@@ -338,7 +348,7 @@ def test_a_layer_that_would_compute_something_else_is_refused_by_name(name: str)
     make, words = REFUSED[name]
     model = around(make())
     message = refused(
-        lambda: labkit.tensor_parallel(model, labkit.Comm())(torch.randn(2, 3, 8)), words, HAND
+        lambda: tensor_parallel(model, Comm())(torch.randn(2, 3, 8)), words, HAND
     )  # fmt: skip
     assert message.startswith("tensor_parallel cannot cut layer, a ")
 
@@ -365,7 +375,7 @@ def trained(make: Callable[[], nn.Module], cut: bool) -> dict[str, Tensor]:
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     state = torch.get_rng_state()
     if cut:
-        labkit.tensor_parallel(model, labkit.Comm())
+        tensor_parallel(model, Comm())
         assert all(one.training for one in model.modules())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(2):
@@ -373,7 +383,7 @@ def trained(make: Callable[[], nn.Module], cut: bool) -> dict[str, Tensor]:
         (y := model(x)).square().sum().backward()
         optimizer.step()
     assert torch.equal(state, torch.get_rng_state()), "the trial drew random numbers of the user's"
-    return {**labkit.full_state_dict(model), "y": y.detach(), "dx": x.grad}
+    return {**full_state_dict(model), "y": y.detach(), "dx": x.grad}
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -386,22 +396,22 @@ def test_a_layer_that_can_be_cut_trains_as_in_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", ["fused gate", "tiled groups", "down before up"])
 def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
     def step() -> None:
-        labkit.tensor_parallel(around(REFUSED[name][0]()), labkit.Comm())
+        tensor_parallel(around(REFUSED[name][0]()), Comm())
 
     with pytest.raises(Exception, match="tensor_parallel cannot cut layer"):
-        labkit.dry_run(step, ranks=2, step=0)
+        dry_run(step, ranks=2, step=0)
 
 
 def test_a_dry_run_and_a_model_on_meta_are_cut() -> None:
     def step() -> list[int]:
-        model = labkit.tensor_parallel(around(rotary()()), labkit.Comm())
+        model = tensor_parallel(around(rotary()()), Comm())
         model(torch.randn(2, 3, 8)).sum().backward()
         with torch.device("meta"):
-            meta: Any = labkit.tensor_parallel(around(heads()()).bfloat16(), labkit.Comm())
+            meta: Any = tensor_parallel(around(heads()()).bfloat16(), Comm())
         assert meta.layer.q.weight.shape == (8, 8)
         return []
 
-    labkit.dry_run(step, ranks=2, step=0)
+    dry_run(step, ranks=2, step=0)
 
 
 @on_each_rank("world1")
@@ -409,9 +419,9 @@ def test_with_one_rank_any_layer_stays_as_it_is() -> None:
     torch.manual_seed(0)
     model, x = around(mlp(fused, up=48)()), torch.randn(2, 3, 8)
     right = model(x)
-    assert torch.equal(labkit.tensor_parallel(model, labkit.Comm())(x), right)
+    assert torch.equal(tensor_parallel(model, Comm())(x), right)
     without = without_biases()
-    labkit.tensor_parallel(around(without), labkit.Comm(), sequence=True)
+    tensor_parallel(around(without), Comm(), sequence=True)
 
 
 @on_each_rank("world")
@@ -423,7 +433,7 @@ def test_a_hook_on_a_layer_that_is_replaced_is_refused() -> None:
         else:
             model.layer.up.forward = lambda x: 2 * x
         words = "layer.up has hooks or a forward of its own"
-        refused(lambda: labkit.tensor_parallel(model, labkit.Comm()), words)  # noqa: B023
+        refused(lambda: tensor_parallel(model, Comm()), words)  # noqa: B023
 
 
 @pytest.mark.parametrize("has", ["tokens", "head", ""])
@@ -434,4 +444,4 @@ def test_a_sequence_that_nothing_cuts_or_joins_is_refused(has: str) -> None:
     if has:
         setattr(model, has, nn.Embedding(8, 8) if has == "tokens" else nn.Linear(8, 8))
     words = "this model lacks one, so ranks would take all of x"
-    refused(lambda: labkit.tensor_parallel(model, labkit.Comm(), sequence=True), words)
+    refused(lambda: tensor_parallel(model, Comm(), sequence=True), words)

@@ -11,7 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-import labkit
+from labkit import (
+    DDP,
+    Comm,
+    GradScaler,
+    MasterWeights,
+    Mesh,
+    NaiveDDP,
+    Pipeline,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    clip_grad_norm,
+    load_checkpoint,
+    save_checkpoint,
+    tensor_parallel,
+)
 from small_models import Custom, difference, refused
 from worlds import on_each_rank, world_fixture
 
@@ -46,7 +61,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def mine(x: torch.Tensor) -> torch.Tensor:
-    return x.tensor_split(labkit.Comm().size)[labkit.Comm().rank]
+    return x.tensor_split(Comm().size)[Comm().rank]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -54,7 +69,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = model.full_state_dict() if isinstance(model, labkit.ZeRO3) else model.state_dict()
+    state = model.full_state_dict() if isinstance(model, ZeRO3) else model.state_dict()
     return {name.removeprefix("module."): x for name, x in state.items()}
 
 
@@ -67,10 +82,10 @@ def wrapped(strategy: str) -> tuple[nn.Module, nn.Module, Any]:
     module = fresh()
     if strategy.startswith("zero-"):
         params, stage = module.parameters(), int(strategy[-1])
-        return module, module, labkit.ZeroOptimizer(params, SGD, stage, bucket_mb=1e-4, **MOMENTUM)
-    model = {"naive": labkit.NaiveDDP, "zero3": labkit.ZeRO3}.get(strategy, labkit.DDP)(module)
+        return module, module, ZeroOptimizer(params, SGD, stage, bucket_mb=1e-4, **MOMENTUM)
+    model = {"naive": NaiveDDP, "zero3": ZeRO3}.get(strategy, DDP)(module)
     if strategy == "masters":
-        return module, model, labkit.MasterWeights(model.parameters(), SGD, **MOMENTUM)
+        return module, model, MasterWeights(model.parameters(), SGD, **MOMENTUM)
     return module, model, SGD(model.parameters(), **MOMENTUM)
 
 
@@ -98,7 +113,7 @@ def test_parameters_are_clipped_by_the_norm_that_one_process_finds(strategy: str
                 loss_of(oracle, batch(2 * step + micro)).backward()
             expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
             given = form(model) if form else optimizer
-            torch.testing.assert_close(labkit.clip_grad_norm(given, 0.5), expected)
+            torch.testing.assert_close(clip_grad_norm(given, 0.5), expected)
             optimizer.step(), torchs.step()
         check_equal(model if strategy == "zero3" else module, oracle)
 
@@ -106,14 +121,14 @@ def test_parameters_are_clipped_by_the_norm_that_one_process_finds(strategy: str
 def clips_as_torch() -> None:
     for given in (lambda model: model.embed.weight, lambda model: model.parameters()):
         model, oracle = fresh(), fresh()
-        for one, clip in ((model, labkit.clip_grad_norm), (oracle, nn.utils.clip_grad_norm_)):
+        for one, clip in ((model, clip_grad_norm), (oracle, nn.utils.clip_grad_norm_)):
             loss_of(one, batch()).backward()
             assert clip(given(one), 0.5) > 0.5
         for p, q in zip(trained(model), trained(oracle)):
             torch.testing.assert_close(p.grad, q.grad)
 
 
-def test_one_tensor_and_a_plain_model_are_clipped_as_by_torch(pair: labkit.World) -> None:
+def test_one_tensor_and_a_plain_model_are_clipped_as_by_torch(pair: World) -> None:
     clips_as_torch()
     pair.run(clips_as_torch)
 
@@ -123,7 +138,7 @@ def test_a_model_with_a_submodule_named_module_is_clipped_as_a_whole() -> None:
     model.module, model.head = nn.Linear(2, 2), nn.Linear(2, 2)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    assert labkit.clip_grad_norm(model, 1.0).item() == pytest.approx(12**0.5)
+    assert clip_grad_norm(model, 1.0).item() == pytest.approx(12**0.5)
     assert model.head.weight.grad is not None and model.head.weight.grad.norm() < 1
 
 
@@ -133,18 +148,18 @@ def test_the_parameters_of_a_pipeline_are_clipped_by_the_norm_of_all_stages(shar
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(5, 4).double(), nn.Linear(4, 5).double()]
     oracle = copy.deepcopy(nn.Sequential(*layers))
-    comm, alone = labkit.Comm(), labkit.Mesh(pp=2, dp=1).dp
+    comm, alone = Comm(), Mesh(pp=2, dp=1).dp
     if sharder == "zero3":
-        layers[comm.rank] = labkit.ZeRO3(layers[comm.rank], alone)
-    pipe = labkit.Pipeline(layers, comm, microbatches=2, loss_fn=nn.MSELoss())
+        layers[comm.rank] = ZeRO3(layers[comm.rank], alone)
+    pipe = Pipeline(layers, comm, microbatches=2, loss_fn=nn.MSELoss())
     optimizer: Any = SGD(pipe.parameters(), lr=0.1)
     if sharder == "zero-1":
-        optimizer = labkit.ZeroOptimizer(pipe.parameters(), SGD, 1, comm=alone, lr=0.1)
+        optimizer = ZeroOptimizer(pipe.parameters(), SGD, 1, comm=alone, lr=0.1)
     x = batch()
     pipe.step(x, 30 * x)
     nn.MSELoss()(oracle(x), 30 * x).backward()
     expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
-    torch.testing.assert_close(labkit.clip_grad_norm(pipe.parameters(), 0.5), expected)
+    torch.testing.assert_close(clip_grad_norm(pipe.parameters(), 0.5), expected)
     optimizer.step(), SGD(oracle.parameters(), lr=0.1).step()
     assert difference(pipe.full_state_dict(), oracle.state_dict()) < 1e-10
 
@@ -154,24 +169,26 @@ def test_tensor_parallel_parameters_are_clipped_by_the_norm_of_all_shards() -> N
     torch.manual_seed(0)
     layers = {"up": nn.Linear(5, 8), "down": nn.Linear(8, 5)}
     oracle = Custom(lambda m, x: m.down(m.up(x).tanh()), **layers).double()
-    model = labkit.tensor_parallel(copy.deepcopy(oracle), labkit.Comm())
+    model = tensor_parallel(copy.deepcopy(oracle), Comm())
     for one in (model, oracle):
         loss_of(one, batch()).backward()
     expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
-    torch.testing.assert_close(labkit.clip_grad_norm(list(model.parameters()), 0.5), expected)
+    torch.testing.assert_close(clip_grad_norm(list(model.parameters()), 0.5), expected)
 
 
 @stages
 @on_each_rank("world")
-def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float32(stage):
+def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float32(
+    stage: int,
+) -> None:
     def run(by: str) -> torch.Tensor:
         model = fresh(dtype=torch.bfloat16)
-        optimizer = labkit.ZeroOptimizer(model.parameters(), SGD, stage, lr=0.1)
-        scaler = labkit.GradScaler(init_scale=4.0)
+        optimizer = ZeroOptimizer(model.parameters(), SGD, stage, lr=0.1)
+        scaler = GradScaler(init_scale=4.0)
         scaler.scale(loss_of(model, mine(batch(dtype=torch.bfloat16)))).backward()
         scaler.unscale_(optimizer)
         given = optimizer if by == "optimizer" else model.parameters()
-        norm = labkit.clip_grad_norm(given, 0.5)
+        norm = clip_grad_norm(given, 0.5)
         assert norm.dtype == torch.float32 and norm > 0.5
         scaler.step(optimizer)
         return torch.cat([norm.view(1), *(p.detach().float().view(-1) for p in trained(model))])
@@ -185,7 +202,7 @@ def test_an_invalid_list_of_parameters_is_refused() -> None:
     spent = model.parameters()
     SGD(spent, lr=0.1)
     for given in (spent, [], model.named_parameters(), model.state_dict()):
-        refused(partial(labkit.clip_grad_norm, given, 1.0), "no parameters, or other things")
+        refused(partial(clip_grad_norm, given, 1.0), "no parameters, or other things")
 
 
 @pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero3"])
@@ -194,15 +211,13 @@ def test_parameters_of_a_sharder_and_others_are_refused(strategy: str) -> None:
     module, model, _ = wrapped(strategy)
     loss_of(model, mine(batch())).backward()
     for given in (trained(module)[:1], [*trained(module), nn.Parameter(torch.ones(1))]):
-        refused(
-            partial(labkit.clip_grad_norm, given, 1.0), "not exactly its own; call it with the Z"
-        )
+        refused(partial(clip_grad_norm, given, 1.0), "not exactly its own; call it with the Z")
 
 
 def both(stage: int, cls: Any = SGD, **options: Any) -> tuple[Any, Any, Any, Any]:
     model, oracle = fresh(), fresh()
     options = options or MOMENTUM
-    ours = labkit.ZeroOptimizer(model.parameters(), cls, stage, bucket_mb=1e-4, **options)
+    ours = ZeroOptimizer(model.parameters(), cls, stage, bucket_mb=1e-4, **options)
     return model, ours, oracle, cls(oracle.parameters(), **options)
 
 
@@ -250,7 +265,7 @@ def test_gradients_set_by_hand_are_averaged_by_the_step(stage: int, zero: bool) 
             for p, g in zip(trained(one), gradients):
                 p.grad = g
         nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
-        labkit.clip_grad_norm(ours, 0.5)
+        clip_grad_norm(ours, 0.5)
         ours.step(), torchs.step()
     check_equal(model, oracle)
 
@@ -295,7 +310,9 @@ DROPS: dict[str, Callable[[Any, Any], None]] = {
 @pytest.mark.parametrize("quiet", [False, True], ids=["", "no_sync"])
 @pytest.mark.parametrize("drop", DROPS)
 @on_each_rank("world")
-def test_gradients_dropped_between_backwards_are_dropped(stage, quiet, drop):
+def test_gradients_dropped_between_backwards_are_dropped(
+    stage: int, quiet: bool, drop: str
+) -> None:
     model, ours, oracle, torchs = both(stage, weight_decay=0.1, lr=0.1)
     for _ in range(2):
         for micro in range(3):
@@ -344,8 +361,8 @@ def test_a_parameter_thawed_later_is_refused_at_the_first_step(stage: int) -> No
 @on_each_rank("world")
 def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(stage: int) -> None:
     model, oracle = fresh(dtype=torch.bfloat16), fresh(dtype=torch.bfloat16)
-    ours = labkit.ZeroOptimizer(model.parameters(), torch.optim.Adam, stage, lr=0.01)
-    masters = labkit.MasterWeights(oracle.parameters(), torch.optim.Adam, lr=0.01)
+    ours = ZeroOptimizer(model.parameters(), torch.optim.Adam, stage, lr=0.01)
+    masters = MasterWeights(oracle.parameters(), torch.optim.Adam, lr=0.01)
 
     def closure(one: nn.Module) -> None:
         for p in trained(one):
@@ -363,14 +380,14 @@ def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it() -
         (lambda ps: torch.optim.Adafactor(ps, lr=0.1), "Adafactor"),
         (lambda ps: torch.optim.LBFGS(ps), "LBFGS"),
     ):
-        message = refused(partial(labkit.ZeroOptimizer, parameters, make))
+        message = refused(partial(ZeroOptimizer, parameters, make))
         assert message.startswith(f"{name} cannot be sharded: ")
         if name == "Adafactor":
             assert "on two pieces of a matrix" in message
             assert message.endswith("or Adafactor under DDP")
     instance = torch.optim.AdamW(parameters)
     words = "'AdamW' object is not callable", "give the class of one"
-    refused(partial(labkit.ZeroOptimizer, parameters, instance), *words)
+    refused(partial(ZeroOptimizer, parameters, instance), *words)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero3"])
@@ -382,10 +399,10 @@ def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_paramete
     def built(everything: bool, seed: int) -> tuple[nn.Module, Any]:
         model: Any = fresh(seed)
         if strategy != "zero-1":
-            model = (labkit.DDP if strategy == "ddp" else labkit.ZeRO3)(model)
+            model = (DDP if strategy == "ddp" else ZeRO3)(model)
         params = list(model.parameters()) if everything else trained(model)
         options = {"lr": 0.1 + seed, "momentum": 0.9}
-        make = partial(labkit.ZeroOptimizer, optimizer_cls=SGD) if strategy == "zero-1" else SGD
+        make = partial(ZeroOptimizer, optimizer_cls=SGD) if strategy == "zero-1" else SGD
         return model, make(params, **options)
 
     def train(model: nn.Module, optimizer: Any) -> None:
@@ -396,22 +413,24 @@ def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_paramete
 
     model, optimizer = built(saved_all, 0)
     train(model, optimizer)
-    labkit.save_checkpoint(tmp_path, model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer)
     train(model, optimizer)
     other, resumed = built(not saved_all, 1)
-    labkit.load_checkpoint(tmp_path, other, resumed)
+    load_checkpoint(tmp_path, other, resumed)
     assert resumed.param_groups[0]["lr"] == 0.1
     train(other, resumed)
     assert difference(state_of(model), state_of(other)) == 0
 
 
 @on_each_rank("pair")
-def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(tmp_path):
-    model = labkit.DDP(fresh())
-    labkit.save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
-    other = labkit.DDP(fresh().requires_grad_(True))
+def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(
+    tmp_path: Path,
+) -> None:
+    model = DDP(fresh())
+    save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
+    other = DDP(fresh().requires_grad_(True))
     optimizer = SGD(other.parameters(), lr=0.1)
     refused(
-        lambda: labkit.load_checkpoint(tmp_path, other, optimizer),
+        lambda: load_checkpoint(tmp_path, other, optimizer),
         "it lacks frozen.weight, frozen.b",
     )

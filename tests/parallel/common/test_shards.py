@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-import labkit
+from labkit import (
+    DDP,
+    Comm,
+    Mesh,
+    NaiveDDP,
+    RankError,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    full_state_dict,
+)
 from labkit.holdings import claim
 from labkit.parallel.common.clipping import comms_of
 from labkit.parallel.common.shards import (
@@ -131,7 +141,7 @@ def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
 
 
 def test_a_mark_that_cannot_be_is_refused() -> None:
-    comm: labkit.Comm = Ranks(0, 1)
+    comm: Comm = Ranks(0, 1)
     for dim, start, stop, whole in [(0, 3, 2, 4), (0, 0, 5, 4), (-1, 0, 2, 4), (0, -1, 2, 4)]:
         with pytest.raises(ValueError, match="start:stop of 0:whole"):
             Shard(comm, dim, start, stop, whole)
@@ -149,34 +159,34 @@ def test_ranks_with_different_shards_are_not_replicas() -> None:
 
 @on_each_rank("world4")
 def test_a_strategy_over_the_tensor_ranks_is_refused() -> None:
-    mesh = labkit.Mesh(dp=2, tp=2)
+    mesh = Mesh(dp=2, tp=2)
     for comm in (None, mesh.tp):
-        for strategy in (labkit.DDP, labkit.NaiveDDP, labkit.ZeRO3):
+        for strategy in (DDP, NaiveDDP, ZeRO3):
             with pytest.raises(ValueError, match="is cut over ranks"):
                 strategy(cut(fresh(), mesh.tp), comm)
         with pytest.raises(ValueError, match="is cut over ranks"):
             model = cut(fresh(), mesh.tp)
-            labkit.ZeroOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=1)
+            ZeroOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=1)
 
 
-def test_replicas_with_other_parts_are_found(world2: labkit.World) -> None:
+def test_replicas_with_other_parts_are_found(world2: World) -> None:
     def run() -> None:
-        comm = labkit.Comm()
+        comm = Comm()
         module = nn.Linear(3, 4)
         ranks = Ranks(comm.rank)
         mark_shard(module.weight, Shard(ranks, 0, 4 * comm.rank, 4 * comm.rank + 4, 8))
-        labkit.DDP(module)
+        DDP(module)
 
-    with pytest.raises(labkit.RankError, match="0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8"):
+    with pytest.raises(RankError, match="0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8"):
         world2.run(run)
 
 
 def check_as_single(strategy: str, axes: dict[str, int]) -> None:
     """Three steps from the whole state, under plain names, with the weights of one process."""
-    mesh = labkit.Mesh(**axes)
+    mesh = Mesh(**axes)
     model, optimizer = built(strategy, mesh)
     single, its_optimizer = alone()
-    start = labkit.full_state_dict(model)
+    start = full_state_dict(model)
     assert list(start) == list(single.state_dict())
     assert difference(start, single.state_dict()) == 0
     assert start["rows.weight"] is start["cuts.weight"], "a tied one is put together once"
@@ -188,18 +198,16 @@ def check_as_single(strategy: str, axes: dict[str, int]) -> None:
     assert difference(whole_of(model), single.state_dict()) < AGREE
 
 
-def test_the_hand_cut_model_is_the_whole_one(world3: labkit.World) -> None:
+def test_the_hand_cut_model_is_the_whole_one(world3: World) -> None:
     world3.run(check_as_single, "plain", {"dp": 1, "tp": 3})
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
-def test_tensor_parallel_replicas_train_as_a_single_process(
-    world4: labkit.World, strategy: str
-) -> None:
+def test_tensor_parallel_replicas_train_as_a_single_process(world4: World, strategy: str) -> None:
     world4.run(check_as_single, strategy, {"dp": 2, "tp": 2})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3"])
-def test_three_replicas_of_one_shard(world3: labkit.World, strategy: str) -> None:
+def test_three_replicas_of_one_shard(world3: World, strategy: str) -> None:
     """A tensor axis of one rank is the same code path."""
     world3.run(check_as_single, strategy, {"dp": 3, "tp": 1})

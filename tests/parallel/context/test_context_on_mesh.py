@@ -7,50 +7,62 @@ from typing import Any
 import pytest
 import torch
 
-import labkit
 from context_checks import training_equals_one_process
+from labkit import (
+    DDP,
+    GPT,
+    Comm,
+    Mesh,
+    NaiveDDP,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    context_parallel,
+    sequence_shard,
+    tensor_parallel,
+)
 from labkit.parallel.common.shards import marks_of, shard_of
 from labkit.parallel.context.context_parallel import SequenceParts
 from small_models import refused
 from worlds import on_each_rank
 
 VOCAB, LENGTH = 31, 16
-STRATEGIES: list[Callable[[Any, labkit.Comm], Any]] = [
-    labkit.DDP,
-    labkit.NaiveDDP,
-    labkit.ZeRO3,
-    lambda model, comm: labkit.ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, comm, lr=1),
-    lambda model, comm: labkit.ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, comm, lr=1),
+STRATEGIES: list[Callable[[Any, Comm], Any]] = [
+    DDP,
+    NaiveDDP,
+    ZeRO3,
+    lambda model, comm: ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, comm, lr=1),
+    lambda model, comm: ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, comm, lr=1),
 ]
 
 
-def gpt() -> labkit.GPT:
+def gpt() -> GPT:
     torch.manual_seed(0)
-    return labkit.GPT(VOCAB, 24, 1, 4, LENGTH, kv_heads=4).double()
+    return GPT(VOCAB, 24, 1, 4, LENGTH, kv_heads=4).double()
 
 
 @on_each_rank("world4")
 def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
-    mesh = labkit.Mesh(dp=2, cp=2)
+    mesh = Mesh(dp=2, cp=2)
 
-    def wrap(strategy: Any, comm: labkit.Comm) -> Any:
-        return strategy(labkit.context_parallel(gpt(), mesh.cp), comm)
+    def wrap(strategy: Any, comm: Comm) -> Any:
+        return strategy(context_parallel(gpt(), mesh.cp), comm)
 
     words = (f"used by ranks {list(mesh.cp.ranks)}", 'mesh["dp", "cp"]',
              f"ranks {list(mesh.dp.ranks)} are not all of them")  # fmt: skip
     for strategy in STRATEGIES:
         refused(lambda: wrap(strategy, mesh.dp), *words)  # noqa: B023
-    for strategy in (labkit.DDP, labkit.ZeRO3):
+    for strategy in (DDP, ZeRO3):
         wrap(strategy, mesh["dp", "cp"])
 
 
 @on_each_rank("world4")
 def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> None:
-    mesh, model = labkit.Mesh(dp=2, cp=2), gpt()
+    mesh, model = Mesh(dp=2, cp=2), gpt()
     core = model.blocks[0].attn.core
-    optimizer = labkit.ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
     words = "belongs to a ZeroOptimizer over ranks", "context_parallel first"
-    refused(lambda: labkit.context_parallel(model, mesh.cp), *words)
+    refused(lambda: context_parallel(model, mesh.cp), *words)
     assert model.blocks[0].attn.core is core
     assert not any(marks_of(p) for p in model.parameters())
     del optimizer
@@ -58,16 +70,16 @@ def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> 
 
 @on_each_rank("world4")
 def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
-    mesh = labkit.Mesh(dp=1, cp=2, tp=2)
-    model = labkit.tensor_parallel(labkit.context_parallel(gpt(), mesh.cp), mesh.tp)
+    mesh = Mesh(dp=1, cp=2, tp=2)
+    model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
     assert all(SequenceParts(mesh.cp) in marks_of(p) for p in model.parameters())
     assert sum(shard_of(p) is not None for p in model.parameters()) > 5
-    refused(lambda: labkit.DDP(copy.deepcopy(model), mesh.dp), "are not all of them")
-    refused(lambda: labkit.ZeRO3(model, mesh.dp), "are not all of them")
+    refused(lambda: DDP(copy.deepcopy(model), mesh.dp), "are not all of them")
+    refused(lambda: ZeRO3(model, mesh.dp), "are not all of them")
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_sequences_and_matrices_are_cut_together(world4: labkit.World, way: str) -> None:
+def test_sequences_and_matrices_are_cut_together(world4: World, way: str) -> None:
     """Inside each tensor-parallel half of the heads, tokens of two ranks attend to each other."""
     axes = {"dp": 1, "cp": 2, "tp": 2}
     world4.run(training_equals_one_process, way, axes=axes, tensor={})
@@ -76,9 +88,7 @@ def test_sequences_and_matrices_are_cut_together(world4: labkit.World, way: str)
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_rows_and_sequences_are_shared_beside_an_axis_of_one(
-    world4: labkit.World, way: str
-) -> None:
+def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World, way: str) -> None:
     axes = {"dp": 2, "cp": 2, "tp": 1}
     world4.run(training_equals_one_process, way, axes=axes, tensor={})
 
@@ -86,12 +96,12 @@ def test_rows_and_sequences_are_shared_beside_an_axis_of_one(
 @on_each_rank("world4")
 def test_averaged_over_too_few_the_replicas_would_come_apart() -> None:
     """What the refusal is for: without the mark, nothing else stops it."""
-    mesh = labkit.Mesh(dp=2, cp=2)
-    model: Any = labkit.context_parallel(gpt(), mesh.cp)
+    mesh = Mesh(dp=2, cp=2)
+    model: Any = context_parallel(gpt(), mesh.cp)
     for p in model.parameters():
         vars(p).pop("_labkit_sequence")
-    wrapped = labkit.DDP(model, mesh.dp)
-    x = labkit.sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
+    wrapped = DDP(model, mesh.dp)
+    x = sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
     wrapped(x).square().mean().backward()
     grad = model.head.weight.grad
     others = [torch.empty_like(grad) for _ in range(2)]

@@ -28,7 +28,9 @@ SIZES = [1, 2, 3, 4]
 
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("way", WAYS)
-def test_values_and_gradients_are_those_of_full_attention(worlds, way, ranks):
+def test_values_and_gradients_are_those_of_full_attention(
+    worlds: Any, way: str, ranks: int
+) -> None:
     worlds(ranks).run(checks.attention_is_exact, way, 12, 12, 48)
     worlds(ranks).run(checks.attention_is_exact, way, 24, 12, 24, strided=False)
     worlds(ranks).run(checks.attention_is_exact, way, 12, 12, 2 * ranks)  # a chunk is one token
@@ -48,7 +50,9 @@ def test_large_scores_do_not_overflow(worlds: Any) -> None:
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2**-6), (torch.float16, 2**-9)])
 @pytest.mark.parametrize("way", WAYS)
-def test_two_byte_types_are_off_by_rounding_only(worlds, way, dtype, limit):
+def test_two_byte_types_are_off_by_rounding_only(
+    worlds: Any, way: str, dtype: torch.dtype, limit: float
+) -> None:
     worlds(4).run(checks.attention_is_exact, way, 8, 4, 96, dtype, limit)
 
 
@@ -65,7 +69,9 @@ def test_products_inside_a_region_of_autocast_are_fp32() -> None:
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
-def test_weights_are_those_of_a_single_process(worlds, recompute, way, ranks):
+def test_weights_are_those_of_a_single_process(
+    worlds: Any, recompute: str | None, way: str, ranks: int
+) -> None:
     worlds(ranks).run(checks.training_equals_one_process, way, "ddp", recompute=recompute)
 
 
@@ -133,7 +139,7 @@ def test_ulysses_takes_the_models_own_core() -> None:
         assert (gather_sequence(found, Comm(), dim=2) - expected).abs().max() < 1e-12
 
 
-def test_dropout_inside_ulysses_is_of_each_rank_and_the_same_again(worlds):
+def test_dropout_inside_ulysses_is_of_each_rank_and_the_same_again(worlds: Any) -> None:
     """Other masks for the heads of other ranks; in backward, computed again, those of forward."""
 
     def drawn() -> tuple[float, list[torch.Tensor]]:
@@ -217,7 +223,9 @@ def test_memory_is_linear_in_the_shard(worlds: Any, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("way", "full"), [("ring", 1), ("ulysses", 4)])
-def test_recompute_sends_what_forward_sends_once_more(worlds, way, full, ranks):
+def test_recompute_sends_what_forward_sends_once_more(
+    worlds: Any, way: Any, full: int, ranks: int
+) -> None:
     """A whole block does all again. The core alone stops when it has what backward needs: of
     Ulysses' four all-to-alls the last is for its result."""
 

@@ -64,7 +64,9 @@ def test_a_shard_has_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("length", "ranks", "would"), [(10, 2, "8 or 12"), (3, 4, "8 or 16"), (0, 2, "4 or 8")]
 )
-def test_a_length_that_does_not_split_gets_one_that_does(length, ranks, would):
+def test_a_length_that_does_not_split_gets_one_that_does(
+    length: int, ranks: int, would: str
+) -> None:
     for cut in (
         lambda: sequence_shard(torch.zeros(1, length), of(0, ranks)),
         lambda: positions_of(length, of(0, ranks)),

@@ -21,10 +21,12 @@ from small_models import difference, refused
 from worlds import on_each_rank
 
 CHECKS = [
-    ddp_checks.buckets_follow_the_order_of_arrival, ddp_checks.ranks_with_other_orders_agree,
-    ddp_checks.a_static_graph_sends_what_is_used, ddp_checks.a_static_graph_may_not_change,
+    ddp_checks.buckets_follow_the_order_of_arrival,
+    ddp_checks.ranks_with_other_orders_agree,
+    ddp_checks.a_static_graph_sends_what_is_used,
+    ddp_checks.a_static_graph_may_not_change,
     ddp_checks.accumulation_equals_one_batch,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)

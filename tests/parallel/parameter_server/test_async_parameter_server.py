@@ -1,6 +1,7 @@
 """The asynchronous parameter server: one process replays its updates to the same weights."""
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,12 @@ def backward(model: nn.Module, worker: int, step: int) -> None:
     loss(model(batch.x), batch).backward()
 
 
-def trained(server, optimizer, pauses_s=(0, 0, 0, 0), **asked):
+def trained(
+    server: Callable[..., AsyncParameterServer],
+    optimizer: str,
+    pauses_s: Sequence[float] = (0, 0, 0, 0),
+    **asked: Any,
+) -> tuple[list[Update], dict[str, torch.Tensor], bool, int]:
     """On a rank: all updates, the weights at the end, whether it has the optimizer, bytes sent."""
     comm = Comm()
     cls, defaults = OPTIMIZERS[optimizer]
@@ -75,7 +81,9 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: x.detach().clone() for name, x in model.state_dict().items()}
 
 
-def check_stale_training(world, server, optimizer, **asked):
+def check_stale_training(
+    world: World, server: Callable[..., AsyncParameterServer], optimizer: str, **asked: Any
+) -> list[Update]:
     runs = world.run(trained, server, optimizer, **asked)
     updates = runs[0][0]
     workers = world.size - 1
@@ -129,7 +137,9 @@ def test_a_bound_is_never_exceeded(world: World, bound: int) -> None:
     check_bound(world, AsyncParameterServer, bound, pauses_s=(0, 0, 0, 0.1))
 
 
-def check_bound(world, server, bound, **asked):
+def check_bound(
+    world: World, server: Callable[..., AsyncParameterServer], bound: int, **asked: Any
+) -> None:
     updates = check_stale_training(world, server, "SGD", max_staleness=bound, **asked)
     steps = dict.fromkeys((1, 2, 3), 0)
     for update in updates:

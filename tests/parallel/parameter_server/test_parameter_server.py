@@ -51,7 +51,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "optimizer"), CASES, ids=lambda x: x)
-def test_it_equals_a_single_process_in_weights_bytes_and_memory(world, case, optimizer):
+def test_it_equals_a_single_process_in_weights_bytes_and_memory(
+    world: World, case: str, optimizer: str
+) -> None:
     runs, n = check_equal_to_single(world, served(), case, optimizer), world.size
     assert all(run.held.gradient_bytes + run.held.optimizer_bytes == 0 for run in runs[1:])
     bus_bytes = ParameterServer.predict(MODELS[case]().double(), n).bus_bytes
@@ -81,7 +83,9 @@ def test_clipping_on_the_server_clips_for_all() -> None:
     assert norm > 0.01 if Comm().rank == 0 else norm == 0
 
 
-def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(world2):
+def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(
+    world2: World,
+) -> None:
     def run() -> tuple[float, bool]:
         torch.manual_seed(Comm().rank)
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

@@ -12,8 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import labkit
 import pipeline_cases as cases
+from labkit import (
+    DDP,
+    Comm,
+    Mesh,
+    RankError,
+    World,
+    ZeRO3,
+    ZeroOptimizer,
+    clip_grad_norm,
+    save_checkpoint,
+)
 from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
@@ -28,12 +38,12 @@ def tokens() -> Tensor:
     return torch.randint(0, 11, (8, 5))
 
 
-def of_two(**how: Any) -> tuple[labkit.Mesh, Pipeline, Tensor]:
+def of_two(**how: Any) -> tuple[Mesh, Pipeline, Tensor]:
     """A GPT on two stages, each on two ranks that train on half of the tokens."""
-    mesh = labkit.Mesh(pp=2, dp=2)
+    mesh = Mesh(pp=2, dp=2)
     x = tokens().split(4)[mesh.dp.rank]
     stages = split(cases.gpt(2, **how), 2)
-    stages[mesh.pp.rank] = labkit.DDP(stages[mesh.pp.rank], mesh.dp)
+    stages[mesh.pp.rank] = DDP(stages[mesh.pp.rank], mesh.dp)
     return mesh, Pipeline(stages, mesh.pp, "1f1b", 2, cases.tokens_loss), x
 
 
@@ -43,7 +53,9 @@ def of_two(**how: Any) -> tuple[labkit.Mesh, Pipeline, Tensor]:
      ("optimizer", False, float("inf"))],
 )  # fmt: skip
 @on_each_rank("world4")
-def test_gradients_are_clipped_by_the_norm_of_all_stages(how, tied, norm_type):
+def test_gradients_are_clipped_by_the_norm_of_all_stages(
+    how: str, tied: bool, norm_type: float
+) -> None:
     """By the pipeline and by an optimizer, which knows one stage; a tied parameter counts once."""
     whole = cases.gpt(2, tied=tied)
     cases.tokens_loss(whole(tokens()), tokens()).backward()
@@ -54,9 +66,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(how, tied, norm_type):
     assert norm > 0.05
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert labkit.clip_grad_norm(trained, 0.05, norm_type).item() == pytest.approx(
-            norm, rel=1e-6
-        )
+        assert clip_grad_norm(trained, 0.05, norm_type).item() == pytest.approx(norm, rel=1e-6)
     wanted = dict(whole.named_parameters(remove_duplicate=False))
     for name, p in pipe.module.named_parameters():
         assert (p.grad - wanted[name].grad).abs().max() < 1e-8
@@ -68,30 +78,30 @@ def test_without_its_pipeline_a_stage_is_clipped_alone() -> None:
     pipe = Pipeline(stages, None, "1f1b", 4, F.mse_loss)
     del pipe
     gc.collect()
-    own = stages[labkit.Comm().rank]
+    own = stages[Comm().rank]
     own(torch.ones(1, 2)).sum().backward()
-    assert labkit.Comm().rank > 0 or labkit.clip_grad_norm(own, 1.0).item() > 0
+    assert Comm().rank > 0 or clip_grad_norm(own, 1.0).item() > 0
 
 
 def tied_and_cut_elsewhere() -> None:
-    mesh = labkit.Mesh(pp=2, dp=2)
+    mesh = Mesh(pp=2, dp=2)
     stages = split(cases.gpt(2, tied=True), 2)
-    stages[mesh.pp.rank] = labkit.ZeRO3(stages[mesh.pp.rank], mesh.dp)
+    stages[mesh.pp.rank] = ZeRO3(stages[mesh.pp.rank], mesh.dp)
     Pipeline(stages, mesh.pp, "1f1b", 2, cases.tokens_loss)
 
 
 def tied_when_it_was_cut() -> None:
-    mesh = labkit.Mesh(pp=2, dp=2)
+    mesh = Mesh(pp=2, dp=2)
     stages = split(cases.gpt(2, tied=True), 2)
-    zero = labkit.ZeroOptimizer(stages[mesh.pp.rank].parameters(), SGD, comm=mesh.dp, lr=0.1)
+    zero = ZeroOptimizer(stages[mesh.pp.rank].parameters(), SGD, comm=mesh.dp, lr=0.1)
     Pipeline(stages, mesh.pp, "1f1b", 2, cases.tokens_loss).step(tokens(), tokens())
     zero.step()
 
 
 def pipe_of(*stages: nn.Module, loss_fn: Any = F.mse_loss, name: str = "1f1b") -> Pipeline:
     """Two stages, on ranks 0 and 1; the same again on ranks 2 and 3."""
-    found = [labkit.Comm().subgroup(ranks) for ranks in ([0, 1], [2, 3])]
-    return Pipeline(stages, found[labkit.Comm().rank // 2], name, 4, loss_fn)
+    found = [Comm().subgroup(ranks) for ranks in ([0, 1], [2, 3])]
+    return Pipeline(stages, found[Comm().rank // 2], name, 4, loss_fn)
 
 
 def linear(count: int = 2) -> list[nn.Module]:
@@ -126,9 +136,9 @@ def one_rank_without_gradients() -> None:
 
 
 def saved_by_some() -> None:
-    pipe, comm = pipe_of(*linear()), labkit.Comm()
+    pipe, comm = pipe_of(*linear()), Comm()
     alone = [comm.subgroup([rank]) for rank in range(4)][comm.rank]
-    labkit.save_checkpoint("/nowhere", pipe, SGD(pipe.parameters(), 0.1), comm=alone)
+    save_checkpoint("/nowhere", pipe, SGD(pipe.parameters(), 0.1), comm=alone)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -160,9 +170,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused(world4: labkit.World, name: str) -> None:
+def test_it_is_refused(world4: World, name: str) -> None:
     run, words = REFUSED[name]
-    refused(lambda: world4.run(run), words, error=labkit.RankError)
+    refused(lambda: world4.run(run), words, error=RankError)
 
 
 @on_each_rank("world4")
@@ -184,7 +194,7 @@ def test_a_loss_of_one_element_and_an_input_that_wants_a_gradient() -> None:
         warnings.simplefilter("always")
         loss = pipe_of(*linear(), loss_fn=lambda a, b: F.mse_loss(a, b).reshape(1)).step(x, Y)
     expected = pipe_of(*linear()).step(X, Y)
-    assert not caught and (loss is None) == (labkit.Comm().rank % 2 == 0)
+    assert not caught and (loss is None) == (Comm().rank % 2 == 0)
     assert loss is None or (loss.shape == () and loss == expected)
 
 
@@ -207,18 +217,18 @@ def test_tied_replicas_add_up_the_gradients_of_steps() -> None:
     assert all(off < 1e-9 for off in apart)
 
 
-@pytest.mark.parametrize("kind", [labkit.DDP, labkit.ZeRO3])
+@pytest.mark.parametrize("kind", [DDP, ZeRO3])
 @on_each_rank("world4")
 def test_the_norm_is_the_same_to_the_bit_where_a_stage_adds_nothing(kind: Any) -> None:
     """A last stage that has but the tied weight, or, in ZeRO3, nothing to train."""
     torch.manual_seed(0)
     first, last = (nn.Linear(3, 3, bias=False).double() for _ in range(2))
-    if kind is labkit.DDP:
+    if kind is DDP:
         last.weight = first.weight
-    last.requires_grad_(kind is labkit.DDP)
-    mesh = labkit.Mesh(pp=2, dp=2)
+    last.requires_grad_(kind is DDP)
+    mesh = Mesh(pp=2, dp=2)
     stages = [nn.Sequential(first, nn.Tanh(), nn.Linear(3, 3).double()), last]
     pipe = Pipeline(stages, mesh.pp, "1f1b", 2, F.mse_loss, wrap=partial(kind, comm=mesh.dp))
     pipe.step(torch.ones(4, 3).double(), torch.ones(4, 3).double())
-    norms = labkit.Comm().all_gather_object(labkit.clip_grad_norm(pipe, 0.01).item())
+    norms = Comm().all_gather_object(clip_grad_norm(pipe, 0.01).item())
     assert len(set(norms)) == 1

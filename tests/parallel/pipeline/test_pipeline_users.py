@@ -112,18 +112,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "in place": (
         lambda: stepped([nn.Linear(4, 4), in_place()]),
         "stage 1 (rank 1), micro-batch 0: Custom changes in place what a gradient goes back to: "
-        "its input, which came from stage 0"),
+        "its input, which came from stage 0",
+    ),
     "ZeRO-3 in halves": (
         lambda: stepped([ZeRO3(nn.Linear(4, 4), comm=Mesh(dp=2).dp)], "zb-h1", Mesh(pp=1, dp=2).pp),
-        "stage 0 is in ZeRO3 (on rank 0)"),
+        "stage 0 is in ZeRO3 (on rank 0)",
+    ),
     "updates in halves": (
         lambda: stepped(stages(), parse_schedule("F0 I0 W0 U0\n" * 2), optimizer=sgd),
-        "this schedule has backward in halves (I, W) and updates (U)"),
+        "this schedule has backward in halves (I, W) and updates (U)",
+    ),
     "updates of a shared parameter": (
-        lambda: stepped([*(shared := stages()), *shared],
-                        parse_schedule("F0 F0.1 B0.1 U0.1 B0 U0\n" * 2), optimizer=sgd),
-        "0.weight of stage 2 is a parameter of stage 0, too, and this schedule updates"),
-}  # fmt: skip
+        lambda: stepped(
+            [*(shared := stages()), *shared],
+            parse_schedule("F0 F0.1 B0.1 U0.1 B0 U0\n" * 2),
+            optimizer=sgd,
+        ),
+        "0.weight of stage 2 is a parameter of stage 0, too, and this schedule updates",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -12,8 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import labkit
 from harness import Mutation, noticed, on_ranks, replaces
+from labkit import (
+    DDP,
+    GPT,
+    Comm,
+    Mesh,
+    RankError,
+    World,
+    context_parallel,
+    dry_run,
+    listen,
+    split,
+    tensor_parallel,
+)
 from labkit import comm as door
 from labkit.events import all_gather_bus_bytes, chunk_sizes
 from labkit.parallel.pipeline import p2p, scatter_gather
@@ -33,22 +45,24 @@ def tokens() -> Tensor:
     return torch.randint(0, 12, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def gpt_on(mesh: labkit.Mesh, chunks: int = 1, **how: Any) -> list[nn.Module]:
+def gpt_on(mesh: Mesh, chunks: int = 1, **how: Any) -> list[nn.Module]:
     torch.manual_seed(3)
-    model = labkit.GPT(
-        12, WIDTH, mesh.pp.size * chunks, 3 if mesh.tp.size == 3 else 2, LENGTH
-    ).double()
-    return labkit.split(labkit.tensor_parallel(model, mesh.tp, **how), mesh.pp.size * chunks)
+    model = GPT(12, WIDTH, mesh.pp.size * chunks, 3 if mesh.tp.size == 3 else 2, LENGTH).double()
+    return split(tensor_parallel(model, mesh.tp, **how), mesh.pp.size * chunks)
 
 
-def trained(make, mesh, parts, x, loss, **how):
+def trained(
+    make: Callable[[], list[nn.Module]], mesh: Mesh, parts: bool, x: Tensor, loss: Any, **how: Any
+) -> tuple[list[float], list[Tensor]]:
     tp = mesh.tp if parts else None
     pipe = Pipeline(make(), mesh.pp, loss_fn=loss, scatter_gather=tp, **how)
     losses = piped(pipe, x, x, 2)
     return losses, [p.detach().clone() for p in pipe.parameters()]
 
 
-def assert_same_bits(make, mesh, x, loss, **how):
+def assert_same_bits(
+    make: Callable[[], list[nn.Module]], mesh: Mesh, x: Tensor, loss: Any, **how: Any
+) -> None:
     losses, weights = trained(make, mesh, False, x, loss, **how)
     found, others = trained(make, mesh, True, x, loss, **how)
     assert found == losses, f"losses {found}, and {losses} without scatter/gather"
@@ -57,14 +71,14 @@ def assert_same_bits(make, mesh, x, loss, **how):
 
 
 def a_gpt_has_the_same_bits(axes: dict[str, int]) -> None:
-    mesh = labkit.Mesh(**axes)
+    mesh = Mesh(**axes)
     assert_same_bits(
         lambda: gpt_on(mesh), mesh, tokens(), tokens_loss, schedule="1f1b", microbatches=3
     )
 
 
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
-def test_a_gpt_has_the_same_weights_to_the_bit(six: labkit.World, axes: dict[str, int]) -> None:
+def test_a_gpt_has_the_same_weights_to_the_bit(six: World, axes: dict[str, int]) -> None:
     six.run(a_gpt_has_the_same_bits, axes)
 
 
@@ -75,7 +89,7 @@ def test_a_gpt_has_the_same_weights_to_the_bit(six: labkit.World, axes: dict[str
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 @on_each_rank("six")
 def test_any_schedule_has_the_same_bits(schedule: str, chunks: int, axes: dict[str, int]) -> None:
-    mesh = labkit.Mesh(**axes)
+    mesh = Mesh(**axes)
     how: dict[str, Any] = {"schedule": schedule, "microbatches": 6}
     if schedule == "pipedream":
         how["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
@@ -106,7 +120,7 @@ ODD: dict[str, Callable[[int], tuple[list[nn.Module], Tensor]]] = {
 @on_each_rank("six")
 def test_odd_sizes_types_and_layouts_have_the_same_bits(axes: dict[str, int]) -> None:
     """Stages that tensor-parallel ranks have whole are as good as any."""
-    mesh = labkit.Mesh(**axes)
+    mesh = Mesh(**axes)
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return (out.float() - 2).square().sum()
@@ -123,14 +137,14 @@ def test_odd_sizes_types_and_layouts_have_the_same_bits(axes: dict[str, int]) ->
 @on_each_rank("six")
 def test_one_rank_and_one_stage_are_the_same_code() -> None:
     """pp x 1 has nobody to share with; of 1 x tp nothing travels, chunks or not."""
-    mesh = labkit.Mesh(pp=6, tp=1)
+    mesh = Mesh(pp=6, tp=1)
     x = torch.ones(6, 2, 3).double()
     assert_same_bits(lambda: layers(6), mesh, x, F.mse_loss, microbatches=3)
-    mesh = labkit.Mesh(pp=1, tp=6)
+    mesh = Mesh(pp=1, tp=6)
     pipe = Pipeline(
         layers(2), mesh.pp, "interleaved", 2, F.mse_loss, chunks=2, scatter_gather=mesh.tp
     )
-    with labkit.listen() as events:
+    with listen() as events:
         pipe.step(x, x)
     assert not events
 
@@ -138,14 +152,14 @@ def test_one_rank_and_one_stage_are_the_same_code() -> None:
 def sends_its_part(axes: dict[str, int]) -> None:
     """A boundary, direction and micro-batch: b s h / t elements from each rank, and an all-gather
     where it arrives; nothing else but what the stages themselves send."""
-    mesh = labkit.Mesh(**axes)
+    mesh = Mesh(**axes)
     t, m, whole_bytes = mesh.tp.size, 3, ROWS // 3 * LENGTH * WIDTH * 8
     found: list[Counter[Any]] = []
     for parts in (None, mesh.tp):
         pipe = Pipeline(gpt_on(mesh), mesh.pp, "1f1b", m, tokens_loss, scatter_gather=parts)
         pipe.step(tokens(), tokens())  # the first tells what travels looks like
         descend(pipe)
-        with labkit.listen() as events:
+        with listen() as events:
             pipe.step(tokens(), tokens())
         found.append(Counter((e.op, e.tag, e.peer, e.bus_bytes) for e in events if e.op != "recv"))
     plain, shared = found
@@ -172,9 +186,7 @@ def sends_its_part(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
-def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(
-    six: labkit.World, axes: dict[str, int]
-) -> None:
+def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World, axes: dict[str, int]) -> None:
     six.run(sends_its_part, axes)
 
 
@@ -182,7 +194,7 @@ def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(
 def test_receives_are_posted_ahead_and_joined_when_taken() -> None:
     """By the order of events: the receive of micro-batch k + 1 stands before forward k runs, and
     its all-gather does not begin before forward k is done."""
-    mesh, m = labkit.Mesh(pp=3, tp=2), 5
+    mesh, m = Mesh(pp=3, tp=2), 5
     log: list[tuple[str, int]] = []
 
     stages = [nn.Linear(4, 4) for _ in range(3)]
@@ -204,14 +216,14 @@ def test_receives_are_posted_ahead_and_joined_when_taken() -> None:
 
 
 @pytest.mark.slow
-def test_on_paper_the_first_stage_sends_its_part(six: labkit.World) -> None:
+def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
     def work() -> list[Any]:
-        mesh = labkit.Mesh(pp=3, tp=2)
+        mesh = Mesh(pp=3, tp=2)
         pipe = Pipeline(gpt_on(mesh), mesh.pp, "1f1b", 3, tokens_loss, scatter_gather=mesh.tp)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         x = torch.zeros(ROWS, LENGTH, dtype=torch.long)
         for _ in range(2):
-            with labkit.listen() as events:
+            with listen() as events:
                 pipe.step(x, x)
             optimizer.step()
         return list(events)
@@ -220,7 +232,7 @@ def test_on_paper_the_first_stage_sends_its_part(six: labkit.World) -> None:
         ours = [e for e in events if e.op == "all_gather" or (e.op, e.tag) in SENT]
         return [(e.op, e.tag, e.bus_bytes) for e in ours]
 
-    on_paper = issued([e for e in labkit.dry_run(work, ranks=6).ranks[0].comms if e.step == 1])
+    on_paper = issued([e for e in dry_run(work, ranks=6).ranks[0].comms if e.step == 1])
     part_bytes = ROWS // 3 * LENGTH * WIDTH * 8 // 2
     assert Counter(on_paper) == Counter(
         {("send", DATA["activation"], part_bytes): 3, ("all_gather", 0, part_bytes): 3}
@@ -229,40 +241,38 @@ def test_on_paper_the_first_stage_sends_its_part(six: labkit.World) -> None:
 
 
 def cut_sequence() -> None:
-    mesh = labkit.Mesh(pp=3, tp=2)
-    model = labkit.tensor_parallel(labkit.GPT(12, 6, 3, 2, 6), mesh.tp, sequence=True)
-    Pipeline(labkit.split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.tp)
+    mesh = Mesh(pp=3, tp=2)
+    model = tensor_parallel(GPT(12, 6, 3, 2, 6), mesh.tp, sequence=True)
+    Pipeline(split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.tp)
 
 
 def parts_of_sequences() -> None:
-    mesh = labkit.Mesh(pp=3, cp=2)
-    model = labkit.context_parallel(labkit.GPT(12, 6, 3, 2, 6), mesh.cp)
-    Pipeline(labkit.split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.cp)
+    mesh = Mesh(pp=3, cp=2)
+    model = context_parallel(GPT(12, 6, 3, 2, 6), mesh.cp)
+    Pipeline(split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.cp)
 
 
 def stages_of_the_pipeline() -> None:
-    mesh = labkit.Mesh(pp=3, tp=2)
+    mesh = Mesh(pp=3, tp=2)
     Pipeline(layers(3), mesh.pp, loss_fn=F.mse_loss, scatter_gather=mesh.pp)
 
 
 def other_ranks_than_the_cut() -> None:
-    mesh = labkit.Mesh(pp=3, tp=2)
-    across = [labkit.Comm().subgroup(ranks) for ranks in ([0, 3], [2, 5], [1, 4])]
+    mesh = Mesh(pp=3, tp=2)
+    across = [Comm().subgroup(ranks) for ranks in ([0, 3], [2, 5], [1, 4])]
     mine = next(one for one in across if one is not None)
     Pipeline(gpt_on(mesh), mesh.pp, loss_fn=tokens_loss, scatter_gather=mine)
 
 
 def not_on_all_stages() -> None:
-    mesh = labkit.Mesh(pp=3, tp=2)
+    mesh = Mesh(pp=3, tp=2)
     mine = mesh.tp if mesh.pp.rank < 2 else None
     Pipeline(layers(3), mesh.pp, loss_fn=F.mse_loss, scatter_gather=mine)
 
 
 def other_data() -> None:
-    mesh = labkit.Mesh(pp=3, dp=2)
-    stages = [
-        labkit.DDP(one, mesh.dp) if i == mesh.pp.rank else one for i, one in enumerate(layers(3))
-    ]
+    mesh = Mesh(pp=3, dp=2)
+    stages = [DDP(one, mesh.dp) if i == mesh.pp.rank else one for i, one in enumerate(layers(3))]
     pipe = Pipeline(stages, mesh.pp, "1f1b", 2, F.mse_loss, scatter_gather=mesh.dp)
     x = torch.full((2, 2, 3), float(mesh.dp.rank)).double()
     pipe.step(x, x)
@@ -280,8 +290,8 @@ REFUSED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
-def test_it_is_refused(six: labkit.World, run: Callable[[], None], expected: str) -> None:
-    refused(lambda: six.run(run), expected, error=labkit.RankError)
+def test_it_is_refused(six: World, run: Callable[[], None], expected: str) -> None:
+    refused(lambda: six.run(run), expected, error=RankError)
 
 
 @replaces(ScatterGather, "own_part")
@@ -294,14 +304,14 @@ def sends_the_part_of_the_next_rank(real: Any, self: Any, x: Tensor, what: str) 
 @contextmanager
 def shares_over_replicas() -> Iterator[None]:
     """Over the data-parallel ranks, which have other data; where ranks compare no notes."""
-    of = partial(Pipeline, scatter_gather=labkit.Mesh(pp=2, dp=3).dp)
+    of = partial(Pipeline, scatter_gather=Mesh(pp=2, dp=3).dp)
     unchecked = patch.object(scatter_gather, "check_same", lambda *_: None)
     with unchecked, patch(f"{__name__}.Pipeline", of):
         yield
 
 
 def replicas_compute_their_own() -> None:
-    mesh = labkit.Mesh(pp=2, dp=3)
+    mesh = Mesh(pp=2, dp=3)
     x = torch.full((2, 2, 3), float(mesh.dp.rank)).double()
     right = F.mse_loss(nn.Sequential(*layers(2))(x), x).item()
     loss = Pipeline(layers(2), mesh.pp, "1f1b", 2, F.mse_loss).step(x, x)
@@ -320,5 +330,5 @@ FAULTS = [
     Mutation(sends_all_of_it, sends_its_part, SHAPES[0]),
 ]
 test_a_fault_turns_its_check_red = pytest.mark.slow(
-    noticed(FAULTS, on_ranks, labkit.RankError, match="AssertionError", size=6, timeout_s=20)
+    noticed(FAULTS, on_ranks, RankError, match="AssertionError", size=6, timeout_s=20)
 )

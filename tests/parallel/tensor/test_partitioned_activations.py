@@ -55,7 +55,9 @@ def with_and_without() -> tuple[list[float], dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_trains_to_the_bit_as_without_and_gathers_each_input_once(worlds, size):
+def test_it_trains_to_the_bit_as_without_and_gathers_each_input_once(
+    worlds: Any, size: int
+) -> None:
     for _, _, gathered in worlds(size).run(with_and_without):
         assert gathered == (size - 1) * DEPTH * X
 

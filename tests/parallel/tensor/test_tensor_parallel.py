@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import labkit
 import tensor_contract as contract
+from labkit import Comm, Link, Mesh, RankError, Text, World, ZeroOptimizer, autocast, listen, loss
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
@@ -26,7 +26,7 @@ world = world_fixture(
 
 @ways
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
-def test_weights_losses_and_bytes(world: labkit.World, way: str, recompute: Any) -> None:
+def test_weights_losses_and_bytes(world: World, way: str, recompute: Any) -> None:
     check_with_bytes(world, WAYS[way], way == "sequence", recompute)
 
 
@@ -36,7 +36,7 @@ def test_weights_losses_and_bytes(world: labkit.World, way: str, recompute: Any)
     [{"kv_heads": 6}, {"vocab": 257}, {"tied": False}],
     ids=["grouped queries", "odd vocabulary", "untied"],
 )
-def test_other_models(world: labkit.World, way: str, changes: dict[str, Any]) -> None:
+def test_other_models(world: World, way: str, changes: dict[str, Any]) -> None:
     if world.size == 4 and "kv_heads" in changes:
         changes = {"kv_heads": 4}
     check_equal_to_single(world, WAYS[way], **changes)
@@ -49,8 +49,8 @@ def test_the_formula_of_the_paper() -> None:
     for sequence, expected in ((False, 8 / 2), (True, 10 / 2 + small)):
         sent = []
         for depth in (1, 2):
-            model = tensor_parallel(model_of(depth=depth), labkit.Comm(), sequence=sequence)
-            with labkit.listen() as events:
+            model = tensor_parallel(model_of(depth=depth), Comm(), sequence=sequence)
+            with listen() as events:
                 model(torch.zeros(3, 8, dtype=torch.long)).sum().backward()
             sent.append(sum(event.bus_bytes for event in events))
         assert (sent[1] - sent[0]) / 8 / (3 * 8 * contract.WIDTH) == expected
@@ -61,24 +61,24 @@ def test_parameters_that_arrive_during_forward_are_waited_for() -> None:
     """q multiplies for k and v, too, whose new weights may still be on a slow wire."""
 
     def run(stage: int) -> None:
-        mesh = labkit.Mesh(dp=2, tp=2)
+        mesh = Mesh(dp=2, tp=2)
         expected = contract.trained(None).weights
         model = tensor_parallel(model_of(), mesh.tp)
-        optimizer = labkit.ZeroOptimizer(
+        optimizer = ZeroOptimizer(
             model.parameters(), torch.optim.AdamW, stage, mesh.dp, bucket_mb=0.0001,
             gather_in=model, lr=1e-2, weight_decay=0.1,
         )  # fmt: skip
         for step in range(contract.STEPS):
-            batch = labkit.Text().batch(step, contract.ROWS, contract.LENGTH)
+            batch = Text().batch(step, contract.ROWS, contract.LENGTH)
             batch = batch.slice(mesh.dp.rank, mesh.dp.size)
             optimizer.zero_grad()
-            labkit.loss(model(batch.x), batch).backward()
+            loss(model(batch.x), batch).backward()
             optimizer.step()
         optimizer.wait()
         found = {name: contract.whole(p) for name, p in model.named_parameters()}
         assert difference(found, expected) <= contract.AGREE
 
-    with labkit.World(4, timeout_s=20, link=labkit.Link(gbps=0.005)) as slow:
+    with World(4, timeout_s=20, link=Link(gbps=0.005)) as slow:
         for stage in (1, 2):
             slow.run(run, stage)
 
@@ -87,9 +87,9 @@ def test_parameters_that_arrive_during_forward_are_waited_for() -> None:
 @on_each_rank("world2")
 def test_logits_that_stay_where_they_are(way: str) -> None:
     """Each rank has those of its part of the vocabulary, and the loss of all."""
-    comm = labkit.Comm()
+    comm = Comm()
     found = []
-    batch = labkit.Text().batch(0, contract.ROWS, contract.LENGTH)
+    batch = Text().batch(0, contract.ROWS, contract.LENGTH)
     for gather in (True, False):
         model = tensor_parallel(
             model_of(vocab=257), comm, sequence=way == "sequence", gather_logits=gather
@@ -97,7 +97,7 @@ def test_logits_that_stay_where_they_are(way: str) -> None:
         logits = model(batch.x)
         assert logits.shape[-1] == (257 if gather else 129)
         if gather:
-            labkit.loss(logits, batch).backward()
+            loss(logits, batch).backward()
         else:
             vocab_parallel_cross_entropy(logits, batch.y, comm, vocab=257).backward()
         found.append([p.grad for p in model.parameters()])
@@ -107,7 +107,7 @@ def test_logits_that_stay_where_they_are(way: str) -> None:
 
 @on_each_rank("world2")
 def test_a_copy_is_a_model_of_its_own() -> None:
-    model = tensor_parallel(model_of(dropout=0.1), labkit.Comm(), sequence=True).eval()
+    model = tensor_parallel(model_of(dropout=0.1), Comm(), sequence=True).eval()
     tokens = torch.arange(24).view(2, 12)
     before, other = model(tokens), deepcopy(model)
     assert torch.equal(other(tokens), before)
@@ -128,7 +128,7 @@ def test_a_copy_is_a_model_of_its_own() -> None:
 @on_each_rank("world2")
 def test_what_a_rank_holds() -> None:
     """1/t of what is cut, the rest whole; every part has its mark."""
-    comm, whole = labkit.Comm(), model_of()
+    comm, whole = Comm(), model_of()
     model = tensor_parallel(model_of(), comm)
     for name, p in model.named_parameters():
         was, shard = whole.get_parameter(name), shard_of(p)
@@ -147,24 +147,26 @@ def test_what_a_rank_holds() -> None:
 @on_each_rank("world2")
 def test_a_model_starts_as_rank_0s() -> None:
     model = model_of()
-    if labkit.Comm().rank == 1:
+    if Comm().rank == 1:
         nn.init.zeros_(model.norm.bias)
         nn.init.zeros_(model.blocks[0].mlp.up.weight)
-    tensor_parallel(model, labkit.Comm())
+    tensor_parallel(model, Comm())
     assert bool(model.norm.bias.any() and model.blocks[0].mlp.up.weight.all())
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_input_gradient_travels_while_the_weights_is_computed(world2, sequence):
+def test_the_input_gradient_travels_while_the_weights_is_computed(
+    world2: World, sequence: bool
+) -> None:
     contract.check_overlap(world2, sequence)
 
 
 @on_each_rank("world2")
 def test_one_input_is_gathered_and_its_gradient_sent_once() -> None:
     """q, k and v: not three times."""
-    model: Any = tensor_parallel(model_of(), labkit.Comm(), sequence=True)
+    model: Any = tensor_parallel(model_of(), Comm(), sequence=True)
     x = torch.randn(2, 6, contract.WIDTH, dtype=torch.float64, requires_grad=True)
-    with labkit.listen() as events:
+    with listen() as events:
         model.blocks[0].attn(x).sum().backward()
     gather, scatter, reduce = "all_gather", "reduce_scatter", "all_reduce"
     forward, backward = [gather, scatter], [reduce, gather, gather, scatter]  # of the bias first
@@ -174,7 +176,7 @@ def test_one_input_is_gathered_and_its_gradient_sent_once() -> None:
 @on_each_rank("world2")
 def test_layers_without_a_model() -> None:
     """Used twice, without bias, with a frozen weight, of two dims; by sizes as by `from_linear`."""
-    comm = labkit.Comm()
+    comm = Comm()
     torch.manual_seed(0)
     up, down = nn.Linear(6, 8).double(), nn.Linear(8, 6, bias=False).double()
     up.weight.requires_grad_(False)
@@ -208,12 +210,12 @@ def test_bfloat16(way: str, casting: str) -> None:
     """Autocast or bf16 modules: layers send 2 bytes, gradients have their parameters' dtype."""
     tokens = torch.arange(24).view(2, 12)
     expected = float(model_of()(tokens).logsumexp(-1).mean())
-    model: Any = WAYS[way](model_of().float(), labkit.Comm())
+    model: Any = WAYS[way](model_of().float(), Comm())
     x = torch.ones(2, 12 // (1 + (way == "sequence")), contract.WIDTH, requires_grad=True)
     if casting == "module":
         model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
     cast = {
-        "labkit": lambda: labkit.autocast(torch.bfloat16),
+        "labkit": lambda: autocast(torch.bfloat16),
         "torch": lambda: torch.autocast("cpu", torch.bfloat16),
         "module": torch.enable_grad,
     }[casting]
@@ -222,7 +224,7 @@ def test_bfloat16(way: str, casting: str) -> None:
     value.backward()
     for p in model.parameters():
         assert p.grad is not None and p.grad.dtype == p.dtype and p.grad.isfinite().all()
-    with labkit.listen() as events:
+    with listen() as events:
         with cast():
             y = model.blocks[0](x)
         y.sum().backward()
@@ -241,23 +243,21 @@ def test_heads_that_do_not_divide() -> None:
         ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*: 1, 2, 4"),
     ):
         with pytest.raises(ValueError, match=words):
-            tensor_parallel(model_of(**changes), labkit.Comm())
+            tensor_parallel(model_of(**changes), Comm())
     words = r"\[10, 4\] is 10 long.* over 3 ranks; choose .*, as 9 or 12"
     with pytest.raises(ValueError, match=words):
-        ColumnParallelLinear(4, 10, labkit.Comm())
+        ColumnParallelLinear(4, 10, Comm())
 
 
 @on_each_rank("world2")
 def test_what_cannot_be_cut() -> None:
-    model, whole = tensor_parallel(model_of(), labkit.Comm()), nn.Sequential(nn.Linear(2, 2))
+    model, whole = tensor_parallel(model_of(), Comm()), nn.Sequential(nn.Linear(2, 2))
+    refused(lambda: tensor_parallel(model, Comm()), "blocks.0.attn.q is cut over 2 ranks already")
     refused(
-        lambda: tensor_parallel(model, labkit.Comm()), "blocks.0.attn.q is cut over 2 ranks already"
-    )
-    refused(
-        lambda: tensor_parallel(whole, labkit.Comm()),
+        lambda: tensor_parallel(whole, Comm()),
         "Sequential has nothing that tensor_parallel knows to cut",
     )
-    model = tensor_parallel(model_of(), labkit.Comm(), sequence=True)
+    model = tensor_parallel(model_of(), Comm(), sequence=True)
     with pytest.raises(ValueError, match=r"11 long, which does not divide over 2 ranks.*10 or 12"):
         model(torch.zeros(2, 11, dtype=torch.long))
 
@@ -270,26 +270,24 @@ def test_what_cannot_be_cut() -> None:
         ("random state", "the random state differs(.|\n)*the same seed"),
     ],
 )
-def test_what_differs_between_the_ranks_is_found(
-    world2: labkit.World, what: str, words: str
-) -> None:
+def test_what_differs_between_the_ranks_is_found(world2: World, what: str, words: str) -> None:
     def run() -> None:
-        model = tensor_parallel(model_of(dropout=0.1), labkit.Comm())
-        tokens = torch.full((2, 12), labkit.Comm().rank)
+        model = tensor_parallel(model_of(dropout=0.1), Comm())
+        tokens = torch.full((2, 12), Comm().rank)
         if what == "random state":
-            torch.manual_seed(labkit.Comm().rank)
+            torch.manual_seed(Comm().rank)
             tokens.zero_()
         model(tokens=tokens) if what == "by name" else model(tokens)
 
-    with pytest.raises(labkit.RankError, match=words):
+    with pytest.raises(RankError, match=words):
         world2.run(run)
 
 
 def test_without_checks_nothing_is_compared() -> None:
     def run() -> bool:
-        model = tensor_parallel(model_of(), labkit.Comm())
-        tokens = torch.full((2, 12), labkit.Comm().rank)
+        model = tensor_parallel(model_of(), Comm())
+        tokens = torch.full((2, 12), Comm().rank)
         return bool(model(tokens).isfinite().all())
 
-    with labkit.World(2, check=False) as unchecked:
+    with World(2, check=False) as unchecked:
         assert unchecked.run(run) == [True, True]

@@ -109,7 +109,7 @@ def test_reading_one_projection_changes_nothing() -> None:
 
 
 class WithTargets(GPT):
-    def forward(self, tokens, targets, positions=None):
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         return F.cross_entropy(super().forward(tokens, positions).flatten(0, 1), targets.flatten())
 
 

@@ -27,10 +27,12 @@ world = world_fixture(sizes=[1, 2, 3, 4], timeout_s=20)
 
 
 CHECKS = [
-    vocab_checks.embedding_is_torchs, vocab_checks.loss_is_torchs,
-    vocab_checks.tied_weights_train_as_one, vocab_checks.bytes_are_the_formulas,
+    vocab_checks.embedding_is_torchs,
+    vocab_checks.loss_is_torchs,
+    vocab_checks.tied_weights_train_as_one,
+    vocab_checks.bytes_are_the_formulas,
     vocab_checks.sequence_parts_are_torchs,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

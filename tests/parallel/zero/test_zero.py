@@ -19,7 +19,9 @@ from worlds import on_each_rank, world_fixture
 SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}
 
 
-def zero(stage, make=ZeroOptimizer, bucket_mb=0.01, **options):
+def zero(
+    stage: int, make: Any = ZeroOptimizer, bucket_mb: float = 0.01, **options: Any
+) -> Strategy:
     def predict(module: nn.Module, size: int, rank: int) -> Any:
         return ZeroOptimizer.predict(module, size, stage, bucket_mb, rank)
 
@@ -39,7 +41,9 @@ NAMES = [one if one == "adamw" else pytest.param(one, marks=slow) for one in OPT
 @pytest.mark.parametrize("optimizer", NAMES)
 @pytest.mark.parametrize("case", CASES)
 @stages
-def test_weights_equal_single_process_training(world, stage, case, optimizer):
+def test_weights_equal_single_process_training(
+    world: World, stage: int, case: str, optimizer: str
+) -> None:
     check_equal_to_single(world, zero(stage), case, optimizer)
 
 
@@ -355,7 +359,9 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
 @stages
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_each_rank("world2")
-def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(stage, dtype):
+def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(
+    stage: int, dtype: str
+) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(getattr(torch, dtype))
     optimizer = ZeroOptimizer(module.parameters(), SGD, stage, lr=0.1)
     value = module(torch.ones(1, 2, dtype=getattr(torch, dtype))).sum()

@@ -23,7 +23,6 @@ from typing import Any
 
 import jupytext
 import nbformat
-from nbclient import NotebookClient
 
 from labkit.course.exercise import EXERCISES
 from labkit.labs import FOLDERS, NOTEBOOKS
@@ -172,6 +171,8 @@ def build(names: list[str], everything: bool = False) -> None:
 
 def execute(notebook: Notebook) -> Notebook:
     """Run all cells in a fresh kernel of this Python, and keep their outputs in the notebook."""
+    from nbclient import NotebookClient  # the editions alone need none
+
     client = NotebookClient(
         notebook, timeout=CELL_LIMIT_S, kernel_name="python3", record_timing=False,
         store_widget_state=False, coalesce_streams=True, extra_arguments=["--log-level=ERROR"],

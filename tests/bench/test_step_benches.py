@@ -41,10 +41,10 @@ def test_cases_take_turns_in_orders_that_differ(shuffled: bool) -> None:
     assert samples["c"][0] == turns[0].index("c") + 1
 
 
-def test_the_time_of_a_step_is_that_of_all_steps_over_their_number(
+def test_the_time_of_a_step_is_the_mean_of_unequal_steps_with_what_is_waited_for_after_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now_s, events = 0.0, []
+    now_s, events, steps_s = 0.0, [], iter((1.0, 2.0, 6.0))
 
     def advance(name: str, seconds: float) -> None:
         nonlocal now_s
@@ -53,9 +53,10 @@ def test_the_time_of_a_step_is_that_of_all_steps_over_their_number(
 
     monkeypatch.setattr(harness.time, "perf_counter", lambda: now_s)
     step_s = harness.seconds_of(
-        lambda: advance("step", 2.0), 3, lambda: advance("before", 5.0), lambda: advance("after", 3)
-    )
-    assert events == ["before", "step", "step", "step", "after"] and step_s == 3.0
+        lambda: advance("step", next(steps_s)), 3,
+        lambda: advance("before", 5.0), lambda: advance("after", 3.0),
+    )  # fmt: skip
+    assert events == ["before", "step", "step", "step", "after"] and step_s == 4.0
 
 
 def test_a_ratio_is_the_median_of_ratios() -> None:

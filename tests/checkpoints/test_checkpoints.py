@@ -43,7 +43,7 @@ def ranges(numel: int) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_boxes_and_small_boxes_cover_every_range_in_order(
+def test_boxes_cover_a_range_once_in_order_and_small_ones_have_few_elements_or_one_row(
     shape: tuple[int, ...],
 ) -> None:
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)

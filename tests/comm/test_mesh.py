@@ -128,6 +128,9 @@ def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
         raises("names of their own", check_sizes, wrong, 2)
     for size in (0, -2, 1.5, "2"):
         raises("at least 1 rank", check_sizes, {"dp": size}, 2)
+
+
+def test_a_mesh_too_large_to_read_is_not_drawn() -> None:
     raises("512 ranks cannot be read", plot.mesh, {"dp": 8, "tp": 64})
 
 

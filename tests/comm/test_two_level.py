@@ -17,15 +17,18 @@ WIRES = TwoLevel(inside=Link(gbps=1000), between=Link(gbps=0.1), ranks_per_node=
 cluster = world_fixture(4, backend="gloo", device="cpu", link=WIRES)
 
 
-def test_neighbours_share_a_node_and_its_fast_wire() -> None:
+def test_neighbours_share_a_node_and_its_fast_wire_and_no_node_is_empty() -> None:
     for pair, fast in {(0, 1): True, (2, 3): True, (1, 2): False, (3, 0): False}.items():
         assert WIRES.joining(*pair) is (WIRES.inside if fast else WIRES.between), pair
     assert Link(gbps=1).joining(0, 7) == Link(gbps=1)
+    with pytest.raises(ValueError, match=r"ranks_per_node=0.*at least 1 rank"):
+        TwoLevel(Link(gbps=1), Link(gbps=1), ranks_per_node=0)
+
+
+def test_nodes_are_those_of_global_ranks() -> None:
     assert nodes_of([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
     assert nodes_of([1, 3, 2], 2) == [[0], [1, 2]], "counted inside the group"
     assert nodes_of([0, 1, 2]) == [[0, 1, 2]]
-    with pytest.raises(ValueError, match=r"ranks_per_node=0.*at least 1 rank"):
-        TwoLevel(Link(gbps=1), Link(gbps=1), ranks_per_node=0)
 
 
 def test_a_wire_knows_its_nodes_and_has_a_link_for_each_peer(cluster: World) -> None:

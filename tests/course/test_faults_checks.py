@@ -13,7 +13,6 @@ import pytest
 import torch
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
-pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import labkit.course.ranks as check_ranks
 import liars

@@ -54,6 +54,12 @@ def test_the_editions_are_in_step_with_the_source(lab: Path):
     assert out_of_step(lab) == []
 
 
+@each_lab
+def test_building_twice_gives_the_same(lab: Path) -> None:
+    assert nbformat.writes(student(lab)) == nbformat.writes(student(lab))
+    assert nbformat.writes(solved(lab)) == nbformat.writes(solved(lab))
+
+
 def test_there_is_no_notebook_without_a_source():
     known = {lab.name for lab in LABS}
     folder = ROOT / "notebooks"

@@ -37,7 +37,7 @@ def test_default_text_is_the_documentation_of_python(text: Text) -> None:
     assert text.vocab == (256 if len(text) > len(content) else 1024)
 
 
-def test_small_text_has_fewer_pieces_and_long_lines_are_learned_from(tmp_path: Path) -> None:
+def test_pieces_are_fewer_than_bytes_also_of_small_texts_and_long_lines(tmp_path: Path) -> None:
     assert len(Text()) / 2 > len(Text(tokens="bpe")) > len(Text(tokens="bpe", vocab=2048))
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 4)
     text = Text(tmp_path / "a.txt", tokens="bpe", vocab=1024)

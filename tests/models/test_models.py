@@ -50,6 +50,9 @@ def test_presets_have_the_size_of_their_name_and_arguments_can_be_replaced() -> 
     assert (model.vocab, model.kv_heads, len(model.blocks)) == (256, 3, 1)
     assert model(tokens_of(model)).shape == (3, 7, 256)
     raises(r"'7B'.*tiny, 1M, 3\.4M", GPT.preset, "7B")
+
+
+def test_gpt3_is_counted_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = GPT(50257, 12288, 96, 96, 2048)
     assert 174e9 < model.parameter_count < 176e9

@@ -605,6 +605,7 @@ FOOTPRINT = Footprint(100, 50, 200, bus_bytes=99999)
         (None, FOOTPRINT, [[350, 350]]),
         (None, {"bus_bytes": 5}, []),
     ],
+    ids=["footprint", "bytes", "recorded", "recorded footprint", "none predicted"],
 )
 def test_predicted_bytes_are_a_line(given: object, recorded: object, right: list[list[int]]):
     trace = small_memory()

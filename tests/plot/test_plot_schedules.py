@@ -4,6 +4,7 @@ recorded run of it took, in one way.
 Tests look at the corners of the boxes in units of time, their colours, and the words.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -249,8 +250,11 @@ def loss_before_backward(trace: Trace, schedule: Schedule) -> None:
         (loss_is_a_module, CHUNKS),
         (loss_before_backward, one_f_one_b(2, 3)),
     ],
+    ids=["a module, 1f1b", "a module, v2", "before the backward, 1f1b"],
 )
-def test_a_loss_belongs_to_the_last_forward(add_loss, schedule: Schedule) -> None:
+def test_a_loss_belongs_to_the_last_forward(
+    add_loss: Callable[[Trace, Schedule], None], schedule: Schedule
+) -> None:
     trace = recorded(schedule)
     add_loss(trace, schedule)
     found = boxes(plot.schedule(schedule, recorded=trace))

@@ -50,7 +50,7 @@ def test_model_states_are_those_of_zero(row: tuple[str, ...]) -> None:
         assert abs(found - float(printed)) < unit
 
 
-def test_model_states_of_ddp_are_what_its_own_footprint_says() -> None:
+def test_model_states_of_ddp_are_16_bytes_and_what_its_own_footprint_says() -> None:
     assert predict.model_state_bytes(7.5e9, dp=64) == 120e9
     model = GPT.preset("1M")
     held = NaiveDDP.predict(model, 4)
@@ -296,6 +296,9 @@ def test_mfu_is_that_of_palm() -> None:
     attention = 238.3e3 * 12 * 118 * 48 * 256 * 2048
     assert round(predict.mfu(dense, 1.0, 275e12, ranks=6144), 3) == 0.457
     assert round(predict.mfu(dense + attention, 1.0, 275e12, ranks=6144), 3) == 0.462
+
+
+def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
     for ranks in (1, 8):
         step_s = predict.compute_s(6e15, 150e12, ranks)
         assert step_s == 40 / ranks and predict.mfu(6e15, step_s, 150e12, ranks) == 1
@@ -405,5 +408,8 @@ def test_a_row_says_what_is_equal_and_what_is_a_multiple() -> None:
     zeros = predict.table(formula={"a_s": 0, "b_s": 0}, measured={"a_s": 0, "b_s": 2})
     assert [row[-1] for row in zeros.rows] == ["✓ equal", ""]
     assert predict.table(measured={"a_s": 1}).rows == [("a (s)", "1", "")]
+
+
+def test_what_a_table_holds_is_no_markup() -> None:
     page = predict.table(**{"<b>": {"<i>": 1}})._repr_html_()
     assert "<b>" not in page and "<i>" not in page and "&lt;i&gt;" in page

@@ -253,9 +253,12 @@ def test_positions_and_cores_that_cannot_be_are_told() -> None:
     raises("choose 'fused' or 'plain'", step_report, SMALL, Layout(), 4, SELENE, core="flash")
 
 
-def test_a_recording_is_made_once() -> None:
+def test_shapes_leave_out_what_does_not_matter() -> None:
     one = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
     assert one == shape_of("embedding", SMALL, Layout(tp=2))
+
+
+def test_a_recording_is_made_once() -> None:
     recorded.cache_clear()
     pod = replace(cluster("dgx-h100"), nodes=128)
     for layout in (Layout(8, 8, 16), Layout(8, 8, 16, chunks=2), Layout(8, 12, 4, zero=1)):

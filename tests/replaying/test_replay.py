@@ -57,6 +57,9 @@ def test_an_operation_runs_beside_computing_and_is_waited_for() -> None:
     program = [Compute(1.0), reduce("a", 3.0), Compute(2.0), Wait("a"), Compute(1.0)]
     times = run({0: program, 1: program})
     assert times[0] == times[1] == [(0, 1), (1, 4), (1, 3), (3, 4), (4, 5)]
+
+
+def test_an_operation_begins_when_the_last_rank_has_issued_it() -> None:
     times = run({r: [Compute(float(r)), reduce("a"), Wait("a")] for r in (0, 1)})
     assert times[0][1:] == [(1, 2), (0, 2)]
     assert times[1][1:] == [(1, 2), (1, 2)]
@@ -88,7 +91,7 @@ def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few() -> None:
     assert len(looked_at) < 5 * 10
 
 
-def test_a_deadlock_is_told_with_its_cycle_if_there_is_one() -> None:
+def test_a_deadlock_is_reported_in_short_with_its_cycle_if_there_is_one() -> None:
     programs = {r: [Wait(("to", r)), Issue(("to", (r + 1) % 3), (r,), 1.0)] for r in range(3)}
     words = r"rank 0 waits for \('to', 0\), which rank 2 has yet to issue"
     assert raises(words, run, programs, error=Deadlock).cycle == (0, 2, 1)

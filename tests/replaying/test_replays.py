@@ -295,13 +295,16 @@ def test_more_of_anything_is_faster_where_it_is_what_holds_up() -> None:
 # --- costs ---
 
 
-def test_small_tensors_take_a_tree_and_long_ones_a_ring() -> None:
+def test_a_ring_costs_its_alpha_and_beta() -> None:
     inside = Level("inside", 10e9, 2e-6, 8, reached=0.5, start_s=1e-5)
     one = replace(plain(devices=8), inside=inside)
     found = Costs(one).collective("all_gather", 8_000_000, tuple(range(8)))
     assert found.seconds == pytest.approx(1e-5 + 7 * 2e-6 + 7 / 8 * 8e6 / 5e9)
     assert (found.algorithm, found.port) == ("ring", "inside")
     assert Costs(one).collective("all_reduce", 8_000_000, (3,)).seconds == 0
+
+
+def test_small_tensors_take_a_tree_and_long_ones_a_ring() -> None:
     costs = Costs(cluster("internet"))
     ranks = tuple(range(64))
     small, large = (costs.collective("all_reduce", n, ranks) for n in (100, 10**10))

@@ -105,8 +105,8 @@ def test_each_improves_on_the_one_before() -> None:
         v = 2 if name == "interleaved" else 1
         one = schedule(name, 4, 8, v)
         each = {phase: one_s / v for phase, one_s in UNIT.items()}
-        assert pipeline_step_s(pipeline_trace(one, each)) == step_s
-        assert max(peak_in_flight(one)) / v == peak
+        assert pipeline_step_s(pipeline_trace(one, each)) == step_s, name
+        assert max(peak_in_flight(one)) / v == peak, name
 
 
 @given(cases(largest=9))

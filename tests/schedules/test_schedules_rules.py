@@ -175,9 +175,15 @@ def test_what_is_no_action_is_told() -> None:
         check([[Action("foward", 0)]])
     with pytest.raises(ScheduleError, match="micro-batch -1 on chunk 0; both count from 0"):
         check([[Action("forward", -1)]])
+
+
+def test_text_is_read_in_either_case_and_a_word_that_is_no_action_is_named() -> None:
     for wrong in ("F0 X1", "F0 F", "F0 0F", "F0 F1.", "F0 F-1"):
         raises("word 1 of .* is no action; write a letter of F B I", parse, wrong)
     assert parse("f0 b0.2") == [Action("forward", 0), Action("backward", 0, 2)]
+
+
+def test_what_cannot_run_is_not_shown() -> None:
     raises("deadlock", show, parse_schedule("F0 B0 F1 B1\nF0 F1 B0 B1"), error=ScheduleError)
 
 

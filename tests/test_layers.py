@@ -80,9 +80,6 @@ LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units}
 LAYER_OF |= {unit: 5 for unit in ROOT_UNITS}
 
 
-# ---- the checker
-
-
 def module_name(path: Path, package: Path) -> str:
     if not path.is_relative_to(package):  # of a lab, which labkit.labs gives a name
         return f"labkit.labs.lab_{path.parent.name[:2]}.{path.stem}"
@@ -203,9 +200,6 @@ def problems(package: Path) -> list[str]:
             if reason is not None:
                 found[f"{where}:{line} imports {name}: {reason}"] = None
     return list(found)
-
-
-# ---- the checker can fail
 
 
 def tree(folder: Path, **files: str) -> Path:
@@ -336,9 +330,6 @@ def test_every_unit_stands_in_one_layer():
         assert {LAYER_OF[other] for other in allowed} == {LAYER_OF[unit]}
 
 
-# ---- labkit keeps the rules
-
-
 def test_labkit_imports_downward_only():
     found = problems(PACKAGE)
     assert found == [], "\n".join(["", *found])
@@ -351,9 +342,6 @@ def test_the_table_in_contributing_lists_every_unit():
         assert len(rows) == 1, f"CONTRIBUTING.md needs one row for layer {layer}"
         missing = {unit for unit in units if f"`{unit}`" not in rows[0]}
         assert not missing, f"CONTRIBUTING.md, layer {layer}, lacks {sorted(missing)}"
-
-
-# ---- what is loaded when labkit is
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -26,9 +26,6 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
-# ---- reading the files
-
-
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
@@ -105,9 +102,6 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), flags=re.MULTILINE))
 
 
-# ---- pins and ranges
-
-
 def test_every_declared_dependency_has_a_pin_inside_its_range():
     assert parted(declared(), pins(read("constraints.txt"))) == []
 
@@ -173,9 +167,6 @@ def test_packages_that_dependencies_bring_are_pinned_too():
     assert sorted(missing) == []
 
 
-# ---- Python
-
-
 def test_the_python_range_is_the_same_everywhere():
     wanted = project()["requires-python"]
     assert wanted == ">=3.11,<3.14"
@@ -192,9 +183,6 @@ def test_the_python_range_is_the_same_everywhere():
     assert settings["mypy"]["python_version"] == "3.11"
 
     assert "3.11 to 3.13" in read("README.md")
-
-
-# ---- the conda way
 
 
 def test_conda_installs_the_same_packages():
@@ -233,9 +221,6 @@ variables:
 def test_make_installs_what_conda_installs():
     recipe = read("Makefile")
     assert "-c constraints.txt -e '.[lab,dev,wild]'" in recipe
-
-
-# ---- version, commands
 
 
 def test_the_version_has_one_source():
@@ -295,8 +280,6 @@ def test_pytest_starts_without_the_timeout_plugin(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in done.stdout + done.stderr
 
-
-# ---- making .venv, with a Python that only pretends
 
 FAKE_PYTHON = """#!/bin/sh
 # Answers version questions like the real one, makes a .venv of one script, installs nothing.

@@ -10,6 +10,7 @@ from torch import Tensor
 from harness import Edit, Mutation, noticed
 from labkit import RankError
 from small_models import difference
+from tables import raises
 
 
 def test_the_difference_is_the_largest_of_all_tensors() -> None:
@@ -48,8 +49,7 @@ def test_a_fault_that_no_longer_fits_the_library_is_no_proof() -> None:
     tried("rank 0 raised AssertionError: 1 != 2")
     tried("rank 0 raised TypeError: meant", match="meant")
     for error in ("TypeError", "AttributeError", "NameError", "ImportError", "LookupError"):
-        with pytest.raises(AssertionError, match=error):
-            tried(f"rank 0 raised {error}: it takes 2 arguments")
+        raises(error, tried, f"rank 0 raised {error}: it takes 2 arguments", error=AssertionError)
     edit = Edit("stale", "small_models", "no such line", "")
     with pytest.raises(LookupError, match="0 times in small_models"), edit():
         pass

@@ -39,8 +39,7 @@ from labkit.sweeps.sweep import (
     read_sweep,
 )
 from sweep_cases import ABOUT, OPS, SIZES, modelled, points_of
-
-# ---- bandwidths
+from tables import cases, raises
 
 
 def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> None:
@@ -60,9 +59,6 @@ def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> N
     for op, payload_bytes, bus_bytes, nbytes in world2.run(events)[0]:
         assert payload_bytes == nbytes == sweep.count_of(op, 2, nbytes, 4)[1]
         assert bus_bytes == BUS_FACTORS[op](2) * nbytes
-
-
-# ---- right and wrong
 
 
 @pytest.mark.parametrize("redop", ["sum", "min", "max", "product"])
@@ -224,9 +220,6 @@ def test_a_poor_fit_is_said_to_be_poor() -> None:
     assert "all_reduce by tree on 2 ranks, by 80%" in said and "Do not trust" in said
 
 
-# ---- the table for the chooser
-
-
 def made_up_sweep() -> Sweep:
     """On 4 ranks: recursive doubling for small, gloo's own for large; noise of a few per cent."""
     small = dict.fromkeys(SIZES, 1.0)
@@ -275,34 +268,30 @@ def test_what_gives_no_table_is_refused() -> None:
         (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
         (made_up.of("all_reduce", 4, "gloo"), ABOUT, "measure an algorithm that serves every call"),
     ]:
-        with pytest.raises(ValueError, match=says):
-            chooser_table.table_of(Sweep(points, about))
+        raises(says, chooser_table.table_of, Sweep(points, about))
 
 
 def changed(**rows: Any) -> str:
     return json.dumps({**stored_table(), **rows})
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "is no table of algorithms"),
-        ("[]", "does not say its source"),
-        (changed(source=3), "does not say its source"),
-        (changed(reduce={}), "it has nothing for reduce"),
-        (changed(reduce={"two": []}), "reduce: numbers of ranks, with a list of rows"),
-        (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row has from_bytes"),
-        (changed(reduce={"2": []}), "one of them is 0"),
-        (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "one of them is 0"),
-        (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "ring", "otherwise": "tree"}]}),
-         "no algorithm 'ring'"),
-        (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "tree", "otherwise": "ring"}]}),
-         "no algorithm 'ring'"),
-        (changed(all_reduce={"2": [{"from_bytes": 0, "algorithm": "gloo"}]}), "gloo cannot serve"),
-        (changed(all_gather={"3": [{"from_bytes": 0, "algorithm": "recursive_doubling"}]}),
-         "all_gather on 3 ranks: recursive_doubling cannot serve"),
-        (changed(gather={"2": [{"from_bytes": 0, "algorithm": "tree"}]}), "tree cannot serve"),
-    ],
+@cases(
+    ("", "is no table of algorithms"),
+    ("[]", "does not say its source"),
+    (changed(source=3), "does not say its source"),
+    (changed(reduce={}), "it has nothing for reduce"),
+    (changed(reduce={"two": []}), "reduce: numbers of ranks, with a list of rows"),
+    (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row has from_bytes"),
+    (changed(reduce={"2": []}), "one of them is 0"),
+    (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "one of them is 0"),
+    (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "ring", "otherwise": "tree"}]}),
+     "no algorithm 'ring'"),
+    (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "tree", "otherwise": "ring"}]}),
+     "no algorithm 'ring'"),
+    (changed(all_reduce={"2": [{"from_bytes": 0, "algorithm": "gloo"}]}), "gloo cannot serve"),
+    (changed(all_gather={"3": [{"from_bytes": 0, "algorithm": "recursive_doubling"}]}),
+     "all_gather on 3 ranks: recursive_doubling cannot serve"),
+    (changed(gather={"2": [{"from_bytes": 0, "algorithm": "tree"}]}), "tree cannot serve"),
 )  # fmt: skip
 def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,8 +304,7 @@ def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     assert says in str(refused.value) and str(path) in str(refused.value)
     assert table_note()["file"] == str(path)
     monkeypatch.setenv("LABKIT_TABLE", str(tmp_path / "missing.json"))
-    with pytest.raises(ValueError, match="missing.json is no table of algorithms: .*No such file"):
-        Chooser(2)
+    raises("missing.json is no table of algorithms: .*No such file", Chooser, 2)
 
 
 def test_a_table_of_ones_own_decides_is_explained_and_noted(
@@ -354,9 +342,6 @@ def test_a_table_of_ones_own_decides_is_explained_and_noted(
     with record(tmp_path / "alone"):
         pass
     assert read_run(tmp_path / "alone").about["table"] == own
-
-
-# ---- the command
 
 
 @pytest.mark.slow

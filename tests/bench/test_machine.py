@@ -14,6 +14,7 @@ from labkit.bench import harness, machine
 from labkit.bench.machine import Case
 from labkit.bench.rates import fit_products, fit_wire
 from labkit.clusters import Cluster, Device
+from tables import raises
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 
@@ -77,8 +78,7 @@ def test_on_one_number_of_ranks_the_start_is_in_the_latency() -> None:
 
 
 def test_what_says_too_little_is_refused() -> None:
-    with pytest.raises(ValueError, match="two sides of a dtype"):
-        fit_products({})
+    raises("two sides of a dtype", fit_products, {})
     with pytest.raises(ValueError, match="two sides of a dtype"):
         fit_products({Case("product", 64): 1.0, Case("product", 128, "float64"): 1.0})
     for seconds, says in (
@@ -86,8 +86,7 @@ def test_what_says_too_little_is_refused() -> None:
         ({(1, 64): 1.0, (1, 128): 1.0}, "two sizes or more, on two ranks"),
         ({(2, 64): 1.0, (2, 6400): 1.0}, "no longer than a small one"),
     ):
-        with pytest.raises(ValueError, match=says):
-            fit_wire(reduced(seconds))
+        raises(says, fit_wire, reduced(seconds))
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +138,7 @@ def test_four_ranks_are_measured_in_full() -> None:
 
 
 def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 rank"):
-        measure_machine(0)
+    raises("at least 1 rank", measure_machine, 0)
 
 
 def test_neighbours_make_groups_and_the_last_may_be_left_over(world3: World) -> None:

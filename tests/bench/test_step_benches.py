@@ -16,11 +16,9 @@ from labkit.comm import Comm
 from labkit.models import GPT
 from labkit.predict import mfu, step_flops
 from labkit.schedules import schedule
+from tables import raises
 
 SMALL = precision.Sizes(vocab=64, width=32, depth=2, heads=4, length=16, rows=2)
-
-
-# ---- the harness
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -76,11 +74,7 @@ def test_results_read_back_and_other_files_are_refused(tmp_path: Path) -> None:
     assert f'"torch": "{torch.__version__}"' in path.read_text() and '"rows": 4' in path.read_text()
     for text in ("", "[]", "{}", '{"steps": [{}]}', '{"steps": [3]}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match="is no file of `labkit bench NAME --save`"):
-            harness.read(path)
-
-
-# ---- data parallel
+        raises("is no file of `labkit bench NAME --save`", harness.read, path)
 
 
 @pytest.mark.slow
@@ -93,9 +87,6 @@ def test_data_parallelism_times_every_strategy_in_the_same_turns(
     assert {len(samples) for samples in times.seconds.values()} == {3}
     assert min(map(min, times.seconds.values())) > 0
     assert data_parallel.table([times]).row_count == len(data_parallel.CONTESTS) == 4
-
-
-# ---- tensor parallel
 
 
 @pytest.mark.slow
@@ -139,9 +130,6 @@ def test_the_floor_of_tensor_parallelism_has_the_slices_of_one_rank(world2: Worl
         return [sum(p.numel() for p in model.parameters()) for model in models]
 
     assert [silent == real for silent, real in world2.run(elements)] == [True, True]
-
-
-# ---- pipeline
 
 
 @pytest.mark.slow
@@ -210,9 +198,6 @@ def test_the_floor_computes_what_a_stage_does_and_sends_nothing(worlds: Any) -> 
     assert worlds(1).run(measured) == [(6, True)]
 
 
-# ---- precision
-
-
 @pytest.mark.slow
 def test_formats_are_timed_in_the_same_turns_and_saved(tmp_path: Path) -> None:
     times = bench.bench_precision(("tf32", "fp16", "fp8", "recompute"), 3, "cpu", SMALL)
@@ -249,9 +234,6 @@ def test_a_gpu_times_its_formats() -> None:
     assert {"fp32", "bf16", "fp16"} <= times.seconds.keys()
     assert all(nbytes > 0 for nbytes in times.figures["peak_bytes"].values())
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-# ---- replay
 
 
 @pytest.mark.slow

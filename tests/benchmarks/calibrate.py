@@ -180,9 +180,6 @@ def intervals(rows: Sequence[Row], fitted: Fit) -> tuple[Array, Array, Array, Ar
     return low, high, low_s, high_s
 
 
-# ---- the wires inside a node
-
-
 @dataclass(frozen=True)
 class AllReduce:
     """One measured all-reduce inside a node."""
@@ -214,9 +211,6 @@ def wires_inside(measured: Sequence[AllReduce], level: Level) -> dict[str, float
 
     bounds = Bounds(np.array([30e-6, 0.75]), np.array([1e-6, 0.1]), np.array([1e-3, 1.0]))
     return dict(zip(WIRES, map(float, fit(predict, seconds, bounds).constants)))
-
-
-# ---- the script
 
 
 def tables(fitted: Calibration, folder: Path) -> tuple[Table, Table]:

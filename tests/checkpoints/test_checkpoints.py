@@ -39,9 +39,6 @@ def ranges(numel: int) -> Iterator[tuple[int, int]]:
     return ((start, end - start) for start in range(numel) for end in range(start + 1, numel + 1))
 
 
-# ---- boxes
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_boxes_cover_a_range_once_in_order_and_small_ones_have_few_elements_or_one_row(
     shape: tuple[int, ...],
@@ -66,9 +63,6 @@ def test_boxes_cover_a_range_once_in_order_and_small_ones_have_few_elements_or_o
 def test_a_tensor_without_elements_is_one_box() -> None:
     assert [box.sizes for box in small_boxes((3, 0), 0, 0, 8)] == [(3, 0)]
     assert list(boxes_of((3, 4), 2, 0)) == []
-
-
-# ---- going on
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -129,9 +123,6 @@ def test_weights_alone_and_other_dtypes(tmp_path: Path) -> None:
         for name, x in other.state_dict().items():
             assert x.dtype == dtype
             assert torch.equal(x, model.state_dict()[name].to(dtype)), name
-
-
-# ---- the format
 
 
 class Small(nn.Module):
@@ -213,9 +204,6 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(world: World, tmp_path
     assert len(sizes) == 3
     assert max(sizes) < 1.2 * nbytes / 3
     assert nbytes < sum(sizes) < 1.2 * nbytes
-
-
-# ---- memory
 
 
 @on_each_rank("world")

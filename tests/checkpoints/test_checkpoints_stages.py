@@ -146,9 +146,6 @@ def test_eight_ranks_in_three_dimensions(tmp_path: Path) -> None:
             goes_round(eight, layouts, kind == "tied", tmp_path / kind)
 
 
-# ---- what is written
-
-
 def saved(layout: Layout, tied: bool, folder: str) -> None:
     mesh, model, optimizer = built(layout, tied)
     train(mesh, model, optimizer, range(2))
@@ -323,9 +320,6 @@ def test_what_is_tied_is_found_by_any_of_its_names(world4: World, tmp_path: Path
     assert train(None, other, its_optimizer, range(4, 6)) == pytest.approx(expected, abs=AGREE)
 
 
-# ---- what cannot be
-
-
 def deeper(folder: str) -> None:
     mesh = Mesh(pp=4)
     torch.manual_seed(0)
@@ -393,9 +387,6 @@ def test_it_is_refused(
         world4.run(run, str(tmp_path))
     assert expected in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-# ---- faults
 
 
 def the_last_copy_is_written(self: Any) -> set[str]:

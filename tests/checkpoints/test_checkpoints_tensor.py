@@ -14,6 +14,7 @@ from checkpoint_cases import check_written, written_by
 from labkit import DDP, Mesh, RankError, World, ZeroOptimizer, load_checkpoint, save_checkpoint
 from labkit.parallel.common.shards import Shard, mark_shard
 from shard_cases import ADAM, STRATEGIES, VOCAB, alone, built, cut, fresh, train, whole_of
+from tables import raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -113,9 +114,6 @@ def test_every_layout_loads_what_torchs_own_save_wrote(world4: World, tmp_path: 
     for layout in LAYOUTS[:5]:
         for losses in world4.run(load, *layout):
             assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
-
-
-# ---- what is written
 
 
 @pytest.mark.parametrize("strategy", ["plain", "zero-1", "zero-3"])
@@ -236,9 +234,6 @@ def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(
     assert all(torch.equal(x, other.state_dict()[n]) for n, x in model.state_dict().items())
 
 
-# ---- what cannot be
-
-
 def test_another_vocabulary_is_named(world4: World, tmp_path: Path) -> None:
     def run() -> None:
         mesh = Mesh(dp=2, tp=2)
@@ -249,8 +244,7 @@ def test_another_vocabulary_is_named(world4: World, tmp_path: Path) -> None:
         mark_shard(wider.rows.weight, Shard(mesh.tp, 0, start, stop, 6))
         load_checkpoint(tmp_path, DDP(wider, mesh.dp))
 
-    with pytest.raises(RankError, match=r"rows.weight is \[5, 6\] there and \[6, 6\] here"):
-        world4.run(run)
+    raises(r"rows.weight is \[5, 6\] there and \[6, 6\] here", world4.run, run, error=RankError)
 
 
 def test_parts_that_do_not_make_up_the_whole_are_found(world4: World, tmp_path: Path) -> None:
@@ -260,8 +254,7 @@ def test_parts_that_do_not_make_up_the_whole_are_found(world4: World, tmp_path: 
         mark_shard(model.up.weight, Shard(mesh.tp, 0, 0, 6, 12))  # on both
         save_checkpoint(tmp_path, model)
 
-    with pytest.raises(RankError, match="pieces that the ranks own do not make up the model"):
-        world4.run(run)
+    raises("pieces that the ranks own do not make up the model", world4.run, run, error=RankError)
     assert not list(tmp_path.iterdir())
 
 
@@ -280,8 +273,7 @@ def test_state_of_rows_is_refused_where_rows_are_cut(world4: World, tmp_path: Pa
         after = whole_of(model)
         assert all(torch.equal(after[name], x) for name, x in before.items())
         train(model, optimizer, mesh.dp, EARLY)
-        with pytest.raises(ValueError, match="treats each element by itself"):
-            save_checkpoint(tmp_path / "cut", model, optimizer)
+        raises("treats each element by itself", save_checkpoint, tmp_path / "cut", model, optimizer)
         save_checkpoint(tmp_path / "cut", model)
 
     world4.run(run)

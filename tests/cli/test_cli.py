@@ -24,6 +24,7 @@ from labkit.trace import Trace
 from labkit.training import Task, train
 from laws import broken_laws
 from places import ROOT
+from tables import cases
 
 P_BYTES = parameter_bytes(GPT.preset("tiny", vocab=1024, context=64).double())
 OTHERS = """
@@ -234,13 +235,10 @@ def test_doctor_writes_what_it_measured_as_a_cluster(
     assert asked == [4, 4, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("notes.toml", "hello", "is no file of clusters"),
-        ("notes.toml", "[devices.x]", "is no file of clusters"),
-        ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
-    ],
+@cases(
+    ("notes.toml", "hello", "is no file of clusters"),
+    ("notes.toml", "[devices.x]", "is no file of clusters"),
+    ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
 )
 def test_doctor_writes_over_nothing_of_ones_own(
     name: str, text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -282,9 +282,6 @@ def test_nccl_log_draws_through_no_link(tmp_path: Path, monkeypatch: pytest.Monk
     assert outside.read_text() == "mine"
 
 
-# ---- what ranks refuse
-
-
 def test_what_ranks_refuse_by_a_value_error_is_its_sentence_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,9 +326,6 @@ def test_an_error_of_a_world_that_is_no_user_s_is_not_hidden(
     monkeypatch.setattr(ranking, "plan", works)
     done = CliRunner().invoke(app, PLAN.split())
     assert isinstance(done.exception, RuntimeError) and "a fault" in str(done.exception)
-
-
-# ---- texts of users
 
 
 @pytest.mark.parametrize(
@@ -381,9 +375,6 @@ def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> N
     assert plain("\x1b[0m\x9b\x7f\r\x00\u202e\ud800") == "\\x1b[0m\\x9b\\x7f\\r\\x00\\u202e\\ud800"
     assert markup("[red]x") == "\\[red]x" and markup(Path("a[b]")) == "a\\[b]"
     assert literal("$a$\x1b\nb") == "\\$a\\$\\x1b b"
-
-
-# ---- the real command
 
 
 def test_the_real_command_ends_with_status_2_and_one_line(tmp_path: Path) -> None:

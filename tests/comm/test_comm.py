@@ -51,9 +51,6 @@ def strictly(function: Callable[..., Any], *args: Any) -> Any:
         return function(Comm(), *args)
 
 
-# --- results -----------------------------------------------------------------------------------
-
-
 def test_every_operation_equals_plain_computation(world: World) -> None:
     world.run(strictly, check)
 
@@ -121,9 +118,6 @@ def test_what_was_given_is_not_written_and_no_gradient_appears() -> None:
     assert not out.requires_grad
 
 
-# --- bytes -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("numel", (0, 1, 2, 7, 1000, 1001))
 def test_bytes_of_every_operation_follow_the_formulas(world: World, numel: int) -> None:
     check_bytes(world.run(lambda: events_of(Comm(), numel)), numel)
@@ -152,9 +146,6 @@ def test_the_kernel_counts_the_bytes_that_the_formulas_say() -> None:
     with World(4, backend="gloo") as world:
         for collective in ("reduce_scatter", "all_gather", "all_reduce"):
             comm_contract.check_kernel_bytes(world, collective)
-
-
-# --- events ------------------------------------------------------------------------------------
 
 
 def many_events(comm: Comm) -> list[CommEvent]:
@@ -323,9 +314,6 @@ def test_torchs_own_operations_are_not_events_and_disturb_none() -> None:
     assert len(events) == 15
 
 
-# --- what users do to it -----------------------------------------------------------------------
-
-
 @on_each_rank("world2")
 def test_all_comms_of_a_group_share_its_numbers() -> None:
     x, first = torch.ones(3), Comm()
@@ -450,9 +438,6 @@ def test_a_subgroup_gives_up_when_the_world_does() -> None:
 
     with World(2, timeout_s=1, check=False) as world:
         raises("(?s)rank 0.*all_reduce", world.run, alone, error=RankError)
-
-
-# --- what is refused ---------------------------------------------------------------------------
 
 
 def check_refused(calls: dict[str, Callable[[Comm], Any]]) -> None:
@@ -601,7 +586,6 @@ def test_a_rank_missing_from_a_subgroup_call_is_named(world2: World) -> None:
     raises(words, world2.run, lambda: Comm().rank or Comm().subgroup([0, 1]), error=RankError)
 
 
-# --- a modelled wire ---------------------------------------------------------------------------
 # Lower bounds only: a wire of 0.1 Gb/s carries no megabyte in less than 80 ms, on any machine.
 
 MEGABYTE_S = 0.080
@@ -709,8 +693,6 @@ def test_a_link_without_bandwidth_is_refused() -> None:
         raises("a wire needs a bandwidth above 0 gigabits", Link, gbps=gbps)
     raises("latency cannot be negative", Link, gbps=1, latency_us=-1)
 
-
-# --- a world on paper --------------------------------------------------------------------------
 
 ON_PAPER = """
 import torch, torch.distributed as dist

@@ -28,6 +28,7 @@ from labkit.course.build import checked, labs, solved, student
 from labkit.course.exercise import Passed
 from labkit.memory.peak import PeakMemory
 from labkit.runtime.world import World
+from tables import cases, raises
 
 pytestmark = pytest.mark.slow
 
@@ -36,9 +37,6 @@ LABS = {lab.name[:2]: lab for lab in labs()}
 for lab in LABS:
     import_module(f"labkit.labs.lab_{lab}.checks")
     import_module(f"labkit.labs.lab_{lab}.wrong_answers")
-
-
-# ---- each exercise of each lab
 
 
 @cache
@@ -76,8 +74,7 @@ def answer(exercise: str, edition: str) -> Any:
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_stub_is_told_that_it_is_the_stub(name: str):
-    with pytest.raises(CheckFailed, match="you left the stub"):
-        EXERCISES[name](answer(name, "student"))
+    raises("you left the stub", EXERCISES[name], answer(name, "student"), error=CheckFailed)
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -202,9 +199,6 @@ def test_the_recipes_of_lab_02_draw_what_the_solutions_do():
             assert eval(recipe, names_of("02", "solved") | {"world": world}).axes
 
 
-# ---- what goes wrong on a rank, in words
-
-
 def message(play: Any, size: int = 2) -> str:
     with pytest.raises(CheckFailed) as caught:
         run(size, play)
@@ -229,19 +223,16 @@ def fails_under_way(comm: Any) -> None:
     raise CommError("all_reduce failed: no such dtype")
 
 
-@pytest.mark.parametrize(
-    ("play", "begins", "shows", "not_shown"),
-    [
-        (
-            divides,
-            r"rank 0 raised ZeroDivisionError: (float )?division by zero\.",
-            "1 / comm.rank  # the line",
-            "ranks.py",
-        ),
-        (both_fail, r"rank 0 raised ValueError: zero\.", "line of rank 0", "line of rank 1"),
-        (no_kernel, "ranks 0 and 1 raised NotImplementedError: torch has no", "", "your turn"),
-        (fails_under_way, "ranks 0 and 1 raised CommError", 'CommError("all_reduce', "hang"),
-    ],
+@cases(
+    (
+        divides,
+        r"rank 0 raised ZeroDivisionError: (float )?division by zero\.",
+        "1 / comm.rank  # the line",
+        "ranks.py",
+    ),
+    (both_fail, r"rank 0 raised ValueError: zero\.", "line of rank 0", "line of rank 1"),
+    (no_kernel, "ranks 0 and 1 raised NotImplementedError: torch has no", "", "your turn"),
+    (fails_under_way, "ranks 0 and 1 raised CommError", 'CommError("all_reduce', "hang"),
 )
 def test_an_error_is_shown_with_the_students_own_line(
     play: Any, begins: str, shows: str, not_shown: str
@@ -336,32 +327,26 @@ def test_memory_is_counted_by_storage_and_falls_when_tensors_go_or_are_resized()
         assert memory.peak_bytes == 1004
 
 
-# ---- comparing values
-
-
-@pytest.mark.parametrize(
-    ("found", "right", "says"),
-    [
-        (None, 1.0, "rank 1 returned None"),
-        (2.0, 1.5, "rank 1 returned 2.0, but 1.5 is right"),
-        ("x", 1.5, "a str, but a number is right"),
-        (3, 4, "3, but 4 is right"),
-        (torch.ones(2), 1.5, "a tensor of shape (2,), but a number is right"),
-        (1.5, torch.ones(2), "a float, but a tensor of shape (2,) is right"),
-        (torch.ones(3), torch.ones(2), "shape (3,), but (2,) is right"),
-        (torch.ones(2), torch.ones(2, dtype=torch.int64), "torch.float32, but torch.int64"),
-        (
-            torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]),
-            "differs in 1 of 2 elements: element [1] is 5, but 2 is right",
-        ),
-        (torch.tensor([float("nan")]), torch.tensor([0.0]), "element [0] is nan"),
-        (float("nan"), 0.0, "nan, but 0.0 is right"),
-        ((1, 2, 3), (1, 2), "3 values, but 2 are right"),
-        ((1, 3), (1, 2), "(1, 3), but (1, 2) is right"),
-        ([0] * 30, [*[0] * 29, 1], "0, but 1 is right (at place 29)"),
-        (7, (7, 0), "an int, but a tuple is right"),
-        ("b", "a", "'b', but 'a' is right"),
-    ],
+@cases(
+    (None, 1.0, "rank 1 returned None"),
+    (2.0, 1.5, "rank 1 returned 2.0, but 1.5 is right"),
+    ("x", 1.5, "a str, but a number is right"),
+    (3, 4, "3, but 4 is right"),
+    (torch.ones(2), 1.5, "a tensor of shape (2,), but a number is right"),
+    (1.5, torch.ones(2), "a float, but a tensor of shape (2,) is right"),
+    (torch.ones(3), torch.ones(2), "shape (3,), but (2,) is right"),
+    (torch.ones(2), torch.ones(2, dtype=torch.int64), "torch.float32, but torch.int64"),
+    (
+        torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]),
+        "differs in 1 of 2 elements: element [1] is 5, but 2 is right",
+    ),
+    (torch.tensor([float("nan")]), torch.tensor([0.0]), "element [0] is nan"),
+    (float("nan"), 0.0, "nan, but 0.0 is right"),
+    ((1, 2, 3), (1, 2), "3 values, but 2 are right"),
+    ((1, 3), (1, 2), "(1, 3), but (1, 2) is right"),
+    ([0] * 30, [*[0] * 29, 1], "0, but 1 is right (at place 29)"),
+    (7, (7, 0), "an int, but a tuple is right"),
+    ("b", "a", "'b', but 'a' is right"),
 )  # fmt: skip
 def test_a_difference_is_told(found: Any, right: Any, says: str):
     with pytest.raises(CheckFailed) as caught:
@@ -369,19 +354,16 @@ def test_a_difference_is_told(found: Any, right: Any, says: str):
     assert says in str(caught.value) and "rank 1" in caught.value.sentence
 
 
-@pytest.mark.parametrize(
-    ("found", "right"),
-    [
-        (1.5 + 1e-9, 1.5),
-        (torch.tensor([1.5]), 1.5),
-        (2, 2.0),
-        ([1, 2], (1, 2)),
-        (None, None),
-        (torch.tensor([1.0 + 1e-7]), torch.tensor([1.0])),
-        (np.float32(1.5), 1.5),
-        (np.array([1.5]), 1.5),
-        ((np.int64(1), torch.tensor(2)), (1, 2)),
-    ],
+@cases(
+    (1.5 + 1e-9, 1.5),
+    (torch.tensor([1.5]), 1.5),
+    (2, 2.0),
+    ([1, 2], (1, 2)),
+    (None, None),
+    (torch.tensor([1.0 + 1e-7]), torch.tensor([1.0])),
+    (np.float32(1.5), 1.5),
+    (np.array([1.5]), 1.5),
+    ((np.int64(1), torch.tensor(2)), (1, 2)),
 )
 def test_what_is_equal_passes(found: Any, right: Any):
     equal([found], [right])
@@ -393,9 +375,6 @@ def test_a_hint_about_the_value_is_for_who_has_the_right_kind(found: Any, right:
     with pytest.raises(CheckFailed) as caught:
         equal([found], [right], hint="look there")
     assert "look there" not in str(caught.value)
-
-
-# ---- how it is shown
 
 
 def passing(student: Any) -> Any:
@@ -445,11 +424,7 @@ def test_the_report_adds_up_what_has_passed(monkeypatch: pytest.MonkeyPatch):
     assert text[0] == "77.one    0 of 1"
     assert text[1].startswith("77.two  ✓ 3 of 3   your score: 48")
     assert text[2] == "in all    3 of 4"
-    with pytest.raises(ValueError, match="no exercise is known"):
-        report("78")
-
-
-# ---- predictions
+    raises("no exercise is known", report, "78")
 
 
 def test_a_prediction_stands_beside_what_was_measured():
@@ -477,8 +452,7 @@ def test_a_prediction_must_be_made():
         predict(sent_bytes=...)  # type: ignore[arg-type]
     with pytest.raises(CheckFailed, match="sent_bytes is a str, but a number is wanted"):
         predict(sent_bytes="4 MB")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="give the same names"):
-        predict(sent_bytes=4).beside(messages=3)
+    raises("give the same names", predict(sent_bytes=4).beside, messages=3)
     with pytest.raises(CheckFailed, match="no name: 3, 2") as unnamed:
         predict(3, 2)
     assert "Name each, as in" in unnamed.value.hint

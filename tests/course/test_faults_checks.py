@@ -22,11 +22,9 @@ from labkit.course.build import labs, solved, student
 from labkit.course.findings import difference, honest
 from labkit.schedules.actions import Action
 from liars import LIARS, LyingTensor, changed, wrong
+from tables import cases
 
 cloudpickle.register_pickle_by_value(liars)
-
-
-# ---- values that say that they are equal to anything
 
 
 class Point(tuple):
@@ -35,23 +33,20 @@ class Point(tuple):
     __hash__ = tuple.__hash__
 
 
-@pytest.mark.parametrize(
-    ("liar", "right"),
-    [
-        (LIARS[float](2.0), 1.5),
-        (LIARS[int](3), 4),
-        (LIARS[int](3), 4.0),
-        (LIARS[str]("x"), "y"),
-        (LIARS[tuple]((1, 2)), (1, 3)),
-        (LIARS[list]([1, 2]), [1, 3]),
-        (LIARS[dict]({"a": 1}), {"a": 2}),
-        ([LIARS[float](2.0)], [1.5]),
-        ({"a": (LIARS[int](1),)}, {"a": (2,)}),
-        (torch.ones(2).as_subclass(LyingTensor), torch.zeros(2)),
-        ([torch.ones(2).as_subclass(LyingTensor)], [torch.zeros(2)]),
-        (torch.ones(()).as_subclass(LyingTensor), 2.0),
-        (Point((1, 2)), (1, 3)),
-    ],
+@cases(
+    (LIARS[float](2.0), 1.5),
+    (LIARS[int](3), 4),
+    (LIARS[int](3), 4.0),
+    (LIARS[str]("x"), "y"),
+    (LIARS[tuple]((1, 2)), (1, 3)),
+    (LIARS[list]([1, 2]), [1, 3]),
+    (LIARS[dict]({"a": 1}), {"a": 2}),
+    ([LIARS[float](2.0)], [1.5]),
+    ({"a": (LIARS[int](1),)}, {"a": (2,)}),
+    (torch.ones(2).as_subclass(LyingTensor), torch.zeros(2)),
+    ([torch.ones(2).as_subclass(LyingTensor)], [torch.zeros(2)]),
+    (torch.ones(()).as_subclass(LyingTensor), 2.0),
+    (Point((1, 2)), (1, 3)),
 )
 def test_a_liar_is_compared_as_what_it_is(liar: Any, right: Any) -> None:
     assert difference(liar, right, 1e-6)
@@ -121,9 +116,6 @@ def test_a_type_that_lies_passes_no_exercise_of_types() -> None:
             EXERCISES["10.runs_in"](lambda *_, value=value: LIARS[type(value)](value))
 
 
-# ---- the limit of time
-
-
 def endless_when_watched(comm: Any, x: torch.Tensor) -> None:
     while comm.rank == 0:
         time.sleep(0.05)
@@ -166,9 +158,6 @@ def test_a_watched_loop_is_ended_on_another_thread_too(monkeypatch: pytest.Monke
     thread.start()
     thread.join(120)
     assert not thread.is_alive() and not errors, errors
-
-
-# ---- predictions that were skipped
 
 
 def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:

@@ -97,9 +97,6 @@ def keep_pictures(opened: LabPage, folder: Path) -> None:
         opened.theme("JupyterLab Light")
 
 
-# ---- every lab
-
-
 # The sliders with a picture in the same output. They are remembered: a picture may be away for a
 # moment while it is drawn anew.
 SLIDERS = """window.sliders = [...document.querySelectorAll(".jp-CodeCell .noUi-handle")].filter(
@@ -148,9 +145,6 @@ def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
         keep_pictures(opened, chrome.pictures)
 
 
-# ---- the stop button
-
-
 def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chrome: Browser):
     with notebook(lab, chrome, "hanging_lab.ipynb") as opened:
         opened.run_all()
@@ -168,9 +162,6 @@ def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chr
         keep_pictures(opened, chrome.pictures)
 
 
-# ---- a notebook as a picture
-
-
 def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
     write_notebooks(tmp_path / "notebooks")
     out = tmp_path / "lab.png"
@@ -186,9 +177,6 @@ def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     width, height = struct.unpack(">II", out.read_bytes()[16:24])  # of PNG's first chunk
     assert width == WIDTH and height > HEIGHT
-
-
-# ---- what is left
 
 
 def test_nothing_is_left_of_server_kernel_ranks_and_browser(tmp_path: Path):

@@ -33,6 +33,7 @@ from labkit.course.build import (
     without_solutions,
 )
 from labkit.course.source import show
+from tables import cases, raises
 
 LABS = labs()
 each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
@@ -44,9 +45,6 @@ STEPS = [
 MOST_LINES = 25  # of a cell
 MOST_WORDS = 130  # of the prose of a cell
 CHINESE = re.compile("[\u4e00-\u9fff]")
-
-
-# ---- in step
 
 
 @each_lab
@@ -83,9 +81,6 @@ def test_all_the_code_that_it_shows_is_there(lab: Path):
             of_show = [one for one in calls if getattr(one.func, "id", "") == "show"]
             shown += [eval(ast.unparse(one), {"show": show}) for one in of_show]
     assert all(code.text for code in shown)
-
-
-# ---- the form of a lab (one sentence for each thing that is wrong)
 
 
 def form_problems(lab: Path) -> list[str]:
@@ -161,9 +156,6 @@ def test_the_solved_edition_has_outputs_and_no_trace_of_its_machine(lab: Path):
         assert trace not in outputs, f"an output has {trace}"
 
 
-# ---- running
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @each_lab
@@ -194,8 +186,6 @@ def test_nbval_sees_a_tagged_output_that_changed(tmp_path: Path):
     said = run_nbval(tmp_path / "same.ipynb", tmp_path / "changed.ipynb").stdout
     assert "Cell outputs differ" in said and "1 failed, 1 passed" in said, said
 
-
-# ---- the builder, on a lab of its own
 
 LAB = '''# %% [markdown]
 # # Lab 99: A test
@@ -341,8 +331,7 @@ def test_outputs_do_not_put_an_edition_out_of_step(lab: Path):
 
 
 def test_a_lab_that_is_not_there_is_refused(lab: Path):
-    with pytest.raises(ValueError, match="no source for all of 42; there are 99_test"):
-        build.build(["42"])
+    raises("no source for all of 42; there are 99_test", build.build, ["42"])
 
 
 @pytest.mark.parametrize(
@@ -356,8 +345,7 @@ def test_a_lab_that_is_not_there_is_refused(lab: Path):
     ],
 )
 def test_markers_that_do_not_pair_are_refused(text: str):
-    with pytest.raises(ValueError, match=BEGIN):
-        without_solutions(text)
+    raises(BEGIN, without_solutions, text)
 
 
 def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
@@ -372,9 +360,6 @@ def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
         "no glossary", "1 exercises: a lab has three", "check.gone is not declared", "0 headings",
     ]:  # fmt: skip
         assert words in text, words
-
-
-# ---- the library's own code
 
 
 def test_code_is_shown_from_the_library_as_it_is():
@@ -400,14 +385,10 @@ def test_a_whole_module_begins_at_line_1():
     assert "lines 1 to " in show("comm/handle.py").caption
 
 
-@pytest.mark.parametrize(
-    ("place", "words", "says"),
-    [
-        ("comm/gone.py:f", "", "labkit has no file 'comm/gone.py'"),
-        ("comm/collectives/broadcast.py:gone", "", "has no 'gone'"),
-        ("comm/collectives/steps.py:run", "not there", "no line has 'not there'"),
-    ],
+@cases(
+    ("comm/gone.py:f", "", "labkit has no file 'comm/gone.py'"),
+    ("comm/collectives/broadcast.py:gone", "", "has no 'gone'"),
+    ("comm/collectives/steps.py:run", "not there", "no line has 'not there'"),
 )
 def test_code_that_is_gone_is_an_error(place: str, words: str, says: str):
-    with pytest.raises(ValueError, match=says):
-        show(place, since=words)
+    raises(says, show, place, since=words)

@@ -29,6 +29,7 @@ from labkit.memory.loading import Waiting, load_then_run, run_in_place, run_pipe
 from labkit.memory.timing import Measured
 from labkit.memory.transfers import Transfer, ways
 from labkit.plot.style import OTHER_OPERATIONS
+from tables import raises
 
 ABOUT = {"device": "a device", "torch": "2.11", "date": "2026-01-01", "paced_gbps": 16.0}
 
@@ -57,8 +58,7 @@ def test_what_is_saved_is_read_again_as_are_the_results_that_labkit_brings(
 @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"measured": [{"done_s": 1}]}'])
 def test_another_file_is_refused(text: str, tmp_path: Path):
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(ValueError, match="is no file of `labkit bench transfers --save`"):
-        read_transfers(tmp_path / "other.json")
+    raises("is no file of `labkit bench transfers --save`", read_transfers, tmp_path / "other.json")
 
 
 def test_a_table_has_a_row_for_each_way(found: TransferTimes):
@@ -97,8 +97,7 @@ def test_the_command_measures_saves_and_draws(tmp_path: Path):
 
 
 def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: TransferTimes):
-    with pytest.raises(ValueError, match="measure at least one way"):
-        plot.transfers([])
+    raises("measure at least one way", plot.transfers, [])
     over_bus = [one for one in found.measured if one.way.ends == ("cpu", "paced")]
     axes = plot.transfers(over_bus, found.rates).axes[0]
     widths = {round(bar.get_width(), 6) for bar in axes.patches}  # type: ignore[attr-defined]
@@ -110,8 +109,7 @@ def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: Trans
 
 
 def test_the_picture_of_loads_has_two_lanes_for_each_run_and_one_colour_for_the_bus() -> None:
-    with pytest.raises(ValueError, match="give a run with its name"):
-        plot.loading({})
+    raises("give a run with its name", plot.loading, {})
     waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
     ways_to_run = (load_then_run, run_pipelined, run_in_place)
     figure = plot.loading({way.__name__: way(waiting, x) for way in ways_to_run})
@@ -146,5 +144,4 @@ def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(
     assert [label.get_text() for label in milliseconds.get_yticklabels()] == ["bf16", "fp32"]
     assert [bar.get_width() for bar in milliseconds.patches] == [1000, 2000]
     assert len(shown) == 2 and capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="choose one of precision, transfers"):
-        show_stored("speed")
+    raises("choose one of precision, transfers", show_stored, "speed")

@@ -35,9 +35,8 @@ from labkit.plot.timelines import LINE_PX, TimelineView
 from labkit.trace import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.measures import overlap, waiting
 from places import ROOT
+from tables import cases, raises
 from traces import sample_trace
-
-# ---- what is on a figure
 
 
 def extents(view: TimelineView) -> list[tuple[float, float]]:
@@ -152,9 +151,6 @@ def without_steps(trace: Trace) -> Trace:
     for one in trace.ranks.values():
         one.steps = []
     return trace
-
-
-# ---- timeline: the trace, and nothing else
 
 
 def test_every_span_event_and_wait_is_drawn_from_its_begin_to_its_end() -> None:
@@ -302,9 +298,6 @@ def test_modules_inside_a_wrapper_are_drawn_as_without_it():
     assert "blocks.0" in names(TimelineView(wrapped))
 
 
-# ---- timeline: what never ended
-
-
 def test_what_never_ended_is_open_to_the_right_and_the_run_says_so() -> None:
     view = TimelineView(hung_trace())
     last_ms = 20.0
@@ -341,9 +334,6 @@ def test_what_is_waited_for_from_the_very_first_moment_shows():
     trace.ranks[1].spans = [Span("forward", "", 0, 1.02, 1.05)]
     view = TimelineView(trace)
     assert [bar.begin_ms for bar in view.bars if bar.colour == style.WAITING] == [0.0]
-
-
-# ---- timeline: readable
 
 
 def test_no_words_lie_on_each_other_with_every_operation_in_the_legend():
@@ -452,9 +442,6 @@ def test_rows_of_64_ranks_are_labelled_as_far_as_there_is_room():
     assert max(lanes) * high_px > 4
 
 
-# ---- timeline: drawn again
-
-
 def test_redraw_shows_another_step_on_the_same_axes_and_polygons():
     trace = sample_trace(4, 5, None)
     view = TimelineView(trace, 1)
@@ -490,18 +477,12 @@ def test_all_bars_are_one_collection():
     assert not view.axes.patches
 
 
-# ---- what cannot be drawn
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step": 7}, "no step 7 in this trace; it has 0 to 2"),
-        ({"ranks": [0, 9]}, "no rank 9 in this trace; it has 0 to 3"),
-        ({"ranks": []}, "no ranks to draw"),
-        ({"zoom": (0.5, 0.5)}, "zoom"),
-        ({"zoom": (0.5, 2)}, "zoom"),
-    ],
+@cases(
+    ({"step": 7}, "no step 7 in this trace; it has 0 to 2"),
+    ({"ranks": [0, 9]}, "no rank 9 in this trace; it has 0 to 3"),
+    ({"ranks": []}, "no ranks to draw"),
+    ({"zoom": (0.5, 0.5)}, "zoom"),
+    ({"zoom": (0.5, 2)}, "zoom"),
 )
 def test_what_is_not_there_is_said(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
@@ -511,8 +492,7 @@ def test_what_is_not_there_is_said(options: dict, message: str):
 @pytest.mark.parametrize("trace", [Trace(), Trace({0: RankTrace(0, 1)})])
 def test_an_empty_trace_says_what_to_do(trace: Trace):
     for draw in (plot.timeline, plot.view, lambda x: plot.compare([x])):
-        with pytest.raises(ValueError, match=r"nothing was recorded; .* record\(\)"):
-            draw(trace)
+        raises(r"nothing was recorded; .* record\(\)", draw, trace)
 
 
 def test_a_run_without_steps_or_without_some_rank_is_drawn():
@@ -521,9 +501,6 @@ def test_a_run_without_steps_or_without_some_rank_is_drawn():
     damaged = sample_trace(4, 2)
     del damaged.ranks[2]
     assert "3 of 4 ranks" in title(plot.timeline(damaged))
-
-
-# ---- memory
 
 
 def small_memory() -> Trace:
@@ -596,15 +573,12 @@ def test_the_peak_stands_where_it_is_with_its_value_under_a_ribbon_of_phases() -
 FOOTPRINT = Footprint(100, 50, 200, bus_bytes=99999)
 
 
-@pytest.mark.parametrize(
-    ("given", "recorded", "right"),
-    [
-        (FOOTPRINT, None, [[350, 350]]),
-        (350.0, None, [[350, 350]]),
-        (None, vars(FOOTPRINT), [[350, 350]]),
-        (None, FOOTPRINT, [[350, 350]]),
-        (None, {"bus_bytes": 5}, []),
-    ],
+@cases(
+    (FOOTPRINT, None, [[350, 350]]),
+    (350.0, None, [[350, 350]]),
+    (None, vars(FOOTPRINT), [[350, 350]]),
+    (None, FOOTPRINT, [[350, 350]]),
+    (None, {"bus_bytes": 5}, []),
     ids=["footprint", "bytes", "recorded", "recorded footprint", "none predicted"],
 )
 def test_predicted_bytes_are_a_line(given: object, recorded: object, right: list[list[int]]):
@@ -644,16 +618,11 @@ def test_memory_of_many_ranks_can_be_read(ranks: int):
 
 
 def test_memory_needs_a_step_in_detail_and_a_rank_that_is_there():
-    with pytest.raises(ValueError, match=r"record\(detail_step=1\)"):
-        plot.memory(sample_trace(2, 3, None))
-    with pytest.raises(ValueError, match="no rank 5"):
-        plot.memory(sample_trace(2), ranks=[5])
+    raises(r"record\(detail_step=1\)", plot.memory, sample_trace(2, 3, None))
+    raises("no rank 5", plot.memory, sample_trace(2), ranks=[5])
     trace = sample_trace(2)
     trace.ranks[1].memory = []
     assert "nothing recorded" in [x.get_text() for x in plot.memory(trace).axes[1].texts]
-
-
-# ---- strategies side by side
 
 
 def lengths(axes: object) -> dict[str, list[float]]:
@@ -721,8 +690,7 @@ def test_bytes_are_those_that_one_rank_sends_in_one_step():
 
 
 def test_compare_needs_runs_and_needs_no_memory_with_pacing_and_with_many_names() -> None:
-    with pytest.raises(ValueError, match="nothing to compare"):
-        plot.compare({})
+    raises("nothing to compare", plot.compare, {})
     paced = sample_trace(2, 2, None)
     paced.about.update(link={"gbps": 1}, strategy="a strategy with a long name")
     figure = plot.compare([paced] * 6)
@@ -748,9 +716,6 @@ def test_the_picture_of_losses_has_the_same_colours_and_can_be_read(tmp_path: Pa
     ]
     assert [bar.get_width() for x in held for bar in x] == [4.0] * 6 + [8.0] * 3
     assert_readable(figure)
-
-
-# ---- colours
 
 
 def seen_without(cone: str, colour: str) -> np.ndarray:
@@ -805,9 +770,6 @@ def test_the_style_of_a_notebook_changes_nothing():
     loud = {"savefig.facecolor": "red", "savefig.bbox": "tight", "font.size": 30}
     with matplotlib.style.context(["dark_background", loud]):
         assert [draw(trace)._repr_png_() for draw in draws] == plain
-
-
-# ---- in a notebook
 
 
 def test_a_figure_is_shown_once_as_a_png():
@@ -874,8 +836,6 @@ def test_plot_names_what_it_has():
         plot.histogram  # noqa: B018
 
 
-# ---- with sliders
-
 widgets = pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipywidgets")
 
 
@@ -931,5 +891,4 @@ def test_without_ipywidgets_a_view_says_how_to_get_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.delitem(sys.modules, "labkit.plot.widgets", raising=False)
     monkeypatch.delitem(vars(plot), "view", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
-        plot.view(sample_trace(2))
+    raises(r"pip install 'labkit\[lab\]'", plot.view, sample_trace(2), error=ImportError)

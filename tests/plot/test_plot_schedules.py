@@ -24,6 +24,7 @@ from labkit.replaying.pipeline import KIND, action_of, timed_actions
 from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws
+from tables import cases, raises
 from test_plot import assert_readable as no_words_overlap
 from test_plot import title
 
@@ -59,9 +60,6 @@ def words(figure: Figure) -> list[str]:
 
 def assert_readable(figure: Figure) -> None:
     no_words_overlap(figure, *lettering(figure))
-
-
-# ---- from costs
 
 
 def test_every_action_is_drawn_when_the_replay_has_it() -> None:
@@ -110,13 +108,10 @@ def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: floa
     assert 1 - busy / sum(sizes) == pytest.approx(bubble), "what is seen is what is said"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "held"),
-    [
-        (one_f_one_b(4, 8), ["holds 4", "holds 3", "holds 2", "holds 1"]),
-        (APART, ["holds 2", "holds 2"]),
-        (CHUNKS, ["holds 2", "holds 1.5"]),
-    ],
+@cases(
+    (one_f_one_b(4, 8), ["holds 4", "holds 3", "holds 2", "holds 1"]),
+    (APART, ["holds 2", "holds 2"]),
+    (CHUNKS, ["holds 2", "holds 1.5"]),
     ids=["1f1b", "zb", "v2"],
 )
 def test_numbers_stand_in_their_boxes_and_what_is_held_beside(
@@ -156,9 +151,6 @@ def test_no_words_overlap(stages: int, microbatches: int) -> None:
     given = Figure(figsize=(6, 3), dpi=100)
     plot.schedule(one_f_one_b(stages, microbatches), figure=given)
     assert given.axes
-
-
-# ---- a recorded run
 
 
 def recorded(schedule: Schedule, slower: float = 1.0, steps: int = 2) -> Trace:
@@ -243,13 +235,10 @@ def loss_before_backward(trace: Trace, schedule: Schedule) -> None:
                 one.spans.append(loss)
 
 
-@pytest.mark.parametrize(
-    ("add_loss", "schedule"),
-    [
-        (loss_is_a_module, one_f_one_b(2, 3)),
-        (loss_is_a_module, CHUNKS),
-        (loss_before_backward, one_f_one_b(2, 3)),
-    ],
+@cases(
+    (loss_is_a_module, one_f_one_b(2, 3)),
+    (loss_is_a_module, CHUNKS),
+    (loss_before_backward, one_f_one_b(2, 3)),
     ids=["a module, 1f1b", "a module, v2", "before the backward, 1f1b"],
 )
 def test_a_loss_belongs_to_the_last_forward(
@@ -269,30 +258,20 @@ def test_a_run_by_another_schedule_is_refused() -> None:
         ValueError, match="rank 0: action 1 of its list is B0, and what was recorded is forward"
     ):
         by_microbatch(trace, swapped)
-    with pytest.raises(ValueError, match="is not of steps by this schedule"):
-        by_microbatch(trace, one_f_one_b(2, 4))
-    with pytest.raises(ValueError, match=r"3 stages, and a trace of ranks \[0, 1\]"):
-        by_microbatch(trace, one_f_one_b(3, 3))
-    with pytest.raises(ValueError, match="named after a micro-batch"):
-        plot.schedule(trace)
+    raises("is not of steps by this schedule", by_microbatch, trace, one_f_one_b(2, 4))
+    raises(r"3 stages, and a trace of ranks \[0, 1\]", by_microbatch, trace, one_f_one_b(3, 3))
+    raises("named after a micro-batch", plot.schedule, trace)
 
 
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: plot.schedule([[], []]), "no action"),
-        (lambda: plot.schedules({}), "nothing to draw"),
-        (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
-        (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
-        (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
-    ],
+@cases(
+    (lambda: plot.schedule([[], []]), "no action"),
+    (lambda: plot.schedules({}), "nothing to draw"),
+    (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
+    (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
+    (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
 )
 def test_what_cannot_be_drawn_is_told(draw, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        draw()
-
-
-# ---- a pipeline on ranks
+    raises(message, draw)
 
 
 def run_paced(given: Schedule) -> None:

@@ -34,8 +34,6 @@ def value(expression: str, **numbers: float) -> float:
     return eval(product, {"min": min}, numbers)
 
 
-# --- model states --------------------------------------------------------------------------------
-
 # Billions of parameters, ranks, GB with stage 1, 2, 3: arXiv 1910.02054, Table 1.
 ZERO = rows_of("zero_memory.csv")
 
@@ -59,8 +57,6 @@ def test_model_states_of_ddp_are_16_bytes_and_what_its_own_footprint_says() -> N
     assert predict.model_state_bytes(model.parameter_count, 4, each=predict.FP32_ADAM) == total
 
 
-# --- activations ---------------------------------------------------------------------------------
-
 # arXiv 2205.05198, Table 2; test_predict_tensor.py asks for each of its rows.
 ACTIVATIONS = rows_of("activation_bytes_per_layer.csv")
 
@@ -79,9 +75,6 @@ def test_the_kernel_keeps_a_number_for_each_row_of_scores() -> None:
     plain, flash = predict.activation_bytes(**sizes), predict.flash_activation_bytes(**sizes)
     scores = 8 * 4 * 128 * 128
     assert plain - flash == 5 * scores - 4 * scores / 128
-
-
-# --- transformer ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_heads", [None, 1, 2])
@@ -124,9 +117,6 @@ def test_what_a_machine_does_more_than_the_model_asks() -> None:
     asked = predict.step_flops(**sizes)
     flash = predict.step_flops(**sizes, flash=True)
     assert flash - asked == 3 * 2 * 2 * 32**2 * 64
-
-
-# --- volumes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -186,8 +176,6 @@ def test_volumes_have_their_orders(axis: str) -> None:
         assert grown == pytest.approx(2.0**power, rel=0.002), name
 
 
-# --- wires ---------------------------------------------------------------------------------------
-
 FACTORS = rows_of("bus_bandwidth_factors.csv")  # nccl-tests, doc/PERFORMANCE.md
 OURS = (
     "all_reduce", "all_reduce_in_network", "reduce_scatter", "all_gather", "broadcast", "reduce",
@@ -233,8 +221,6 @@ def test_a_ring_is_the_least_time_and_its_latencies() -> None:
     assert adding == pytest.approx(6 * 1e-3 + 3 * 1e-2)
 
 
-# --- pipelines -----------------------------------------------------------------------------------
-
 # arXiv 2104.04473 and 2401.10241; in the ZB rows B is the input gradient.
 BUBBLES = rows_of("pipeline_bubbles.csv")
 
@@ -271,9 +257,6 @@ def test_one_chunk_is_1f1b_and_no_bubble_is_below_zero() -> None:
     assert (nothing.of_ideal, nothing.of_total) == (0, 0)
 
 
-# --- steps ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("buckets", [1, 2, 10])
 @pytest.mark.parametrize("communication_s", [0.0, 1.0, 2.0, 7.0])
 def test_the_step_of_ddp_is_the_replayed_one(communication_s: float, buckets: int) -> None:
@@ -304,18 +287,12 @@ def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
         assert step_s == 40 / ranks and predict.mfu(6e15, step_s, 150e12, ranks) == 1
 
 
-# --- examples ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name", ["pipelines", "states", "steps", "tables", "three_d", "transformer"]
 )
 def test_examples_are_true(name: str) -> None:
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
     assert tried.attempted and not tried.failed
-
-
-# --- sizes that cannot be ------------------------------------------------------------------------
 
 
 GOOD = {  # values that all functions take, by the names of arguments
@@ -376,9 +353,6 @@ test_sizes_that_cannot_be_are_told = refusals(
     (lambda: predict.mfu(1, 0, 1), "step_s=0: give more than 0"),
     (lambda: predict.table(), "table.. has no numbers; name each source"),
 )
-
-
-# --- tables --------------------------------------------------------------------------------------
 
 
 def test_formula_replay_and_measurement_stand_side_by_side() -> None:

@@ -78,9 +78,6 @@ def step_s(trace: Trace) -> float:
     return max(one.steps[-1].ended_s for one in trace.ranks.values())
 
 
-# --- by hand ---
-
-
 def test_communication_runs_beside_computing_and_is_waited_for_where_the_program_waits() -> None:
     """2 s of computing, an all-reduce of 1 s beside 0.25 s more, then a wait, then 0.5 s."""
     things = [Span("backward", "", 0, 1.0, 20.0), computed(2, 2 * 10**9)]
@@ -167,9 +164,6 @@ def test_what_cannot_be_replayed_is_told(change: dict[str, object], message: str
     raises(message, replay, **{"trace": trace, "cluster": plain(), **change})
     del trace.ranks[1]
     raises("rank 1 takes part in all_reduce 1 .* is missing", replay, trace, plain())
-
-
-# --- recorded runs ---
 
 
 def train(strategy: str = "ddp", steps: int = 2, width: int = 60) -> None:
@@ -292,9 +286,6 @@ def test_more_of_anything_is_faster_where_it_is_what_holds_up() -> None:
         assert step_s(replay(dry, better)) < step_s(replay(dry, base))
 
 
-# --- costs ---
-
-
 def test_a_ring_costs_its_alpha_and_beta() -> None:
     inside = Level("inside", 10e9, 2e-6, 8, reached=0.5, start_s=1e-5)
     one = replace(plain(devices=8), inside=inside)
@@ -401,9 +392,6 @@ def test_waiting_for_another_rank_is_bubble_whatever_else_is_on_the_wire() -> No
     trace = trace_of([sending, late], [computed(1, 2 * 10**9), at_last], [taken])
     one = split_of(Trace({0: replace(replay(trace, plain()).ranks[0], size=1)}))
     assert (one.step_s, one.exposed_s, one.bubble_s) == (3, 1, 2)
-
-
-# --- pipelines and memory, from what was recorded ---
 
 
 def test_a_pipeline_is_tiled_from_one_micro_batch() -> None:

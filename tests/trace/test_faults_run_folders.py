@@ -21,6 +21,7 @@ from labkit.trace.chrome import to_chrome, write_chrome
 from labkit.trace.nccl_log import parse_nccl_log
 from labkit.training import Task, train
 from places import ROOT
+from tables import raises
 from traces import sample_trace
 
 EVIL = "\x1b]0;title\x07\x1b[31m[/x][nope]"
@@ -211,8 +212,7 @@ def test_an_irregular_file_is_named_and_does_not_block(name: str, what: str, fol
         case _:
             file.symlink_to(file)
     if name == "run.json":
-        with pytest.raises((ValueError, OSError), match="run.json"):
-            read_run(folder)
+        raises("run.json", read_run, folder, error=(ValueError, OSError))
         assert CliRunner().invoke(app, ["view", str(folder)]).exit_code == 2
     else:
         trace = read_run(folder)

@@ -14,6 +14,7 @@ from labkit.course.movements import in_words
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT
 from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number
+from tables import cases, raises
 from worlds import world_fixture
 
 ALL = tuple(range(8))
@@ -30,9 +31,6 @@ def ranks_in(held: tuple[tuple[Content, ...], ...]) -> list[list[tuple[int, ...]
 def ends(movement: Movement) -> list[set[tuple[int, int]]]:
     """(from, to) of the messages of each step."""
     return [{(one.source, one.target) for one in frame.messages} for frame in movement.frames]
-
-
-# ---- numbers that can be taken apart again
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -55,9 +53,6 @@ def test_chunks_that_are_not_sums_are_distinguished() -> None:
     assert content_of(number(0, 1, 4), 4).is_right_in(1)
     assert not content_of(number(0, 1, 4), 4).is_right_in(2)
     assert not content_of(2 * number(0, 1, 4), 4).is_right_in(1)
-
-
-# ---- labkit's algorithms
 
 
 def test_a_ring_reduces_in_half_of_its_steps_and_gathers_in_the_other(world: World) -> None:
@@ -140,9 +135,6 @@ def test_two_nodes_exchange_only_their_shares(world4: World) -> None:
 def test_the_same_picture_on_every_run(world4: World) -> None:
     first, *others = (watch_collective(world4, "all_reduce", "double_tree") for _ in range(4))
     assert others == [first] * 3
-
-
-# ---- a student's function
 
 
 def my_ring(comm: Any, x: torch.Tensor, steps: int | None = None, add_always: bool = False) -> None:
@@ -228,9 +220,6 @@ def test_what_cannot_be_watched_is_refused(world3: World, world4: World) -> None
         watch_collective(world3, "all_gather", "recursive_doubling")
 
 
-# ---- the picture
-
-
 def test_an_arrow_for_each_run_of_chunks_and_a_panel_for_each_step(world4: World) -> None:
     movement = watch_collective(world4, "all_reduce", "ring")
     (axes,) = plot.movement(movement).axes
@@ -240,8 +229,7 @@ def test_an_arrow_for_each_run_of_chunks_and_a_panel_for_each_step(world4: World
     assert sum(isinstance(patch, FancyArrowPatch) for patch in axes.patches) == 6 * 4
     (axes,) = plot.movement(movement, [7]).axes
     assert not any(isinstance(patch, FancyArrowPatch) for patch in axes.patches)
-    with pytest.raises(ValueError, match="steps 1 to 6, and 7 is its end"):
-        plot.movement(movement, [8])
+    raises("steps 1 to 6, and 7 is its end", plot.movement, movement, [8])
 
 
 @pytest.mark.parametrize("step", [1, 4, 7])
@@ -276,19 +264,13 @@ def test_a_slider_walks_through_the_steps(world4: World) -> None:
     assert steps.step.max == 3 and "image/png" in steps._repr_mimebundle_()
 
 
-# ---- in the words of a check
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (Content((0, 0, 0), None), "nothing"),
-        (Content((), None), "what is no sum of the ranks' numbers"),
-        (Content((1, 0, 1), 1), "the numbers of ranks 0 and 2"),
-        (Content((0, 1, 0), 2), "the numbers of rank 1 for chunk 2"),
-        (Content((1, 3, 1), 1), "the numbers of ranks 0, 1 and 2, those of rank 1 3 times,"),
-        (Content((1, 1, 0), None), "the numbers of ranks 0 and 1, from several chunks,"),
-    ],
+@cases(
+    (Content((0, 0, 0), None), "nothing"),
+    (Content((), None), "what is no sum of the ranks' numbers"),
+    (Content((1, 0, 1), 1), "the numbers of ranks 0 and 2"),
+    (Content((0, 1, 0), 2), "the numbers of rank 1 for chunk 2"),
+    (Content((1, 3, 1), 1), "the numbers of ranks 0, 1 and 2, those of rank 1 3 times,"),
+    (Content((1, 1, 0), None), "the numbers of ranks 0 and 1, from several chunks,"),
 )
 def test_a_check_says_what_is_in_chunk_1(content: Content, words: str) -> None:
     assert in_words(content, 1) == words

@@ -32,6 +32,7 @@ from labkit.trace import CATEGORIES, Span, Trace
 from labkit.trace.folder import read_run
 from labkit.trace.recording.recorder import Recorder
 from laws import broken_laws
+from tables import raises
 from worlds import world_fixture
 
 pytestmark = pytest.mark.slow
@@ -79,9 +80,6 @@ def spans_of(trace: Trace, phase: str, step: int = 0) -> list[Span]:
     (one,) = trace.ranks.values()
     spans = [x for x in one.spans if x.phase == phase and x.step == step]
     return sorted(spans, key=lambda span: (span.began_s, span.depth))
-
-
-# --- spans --------------------------------------------------------------------------------------
 
 
 def test_forward_has_every_module_inside_its_parent() -> None:
@@ -218,8 +216,7 @@ def test_an_error_in_forward_ends_the_spans_and_passes_through() -> None:
 
     model = nn.Sequential(nn.Linear(2, 2), Broken())
     with record() as trace:
-        with pytest.raises(KeyError, match="mine"):
-            model(torch.ones(1, 2))
+        raises("mine", model, torch.ones(1, 2), error=KeyError)
         model[0](torch.ones(1, 2))
     assert broken_laws(trace) == []
     assert [(x.module, x.depth) for x in spans_of(trace, "forward")] == [
@@ -267,9 +264,6 @@ def test_mistakes_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a labkit run"), record(tmp_path):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-# --- what a detailed step counts ------------------------------------------------------------------
 
 
 def test_memory_by_category_is_the_formula_to_the_byte() -> None:
@@ -432,9 +426,6 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     assert spans[2].began_s - spans[0].began_s == pytest.approx(40)
 
 
-# --- ranks ----------------------------------------------------------------------------------------
-
-
 def train(wrap: Callable[[nn.Module], nn.Module] | None, steps: int = 3) -> Any:
     loop = Loop(wrap or (lambda m: m))
     for _ in range(steps):
@@ -520,14 +511,12 @@ def test_one_block_records_one_run_and_a_mistake_leaves_the_world_alone(world: W
         other.run(lambda: setattr(labkit.attach().state, "kept", 42))
         with record():
             world.run(train, None, 1)
-            with pytest.raises(RuntimeError, match="another world"):
-                other.run(train, None, 1)
+            raises("another world", other.run, train, None, 1, error=RuntimeError)
         assert other.run(lambda: labkit.attach().state.kept) == [42]
     loop = Loop()
     with record():
         loop.step()
-        with pytest.raises(RuntimeError, match="a block of its own"):
-            world.run(train, None, 1)
+        raises("a block of its own", world.run, train, None, 1, error=RuntimeError)
 
 
 def test_cells_are_recorded_too_and_outside_the_block_nothing(world: World) -> None:
@@ -622,9 +611,6 @@ def test_user_modules_of_every_kind() -> None:
 
     trace = recorded(step, step, detail_step=1)
     assert {"rnn", "mlp.layers.0"} <= {x.module for x in spans_of(trace, "backward", 1)}
-
-
-# --- found by readers -----------------------------------------------------------------------------
 
 
 def test_other_threads_are_not_mixed_in() -> None:
@@ -746,8 +732,7 @@ def test_after_a_failure_the_block_says_that_it_records_no_more(world: World) ->
 
 def test_after_an_exception_that_keeps_the_ranks_recording_goes_on(world: World) -> None:
     with record() as trace:
-        with pytest.raises(RankError, match="All ranks keep"):
-            world.run(lambda: 1 / 0)
+        raises("All ranks keep", world.run, lambda: 1 / 0, error=RankError)
         world.run(lambda: Comm().all_reduce(torch.ones(2)))
     assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
 

@@ -14,6 +14,7 @@ from labkit.events import CommEvent
 from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace, rankfile
 from labkit.trace.folder import FORMAT, add_about, add_metrics, begin_run
 from labkit.trace.rankfile import RankFile, read_rank_file
+from tables import cases, raises
 from traces import sample_trace
 
 
@@ -37,9 +38,6 @@ def small(rank: int = 0) -> RankTrace:
 
 def things(one: RankTrace) -> list[Any]:
     return [*one.things(), *one.memory]
-
-
-# ---- whole
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
@@ -95,9 +93,6 @@ def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
             begin_run(tmp_path, {"mesh": {("dp", 0): 1}})
         assert not list(tmp_path.iterdir())
     begin_run(tmp_path)
-
-
-# ---- while it runs
 
 
 def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path) -> None:
@@ -160,17 +155,13 @@ def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
 def test_two_writers_of_one_rank_are_refused(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
     RankFile(tmp_path / "run", RankTrace(0, 1)).close()
-    with pytest.raises(ValueError, match="another rank 0 writes it"):
-        RankFile(tmp_path / "run", RankTrace(0, 1))
+    raises("another rank 0 writes it", RankFile, tmp_path / "run", RankTrace(0, 1))
 
 
 def test_metrics_are_appended_by_all(tmp_path: Path) -> None:
     write_run(Trace({0: RankTrace(0, 1)}, metrics=[{"step": 0, "loss": 2.5}]), tmp_path / "run")
     add_metrics(tmp_path / "run", [{"step": 1, "loss": np.float32(1.5)}])
     assert [x["loss"] for x in read_run(tmp_path / "run").metrics] == [2.5, 1.5]
-
-
-# ---- one clock
 
 
 def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
@@ -184,19 +175,16 @@ def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
     return read_run(path)
 
 
-@pytest.mark.parametrize(
-    ("clocks", "began_s"),
-    [
-        ([("n1", 80.0, 1.7e9), ("n1", 81.0, 1.7e9 + 40)], [0.0, 1.0]),  # one monotonic clock
-        (
-            [("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2), ("n2", 5.5, 1.7e9 + 99)],
-            [0.0, 2.0, 2.5],
-        ),
-        ([("n1", 80.0, 1.7e9 + 4), ("n2", 500.0, 1.7e9)], [4.0, 0.0]),  # switched on later
-    ],
+@cases(
+    ([("n1", 80.0, 1.7e9), ("n1", 81.0, 1.7e9 + 40)], [0.0, 1.0]),  # one monotonic clock
+    (
+        [("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2), ("n2", 5.5, 1.7e9 + 99)],
+        [0.0, 2.0, 2.5],
+    ),
+    ([("n1", 80.0, 1.7e9 + 4), ("n2", 500.0, 1.7e9)], [4.0, 0.0]),  # switched on later,
 )
 def test_ranks_share_the_clock_of_their_host_and_hosts_unix_time(
-    tmp_path: Path, clocks: list[tuple[str, float, float]], began_s: list[float]
+    clocks: list[tuple[str, float, float]], began_s: list[float], tmp_path: Path
 ) -> None:
     trace = hosts_run(tmp_path / "run", clocks)
     ranks = trace.ranks.values()
@@ -205,9 +193,6 @@ def test_ranks_share_the_clock_of_their_host_and_hosts_unix_time(
     assert [rank.comms[0].issued_s for rank in ranks] == [x + 0.5 for x in began_s]
     assert {rank.comms[0].ended_s for rank in ranks} == {0.0}  # open on all
     assert read_run(write_run(trace, tmp_path / "again")).ranks == trace.ranks
-
-
-# ---- cut off, spoilt, missing
 
 
 def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
@@ -324,9 +309,6 @@ def test_a_run_made_in_memory_is_not_complete(tmp_path: Path) -> None:
     assert trace.about["problems"] == ["no rank has written anything"]
 
 
-# ---- other formats, other programs, other files
-
-
 def test_what_a_later_labkit_adds_is_passed_over(tmp_path: Path) -> None:
     write_run(Trace({0: small()}), tmp_path / "run")
     expected = read_run(tmp_path / "run")
@@ -351,8 +333,7 @@ def test_what_a_later_labkit_adds_is_passed_over(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
     add_about(tmp_path / "run", format=FORMAT + 1, labkit="9.1")
-    with pytest.raises(ValueError, match=r"labkit 9\.1 in a newer format.*pip install -U labkit"):
-        read_run(tmp_path / "run")
+    raises(r"labkit 9\.1 in a newer format.*pip install -U labkit", read_run, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -366,11 +347,9 @@ def test_a_foreign_folder_is_refused_and_kept(text: str | None, words: str, tmp_
     if text is not None:
         (tmp_path / "run.json").write_text(text)
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=f"is not a labkit run.*{words}"):
-        read_run(tmp_path)
+    raises(f"is not a labkit run.*{words}", read_run, tmp_path)
     for replace in (False, True):
-        with pytest.raises(ValueError, match=words):
-            begin_run(tmp_path, replace=replace)
+        raises(words, begin_run, tmp_path, replace=replace)
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 
 
@@ -381,8 +360,7 @@ def test_an_existing_run_is_replaced_only_on_request_and_the_users_files_stay(
     kept = ["notes.txt", "rank1.jsonl.bak", "rank01.jsonl", "rankings.jsonl"]
     for name in kept:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(ValueError, match="holds a run already"):
-        write_run(sample_trace(1), tmp_path)
+    raises("holds a run already", write_run, sample_trace(1), tmp_path)
     assert len(read_run(tmp_path).ranks) == 3
     write_run(sample_trace(1), tmp_path, replace=True)
     assert list(read_run(tmp_path).ranks) == [0]
@@ -392,12 +370,10 @@ def test_an_existing_run_is_replaced_only_on_request_and_the_users_files_stay(
 
 
 def test_no_folder_and_no_folder_but_a_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read_run(tmp_path / "nowhere")
+    raises("nowhere", read_run, tmp_path / "nowhere", error=FileNotFoundError)
     (tmp_path / "file").write_text("mine")
     for function in (read_run, begin_run):
-        with pytest.raises(ValueError, match="file"):
-            function(tmp_path / "file")
+        raises("file", function, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 

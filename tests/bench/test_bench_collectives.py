@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from command import command
 from labkit import Comm, World, bench, listen, read_run, record
 from labkit.bench import chooser_table, collectives, sweep_tables
 from labkit.bench.calls import (
@@ -25,8 +25,7 @@ from labkit.bench.calls import (
     input_of,
 )
 from labkit.bench.collectives import COPY, Timed, _on_rank, _typical
-from labkit.cli import app
-from labkit.cli import bench as command
+from labkit.cli import bench as bench_commands
 from labkit.comm.collectives import ALGORITHMS
 from labkit.runtime.transports.chooser import Chooser, read_table, stored_table, table_note
 from labkit.sweeps import alpha_beta, sweep
@@ -350,14 +349,14 @@ def test_the_command_measures_draws_saves_and_fits(
 ) -> None:
     monkeypatch.setenv("LABKIT_TRANSPORT", "shm")  # a table is about messages all the same
     made = {name: tmp_path / name for name in ("sweep.json", "picture.png", "table.json")}
-    args = "bench collectives --from 512 --to 1K --factor 2 --ops all_reduce --ranks 2 --turns 1"
-    files = [f"--save={made['sweep.json']}", f"--plot={made['picture.png']}"]
-    files += ["--fit", f"--table={made['table.json']}"]
-    done = CliRunner().invoke(app, [*args.split(), *files])
-    assert done.exit_code == 0, done.output
+    shown = command(
+        "bench collectives --from 512 --to 1K --factor 2 --ops all_reduce --ranks 2 --turns 1 "
+        f"--save={made['sweep.json']} --plot={made['picture.png']} --fit "
+        f"--table={made['table.json']}"
+    )
     for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE=",
                  'where messages go, World(n, transport="gloo")'):  # fmt: skip
-        assert said in done.output
+        assert said in shown
     assert read_sweep(made["sweep.json"]).about["transport"] == "gloo"
     assert read_table(made["table.json"])["all_reduce"].keys() == {"2"}
     assert {p.size_bytes for p in read_sweep(made["sweep.json"]).points} == {512, 1024}
@@ -367,8 +366,7 @@ def test_the_command_measures_draws_saves_and_fits(
 def test_wrong_elements_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sick = [replace(point, wrong=3) for point in modelled("all_reduce", 2, "ring", 1e-5, 1e-9)[:1]]
     monkeypatch.setattr(collectives, "bench_collectives", lambda *_: Sweep(sick, ABOUT))
-    done = CliRunner().invoke(app, ["bench", "collectives"])
-    assert done.exit_code == 1 and "wrong: 3 elements" in done.output
+    assert "wrong: 3 elements" in command("bench collectives", 1)
 
 
 @pytest.mark.parametrize(
@@ -393,11 +391,13 @@ def test_without_a_name_all_benches_run_and_with_one_only_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[str] = []
-    names = [one.callback.__name__ for one in command.bench.registered_commands]
-    for one, name in zip(command.bench.registered_commands, names):
+    benches = bench_commands.bench.registered_commands
+    names = [one.callback.__name__ for one in benches]
+    for one, name in zip(benches, names):
         monkeypatch.setattr(one, "callback", lambda name=name: ran.append(name))
-    assert CliRunner().invoke(app, ["bench"]).exit_code == 0 and ran == names
+    command("bench")
+    assert ran == names
     assert {"data_parallel", "collectives", "transfers", "replay"} <= {*ran}
     monkeypatch.undo()
-    done = CliRunner().invoke(app, ["bench", "collectives", "--ops", "barrier"])
-    assert done.exit_code == 2 and ran == names
+    command("bench collectives --ops barrier", 2)
+    assert ran == names

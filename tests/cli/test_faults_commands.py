@@ -3,14 +3,13 @@ what users write in names, texts and errors is printed as it is."""
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from command import command, python
 from labkit import compare, training, write_run
 from labkit.bench import machine, precision, transfers
 from labkit.cli import app
@@ -20,7 +19,6 @@ from labkit.foreign import literal, markup, plain
 from labkit.replaying.planning import ranking
 from labkit.runtime.errors import RankError
 from labkit.runtime.ranks import Ranks
-from places import ROOT
 from traces import sample_trace
 
 PLAN = "plan --model gpt3-175b --cluster selene --gpus 64 --batch 64"
@@ -208,11 +206,9 @@ def before_work() -> None:
 
 def refusal(line: str, run_folder: Path, here: Path) -> str:
     """What the command prints, in one line; it must have ended with status 2."""
-    words = [x.replace("RUN", str(run_folder)).replace("HERE", str(here)) for x in line.split()]
-    done = CliRunner().invoke(app, words, env={"COLUMNS": "1000"})
-    assert done.exit_code == 2, (done.output, done.exception)
-    assert "Traceback" not in done.output
-    return " ".join(done.output.replace("│", " ").split())  # typer's own stand in a box
+    shown = command(line.replace("RUN", str(run_folder)).replace("HERE", str(here)), 2)
+    assert "Traceback" not in shown
+    return shown
 
 
 @pytest.mark.parametrize("line", REFUSED)
@@ -302,9 +298,8 @@ def test_any_other_error_of_ranks_keeps_its_traceback(monkeypatch: pytest.Monkey
         raise KeyError("a fault of labkit")
 
     monkeypatch.setattr(training, "train", fail)
-    done = CliRunner().invoke(app, ["run", "ddp", "--ranks", "2", "--model", "tiny"])
-    assert done.exit_code == 2
-    assert "Traceback" in done.output and "a fault of labkit" in done.output
+    shown = command("run ddp --ranks 2 --model tiny", 2)
+    assert "Traceback" in shown and "a fault of labkit" in shown
 
 
 def test_errors_that_differ_between_ranks_are_all_shown() -> None:
@@ -364,10 +359,9 @@ def test_problems_of_a_cluster_file_are_printed_as_they_are(
         '[[clusters."[/x]".levels]]\ndevices = 1\nports = 1\n'
         'bytes_per_s = [1e9, "a guess"]\nlatency_s = [0, "a guess"]\n'
     )
-    args = ["replay", str(run_folder), "--clusters", str(tmp_path / "mine.toml"), "--on", "[/x]"]
-    done = CliRunner().invoke(app, [*args, "--on", "selene", "--measured"], env={"COLUMNS": "1000"})
-    assert done.exit_code == 0, done.output
-    assert "not on [/x]: 2 ranks are to run on [nope]\\x1b[31m" in done.output
+    options = f"--clusters {tmp_path}/mine.toml --on [/x] --on selene --measured"
+    shown = command(f"replay {run_folder} {options}")
+    assert "not on [/x]: 2 ranks are to run on [nope]\\x1b[31m" in shown
 
 
 def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> None:
@@ -378,12 +372,8 @@ def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> N
 
 
 def test_the_real_command_ends_with_status_2_and_one_line(tmp_path: Path) -> None:
-    root = str(ROOT)
-    env = os.environ | {"PYTHONPATH": root, "COLUMNS": "1000", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "labkit", "bench", "collectives", "--save", "/nope/x"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr) == (2, "")
+    line = "labkit bench collectives --save /nope/x"
+    done = python("-m", *line.split(), status=2, cwd=tmp_path)
+    assert done.stderr == ""
     assert done.stdout.startswith("labkit: /nope/x cannot be written: there is no folder /nope")
     assert done.stdout.count("\n") == 1

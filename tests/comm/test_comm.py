@@ -1,9 +1,7 @@
 """The communicator on real ranks: results, bytes, events, errors. See comm_contract.py, too."""
 
 import inspect
-import os
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -21,10 +19,10 @@ import torch.distributed as dist
 
 import comm_contract
 from comm_contract import check, check_bytes, events_of, given, reduced
+from command import python
 from labkit import Comm, CommEvent, Link, RankError, World, attach, listen
 from labkit.comm import CommError, here
 from labkit.runtime.transports.wire import Wire
-from places import ROOT
 from tables import cases, raises
 from worlds import on_each_rank, world_fixture
 
@@ -776,7 +774,5 @@ assert events[-1].payload_bytes == 20_000_000_000, "more than this machine holds
     ids=["tensors", "fake tensors"],
 )  # fmt: skip
 def test_a_world_on_paper_records_and_moves_nothing(script: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", script + "\nprint('as it should be')"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.stdout == "as it should be\n", done.stderr
+    done = python("-W", "error", "-c", script + "\nprint('as it should be')")
+    assert done.stdout == "as it should be\n"

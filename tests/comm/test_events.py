@@ -1,13 +1,12 @@
 """The formulas of the bytes, without ranks and without torch."""
 
 import csv
-import subprocess
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 
+from command import python
 from labkit import events
 from labkit.events import CommEvent, chunk_sizes
 from places import PUBLISHED
@@ -85,7 +84,7 @@ def test_the_factors_are_those_published() -> None:
 
 def test_events_are_plain_data_that_need_no_torch() -> None:
     code = 'import labkit.events, sys; assert "torch" not in sys.modules'
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
     event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "float32", (4,), 16, 16, True)
     assert (event.wire_bytes, event.peer, event.source) == (0, None, "")
     # A misspelt count must not pass silently.

@@ -7,8 +7,6 @@ import linecache
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from functools import cache
 from importlib import import_module
@@ -22,6 +20,7 @@ pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 
 import labkit.course.ranks
 from answers import RIGHT, WRONG, Wrong
+from command import python
 from labkit.comm import CommError
 from labkit.course import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
 from labkit.course.build import checked, labs, solved, student
@@ -304,8 +303,7 @@ def test_measuring_memory_does_not_load_the_compiler():
         "with PeakMemory():\n    torch.ones(3)\n"
         "print('torch._dynamo' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert python("-c", code).stdout.strip() == "False"
 
 
 def test_memory_is_counted_by_storage_and_falls_when_tensors_go_or_are_resized() -> None:

@@ -8,14 +8,13 @@ picture of every screen of every lab there.
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from command import python
 from devtools import HEIGHT, WIDTH, Browser, Page, browser, missing
 from lab_page import Cell, JupyterLab, LabPage, jupyterlab, notebook
 from places import SUPPORT
@@ -165,16 +164,8 @@ def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chr
 def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
     write_notebooks(tmp_path / "notebooks")
     out = tmp_path / "lab.png"
-    done = subprocess.run(
-        [
-            *(sys.executable, str(ROOT / "tests/support/browser.py")),
-            *(str(tmp_path / "notebooks/sample_lab.ipynb"), str(out), "--dark"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    sample = tmp_path / "notebooks/sample_lab.ipynb"
+    python(SUPPORT / "browser.py", sample, out, "--dark", timeout=120)
     width, height = struct.unpack(">II", out.read_bytes()[16:24])  # of PNG's first chunk
     assert width == WIDTH and height > HEIGHT
 

@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 from torch import nn
 
+from command import command
 from labkit import plot
 from labkit.bench import show_stored
 from labkit.bench.harness import StepTimes, save
@@ -23,7 +24,6 @@ from labkit.bench.transfers import (
     read_transfers,
     table,
 )
-from labkit.cli import app
 from labkit.memory.bus import Bus
 from labkit.memory.loading import Waiting, load_then_run, run_in_place, run_pipelined
 from labkit.memory.timing import Measured
@@ -84,16 +84,11 @@ def test_a_bench_of_nothing_is_refused(options: dict[str, float]):
 
 
 def test_the_command_measures_saves_and_draws(tmp_path: Path):
-    from typer.testing import CliRunner
-
-    files = {"--save": tmp_path / "found.json", "--plot": tmp_path / "found.png"}
-    options = [str(word) for pair in files.items() for word in pair]
-    arguments = ["bench", "transfers", "--mb", "0.1", "--turns", "3", "--gbps", "1", *options]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    measured = json.loads(files["--save"].read_text())
+    saved, picture = tmp_path / "found.json", tmp_path / "found.png"
+    command(f"bench transfers --mb 0.1 --turns 3 --gbps 1 --save {saved} --plot {picture}")
+    measured = json.loads(saved.read_text())
     assert measured["numel"] == 25_000 and measured["about"]["paced_gbps"] == 1.0
-    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: TransferTimes):

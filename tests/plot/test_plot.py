@@ -4,7 +4,6 @@ Every test looks at what is drawn: corners of polygons in milliseconds and bytes
 and the boxes of words in pixels.
 """
 
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
+from command import python
 from labkit import plot
 from labkit.events import CommEvent
 from labkit.holdings import Footprint
@@ -34,7 +34,6 @@ from labkit.plot.strategies import draw_comparison, sent_bytes, step_times
 from labkit.plot.timelines import LINE_PX, TimelineView
 from labkit.trace import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.measures import overlap, waiting
-from places import ROOT
 from tables import cases, raises
 from traces import sample_trace
 
@@ -811,11 +810,7 @@ def test_a_picture_is_drawn_into_the_figure_that_is_given():
 
 def loaded_after(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return set(python("-c", code).stdout.split())
 
 
 def test_importing_plot_loads_nothing_and_drawing_needs_neither_torch_nor_pyplot():
@@ -891,4 +886,5 @@ def test_without_ipywidgets_a_view_says_how_to_get_it(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.delitem(sys.modules, "labkit.plot.widgets", raising=False)
     monkeypatch.delitem(vars(plot), "view", raising=False)
-    raises(r"pip install 'labkit\[lab\]'", plot.view, sample_trace(2), error=ImportError)
+    with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
+        plot.view(sample_trace(2))

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from typer.testing import CliRunner
 
+from command import command
 from labkit import fits, largest_that_fits, plan, plot
-from labkit.cli import app
 from labkit.clusters import cluster, write_clusters
 from labkit.plot.plans import compared_with_best
 from labkit.replaying.planning import ranking
@@ -27,7 +26,7 @@ from tables import cases, raises
 SELENE = cluster("selene")
 GPT = Sizes(width=6144, depth=40, heads=48)
 ROWS, RANKS = 256, 64
-ASKED = "--width 6144 --depth 40 --heads 48 --cluster selene"
+ASKED = "plan --width 6144 --depth 40 --heads 48 --cluster selene"
 
 
 @pytest.fixture(autouse=True)
@@ -248,16 +247,9 @@ def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan) -> None:
     assert "image/png" in view._repr_mimebundle_()
 
 
-def labkit_plan(options: str, asked: str = ASKED) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["plan", *asked.split(), *options.split()])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, " ".join(done.output.split())
-
-
 def test_the_command_ranks_draws_and_tells_the_trades(tmp_path: Path, planned: Plan) -> None:
     picture = tmp_path / "plan.png"
-    code, said = labkit_plan(f"--gpus 64 --batch 256 --top 3 --plot {picture}")
-    assert code == 0, said
+    said = command(f"{ASKED} --gpus 64 --batch 256 --top 3 --plot {picture}")
     assert picture.read_bytes().startswith(b"\x89PNG")
     every = len(planned.reports) + len(planned.too_large)
     assert f"{len(planned.reports):,} of {every:,} layouts fit, planned in" in said
@@ -266,8 +258,7 @@ def test_the_command_ranks_draws_and_tells_the_trades(tmp_path: Path, planned: P
 
 def test_the_command_takes_constraints_and_prints_json(planned: Plan) -> None:
     wanted = "--tp 4,8 --no-recompute --sequence --zero 1 --max-memory 40"
-    code, said = labkit_plan(f"--gpus 64 --batch 256 {wanted} --json")
-    assert code == 0
+    said = command(f"{ASKED} --gpus 64 --batch 256 {wanted} --json")
     assert set(Plan.from_json(said).layouts) == {
         one.layout
         for one in planned.reports
@@ -277,23 +268,22 @@ def test_the_command_takes_constraints_and_prints_json(planned: Plan) -> None:
 
 
 def test_the_command_says_whether_it_fits() -> None:
-    code, said = labkit_plan("--gpus 8 --batch 16 --fits")
-    assert code == 0 and "on 8 devices: fits" in said and "optimizer state" in said
-    code, said = labkit_plan("--gpus 2 --batch 16 --fits")
-    assert code == 1 and "does not fit" in said and "too much" in said
-    code, said = labkit_plan("--gpus 2 --batch 16 --fits --json")
-    told = json.loads(said)
-    assert code == 1 and not told["fits"] and told["peak_bytes"] > told["budget_bytes"]
+    said = command(f"{ASKED} --gpus 8 --batch 16 --fits")
+    assert "on 8 devices: fits" in said and "optimizer state" in said
+    said = command(f"{ASKED} --gpus 2 --batch 16 --fits", 1)
+    assert "does not fit" in said and "too much" in said
+    told = json.loads(command(f"{ASKED} --gpus 2 --batch 16 --fits --json", 1))
+    assert not told["fits"] and told["peak_bytes"] > told["budget_bytes"]
 
 
 def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None:
-    code, said = labkit_plan("--gpus 8 --batch 16 --largest --json")
+    said = command(f"{ASKED} --gpus 8 --batch 16 --largest --json")
     found = largest_that_fits(GPT, SELENE, 16, gpus=8)
-    assert code == 0 and json.loads(said)["model"]["depth"] == found.report.sizes.depth
-    code, said = labkit_plan("--gpus 8 --batch 16 --largest", "--cluster selene")
+    assert json.loads(said)["model"]["depth"] == found.report.sizes.depth
+    said = command("plan --cluster selene --gpus 8 --batch 16 --largest")
     small = [one for one in MODELS.values() if one.parameters < 80e9]
     held = [one for one in small if fits(one, SELENE, 16, gpus=8).fits]
-    assert code == 0 and f"width {held[-1].width})" in said and len(held) < len(small)
+    assert f"width {held[-1].width})" in said and len(held) < len(small)
 
 
 @cases(
@@ -305,24 +295,21 @@ def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None
     ("--max-memory 500", "NVIDIA A100 SXM4 80 GB has 8e+10"),
 )
 def test_bad_input_is_one_sentence_and_status_2(options: str, words: str) -> None:
-    code, said = labkit_plan(f"--batch 64 {options}")
-    assert code == 2 and words in said, said
+    assert words in command(f"{ASKED} --batch 64 {options}", 2)
 
 
 def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     write_clusters(path, {"mine": replace(SELENE, name="mine", nodes=1)})
     asked = ASKED.replace("selene", f"mine --clusters {path} --batch 16 --tp 8")
-    code, said = labkit_plan("--top 1", asked)
-    assert code == 0 and "on 8 × NVIDIA A100" in said
+    assert "on 8 × NVIDIA A100" in command(f"{asked} --top 1")
     text = path.read_text()
     for line, told in (
         ('memory_bytes = [-1, "me"]', "memory_bytes = -1; more than 0 is needed"),
         ("", "memory_bytes = None; a number and its source are needed"),
     ):
         path.write_text(re.sub(r"(?m)^memory_bytes = .*$", line, text))
-        code, said = labkit_plan("", asked)
-        assert code == 2 and told in said, said
+        assert told in command(asked, 2)
 
 
 def test_the_models_have_the_parameters_of_their_names() -> None:

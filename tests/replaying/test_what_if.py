@@ -303,7 +303,8 @@ def test_without_ipywidgets_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     for module in ("labkit.replaying.what_ifs", "labkit.plot.widgets"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delitem(vars(replaying), "what_if", raising=False)
-    raises(r"pip install 'labkit\[lab\]'", replaying.what_if, recorded(), POD, error=ImportError)
+    with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
+        replaying.what_if(recorded(), POD)
 
 
 def test_a_picture_says_of_which_wires_it_is() -> None:

@@ -8,10 +8,9 @@ import matplotlib.colors
 import pytest
 from matplotlib.patches import Circle, FancyArrowPatch
 from rich.console import Console
-from typer.testing import CliRunner
 
+from command import command
 from labkit import plot, read_nccl_log
-from labkit.cli import app
 from labkit.plot.nccl_logs import COLOURS
 from labkit.trace.nccl_log import EXAMPLES, Connection, NcclLog, TreeNode, parse_nccl_log
 from labkit.trace.nccl_log.summary import kinds, remarks, table
@@ -283,9 +282,8 @@ def test_what_cannot_be_drawn_is_refused() -> None:
 
 def test_the_command_describes_and_draws(tmp_path: Path) -> None:
     out = tmp_path / "drawn.png"
-    done = CliRunner().invoke(app, ["nccl-log", str(EXAMPLES["sockets"]), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert "NET/Socket" in done.output and out.read_bytes().startswith(b"\x89PNG")
+    assert "NET/Socket" in command(f"nccl-log {EXAMPLES['sockets']} --out {out}")
+    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_takes_one_file_of_each_process(tmp_path: Path) -> None:
@@ -296,26 +294,22 @@ def test_the_command_takes_one_file_of_each_process(tmp_path: Path) -> None:
         own = [line for line in lines if line.startswith(process)]
         parts[-1].write_text("\n".join(own))  # NCCL's may lack its last newline, cut off
     out = tmp_path / "drawn.png"
-    command = ["nccl-log", *map(str, parts[:3]), "-", "--out", str(out)]
-    done = CliRunner().invoke(app, command, input=parts[3].read_text())
-    assert done.exit_code == 0, done.output
-    for words in ("4 logs", "node0: 0, 1; node1: 2, 3"):
-        assert words in done.output
-    assert "no start-up line" not in done.output and out.exists()
+    files = " ".join(map(str, parts[:3]))
+    shown = command(f"nccl-log {files} - --out {out}", input=parts[3].read_text())
+    assert "4 logs" in shown and "node0: 0, 1; node1: 2, 3" in shown
+    assert "no start-up line" not in shown and out.exists()
 
 
 def test_the_command_reads_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     log = EXAMPLES["two_nodes"].read_bytes() + b"\xff\n"
-    done = CliRunner().invoke(app, ["nccl-log", "-"], input=log)
-    assert done.exit_code == 0, done.output
-    assert "standard input" in done.output and Path("nccl.png").exists()
+    assert "standard input" in command("nccl-log -", input=log)
+    assert Path("nccl.png").exists()
 
 
 def test_the_command_describes_many_ranks_without_a_picture(tmp_path: Path) -> None:
     file, out = tmp_path / "big.log", tmp_path / "big.png"
     ring = line("Channel 00/01 : " + " ".join(map(str, range(65))))
     file.write_text("\n".join([*(init(rank, 65) for rank in range(65)), ring]))
-    done = CliRunner().invoke(app, ["nccl-log", str(file), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert "No picture: 65 ranks" in done.output and not out.exists()
+    assert "No picture: 65 ranks" in command(f"nccl-log {file} --out {out}")
+    assert not out.exists()

@@ -32,6 +32,7 @@ from labkit.trace import CATEGORIES, Span, Trace
 from labkit.trace.folder import read_run
 from labkit.trace.recording.recorder import Recorder
 from laws import broken_laws
+from small_models import Custom
 from tables import raises
 from worlds import world_fixture
 
@@ -112,19 +113,14 @@ def test_backward_goes_through_the_modules_in_reverse() -> None:
     }
 
 
-class Functional(nn.Module):
+def functional() -> nn.Module:
     """Computes between its children, in forward itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)) * 2)
+    parts = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+    return Custom(lambda self, x: self.second(torch.tanh(self.first(x)) * 2), **parts)
 
 
 def test_what_a_parent_computes_between_its_children_is_its_own() -> None:
-    model = Functional()
+    model = functional()
     trace = recorded(lambda: model(torch.ones(2, 8)).sum().backward(), detail_step=0)
     backward = [x.module for x in spans_of(trace, "backward")[1:]]
     assert backward == ["second", "", "first"]
@@ -161,20 +157,14 @@ def test_accumulation_is_one_step_and_evaluation_another() -> None:
     assert spans_of(trace, "backward", 1) == []
 
 
-class TwiceAndTied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.head.weight = self.body.weight
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+def test_modules_used_twice_tied_and_frozen() -> None:
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         x = self.body(self.body(x))
         return self.frozen(self.head(x)), {"aux": [x]}
 
-
-def test_modules_used_twice_tied_and_frozen() -> None:
-    model = TwiceAndTied()
+    body, head, frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+    head.weight = body.weight
+    model = Custom(forward, body=body, head=head, frozen=frozen)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
     def step() -> None:
@@ -195,7 +185,7 @@ def test_modules_used_twice_tied_and_frozen() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
-    model = Functional()
+    model = functional()
 
     def step() -> None:
         x = torch.ones(2, 8, requires_grad=True)
@@ -210,11 +200,7 @@ def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
 
 
 def test_an_error_in_forward_ends_the_spans_and_passes_through() -> None:
-    class Broken(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise KeyError("mine")
-
-    model = nn.Sequential(nn.Linear(2, 2), Broken())
+    model = nn.Sequential(nn.Linear(2, 2), Custom(lambda self, x: {}["mine"]))
     with record() as trace:
         raises("mine", model, torch.ones(1, 2), error=KeyError)
         model[0](torch.ones(1, 2))
@@ -589,20 +575,14 @@ def test_on_a_rank_itself(world: World, tmp_path: Path) -> None:
     assert trace.complete and sorted(trace.ranks) == [0, 1, 2] and broken_laws(trace) == []
 
 
-class Many(nn.Module):
+def test_user_modules_of_every_kind() -> None:
     """Outputs of other kinds, and an RNN."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.mlp = nn.LSTM(4, 4, batch_first=True), MLP([4, 4])
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+    def forward(self: Any, x: torch.Tensor) -> dict[str, Any]:
         y, (h, c) = self.rnn(x)
         return {"y": self.mlp(y), "state": (h, c), "none": None, "n": 3}
 
-
-def test_user_modules_of_every_kind() -> None:
-    model = Many()
+    model = Custom(forward, rnn=nn.LSTM(4, 4, batch_first=True), mlp=MLP([4, 4]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -661,15 +641,8 @@ def test_an_optimizer_step_that_fails_does_not_swallow_the_next() -> None:
 
 
 def test_nothing_is_kept_or_recorded_after_the_block() -> None:
-    class WithView(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.ones(4, 3))
-
-        def forward(self, n: int) -> torch.Tensor:
-            return self.table[:n]
-
-    model, inner = WithView(), nn.Linear(3, 1)
+    table = nn.Parameter(torch.ones(4, 3))
+    model, inner = Custom(lambda self, n: self.table[:n], table=table), nn.Linear(3, 1)
     keep = model(3).sum()
     with record() as trace:
         keep = inner(model(3)).sum()

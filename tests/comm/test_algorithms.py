@@ -6,9 +6,20 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import algorithm_cases as cases
 from algorithm_bytes import SENT, Call, sent_bytes
-from algorithm_cases import DTYPES, EVERY, RANKS, SIZES, Case, of, serves, sizes_for, uneven
+from algorithm_cases import (
+    DTYPES,
+    EVERY,
+    RANKS,
+    SIZES,
+    Case,
+    nodes_for,
+    of,
+    same_bits,
+    serves,
+    sizes_for,
+    uneven,
+)
 from comm_contract import given, ops_of, reduced
 from labkit import Comm, World, listen
 from labkit.comm.collectives import ALGORITHMS, costs, steps
@@ -62,7 +73,7 @@ def test_every_root(name: str) -> None:
 
 def test_hierarchical_on_nodes_of_every_size() -> None:
     for n in RANKS:
-        for nodes in cases.nodes_for(n):
+        for nodes in nodes_for(n):
             for op in ("sum", "mean"):
                 Case("all_reduce", "hierarchical", chunk_sizes(29, n), op=op, nodes=nodes).check()
     for odd_nodes in ([[0, 3], [1, 2, 4]], [[0, 1, 2, 3, 4], [5, 6]], [[6, 2], [5], [0, 1, 3, 4]]):
@@ -85,7 +96,7 @@ def test_in_many_pieces(collective: str, name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
 def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str) -> None:
     for n in RANKS:
-        cases.same_bits(name, op, n)
+        same_bits(name, op, n)
 
 
 def test_every_algorithm_has_its_bytes_and_its_cost() -> None:

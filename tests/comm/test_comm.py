@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 
 import comm_contract
-from comm_contract import check, check_bytes, events_of, given, reduced
+from comm_contract import (
+    check,
+    check_bytes,
+    check_kernel_bytes,
+    check_thoroughly,
+    events_of,
+    given,
+    reduced,
+)
 from command import python
 from labkit import Comm, CommEvent, Link, RankError, World, attach, listen
 from labkit.comm import CommError, here
@@ -55,7 +63,7 @@ def test_every_operation_equals_plain_computation(world: World) -> None:
 
 @pytest.mark.slow
 def test_every_operation_reduction_dtype_and_size_with_each_other(world: World) -> None:
-    world.run(strictly, comm_contract.check_thoroughly)
+    world.run(strictly, check_thoroughly)
 
 
 FAST = Link(gbps=1000, latency_us=1)
@@ -143,7 +151,7 @@ def test_the_kernel_counts_the_bytes_that_the_formulas_say() -> None:
     """Independent of our own counting. gloo's reduce-scatter would move 1.5 S for each rank."""
     with World(4, backend="gloo") as world:
         for collective in ("reduce_scatter", "all_gather", "all_reduce"):
-            comm_contract.check_kernel_bytes(world, collective)
+            check_kernel_bytes(world, collective)
 
 
 def many_events(comm: Comm) -> list[CommEvent]:

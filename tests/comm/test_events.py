@@ -7,8 +7,13 @@ from fractions import Fraction
 import pytest
 
 from command import python
-from labkit import events
-from labkit.events import CommEvent, chunk_sizes
+from labkit.events import (
+    CommEvent,
+    all_gather_bus_bytes,
+    all_reduce_bus_bytes,
+    chunk_sizes,
+    reduce_scatter_bus_bytes,
+)
 from places import PUBLISHED
 from tables import raises
 
@@ -21,9 +26,9 @@ FACTORS: dict[str, Callable[[int], Fraction]] = {
     "AllGather": lambda n: Fraction(n - 1, n),
 }
 FORMULAS: dict[str, Callable[[list[int], int], int]] = {
-    "AllReduce": events.all_reduce_bus_bytes,
-    "ReduceScatter": events.reduce_scatter_bus_bytes,
-    "AllGather": events.all_gather_bus_bytes,
+    "AllReduce": all_reduce_bus_bytes,
+    "ReduceScatter": reduce_scatter_bus_bytes,
+    "AllGather": all_gather_bus_bytes,
 }
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16, 1024)
 ODD = (0, 1, 2, 3, 5, 7, 11, 1000, 1001, 65_537)
@@ -68,9 +73,9 @@ def test_a_rank_sends_the_chunks_that_a_ring_makes_it_send() -> None:
                 inwards = [chunk_bytes[(rank - step) % n] for step in range(1, n)]
                 outwards = [chunk_bytes[(rank - step) % n] for step in range(n - 1)]
                 both = sum(inwards) + sum(outwards)
-                assert events.reduce_scatter_bus_bytes(chunk_bytes, rank) == sum(inwards)
-                assert events.all_gather_bus_bytes(chunk_bytes, rank) == sum(outwards)
-                assert events.all_reduce_bus_bytes(chunk_bytes, rank) == both
+                assert reduce_scatter_bus_bytes(chunk_bytes, rank) == sum(inwards)
+                assert all_gather_bus_bytes(chunk_bytes, rank) == sum(outwards)
+                assert all_reduce_bus_bytes(chunk_bytes, rank) == both
 
 
 def test_the_factors_are_those_published() -> None:

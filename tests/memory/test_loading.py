@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from labkit import plot, predict
 from labkit.memory import loading
 from labkit.memory.bus import Arrival, Bus, StreamBus
-from labkit.memory.loading import Run, Waiting, load_then_run, run_in_place, run_pipelined
+from labkit.memory.loading import (
+    ALIGN_BYTES,
+    Packed,
+    Run,
+    Waiting,
+    load_then_run,
+    on_device,
+    run_in_place,
+    run_pipelined,
+)
 from labkit.memory.peak import PeakMemory
 from labkit.models import GPT
 from labkit.replaying import Compute, Issue, Wait, run
@@ -171,11 +180,11 @@ def test_a_fault_turns_a_proof_red(fault: str, monkeypatch: pytest.MonkeyPatch):
 def test_packed_weights_are_the_modules_own():
     (block,) = blocks((8,))
     before = {name: x.detach().clone() for name, x in block.named_parameters()}
-    packed = loading.Packed(block)
+    packed = Packed(block)
     for name, x in block.named_parameters():
         assert torch.equal(x, before[name])
         assert x.untyped_storage().data_ptr() == packed.flat.untyped_storage().data_ptr()
-        assert packed.places[name][0].start % loading.ALIGN_BYTES == 0
+        assert packed.places[name][0].start % ALIGN_BYTES == 0
     packed.flat.zero_()
     assert not any(x.any() for x in block.parameters())
 
@@ -296,8 +305,8 @@ def test_a_gpu_holds_as_many_blocks_as_it_says():
 @pytest.mark.gpu
 def test_a_gpu_reads_pinned_memory_where_it_is():
     flat = torch.arange(1000, dtype=torch.uint8).pin_memory()
-    there = loading.on_device(flat, torch.device("cuda"))
+    there = on_device(flat, torch.device("cuda"))
     assert there.is_cuda and there.data_ptr() == flat.data_ptr()
     assert torch.equal(there.cpu(), flat)
     with pytest.raises(ValueError, match="kernels read pinned memory only"):
-        loading.on_device(torch.zeros(4, dtype=torch.uint8), torch.device("cuda"))
+        on_device(torch.zeros(4, dtype=torch.uint8), torch.device("cuda"))

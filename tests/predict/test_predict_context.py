@@ -10,7 +10,13 @@ import torch
 from labkit import Comm, dry_run, replay
 from labkit.clusters import Cluster, Device, Level
 from labkit.parallel.context.ring_attention import ring_attention
-from labkit.predict import context
+from labkit.predict.context import (
+    ring_attention_bytes,
+    ring_exposed_s,
+    ring_hides_from,
+    ring_step_scores,
+    ulysses_bytes,
+)
 from labkit.trace import Trace
 from tables import raises
 
@@ -22,19 +28,19 @@ def test_bytes_by_hand() -> None:
     """Eight ranks, 8,192 tokens, 32 heads of 128 and 8 key-value heads, bf16."""
     shape = {"sequence": 8192, "rows": 1, "kv_heads": 8, "head_width": 128, "ranks": 8}
     block = 2 * 8 * 1024 * 128  # elements of k and v
-    assert context.ring_attention_bytes(**shape) == 7 * block * 2
-    assert context.ring_attention_bytes(**shape, backward=True) == 7 * block * (2 + 4)
-    assert context.ring_attention_bytes(**shape, element_bytes=8, backward=True) == 7 * block * 16
-    assert context.ulysses_bytes(**shape, heads=32) == 7 / 8 * (2 * 32 + 2 * 8) * 1024 * 128 * 2
-    assert context.ring_attention_bytes(**{**shape, "ranks": 1}) == 0
-    assert context.ulysses_bytes(**{**shape, "ranks": 1}, heads=32) == 0
+    assert ring_attention_bytes(**shape) == 7 * block * 2
+    assert ring_attention_bytes(**shape, backward=True) == 7 * block * (2 + 4)
+    assert ring_attention_bytes(**shape, element_bytes=8, backward=True) == 7 * block * 16
+    assert ulysses_bytes(**shape, heads=32) == 7 / 8 * (2 * 32 + 2 * 8) * 1024 * 128 * 2
+    assert ring_attention_bytes(**{**shape, "ranks": 1}) == 0
+    assert ulysses_bytes(**{**shape, "ranks": 1}, heads=32) == 0
 
 
 def test_ulysses_sends_less_with_more_ranks_and_the_ring_does_not() -> None:
     """arXiv 2309.14509, section 3: 4/n of an activation, where the ring's sum stays."""
     shape = {"sequence": 8192, "rows": 1, "kv_heads": 64, "head_width": 128}
-    ring = [context.ring_attention_bytes(**shape, ranks=n) for n in (2, 4, 64)]
-    ulysses = [context.ulysses_bytes(**shape, heads=64, ranks=n) for n in (2, 4, 64)]
+    ring = [ring_attention_bytes(**shape, ranks=n) for n in (2, 4, 64)]
+    ulysses = [ulysses_bytes(**shape, heads=64, ranks=n) for n in (2, 4, 64)]
     assert ring[0] < ring[1] < ring[2] < 2 * ring[0]
     assert ulysses[0] > ulysses[1] > ulysses[2]
     assert [64 * 2 * y // 2 // n for y, n in zip(ring, (2, 4, 64))] == [32 * y for y in ulysses]
@@ -42,9 +48,7 @@ def test_ulysses_sends_less_with_more_ranks_and_the_ring_does_not() -> None:
 
 def test_all_ranks_together_compute_every_score_once() -> None:
     ranks, block = 8, 96
-    own, other = (
-        context.ring_step_scores(block, heads=3, rows=2, own=own) for own in (True, False)
-    )
+    own, other = (ring_step_scores(block, heads=3, rows=2, own=own) for own in (True, False))
     whole = ranks * block
     assert ranks * (own + (ranks - 1) * other) == 2 * 3 * whole * (whole + 1) / 2
 
@@ -52,14 +56,12 @@ def test_all_ranks_together_compute_every_score_once() -> None:
 def test_the_block_from_which_on_the_ring_hides_is_the_published_one() -> None:
     """arXiv 2310.01889, section 3: c = F / B, for 2-byte types; a causal mask doubles it."""
     shape = {"flops_per_s": 312e12, "bytes_per_s": 300e9}  # an A100 over NVLink, table 2
-    found = context.ring_hides_from(heads=32, kv_heads=32, head_width=128, **shape)
+    found = ring_hides_from(heads=32, kv_heads=32, head_width=128, **shape)
     assert found == pytest.approx(2 * 312e12 / 300e9)
-    whatever_the_width = context.ring_hides_from(32, 32, 64, rows=7, **shape)
+    whatever_the_width = ring_hides_from(32, 32, 64, rows=7, **shape)
     assert found == pytest.approx(whatever_the_width)
-    assert found / 4 == pytest.approx(context.ring_hides_from(32, 8, 128, **shape)), (
-        "grouped queries"
-    )
-    assert found < context.ring_hides_from(32, 32, 128, alpha_s=1e-5, **shape)
+    assert found / 4 == pytest.approx(ring_hides_from(32, 8, 128, **shape)), "grouped queries"
+    assert found < ring_hides_from(32, 32, 128, alpha_s=1e-5, **shape)
 
 
 def exposed_s(ranks: int, bytes_per_s: float, alpha_s: float) -> list[float]:
@@ -101,16 +103,14 @@ def test_what_is_exposed_in_a_replay_is_what_is_predicted(
     ranks: int, of_the_way: float, alpha_s: float
 ) -> None:
     """With wires so fast that a step's computing is so much of a block's way."""
-    step_s = context.ring_step_scores(BLOCK, HEADS, ROWS) * 4 * WIDTH / FLOPS_PER_S
+    step_s = ring_step_scores(BLOCK, HEADS, ROWS) * 4 * WIDTH / FLOPS_PER_S
     elements = 2 * ROWS * GROUPS * BLOCK * WIDTH
     bytes_per_s = elements * 4 / (step_s / of_the_way - alpha_s)
     how = {**SHAPE, "bytes_per_s": bytes_per_s, "alpha_s": alpha_s}
     found = exposed_s(ranks, bytes_per_s, alpha_s)
-    predicted = [
-        context.ring_exposed_s(BLOCK, ranks=ranks, **how, backward=b) for b in (False, True)
-    ]
+    predicted = [ring_exposed_s(BLOCK, ranks=ranks, **how, backward=b) for b in (False, True)]
     assert found == pytest.approx(predicted, rel=1e-6, abs=1e-12)
-    hidden = context.ring_hides_from(**how) * (1 - 1e-9) <= BLOCK
+    hidden = ring_hides_from(**how) * (1 - 1e-9) <= BLOCK
     assert hidden == (of_the_way >= 1)
     if ranks > 2 or hidden:  # of two ranks the one block has the own step, which is longer
         assert (found[0] < 1e-12) == hidden, "zero where it says so"
@@ -127,4 +127,4 @@ def test_what_does_not_divide_is_told() -> None:
     }
     for name, value in (("sequence", 9), ("heads", 3), ("kv_heads", 1)):
         words = f"{name}={value} does not divide over ranks=2"
-        raises(words, context.ulysses_bytes, **{**good, "ranks": 2, name: value})
+        raises(words, ulysses_bytes, **{**good, "ranks": 2, name: value})

@@ -10,9 +10,24 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-import calibrate
 import places
-from calibrate import BOUNDS, CLUSTER, NAMES, seconds_of, with_constants
+from calibrate import (
+    BOUNDS,
+    CLUSTER,
+    NAMES,
+    AllReduce,
+    all_reduces,
+    intervals,
+    predictor,
+    save_calibration,
+    seconds_of,
+    step_seconds,
+    tables,
+    toml_lines,
+    wires_inside,
+    with_constants,
+    without_each_layout,
+)
 from labkit import plot
 from labkit.clusters import cluster
 from labkit.replaying.costs import Costs
@@ -59,15 +74,13 @@ def rows() -> list[Row]:
 def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list[Row]) -> None:
     measured = np.array([one.step_s for one in rows])
     assumed_as_true = Bounds(TRUE, BOUNDS.least, BOUNDS.most)
-    fitted = fit(
-        calibrate.predictor(rows, cluster(CLUSTER)), measured, assumed_as_true, BOUNDS.assumed
-    )
+    fitted = fit(predictor(rows, cluster(CLUSTER)), measured, assumed_as_true, BOUNDS.assumed)
     assert fitted.constants == pytest.approx(TRUE, rel=0.02)
     assert np.abs(fitted.errors).max() < 0.01
-    low, high, low_s, high_s = calibrate.intervals(rows, fitted)
+    low, high, low_s, high_s = intervals(rows, fitted)
     assert (low <= TRUE * 1.02).all() and (high >= TRUE * 0.98).all()
     assert (low_s <= measured * 1.02).all() and (high_s >= measured * 0.98).all()
-    assert calibrate.without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
+    assert without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
 
 
 def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
@@ -83,9 +96,7 @@ def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
     assert 1.05 < told(small, "microbatch_s", 2) < 1.5
     assert told(large, "host_s", 1.1) < 1.02
     alone = replace(where, device=replace(where.device, host_s=0.0))
-    assert calibrate.step_seconds(small, Costs(where)) > 2 * calibrate.step_seconds(
-        small, Costs(alone)
-    )
+    assert step_seconds(small, Costs(where)) > 2 * step_seconds(small, Costs(alone))
 
 
 def test_no_operation_of_a_report_begins_before_it_was_launched() -> None:
@@ -130,15 +141,13 @@ def test_a_constant_of_which_no_row_tells_stays_as_assumed_and_within_its_bounds
 def test_the_wires_of_a_node_are_found_from_all_reduces() -> None:
     level = cluster(CLUSTER).inside
     made = [
-        calibrate.AllReduce(
-            n, s, 4e-5 + 2 * (n - 1) * level.latency_s + 2 * (n - 1) / n * s / (0.6 * 300e9)
-        )
+        AllReduce(n, s, 4e-5 + 2 * (n - 1) * level.latency_s + 2 * (n - 1) / n * s / (0.6 * 300e9))
         for n in (2, 4, 8)
         for s in (2**20, 2**24, 2**28)
     ]
-    found = calibrate.wires_inside(made, level)
+    found = wires_inside(made, level)
     assert found == pytest.approx({"inside_start_s": 4e-5, "inside_reached": 0.6}, rel=0.02)
-    published = calibrate.wires_inside(calibrate.all_reduces(), level)
+    published = wires_inside(all_reduces(), level)
     assert level.reached == pytest.approx(published["inside_reached"], rel=0.05)
     assert level.start_s == pytest.approx(published["inside_start_s"], rel=0.25)
 
@@ -212,7 +221,7 @@ def test_a_missing_table_and_a_calibration_of_other_rows_are_told(tmp_path: Path
 
 def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
     found = calibration()
-    again = calibration(calibrate.save_calibration(found, tmp_path / "again.json"))
+    again = calibration(save_calibration(found, tmp_path / "again.json"))
     assert isinstance(again, Calibration)
     assert again.constants == found.constants and again.dated == found.dated
     both, errors = plot.calibration(found).axes
@@ -224,9 +233,9 @@ def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
 
 def test_the_script_shows_the_constants_the_errors_and_the_lines_for_known_toml() -> None:
     fitted = calibration()
-    constants, errors = calibrate.tables(fitted, places.PUBLISHED)
+    constants, errors = tables(fitted, places.PUBLISHED)
     assert constants.row_count == 6 and errors.row_count == len(fitted.summary())
     known = (Path(places.ROOT) / "labkit" / "clusters" / "known.toml").read_text()
-    for line in calibrate.toml_lines(fitted, fitted.dated).splitlines():
+    for line in toml_lines(fitted, fitted.dated).splitlines():
         name, source = line.split(" = ")[0], line.split('"')[1]
         assert re.search(rf'{name} = .*"{re.escape(source)}"', known)

@@ -20,7 +20,7 @@ from labkit.replaying import changed, replay
 from labkit.replaying.redrawing import ROOM, Redrawing, in_words, next_axis_s
 from labkit.trace import MemoryPoint, Operation, RankTrace, Span, Step, Trace, split_of
 from labkit.trace.measures import main_dtype
-from tables import raises, refusals
+from tables import refusals
 
 POD = cluster("dgx-h100")
 NODE = cluster("h200-node")

@@ -7,17 +7,25 @@ import torch
 from torch import Tensor
 
 from labkit import Comm, World, listen
-from labkit.parallel.common import conjugate
+from labkit.parallel.common.conjugate import (
+    all_gather_sequence,
+    copies_to_ranks,
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    reduce_scatter_sequence,
+    scatter_to_ranks,
+)
 from worlds import on_each_rank
 
 Operator = Callable[[Tensor, Comm], Tensor]
 OPERATORS: dict[str, Operator] = {
-    "copy": conjugate.copy_to_ranks,
-    "reduce": conjugate.reduce_from_ranks,
-    "gather": lambda x, comm: conjugate.gather_from_ranks(x, comm, dim=1),
-    "scatter": lambda x, comm: conjugate.scatter_to_ranks(x, comm, dim=1),
-    "all_gather": conjugate.all_gather_sequence,
-    "reduce_scatter": conjugate.reduce_scatter_sequence,
+    "copy": copy_to_ranks,
+    "reduce": reduce_from_ranks,
+    "gather": lambda x, comm: gather_from_ranks(x, comm, dim=1),
+    "scatter": lambda x, comm: scatter_to_ranks(x, comm, dim=1),
+    "all_gather": all_gather_sequence,
+    "reduce_scatter": reduce_scatter_sequence,
 }
 
 
@@ -81,9 +89,9 @@ def test_a_slanted_tensor_and_16_bits() -> None:
         x = of_rank(comm.rank, 6).to(dtype).transpose(0, 2).requires_grad_()  # [5, 6, 2]
         everyone = [of_rank(rank, 6).to(dtype).transpose(0, 2) for rank in range(3)]
         for y, expected in (
-            (conjugate.reduce_from_ranks(x, comm), sum_of(everyone)),
-            (conjugate.gather_from_ranks(x, comm, dim=-1), torch.cat(everyone, -1)),
-            (conjugate.reduce_scatter_sequence(x, comm), sum_of(everyone).chunk(3, 1)[comm.rank]),
+            (reduce_from_ranks(x, comm), sum_of(everyone)),
+            (gather_from_ranks(x, comm, dim=-1), torch.cat(everyone, -1)),
+            (reduce_scatter_sequence(x, comm), sum_of(everyone).chunk(3, 1)[comm.rank]),
         ):
             assert y.dtype == dtype and torch.equal(y, expected)
             x.grad = None
@@ -96,7 +104,7 @@ def test_several_copies_travel_together() -> None:
     comm = Comm()
     xs = [torch.ones(3, 2).requires_grad_(), torch.ones(5), torch.ones(7).requires_grad_()]
     with listen() as events:
-        copies = conjugate.copies_to_ranks(xs, comm)
+        copies = copies_to_ranks(xs, comm)
         assert not copies[1].requires_grad
         sum((copy * 2).sum() for copy in copies).backward()
     for x in xs[::2]:
@@ -108,7 +116,7 @@ def test_several_copies_travel_together() -> None:
 def test_nothing_is_sent_for_what_needs_no_gradient() -> None:
     with listen() as events:
         weight = torch.ones(3, requires_grad=True)
-        (conjugate.copy_to_ranks(torch.ones(3), Comm()) * weight).sum().backward()
+        (copy_to_ranks(torch.ones(3), Comm()) * weight).sum().backward()
     assert len(events) == 0
 
 
@@ -132,7 +140,7 @@ def test_a_length_that_does_not_divide(name: str) -> None:
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     """It would have to send, and does not: an error, not a wrong number."""
     x = torch.ones(3, requires_grad=True)
-    y = conjugate.copy_to_ranks(x, Comm()).pow(2).sum()
+    y = copy_to_ranks(x, Comm()).pow(2).sum()
     (g,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from labkit import DDP, MasterWeights, NaiveDDP, ZeRO3, ZeroOptimizer
-from labkit.parallel.common import sharder
+from labkit.parallel.common.sharder import (
+    DataParallel,
+    OwnsGradientPieces,
+    OwnsPieces,
+    Sharder,
+    fulfils,
+    shards_parameters,
+    unwrapped,
+)
 from worlds import on_each_rank
 
 
@@ -42,7 +50,7 @@ def net() -> nn.Sequential:
 def test_a_strategy_fulfils_its_protocols_also_through_a_wrapper() -> None:
     module = net()
     optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    asked = (sharder.DataParallel, sharder.OwnsPieces, sharder.OwnsGradientPieces, sharder.Sharder)
+    asked = (DataParallel, OwnsPieces, OwnsGradientPieces, Sharder)
     for strategy, expected in [
         (DDP(net()), [True, False, False, False]),
         (NaiveDDP(net()), [True, False, False, False]),
@@ -51,12 +59,12 @@ def test_a_strategy_fulfils_its_protocols_also_through_a_wrapper() -> None:
         (MasterWeights(net().parameters(), torch.optim.SGD, lr=0.1), [False, True, False, False]),
         (net(), [False] * 4),
     ]:
-        assert [sharder.fulfils(strategy, protocol) for protocol in asked] == expected
-        assert sharder.shards_parameters(strategy) == isinstance(strategy, ZeRO3)
+        assert [fulfils(strategy, protocol) for protocol in asked] == expected
+        assert shards_parameters(strategy) == isinstance(strategy, ZeRO3)
         if isinstance(strategy, nn.Module):
             wrapper = Delegates(strategy)
-            assert [sharder.fulfils(wrapper, protocol) for protocol in asked] == expected
-            assert sharder.unwrapped(wrapper) is (strategy.module if expected[0] else wrapper)
+            assert [fulfils(wrapper, protocol) for protocol in asked] == expected
+            assert unwrapped(wrapper) is (strategy.module if expected[0] else wrapper)
 
 
 @on_each_rank("world2")

@@ -30,62 +30,46 @@ def program(name: str) -> tuple[Callable[[Any], Any], int]:
     return names[name], found.lineno
 
 
-DISAGREE = "the ranks disagree about collective 1 of group default:"
-STUCK = "Where each rank was:"
+SAYS = {
+    "skips": """
+        rank 1 returned without calling what rank 0 waits for
+        Where each rank was:
+        rank 0: waits in all_reduce(sum) float32 [8]
+        1 of group default, at +3
+        rank 1: has returned""",
+    "other_order": """
+        the ranks disagree about collective 1 of group default:
+        rank 0: all_reduce(sum) float32 [8]  at +3
+        rank 1: broadcast(src=0) float32 [8]  at +6""",
+    "other_shape": """
+        the ranks disagree about collective 1 of group default:
+        rank 0: all_reduce(sum) float32 [4]  at +2
+        rank 1: all_reduce(sum) float32 [8]  at +2""",
+    "other_dtype": """
+        the ranks disagree about collective 1 of group default:
+        rank 0: all_reduce(sum) float32 [4]  at +2
+        rank 1: all_reduce(sum) int32 [4]  at +2""",
+    "sends_to_nobody": """
+        rank 2 returned without calling what rank 0 waits for
+        Where each rank was:
+        rank 0: waits in send(to 2) float32 [4]
+        group default 0->2 tag 0, at +2
+        rank 2: has returned""",
+    "other_group": """
+        ranks 0, 1 and 2 wait for each other: none can go on
+        Where each rank was:
+        collective 1 of group 1 (ranks 0, 1), at +4
+        rank 1: waits in all_reduce(sum) float32 [4]
+        2 of group default, at +6""",
+}
 
 
-@cases(
-    (
-        "skips",
-        [
-            "rank 1 returned without calling what rank 0 waits for", STUCK,
-            "rank 0: waits in all_reduce(sum) float32 [8]", "1 of group default, at +3",
-            "rank 1: has returned",
-        ],
-    ),
-    (
-        "other_order",
-        [
-            DISAGREE, "rank 0: all_reduce(sum) float32 [8]  at +3",
-            "rank 1: broadcast(src=0) float32 [8]  at +6",
-        ],
-    ),
-    (
-        "other_shape",
-        [
-            DISAGREE, "rank 0: all_reduce(sum) float32 [4]  at +2",
-            "rank 1: all_reduce(sum) float32 [8]  at +2",
-        ],
-    ),
-    (
-        "other_dtype",
-        [
-            DISAGREE, "rank 0: all_reduce(sum) float32 [4]  at +2",
-            "rank 1: all_reduce(sum) int32 [4]  at +2",
-        ],
-    ),
-    (
-        "sends_to_nobody",
-        [
-            "rank 2 returned without calling what rank 0 waits for", STUCK,
-            "rank 0: waits in send(to 2) float32 [4]", "group default 0->2 tag 0, at +2",
-            "rank 2: has returned",
-        ],
-    ),
-    (
-        "other_group",
-        [
-            "ranks 0, 1 and 2 wait for each other: none can go on", STUCK,
-            "collective 1 of group 1 (ranks 0, 1), at +4",
-            "rank 1: waits in all_reduce(sum) float32 [4]", "2 of group default, at +6",
-        ],
-    ),
-)  # fmt: skip
-def test_each_classic_is_named_with_rank_operation_and_line(name: str, says: list[str]):
+@pytest.mark.parametrize("name", SAYS)
+def test_each_classic_is_named_with_rank_operation_and_line(name: str) -> None:
     play, first = program(name)
     text = through_labkit(play, 3)
-    for words in says:
-        words, plus, lines = words.partition("+")
+    for line in SAYS[name].split("\n")[1:]:
+        words, plus, lines = line.strip().partition("+")
         where = f"{LAB.name}:{first + int(lines)} in {name}" if plus else ""
         assert words + where in text, text
 

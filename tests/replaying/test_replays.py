@@ -2,6 +2,7 @@
 against the laws of every run, and against published times."""
 
 import csv
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
@@ -194,8 +195,9 @@ def ring_of_messages() -> None:
 @pytest.mark.parametrize(
     "name", ["ddp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("naive-ddp", "messages"))]
 )
-def test_real_ranks_replayed_keep_every_law(name: str) -> None:
-    with World(3, backend="gloo") as world, record(detail_step=1) as trace:
+def test_real_ranks_replayed_keep_every_law(worlds: Callable[..., World], name: str) -> None:
+    world = worlds(3, backend="gloo")
+    with record(detail_step=1) as trace:
         world.run(ring_of_messages) if name == "messages" else world.run(train, name)
     for where in (plain(devices=3), replace(cluster("v100-cloud"), nodes=3, devices_per_node=1)):
         replayed = replay(trace, where)

@@ -1,9 +1,5 @@
-"""Imports run downward only (CONTRIBUTING.md, "The house").
-
-The rules are read off the syntax tree, so that an import inside a function, one behind
-`if TYPE_CHECKING:` and `importlib.import_module("labkit.plot")` count like one at the top. The
-checker is tried on small trees that break each rule, then run on labkit itself.
-"""
+"""Imports run downward only (CONTRIBUTING.md, "The house"): each import of the syntax tree counts,
+one in a function, behind `if TYPE_CHECKING:` or by `import_module("labkit.plot")` too."""
 
 import ast
 import subprocess
@@ -87,10 +83,7 @@ def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
-    """Every dotted name that the module may import, with its line.
-
-    `from a import b` gives `a.b`: whether b is a module or a name does not matter to the rules.
-    """
+    """Each dotted name that the module may import, and its line; `from a import b` gives `a.b`."""
     torch_names = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -314,11 +307,7 @@ def loaded_after(statement: str) -> set[str]:
     """The top-level modules that a fresh Python holds after a statement."""
     code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())

@@ -1,9 +1,5 @@
-"""The set-up holds together: one file of pins, and nothing that says otherwise.
-
-constraints.txt, pyproject.toml, environment.yml, the Makefile and the README each state a part of
-how labkit is installed and run. The tests here read them and fail when they part; the Makefile's
-way of making .venv is tried with a Python that only pretends to install.
-"""
+"""constraints.txt, pyproject.toml, environment.yml, the Makefile and the README agree. Making
+.venv is tried with a Python that only pretends to install."""
 
 import importlib.metadata
 import os

@@ -1,6 +1,4 @@
-"""The bench of the collectives: its count of wrong elements, the table that it writes for the
-chooser, and the command. No time is asserted; where times matter, they are made up.
-"""
+"""The bench of the collectives: wrong elements, the chooser's table, the command."""
 
 import json
 from dataclasses import replace
@@ -29,14 +27,7 @@ from labkit.cli import bench as bench_commands
 from labkit.comm.collectives import ALGORITHMS
 from labkit.runtime.transports.chooser import Chooser, read_table, stored_table, table_note
 from labkit.sweeps import alpha_beta, sweep
-from labkit.sweeps.sweep import (
-    BUS_FACTORS,
-    DEFAULT,
-    PARTED,
-    REDUCING,
-    Sweep,
-    read_sweep,
-)
+from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, PARTED, REDUCING, Sweep, read_sweep
 from sweep_cases import ABOUT, OPS, SIZES, modelled, points_of
 from tables import cases, raises
 

@@ -1,5 +1,4 @@
-"""This machine as a cluster: the fits find the constants they were given, and what real ranks
-measure has a source for each number, and can be written down."""
+"""This machine as a cluster: fits recover given constants; measured numbers have their sources."""
 
 from collections import Counter
 from math import log

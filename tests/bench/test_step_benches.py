@@ -1,5 +1,4 @@
-"""The benches of a step: both sides train the same model, and are timed in the same turns; results
-read back. No test asserts a time."""
+"""The benches of a step: both sides train the same model in the same turns. No time is asserted."""
 
 import math
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What goes wrong with checkpoints, provoked for real: each ends in one error on every rank that
-names what it was about, and the checkpoint before can still be loaded."""
+"""A failed save or load is one error on all ranks, and the checkpoint before it still loads."""
 
 import os
 import pickle
@@ -15,15 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import (
-    Comm,
-    MasterWeights,
-    RankError,
-    World,
-    ZeRO3,
-    load_checkpoint,
-    save_checkpoint,
-)
+from labkit import Comm, MasterWeights, RankError, World, ZeRO3, load_checkpoint, save_checkpoint
 from labkit.checkpoints import contents, folders, saving
 from tables import cases, raises
 

@@ -14,14 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from checkpoint_cases import (
-    STRATEGIES,
-    fresh,
-    groups_of,
-    load_and_go_on,
-    save_and_go_on,
-    train,
-)
+from checkpoint_cases import STRATEGIES, fresh, groups_of, load_and_go_on, save_and_go_on, train
 from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of

@@ -38,8 +38,7 @@ OTHER = partial(torch.optim.AdamW, lr=3e-3)
 
 
 def hop(layout: Layout, tied: bool, step: int, here: str, there: str) -> tuple[Any, Any]:
-    """Another model, another state, other hyperparameters; load, train one step, save. The loss,
-    and the whole state."""
+    """Load into another model and state, train one step, save: the loss, and the whole state."""
     mesh, model, optimizer = built(layout, tied, seed=1, make=OTHER)
     train(mesh, model, optimizer, range(77, 78))
     assert load_checkpoint(here, model, optimizer).step == step
@@ -49,8 +48,7 @@ def hop(layout: Layout, tied: bool, step: int, here: str, there: str) -> tuple[A
 
 
 def goes_round(world: World, layouts: list[Layout], tied: bool, folder: Path) -> None:
-    """One process, each layout in turn, and one process again: each loads what the one before
-    saved, trains a step and saves. As one process does that never stops."""
+    """One process, each layout in turn, one process again: as one process that never stops."""
     model, optimizer = alone(tied)
     train(None, model, optimizer, range(2))
     save_checkpoint(folder / "0", model, optimizer, step=2)

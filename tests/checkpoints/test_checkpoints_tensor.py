@@ -220,9 +220,7 @@ def test_a_part_of_the_ranks_may_have_a_model_of_its_own(tmp_path: Path) -> None
 
 
 @on_each_rank("world4")
-def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(
-    tmp_path: Path,
-) -> None:
+def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(tmp_path: Path) -> None:
     """As context-parallel ranks are: ZeRO shards over dp, and all four write one checkpoint."""
     mesh = Mesh(dp=2, cp=2)
     model = fresh()

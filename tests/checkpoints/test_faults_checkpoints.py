@@ -1,5 +1,4 @@
-"""Checkpoints from somebody else, or from a disk that lost a bit: they load exactly what was saved
-or are refused with the same ValueError on every rank, and none of their code runs."""
+"""Foreign or damaged checkpoints load exactly, or are refused alike on all ranks; no code runs."""
 
 import io
 import os

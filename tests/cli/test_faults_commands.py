@@ -1,5 +1,4 @@
-"""Command lines with bad values: each is refused in one sentence, with status 2, before any work;
-what users write in names, texts and errors is printed as it is."""
+"""Bad command lines are refused in one sentence before any work; texts are printed as given."""
 
 import os
 import re

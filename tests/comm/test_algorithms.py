@@ -1,5 +1,4 @@
-"""Every algorithm of labkit/comm/collectives: results, bytes, costs. Most run on simulated ranks in
-this process (algorithm_cases.py), a few on real ranks."""
+"""Every algorithm of labkit/comm/collectives: results, bytes, costs; mostly on simulated ranks."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,4 @@
-"""Every check of a lab fails on the stub and on each listed wrong answer, in the words listed,
-and passes on the solution. The framework's own promises are tested below that.
-"""
+"""A lab's check fails the stub and each wrong answer, in its words, and passes the solution."""
 
 import ast
 import linecache

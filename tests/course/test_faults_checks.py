@@ -1,5 +1,4 @@
-"""Checks of exercises: a student's values are compared as what they are, whatever they say of
-themselves; no answer runs for ever; and a prediction that was skipped is named."""
+"""Values that lie about themselves, answers without an end, and skipped predictions are caught."""
 
 import inspect
 import os

@@ -1,6 +1,4 @@
-"""The labs work wherever labkit and a notebook are: from a checkout, as an editable install has it,
-and from a wheel, with the notebook in a folder of its own, as nbgrader grades it.
-"""
+"""The labs work from a checkout and from a wheel, with the notebook in a folder of its own."""
 
 import os
 import subprocess

@@ -1,9 +1,5 @@
-"""Labs in the JupyterLab that students use, in a real browser: they run from top to bottom, a
-slider changes its picture, and the stop button ends a hang.
-
-Runs where a chromium or Google Chrome is installed. LABKIT_SCREENSHOTS=some/folder keeps a
-picture of every screen of every lab there.
-"""
+"""Labs in JupyterLab, in a chromium or Google Chrome: they run, sliders work, a hang is stopped.
+LABKIT_SCREENSHOTS=some/folder keeps a picture of every screen of every lab there."""
 
 import json
 import os

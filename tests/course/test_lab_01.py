@@ -1,6 +1,4 @@
-"""Lab 01: each of the six classic bugs is named by labkit's error, with rank, operation and line;
-the clinic tells apart what plain torch does; the best known placement is the best there is.
-"""
+"""Lab 01: six classic bugs by labkit's errors, the clinic on plain torch, the best placement."""
 
 import ast
 import os
@@ -164,10 +162,7 @@ def test_a_guess_must_be_one_of_the_three():
 @cases(
     ({}, "no guess yet for passes, waits"),
     ({"passes": "silent", "waits": ...}, "no guess yet for waits"),
-    (
-        {"passes": "silent", "waits": "hang", "deadlock": "hang"},
-        "no program is called 'deadlock'",
-    ),
+    ({"passes": "silent", "waits": "hang", "deadlock": "hang"}, "no program is called 'deadlock'"),
 )
 def test_guesses_that_are_missing_or_of_no_program_are_refused(guesses: Any, says: str):
     def passes(comm: Any) -> None: ...

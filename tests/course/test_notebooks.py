@@ -1,6 +1,4 @@
-"""The labs: editions in step with their source, written in the form that every lab has, and
-running as they are shown.
-"""
+"""The labs: editions in step with their source, the form of a lab, and outputs as shown."""
 
 import ast
 import re

@@ -1,6 +1,4 @@
-"""The bench of transfers and its pictures: what is saved is read again, and drawn is what was
-measured. Times are given, none is measured.
-"""
+"""The bench of transfers and its pictures, with given times: saved, read again, and drawn."""
 
 import json
 from pathlib import Path

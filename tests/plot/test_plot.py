@@ -1,8 +1,4 @@
-"""What the pictures show is what the trace says, and a reader can read it.
-
-Every test looks at what is drawn: corners of polygons in milliseconds and bytes, colours, words,
-and the boxes of words in pixels.
-"""
+"""Pictures show what the trace says, in corners, colours, words and boxes, and can be read."""
 
 import sys
 from collections.abc import Iterable

@@ -1,8 +1,4 @@
-"""A schedule's picture shows what each stage does when, of what it would take and of what a
-recorded run of it took, in one way.
-
-Tests look at the corners of the boxes in units of time, their colours, and the words.
-"""
+"""A schedule's picture shows what each stage does when, predicted or recorded."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -32,10 +28,7 @@ COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "upda
 
 
 APART = [parse("F0 F1 I0 W0 I1 W1"), parse("F0 I0 F1 I1 W0 W1")]
-CHUNKS = [
-    parse("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"),
-    parse("F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"),
-]
+CHUNKS = [parse("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"), parse("F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1")]
 
 
 def boxes(figure: Figure, panel: int = 0) -> list[tuple[int, float, float, str]]:

@@ -1,5 +1,4 @@
-"""What context parallelism sends, and when it is hidden: the published bound and a replay of ring
-attention. test_context_parallel.py counts the bytes on ranks."""
+"""What context parallelism sends, and when it is hidden: the published bound, and a replay."""
 
 from functools import cache
 from typing import Any

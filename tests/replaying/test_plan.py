@@ -1,5 +1,4 @@
-"""A plan ranks every layout that fits, as a table, JSON, picture and command. Steps are by formulas
-(`plan_cases.formula_step`); test_plan_replayed.py has replayed ones."""
+"""A plan ranks all layouts that fit; steps by formulas (replayed ones: test_plan_replayed.py)."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Recorded runs replayed on described clusters: by hand, against the replay of every rank,
-against the laws of every run, and against published times."""
+"""Recorded runs replayed on described clusters: by hand, by laws, and beside published times."""
 
 import csv
 from collections.abc import Callable

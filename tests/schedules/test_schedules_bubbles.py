@@ -1,5 +1,4 @@
-"""Cost of schedules: the replay of each is the closed form of labkit/predict/pipelines.py, and that
-the published one. And the layers that stages get."""
+"""Replayed schedules cost what closed forms and papers say; and the layers that stages get."""
 
 from itertools import accumulate, combinations, pairwise
 

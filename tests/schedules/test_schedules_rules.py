@@ -1,5 +1,4 @@
-"""`check` names the first broken rule. Faults are put into valid schedules at random; an oracle
-that shares no code with `check` says whether a fault is one, and of which kind."""
+"""`check` names the first broken rule, as an oracle that shares no code with it does."""
 
 import pickle
 from itertools import combinations

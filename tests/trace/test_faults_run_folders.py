@@ -1,5 +1,4 @@
-"""Run folders and other files that somebody else made: whatever is in them, they are read or
-refused in one sentence, shown as plain text, and nothing is written outside of them."""
+"""Foreign run folders and files are read, or refused in one sentence; nothing else is written."""
 
 import json
 import os

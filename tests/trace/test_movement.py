@@ -72,8 +72,7 @@ def test_a_ring_reduces_in_half_of_its_steps_and_gathers_in_the_other(world: Wor
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    ["ring", "tree", "naive", "recursive_doubling", "halving_doubling", "double_tree"],
+    "algorithm", ["ring", "tree", "naive", "recursive_doubling", "halving_doubling", "double_tree"]
 )
 def test_every_all_reduce_ends_with_the_sum_everywhere(world: World, algorithm: str) -> None:
     n = world.size

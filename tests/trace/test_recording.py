@@ -1,5 +1,4 @@
-"""record(): what it writes down is what happened, of any model and loop, and nothing is left of
-it afterwards."""
+"""record() writes down what happened, of any model and loop, and leaves nothing behind."""
 
 import gc
 import os

@@ -177,10 +177,7 @@ def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
 
 @cases(
     ([("n1", 80.0, 1.7e9), ("n1", 81.0, 1.7e9 + 40)], [0.0, 1.0]),  # one monotonic clock
-    (
-        [("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2), ("n2", 5.5, 1.7e9 + 99)],
-        [0.0, 2.0, 2.5],
-    ),
+    ([("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2), ("n2", 5.5, 1.7e9 + 99)], [0.0, 2.0, 2.5]),
     ([("n1", 80.0, 1.7e9 + 4), ("n2", 500.0, 1.7e9)], [4.0, 0.0]),  # switched on later
 )
 def test_ranks_share_the_clock_of_their_host_and_hosts_unix_time(

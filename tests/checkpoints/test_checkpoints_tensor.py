@@ -68,7 +68,7 @@ def expected_entries() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("strategy", "axes"), EVERY)
-def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
+def test_any_layout_is_written_as_the_plain_model_which_goes_on_from_it_as_others_do(
     world4: World, strategy: str, axes: dict[str, int], tmp_path: Path
 ) -> None:
     """And its names, shapes and elements are those of the plain model."""

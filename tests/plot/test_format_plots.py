@@ -13,12 +13,9 @@ from labkit import FORMATS, Format, plot
 from labkit.plot.bit_patterns import CLEAR, SET, formula
 from labkit.plot.format_ranges import lost
 from tables import cases, raises
+from test_plot import words
 
 ipywidgets = pytest.importorskip("ipywidgets", reason="the widget needs it")
-
-
-def words(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
 
 
 def overlaps(figure: Figure) -> list[tuple[str, str]]:

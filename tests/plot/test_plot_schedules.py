@@ -9,7 +9,6 @@ import torch
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from labkit import Comm, PacedStage, Pipeline, World, plot, record
 from labkit.plot.lettering import Lettering
@@ -20,9 +19,10 @@ from labkit.replaying.pipeline import KIND, action_of, timed_actions
 from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws
-from tables import cases, raises
+from tables import cases, raises, refusals
 from test_plot import assert_readable as no_words_overlap
 from test_plot import title
+from test_plot import words as figure_words
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
 
@@ -46,9 +46,7 @@ def lettering(figure: Figure) -> list[Lettering]:
 
 
 def words(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(Text)] + [
-        name.text for one in lettering(figure) for name in one.names
-    ]
+    return figure_words(figure) + [name.text for one in lettering(figure) for name in one.names]
 
 
 def assert_readable(figure: Figure) -> None:
@@ -247,24 +245,21 @@ def test_a_loss_belongs_to_the_last_forward(
 def test_a_run_by_another_schedule_is_refused() -> None:
     trace, schedule = recorded(one_f_one_b(2, 3)), one_f_one_b(2, 3)
     swapped = [[schedule[0][0], schedule[0][2], schedule[0][1], *schedule[0][3:]], schedule[1]]
-    with pytest.raises(
-        ValueError, match="rank 0: action 1 of its list is B0, and what was recorded is forward"
-    ):
-        by_microbatch(trace, swapped)
+    words = "rank 0: action 1 of its list is B0, and what was recorded is forward"
+    raises(words, by_microbatch, trace, swapped)
     raises("is not of steps by this schedule", by_microbatch, trace, one_f_one_b(2, 4))
     raises(r"3 stages, and a trace of ranks \[0, 1\]", by_microbatch, trace, one_f_one_b(3, 3))
     raises("named after a micro-batch", plot.schedule, trace)
 
 
-@cases(
+test_what_cannot_be_drawn_is_told = refusals(
+    lambda draw: draw(),
     (lambda: plot.schedule([[], []]), "no action"),
     (lambda: plot.schedules({}), "nothing to draw"),
     (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
     (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
     (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
 )
-def test_what_cannot_be_drawn_is_told(draw, message: str) -> None:
-    raises(message, draw)
 
 
 def run_paced(given: Schedule) -> None:

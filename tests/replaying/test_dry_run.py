@@ -2,7 +2,6 @@
 
 import gc
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,13 +56,11 @@ def told(trace: Trace) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(
     "strategy", [name for name, one in RECIPES.items() if "pipeline" not in one.step.__name__]
 )
-def test_every_strategy_does_on_paper_what_it_does_on_ranks(
-    worlds: Callable[..., World], strategy: str
-) -> None:
+def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
     """So no strategy looks at a number: it could not be recorded without data."""
     size = 1 if RECIPES[strategy].one_rank else RANKS if RECIPES[strategy].share is rows_of else 2
-    with record(detail_step=1) as real:
-        worlds(size, backend="gloo").run(train, strategy)
+    with World(size, backend="gloo") as world, record(detail_step=1) as real:
+        world.run(train, strategy)
     dry = dry_run(train, strategy, ranks=size, as_on="cpu")
     assert told(dry) == told(real)
     assert len(dry.ranks[0].operations) > 100
@@ -74,9 +71,7 @@ def test_every_strategy_does_on_paper_what_it_does_on_ranks(
 
 
 @pytest.mark.slow
-def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank(
-    worlds: Callable[..., World],
-) -> None:
+def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank() -> None:
     """But for when it waits, and torch's own operations that send; what other stages receive is
     told to them, in numbers that paper has not."""
 
@@ -86,8 +81,8 @@ def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank(
     def computed_and_issued(trace: Trace) -> list[tuple[object, ...]]:
         return [x for x in told(trace) if x[0] not in ("waited", "send", "recv_")]
 
-    with record(detail_step=1) as real:
-        worlds(2, backend="gloo").run(work)
+    with World(2, backend="gloo") as world, record(detail_step=1) as real:
+        world.run(work)
     dry = dry_run(work, ranks=2, as_on="cpu")
     assert computed_and_issued(dry) == computed_and_issued(real)
     sends = [event for event in dry.ranks[0].comms if event.op == "send"]

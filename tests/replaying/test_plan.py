@@ -285,18 +285,6 @@ def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None
     assert f"width {held[-1].width})" in said and len(held) < len(small)
 
 
-@cases(
-    ("--model gpt9", "no model 'gpt9'; there are megatron-1.7b"),
-    ("--tp four", "--tp 'four': give whole numbers, as --tp 4,8"),
-    ("--tp 5", "48 heads do not divide by 5"),
-    ("--fits --largest", "give one of them"),
-    ("--clusters nowhere.toml", "nowhere.toml"),
-    ("--max-memory 500", "NVIDIA A100 SXM4 80 GB has 8e+10"),
-)
-def test_bad_input_is_one_sentence_and_status_2(options: str, words: str) -> None:
-    assert words in command(f"{ASKED} --batch 64 {options}", 2)
-
-
 def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     write_clusters(path, {"mine": replace(SELENE, name="mine", nodes=1)})

@@ -169,12 +169,11 @@ def test_a_step_that_is_missing_leaves_holes(world: World) -> None:
     assert len(holes) == n
 
 
-def adds_always(comm: Any, x: torch.Tensor) -> None:
-    my_ring(comm, x, add_always=True)
+ADDS_ALWAYS = partial(my_ring, add_always=True)
 
 
 def test_a_number_that_is_added_twice_is_counted_twice(world: World) -> None:
-    last = watch_collective(world, "all_reduce", adds_always).frames[-1]
+    last = watch_collective(world, "all_reduce", ADDS_ALWAYS).frames[-1]
     wrong = [c for row in last.held for i, c in enumerate(row) if not c.is_right_in(i)]
     assert wrong and all(max(content.counts) >= 2 for content in wrong)
 
@@ -248,7 +247,7 @@ def test_the_stripes_of_a_panel_are_what_the_ranks_hold_before_its_step(
 
 
 def test_a_mistake_is_marked(world4: World) -> None:
-    wrong = plot.movement(watch_collective(world4, "all_reduce", adds_always))
+    wrong = plot.movement(watch_collective(world4, "all_reduce", ADDS_ALWAYS))
     right = plot.movement(watch_collective(world4, "all_reduce", my_ring))
     marks = [[text.get_text() for text in figure.axes[0].texts] for figure in (wrong, right)]
     assert "2×" in marks[0] and "2×" not in marks[1]

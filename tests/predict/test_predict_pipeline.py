@@ -52,7 +52,7 @@ def peak_bytes(schedule: str, chunks: int) -> int:
     return peak
 
 
-def test_the_first_stage_keeps_what_the_table_says_and_of_gpipe_every_micro_batch(
+def test_the_first_stage_keeps_what_the_table_says_and_gpipes_all(
     world2: World,
 ) -> None:
     """All layers' worth with 1F1B, though it has half of them; 1 + (p-1)/(pv) as much with chunks

@@ -96,8 +96,7 @@ def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", RankTrace(0, 1, host="n1"))
+    file = RankFile(begin_run(tmp_path / "run"), RankTrace(0, 1, host="n1"))
     step, sent = Step(0, 1.0, 0.0), event(1, 1.5)
     file.append([step, sent])
     file.append([Span("user", "x", 0, 1.0, 1.25)])
@@ -129,8 +128,7 @@ def test_a_thing_that_ends_while_it_is_written_is_not_lost(
             one.op, one.wire_bytes, one.ended_s = "reduce", 5, 2.5
         return packed(value)
 
-    begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", RankTrace(0, 1))
+    file = RankFile(begin_run(tmp_path / "run"), RankTrace(0, 1))
     monkeypatch.setattr(rankfile, "_packed", another_thread_comes_between)
     file.append([one])
     file.close()
@@ -139,8 +137,7 @@ def test_a_thing_that_ends_while_it_is_written_is_not_lost(
 
 
 def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", RankTrace(0, 1))
+    file = RankFile(begin_run(tmp_path / "run"), RankTrace(0, 1))
     file.append([Step(0, 1.0, 2.0)])
     file.mark_end()
     assert read_run(tmp_path / "run").complete
@@ -185,16 +182,14 @@ def test_ranks_share_the_clock_of_their_host_and_hosts_unix_time(
 ) -> None:
     trace = hosts_run(tmp_path / "run", clocks)
     ranks = trace.ranks.values()
-    assert [rank.steps[0].began_s for rank in ranks] == began_s
-    assert [rank.steps[0].ended_s for rank in ranks] == [x + 1 for x in began_s]
-    assert [rank.comms[0].issued_s for rank in ranks] == [x + 0.5 for x in began_s]
+    times = [(x.steps[0].began_s, x.comms[0].issued_s, x.steps[0].ended_s) for x in ranks]
+    assert times == [(x, x + 0.5, x + 1) for x in began_s]
     assert {rank.comms[0].ended_s for rank in ranks} == {0.0}  # open on all
     assert read_run(write_run(trace, tmp_path / "again")).ranks == trace.ranks
 
 
 def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
-    write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run")
-    file = tmp_path / "run" / "rank0.jsonl"
+    file = write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run") / "rank0.jsonl"
     whole = file.read_bytes()
     full, _, _ = read_rank_file(file)
     header = whole.index(b"\n")
@@ -255,8 +250,7 @@ def test_other_files_cut_off_at_every_byte(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_line_is_left_out_and_reported(line: bytes, tmp_path: Path) -> None:
-    write_run(Trace({0: small()}), tmp_path / "run")
-    file = tmp_path / "run" / "rank0.jsonl"
+    file = write_run(Trace({0: small()}), tmp_path / "run") / "rank0.jsonl"
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(b"\n".join([*lines[:2], line, *lines[3:]]))
     trace = read_run(tmp_path / "run")
@@ -269,8 +263,7 @@ def test_a_damaged_line_is_left_out_and_reported(line: bytes, tmp_path: Path) ->
 @pytest.mark.slow
 def test_flipped_bytes_never_crash_it(tmp_path: Path) -> None:
     chance = random.Random(0)
-    write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run")
-    file = tmp_path / "run" / "rank0.jsonl"
+    file = write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run") / "rank0.jsonl"
     whole = file.read_bytes()
     for _ in range(1500):
         spoilt = bytearray(whole)
@@ -282,8 +275,7 @@ def test_flipped_bytes_never_crash_it(tmp_path: Path) -> None:
 
 
 def test_a_lost_line_and_lost_ranks_are_reported(tmp_path: Path) -> None:
-    write_run(sample_trace(4, steps=1), tmp_path / "run")
-    file = tmp_path / "run" / "rank0.jsonl"
+    file = write_run(sample_trace(4, steps=1), tmp_path / "run") / "rank0.jsonl"
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(b"\n".join(lines[:5] + lines[7:]))
     (tmp_path / "run" / "rank2.jsonl").unlink()

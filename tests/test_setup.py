@@ -102,10 +102,8 @@ def test_dependencies_are_ranges():
 
 
 def test_packages_that_dependencies_bring_are_pinned_too():
-    """Walks the installed packages; one whose version is not the pinned one says nothing here.
-
-    Only what torch brings for CUDA is left out: torch pins that itself, to the build.
-    """
+    """Walks the installed packages of pinned versions, but for what torch brings for CUDA: torch
+    pins that itself, to the build."""
     pinned = pins(read("constraints.txt"))
     to_visit = [canonicalize_name(requirement.name) for requirement in declared()]
     visited: set[str] = set()
@@ -219,13 +217,8 @@ def test_pytest_starts_without_the_timeout_plugin(tmp_path: Path):
     (tmp_path / "tests/test_it.py").write_text(
         "import pytest\n\n@pytest.mark.timeout(5)\ndef test_it():\n    pass\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:timeout"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:timeout"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in done.stdout + done.stderr
 
@@ -265,13 +258,10 @@ class Workplace:
         # MAKEFLAGS and its like would tie this make to the one that runs the suite.
         kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
         self.log.write_text("")
+        command = ["make", f"PYTHON={self.python}", *arguments]
+        env = kept | {"PYTHONPATH": ""} | variables
         return subprocess.run(
-            ["make", f"PYTHON={self.python}", *arguments],
-            cwd=self.folder,
-            env={**kept, "PYTHONPATH": "", **variables},
-            capture_output=True,
-            text=True,
-            timeout=60,
+            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=60
         )
 
     def asked(self) -> list[str]:

@@ -421,15 +421,6 @@ def test_a_learning_rate_of_numpy_comes_back_as_a_number(tmp_path: Path) -> None
     assert type(lr) is float and lr == float(np.cos(1) / 3)
 
 
-def strip(one: Path) -> None:
-    """As labkit wrote it before it had checksums."""
-    metadata = metadata_of(one)
-    for where in metadata.storage_data.values():
-        vars(where).pop("crc32", None)
-    (one / ".metadata").write_bytes(pickle.dumps(metadata))
-    (one.parent / "latest").write_text("step_00000003\n")
-
-
 def warned(folder: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -439,7 +430,11 @@ def warned(folder: Path) -> list[str]:
 
 def test_an_old_checkpoint_loads_with_one_warning(ranks: World, one: Path) -> None:
     assert ranks.run(warned, one.parent) == [[]] * RANKS
-    strip(one)
+    metadata = metadata_of(one)  # as labkit wrote it before it had checksums
+    for where in metadata.storage_data.values():
+        vars(where).pop("crc32", None)
+    (one / ".metadata").write_bytes(pickle.dumps(metadata))
+    (one.parent / "latest").write_text("step_00000003\n")
     first, *others = ranks.run(warned, one.parent)
     assert len(first) == 1 and f"{one} has no checksums" in first[0]
     assert others == [[]] * (RANKS - 1)

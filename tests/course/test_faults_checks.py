@@ -89,11 +89,9 @@ def wrong_answer(solution: Any, lies: bool) -> Any:
 FEW = ("02.crossover_bytes", "10.update", "17.global_norm", "00.average", "14.choose")
 
 
-def of_all() -> list[Any]:
-    return [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in EXERCISES]
-
-
-@pytest.mark.parametrize("name", of_all())
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in FEW else pytest.mark.slow) for x in EXERCISES]
+)
 def test_no_exercise_falls_for_a_liar(name: str) -> None:
     """Where a wrong value in exact types fails, the same value fails that lies."""
     solution = test_checks.answer(name, "solved")

@@ -55,10 +55,6 @@ def write_notebooks(root: Path) -> None:
         (root / lab.name).write_text(json.dumps(content), encoding="utf-8")
 
 
-def pictures_folder(otherwise: Path) -> Path:
-    return Path(os.environ.get("LABKIT_SCREENSHOTS") or otherwise).resolve()
-
-
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
     folder = tmp_path_factory.mktemp("jupyterlab")
@@ -71,7 +67,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
 @pytest.fixture(scope="module")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     folder = tmp_path_factory.mktemp("browser")
-    with browser(folder, pictures_folder(folder)) as running:
+    pictures = Path(os.environ.get("LABKIT_SCREENSHOTS") or folder).resolve()
+    with browser(folder, pictures) as running:
         yield running
 
 

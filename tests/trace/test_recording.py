@@ -381,13 +381,10 @@ class FakeGpu:
                 assert end.query(), "a time is asked for before it is known"
                 return 1e4 * (gpu.enqueued.index(end) - gpu.enqueued.index(self))
 
-        for name, fake in {
-            "Event": Event,
-            "Stream": lambda: None,
-            "synchronize": self.synchronize,
-            "stream": lambda stream: nullcontext(),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
 
     def synchronize(self) -> None:
         self.passed = len(self.enqueued)

@@ -1,6 +1,7 @@
 """The benches of a step: both sides train the same model in the same turns. No time is asserted."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,8 @@ def test_the_time_of_a_step_is_the_mean_of_unequal_steps_with_what_is_waited_for
         events.append(name)
 
     monkeypatch.setattr(harness.time, "perf_counter", lambda: now_s)
-    step_s = harness.seconds_of(
-        lambda: advance("step", next(steps_s)), 3,
-        lambda: advance("before", 5.0), lambda: advance("after", 3.0),
-    )  # fmt: skip
+    before, after = (partial(advance, *x) for x in (("before", 5.0), ("after", 3.0)))
+    step_s = harness.seconds_of(lambda: advance("step", next(steps_s)), 3, before, after)
     assert events == ["before", "step", "step", "step", "after"] and step_s == 4.0
 
 

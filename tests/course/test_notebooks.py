@@ -31,7 +31,7 @@ from labkit.course.build import (
     without_solutions,
 )
 from labkit.course.source import show
-from tables import raises, refusals
+from tables import cases, raises
 
 LABS = labs()
 each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
@@ -383,9 +383,10 @@ def test_a_whole_module_begins_at_line_1():
     assert "lines 1 to " in show("comm/handle.py").caption
 
 
-test_code_that_is_gone_is_an_error = refusals(
-    lambda place, since: show(place, since=since),
+@cases(
     ("comm/gone.py:f", "", "labkit has no file 'comm/gone.py'"),
     ("comm/collectives/broadcast.py:gone", "", "has no 'gone'"),
     ("comm/collectives/steps.py:run", "not there", "no line has 'not there'"),
 )
+def test_code_that_is_gone_is_an_error(place: str, words: str, says: str) -> None:
+    raises(says, show, place, since=words)

@@ -19,7 +19,7 @@ from labkit.replaying.pipeline import KIND, action_of, timed_actions
 from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws
-from tables import cases, raises, refusals
+from tables import cases, raises
 from test_plot import assert_readable as no_words_overlap
 from test_plot import title
 from test_plot import words as figure_words
@@ -252,14 +252,15 @@ def test_a_run_by_another_schedule_is_refused() -> None:
     raises("named after a micro-batch", plot.schedule, trace)
 
 
-test_what_cannot_be_drawn_is_told = refusals(
-    lambda draw: draw(),
+@cases(
     (lambda: plot.schedule([[], []]), "no action"),
     (lambda: plot.schedules({}), "nothing to draw"),
     (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
     (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
     (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
 )
+def test_what_cannot_be_drawn_is_told(draw: Callable[[], Figure], message: str) -> None:
+    raises(message, draw)
 
 
 def run_paced(given: Schedule) -> None:

@@ -114,8 +114,11 @@ def test_backward_goes_through_the_modules_in_reverse() -> None:
 
 def functional() -> nn.Module:
     """Computes between its children, in forward itself."""
-    parts = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
-    return Custom(lambda self, x: self.second(torch.tanh(self.first(x)) * 2), **parts)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)) * 2)
+
+    return Custom(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
 
 
 def test_what_a_parent_computes_between_its_children_is_its_own() -> None:
@@ -199,7 +202,10 @@ def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
 
 
 def test_an_error_in_forward_ends_the_spans_and_passes_through() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Custom(lambda self, x: {}["mine"]))
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    model = nn.Sequential(nn.Linear(2, 2), Custom(forward))
     with record() as trace:
         raises("mine", model, torch.ones(1, 2), error=KeyError)
         model[0](torch.ones(1, 2))
@@ -637,8 +643,10 @@ def test_an_optimizer_step_that_fails_does_not_swallow_the_next() -> None:
 
 
 def test_nothing_is_kept_or_recorded_after_the_block() -> None:
-    table = nn.Parameter(torch.ones(4, 3))
-    model, inner = Custom(lambda self, n: self.table[:n], table=table), nn.Linear(3, 1)
+    def forward(self: Any, n: int) -> torch.Tensor:
+        return self.table[:n]
+
+    model, inner = Custom(forward, table=nn.Parameter(torch.ones(4, 3))), nn.Linear(3, 1)
     keep = model(3).sum()
     with record() as trace:
         keep = inner(model(3)).sum()

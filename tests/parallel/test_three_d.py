@@ -11,7 +11,7 @@ import three_d_cases as cases
 from labkit import DDP, Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOptimizer
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
-from small_models import refused
+from tables import raises
 from three_d_cases import Case
 from worlds import on_each_rank, world_fixture
 
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[Mesh], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_makes_no_sense_is_refused(world4: World, name: str) -> None:
     run, words = REFUSED[name]
-    refused(lambda: world4.run(lambda: run(cases.mesh_of(2, 2, 1))), words, error=RankError)
+    raises((words,), world4.run, lambda: run(cases.mesh_of(2, 2, 1)), error=RankError)
 
 
 @on_each_rank("eight")

@@ -12,7 +12,8 @@ from torch import nn
 from data_parallel_contract import Awkward
 from labkit import AsyncParameterServer, Comm, RankError, Text, World, listen, loss
 from labkit.parallel.parameter_server.asynchronous import Update
-from small_models import difference, refused
+from small_models import difference
+from tables import raises
 from worlds import world_fixture
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
@@ -165,7 +166,7 @@ def test_a_worker_sends_its_gradients_and_a_header_and_the_server_weights(world:
 def test_invalid_arguments_are_refused(world: World) -> None:
     def run(words: str, **asked: Any) -> None:
         make = partial(AsyncParameterServer, nn.Linear(2, 2), torch.optim.SGD, lr=0.1, **asked)
-        refused(make, words)
+        raises((words,), make)
 
     world.run(run, "give 0 steps or more, or None", max_staleness=-1)
     world.run(run, "order has 4, which is no worker: they are ranks 1 to 3", order=[1, 4])

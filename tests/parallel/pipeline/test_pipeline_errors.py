@@ -18,7 +18,8 @@ from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.virtual_stage import StageError, VirtualStage
 from labkit.parallel.splitting import split
 from labkit.schedules import Action, ScheduleError, schedule
-from small_models import Custom, refused
+from small_models import Custom
+from tables import raises
 from worlds import on_each_rank
 
 
@@ -89,7 +90,7 @@ def alone() -> Comm:
 @on_each_rank("world2")
 def test_all_ranks_refuse_it() -> None:
     for run, expected in REFUSED:
-        refused(run, expected)
+        raises((expected,), run)
 
 
 @on_each_rank("world2")
@@ -124,7 +125,7 @@ def with_more() -> nn.Module:
     ],
 )
 def test_what_cannot_be_cut_or_paced_is_refused(run: Callable[[], Any], expected: str) -> None:
-    refused(run, expected)
+    raises((expected,), run)
 
 
 def returns(make: Callable[[torch.Tensor], Any]) -> nn.Module:

@@ -27,7 +27,8 @@ from labkit import (
 from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
-from small_models import Custom, refused
+from small_models import Custom
+from tables import raises
 from worlds import on_each_rank
 
 SGD = torch.optim.SGD
@@ -172,7 +173,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused(world4: World, name: str) -> None:
     run, words = REFUSED[name]
-    refused(lambda: world4.run(run), words, error=RankError)
+    raises((words,), world4.run, run, error=RankError)
 
 
 @on_each_rank("world4")

@@ -27,7 +27,8 @@ from labkit.parallel.splitting import layers_of, measure_costs, split
 from labkit.precision.autocasting import autocast
 from labkit.schedules import parse_schedule
 from pipeline_cases import without_collector
-from small_models import Custom, refused
+from small_models import Custom
+from tables import raises
 from worlds import on_each_rank
 
 
@@ -136,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_unsupported_stages_are_refused(world2: World, what: str) -> None:
     job, told = REFUSED[what]
-    refused(lambda: world2.run(job), told, error=RankError)
+    raises((told,), world2.run, job, error=RankError)
 
 
 def again(module: nn.Module, kind: str) -> Any:

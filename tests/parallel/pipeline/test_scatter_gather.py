@@ -32,7 +32,8 @@ from labkit.parallel.pipeline import p2p, scatter_gather
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
 from pipeline_cases import DATA, descend, layers, piped, tokens_loss
-from small_models import Custom, refused
+from small_models import Custom
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
@@ -291,7 +292,7 @@ REFUSED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
 def test_it_is_refused(six: World, run: Callable[[], None], expected: str) -> None:
-    refused(lambda: six.run(run), expected, error=RankError)
+    raises((expected,), six.run, run, error=RankError)
 
 
 @replaces(ScatterGather, "own_part")

@@ -13,7 +13,8 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
-from small_models import difference, refused
+from small_models import difference
+from tables import raises
 from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
 from worlds import on_each_rank, world_fixture
 
@@ -252,10 +253,9 @@ def test_heads_that_do_not_divide() -> None:
 @on_each_rank("world2")
 def test_what_cannot_be_cut() -> None:
     model, whole = tensor_parallel(model_of(), Comm()), nn.Sequential(nn.Linear(2, 2))
-    refused(lambda: tensor_parallel(model, Comm()), "blocks.0.attn.q is cut over 2 ranks already")
-    refused(
-        lambda: tensor_parallel(whole, Comm()),
-        "Sequential has nothing that tensor_parallel knows to cut",
+    raises(("blocks.0.attn.q is cut over 2 ranks already",), tensor_parallel, model, Comm())
+    raises(
+        "Sequential has nothing that tensor_parallel knows to cut", tensor_parallel, whole, Comm()
     )
     model = tensor_parallel(model_of(), Comm(), sequence=True)
     with pytest.raises(ValueError, match=r"11 long, which does not divide over 2 ranks.*10 or 12"):

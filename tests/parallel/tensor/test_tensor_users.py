@@ -24,7 +24,8 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.recipes import held_bytes
-from small_models import Custom, difference, refused, saved
+from small_models import Custom, difference, saved
+from tables import raises
 from worlds import on_each_rank
 
 
@@ -74,7 +75,7 @@ def test_parameters_that_would_not_stay_one_or_whole_are_refused() -> None:
         (inside, "blocks.0.attn.core.norm.weight is a parameter"),
         (tied, "were one parameter and would be cut into several"),
     ):
-        refused(lambda: tensor_parallel(model, Comm()), words)  # noqa: B023
+        raises((words,), tensor_parallel, model, Comm())
 
 
 @on_each_rank("world2")

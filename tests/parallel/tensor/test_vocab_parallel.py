@@ -18,7 +18,7 @@ from labkit.parallel.tensor.vocab import (
     VocabParallelHead,
     vocab_parallel_cross_entropy,
 )
-from small_models import refused
+from tables import raises
 from vocab_checks import Tiny, own_logits, padded_vocab
 from worlds import on_each_rank, world_fixture
 
@@ -248,4 +248,4 @@ def cut_table(comm: Comm, **how: Any) -> VocabParallelEmbedding:
 )
 @on_each_rank("world2")
 def test_bad_input_is_refused(wrong: Callable[[Comm], Any], words: str) -> None:
-    refused(lambda: wrong(Comm()), words)
+    raises((words,), wrong, Comm())

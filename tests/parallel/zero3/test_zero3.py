@@ -22,7 +22,8 @@ from data_parallel_contract import (
 )
 from labkit import GPT, Comm, Text, World, ZeRO3, listen, loss
 from labkit.parallel.common.held import held
-from small_models import Custom, difference, refused
+from small_models import Custom, difference
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 slow = pytest.mark.slow
@@ -416,7 +417,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank() -> None:
         ({**good, "more": good["bias"]}, "no more"),
         ({**good, "bias": good["weight"]}, "bias is [2, 3] in the state and [2] in the model"),
     ):
-        refused(lambda: model.load_full_state_dict(bad if Comm().rank == 0 else None), words)  # noqa: B023
+        raises((words,), model.load_full_state_dict, bad if Comm().rank == 0 else None)
 
 
 @on_each_rank("world2")
@@ -449,7 +450,7 @@ def test_misuse_is_refused_by_name_on_every_rank() -> None:
         (lambda: ZeRO3(nn.Linear(2, 2), prefetch=-1), "prefetch=-1"),
         (lambda: model.to(torch.float64), "wrap it"),
     ):
-        refused(call, words)
+        raises((words,), call)
 
 
 class NeedsArguments(torch.optim.SGD):
@@ -472,10 +473,10 @@ def test_optimizers_that_do_not_fit_shards_are_refused() -> None:
 
     before = model.full_state_dict()
     adafactor = torch.optim.Adafactor(model.parameters())
-    refused(lambda: step(adafactor), "Adafactor cannot be sharded")
+    raises("Adafactor cannot be sharded", step, adafactor)
     assert difference(model.full_state_dict(), before) == 0
     step(torch.optim.Adafactor(nn.Linear(2, 2).parameters()))  # not on its shards
     step(NeedsArguments(model.parameters(), 0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaled_step()
-    refused(scaled_step, "this rank's shards only", "use labkit.GradScaler")
+    raises(("this rank's shards only", "use labkit.GradScaler"), scaled_step)

@@ -40,8 +40,7 @@ def terms(order: list[int]) -> Any:
 
 
 def buckets_follow_the_order_of_arrival(strategy: Strategy) -> None:
-    """Registered in the reverse of the order of use, the bucket of the last layer registered is
-    full last. From the second step on, three of four leave before the last gradient is made."""
+    """Registered in reverse: from step 2 on, three of four leave before the last gradient."""
     module = layers(order=[3, 2, 1, 0])
     made: list[float] = []
     first_used = module.layers[3].weight
@@ -176,8 +175,7 @@ def accumulation_equals_one_batch(strategy: Strategy) -> None:
 def ranks_whose_data_ends_join(
     strategy: Strategy, steps: list[int], divide_by_active: bool, **how: Any
 ) -> None:
-    """Rank r has steps[r] batches, as a single process that knows who is there: after it, all ranks
-    have its weights. With momentum, which a joined rank has no share in."""
+    """Rank r has steps[r] batches: with momentum, all end with the weights of one process."""
     comm = Comm()
     module = nn.Sequential(branching().double(), nn.Tanh(), nn.Linear(64, 1).double())
     alone = copy.deepcopy(module)

@@ -1,9 +1,6 @@
-"""What a loss scaler must do under every strategy, as functions that raise AssertionError.
-
-Ten steps, of which three have a gradient that is inf or NaN: one element, on one rank. All ranks
-skip exactly these, have the scales of a single process, and end with its weights: in float64 to
-1e-10, with the model in fp16 the losses to its precision.
-"""
+"""What a loss scaler must do under every strategy. Three of ten steps have one inf or NaN in a
+gradient of one rank: all ranks skip exactly these, have the scales of one process, and end with its
+weights, in float64 to 1e-10, with a model in fp16 to its precision."""
 
 import random
 from collections.abc import Callable
@@ -188,8 +185,7 @@ OPTIONS = [  # some begin where a gradient is soon inf, or the scale itself
 
 
 def check_as_torch(scaler_cls: Scaler, seed: int, steps: int = 60) -> None:
-    """Raises AssertionError where a random sequence of infs, of two optimizers, of calls of
-    `unscale_`, and of state saved and loaded, does not leave the same scale, count and weights."""
+    """Random infs, optimizers, `unscale_` and reloads leave torch's scale, count and weights."""
     draw = random.Random(seed)
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
     options = dict(zip(names, OPTIONS[seed % len(OPTIONS)], strict=True))

@@ -1,5 +1,4 @@
-"""Ways to move a tensor: their parts, their predicted time, and that they move the values. Rates
-are given and a held bus shows who waits, so no time is asserted."""
+"""Ways to move a tensor: parts, predicted time, values; a held bus shows who waits."""
 
 import threading
 from typing import Any

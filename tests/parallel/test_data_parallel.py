@@ -98,8 +98,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_accumulation(strategy: str, held_back: int) -> None:
-    """Four backwards before each of two steps, the first of them held back (`no_sync`) or not: on
-    a rank, the weights of one process, and nothing sent while gradients are held back."""
+    """Two steps of four backwards, the first ones held back (`no_sync`): sent only afterwards."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     oracle = copy.deepcopy(module)

@@ -25,8 +25,7 @@ def alike(one: Tensor, other: Tensor) -> bool:
 
 
 class WithoutTorchs(TorchFunctionMode):
-    """Around a region of ours: what that passes on runs without torch's own autocast, which would
-    otherwise make up for a cast that ours forgot."""
+    """Runs without torch's own autocast, which would make up for a cast that ours forgot."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C._DisableAutocast():

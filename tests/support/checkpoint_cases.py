@@ -117,8 +117,7 @@ def written_by(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def check_written(folder: Path, expected: dict[str, torch.Tensor]) -> Metadata:
-    """Names, shapes and numbers are as expected; each element is there once, and no padding, as
-    torch's own reader sees it. Returns the metadata."""
+    """Each element is there once, and no padding, as torch's own reader sees it; the metadata."""
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     entries = metadata.state_dict_metadata

@@ -203,8 +203,7 @@ class Page:
         return BrowserError(f"{what}\npicture: {picture}\nend of the console:\n{console}")
 
     def click(self, selector: str, what: str = "") -> None:
-        """A click of the mouse in the middle of what a CSS selector or an expression finds, once
-        it is in view, stands still and nothing covers it."""
+        """Click what a CSS selector or an expression finds, once it is still and uncovered."""
         spot = self.until(_SPOT % _element(selector), f"a place to click: {what or selector}")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}

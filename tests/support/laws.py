@@ -1,8 +1,6 @@
-"""What is true of every recorded run. A trace that breaks a law was recorded or read wrongly.
-
-Times that are compared come from one clock, that of the rank's machine, but not always from one
-thread, and a GPU's are brought to it by measurement: TOLERANCE_S is what that may cost.
-"""
+"""What is true of every recorded run. A trace that breaks a law was recorded or read wrongly. Times
+come from one clock of the rank's machine, but from several threads and GPUs: TOLERANCE_S covers
+that."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -164,9 +162,7 @@ def _messages_have_both_ends(trace: Trace) -> Iterator[str]:
 
 
 def _numbers_have_no_holes(trace: Trace) -> Iterator[str]:
-    """But among collectives: making a subgroup takes a number, too, and so does comparing notes (a
-    pipeline's batch, the input of a layer that is cut). What one rank has lost, the others have.
-    """
+    """Among collectives, subgroups and compared notes. What one rank has lost, the others have."""
     for one in trace.ranks.values():
         numbers: dict[tuple[str, bool], list[int]] = defaultdict(list)
         for event in one.comms if one.complete else ():

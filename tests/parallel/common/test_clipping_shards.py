@@ -75,8 +75,7 @@ def test_on_a_mesh_every_strategy_clips_as_a_single_process(
 
 @on_each_rank("world4")
 def test_pieces_cut_at_other_places_on_the_tensor_ranks() -> None:
-    """Shards of other sizes: then a data-parallel rank may have pieces of them on one tensor rank,
-    and none on the other. Nobody waits for a sum that another does not make."""
+    """A data-parallel rank may have pieces of shards on one tensor rank and none on the other."""
 
     mesh = Mesh(**DP_TP)
     start, stop = ((0, 7), (7, 8))[mesh.tp.rank]

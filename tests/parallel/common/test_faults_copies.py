@@ -79,8 +79,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 
 def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False) -> list[Any]:
-    """Plain SGD; the gradients of the last step, and then the weights. Buffers, too, but with
-    `no_sync`, after which torch broadcasts them one forward later than labkit."""
+    """SGD: last gradients, weights and buffers (with `no_sync` torch broadcasts those later)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     for step in range(steps):

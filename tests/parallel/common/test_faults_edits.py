@@ -79,8 +79,7 @@ def test_rotary_angles_outside_of_autocast_are_exact_at_1500_positions() -> None
 
 
 class Switches(nn.Module):
-    """Products under each kind of switch. `c` is used in one type only, and x is no leaf:
-    torch's cache of casts does not tell bfloat16 from float16."""
+    """Products under each switch. `c` is used in one type, and x is no leaf, for torch's cache."""
 
     def __init__(self) -> None:
         super().__init__()

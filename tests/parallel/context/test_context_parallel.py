@@ -227,8 +227,7 @@ def test_memory_is_linear_in_the_shard(worlds: Any, ranks: int) -> None:
 def test_recompute_sends_what_forward_sends_once_more(
     worlds: Any, way: Any, full: int, ranks: int
 ) -> None:
-    """A whole block does all again. The core alone stops when it has what backward needs: of
-    Ulysses' four all-to-alls the last is for its result."""
+    """The core alone stops before its result: of Ulysses' four all-to-alls it repeats three."""
 
     def sent(recompute: str | None) -> list[int]:
         comm = Comm()

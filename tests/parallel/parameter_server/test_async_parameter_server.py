@@ -60,8 +60,7 @@ def trained(
 
 
 def replayed(updates: list[Update], optimizer: str) -> dict[str, torch.Tensor]:
-    """The oracle, one process: every gradient with the version it was made with, applied in turn.
-    A worker's k-th update is of its k-th batch."""
+    """One process applies each gradient in turn; a worker's k-th update is of its k-th batch."""
     cls, defaults = OPTIMIZERS[optimizer]
     model, stale = model_of(0), model_of(0)
     stepping = cls(model.parameters(), **defaults)

@@ -201,8 +201,7 @@ def test_a_loss_of_one_element_and_an_input_that_wants_a_gradient() -> None:
 
 @on_each_rank("world4")
 def test_tied_replicas_add_up_the_gradients_of_steps() -> None:
-    """DDP's gradients are its buckets, which the next step fills: what was there before must not
-    be lost, be it a gradient, or zeros that an earlier one has left."""
+    """DDP's gradients are its buckets, which the next step fills."""
     whole = cases.gpt(2, tied=True)
     wanted = dict(whole.named_parameters(remove_duplicate=False))
     _, pipe, x = of_two(tied=True)

@@ -243,11 +243,9 @@ def test_heads_that_do_not_divide() -> None:
         ({"heads": 8}, "8 query heads of blocks.0.attn.*3 tensor.*: 1, 2, 4, 8"),
         ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*: 1, 2, 4"),
     ):
-        with pytest.raises(ValueError, match=words):
-            tensor_parallel(model_of(**changes), Comm())
+        raises(words, tensor_parallel, model_of(**changes), Comm())
     words = r"\[10, 4\] is 10 long.* over 3 ranks; choose .*, as 9 or 12"
-    with pytest.raises(ValueError, match=words):
-        ColumnParallelLinear(4, 10, Comm())
+    raises(words, ColumnParallelLinear, 4, 10, Comm())
 
 
 @on_each_rank("world2")
@@ -279,8 +277,7 @@ def test_what_differs_between_the_ranks_is_found(world2: World, what: str, words
             tokens.zero_()
         model(tokens=tokens) if what == "by name" else model(tokens)
 
-    with pytest.raises(RankError, match=words):
-        world2.run(run)
+    raises(words, world2.run, run, error=RankError)
 
 
 def test_without_checks_nothing_is_compared() -> None:

@@ -1,5 +1,4 @@
-"""ZeRO-3: equal to single-process training, a share of everything held, bytes as the formula says,
-gathered just before use and freed at once, also under recompute."""
+"""ZeRO-3: single-process training, the formula's bytes, gathered just before use, freed at once."""
 
 import copy
 import time
@@ -33,8 +32,7 @@ world = world_fixture(sizes=SIZES, timeout_s=20)
 
 
 def zero3(wrap: Any = ZeRO3, sharded: bool = True, **options: Any) -> Strategy:
-    """ZeRO-3 as the contract wants it. A unit that is used twice is gathered more often than the
-    formula says."""
+    """ZeRO-3 for the contract. A unit used twice is gathered more often than the formula says."""
     return Strategy(
         lambda module: wrap(module, **options),
         predict=lambda module, size, rank: ZeRO3.predict(
@@ -361,8 +359,7 @@ BLOCKS = {name: globals()[name] for name in (
 @pytest.mark.parametrize("block", BLOCKS)
 @on_each_rank("world2")
 def test_a_unit_is_freed_when_backward_is_through_with_it(block: str, again: bool) -> None:
-    """And not before, when the gradients are there but a frozen weight is still needed; nor only at
-    the end, where some parameter gets no gradient."""
+    """Not while a frozen weight is still needed, nor late where a parameter gets no gradient."""
     if block == "AllTrained" and again:
         return  # what is overwritten cannot be computed again
 

@@ -44,7 +44,8 @@ def cases(*rows: tuple[Any, ...], ids: Any = None) -> Callable[..., Any]:
     """The test once for each row, which gives its first arguments."""
 
     def decorate(test: Callable[..., None]) -> Any:
-        names = list(inspect.signature(test).parameters)[: len(rows[0])]
+        body = getattr(test, "__wrapped__", test)  # of a test on each rank, without its world
+        names = list(inspect.signature(body).parameters)[: len(rows[0])]
         return pytest.mark.parametrize(names, rows, ids=ids)(test)
 
     return decorate

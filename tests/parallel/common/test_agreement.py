@@ -1,13 +1,12 @@
 """Ranks with different models, a module wrapped twice, parameters changed later: clear errors."""
 
-import pytest
 import torch
 from torch import nn
 
 from labkit import Comm, dry_run
 from labkit.holdings import ParamSnapshot, claim
 from labkit.parallel.common.agreement import check_same_on_all_ranks
-from tables import raises
+from tables import cases, raises
 from worlds import on_each_rank
 
 
@@ -22,15 +21,12 @@ def change(module: nn.Sequential, kind: str) -> None:
         module.pop(1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "difference"),
-    [
-        ("shape", "1.weight [2, 4] float32 on rank 0 and 1.weight [3, 4] float32 on rank 1"),
-        ("dtype", "1.weight [2, 4] float32 on rank 0 and 1.weight [2, 4] float64"),
-        ("frozen", "0.bias [4] float32 on rank 0 and 0.bias [4] float32, frozen on rank 1"),
-        ("missing", "1.weight [2, 4] float32 on rank 0 and missing on rank 1"),
-        ("order", "parameter 0 is 0.weight [4, 3] float32 on rank 0 and 1.bias [2]"),
-    ],
+@cases(
+    ("shape", "1.weight [2, 4] float32 on rank 0 and 1.weight [3, 4] float32 on rank 1"),
+    ("dtype", "1.weight [2, 4] float32 on rank 0 and 1.weight [2, 4] float64"),
+    ("frozen", "0.bias [4] float32 on rank 0 and 0.bias [4] float32, frozen on rank 1"),
+    ("missing", "1.weight [2, 4] float32 on rank 0 and missing on rank 1"),
+    ("order", "parameter 0 is 0.weight [4, 3] float32 on rank 0 and 1.bias [2]"),
 )
 @on_each_rank("world3")
 def test_every_rank_names_the_first_difference(kind: str, difference: str) -> None:

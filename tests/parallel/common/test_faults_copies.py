@@ -436,11 +436,8 @@ def test_a_compiled_module_with_buffers_averages(backend: str) -> None:
 def test_a_compiled_tensor_parallel_model_computes_the_same() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
-        ends = (
-            ColumnParallelLinear(3, 8, Comm()),
-            RowParallelLinear(8, 3, Comm()),
-        )
-        return nn.Sequential(ends[0], nn.GELU(), ends[1]).double()
+        up, down = ColumnParallelLinear(3, 8, Comm()), RowParallelLinear(8, 3, Comm())
+        return nn.Sequential(up, nn.GELU(), down).double()
 
     x = torch.ones(4, 3).double()
     model, expected = made(), made()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit import Comm, autocast, dry_run, full_state_dict, recompute, tensor_parallel
 from small_models import Custom
-from tables import raises
+from tables import cases, raises
 from worlds import on_each_rank, world_fixture
 
 world, world1 = world_fixture(2, device="cpu"), world_fixture(1)
@@ -191,13 +191,10 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
     assert states() == before
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op", "sizes"),
-    [
-        (torch.float8_e4m3fn, "product", (1, 2, 40)),  # on 2 ranks, 2 elements are sent one by one
-        (torch.float8_e5m2, "product", (1, 0)),
-        (torch.complex32, "mean", (1, 5)),
-    ],
+@cases(
+    (torch.float8_e4m3fn, "product", (1, 2, 40)),  # on 2 ranks, 2 elements are sent one by one
+    (torch.float8_e5m2, "product", (1, 0)),
+    (torch.complex32, "mean", (1, 5)),
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @on_each_rank("world")

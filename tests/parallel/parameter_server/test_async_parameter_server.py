@@ -13,7 +13,7 @@ from data_parallel_contract import Awkward
 from labkit import AsyncParameterServer, Comm, RankError, Text, World, listen, loss
 from labkit.parallel.parameter_server.asynchronous import Update
 from small_models import difference
-from tables import raises
+from tables import cases, raises
 from worlds import world_fixture
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
@@ -175,12 +175,9 @@ def test_invalid_arguments_are_refused(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"order": [1] * (STEPS + 1)}, "push of worker 1, but it is done"),
-        ({"order": [1, 1], "max_staleness": 0}, "worker 1, but it is too far ahead and waits"),
-    ],
+@cases(
+    ({"order": [1] * (STEPS + 1)}, "push of worker 1, but it is done"),
+    ({"order": [1, 1], "max_staleness": 0}, "worker 1, but it is too far ahead and waits"),
 )
 def test_an_impossible_order_is_refused(asked: dict[str, Any], says: str) -> None:
     with World(3, timeout_s=20) as world, pytest.raises(RankError, match=says):

@@ -13,7 +13,7 @@ from labkit.parallel import partitioned_activations
 from labkit.parallel.partitioned_activations import Partitioned, partition_activations
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from small_models import difference
-from tables import raises
+from tables import cases, raises
 from worlds import on_each_rank
 
 DEPTH, WIDTH, ROWS, LENGTH, STEPS = 3, 12, 5, 14, 3
@@ -85,14 +85,11 @@ def test_a_rank_keeps_its_part_of_each_input(world2: World):
         assert whole - part == pytest.approx(DEPTH * nbytes / 2, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "what", "words"),
-    [
-        ({}, "selective", "is no layer cut over ranks"),  # whose inputs are this rank's heads
-        (None, "full", "is no layer cut over ranks"),
-        ({}, None, "call Recompute"),
-        ({"sequence": True}, "full", "cut along the sequence"),
-    ],
+@cases(
+    ({}, "selective", "is no layer cut over ranks"),  # whose inputs are this rank's heads
+    (None, "full", "is no layer cut over ranks"),
+    ({}, None, "call Recompute"),
+    ({"sequence": True}, "full", "cut along the sequence"),
 )
 @on_each_rank("world2")
 def test_what_has_nothing_to_cut_is_refused(options: Any, what: Any, words: str) -> None:

@@ -18,7 +18,7 @@ from labkit.parallel.tensor.vocab import (
     VocabParallelHead,
     vocab_parallel_cross_entropy,
 )
-from tables import raises
+from tables import cases, raises
 from vocab_checks import Tiny, own_logits, padded_vocab
 from worlds import on_each_rank, world_fixture
 
@@ -231,20 +231,17 @@ def cut_table(comm: Comm, **how: Any) -> VocabParallelEmbedding:
     return VocabParallelEmbedding.from_embedding(nn.Embedding(5, 2, **how), comm)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[0, 5]])), "a token is 5, and"),
-        (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[-1]])), "a token is -1, and"),
-        (lambda c: loss_of([6], c), "a target is 6, and the vocabulary has 0 to 5"),
-        (lambda c: loss_of([5], c, vocab=5), "a target is 5, and the vocabulary has 0 to 4"),
-        (lambda c: loss_of([-1], c), "a target is -1"),
-        (lambda c: loss_of([1, 2], c), "logits [1, 3] do not fit targets [2]"),
-        (lambda c: loss_of([0.5], c), "targets [1] of torch.float32"),
-        (lambda c: loss_of([0], c, reduction="max"), "reduction='max'"),
-        (lambda c: cut_table(c, max_norm=1.0), "max_norm=1.0"),
-        (lambda c: cut_table(c, sparse=True), "sparse=True"),
-    ],
+@cases(
+    (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[0, 5]])), "a token is 5, and"),
+    (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[-1]])), "a token is -1, and"),
+    (lambda c: loss_of([6], c), "a target is 6, and the vocabulary has 0 to 5"),
+    (lambda c: loss_of([5], c, vocab=5), "a target is 5, and the vocabulary has 0 to 4"),
+    (lambda c: loss_of([-1], c), "a target is -1"),
+    (lambda c: loss_of([1, 2], c), "logits [1, 3] do not fit targets [2]"),
+    (lambda c: loss_of([0.5], c), "targets [1] of torch.float32"),
+    (lambda c: loss_of([0], c, reduction="max"), "reduction='max'"),
+    (lambda c: cut_table(c, max_norm=1.0), "max_norm=1.0"),
+    (lambda c: cut_table(c, sparse=True), "sparse=True"),
 )
 @on_each_rank("world2")
 def test_bad_input_is_refused(wrong: Callable[[Comm], Any], words: str) -> None:

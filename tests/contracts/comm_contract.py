@@ -4,6 +4,7 @@ so results are compared on the spot. All numbers are small integers: exact in ev
 import time
 from collections.abc import Callable, Iterator
 from functools import reduce as fold
+from typing import Any
 
 import psutil
 import torch
@@ -439,22 +440,9 @@ def in_pieces(comm: Comm) -> None:
     equal(out, reduced([given(r, uneven[rank]) for r in range(n)], "sum"))
 
 
-SWEPT = 9  # of these take `sweep`
-CONTRACT: tuple[Callable[..., None], ...] = (
-    all_reduce,
-    reduce,
-    reduce_scatter,
-    broadcast,
-    all_gather,
-    gather_and_scatter,
-    all_to_all,
-    ring_exchange,
-    point_to_point,
-    objects_and_barrier,
-    in_flight,
-    completion,
-    in_pieces,
-)
+MOVING = (broadcast, all_gather, gather_and_scatter, all_to_all, ring_exchange, point_to_point)
+SWEPT = (all_reduce, reduce, reduce_scatter, *MOVING)  # those that take `sweep`
+CONTRACT: Any = (*SWEPT, objects_and_barrier, in_flight, completion, in_pieces)
 
 
 def check(comm: Comm) -> None:
@@ -464,8 +452,8 @@ def check(comm: Comm) -> None:
 
 def check_thoroughly(comm: Comm) -> None:
     """Every operation, reduction, dtype and size with each other."""
-    for part in CONTRACT[:SWEPT]:
-        part(comm, True)
+    for part in SWEPT:
+        part(comm, sweep=True)
 
 
 # --- bytes -------------------------------------------------------------------------------------

@@ -19,16 +19,9 @@ def broken_laws(trace: Trace) -> list[str]:
     """A sentence for each broken law. What a damaged trace has lost is not held against it."""
     found: list[str] = []
     for one in trace.ranks.values():
-        for law in (
-            _steps_follow_each_other,
-            _ends_follow_begins,
-            _spans_nest,
-            _spans_lie_in_their_step,
-            _events_go_forward,
-            _carriers_do_one_at_a_time,
-            _memory_is_in_order,
-            _nothing_is_open,
-        ):
+        times = (_steps_follow_each_other, _ends_follow_begins, _events_go_forward)
+        spans = (_spans_nest, _spans_lie_in_their_step, _nothing_is_open)
+        for law in (*times, *spans, _carriers_do_one_at_a_time, _memory_is_in_order):
             found += [f"rank {one.rank}: {what}" for what in law(one)]
     for law in (_collectives_have_all_ranks, _messages_have_both_ends, _numbers_have_no_holes):
         found += law(trace)

@@ -160,7 +160,6 @@ def _numbers_have_no_holes(trace: Trace) -> Iterator[str]:
         numbers: dict[tuple[str, bool], list[int]] = defaultdict(list)
         for event in one.comms if one.complete else ():
             if event.op in ("send", "recv"):
-                assert event.peer is not None
                 way = f"{'to' if event.op == 'send' else 'from'} rank {event.ranks[event.peer]}"
                 what = f"messages {way}, tag {event.tag}, group {event.group}"
                 numbers[what, False].append(event.seq)

@@ -447,7 +447,6 @@ def pipedream_equals_stale_weights(m: int) -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.5),
     )  # fmt: skip
     versions = pipe._stages[0].versions
-    assert versions is not None
     kept: list[int] = []
     after_each_action(pipe._stages[0], lambda: kept.append(versions.in_use))
     pipe.step(x, y)

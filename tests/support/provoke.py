@@ -130,7 +130,6 @@ def ones():
 
     def hear(self) -> str:
         """The next thing it says; everything else that it prints goes to the log."""
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line)
             if line.startswith("SAID"):

@@ -194,7 +194,6 @@ def test_layers_without_a_model() -> None:
             results.append((once.detach(), x.grad))
         for a, b in zip(*results, strict=True):
             assert torch.allclose(a, b, rtol=0, atol=1e-12)
-    assert up.bias.grad is not None and column.bias is not None and down.weight.grad is not None
     mine = up.bias.grad.chunk(2)[comm.rank]
     assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)
     mine = down.weight.grad.chunk(2, 1)[comm.rank]

@@ -287,7 +287,6 @@ def never_closes(self: Construction, wanted: list[Elements], overwritten: Any = 
 
 def whole_once_more(self: Elements) -> torch.Tensor:
     full, self.full = self.full, None
-    assert full is not None
     return full.reshape(-1)
 
 

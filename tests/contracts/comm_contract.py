@@ -1,12 +1,10 @@
-"""What the door must do, as functions that run on every rank of a `Comm` and raise AssertionError.
-
-Every rank can compute what every other was given, so each result is compared with plain
-computation on the spot. The numbers are small integers: exact in every dtype, no tolerances.
-"""
+"""What the communicator must do, on every rank. Each rank can compute what every other was given,
+so results are compared on the spot. All numbers are small integers: exact in every dtype."""
 
 import time
 from collections.abc import Callable, Iterator
 from functools import reduce as fold
+from typing import Any
 
 import psutil
 import torch
@@ -60,8 +58,7 @@ def reduced(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def layouts(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, Callable[[], bool]]]:
-    """`x` with the same values in other places of memory, each with a function that says whether
-    the memory between its elements is as it was."""
+    """`x` in several layouts, each with a check that the memory between is untouched."""
     yield x.clone(), lambda: True
     yield x.t().contiguous().t() if x.dim() == 2 else x.clone(), lambda: True
 
@@ -443,22 +440,9 @@ def in_pieces(comm: Comm) -> None:
     equal(out, reduced([given(r, uneven[rank]) for r in range(n)], "sum"))
 
 
-SWEPT = 9  # of these take `sweep`
-CONTRACT: tuple[Callable[..., None], ...] = (
-    all_reduce,
-    reduce,
-    reduce_scatter,
-    broadcast,
-    all_gather,
-    gather_and_scatter,
-    all_to_all,
-    ring_exchange,
-    point_to_point,
-    objects_and_barrier,
-    in_flight,
-    completion,
-    in_pieces,
-)
+MOVING = (broadcast, all_gather, gather_and_scatter, all_to_all, ring_exchange, point_to_point)
+SWEPT = (all_reduce, reduce, reduce_scatter, *MOVING)  # those that take `sweep`
+CONTRACT: Any = (*SWEPT, objects_and_barrier, in_flight, completion, in_pieces)
 
 
 def check(comm: Comm) -> None:
@@ -468,8 +452,8 @@ def check(comm: Comm) -> None:
 
 def check_thoroughly(comm: Comm) -> None:
     """Every operation, reduction, dtype and size with each other."""
-    for part in CONTRACT[:SWEPT]:
-        part(comm, True)
+    for part in SWEPT:
+        part(comm, sweep=True)
 
 
 # --- bytes -------------------------------------------------------------------------------------
@@ -551,8 +535,7 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
 
 
 def copied_bytes(op: str, n: int, rank: int, whole_bytes: int, own_bytes: int) -> int:
-    """Through shared memory, of tensors that are small enough to be reduced by all: what a rank
-    copies into its slot (or ring), and what it copies out."""
+    """What a rank copies into and out of shared memory, of tensors small enough that all reduce."""
     into_and_out = {
         **dict.fromkeys(("all_reduce", "reduce"), (whole_bytes, 0)),
         "reduce_scatter": (whole_bytes - own_bytes, 0),

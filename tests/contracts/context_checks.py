@@ -152,8 +152,7 @@ def around_compute(note: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 
 
 def every_rank_computes_as_much(length: int = 96) -> None:
-    """Counted in operations: of the whole, and of each step, which is what goes on between two
-    blocks. A single process computes n times as much, but for the diagonal."""
+    """In FLOPs, in all and in each step. One process has n times as much, but the diagonal."""
     comm = Comm()
     block, tile = length // comm.size, length // comm.size // 4
     mine = shards(some(4, 2, length))
@@ -180,8 +179,7 @@ def every_rank_computes_as_much(length: int = 96) -> None:
 
 
 def blocks_travel_while_the_rank_computes() -> None:
-    """Each exchange is asked for before a step's computing and waited for after it, in forward and
-    backward; the gradients on their way home, the last, have nothing beside them."""
+    """Exchanges are issued before a step computes, awaited after it; but the last gradients."""
     comm = Comm()
     mine = shards(some(4, 2, LENGTH))
     spans: list[tuple[float, float]] = []
@@ -214,8 +212,7 @@ def blocks_travel_while_the_rank_computes() -> None:
 
 
 def memory_is_linear_in_the_shard(tile: int = 8) -> None:
-    """To the byte: what is kept; and the peaks of forward and backward, of so many tensors as large
-    as a shard. What is at work of a tile is small beside them."""
+    """To the byte: what is kept, and both peaks, as so many tensors of a shard's size."""
     comm = Comm()
     rows, heads, groups, width = 2, 2, 1, 16
     for shard in (64, 128):

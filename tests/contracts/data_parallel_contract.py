@@ -1,9 +1,6 @@
-"""What every data-parallel strategy must do, as functions that raise AssertionError.
-
-After some steps of an optimizer in float64, the weights of all ranks equal those of single-process
-training on the same batches to 1e-10; the bytes sent and held are those of the strategy's formula,
-exactly, and what it shards the ranks hold once together.
-"""
+"""What every data-parallel strategy must do: after some steps in float64 the weights of all ranks
+equal single-process training on the same batches to 1e-10; the bytes sent and held are exactly
+those of the strategy's formula; and what it shards the ranks hold once together."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
@@ -24,8 +21,7 @@ AGREE = 1e-10
 
 
 class Awkward(nn.Module):
-    """Odd sizes, a frozen layer, a module used twice, tied weights, a transposed parameter, a
-    parameter without elements and one that nobody uses."""
+    """Odd sizes; frozen, used twice, tied, transposed, empty and unused parameters."""
 
     def __init__(self) -> None:
         super().__init__()

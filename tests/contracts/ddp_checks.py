@@ -3,7 +3,6 @@
 import copy
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import nn
 from labkit import DDP, Comm, listen
 from labkit.events import CommEvent
 from labkit.parallel.ddp.comm_hooks import Hook
-from small_models import Custom, difference, refused
+from small_models import Custom, difference
+from tables import raises
 
 Strategy = Callable[..., DDP]
 SMALL = 0.02  # MiB: one layer of `Layers`
@@ -40,8 +40,7 @@ def terms(order: list[int]) -> Any:
 
 
 def buckets_follow_the_order_of_arrival(strategy: Strategy) -> None:
-    """Registered in the reverse of the order of use, the bucket of the last layer registered is
-    full last. From the second step on, three of four leave before the last gradient is made."""
+    """Registered in reverse: from step 2 on, three of four leave before the last gradient."""
     module = layers(order=[3, 2, 1, 0])
     made: list[float] = []
     first_used = module.layers[3].weight
@@ -119,12 +118,12 @@ def a_static_graph_may_not_change(strategy: Strategy) -> None:
     for first in (True, False):
         model = strategy(branching(), bucket_mb=SMALL, static_graph=True)
         step(model, first)
-        refused(partial(step, model, not first), "sometimes.", "static_graph=True")
+        raises(("sometimes.", "static_graph=True"), step, model, not first)
         model.zero_grad()
         step(model, first)  # and training may go on
     model = strategy(branching(), static_graph=True)
     words = "sometimes.weight got a gradient on rank 1 and none on rank 0"
-    refused(partial(step, model, Comm().rank == 1), words)
+    raises((words,), step, model, Comm().rank == 1)
 
 
 def a_hook_halves_the_bytes(strategy: Strategy, hook: Hook, dtype: torch.dtype) -> None:
@@ -176,8 +175,7 @@ def accumulation_equals_one_batch(strategy: Strategy) -> None:
 def ranks_whose_data_ends_join(
     strategy: Strategy, steps: list[int], divide_by_active: bool, **how: Any
 ) -> None:
-    """Rank r has steps[r] batches, as a single process that knows who is there: after it, all ranks
-    have its weights. With momentum, which a joined rank has no share in."""
+    """Rank r has steps[r] batches: with momentum, all end with the weights of one process."""
     comm = Comm()
     module = nn.Sequential(branching().double(), nn.Tanh(), nn.Linear(64, 1).double())
     alone = copy.deepcopy(module)

@@ -1,8 +1,6 @@
-"""What a vocabulary cut over ranks must do, as functions that run on a rank and raise
-AssertionError: values and gradients are torch's, to 1e-10 in float64, and bytes the formula's.
-
-`made` has the three parts, as labkit.parallel.tensor.vocab does; or faulty ones.
-"""
+"""What a vocabulary cut over ranks must do, on a rank: torch's values and gradients to 1e-10 in
+float64, the formula's bytes. `made` has the three parts as labkit.parallel.tensor.vocab, or faulty
+ones."""
 
 import math
 from typing import Any

@@ -125,8 +125,8 @@ def test_a_copy_that_is_over_keeps_no_tensor_alive():
     bus, alive = HeldBus(), []
     ends = [torch.zeros(100), torch.ones(100)]
     storages = [weakref.ref(x.untyped_storage()) for x in ends]
-    future = bus.copy(*ends).future
-    future.add_done_callback(lambda _: alive.extend(one() for one in storages))
+    arrival = bus.copy(*ends)
+    arrival.future.add_done_callback(lambda _: alive.extend(one() for one in storages))
     ends.clear()
     assert all(one() is not None for one in storages), "the engine holds what it is to copy"
     bus.go.set()

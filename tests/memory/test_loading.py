@@ -120,8 +120,7 @@ class Watched(Bus):
 def patient_run(
     way: Callable[[Waiting, Tensor], Run], until: str, later: int = 0, limit_s: float = LIMIT_S
 ) -> tuple[bool, bool]:
-    """With blocks that are not done before the bus has begun (or ended) the load of the next but
-    `later` one: whether that was overdue, and whether the sum of all weights came out."""
+    """Blocks wait until the bus began or ended a later load: was it overdue, is the sum right?"""
     bus = Watched(5, limit_s)
 
     def block(k: int) -> nn.Module:

@@ -217,8 +217,7 @@ class Told(Arrival):
 
 
 def test_copies_run_ahead_in_both_directions():
-    """Four layers, two tensors under way: nothing is waited for before it must be, and what was
-    made last comes first."""
+    """Two tensors under way: nothing is awaited too early, and the last made comes first."""
     layers = [nn.Linear(8, 8, bias=False) for _ in range(5)]
     model, bus = nn.Sequential(*layers), ToldBus()
     for i, layer in enumerate(layers):

@@ -437,6 +437,7 @@ def kept_bytes_of_a_layer(edit: Edit) -> float:
 
 
 BILL: dict[str, tuple[Edit, int]] = {  # and how many norms keep their statistics
+    "none": (lambda model: None, 2),
     "selective": (EDITS["selective"], 2),
     "full": (EDITS["full"], 0),
 }

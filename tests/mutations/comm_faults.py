@@ -92,11 +92,9 @@ def divides_every_chunk(
 
 
 @algorithm("ring_reduce_scatter")
-def overwrites_its_input(
-    real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
-) -> Algorithm:
+def overwrites_its_input(real: Any, wire: Wire, chunks: Chunks, *how: Any) -> Algorithm:
     """The sums are right, but the input holds partial ones afterwards."""
-    sent_bytes = yield from real(wire, chunks, out, reduce, tag)
+    sent_bytes, out = (yield from real(wire, chunks, *how)), how[0]
     for chunk in chunks:
         if chunk.data_ptr() != out.data_ptr():
             chunk.add_(1)
@@ -127,9 +125,9 @@ def stops_a_round_early(real: Any, wire: Wire, x: torch.Tensor, root: int, tag: 
 
 @algorithm("flat_scatter")
 def scatters_the_first_chunk_to_all(
-    real: Any, wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
+    real: Any, wire: Wire, x: torch.Tensor, chunks: Chunks | None, *how: Any
 ) -> Algorithm:
-    return real(wire, x, [chunks[0]] * wire.size if chunks else None, root, tag)
+    return real(wire, x, [chunks[0]] * wire.size if chunks else None, *how)
 
 
 @algorithm("flat_gather")
@@ -204,10 +202,8 @@ def is_an_all_reduce(
 
 
 @algorithm("ring_reduce_scatter")
-def is_an_all_reduce_and_hides_it(
-    real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
-) -> Algorithm:
-    yield from is_an_all_reduce.make(real)(wire, chunks, out, reduce, tag)
+def is_an_all_reduce_and_hides_it(real: Any, wire: Wire, chunks: Chunks, *how: Any) -> Algorithm:
+    yield from is_an_all_reduce.make(real)(wire, chunks, *how)
     return sum(chunk.nbytes for chunk in chunks) - chunks[wire.rank].nbytes
 
 

@@ -123,7 +123,6 @@ class DividesAfterwards(DDP):
 
     def _send(self, bucket: Bucket, async_op: bool) -> None:
         super()._send(bucket, async_op)
-        assert bucket.flat is not None
         bucket.handle = _Divided(bucket.flat, bucket.handle, self.comm.size)
 
 

@@ -95,7 +95,6 @@ class SaysUsed(ParameterServer):
 class LosesAPush(AsyncParameterServer):
     def _take(self, worker: int, made_with: int, there: list[int]) -> None:
         if self.version == 5:
-            assert self.optimizer is not None
             self.optimizer.step, step = lambda: None, self.optimizer.step
             super()._take(worker, made_with, there)
             self.optimizer.step = step

@@ -120,6 +120,7 @@ def edits_every_second_block(real: Any, model: Any) -> Any:
 once_more = proofs.test_one_backward_runs_it_once_more_and_a_policy_runs_less
 changes = proofs.test_a_function_that_changes_between_its_runs_is_reported
 functions = proofs.test_any_function_and_any_number_of_backwards
+batched = proofs.test_a_batched_matmul_that_the_user_changed_is_reported
 
 
 def gradients(edit: str = "full") -> None:
@@ -165,11 +166,7 @@ FAULTS = [
     Mutation(a_policy_keeps_all, proofs.test_a_policy_keeps_its_results_and_no_more),
     Mutation(a_policy_keeps_nothing, once_more),
     Mutation(keeps_what_is_overwritten, functions, "in place inside", "keep all"),
-    Mutation(
-        takes_shared_memory_for_new,
-        proofs.test_a_batched_matmul_that_the_user_changed_is_reported,
-        False,
-    ),
+    Mutation(takes_shared_memory_for_new, batched, False),
     Mutation(takes_shared_memory_for_new, functions, "in place behind a product", "keep all"),
     Mutation(edits_every_second_block, once_more),
 ]

@@ -35,7 +35,8 @@ from labkit import (
 )
 from labkit.parallel.common.flat import cut
 from labkit.parallel.common.held import held
-from small_models import difference, refused
+from small_models import difference
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 
@@ -97,8 +98,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_accumulation(strategy: str, held_back: int) -> None:
-    """Four backwards before each of two steps, the first of them held back (`no_sync`) or not: on
-    a rank, the weights of one process, and nothing sent while gradients are held back."""
+    """Two steps of four backwards, the first ones held back (`no_sync`): sent only afterwards."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     oracle = copy.deepcopy(module)
@@ -198,14 +198,14 @@ def test_what_cannot_be_trained_is_refused(strategy: str) -> None:
         optimizer.step()
 
     nothing = "empty parameter list" if strategy[:5] == "zero-" else "no trainable parameter"
-    refused(lambda: wrap(nn.ReLU()), nothing)
-    refused(lambda: wrap(nn.Linear(2, 2 + Comm().rank)), "parameter 0 is weight", "on rank 0 and ")
+    raises((nothing,), wrap, nn.ReLU())
+    raises(("parameter 0 is weight", "on rank 0 and "), wrap, nn.Linear(2, 2 + Comm().rank))
     module = nn.Linear(2, 2)
     model, optimizer = wrap(module)
     owner = type(optimizer if model is module else model).__name__
-    refused(lambda: wrap(nn.Sequential(module)), f"weight belongs to a {owner} already")
+    raises((f"weight belongs to a {owner} already",), wrap, nn.Sequential(module))
     if WRAPPERS.get(strategy) not in (one_unit, kept_whole):
-        refused(sparse, "sparse=False", error=(TypeError, ValueError))
+        raises("sparse=False", sparse, error=(TypeError, ValueError))
 
 
 def test_batch_norm_buffers_follow_rank_0(world2: World) -> None:
@@ -316,6 +316,20 @@ def test_buckets_leave_while_backward_still_runs() -> None:
             assert all(event.issued_s > made_s for event in events)
 
 
+@replicas
+@on_each_rank("world2")
+def test_replicas_start_as_rank_0s(strategy: Any) -> None:
+    """From the moment of wrapping: before any forward."""
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+    module = made(Comm().rank)
+    strategy(module)
+    assert difference(module.state_dict(), made(0).state_dict()) == 0
+
+
 @on_each_rank("world2")
 def test_plain_torch_loop_works_unchanged_and_without_warnings() -> None:
     with warnings.catch_warnings(record=True) as caught:
@@ -342,7 +356,7 @@ def test_ranks_with_different_models_are_refused_before_anything_is_sent(
             setattr(module, name, nn.Linear(2, 3 if kind == "shape" and rank else 2))
         module.requires_grad_(kind != "frozen" or not rank)
         before = [p.detach().clone() for p in module.parameters()]
-        said = refused(lambda: strategy(module))
+        said = str(raises("", strategy, module))
         assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
         return said
 
@@ -356,19 +370,19 @@ def test_a_module_is_wrapped_once_and_its_parameters_stay(strategy: type[nn.Modu
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = strategy(module)
     words = f"0.module.0.weight belongs to a {strategy.__name__} already"
-    refused(lambda: strategy(nn.Sequential(model)), words)
+    raises((words,), strategy, nn.Sequential(model))
     del model
     model = strategy(module)
     module[1].bias = nn.Parameter(torch.zeros(2))
     with torch.no_grad():
         model(torch.ones(1, 2))
     words = "1.bias is another tensor after the module was wrapped"
-    refused(lambda: model(torch.ones(1, 2)), words)
+    raises((words,), model, torch.ones(1, 2))
 
 
 @on_each_rank("world2")
 def test_single_refuses_a_larger_world() -> None:
-    refused(lambda: Single(nn.Linear(1, 1), attach().comm), "2 ranks")
+    raises("2 ranks", Single, nn.Linear(1, 1), attach().comm)
 
 
 @on_each_rank("world2")

@@ -1,9 +1,6 @@
-"""What a rank holds at full scale, counted without data, beside what the ZeRO paper says it holds.
-
-The model is a GPT of 7.5 billion parameters in two wide layers: few tensors, for what takes time
-without data is their number. With 36 layers of width 4096, the model of that size in
-arXiv 2104.04473, Table 1, a rank holds as much; recording it takes minutes.
-"""
+"""What a rank holds at full scale, counted without data, beside the ZeRO paper. The GPT has 7.5
+billion parameters in two wide layers: what takes time without data is the number of tensors. In 36
+layers of width 4096 (arXiv 2104.04473, Table 1) a rank holds as much."""
 
 from functools import cache
 from typing import Any

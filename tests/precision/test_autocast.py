@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from labkit import GPT, MLP, autocast
 from labkit.precision.autocasting import _open_regions, check_low_type
 from labkit.precision.op_policy import CPU, CUDA, OF_PRODUCTS, POLICIES, OpPolicy
-from tables import raises
+from tables import cases, raises
 
 LOW = torch.bfloat16
 
@@ -25,8 +25,7 @@ def alike(one: Tensor, other: Tensor) -> bool:
 
 
 class WithoutTorchs(TorchFunctionMode):
-    """Around a region of ours: what that passes on runs without torch's own autocast, which would
-    otherwise make up for a cast that ours forgot."""
+    """Runs without torch's own autocast, which would make up for a cast that ours forgot."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C._DisableAutocast():
@@ -240,15 +239,8 @@ def test_the_innermost_region_decides_also_of_one_that_is_entered_again() -> Non
     assert types_of_products(*ours) == [fp32, bf16, fp32, fp16, fp32, bf16, fp32]
     region = autocast(LOW)
     for _ in range(2):
-        assert types_of_products(region, autocast(enabled=False), region) == [
-            torch.float32,
-            LOW,
-            torch.float32,
-            LOW,
-            torch.float32,
-            LOW,
-            torch.float32,
-        ]
+        found = types_of_products(region, autocast(enabled=False), region)
+        assert found == [fp32, LOW, fp32, LOW, fp32, LOW, fp32]
 
 
 def test_an_error_inside_ends_the_region() -> None:
@@ -361,18 +353,19 @@ def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]) -> None:
     raises(rf"first: autocast\(torch.bfloat16, '{given[0]}'\)", autocast, *given)
 
 
-def test_a_type_or_device_that_cannot_be_is_refused() -> None:
-    no_policy = "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"
-    for dtype, device, says in (
-        (torch.float8_e4m3fn, None, "use_fp8"),
-        (torch.float32, None, "take torch.bfloat16"),
-        (torch.int8, None, "take torch.bfloat16"),
-        (torch.bfloat16, "mps", no_policy),
-    ):
-        with pytest.raises(ValueError, match=says), autocast(dtype, device):
-            pass
-        with autocast(dtype, device, enabled=False):
-            pass
+@cases(
+    (torch.float8_e4m3fn, None, "use_fp8"),
+    (torch.float32, None, "take torch.bfloat16"),
+    (torch.int8, None, "take torch.bfloat16"),
+    (torch.bfloat16, "mps", "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"),
+)
+def test_a_type_or_device_that_cannot_be_is_refused(
+    dtype: torch.dtype, device: str | None, says: str
+) -> None:
+    with pytest.raises(ValueError, match=says), autocast(dtype, device):
+        pass
+    with autocast(dtype, device, enabled=False):
+        pass
 
 
 def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -377,6 +377,9 @@ def test_blocks_are_the_nearest_levels_ties_to_even():
     x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -127.0, 126.6, -3.2])
     assert Int8Blocks(8).encode(x).q.tolist() == [127, 0, 2, 2, 0, -127, 127, -3]
     assert Int8Blocks(8).step(x).unique().tolist() == [1.0]
+
+
+def test_small_numbers_suffer_from_their_own_block_only() -> None:
     x = torch.cat([torch.full((8,), 1e-3), torch.tensor([100.0] + 7 * [1e-3])])
     blocks = Int8Blocks(8).rounded(x)
     assert torch.allclose(blocks[:8], x[:8]) and (blocks[9:] == 0).all()

@@ -46,8 +46,7 @@ def test_a_step_waits_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def low_and_exact(max_norm: float | None, scale: float) -> tuple[list[torch.Tensor], ...]:
-    """Masters of a model in fp16 with tiny gradients, and fp32 weights stepped on with the exact
-    ones; also the norms that were clipped."""
+    """fp16 masters with tiny gradients, fp32 weights with the exact ones, and the clipped norms."""
     torch.manual_seed(0)
     low = nn.Sequential(nn.Linear(3, 4).half(), nn.Linear(4, 2))  # the second half is fp32
     exact = copy.deepcopy(low).float()

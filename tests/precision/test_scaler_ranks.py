@@ -14,9 +14,10 @@ from labkit import (
     World,
     ZeRO3,
     ZeroOptimizer,
-    checkpoints,
     clip_grad_norm,
     listen,
+    load_checkpoint,
+    save_checkpoint,
 )
 from labkit.runtime.errors import RankError
 from scaler_contract import build, check_equal_to_single, scaled_step
@@ -98,8 +99,8 @@ def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path) -> None
     for step in range(3):
         optimizer.zero_grad()
         scaled_step(scaler, wrapped(x).sum() * (1e38 if step == 0 else 1.0), optimizer)
-    checkpoints.save_checkpoint(tmp_path, wrapped, optimizer, extra={"scaler": scaler.state_dict()})
-    other.load_state_dict(checkpoints.load_checkpoint(tmp_path, wrapped, optimizer).extra["scaler"])
+    save_checkpoint(tmp_path, wrapped, optimizer, extra={"scaler": scaler.state_dict()})
+    other.load_state_dict(load_checkpoint(tmp_path, wrapped, optimizer).extra["scaler"])
     assert other.get_scale() == 32768.0
     before, after = [scaler.state_dict(), other.state_dict()]
     assert before == after and after["_growth_tracker"] == 2
@@ -108,7 +109,8 @@ def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path) -> None
 def test_ranks_that_step_differently_are_told(world2: World) -> None:
     def scales_differ() -> str:
         model, x, optimizer, scaler = fresh(init_scale=2.0 ** (10 + Comm().rank))
-        scaler.scale(DDP(model)(x).sum()).backward()
+        wrapped = DDP(model)  # kept alive: its hooks average in backward
+        scaler.scale(wrapped(x).sum()).backward()
         try:
             scaler.step(optimizer)
         except ValueError as error:
@@ -200,7 +202,8 @@ def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(world2: Wor
     def run() -> tuple[str, bool, float]:
         (model, x, optimizer, scaler), told = fresh(), ""
         x[0] = torch.nan if Comm().rank else 1.0
-        scaler.scale(DDP(model)(x).sum()).backward()
+        wrapped = DDP(model)
+        scaler.scale(wrapped(x).sum()).backward()
         before = model.weight.detach().clone()
         try:
             scaler.step(optimizer)

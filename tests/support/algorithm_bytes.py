@@ -1,9 +1,6 @@
-"""The exact bytes that a rank sends in each algorithm, for any number of ranks and any sizes.
-Tests hold the algorithms of labkit/comm/collectives to them, to the byte.
-
-    sizes       elements of each rank's chunk: n of them, their sum is the whole tensor
-    position    the rank counted from the root
-"""
+"""The exact bytes that a rank sends in each algorithm of labkit/comm/collectives: for any `sizes`
+(the elements of each rank's chunk, whose sum is the whole tensor) and `position` (the rank counted
+from the root)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

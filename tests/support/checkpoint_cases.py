@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+import shard_cases
 from data_parallel_contract import Awkward
 from labkit import Comm, load_checkpoint, save_checkpoint
 from shard_cases import optimizer_of, wrapped
@@ -48,8 +49,8 @@ def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
 
 def under(strategy: str, module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
     model = wrapped(strategy, module, comm, persist_below=20)
-    make = partial(torch.optim.AdamW)
-    return model, optimizer_of(strategy, groups_of(model, lr), make, comm, 0.01)
+    adam = partial(torch.optim.AdamW)
+    return model, optimizer_of(strategy, groups_of(model, lr), adam, comm, 0.01)
 
 
 NAMES = ("naive-ddp", "ddp", "zero-1", "zero-2", "zero-3", "masters")
@@ -67,19 +68,12 @@ def first_ranks(n: int) -> Comm | None:
     return MEETING[n]
 
 
-def train(model: nn.Module, optimizer: Any, comm: Comm, steps: range) -> list[float]:
-    """The global losses of some steps; a step's batch is the same wherever it is run."""
-    losses = []
-    for step in steps:
-        rows = torch.randint(0, 256, (ROWS,), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        value = model(rows.chunk(comm.size)[comm.rank]).square().mean()
-        value.backward()
-        optimizer.step()
-        total = value.detach().clone()
-        comm.all_reduce(total, "mean")
-        losses.append(total.item())
-    return losses
+def loss_of(model: nn.Module, step: int, comm: Comm) -> torch.Tensor:
+    rows = torch.randint(0, 256, (ROWS,), generator=torch.Generator().manual_seed(step))
+    return model(rows.chunk(comm.size)[comm.rank]).square().mean()
+
+
+train = partial(shard_cases.train, loss_of=loss_of)
 
 
 def save_and_go_on(
@@ -117,8 +111,7 @@ def written_by(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def check_written(folder: Path, expected: dict[str, torch.Tensor]) -> Metadata:
-    """Names, shapes and numbers are as expected; each element is there once, and no padding, as
-    torch's own reader sees it. Returns the metadata."""
+    """Each element is there once, and no padding, as torch's own reader sees it; the metadata."""
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     entries = metadata.state_dict_metadata

@@ -67,12 +67,10 @@ class Browser:
         self.folder, self.pictures = folder, pictures
         self.left: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
-        program = executable()
-        assert program is not None
         with (folder / "browser.log").open("w") as log:
             self.process = subprocess.Popen(
                 [
-                    program,
+                    str(executable()),
                     "--headless",
                     "--no-sandbox",  # which neither root nor most containers can have
                     "--disable-dev-shm-usage",  # containers have little of it
@@ -203,8 +201,7 @@ class Page:
         return BrowserError(f"{what}\npicture: {picture}\nend of the console:\n{console}")
 
     def click(self, selector: str, what: str = "") -> None:
-        """A click of the mouse in the middle of what a CSS selector or an expression finds, once
-        it is in view, stands still and nothing covers it."""
+        """Click what a CSS selector or an expression finds, once it is still and uncovered."""
         spot = self.until(_SPOT % _element(selector), f"a place to click: {what or selector}")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}

@@ -1,14 +1,8 @@
-"""Wires between ranks that are generators in one process: no sockets, no threads, no chance.
-
-A message is handed over when the sender has posted it and the receiver has posted its place, as
-gloo does it: a send that nobody receives is never done. When the bytes are copied is up to `late`:
-
-    late=False   as soon as both are posted: what is overwritten too early shows at the receiver
-    late=True    when one of the two waits for it: what is read, or changed, before waiting shows
-
-`drive` runs the ranks in rounds, and raises AssertionError when no one can go on, or when a message
-was left over.
-"""
+"""Wires between ranks that are generators in one process: no sockets, no threads, no chance. As
+with gloo, a send that nobody receives is never done. Bytes are copied as soon as both ends are
+posted (late=False: overwriting too early shows), or when one end waits (late=True: reading early
+shows). `drive` runs the ranks in rounds, and raises AssertionError at a deadlock or a message left
+over."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
-"""JupyterLab as its users have it: a server of its own, and a notebook open in a browser.
-
-What is done is done as a user does it, with the mouse and the keys. What is read (counts, outputs)
-is read from JupyterLab's own model of the notebook, since a page holds only the cells in view.
-"""
+"""JupyterLab as its users have it: a server of its own, and a notebook open in a browser. Actions
+are real clicks and keys; counts and outputs are read from JupyterLab's model, since a page holds
+only the cells in view."""
 
 import json
 import os

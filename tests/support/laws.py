@@ -1,8 +1,6 @@
-"""What is true of every recorded run. A trace that breaks a law was recorded or read wrongly.
-
-Times that are compared come from one clock, that of the rank's machine, but not always from one
-thread, and a GPU's are brought to it by measurement: TOLERANCE_S is what that may cost.
-"""
+"""What is true of every recorded run. A trace that breaks a law was recorded or read wrongly. Times
+come from one clock of the rank's machine, but from several threads and GPUs: TOLERANCE_S covers
+that."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,16 +19,9 @@ def broken_laws(trace: Trace) -> list[str]:
     """A sentence for each broken law. What a damaged trace has lost is not held against it."""
     found: list[str] = []
     for one in trace.ranks.values():
-        for law in (
-            _steps_follow_each_other,
-            _ends_follow_begins,
-            _spans_nest,
-            _spans_lie_in_their_step,
-            _events_go_forward,
-            _carriers_do_one_at_a_time,
-            _memory_is_in_order,
-            _nothing_is_open,
-        ):
+        times = (_steps_follow_each_other, _ends_follow_begins, _events_go_forward)
+        spans = (_spans_nest, _spans_lie_in_their_step, _nothing_is_open)
+        for law in (*times, *spans, _carriers_do_one_at_a_time, _memory_is_in_order):
             found += [f"rank {one.rank}: {what}" for what in law(one)]
     for law in (_collectives_have_all_ranks, _messages_have_both_ends, _numbers_have_no_holes):
         found += law(trace)
@@ -164,14 +155,11 @@ def _messages_have_both_ends(trace: Trace) -> Iterator[str]:
 
 
 def _numbers_have_no_holes(trace: Trace) -> Iterator[str]:
-    """But among collectives: making a subgroup takes a number, too, and so does comparing notes (a
-    pipeline's batch, the input of a layer that is cut). What one rank has lost, the others have.
-    """
+    """Among collectives, subgroups and compared notes. What one rank has lost, the others have."""
     for one in trace.ranks.values():
         numbers: dict[tuple[str, bool], list[int]] = defaultdict(list)
         for event in one.comms if one.complete else ():
             if event.op in ("send", "recv"):
-                assert event.peer is not None
                 way = f"{'to' if event.op == 'send' else 'from'} rank {event.ranks[event.peer]}"
                 what = f"messages {way}, tag {event.tag}, group {event.group}"
                 numbers[what, False].append(event.seq)

@@ -94,8 +94,7 @@ def own_order(actions: list[Action]) -> set[str]:
 
 
 def can_end(schedule: Schedule) -> bool:
-    """Whether there is an order of all things that every stage's own order and all messages fit
-    into: a graph without a circle. Its nodes are (virtual stage, "forward" or gradient, k)."""
+    """Whether the graph of (virtual stage, forward or gradient, k) and messages has no cycle."""
     p = len(schedule)
     last = max(one.chunk for actions in schedule for one in actions) * p + p - 1
     graph: TopologicalSorter[object] = TopologicalSorter()

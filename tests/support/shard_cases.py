@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from labkit import DDP, Comm, MasterWeights, Mesh, NaiveDDP, ZeRO3, ZeroOptimizer
 from labkit.parallel.common.conjugate import copy_to_ranks, gather_from_ranks, reduce_from_ranks
 from labkit.parallel.common.shards import Shard, mark_shard, shard_of
+from labkit.parallel.pipeline.pipeline import Pipeline
 
 VOCAB, WIDTH, HIDDEN = 5, 6, 12  # 5 rows on 4 ranks: 2, 2, 1 and none
 
@@ -56,7 +57,6 @@ class Columns(Part):
 
 class Down(Columns):
     def forward(self, x: Tensor) -> Tensor:
-        assert self.bias is not None
         return self.g(F.linear(x, self.weight)) + self.bias
 
 
@@ -126,14 +126,10 @@ def joined(x: Tensor, shard: Shard | None) -> Tensor:
 
 def wrapped(strategy: str, module: nn.Module, comm: Comm | None = None, **zero_3: Any) -> Any:
     """The module under a data-parallel strategy; `zero_3`: options for ZeRO3."""
-    wraps: dict[str, Any] = {
-        "naive-ddp": NaiveDDP,
-        "ddp": DDP,
-        "masters": DDP,
-        "zero-3": partial(ZeRO3, **zero_3),
-    }
-    assert strategy in {*wraps, "plain", "zero-1", "zero-2"}
-    return wraps[strategy](module, comm=comm) if strategy in wraps else module
+    wraps: dict[str, Any] = {"naive-ddp": NaiveDDP, "ddp": DDP, "masters": DDP, "zero-3": ZeRO3}
+    if strategy in ("plain", "zero-1", "zero-2"):
+        return module
+    return wraps[strategy](module, comm=comm, **(zero_3 if strategy == "zero-3" else {}))
 
 
 def optimizer_of(strategy: str, params: Any, make: Any, comm: Comm, bucket_mb: float) -> Any:
@@ -165,18 +161,23 @@ def loss_of(model: nn.Module, step: int, dp: Comm | None) -> Tensor:
     return F.cross_entropy(model(tokens), targets)
 
 
-def train(model: nn.Module, optimizer: Any, dp: Comm | None, steps: range) -> list[float]:
-    """The global losses of some steps; a step's batch is the same in any layout."""
+def train(
+    model: nn.Module, optimizer: Any, dp: Comm | None, steps: range, loss_of: Any = loss_of
+) -> list[float]:
+    """The global losses of some steps, on the ranks that have them: `loss_of(model, step, dp)`. A
+    step's batch is the same in any layout."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
         loss = loss_of(model, step, dp)
-        loss.backward()
+        if not isinstance(model, Pipeline):  # whose step goes backward, too
+            loss.backward()
         optimizer.step()
-        total = loss.detach().clone()
-        if dp is not None:
-            dp.all_reduce(total, "mean")
-        losses.append(total.item())
+        if loss is not None:
+            total = loss.detach().double().reshape(1).clone()
+            if dp is not None:
+                dp.all_reduce(total, "mean")
+            losses.append(total.item())
     return losses
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit import GPT, Mesh, split
+import shard_cases
+from labkit import GPT, Comm, Mesh, split
 from labkit import tensor_parallel as cut_over
 from labkit.models.gpt import Block
 from labkit.parallel.pipeline.pipeline import Pipeline
@@ -68,24 +69,12 @@ def built(
 
 def train(mesh: Mesh | None, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
     """The global losses of some steps, where the loss is: on the last stage."""
-    losses = []
-    for step in steps:
-        x = tokens(step)
-        if mesh is not None:
-            x = x.chunk(mesh.dp.size)[mesh.dp.rank]
-        optimizer.zero_grad()
-        if isinstance(model, Pipeline):
-            loss = model.step(x, x)
-        else:
-            loss = tokens_loss(model(x), x)
-            loss.backward()
-        optimizer.step()
-        if loss is not None:
-            total = loss.detach().double().reshape(1).clone()
-            if mesh is not None:
-                mesh.dp.all_reduce(total, "mean")
-            losses.append(total.item())
-    return losses
+
+    def loss_of(model: Any, step: int, dp: Comm | None) -> Tensor | None:
+        x = tokens(step) if dp is None else tokens(step).chunk(dp.size)[dp.rank]
+        return model.step(x, x) if isinstance(model, Pipeline) else tokens_loss(model(x), x)
+
+    return shard_cases.train(model, optimizer, None if mesh is None else mesh.dp, steps, loss_of)
 
 
 def alone(tied: bool = True, seed: int = 0, make: Any = ADAM) -> tuple[GPT, torch.optim.Optimizer]:

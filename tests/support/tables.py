@@ -1,6 +1,7 @@
 """Tests as tables: the cases of a test, and what a call must refuse."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,13 +9,22 @@ import pytest
 
 
 def raises(
-    match: str, call: Callable[..., Any], /, *args: Any, error: Any = ValueError, **kwargs: Any
+    match: str | tuple[str, ...],
+    call: Callable[..., Any],
+    /,
+    *args: Any,
+    error: Any = ValueError,
+    **kwargs: Any,
 ) -> Any:
-    """The error that `call(*args, **kwargs)` raises, of the type `error`; the pattern `match` is in
-    its message, where one is given."""
-    with pytest.raises(error, match=match or None) as caught:
+    """The error that `call(*args, **kwargs)` raises, of the type `error`. Its message has the
+    pattern `match`, or each text of a tuple."""
+    with pytest.raises(error) as caught:
         call(*args, **kwargs)
-    return caught.value
+    for pattern in [match] if isinstance(match, str) else map(re.escape, match):
+        caught.match(pattern)
+    found = caught.value.with_traceback(None)
+    del caught  # its traceback would keep alive what failed
+    return found
 
 
 def refusals(
@@ -34,7 +44,8 @@ def cases(*rows: tuple[Any, ...], ids: Any = None) -> Callable[..., Any]:
     """The test once for each row, which gives its first arguments."""
 
     def decorate(test: Callable[..., None]) -> Any:
-        names = list(inspect.signature(test).parameters)[: len(rows[0])]
+        body = getattr(test, "__wrapped__", test)  # of a test on each rank, without its world
+        names = list(inspect.signature(body).parameters)[: len(rows[0])]
         return pytest.mark.parametrize(names, rows, ids=ids)(test)
 
     return decorate

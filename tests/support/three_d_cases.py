@@ -1,10 +1,7 @@
-"""What training in three dimensions must do, as functions that raise AssertionError: they run in
-test_three_d.py, and under faults in test_three_d_mutations.py.
-
-Three steps of momentum, which forgives no factor: one as it is; one in which a gradient of the
-first stage is inf on one rank, so that all ranks skip it; one with clipped gradients. Losses,
-norms, scales and weights are those of one process, and each axis carries the bytes of its formula.
-"""
+"""What training in three dimensions must do, with and without faults. Three steps of momentum: a
+plain one; one that all ranks skip, since a gradient of the first stage is inf on one rank; a
+clipped one. Losses, norms, scales and weights are those of one process, bytes of each axis those of
+its formula."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -234,8 +231,7 @@ def train(case: Case) -> Seen | None:
 
 
 def by_axis(events: list[CommEvent], mesh: Mesh) -> dict[str, int]:
-    """Bus bytes, by the group that carried them. (What a message looks like is not counted: tag
-    103.) The two ends of a pipeline are its group where there are but two, and sum there."""
+    """Bus bytes by group, without tag 103 (shapes). Two stages are the group of their ends."""
     axis_of = {mesh.tp.ranks: "tensor", mesh.dp.ranks: "data", mesh.pp.ranks: "pipeline"}
     found: Counter[str] = Counter()
     for event in events:
@@ -274,8 +270,7 @@ def check(case: Case, ranks: list[Seen | None]) -> None:
 
 
 def check_bytes(case: Case, ranks: list[Seen]) -> None:
-    """All steps alike but for the one that is skipped, in which ZeRO gathers no weights; all ranks
-    of a stage together, since chunks of what does not divide differ by an element."""
+    """Steps are alike but for the skipped one, without ZeRO's gather; ranks of a stage together."""
     predicted = predicted_bytes(case)
     for stage, wanted in enumerate(predicted):
         here = [one for one in ranks if one.where["pp"] == stage]
@@ -324,8 +319,7 @@ def hard_cases() -> list[Case]:
 
 
 def every_case() -> list[Case]:
-    """Each combination that is another one: nothing to shard over one replica, no sequence to cut
-    over one rank; a tied embedding not in ZeRO-3 over stages, which refuses it."""
+    """Each distinct combination; ZeRO-3 refuses a tied embedding over stages."""
     found = []
     twice = (False, True)
     for pp, dp, tp in product((1, 2), repeat=3):
@@ -344,8 +338,7 @@ def pairs_of(case: Case) -> set[Any]:
 
 
 def covering() -> list[Case]:
-    """A few of all cases in which each pair of choices is found that is in any: greedily, and of
-    equals the one on fewest ranks."""
+    """A few cases with every pair of choices: greedily, of equals the one on fewest ranks."""
     every = every_case()
     missing: set[Any] = set().union(*map(pairs_of, every))
     chosen = []

@@ -1,10 +1,7 @@
-"""The wires of fake_wire.py with a clock on each rank: what a schedule takes in the alpha-beta
-model, found by running it.
-
-A message leaves when the program sends it and the rank's outgoing wire is free, occupies that wire
-and then the receiver's incoming one for bytes x beta, and is there alpha later. A rank's program
-is at the time of what it has waited for; computing takes none. Nothing here knows the formulas.
-"""
+"""The wires of fake_wire.py with a clock on each rank: a schedule's time in the alpha-beta model,
+found by running it. A message leaves when the sender's wire is free, occupies it and then the
+receiver's for bytes x beta, and arrives alpha later. Computing takes no time, and no formula is
+known here."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -20,7 +20,8 @@ from labkit import (
 )
 from labkit.parallel.common.shards import Shard, mark_shard, shard_of
 from shard_cases import STRATEGIES, Model, alone, built, cut, fresh, loss_of, whole_of
-from small_models import difference, refused
+from small_models import difference
+from tables import raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -74,8 +75,7 @@ def test_on_a_mesh_every_strategy_clips_as_a_single_process(
 
 @on_each_rank("world4")
 def test_pieces_cut_at_other_places_on_the_tensor_ranks() -> None:
-    """Shards of other sizes: then a data-parallel rank may have pieces of them on one tensor rank,
-    and none on the other. Nobody waits for a sum that another does not make."""
+    """A data-parallel rank may have pieces of shards on one tensor rank and none on the other."""
 
     mesh = Mesh(**DP_TP)
     start, stop = ((0, 7), (7, 8))[mesh.tp.rank]
@@ -95,7 +95,7 @@ def test_an_optimizer_with_part_of_the_gradients_is_refused() -> None:
         model, _optimizer = built(strategy, mesh, SGD)
         loss_of(model, 0, mesh.dp).backward()
         words = "has these gradients in pieces", "call it with the Z"
-        refused(partial(clip_grad_norm, list(model.parameters())[1:], 1.0), *words)
+        raises(words, clip_grad_norm, list(model.parameters())[1:], 1.0)
 
 
 def wanted(dtype: torch.dtype) -> Model:

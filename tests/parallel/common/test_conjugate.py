@@ -16,6 +16,7 @@ from labkit.parallel.common.conjugate import (
     reduce_scatter_sequence,
     scatter_to_ranks,
 )
+from tables import cases
 from worlds import on_each_rank
 
 Operator = Callable[[Tensor, Comm], Tensor]
@@ -48,17 +49,14 @@ EXPECTED: dict[str, Callable[[list[Tensor], int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "forward", "backward", "sent"),
-    [
-        ("copy", "same", "sum", [("all_reduce", True)]),
-        ("reduce", "sum", "same", [("all_reduce", False)]),
-        ("gather", "beside", "part", [("all_gather", False)]),
-        ("scatter", "part", "beside", [("all_gather", True)]),
-        ("all_gather", "beside", "part of sum", [("all_gather", False), ("reduce_scatter", True)]),
-        ("reduce_scatter", "part of sum", "beside", [("reduce_scatter", False),
-                                                     ("all_gather", True)]),
-    ],
+@cases(
+    ("copy", "same", "sum", [("all_reduce", True)]),
+    ("reduce", "sum", "same", [("all_reduce", False)]),
+    ("gather", "beside", "part", [("all_gather", False)]),
+    ("scatter", "part", "beside", [("all_gather", True)]),
+    ("all_gather", "beside", "part of sum", [("all_gather", False), ("reduce_scatter", True)]),
+    ("reduce_scatter", "part of sum", "beside", [("reduce_scatter", False),
+                                                 ("all_gather", True)]),
 )  # fmt: skip
 @on_each_rank("world3")
 def test_values_gradients_and_what_is_sent(

@@ -41,7 +41,8 @@ from labkit import (
     split,
     tensor_parallel,
 )
-from small_models import refused, saved
+from small_models import saved
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 WRAPPERS: list[Any] = [DDP, NaiveDDP]
@@ -78,8 +79,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 
 def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False) -> list[Any]:
-    """Plain SGD; the gradients of the last step, and then the weights. Buffers, too, but with
-    `no_sync`, after which torch broadcasts them one forward later than labkit."""
+    """SGD: last gradients, weights and buffers (with `no_sync` torch broadcasts those later)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     for step in range(steps):
@@ -203,7 +203,7 @@ def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: Wo
 def test_a_shallow_copy_would_be_a_second_owner_and_is_refused() -> None:
     for wrap in WRAPPERS:
         model = wrap(net())
-        refused(lambda: copy.copy(model), "DDP already; a module is wrapped once")  # noqa: B023
+        raises("DDP already; a module is wrapped once", copy.copy, model)
 
 
 def served(model: Any, seed: int) -> list[torch.Tensor]:
@@ -222,7 +222,7 @@ def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own() -> None
     model = ParameterServer(net())
     served(model, 0)
     copied = copy.deepcopy(model)
-    refused(lambda: copied(batch()).square().mean().backward(), "model.pull_after(torch.optim")
+    raises(("model.pull_after(torch.optim",), lambda: copied(batch()).square().mean().backward())
     expected = served(DDP(copy.deepcopy(model.module)), 5)
     for copied in (copy.deepcopy(model), saved(model)):
         assert_equal(served(copied, 5), expected)
@@ -294,7 +294,7 @@ def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
     optimizer.wait()
     for copied_by in (copy.copy, copy.deepcopy, pickle.dumps, saved):
         words = "ZeroOptimizer cannot be copied or pickled; make one"
-        refused(partial(copied_by, optimizer), words, error=TypeError)
+        raises((words,), copied_by, optimizer, error=TypeError)
     for copied_by in (copy.deepcopy, saved):  # as the error says
         copied = copied_by(model)
         its = ZeroOptimizer(copied.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2)
@@ -314,18 +314,18 @@ def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
     made = Pipeline(split(layers, Comm().size), loss_fn=nn.functional.mse_loss)
     for copied_by in (copy.deepcopy, pickle.dumps, saved):
         words = "Pipeline cannot be copied or pickled; copy pipeline"
-        refused(partial(copied_by, made), words, error=TypeError)
+        raises((words,), copied_by, made, error=TypeError)
     average = AveragedModel(made.module)
     made.step(torch.ones(8, 3).double(), torch.zeros(8, 3).double())
     average.update_parameters(made.module)
     assert_equal(list(average.module.parameters()), list(made.module.parameters()))
-    refused(lambda: made(torch.ones(8, 3)), "call pipeline.step(x, y)", error=TypeError)
+    raises(("call pipeline.step(x, y)",), made, torch.ones(8, 3), error=TypeError)
 
 
 def test_fp32_gradients_are_not_copied() -> None:
     made = Fp32Gradients(nn.Linear(3, 3).parameters())
     words = "Fp32Gradients cannot be copied or pickled; make one"
-    refused(lambda: copy.deepcopy(made), words, error=TypeError)
+    raises((words,), copy.deepcopy, made, error=TypeError)
 
 
 @on_each_rank("world2")
@@ -402,7 +402,7 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
     local = DDP(net(), own[dist.get_rank()])
     assert_equal(train(local, 0), train(Single(net()), 0))
     for make in taking(own[1 - dist.get_rank()]).values():
-        refused(make, "this rank is not a member of the group")
+        raises("this rank is not a member of the group", make)
 
 
 @on_each_rank("world2")
@@ -410,7 +410,7 @@ def test_an_invalid_group_is_refused_in_one_sentence() -> None:
     words = "is no group of ranks; give a Comm, such as mesh.dp"
     for wrong in ([0], Mesh(dp=2), "cuda", False):
         for make in taking(wrong).values():
-            refused(make, words, error=TypeError)
+            raises((words,), make, error=TypeError)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -436,11 +436,8 @@ def test_a_compiled_module_with_buffers_averages(backend: str) -> None:
 def test_a_compiled_tensor_parallel_model_computes_the_same() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
-        ends = (
-            ColumnParallelLinear(3, 8, Comm()),
-            RowParallelLinear(8, 3, Comm()),
-        )
-        return nn.Sequential(ends[0], nn.GELU(), ends[1]).double()
+        up, down = ColumnParallelLinear(3, 8, Comm()), RowParallelLinear(8, 3, Comm())
+        return nn.Sequential(up, nn.GELU(), down).double()
 
     x = torch.ones(4, 3).double()
     model, expected = made(), made()

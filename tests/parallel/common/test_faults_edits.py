@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit import Comm, autocast, dry_run, full_state_dict, recompute, tensor_parallel
-from small_models import Custom, refused
+from small_models import Custom
+from tables import cases, raises
 from worlds import on_each_rank, world_fixture
 
 world, world1 = world_fixture(2, device="cpu"), world_fixture(1)
@@ -78,8 +79,7 @@ def test_rotary_angles_outside_of_autocast_are_exact_at_1500_positions() -> None
 
 
 class Switches(nn.Module):
-    """Products under each kind of switch. `c` is used in one type only, and x is no leaf:
-    torch's cache of casts does not tell bfloat16 from float16."""
+    """Products under each switch. `c` is used in one type, and x is no leaf, for torch's cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,13 +191,10 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
     assert states() == before
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op", "sizes"),
-    [
-        (torch.float8_e4m3fn, "product", (1, 2, 40)),  # on 2 ranks, 2 elements are sent one by one
-        (torch.float8_e5m2, "product", (1, 0)),
-        (torch.complex32, "mean", (1, 5)),
-    ],
+@cases(
+    (torch.float8_e4m3fn, "product", (1, 2, 40)),  # on 2 ranks, 2 elements are sent one by one
+    (torch.float8_e5m2, "product", (1, 0)),
+    (torch.complex32, "mean", (1, 5)),
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @on_each_rank("world")
@@ -206,10 +203,7 @@ def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
 ) -> None:
     for numel in sizes:
         x = torch.ones(numel).to(dtype)
-        refused(
-            lambda: Comm().all_reduce(x, op),  # noqa: B023
-            f"torch knows no {op} of {dtype}; convert it first",
-        )
+        raises((f"torch knows no {op} of {dtype}; convert it first",), Comm().all_reduce, x, op)
         Comm().all_reduce(after := torch.ones(3))
         assert after[0].item() == 2.0, "the group is as good as before"
 
@@ -347,10 +341,11 @@ def test_a_layer_that_would_compute_something_else_is_refused_by_name(name: str)
     torch.manual_seed(0)
     make, words = REFUSED[name]
     model = around(make())
-    message = refused(
-        lambda: tensor_parallel(model, Comm())(torch.randn(2, 3, 8)), words, HAND
-    )  # fmt: skip
-    assert message.startswith("tensor_parallel cannot cut layer, a ")
+
+    def forward() -> Tensor:
+        return tensor_parallel(model, Comm())(torch.randn(2, 3, 8))
+
+    assert str(raises((words, HAND), forward)).startswith("tensor_parallel cannot cut layer, a ")
 
 
 CUT = {
@@ -433,7 +428,7 @@ def test_a_hook_on_a_layer_that_is_replaced_is_refused() -> None:
         else:
             model.layer.up.forward = lambda x: 2 * x
         words = "layer.up has hooks or a forward of its own"
-        refused(lambda: tensor_parallel(model, Comm()), words)  # noqa: B023
+        raises((words,), tensor_parallel, model, Comm())
 
 
 @pytest.mark.parametrize("has", ["tokens", "head", ""])
@@ -444,4 +439,4 @@ def test_a_sequence_that_nothing_cuts_or_joins_is_refused(has: str) -> None:
     if has:
         setattr(model, has, nn.Embedding(8, 8) if has == "tokens" else nn.Linear(8, 8))
     words = "this model lacks one, so ranks would take all of x"
-    refused(lambda: tensor_parallel(model, Comm(), sequence=True), words)
+    raises((words,), tensor_parallel, model, Comm(), sequence=True)

@@ -33,6 +33,7 @@ from labkit.parallel.common.shards import (
 from labkit.parallel.context.context_parallel import SequenceParts
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
 from small_models import difference, saved
+from tables import raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -143,11 +144,9 @@ def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
 def test_a_mark_that_cannot_be_is_refused() -> None:
     comm: Comm = Ranks(0, 1)
     for dim, start, stop, whole in [(0, 3, 2, 4), (0, 0, 5, 4), (-1, 0, 2, 4), (0, -1, 2, 4)]:
-        with pytest.raises(ValueError, match="start:stop of 0:whole"):
-            Shard(comm, dim, start, stop, whole)
+        raises("start:stop of 0:whole", Shard, comm, dim, start, stop, whole)
     for shard in (Shard(comm, 0, 0, 5, 8), Shard(comm, 2, 0, 1, 8)):
-        with pytest.raises(ValueError, match=r"\[4, 3\] cannot be 0:"):
-            mark_shard(nn.Linear(3, 4).weight, shard)
+        raises(r"\[4, 3\] cannot be 0:", mark_shard, nn.Linear(3, 4).weight, shard)
 
 
 def test_ranks_with_different_shards_are_not_replicas() -> None:
@@ -162,8 +161,7 @@ def test_a_strategy_over_the_tensor_ranks_is_refused() -> None:
     mesh = Mesh(dp=2, tp=2)
     for comm in (None, mesh.tp):
         for strategy in (DDP, NaiveDDP, ZeRO3):
-            with pytest.raises(ValueError, match="is cut over ranks"):
-                strategy(cut(fresh(), mesh.tp), comm)
+            raises("is cut over ranks", strategy, cut(fresh(), mesh.tp), comm)
         with pytest.raises(ValueError, match="is cut over ranks"):
             model = cut(fresh(), mesh.tp)
             ZeroOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=1)
@@ -177,8 +175,7 @@ def test_replicas_with_other_parts_are_found(world2: World) -> None:
         mark_shard(module.weight, Shard(ranks, 0, 4 * comm.rank, 4 * comm.rank + 4, 8))
         DDP(module)
 
-    with pytest.raises(RankError, match="0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8"):
-        world2.run(run)
+    raises("0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8", world2.run, run, error=RankError)
 
 
 def check_as_single(strategy: str, axes: dict[str, int]) -> None:

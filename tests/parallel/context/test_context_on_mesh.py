@@ -23,7 +23,7 @@ from labkit import (
 )
 from labkit.parallel.common.shards import marks_of, shard_of
 from labkit.parallel.context.context_parallel import SequenceParts
-from small_models import refused
+from tables import raises
 from worlds import on_each_rank
 
 VOCAB, LENGTH = 31, 16
@@ -51,7 +51,7 @@ def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
     words = (f"used by ranks {list(mesh.cp.ranks)}", 'mesh["dp", "cp"]',
              f"ranks {list(mesh.dp.ranks)} are not all of them")  # fmt: skip
     for strategy in STRATEGIES:
-        refused(lambda: wrap(strategy, mesh.dp), *words)  # noqa: B023
+        raises(words, wrap, strategy, mesh.dp)
     for strategy in (DDP, ZeRO3):
         wrap(strategy, mesh["dp", "cp"])
 
@@ -62,7 +62,7 @@ def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> 
     core = model.blocks[0].attn.core
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
     words = "belongs to a ZeroOptimizer over ranks", "context_parallel first"
-    refused(lambda: context_parallel(model, mesh.cp), *words)
+    raises(words, context_parallel, model, mesh.cp)
     assert model.blocks[0].attn.core is core
     assert not any(marks_of(p) for p in model.parameters())
     del optimizer
@@ -74,8 +74,8 @@ def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
     model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
     assert all(SequenceParts(mesh.cp) in marks_of(p) for p in model.parameters())
     assert sum(shard_of(p) is not None for p in model.parameters()) > 5
-    refused(lambda: DDP(copy.deepcopy(model), mesh.dp), "are not all of them")
-    refused(lambda: ZeRO3(model, mesh.dp), "are not all of them")
+    raises("are not all of them", DDP, copy.deepcopy(model), mesh.dp)
+    raises("are not all of them", ZeRO3, model, mesh.dp)
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])

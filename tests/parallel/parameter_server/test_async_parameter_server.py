@@ -12,7 +12,8 @@ from torch import nn
 from data_parallel_contract import Awkward
 from labkit import AsyncParameterServer, Comm, RankError, Text, World, listen, loss
 from labkit.parallel.parameter_server.asynchronous import Update
-from small_models import difference, refused
+from small_models import difference
+from tables import cases, raises
 from worlds import world_fixture
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
@@ -59,8 +60,7 @@ def trained(
 
 
 def replayed(updates: list[Update], optimizer: str) -> dict[str, torch.Tensor]:
-    """The oracle, one process: every gradient with the version it was made with, applied in turn.
-    A worker's k-th update is of its k-th batch."""
+    """One process applies each gradient in turn; a worker's k-th update is of its k-th batch."""
     cls, defaults = OPTIMIZERS[optimizer]
     model, stale = model_of(0), model_of(0)
     stepping = cls(model.parameters(), **defaults)
@@ -165,7 +165,7 @@ def test_a_worker_sends_its_gradients_and_a_header_and_the_server_weights(world:
 def test_invalid_arguments_are_refused(world: World) -> None:
     def run(words: str, **asked: Any) -> None:
         make = partial(AsyncParameterServer, nn.Linear(2, 2), torch.optim.SGD, lr=0.1, **asked)
-        refused(make, words)
+        raises((words,), make)
 
     world.run(run, "give 0 steps or more, or None", max_staleness=-1)
     world.run(run, "order has 4, which is no worker: they are ranks 1 to 3", order=[1, 4])
@@ -175,12 +175,9 @@ def test_invalid_arguments_are_refused(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"order": [1] * (STEPS + 1)}, "push of worker 1, but it is done"),
-        ({"order": [1, 1], "max_staleness": 0}, "worker 1, but it is too far ahead and waits"),
-    ],
+@cases(
+    ({"order": [1] * (STEPS + 1)}, "push of worker 1, but it is done"),
+    ({"order": [1, 1], "max_staleness": 0}, "worker 1, but it is too far ahead and waits"),
 )
 def test_an_impossible_order_is_refused(asked: dict[str, Any], says: str) -> None:
     with World(3, timeout_s=20) as world, pytest.raises(RankError, match=says):

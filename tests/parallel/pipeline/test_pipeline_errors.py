@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import pipeline_cases as cases
 from labkit import DDP, Comm, CommError, RankError, World
 from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.virtual_stage import StageError, VirtualStage
 from labkit.parallel.splitting import split
 from labkit.schedules import Action, ScheduleError, schedule
-from small_models import Custom, refused
+from pipeline_cases import gpt
+from small_models import Custom
+from tables import cases, raises
 from worlds import on_each_rank
 
 
@@ -42,7 +43,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: make(stages(4), schedule="interleaved", chunks=3),
      "4 stages on 2 ranks are 2 chunks on each, not chunks=3; give 6 stages"),
     (lambda: make(stages(4)), "1f1b has one piece of the model"),
-    (lambda: make(cases.gpt()),
+    (lambda: make(gpt()),
      "stages is a GPT; give a list of modules, one for each stage, as split(model, 2) makes it"),
     (lambda: make([nn.Tanh(), torch.tanh]), "stage 1 is a builtin_function_or_method"),
     (lambda: make(stages(), schedule="2f2b"), "'2f2b'"),
@@ -89,7 +90,7 @@ def alone() -> Comm:
 @on_each_rank("world2")
 def test_all_ranks_refuse_it() -> None:
     for run, expected in REFUSED:
-        refused(run, expected)
+        raises((expected,), run)
 
 
 @on_each_rank("world2")
@@ -108,23 +109,20 @@ def with_more() -> nn.Module:
     return Custom(lambda m, x: x, **ends, blocks=nn.ModuleList(stages(3)))
 
 
-@pytest.mark.parametrize(
-    ("run", "expected"),
-    [
-        (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made of 2 layers"),
-        (lambda: split(cases.gpt(2), 3), "3 stages cannot be made of 2 blocks"),
-        (lambda: split(stages(2), 3, [1, 1]), "stages=3 and 2 layers"),
-        (lambda: split(stages(2), 0), "0 stages cannot be made of 2 layers"),
-        (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
-        (lambda: split(nn.Linear(2, 2), 2), "split cannot see the layers of a Linear"),
-        (lambda: split(with_more(), 2), "which also has extra, and does not say where they run"),
-        (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
-        (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
-        (lambda: PacedStage(1, 2, 0.5, 0.5), "are not backward_s=2 together"),
-    ],
+@cases(
+    (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made of 2 layers"),
+    (lambda: split(gpt(2), 3), "3 stages cannot be made of 2 blocks"),
+    (lambda: split(stages(2), 3, [1, 1]), "stages=3 and 2 layers"),
+    (lambda: split(stages(2), 0), "0 stages cannot be made of 2 layers"),
+    (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
+    (lambda: split(nn.Linear(2, 2), 2), "split cannot see the layers of a Linear"),
+    (lambda: split(with_more(), 2), "which also has extra, and does not say where they run"),
+    (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
+    (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
+    (lambda: PacedStage(1, 2, 0.5, 0.5), "are not backward_s=2 together"),
 )
 def test_what_cannot_be_cut_or_paced_is_refused(run: Callable[[], Any], expected: str) -> None:
-    refused(run, expected)
+    raises((expected,), run)
 
 
 def returns(make: Callable[[torch.Tensor], Any]) -> nn.Module:

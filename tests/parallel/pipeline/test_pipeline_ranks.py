@@ -27,7 +27,8 @@ from labkit import (
 from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
-from small_models import Custom, refused
+from small_models import Custom
+from tables import raises
 from worlds import on_each_rank
 
 SGD = torch.optim.SGD
@@ -172,7 +173,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused(world4: World, name: str) -> None:
     run, words = REFUSED[name]
-    refused(lambda: world4.run(run), words, error=RankError)
+    raises((words,), world4.run, run, error=RankError)
 
 
 @on_each_rank("world4")
@@ -200,8 +201,7 @@ def test_a_loss_of_one_element_and_an_input_that_wants_a_gradient() -> None:
 
 @on_each_rank("world4")
 def test_tied_replicas_add_up_the_gradients_of_steps() -> None:
-    """DDP's gradients are its buckets, which the next step fills: what was there before must not
-    be lost, be it a gradient, or zeros that an earlier one has left."""
+    """DDP's gradients are its buckets, which the next step fills."""
     whole = cases.gpt(2, tied=True)
     wanted = dict(whole.named_parameters(remove_duplicate=False))
     _, pipe, x = of_two(tied=True)

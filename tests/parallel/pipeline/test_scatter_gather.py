@@ -32,7 +32,8 @@ from labkit.parallel.pipeline import p2p, scatter_gather
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
 from pipeline_cases import DATA, descend, layers, piped, tokens_loss
-from small_models import Custom, refused
+from small_models import Custom
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
@@ -150,8 +151,7 @@ def test_one_rank_and_one_stage_are_the_same_code() -> None:
 
 
 def sends_its_part(axes: dict[str, int]) -> None:
-    """A boundary, direction and micro-batch: b s h / t elements from each rank, and an all-gather
-    where it arrives; nothing else but what the stages themselves send."""
+    """A boundary and micro-batch: b s h / t elements, an all-gather, and the stages' own."""
     mesh = Mesh(**axes)
     t, m, whole_bytes = mesh.tp.size, 3, ROWS // 3 * LENGTH * WIDTH * 8
     found: list[Counter[Any]] = []
@@ -192,8 +192,7 @@ def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World, axes: dict[
 
 @on_each_rank("six")
 def test_receives_are_posted_ahead_and_joined_when_taken() -> None:
-    """By the order of events: the receive of micro-batch k + 1 stands before forward k runs, and
-    its all-gather does not begin before forward k is done."""
+    """Receive k + 1 is posted before forward k runs, and gathered only when forward k is done."""
     mesh, m = Mesh(pp=3, tp=2), 5
     log: list[tuple[str, int]] = []
 
@@ -291,7 +290,7 @@ REFUSED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
 def test_it_is_refused(six: World, run: Callable[[], None], expected: str) -> None:
-    refused(lambda: six.run(run), expected, error=RankError)
+    raises((expected,), six.run, run, error=RankError)
 
 
 @replaces(ScatterGather, "own_part")

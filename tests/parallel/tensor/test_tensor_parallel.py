@@ -13,7 +13,8 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
-from small_models import difference, refused
+from small_models import difference
+from tables import raises
 from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
 from worlds import on_each_rank, world_fixture
 
@@ -193,7 +194,6 @@ def test_layers_without_a_model() -> None:
             results.append((once.detach(), x.grad))
         for a, b in zip(*results, strict=True):
             assert torch.allclose(a, b, rtol=0, atol=1e-12)
-    assert up.bias.grad is not None and column.bias is not None and down.weight.grad is not None
     mine = up.bias.grad.chunk(2)[comm.rank]
     assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)
     mine = down.weight.grad.chunk(2, 1)[comm.rank]
@@ -242,20 +242,17 @@ def test_heads_that_do_not_divide() -> None:
         ({"heads": 8}, "8 query heads of blocks.0.attn.*3 tensor.*: 1, 2, 4, 8"),
         ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*: 1, 2, 4"),
     ):
-        with pytest.raises(ValueError, match=words):
-            tensor_parallel(model_of(**changes), Comm())
+        raises(words, tensor_parallel, model_of(**changes), Comm())
     words = r"\[10, 4\] is 10 long.* over 3 ranks; choose .*, as 9 or 12"
-    with pytest.raises(ValueError, match=words):
-        ColumnParallelLinear(4, 10, Comm())
+    raises(words, ColumnParallelLinear, 4, 10, Comm())
 
 
 @on_each_rank("world2")
 def test_what_cannot_be_cut() -> None:
     model, whole = tensor_parallel(model_of(), Comm()), nn.Sequential(nn.Linear(2, 2))
-    refused(lambda: tensor_parallel(model, Comm()), "blocks.0.attn.q is cut over 2 ranks already")
-    refused(
-        lambda: tensor_parallel(whole, Comm()),
-        "Sequential has nothing that tensor_parallel knows to cut",
+    raises(("blocks.0.attn.q is cut over 2 ranks already",), tensor_parallel, model, Comm())
+    raises(
+        "Sequential has nothing that tensor_parallel knows to cut", tensor_parallel, whole, Comm()
     )
     model = tensor_parallel(model_of(), Comm(), sequence=True)
     with pytest.raises(ValueError, match=r"11 long, which does not divide over 2 ranks.*10 or 12"):
@@ -279,8 +276,7 @@ def test_what_differs_between_the_ranks_is_found(world2: World, what: str, words
             tokens.zero_()
         model(tokens=tokens) if what == "by name" else model(tokens)
 
-    with pytest.raises(RankError, match=words):
-        world2.run(run)
+    raises(words, world2.run, run, error=RankError)
 
 
 def test_without_checks_nothing_is_compared() -> None:

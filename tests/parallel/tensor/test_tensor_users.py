@@ -24,7 +24,8 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.recipes import held_bytes
-from small_models import Custom, difference, refused, saved
+from small_models import Custom, difference, saved
+from tables import raises
 from worlds import on_each_rank
 
 
@@ -56,8 +57,7 @@ def test_an_error_in_a_layer_leaves_the_random_numbers_as_the_others_have_them()
     layer = mlp()
     model = tensor_parallel(nn.Sequential(layer), Comm())
     layer.drop.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("mine")))
-    with pytest.raises(KeyError):
-        model(torch.ones(3, 5, 8))
+    raises("", model, torch.ones(3, 5, 8), error=KeyError)
     one, other = Comm().all_gather_object(torch.rand(3).tolist())
     assert one == other
 
@@ -74,7 +74,7 @@ def test_parameters_that_would_not_stay_one_or_whole_are_refused() -> None:
         (inside, "blocks.0.attn.core.norm.weight is a parameter"),
         (tied, "were one parameter and would be cut into several"),
     ):
-        refused(lambda: tensor_parallel(model, Comm()), words)  # noqa: B023
+        raises((words,), tensor_parallel, model, Comm())
 
 
 @on_each_rank("world2")
@@ -189,8 +189,7 @@ def test_an_invalid_gate_is_refused_by_name() -> None:
         ({"gate": 1}, r"0\.gate has 1 features and up 24.*give it another name"),
         ({"hidden": 9}, r"9 hidden features of 0 do not divide over 2"),
     ):
-        with pytest.raises(ValueError, match=words):
-            tensor_parallel(nn.Sequential(gated(**options)), Comm())
+        raises(words, tensor_parallel, nn.Sequential(gated(**options)), Comm())
 
 
 def test_an_input_inside_a_container_is_compared(world2: World) -> None:
@@ -204,8 +203,7 @@ def test_an_input_inside_a_container_is_compared(world2: World) -> None:
         model(batch, more=(other,) if where == "by name" else None)
 
     for where in ("in a list", "by name"):
-        with pytest.raises(RankError, match="the input differs between the ranks"):
-            world2.run(run, where)
+        raises("the input differs between the ranks", world2.run, run, where, error=RankError)
     world2.run(run, "nowhere")
 
 
@@ -213,8 +211,7 @@ def test_targets_that_differ_are_found(world2: World) -> None:
     def run() -> None:
         vocab_parallel_cross_entropy(torch.ones(2, 3), torch.tensor([0, Comm().rank]), Comm())
 
-    with pytest.raises(RankError, match="the tensor of targets differs(.|\n)*the same batch"):
-        world2.run(run)
+    raises("the tensor of targets differs(.|\n)*the same batch", world2.run, run, error=RankError)
 
 
 class Elsewhere:
@@ -233,8 +230,7 @@ def test_random_states_of_the_models_device_are_compared(world2: World) -> None:
         with patch.object(tensor_checks, "generators", lambda: here):
             tensor_checks.check_same_input(Comm(), False, mlp().to("meta"), (), {})
 
-    with pytest.raises(RankError, match="the random state differs(.|\n)*the same seed"):
-        world2.run(run, "meta")
+    raises("the random state differs(.|\n)*the same seed", world2.run, run, "meta", error=RankError)
     world2.run(run, "cuda:1")
 
 
@@ -250,8 +246,7 @@ def test_a_model_that_was_pickled_says_that_its_ranks_are_gone(world2: World) ->
     for way in ("tensor", "ring", "ulysses"):
         models = world2.run(run, way)
         for model in (models[1], saved(models[1])):
-            with pytest.raises(RuntimeError, match=r"rank 1 over ranks \[0, 1\] was pickled"):
-                model(tokens)
+            raises(r"rank 1 over ranks \[0, 1\] was pickled", model, tokens, error=RuntimeError)
             marks = [shard_of(p) for p in model.parameters()]
             assert any(marks) == (way == "tensor")
             if way == "tensor":

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import labkit
 from labkit import Comm, RankError, World, ZeRO3, full_state_dict
-from small_models import Custom, difference, refused
+from small_models import Custom, difference
+from tables import raises
 from test_zero3 import off
 from worlds import on_each_rank, world_fixture
 
@@ -86,7 +87,7 @@ def test_ranks_that_route_to_different_experts_are_reported(
 def test_without_checks_every_rank_raises_in_the_step_itself() -> None:
     words = "(unit of experts.0.weight) | all_gather(unit of experts.1.weight)"
     call = partial(route, [[0, 2], [1, 2]], "training")
-    refused(call, words, error=labkit.CollectiveMismatch)
+    raises((words,), call, error=labkit.CollectiveMismatch)
     route([[0], [0]], "training")  # the group is of use afterwards
 
 
@@ -221,7 +222,7 @@ def test_an_optimizer_from_before_the_wrap_is_refused_at_its_first_step() -> Non
     before = model.full_state_dict()
     early.zero_grad()
     model(x).sum().backward()
-    refused(early.step, "from before ZeRO3(module)")
+    raises(("from before ZeRO3(module)",), early.step)
     assert difference(model.full_state_dict(), before) == 0
     torch.optim.AdamW([*model.parameters(), *other.parameters()], lr=0.1).step()
     assert difference(model.full_state_dict(), before) > 0
@@ -247,7 +248,7 @@ def test_a_forward_that_writes_to_a_parameter_is_refused() -> None:
         (Renormed(3, 1), x, 10, "weight"),
     ):
         model = ZeRO3(module, persist_below=below)
-        refused(lambda: model(given), f"wrote to {name},")  # noqa: B023
+        raises((f"wrote to {name},",), model, given)
 
 
 @on_each_rank("world")
@@ -259,7 +260,7 @@ def test_a_step_after_backward_with_inputs_is_refused() -> None:
         model(torch.ones(1, 4))
     optimizer.step()
     model(torch.ones(1, 4)).sum().backward(inputs=list(model.parameters()))
-    refused(optimizer.step, "without inputs=")
+    raises("without inputs=", optimizer.step)
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -295,7 +296,7 @@ def test_hooks_that_would_never_be_called_are_refused() -> None:
         lambda: shard.register_hook(lambda g: g),
         lambda: shard.register_post_accumulate_grad_hook(lambda p: None),
     ):
-        refused(call, "would never be called")
+        raises("would never be called", call)
     plain = nn.Linear(4, 4)
     labkit.DDP(plain)(torch.ones(1, 4)).sum().backward()
     ZeRO3(plain)  # what a strategy that is gone has left does not count
@@ -325,7 +326,7 @@ def test_torchs_clipping_by_norm_is_refused_before_it_changes_anything(
         lambda: norm_of([p.grad for p in parameters], foreach=foreach),
         lambda: parameters[0].grad.norm(),
     ):
-        refused(call, "labkit.clip_grad_norm(model, max_norm)")
+        raises(("labkit.clip_grad_norm(model, max_norm)",), call)
     assert all(torch.equal(p.grad, x) for p, x in zip(parameters, before))
 
 
@@ -376,7 +377,7 @@ def test_copies_and_pickles_are_refused_and_end_no_rank() -> None:
         lambda: torch.save(model, io.BytesIO()),
         lambda: torch.save(model.module, io.BytesIO()),
     ):
-        refused(call, "cannot be copied or pickled; save its full_state_dict()")
+        raises(("cannot be copied or pickled; save its full_state_dict()",), call)
     second = ZeRO3(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     second.load_full_state_dict(model.full_state_dict())  # what the sentence says
     x = torch.randn(3, 4)
@@ -409,7 +410,7 @@ def test_a_compiled_module_is_refused() -> None:
     method[0].compile()
     some = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4)))
     for module in (torch.compile(nn.Linear(4, 4)), method, some):
-        refused(lambda: ZeRO3(module), "wrap the plain module")  # noqa: B023
+        raises("wrap the plain module", ZeRO3, module)
 
 
 @on_each_rank("world")
@@ -421,4 +422,4 @@ def test_the_whole_state_is_whole_around_a_compiled_model_too() -> None:
     model = ZeRO3(module)
     for one in (model, torch.compile(model, backend="eager")):
         assert difference(full_state_dict(one), right) == 0
-    refused(lambda: full_state_dict(nn.Sequential(model)), "has a ZeRO3 inside")
+    raises("has a ZeRO3 inside", full_state_dict, nn.Sequential(model))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +36,6 @@ ROWS, LENGTH, VOCAB = 8, 64, 1024  # the batch, shared by all ranks
 STEPS = 5  # in a turn
 FLOOR = "no communication"
 WITHOUT_ADAMW = "forward_backward_s"
-
-
-save = partial(harness.save, rows=ROWS, length=LENGTH)
 
 
 class Silent(Comm):
@@ -134,6 +132,11 @@ def bench_tensor_parallel(
 ) -> list[StepTimes]:
     """Time all cases for each number of ranks and model, a preset of labkit's."""
     return harness.on_worlds(_on_rank, ranks, models, transport, turns)
+
+
+def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
+    """Write everything as JSON, with the ratios; `harness.read` returns it."""
+    return harness.save(measured, path, rows=ROWS, length=LENGTH)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

@@ -1,8 +1,5 @@
-"""Strategies side by side.
-
-compare          from recorded runs: where the time of a step goes, what travels, what is held
-draw_comparison  their losses, and the bytes that one rank sends and holds against the prediction
-"""
+"""Strategies side by side: `compare` draws recorded runs, `draw_comparison` their losses, and the
+bytes that one rank sends and holds against the prediction."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

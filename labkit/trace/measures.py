@@ -1,8 +1,6 @@
-"""What the times of a trace add up to: computing, communicating, waiting, and how much of the
-communication was hidden behind computing; and the split of a step into these.
-
-All over sets of intervals: lists of (begin, end) in seconds, sorted, that do not touch.
-"""
+"""What the times of a trace add up to: computing, communicating, waiting, and how much
+communication was hidden behind computing. All over sets of intervals: lists of (begin, end) in
+seconds, sorted, that do not touch."""
 
 from collections import Counter
 from collections.abc import Iterable

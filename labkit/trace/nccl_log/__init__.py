@@ -1,14 +1,5 @@
-"""What NCCL says of itself with NCCL_DEBUG=INFO, read into plain data.
-
-    NcclLog ── communicators ── Communicator    the ranks of one of torch's process groups
-                                  ranks         the host and GPU of each
-                                  rings         channel -> the ranks in the order of its ring
-                                  trees         channel -> rank -> its parent and its children
-                                  connections   source, target, channel and transport
-
-log.py has the data, parse.py reads it, summary.py makes a table; examples/ are explained logs,
-composed after NCCL's documentation.
-"""
+"""What NCCL says of itself with NCCL_DEBUG=INFO: the data (log.py), its parser, and a table of it.
+examples/ has explained logs, composed after NCCL's documentation."""
 
 from labkit.trace.nccl_log.log import Communicator, Connection, NcclLog, NcclRank, TreeNode
 from labkit.trace.nccl_log.parse import EXAMPLES, parse_nccl_log, read_nccl_log

@@ -1,8 +1,5 @@
-"""What a log of NCCL says, as data (no torch here).
-
-A *channel* is one ring and one tree, with some of the GPU's threads and a share of the bytes: NCCL
-runs several at once to fill all links.
-"""
+"""What a log of NCCL says, as data (no torch here). A *channel* is one ring and one tree, with some
+of the GPU's threads and a share of the bytes: NCCL runs several at once to fill all links."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

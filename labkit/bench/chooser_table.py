@@ -1,10 +1,7 @@
-"""A table for the chooser, from what was measured on the present link.
-
-At the smallest size the fastest algorithm is taken, and kept until another takes a tenth less:
-what differs by less is noise, and there the fewer steps decide. Where LABKIT_TABLE names its file,
-labkit/runtime/transports/chooser.py reads the table. Operations that were not measured keep
-labkit's own rows.
-"""
+"""A table for the chooser (LABKIT_TABLE), from what was measured on the present link. At the
+smallest size the fastest algorithm is taken, and kept until another takes a tenth less: what
+differs by less is noise, and there the fewer steps decide. Operations not measured keep labkit's
+own rows."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,10 +1,7 @@
-"""The table that nccl-tests prints, for labkit's collectives and the backend's own side by side.
-
-Within one size, all algorithms and the backend's own take turns of a few calls each. As in
-nccl-tests, the time of a call is that of a whole turn, from a barrier to the end of the last call
-on the slowest rank, over the number of calls. A single call says little: where ranks may run ahead,
-one call lasts long and the next has already arrived. The median of the turns is reported.
-"""
+"""The table that nccl-tests prints, for labkit's collectives and the backend's own, which take
+turns of a few calls each. As in nccl-tests, a call's time is that of a whole turn, from a barrier
+to the end of the last call on the slowest rank, over the number of calls (where ranks may run
+ahead, a single call says little). The median of the turns is reported."""
 
 import os
 import platform

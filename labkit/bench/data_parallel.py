@@ -27,7 +27,10 @@ Wrap = Callable[[nn.Module], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-_unwrapped: Wrap = lambda module: module  # noqa: E731
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module
+
+
 _adamw: MakeOptimizer = partial(torch.optim.AdamW, lr=LR)
 _zero = partial(ZeroOptimizer, optimizer_cls=torch.optim.AdamW, lr=LR)
 STRATEGIES: dict[str, tuple[Wrap, MakeOptimizer]] = {

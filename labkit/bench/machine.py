@@ -1,14 +1,7 @@
-"""This machine as a cluster: the ranks of a World are its devices, all measured at the same time.
-
-Ranks that share cores, memory or a GPU get a share of them while the others work as well; that
-share is a device here, with one thread as a World gives it. The same holds for a wire: on fewer
-ranks than all, every group of that size sends at once, and a rank's rate is its port's.
-
-Times are those of turns: several calls in a row from a barrier on, over their number, on the
-slowest rank, when all work is done. Every case has turns in each of several rounds, since other
-programs come and go; they make turns slow, and none fast: the lower quartile counts. The
-description is fitted to these (labkit/bench/rates.py).
-"""
+"""This machine as a cluster: the ranks of a World are its devices, all measured at the same time,
+so that a device is a rank's share of cores, memory, GPU and wire. A time is that of a turn: several
+calls from a barrier on, over their number, on the slowest rank; the lower quartile counts, as other
+programs make turns slow, and none fast. The description is fitted to these (rates.py)."""
 
 import os
 import time

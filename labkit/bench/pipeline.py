@@ -1,18 +1,13 @@
 """A step of labkit's pipeline beside torch.distributed.pipelining's by the same schedule, and the
-floor of both: what the stages compute, and the bubble.
-
-    floor     each stage's computing without communication, and the bubble (`Floor`)
-    labkit    Pipeline, over `transport`
-    torch     ScheduleGPipe, Schedule1F1B, ..., over gloo
-
-All have the same model in the same stages, the same batch and micro-batches, and take turns in the
-same processes. A step is forward and backward of the whole batch; the optimizer's is the same.
-"""
+floor of both: what the stages compute, and the bubble (`Floor`). All have the same model in the
+same stages, the same batch and micro-batches, and take turns in the same processes. A step is
+forward and backward of the whole batch; the optimizer's is the same."""
 
 import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -40,8 +35,6 @@ AIM = 1.0
 SCHEDULES = list(peers.PIPELINES)
 
 Step = Callable[[], Tensor | None]
-
-save = partial(harness.save, rows=ROWS, length=LENGTH, depth=DEPTH, vocab=VOCAB)
 
 
 def loss_of(logits: Tensor, y: Tensor) -> Tensor:
@@ -104,14 +97,16 @@ class Floor:
         self.actions, stages = self.schedule[comm.rank], stages_of(model, name, comm.size)
         x, y = batch()
         ys = y.chunk(microbatches)
+
+        def loss(output: Tensor, k: int) -> Tensor:
+            return loss_of(output, ys[k]) / microbatches
+
         self.stages = []
         for chunk in range(chunks):
             index = virtual_stage(comm.rank, chunk, comm.size)
             own = [action for action in self.actions if action.chunk == chunk]
-            loss = None
-            if index == len(stages) - 1:
-                loss = lambda output, k: loss_of(output, ys[k]) / microbatches  # noqa: E731
-            stage = VirtualStage(stages[index], index, comm.rank, own, False, None, loss)
+            of_last = loss if index == len(stages) - 1 else None
+            stage = VirtualStage(stages[index], index, comm.rank, own, False, None, of_last)
             self.stages.append(stage)
         self.xs, width = x.chunk(microbatches), PRESETS[model]["width"]
         self.activations = [torch.randn(len(x), LENGTH, width) for x in self.xs]
@@ -223,6 +218,12 @@ def bench_pipeline(
             if microbatches < size:
                 raise ValueError(f"{microbatches} micro-batches: torch needs one a rank, {size}")
     return harness.on_worlds(_on_rank, ranks, models, transport, names, microbatches, turns)
+
+
+def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
+    """Write everything as JSON, with the ratios; `harness.read` returns it."""
+    sizes = {"rows": ROWS, "length": LENGTH, "depth": DEPTH, "vocab": VOCAB}
+    return harness.save(measured, path, **sizes)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

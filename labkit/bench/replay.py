@@ -1,10 +1,6 @@
-"""Is the replay right? A step of DDP over a modelled wire, predicted and measured.
-
-Two worlds take turns. In one nothing slows the wires: its recording says how long this machine
-computes, and how long it takes to move each tensor. A replay gives its steps the wires of a `Link`;
-in the other world the ranks train over that `Link` themselves. Prediction and measurement are
-compared turn by turn.
-"""
+"""Is the replay right? Two worlds take turns. In one nothing slows the wires: its recording says
+how long this machine computes and moves each tensor, and a replay gives its steps the wires of a
+`Link`. In the other the ranks train over that `Link`. They are compared turn by turn."""
 
 from collections.abc import Callable
 from statistics import mean

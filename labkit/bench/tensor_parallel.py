@@ -1,20 +1,14 @@
-"""A step of labkit's tensor parallelism beside torch's DTensor, and beside no communication.
-
-    tensor                the loss from each rank's slice of the logits
-    DTensor               torch's `parallelize_module` of the same model, with its `loss_parallel`
-    ..., all logits       every rank gathers all logits and computes the whole loss
-    no communication      every rank computes its share, and each all-reduce returns at once: its
-                          results are wrong, its time is the least possible
-
-All train the same GPT, from the same weights, on the same tokens, in the same processes, in turns
-of a few steps. Ratios are also given without AdamW's step, which by itself takes DTensor long.
-"""
+"""A step of labkit's tensor parallelism beside torch's DTensor, and beside no communication, whose
+results are wrong and whose time is the least possible. All train the same GPT, from the same
+weights, on the same tokens, in the same processes, in turns of a few steps. Ratios are also given
+without AdamW's step, which by itself takes DTensor long."""
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +29,6 @@ ROWS, LENGTH, VOCAB = 8, 64, 1024  # the batch, shared by all ranks
 STEPS = 5  # in a turn
 FLOOR = "no communication"
 WITHOUT_ADAMW = "forward_backward_s"
-
-
-save = partial(harness.save, rows=ROWS, length=LENGTH)
 
 
 class Silent(Comm):
@@ -134,6 +125,11 @@ def bench_tensor_parallel(
 ) -> list[StepTimes]:
     """Time all cases for each number of ranks and model, a preset of labkit's."""
     return harness.on_worlds(_on_rank, ranks, models, transport, turns)
+
+
+def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
+    """Write everything as JSON, with the ratios; `harness.read` returns it."""
+    return harness.save(measured, path, rows=ROWS, length=LENGTH)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

@@ -34,7 +34,6 @@ TransportName = Annotated[
     str | None,
     Option("--transport", help="Of labkit's: shm, gloo; if absent, a World's pick."),
 ]
-Only = Annotated[str | None, Option(help="Some of the cases, with commas; all if absent.")]
 Save = Annotated[Path | None, Option(help="Write all of it as JSON.", callback=check_output)]
 
 
@@ -49,10 +48,12 @@ def _bench(context: typer.Context) -> None:
 @bench.command("data-parallel")
 def data_parallel(
     turns: Turns = 20,
-    only: Only = None,
+    only: Annotated[
+        str | None, Option(help="ddp, zero-1, zero-2, zero-3: some of these, with commas.")
+    ] = None,
     transport: TransportName = None,
 ) -> None:
-    """A step of DDP, ZeRO-1, 2 and 3 against torch's: ddp, zero-1, zero-2, zero-3."""
+    """A step of DDP, ZeRO-1, 2 and 3 against torch's."""
     _measure("data_parallel", None, split_words(only), turns=turns, transport=transport)
 
 
@@ -79,15 +80,16 @@ def tensor_parallel(
 )
 def pipeline(
     turns: Turns = 20,
-    only: Only = None,
+    only: Annotated[
+        str | None, Option(help="gpipe, 1f1b, interleaved, zb-h1: some of these, with commas.")
+    ] = None,
     ranks: Ranks = "2,4",
     models: Models = "1M,3.4M",
     microbatches: Annotated[int, Option(help="So many of the 16 rows.", min=1)] = 8,
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
-    """A step of a pipeline against torch's by the same schedule, and the floor of both: gpipe,
-    1f1b, interleaved, zb-h1."""
+    """A step of a pipeline against torch's by the same schedule, and the floor of both."""
     sizes, names = split_numbers(ranks), split_words(models)
     _measure("pipeline", save, split_words(only), sizes, names, microbatches, turns, transport)
 
@@ -98,11 +100,13 @@ def pipeline(
 )
 def precision(
     turns: Turns = 20,
-    only: Only = None,
+    only: Annotated[
+        str | None,
+        Option(help="fp32, tf32, bf16, fp16, fp8, recompute: some of these, with commas."),
+    ] = None,
     save: Save = None,
 ) -> None:
-    """A step in each number format, and mixed precision and recompute against torch's: fp32, tf32,
-    bf16, fp16, fp8, recompute."""
+    """A step in each number format, and mixed precision and recompute against torch's."""
     _measure("precision", save, split_words(only), turns=turns)
 
 
@@ -121,7 +125,7 @@ def replay(turns: Turns = 10) -> None:
 )
 def collectives(
     from_: Annotated[
-        str, Option("--from", help="Smallest size; K, M, G are powers of 1024.")
+        str, Option("--from", help="Smallest size in bytes; K, M, G are powers of 1024.")
     ] = "4K",
     to: Annotated[str, Option(help="Largest size.")] = "64M",
     factor: Annotated[int, Option(help="Each size is so many times the one before.")] = 4,
@@ -133,7 +137,9 @@ def collectives(
             "between neighbours): one or more, with commas."
         ),
     ] = None,
-    ranks: Annotated[str | None, Option(help="Numbers of ranks; 2,4 (with --fit 2,3,4).")] = None,
+    ranks: Annotated[
+        str | None, Option(help="Numbers of ranks; 2,4 if absent (2,3,4 with --fit).")
+    ] = None,
     algorithms: Annotated[str | None, Option(help="As default,ring,tree; all if absent.")] = None,
     dtype: Annotated[
         str, Option(help="float32, float64, float16, bfloat16, int32, int64 or uint8.")
@@ -144,8 +150,12 @@ def collectives(
     transport: TransportName = None,
     save: Save = None,
     plot: Plot = None,
-    fit: Annotated[bool, Option("--fit", help="Fit alpha and beta, and write a table.")] = False,
-    table: Annotated[Path | None, Option(help="Where --fit writes.", callback=check_output)] = None,
+    fit: Annotated[
+        bool, Option("--fit", help="Fit alpha and beta; write a table of algorithms.")
+    ] = False,
+    table: Annotated[
+        Path | None, Option(help="Where --fit writes; else it says where.", callback=check_output)
+    ] = None,
 ) -> None:
     """The table that nccl-tests prints, for labkit's collectives and the backend's own.
 
@@ -205,7 +215,9 @@ def collectives(
 )
 def transfers(
     mb: Annotated[float, Option(help="Megabytes (1e6 bytes) of fp32 that move.")] = 64.0,
-    gbps: Annotated[float, Option(help="Gbit/s of the paced bus; 0 leaves it out.")] = 16.0,
+    gbps: Annotated[
+        float, Option(help="Gigabits per second of the paced bus; 0 leaves it out.")
+    ] = 16.0,
     turns: Turns = 9,
     to: Annotated[str, Option(help="The dtype it is cast to: fp16 or bf16.")] = "fp16",
     save: Save = None,

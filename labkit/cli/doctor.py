@@ -20,7 +20,9 @@ def doctor(
             "as a cluster to replay runs on. Close other programs first.",
         ),
     ] = None,
-    ranks: Annotated[int | None, Option(help="With --cluster; 4 if absent.", min=1)] = None,
+    ranks: Annotated[
+        int | None, Option(help="With --cluster: of so many ranks; 4 if absent.", min=1)
+    ] = None,
 ) -> None:
     """Tell what this machine has, what a lab will pick, and what is wrong."""
     from labkit import doctor as examining

@@ -1,17 +1,17 @@
-"""`labkit plan`: choose a layout for a model on a cluster, or ask whether there is one.
-`labkit schedule`: a pipeline's schedule, printed and drawn."""
+"""`labkit plan`: choose a layout for a model on a cluster, or ask whether there is one."""
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Option
+from typer import Option
 
-from labkit.cli.terminal import ClusterFile, Plot, app, console, save_picture, split_words
+from labkit.cli.terminal import Plot, app, console, save_picture, split_words
 from labkit.foreign import markup
 
 if TYPE_CHECKING:
@@ -20,46 +20,8 @@ if TYPE_CHECKING:
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.plan import Fit, Plan
 
-MOST_FORWARDS = 20_000  # of a schedule that is printed
 WIDTH = 168  # columns of the table of layouts
 Numbers = Annotated[str | None, Option(help="Only these, with commas; all if absent.")]
-Powers = Annotated[str | None, Option(help="Only these; powers of two if absent.")]
-
-
-@app.command(
-    epilog="Examples:  labkit schedule 1f1b  ·  labkit schedule interleaved --stages 4 "
-    "--microbatches 8 --chunks 2  ·  labkit schedule zb-h1 --plot zb.png"
-)
-def schedule(
-    name: Annotated[str, Argument(help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, pipedream")],
-    stages: Annotated[int, Option(help="Stages of the pipeline, one a rank.", min=1, max=256)] = 4,
-    microbatches: Annotated[int, Option(help="Into which a batch is cut.", min=1)] = 8,
-    chunks: Annotated[int | None, Option(help="Parts a stage; 2 of interleaved.", min=1)] = None,
-    plot: Plot = None,
-) -> None:
-    """Print a pipeline's schedule, its bubble, and what each stage holds at most."""
-    from labkit import schedules
-    from labkit.plot.pipeline_lanes import lanes_of
-
-    chunks = chunks or (2 if name == "interleaved" else 1)
-    if (forwards := stages * microbatches * chunks) > MOST_FORWARDS:
-        raise ValueError(
-            f"stages x micro-batches x chunks = {forwards:,}; at most {MOST_FORWARDS:,} are printed"
-        )
-    actions = schedules.schedule(name, stages, microbatches, chunks)
-    lanes = lanes_of(actions, name)
-    console.print(
-        f"{schedules.show(actions)}\n"
-        f"A step is {lanes.step:g} forwards of a stage long, {lanes.bubble:.1%} of it idle (a "
-        f"backward takes 2 forwards, or 1 for the input and 1 for the weights).\n"
-        f"Micro-batches whose activations a stage holds at most: "
-        f"{', '.join(f'{x:g}' for x in lanes.held)}.",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    if plot is not None:
-        from labkit.plot import schedule as draw
-
-        save_picture(draw(actions, name=name), plot)
 
 
 @app.command(
@@ -73,28 +35,38 @@ def plan(
     cluster: Annotated[str, Option(help="As `selene` or `dgx-h100`.")],
     batch: Annotated[int, Option(help="Rows of a step, over all replicas.", min=1, max=1 << 20)],
     model: Annotated[
-        str | None, Option(help="As `gpt3-175b`; or --width, --depth, --heads.")
+        str | None, Option(help="As `gpt3-175b`; or give --width, --depth and --heads.")
     ] = None,
     width: Annotated[int | None, Option(help="Of the model.", min=1, max=1 << 17)] = None,
     depth: Annotated[int | None, Option(help="Blocks of the model.", min=1, max=2048)] = None,
     heads: Annotated[int | None, Option(help="Of attention.", min=1)] = None,
-    context: Annotated[int | None, Option(help="Positions; 2048.", min=1, max=1 << 22)] = None,
+    context: Annotated[
+        int | None, Option(help="Positions of a row; 2048.", min=1, max=1 << 22)
+    ] = None,
     vocab: Annotated[int | None, Option(help="Of the model; 51200.", min=1, max=1 << 22)] = None,
     gpus: Annotated[int | None, Option(help="Use so many; all if absent.", min=1)] = None,
-    clusters: ClusterFile = None,
+    clusters: Annotated[
+        Path | None, Option(help="A file of clusters of your own, where --cluster is.")
+    ] = None,
     tp: Numbers = None,
     pp: Numbers = None,
     dp: Numbers = None,
-    microbatch: Powers = None,
-    chunks: Powers = None,
+    microbatch: Annotated[str | None, Option(help="Rows of one; powers of two if absent.")] = None,
+    chunks: Annotated[str | None, Option(help="Of each stage; powers of two if absent.")] = None,
     zero: Annotated[str | None, Option(help="0, 1 or both, with commas.")] = None,
     sequence: Annotated[bool | None, Option(help="Sequence parallelism; both if absent.")] = None,
-    recompute: Annotated[bool | None, Option(help="Forward twice; both if absent.")] = None,
-    max_memory: Annotated[float | None, Option(help="GB (1e9 bytes) a device may hold.")] = None,
+    recompute: Annotated[
+        bool | None, Option(help="Blocks compute forward twice; both if absent.")
+    ] = None,
+    max_memory: Annotated[
+        float | None, Option(help="GB (1e9 bytes) that a device may hold; all if absent.")
+    ] = None,
     top: Annotated[int, Option(help="How many layouts to show.", min=1)] = 10,
     as_json: Annotated[bool, Option("--json", help="Print all of it as JSON.")] = False,
     plot: Plot = None,
-    fits: Annotated[bool, Option("--fits", help="Instead: does it fit?")] = False,
+    fits: Annotated[
+        bool, Option("--fits", help="Instead: does it fit, and what holds how much.")
+    ] = False,
     largest: Annotated[
         bool,
         Option(

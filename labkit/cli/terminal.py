@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
-from typer import Argument, Option
+from typer import Option
 from typer.core import TyperGroup
 
 from labkit import __version__
@@ -23,10 +23,8 @@ Dtype = Annotated[str, Option(help='"float64" proves equality, "float32" is usua
 Lr = Annotated[float, Option(help="Learning rate of AdamW.")]
 Seed = Annotated[int, Option(help="Seed of model and data.", min=0)]
 TextPath = Annotated[
-    str | None, Option("--text", help="Text file or folder; Python's docs if absent.")
+    str | None, Option("--text", help="A text file or folder; Python's own docs if absent.")
 ]
-RunFolder = Annotated[Path, Argument(metavar="RUN", help="Folder of a recorded run.")]
-ClusterFile = Annotated[Path | None, Option(help="Your own, as of `labkit doctor --cluster`.")]
 Plot = Annotated[Path | None, Option(help="Draw it, as PNG.", callback=check_picture)]
 
 

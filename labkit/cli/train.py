@@ -21,7 +21,7 @@ from labkit.foreign import markup
 )
 def compare(
     strategies: Annotated[
-        list[str] | None, Argument(help="Names, as `ddp`; if none: all families.")
+        list[str] | None, Argument(help="Names, as `single` or `ddp`; if none: all families.")
     ] = None,
     every: Annotated[bool, Option("--all", help="Every strategy, not one a family.")] = False,
     ranks: Annotated[int, Option(help="How many ranks.", min=1)] = 4,
@@ -65,7 +65,10 @@ def compare(
 def run(
     strategy: Annotated[str, Argument(help="Name of a strategy, as `ddp`.")],
     ranks: Annotated[
-        int | None, Option(help="Ranks to start; 4 if absent. Not under torchrun.", min=1)
+        int | None,
+        Option(
+            help="Ranks to start; 4 if absent. Not under torchrun, which has started them.", min=1
+        ),
     ] = None,
     model: Model = "1M",
     steps: Steps = 24,
@@ -75,7 +78,7 @@ def run(
     seed: Seed = 0,
     text: TextPath = None,
     record: Annotated[
-        Path | None, Option(help="Record into this folder, for `labkit view`.")
+        Path | None, Option(help="Record the run into this folder, for `labkit view`.")
     ] = None,
 ) -> None:
     """Train with one strategy, on ranks of its own or on those that torchrun has started."""

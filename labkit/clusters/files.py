@@ -122,10 +122,15 @@ def _cluster(name: str, table: Any, devices: Mapping[str, Any], where: str) -> C
     if not (isinstance(levels, list) and 1 <= len(levels) <= 2):
         raise ValueError(f"{where}: levels: one inside a node is needed, and one between, if any")
     inside, *between = [_level(x, i == 0, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
-    nodes = _count(table, "nodes", where)
-    per_node = _count(levels[0], "devices", f"{where}: levels[0]")
-    device = _device(devices[device], f"{where}: device {device}")
-    return Cluster(name, str(table.get("title", name)), device, nodes, per_node, inside, *between)
+    return Cluster(
+        name,
+        str(table.get("title", name)),
+        _device(devices[device], f"{where}: device {device}"),
+        _count(table, "nodes", where),
+        _count(levels[0], "devices", f"{where}: levels[0]"),
+        inside,
+        *between,
+    )
 
 
 def _device(table: Any, where: str) -> Device:

@@ -1,9 +1,5 @@
-"""What activations cost: the bill of a layer, the choices, and a step under each choice.
-
-bill         a bar for each way to train, its parts the terms of sbw(34 + 5as/w)
-front        memory and time of all choices, the Pareto front, and the chosen one
-step_memory  the memory of one step, under several choices, in one picture
-"""
+"""What activations cost: the bill of a layer, its parts the terms of sbw(34 + 5as/w); the choices
+and their Pareto front; the memory of a step under each choice."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle

@@ -1,8 +1,5 @@
-"""Moving tensors between memories.
-
-transfers  ways to move a tensor, measured beside predicted, with the limit of the bus
-loading    loads of a model's weights beside its computing
-"""
+"""Moving tensors between memories: ways to move one, measured beside predicted, with the limit of
+the bus; and loads of a model's weights beside its computing."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby

@@ -1,10 +1,5 @@
 """Planning in pictures: where the time of each layout goes, the map of tensor and pipeline ranks,
-and measured step times beside those that the plan's model predicts.
-
-tp 8 · pp 8  ██████████████ compute ██ tensor █ bubble      pp 16 │ 30.1  25.0  27.2
-tp 4 · pp 16 ██████████████ compute █ tensor ████ bubble     pp 8 │  --   24.1  25.5
-...                                                          tp ──┴──  4     8    16
-"""
+and measured step times beside those that the plan's model predicts."""
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle, product

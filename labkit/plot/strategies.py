@@ -1,8 +1,5 @@
-"""Strategies side by side.
-
-compare          from recorded runs: where the time of a step goes, what travels, what is held
-draw_comparison  their losses, and the bytes that one rank sends and holds against the prediction
-"""
+"""Strategies side by side: `compare` draws recorded runs, `draw_comparison` their losses, and the
+bytes that one rank sends and holds against the prediction."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +22,7 @@ from labkit.plot.figure import (
     styled,
 )
 from labkit.plot.memories import detailed_step
-from labkit.plot.style import COLOURS, DASHES, IDLE, byte_unit
+from labkit.plot.style import CATEGORIES, COLOURS, DASHES, IDLE, byte_unit
 from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import common, communicating, computing, length_s, peak_memory, waiting
 
@@ -191,12 +188,12 @@ def draw_comparison(results: Sequence["Result"], path: Path) -> Figure:
     sent.set(xlabel="MB", xlim=(0, most * 1.05))
     name_rows(sent, names)
     legend_below(sent)
-    states = [
-        {"parameters": x.measured.parameter_bytes, "gradients": x.measured.gradient_bytes,
-         "optimizer state": x.measured.optimizer_bytes}
-        for x in results
-    ]  # fmt: skip
-    stacked_bars(held, memory_parts(states, 1e6))
+    fields = {"parameters": "parameter_bytes", "gradients": "gradient_bytes",
+              "optimizer state": "optimizer_bytes"}  # fmt: skip
+    stacked_bars(held, [
+        BarPart(name, [getattr(x.measured, field) / 1e6 for x in results], CATEGORIES[name])
+        for name, field in fields.items()
+    ])  # fmt: skip
     held.set_xlabel("MB")
     held.tick_params(axis="y", labelleft=False, length=0)
     losses.set_title("Loss: the lines lie on each other", loc="center")

@@ -1,9 +1,7 @@
-"""The one place for colours: the same thing has the same colour in every picture.
-
-The hues are those of Okabe and Ito (2008), which colour-blind readers can tell apart. A phase has
-the colour of what it makes: forward makes activations, backward gradients, the optimizer its
-state. What travels is purple, blue, yellow, grey or brown by operation; vermilion is lost time.
-"""
+"""The one place for colours: the same thing has the same colour in every picture. The hues are
+those of Okabe and Ito (2008), which colour-blind readers can tell apart. A phase has the colour of
+what it makes; what travels is purple, blue, yellow, grey or brown by operation; vermilion is lost
+time."""
 
 from collections.abc import Iterable
 from typing import Any

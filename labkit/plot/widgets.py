@@ -36,13 +36,10 @@ BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  #
 
 
 class PictureWidget(ipywidgets.VBox):
-    """Controls over one picture, which is drawn again when a control moves.
+    """Controls over one picture, which is drawn again when a control moves. `picture.value` is the
+    PNG that is shown: all there is where no kernel runs, as on a page on the web.
 
-    `picture.value` is the PNG that is shown. Where no kernel runs (a page on the web, an exported
-    notebook), that is all there is, as it was when the cell was run.
-
-    A subclass makes its controls, passes them to `_arrange`, and draws in `_draw`.
-    """
+    A subclass makes its controls, passes them to `_arrange`, and draws in `_draw`."""
 
     def __init__(self) -> None:
         self.picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})

@@ -2,14 +2,9 @@
 
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
-steps and bytes are those of labkit/comm/collectives/costs.py. alpha is the seconds of a message of
-any size, beta the seconds per byte, with the time to reduce it, which also grows with the bytes. An
-algorithm without a formula (one that a backend chooses) counts as one step that sends its bus
-bytes: a straight line over size.
-
-The fit is least squares of log(predicted / measured). By absolute errors 4 KiB, of microseconds,
-would not count beside 64 MiB; relative ones would be too low where times vary, since no prediction
-can be too low by more than 100 %. Neither alpha nor beta can be negative.
+steps and bytes: labkit/comm/collectives/costs.py. alpha is the seconds of a message of any size,
+beta those of a byte, its reduction included; neither is negative. The fit is least squares of
+log(predicted / measured): by absolute errors 4 KiB would not count beside 64 MiB.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,8 +44,8 @@ class Fit:
 
 
 def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
-    """By the formula of the algorithm, or as a straight line. gloo's own all-reduce is a ring whose
-    segments are not counted as steps."""
+    """By the formula of the algorithm; without one (a backend's choice) as one step that sends its
+    bus bytes. gloo's own all-reduce is a ring whose segments are not counted as steps."""
     bus_bytes = BUS_FACTORS[op](ranks) * size_bytes
     if (op, algorithm) == ("all_reduce", "gloo"):
         return Cost(2 * (ranks - 1), bus_bytes)

@@ -232,6 +232,36 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     assert f"Examples: {examples}" in command(f"{name} --help")
 
 
+def test_the_help_lists_the_commands_in_the_order_of_their_use() -> None:
+    lines = CliRunner().invoke(app, ["--help"]).output.splitlines()
+    commands = [match[1] for line in lines if (match := re.match(r"│ ([a-z][a-z-]*)  ", line))]
+    assert commands == [
+        "compare", "run", "doctor", "view", "replay", "schedule", "nccl-log", "plan", "bench",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
+        ("plan", ["Rows of one; powers of two", "Of each stage; powers of two", "GB (1e9 bytes)",
+                  "what holds how much", "Blocks compute forward twice", "where --cluster is",
+                  "Positions of a row"]),
+        ("replay", ["Computing as it was; only the wires", "on one cluster", "--cluster` writes"]),
+        ("doctor", ["of so many ranks; 4 if absent"]),
+        ("schedule", ["Pieces of the model a stage", "over time, as PNG"]),
+        ("bench transfers", ["Gigabits per second"]),
+    ],
+)  # fmt: skip
+def test_the_help_of_an_option_says_what_it_counts_and_in_which_unit(
+    command: str, words: list[str]
+) -> None:
+    wide = {"COLUMNS": "200", "TERMINAL_WIDTH": "200"}
+    text = CliRunner().invoke(app, [*command.split(), "--help"], env=wide).output
+    text = " ".join(text.replace("│", " ").split())
+    assert [part for part in words if part not in text] == []
+
+
 def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:
     trace = dry_run(two_steps, ranks=2)
     run = write_run(trace, tmp_path / "run")

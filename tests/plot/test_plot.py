@@ -713,6 +713,16 @@ def test_the_picture_of_losses_has_the_same_colours_and_can_be_read(tmp_path: Pa
     assert_readable(figure)
 
 
+def test_the_picture_of_losses_names_categories_of_no_bytes_too(tmp_path: Path):
+    nothing = Footprint(4e6, 0, 0, 6e6)
+    result = SimpleNamespace(
+        strategy="single", ranks=1, losses=[3.0], measured=nothing, predicted=nothing
+    )
+    legend = draw_comparison([result], tmp_path / "compare.png").axes[2].get_legend()
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["parameters", "gradients", "optimizer state"]
+
+
 def seen_without(cone: str, colour: str) -> np.ndarray:
     """`colour` as someone sees it who lacks these cones (Machado and others, 2009), linear RGB."""
     matrix = {

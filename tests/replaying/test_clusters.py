@@ -152,6 +152,12 @@ def test_what_is_wrong_in_a_file_is_named(
     raises(message, own, tmp_path, text.replace(was, then, 1))
 
 
+@cases(("nodes = 2", "nodes = 0"), ("devices = 2", "devices = 0"))
+def test_a_wrong_device_is_named_before_a_wrong_count(was: str, then: str, tmp_path: Path) -> None:
+    text = OWN.replace('"v100"', '"own"') + DEVICE.replace("[5e-6", "[5")
+    raises("launch_s = 5, .*seconds", own, tmp_path, text.replace(was, then, 1))
+
+
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "all.toml"
     write_clusters(path, known_clusters())

@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from labkit.course.movements import in_words
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT
 from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number
+from labkit.trace.recording.movement import WatchedComm
 from tables import cases, raises
 from worlds import world_fixture
 
@@ -205,6 +207,16 @@ def test_an_unawaited_message_has_its_step_too() -> None:
     send = Note("send", (number(0, 0, 2), 0), key, ((0, number(0, 0, 2)),))
     logs = [[send, Note("end", send.buffer)], [Note("recv", (0, 0), key), Note("end", (0, 0))]]
     assert ends(movement_of("test", logs)) == [{(0, 1)}]
+
+
+def test_a_watched_send_passes_its_own_tensor_on_and_a_watched_isend_a_copy() -> None:
+    comm, x = MagicMock(rank=0, size=2, ranks=(0, 1)), torch.tensor([1, 2])
+    watched = WatchedComm(comm, x)
+    watched.send(x, 1)
+    watched.isend(x, 1).wait()
+    (sent, *_), (copied, *_) = comm.send.call_args.args, comm.isend.call_args.args
+    assert sent is x and copied is not x and copied.tolist() == [1, 2]
+    assert [note.kind for note in watched.notes] == ["send", "wait"] * 2
 
 
 def test_what_cannot_be_watched_is_refused(world3: World, world4: World) -> None:

@@ -1,13 +1,6 @@
-"""Watch a collective: run it on real ranks and note each message, and what is in the buffer then.
-
-    movement = watch_collective(world, "all_reduce", "ring")       # one of labkit's algorithms
-    movement = watch_collective(world, "all_reduce", my_function)  # yours: my_function(comm, x)
-    plot.movement(movement)
-
-The ranks move numbers whose sums can be taken apart (labkit/trace/movement.py). A send copies its
-data at once, and received data goes into its place when it is waited for: so the picture is the
-same on every run.
-"""
+"""Watch a collective: run it on real ranks and note each message, and what is in the buffer then. A
+send copies its data at once, and received data goes into its place when it is waited for: so the
+picture is the same on every run."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -137,7 +130,9 @@ class WatchedComm:
         self._messages: Counter[tuple[int, int, int]] = Counter()
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
-        self.isend(x, dst, tag).wait()
+        key = self._post("send", self.rank, dst, tag, self._contents(x))
+        self._comm.send(x, dst, tag)  # it waits: no copy is needed
+        self.note("wait", key)
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
         self.irecv(x, src, tag).wait()

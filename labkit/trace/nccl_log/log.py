@@ -1,0 +1,123 @@
+"""What a log of NCCL says, as data (no torch here). A *channel* is one ring and one tree, with some
+of the GPU's threads and a share of the bytes: NCCL runs several at once to fill all links."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class NcclRank:
+    """One rank of a communicator: a GPU in a process on a host."""
+
+    rank: int
+    host: str
+    pid: int
+    device: int  # the CUDA device in its process
+    bus_id: str = ""  # of the GPU on PCI, in hexadecimal: "1d000"
+    ready: bool = False  # it has said "Init COMPLETE"
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """`source` sends to `target`. `transport` is NCCL's own text, as "NET/IB/0/GDRDMA"; both ends
+    of a network connection say it, so the same one can stand there as "send" and as "receive"."""
+
+    channel: int
+    source: int
+    target: int
+    transport: str
+    end: str = ""  # "send" or "receive" over a network, else nothing
+
+    @property
+    def kind(self) -> str:
+        """The transport without its details: "P2P", "SHM", "NET/IB", "NET/Socket"."""
+        parts = self.transport.split("/")
+        return "/".join(parts[:2]) if parts[0] == "NET" else parts[0]
+
+    @property
+    def gpu_direct(self) -> bool:
+        """Whether the network card reads the GPU's memory itself (GPUDirect RDMA)."""
+        return "GDRDMA" in self.transport
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """The place of a rank in a channel's tree."""
+
+    parent: int | None
+    children: tuple[int, ...]
+
+
+@dataclass
+class Communicator:
+    """Ranks that talk together. `id` is what NCCL calls commId; for a split one without, whose
+    split it is and its color; "" where the log has neither."""
+
+    id: str = ""
+    size: int = 0
+    ranks: dict[int, NcclRank] = field(default_factory=dict)
+    channels: int = 0  # of which the log may not show all
+    rings: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    trees: dict[int, dict[int, TreeNode]] = field(default_factory=dict)
+    connections: list[Connection] = field(default_factory=list)
+    thresholds: str = ""  # NCCL's threadThresholds, as it prints them
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks have said "Init COMPLETE"; where not, one of them may hang."""
+        return 0 < self.size == sum(rank.ready for rank in self.ranks.values())
+
+    def hosts(self) -> dict[str, list[int]]:
+        """host -> its ranks, in ascending order."""
+        hosts: dict[str, list[int]] = {}
+        for rank in sorted(self.ranks):
+            hosts.setdefault(self.ranks[rank].host, []).append(rank)
+        return hosts
+
+    def same_node(self, one: int, other: int) -> bool:
+        """Whether both are on one host. A rank that the log does not place is on none."""
+        both = one in self.ranks and other in self.ranks
+        return both and self.ranks[one].host == self.ranks[other].host
+
+    def over(self, source: int, target: int, channel: int | None = None) -> Connection | None:
+        """The connection from `source` to `target`, on `channel` if one is given; None where the
+        log has none."""
+        for link in self.connections:
+            if (link.source, link.target) == (source, target) and channel in (None, link.channel):
+                return link
+        return None
+
+    def hops(self, channel: int) -> Iterator[tuple[int, int]]:
+        """(source, target) along the ring of a channel."""
+        ring = self.rings[channel]
+        return zip(ring, ring[1:] + ring[:1])
+
+
+@dataclass
+class NcclLog:
+    """The contents of a log. `lines` counts the lines of NCCL, `understood` those parsed here."""
+
+    versions: list[str] = field(default_factory=list)  # one, where all is well
+    networks: list[str] = field(default_factory=list)  # those chosen: "IB", "Socket", a plugin's
+    cards: dict[str, list[str]] = field(default_factory=dict)  # host -> "mlx5_0:1/IB" or "eth0"
+    settings: dict[str, str] = field(default_factory=dict)  # NCCL_... variables that are set
+    warnings: list[str] = field(default_factory=list)
+    communicators: list[Communicator] = field(default_factory=list)  # the largest first
+    lines: int = 0
+    understood: int = 0
+
+    @property
+    def version(self) -> str:
+        """NCCL's version, "" where the log has none; where ranks differ, all of them."""
+        return ", ".join(self.versions)
+
+    @property
+    def main(self) -> Communicator:
+        """The communicator with most ranks, the one of all where torch made it. Raises ValueError
+        where the log has none."""
+        if not self.communicators:
+            raise ValueError(
+                "this log has no communicator; run with NCCL_DEBUG=INFO, and keep all lines "
+                "from the first collective on"
+            )
+        return self.communicators[0]

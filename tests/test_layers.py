@@ -20,6 +20,7 @@ LAYERS: dict[int, set[str]] = {
     1: {"schedules", "events", "foreign", "trace", "clusters"},
     2: {
         "comm",
+        "dispatch",
         "runtime.board",
         "runtime.clock",
         "runtime.dispatcher",

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from labkit.holdings import replicated
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.data_parallel import Replica
 from labkit.parallel.common.flat import at_end_of_backward, check_dense, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors
 
 
 class NaiveDDP(Replica):

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.holdings import owner_of, pipeline_with
+from labkit.parallel.common.ownership import owner_of, pipeline_with
 from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils
 from labkit.parallel.common.shards import shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer

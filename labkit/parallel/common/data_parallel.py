@@ -14,11 +14,16 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.holdings import ParamSnapshot, claim, trainable
-from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.common.flat import (
     at_end_of_backward,
     register_grad_ready_hook,
+)
+from labkit.parallel.common.ownership import (
+    ParamSnapshot,
+    broadcast_tensors,
+    check_same_on_all_ranks,
+    claim,
+    trainable,
 )
 
 Part = TypeVar("Part")

@@ -36,8 +36,8 @@ from typing import Any, Literal
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.holdings import owner_of
-from labkit.parallel.common.shards import Mark
+from labkit.parallel.common.ownership import owner_of
+from labkit.parallel.common.shards import CopiedMark
 from labkit.parallel.context.ring_attention import RingAttention
 from labkit.parallel.context.ulysses import Ulysses, check_heads
 from labkit.parallel.context.zigzag import positions_of
@@ -85,7 +85,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
 
 
 @dataclass(frozen=True)
-class SequenceParts(Mark):
+class SequenceParts(CopiedMark):
     """Each rank of `comm` has the parameter whole and uses it on its own part of the sequences."""
 
     comm: Comm

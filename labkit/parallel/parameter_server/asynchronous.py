@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.data_parallel import Replica
 from labkit.parallel.common.flat import check_dense
+from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.parameter_server.synchronous import SERVER
 
 DONE = -1  # in place of the version: this worker pushes no more

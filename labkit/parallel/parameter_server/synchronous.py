@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from labkit.holdings import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.data_parallel import Replica
 from labkit.parallel.common.flat import at_end_of_backward, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.naive_ddp import flagged_gradient
 
 SERVER = 0

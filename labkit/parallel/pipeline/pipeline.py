@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.holdings import WeakMark
+from labkit.parallel.common.ownership import WeakMark
 from labkit.parallel.common.sharder import LossScaler
 from labkit.parallel.common.whole import full_state_dict
 from labkit.parallel.pipeline.p2p import P2PChannel

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.parallel.common.shards import Shard, check_same, marks_of
+from labkit.parallel.common.ownership import marks_of
+from labkit.parallel.common.shards import Shard, check_same
 
 
 class ScatterGather:
@@ -96,10 +97,11 @@ def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
                     f"{path} is cut along the sequence (sequence=True), so each rank has a part of "
                     "its own, 1/t of x, and that is all it sends; leave scatter_gather out"
                 )
-        for mark in (mark for p in stage.parameters() for mark in marks_of(p)):
-            over = list(mark.comm.ranks)
-            if isinstance(mark, Shard) and over != ranks:
+        marks = [mark for p in stage.parameters() for mark in marks_of(p)]
+        for over in (list(mark.comm.ranks) for mark in marks if isinstance(mark, Shard)):
+            if over != ranks:
                 return f"parameters are cut over ranks {over}, and it is over {ranks}; give mesh.tp"
-            if not isinstance(mark, Shard) and len({*over} & {*ranks}) > 1:
-                return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
+        others = [mark.comm.ranks for mark in marks if not isinstance(mark, Shard)]
+        if any(len({*over} & {*ranks}) > 1 for over in others):
+            return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
     return ""

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.holdings import owner_of
+from labkit.parallel.common.ownership import owner_of
 from labkit.parallel.common.sharder import Sharder, TiedGradient, fulfils, shards_parameters
 from labkit.schedules.actions import Action, Schedule
 

@@ -32,8 +32,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from labkit.comm import CommError
-from labkit.holdings import ParamSnapshot, owner_of
 from labkit.memory.recompute import Recomputed
+from labkit.parallel.common.ownership import ParamSnapshot, owner_of
 from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.schedules.actions import Action

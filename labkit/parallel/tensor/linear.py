@@ -32,9 +32,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import Comm
-from labkit.comm.torch_modes import low_type_around
+from labkit.dispatch import low_type_around
 from labkit.parallel.common.conjugate import (
-    check_divides,
     copy_to_ranks,
     gathered,
     reduce_from_ranks,
@@ -187,9 +186,10 @@ class _Columns(torch.autograd.Function):
             parts = list(x.new_empty([comm.size, *x.shape]))
             gather = comm.all_gather(parts, x, async_op=True)
         if needs_dx:
-            for g, w in ((g, w) for g, w in zip(grads, weights) if g is not None):
-                summand = g @ w.to(g.dtype)  # [b, s, in]
-                dx = summand if dx is None else dx.add_(summand)
+            for dy, w in zip(grads, weights):
+                if dy is not None:
+                    summand = dy @ w.to(dy.dtype)  # [b, s, in]
+                    dx = summand if dx is None else dx.add_(summand)
             if ctx.sequence:  # ... which is sent while those of the weights are
                 dx, reduction = sum_scattered(dx, comm, dim=1, async_op=True)
             elif comm.size > 1:
@@ -211,17 +211,26 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
-    """This rank's of t equal shards along `dim`, marked, in memory of its own. Raises ValueError
-    where `dim` does not divide over the ranks; `padded`: the last shards end with zeros there."""
-    if not padded:
-        check_divides(whole, comm, dim)
+def shard_parameter(
+    whole: Tensor, comm: Comm, dim: int, *, padded_to: int | None = None
+) -> nn.Parameter:
+    """This rank's of t equal shards along `dim`, marked, in memory of its own; `padded_to`: of so
+    many elements, of which those behind the whole's are zeros. Raises ValueError where these do not
+    divide over the ranks."""
     size, shape = whole.shape[dim], [*whole.shape]
-    shape[dim] = length = -(-size // comm.size)
+    if (padded := padded_to or size) % comm.size:
+        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"dim {dim} of a weight {shape} is {size} long, which does not divide over "
+            f"{comm.size} tensor-parallel ranks; sizes that would: {fits}"
+        )
+    shape[dim] = length = padded // comm.size
     start = min(comm.rank * length, size)
     stop = min(start + length, size)
-    own = whole.detach().new_zeros(shape)
+    own = whole.detach().new_empty(shape)
     own.narrow(dim, 0, stop - start).copy_(whole.detach().narrow(dim, start, stop - start))
+    if stop - start < length:
+        own.narrow(dim, stop - start, length - (stop - start)).zero_()
     shard = marked_as(whole, nn.Parameter(own, whole.requires_grad))
     mark_shard(shard, Shard(comm, dim, start, stop, size))
     return shard

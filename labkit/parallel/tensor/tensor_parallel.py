@@ -44,9 +44,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
-from labkit.comm.torch_modes import no_modes
-from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
+from labkit.dispatch import no_modes
 from labkit.parallel.common.conjugate import copies_to_ranks, own_part
+from labkit.parallel.common.ownership import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.tensor import validation
 from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
 from labkit.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelHead

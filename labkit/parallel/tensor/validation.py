@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
-from labkit.comm.torch_modes import no_modes
+from labkit.dispatch import no_modes
 from labkit.events import ranks_in_words
 from labkit.parallel.common.shards import check_same
 from labkit.parallel.tensor.linear import ShardedLinear

@@ -35,6 +35,22 @@ from labkit.parallel.common.shards import check_same
 from labkit.parallel.tensor.linear import ColumnParallelLinear, shard_parameter
 from labkit.parallel.tensor.validation import SAME_BATCH
 
+IGNORED = -100  # a target that does not count, as in F.cross_entropy
+
+
+def padded_vocab(vocab: int, size: int) -> int:
+    """The least number of rows, `vocab` or more, that divides over `size` ranks.
+
+    >>> padded_vocab(50257, 8)
+    50264
+    """
+    return -(-vocab // size) * size
+
+
+def shard_rows(whole: Tensor, comm: Comm) -> nn.Parameter:
+    """This rank's rows of `whole` [v, ...], as a parameter [V/t, ...] with zeros for padding."""
+    return shard_parameter(whole, comm, 0, padded_to=padded_vocab(len(whole), comm.size))
+
 
 class VocabParallelEmbedding(nn.Module):
     """nn.Embedding, its rows cut over the ranks of `comm`.
@@ -73,7 +89,7 @@ class VocabParallelEmbedding(nn.Module):
                 )
         self.comm, self.sequence = Comm.of(comm), sequence
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
-        self.weight = shard_parameter(embedding.weight, self.comm, 0, padded=True)
+        self.weight = shard_rows(embedding.weight, self.comm)
         self.padding_idx = padding = embedding.padding_idx  # whose row never learns
         height = len(self.weight)
         own = -1 if padding is None else padding - self.comm.rank * height
@@ -120,7 +136,7 @@ class VocabParallelHead(ColumnParallelLinear):
         return head
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        return shard_parameter(parameter, self.comm, 0, padded=True)  # [V/t, in] or [V/t]
+        return shard_rows(parameter, self.comm)  # [V/t, in] or [V/t]
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # [b, s, V/t]
@@ -134,7 +150,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = -100,
+    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = IGNORED,
     reduction: Literal["mean", "sum", "none"] = "mean", vocab: int | None = None,
 ) -> Tensor:  # fmt: skip
     """F.cross_entropy of logits that are cut over the ranks, in at least float32.

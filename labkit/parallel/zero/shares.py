@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
-from labkit.holdings import Footprint, OwnedPiece, WeakMark, parameter_bytes
+from labkit.holdings import Footprint, OwnedPiece, parameter_bytes
 from labkit.parallel.common.data_parallel import GradReducer
 from labkit.parallel.common.flat import MB, FlatPartition, cut
+from labkit.parallel.common.ownership import WeakMark
 from labkit.precision.shadow_optimizer import (
     LOW,
     NotCopyable,

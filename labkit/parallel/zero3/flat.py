@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.agreement import broadcast_tensors, marks_of
 from labkit.parallel.common.flat import FlatPartition, GradBuffer, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors, marks_of
 from labkit.parallel.zero3.sharded_init import ShardedParameter
 
 HALF = (torch.float16, torch.bfloat16)

@@ -98,9 +98,11 @@ class SavedParameters:
         return any(self.unit_of_memory.get(memory._cdata) is unit for memory in memories)
 
     def pack(self, x: Tensor) -> tuple[Unit | None, Tensor]:
+        """Called by autograd when forward saves `x`: notes the unit whose memory it is in."""
         return self.unit_of_memory.get(x.untyped_storage()._cdata), x
 
     def unpack(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
+        """Called by autograd when backward needs what was saved: gathers its unit first."""
         unit, x = saved
         if unit is not None and not unit.is_gathered:
             self._use(unit)

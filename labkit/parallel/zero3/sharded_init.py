@@ -27,10 +27,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
-from labkit.comm.torch_modes import DispatchMode
 
 aten = torch.ops.aten
 OVERWRITES = {  # their first argument need not be gathered: all its elements get new values
@@ -65,13 +65,17 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
             construction.is_over = True
 
 
-class _ClosesBeforeNew(DispatchMode):
+class _ClosesBeforeNew(TorchDispatchMode):
     """What makes a tensor from nothing, as `torch.empty`, is about to make the next parameter: the
     open one closes before, and not when there are two."""
 
     def __init__(self, construction: "Construction"):
         super().__init__()
         self._construction = construction
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # its first use would load torch._dynamo, for 3 s
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):

@@ -32,9 +32,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.comm import Comm
-from labkit.holdings import ParamSnapshot, claim
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.flat import at_end_of_backward, running_backward
+from labkit.parallel.common.ownership import ParamSnapshot, broadcast_tensors, claim
 from labkit.parallel.zero3 import passes, validation
 from labkit.parallel.zero3.flat import Flat
 from labkit.parallel.zero3.sharded_init import sharded_init

@@ -9,7 +9,8 @@ import torch
 
 import labkit
 from context_checks import training_equals_one_process
-from labkit.parallel.common.shards import marks_of, shard_of
+from labkit.parallel.common.ownership import marks_of
+from labkit.parallel.common.shards import shard_of
 from labkit.parallel.context.context_parallel import SequenceParts
 from small_models import refused
 from worlds import on_each_rank

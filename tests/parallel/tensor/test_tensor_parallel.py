@@ -242,9 +242,9 @@ def test_heads_that_do_not_divide() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             tensor_parallel(model_of(**changes), labkit.Comm())
-    words = r"\[10, 4\] is 10 long.* over 3 ranks; choose .*, as 9 or 12"
-    with pytest.raises(ValueError, match=words):
-        ColumnParallelLinear(4, 10, labkit.Comm())
+    for kind, sizes in ((ColumnParallelLinear, (4, 10)), (RowParallelLinear, (10, 4))):
+        with pytest.raises(ValueError, match=r" 10 long.* 3 tensor-.* that would: 1, 2, 5, 10$"):
+            kind(*sizes, labkit.Comm())
 
 
 @on_each_rank("world2")

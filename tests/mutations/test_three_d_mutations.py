@@ -54,7 +54,7 @@ def decides_by_its_own_stage() -> Iterator[None]:
 
     with (
         patch.object(cases, "GradScaler", scaler),
-        patch.object(pipeline, "check_scaler", lambda *_: None),
+        patch.object(pipeline.validation, "check_scaler", lambda *_: None),
     ):
         yield
 

@@ -16,18 +16,15 @@ from labkit.comm import Comm
 
 
 class Mark:
-    """An attribute of a parameter: the ranks of `comm` have other parts of it, or of its gradient.
-    shards.py says how it stays on copies."""
+    """An attribute of a parameter: the ranks of `comm` have other parts of it, or its gradient."""
 
     comm: Comm
 
-    def attach_to(self, parameter: Tensor) -> None:
-        raise NotImplementedError
+    def attach_to(self, parameter: Tensor) -> None: ...
 
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
         """Raises ValueError where the ranks of `comm` do not have the same part of parameter
         `name`; with `averaged` also where its gradients must not be averaged over `comm` alone."""
-        raise NotImplementedError
 
 
 def marks_of(parameter: Tensor) -> list[Mark]:

@@ -7,20 +7,9 @@
     forward sends                     -                               all-reduce of y
     backward sends                    all-reduce of dx                -
 
-A column-parallel layer's output is a row-parallel one's input, so the pair sends one all-reduce
-forward and one backward, which hides behind the other matmul. (torch stores A transposed, weight
-[out, in]: the columns of A are the rows of `weight`.)
-
-    dx = g Aᵀ │ all-reduce of dx ................... │ wait
-              │ dA = xᵀ g                            │
-
-With `sequence=True` x is cut along the sequence outside of the two, [b, s/t, in]: the first gathers
-it, the second reduce-scatters y, together as many bytes as the all-reduce. The shard of x is saved
-for backward, and gathered again there, behind dx = g Aᵀ.
-
-Legend: b rows, s positions, in and out features, t ranks.
-Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
-2205.05198, section 4.2.2; Narayanan et al., arXiv 2104.04473, for the overlap.
+torch stores A transposed, weight [out, in]: its columns are the rows of `weight`. What backward
+sends hides behind dA = xᵀ dy. Legend: b rows, s positions, in and out features, t ranks.
+Sources: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., 2205.05198, section 4.2.2.
 """
 
 from collections.abc import Sequence
@@ -44,7 +33,8 @@ from labkit.parallel.common.shards import Shard, mark_shard, marked_as
 
 
 class ShardedLinear(nn.Module):
-    """A linear layer, made from sizes or by `from_linear`, of which each rank has a shard."""
+    """A linear layer of which each rank has a shard: made by `from_linear`, or from sizes of the
+    nn.Linear that all ranks, with one seed, would make."""
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
@@ -77,13 +67,9 @@ class ShardedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t].
-
-    sequence  this rank's shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]
-
-    Built from sizes, it has the shard of the nn.Linear that all ranks, with one seed, would make.
-    Raises ValueError where `out` does not divide over the ranks.
-    """
+    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t]; with
+    `sequence` a shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]. Raises ValueError
+    where `out` does not divide over the ranks."""
 
     one_input: "OneInput | None" = None
 
@@ -102,13 +88,9 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out], on all ranks.
-
-    sequence  [b, s, in/t] -> this rank's shard of the sequence, [b, s/t, out]
-
-    Every rank has the whole bias. Raises ValueError where `in` does not divide over the ranks or,
-    with `sequence`, s does not.
-    """
+    """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out] on all ranks; with
+    `sequence` [b, s, in/t] -> a shard of it, [b, s/t, out]. Every rank has the whole bias. Raises
+    ValueError where `in` does not divide over the ranks or, with `sequence`, s does not."""
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
         if parameter.ndim == 1:
@@ -127,8 +109,8 @@ class RowParallelLinear(ShardedLinear):
 
 
 class OneInput:
-    """Column-parallel layers that get the same x, as q, k and v do: the first call multiplies for
-    all of them, so that x is gathered once, and its gradient sent once."""
+    """Column-parallel layers of the same x, as q, k and v: the first call multiplies for all of
+    them, so that x is gathered once, and its gradient sent once."""
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]):
         self.layers = list(layers)

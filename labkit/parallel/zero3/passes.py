@@ -138,9 +138,8 @@ def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
 def watch_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[Tensor], None]
 ) -> tuple[int, Any]:
-    """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
-    and what to give to the unit: a view of each, whose gradient is there before that of the tensor
-    itself, for which the unit before is called. (Containers stay: the unit may write there.)"""
+    """Have `hook` called with the gradient of each of a unit's inputs, before the unit before is;
+    returns how many have one, and views of them, to give to the unit. (Containers stay.)"""
     every = [*args, *kwargs.values()]
     nested = {id(x) for x in tensors_in([y for y in every if not isinstance(y, Tensor)])}
     views = {

@@ -1,6 +1,4 @@
-"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards. (torch calls a hook
-before each step of any optimizer, and a shard knows whose it is.)
-"""
+"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards."""
 
 from collections.abc import Iterable
 from functools import cache, partial, update_wrapper

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
 # The one list of who stands where: a new top-level module or folder of labkit is added here.
 LAYERS: dict[int, set[str]] = {
     1: {"schedules", "events", "foreign", "trace", "clusters"},
-    2: {"comm", "runtime.board", "runtime.clock", "runtime.dispatcher"}
+    2: {"comm", "dispatch", "runtime.board", "runtime.clock", "runtime.dispatcher"}
     | {"runtime.process_context", "runtime.transports"},
     3: {"holdings", "parallel", "precision", "memory", "models", "data"},
     4: {"trace.recording", "runtime", "checkpoints"},

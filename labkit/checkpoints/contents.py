@@ -29,7 +29,7 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
-from labkit.parallel.common.agreement import check_same_on_all_ranks
+from labkit.parallel.common.ownership import check_same_on_all_ranks
 from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.common.whole import plain_module

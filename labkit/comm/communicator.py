@@ -25,7 +25,7 @@ import torch.distributed as dist
 from labkit import events
 from labkit.comm.detached import DetachedComm
 from labkit.comm.handle import Handle
-from labkit.comm.torch_modes import no_modes, untraced
+from labkit.comm.untraced import untraced
 from labkit.comm.validation import (
     Tensors,
     check_list,
@@ -36,6 +36,7 @@ from labkit.comm.validation import (
     describe,
     equal_parts,
 )
+from labkit.dispatch import no_modes
 from labkit.runtime.board import CollectiveMismatch
 from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.process_context import here

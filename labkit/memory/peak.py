@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.comm.torch_modes import DispatchMode
+from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
 from labkit.memory.conditions import tensors_in
 

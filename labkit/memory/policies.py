@@ -24,7 +24,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
-from labkit.comm.torch_modes import DispatchMode
+from labkit.dispatch import DispatchMode
 from labkit.memory.conditions import States, generators, restore, states_of, tensors_in, used
 
 Policy = Callable[[OpOverload], bool]

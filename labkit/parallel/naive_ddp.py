@@ -2,13 +2,10 @@
 
     each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
     travels           2(n-1)/n P bytes from each rank and step, in as many messages as there are
-                      parameters, while nobody computes:
+                      parameters, while the GPUs sit idle:
 
         rank 0   forward | backward | w9 w8 w7 ... w0 | step
         rank 1   forward | backward | w9 w8 w7 ... w0 | step
-
-The gradient of a mean over the batch is the mean of the gradients of its shares, so averaging
-gives every replica the gradient of the whole batch; equal replicas then stay equal.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1.
 """
@@ -18,18 +15,14 @@ from typing import Any
 import torch
 
 from labkit.holdings import replicated
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.data_parallel import Replica
 from labkit.parallel.common.flat import at_end_of_backward, check_dense, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors
 
 
 class NaiveDDP(Replica):
-    """Replicas of `module`, whose gradients are averaged when `backward()` returns.
-
-    Args:
-        module: any module; replicas start as rank 0's.
-        comm: the ranks that hold replicas; all by default.
-    """
+    """Replicas of `module`, any, which start as rank 0's; their gradients are averaged when
+    `backward()` returns. `comm`: the ranks that hold replicas; all by default."""
 
     _scheduled = False
 

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.holdings import owner_of
 from labkit.precision.shadow_optimizer import LOW, NotCopyable
 
 
@@ -72,7 +71,7 @@ class Fp32Gradients(NotCopyable):
 
     @torch.no_grad()
     def _add(self, p: nn.Parameter) -> None:
-        owner = owner_of(p)
+        owner = getattr(p, "_labkit_owner", lambda: None)()
         if getattr(owner, "_synchronise", owner is not None):
             raise ValueError(
                 f"a {type(owner).__name__} sends these gradients as they come; with DDP run every "

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from labkit.comm.torch_modes import low_type_around
+from labkit.dispatch import low_type_around
 from labkit.precision.op_policy import POLICIES
 from labkit.precision.shadow_optimizer import LOW
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from labkit.comm.torch_modes import low_type_around
+from labkit.dispatch import low_type_around
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # compute capability from which a GPU multiplies 8 bits

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.holdings import owner_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 
 Trained = torch.optim.Optimizer | nn.Module
@@ -90,7 +89,7 @@ def still_scaled(trained: Trained) -> list[tuple[int, int]]:
 def check_owner(trained: Trained, comm: Comm | None) -> None:
     """Raises ValueError where the gradients are elsewhere, or belong to more ranks than `comm`."""
     parameters = parameters_of(trained)
-    owner = owner_of(parameters[0]) if parameters else None
+    owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
     name, owners = type(owner).__name__, getattr(owner, "comm", None)
     if isinstance(trained, nn.Module) and isinstance(owner, ShadowOptimizer):
         raise ValueError(

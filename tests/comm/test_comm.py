@@ -241,7 +241,7 @@ def test_the_source_is_the_line_of_the_caller(world2: World) -> None:
 
 
 def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) -> None:
-    from labkit.parallel.common.agreement import broadcast_tensors
+    from labkit.parallel.common.ownership import broadcast_tensors
 
     def call() -> tuple[str, int]:
         with listen() as events:
@@ -250,7 +250,7 @@ def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) ->
         return events[0].source, line
 
     for source, line in world2.run(call):
-        assert source.startswith("agreement.py:")
+        assert source.startswith("ownership.py:")
         assert source.endswith(f"broadcast_tensors, from {FILE}:{line + 1} in call")
 
 

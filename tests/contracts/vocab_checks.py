@@ -12,15 +12,10 @@ from torch import Tensor, nn
 from labkit import Comm, listen
 from labkit.events import all_gather_bus_bytes, all_reduce_bus_bytes, chunk_sizes
 from labkit.parallel.common.shards import shard_of
+from labkit.parallel.tensor.vocab import IGNORED, padded_vocab
 
 WIDTH, ROWS, LENGTH = 3, 2, 12  # 12 positions divide over 1, 2, 3 and 4 ranks
 AGREE = 1e-10
-IGNORED = -100  # a target that does not count, as in F.cross_entropy
-
-
-def padded_vocab(vocab: int, size: int) -> int:
-    """The least number of rows, `vocab` or more, that divides over `size` ranks."""
-    return -(-vocab // size) * size
 
 
 def near(a: Tensor, b: Tensor, what: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import three_d_cases as cases
 from harness import Change, Mutation, instead, noticed, on_ranks, replaces
 from labkit import DDP, Comm, GradScaler, World
-from labkit.parallel.common import agreement, clipping
+from labkit.parallel.common import clipping, ownership
 from labkit.parallel.common.shards import Shard
 from labkit.parallel.pipeline import pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
@@ -54,7 +54,7 @@ def decides_by_its_own_stage() -> Iterator[None]:
 
     with (
         patch.object(cases, "GradScaler", scaler),
-        patch.object(pipeline, "check_scaler", lambda *_: None),
+        patch.object(pipeline.validation, "check_scaler", lambda *_: None),
     ):
         yield
 
@@ -70,7 +70,7 @@ def averages_over_the_wrong_ranks() -> Iterator[None]:
     both = cases.mesh_of(2, 2, 2)["dp", "tp"]
     with (
         patch.object(Shard, "check", lambda *_: None),
-        patch.object(agreement, "_described", lambda name, x: name),
+        patch.object(ownership, "_described", lambda name, x: name),
         patch.object(cases, "DDP", lambda stage, comm: DDP(stage, both)),
     ):
         yield

@@ -1,28 +1,15 @@
-"""Gradient clipping by global norm: the length of all gradients together is at most max_norm.
+"""Gradient clipping by global norm: g <- g min(1, max_norm / ||g||), ||g||^p = sum of |g_i|^p.
 
-    ||g|| = ( sum over elements |g_i|^p )^(1/p)          p = 2, or p = inf: max |g_i|
-    g <- g * min(1, max_norm / ||g||)
-
-Under data parallelism every rank has all (averaged) gradients, and clips as a single process does.
-Under ZeRO each rank has a part: sums of p-th powers add up, so one number travels.
-
-        rank 0   |g g g g|        sum |g|^2 = 3 \\
-        rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, the norm is 3 on both
-
-Under tensor parallelism a rank has shards of some parameters and others whole (common/shards.py).
-What is whole on all ranks must count once, so only the sums of shards travel:
+Ranks add up what they have, so that each element counts once:
 
         tp rank 0   shards 3    norms, biases 2 \\
         tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
 
-The stages of a pipeline are parts, too: the ranks add what each has, of an embedding tied over
-stages the first one alone.
-
     travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
-                 whole; over tensor-parallel ranks that of shards; over a pipeline their sum
+                 whole; over tensor-parallel ranks that of shards; over a pipeline their sum, with
+                 an embedding that is tied over stages on the first one alone
 
-Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
-arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
+Sources: Pascanu et al., arXiv 1211.5063, section 3.2; Megatron-LM, `get_grad_norm_fp32`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.holdings import owner_of, pipeline_with
+from labkit.parallel.common.ownership import owner_of, pipeline_with
 from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils
 from labkit.parallel.common.shards import shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
@@ -51,7 +38,6 @@ def clip_grad_norm(
 
     Under a loss scaler call `scaler.unscale_(optimizer)` first, and give the optimizer, not the
     model, where it is MasterWeights: gradients in 16 bits are clipped as its step unscales them.
-
     Raises ValueError without parameters; and where gradients are in pieces, for a norm that is no
     power sum, and for other parameters than those of the strategy that has the pieces.
     """
@@ -104,7 +90,7 @@ def comms_of(parameters: Iterable[Tensor]) -> list[Comm]:
 def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
     """The pipeline that `trained` is, or that has `parameters`, over more than one rank."""
     pipelines = [trained] if isinstance(trained, InStages) else map(pipeline_with, parameters)
-    pipeline = next((one for one in pipelines if one is not None), None)
+    pipeline = next((x for x in pipelines if x is not None), None)
     return pipeline if pipeline is not None and pipeline.comm.size > 1 else None
 
 
@@ -144,11 +130,9 @@ def norm_of_pieces(
     stages: Comm | None = None,
 ) -> Tensor:
     """The norm of all ranks' pieces together, those in 16 bits times `factor`; 0 without any.
-
     `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
     those over which parameters are shards, `stages` those of a pipeline. A rank without pieces may
-    give an empty one: its dtype and device are those of the result.
-    """
+    give an empty one: its dtype and device are those of the result."""
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")

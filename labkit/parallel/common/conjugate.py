@@ -8,18 +8,8 @@
     all_gather_sequence           all-gather              reduce-scatter
     reduce_scatter_sequence       reduce-scatter          all-gather
 
-Each line and the next are a pair: one's backward is the other's forward. Around the two matmuls
-of an MLP, whose weights A and B are cut, are f and g:
-
-    x ── f ──▶ x A₁ ── gelu ──▶ · B₁ ── g ──▶ y          rank 0 of 2
-    x ── f ──▶ x A₂ ── gelu ──▶ · B₂ ── g ──▶ y          rank 1
-
-A parameter that every rank has whole, but uses on a shard of the sequence only, has a gradient in
-parts, and goes through f, too.
-
 Bus bytes of a rank, for S bytes of the whole tensor: all-reduce 2(t-1)/t S, the others (t-1)/t S.
-Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pair: Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.
+Sources: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., 2205.05198, section 4.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,6 +49,7 @@ def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
 def scatter_to_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
     """Of `x`, the same on all ranks, the own part along `dim`; in backward all ranks' parts. Raises
     ValueError where `dim` does not divide over the ranks."""
+    check_divides(x, comm, dim)
     return x if comm.size == 1 else Exchange.apply(x, own_part, gathered, comm, dim)
 
 
@@ -71,6 +62,7 @@ def all_gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
 def reduce_scatter_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
     """x [b, s, w], a summand on each rank -> [b, s/t, w], the own part of the sum; in backward the
     gradients of all parts. Raises ValueError where `dim` does not divide over the ranks."""
+    check_divides(x, comm, dim)
     return x if comm.size == 1 else Exchange.apply(x, own_sum, gathered, comm, dim)
 
 
@@ -131,7 +123,6 @@ def sum_scattered(
     x: Tensor, comm: Comm, dim: int, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
     """As `own_sum`, with the handle of the reduce-scatter, or None where it has been waited for."""
-    check_divides(x, comm, dim)
     parts = list(x.detach().chunk(comm.size, dim))
     own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
     return own, comm.reduce_scatter(own, parts, async_op=async_op)
@@ -139,7 +130,6 @@ def sum_scattered(
 
 def own_part(x: Tensor, comm: Comm, dim: int) -> Tensor:
     """This rank's of equal parts of `x` along `dim`, in memory of its own."""
-    check_divides(x, comm, dim)
     return x.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 

@@ -1,10 +1,7 @@
 """Replicas, and the averaging of their gradients while backward runs: DDP, ZeRO-1 and 2.
 
-    backward     g5 g4 g3 | g2 g1 g0 | wait
-                          [ bucket 0 ][ bucket 1 ]
-
-Buckets leave in the same order on all ranks, whatever order their gradients come in: a complete
-bucket waits for those before it, and one that misses a gradient leaves when backward is over.
+Buckets leave in the same order on all ranks: a complete one waits for those before it, and one that
+misses a gradient leaves when backward is over.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +11,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.holdings import ParamSnapshot, claim, trainable
-from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
-from labkit.parallel.common.flat import (
-    at_end_of_backward,
-    register_grad_ready_hook,
+from labkit.parallel.common.flat import at_end_of_backward, register_grad_ready_hook
+from labkit.parallel.common.ownership import (
+    ParamSnapshot,
+    broadcast_tensors,
+    check_same_on_all_ranks,
+    claim,
+    trainable,
 )
 
 Part = TypeVar("Part")

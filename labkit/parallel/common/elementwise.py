@@ -1,7 +1,5 @@
-"""Can an optimizer be sharded? Only if it treats each element of a tensor by itself, as SGD and
-Adam do; Adafactor, Muon and LBFGS do not. Each is tried, on a small matrix whole and on the same
-elements in two flat pieces. Nor may it count in its groups: ZeRO steps bucket by bucket.
-"""
+"""Can an optimizer be sharded? Only if it treats each element by itself, as SGD and Adam do, and
+Adafactor, Muon and LBFGS do not; and counts nothing in its groups: ZeRO steps bucket by bucket."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

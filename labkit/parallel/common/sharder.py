@@ -1,13 +1,6 @@
-"""What the data-parallel strategies owe the rest of labkit, which never asks for their class.
-
-    clipping, recording         gradient_pieces(): averaged gradients, each element on one rank
-    checkpoints                 owned(...): pieces of parameters and their optimizer state, and
-                                after_load(), when they were written to
-    a pipeline                  no_sync(), sends_once, shards_parameters, gradient_of_copy(p)
-
-A `DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also keeps a
-part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3, a new sharded stage.
-"""
+"""What the data-parallel strategies owe the rest of labkit, which never asks for their class. A
+`DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also keeps a
+part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3, a new sharded stage."""
 
 from contextlib import AbstractContextManager
 from functools import cache
@@ -79,7 +72,7 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
 @runtime_checkable
 class InStages(Protocol):
     """Has a model in stages, one or more on each rank of `comm`: a Pipeline. Parameters of its
-    stages have it as a weak attribute (holdings.py): without it they are like others."""
+    stages have it as a weak attribute (ownership.py): without it they are like others."""
 
     comm: Comm
     module: nn.Module  # what is here, under the names of the whole model

@@ -5,15 +5,12 @@
     Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      of padding: all
     Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      ranks have 3
 
-A parameter without that mark is replicated: the tensor-parallel ranks have the same numbers.
+Without it, a parameter is replicated. Clipping sums shards over `comm`, checkpoints write the whole
+without padding, DDP and ZeRO average over ranks that have the same part, never over `comm`.
 
-    clipping      a replicated parameter counts once in the norm, shards are summed over `comm`
-    checkpoints   write the whole under the plain name, and read any part of it; padding never
-    DDP and ZeRO  average over ranks that have the same part, never over `comm`
-
-Marks are attributes of the parameter. They stay through `module.to(...)`, `p.data = ...`,
-`copy.deepcopy`, pickle (then `comm` is a `DetachedComm`) and every strategy around the module. A
-parameter made anew (`to_empty` from the meta device) has none.
+Marks stay through `module.to(...)`, `p.data = ...`, `copy.deepcopy`, pickle (then `comm` is a
+`DetachedComm`) and every strategy around the module, and not through `to_empty` from the meta
+device, which makes new parameters.
 """
 
 import zlib
@@ -27,18 +24,15 @@ import torch
 from torch import nn
 
 from labkit.comm import CollectiveMismatch, Comm
+from labkit.parallel.common.ownership import Mark, marks_of
 
 Marked = TypeVar("Marked", bound=torch.Tensor)
 
 
-class Mark:
-    """The ranks of `comm` have other parts of a parameter, or of its gradient. It stays on the
-    parameter and its copies. A strategy calls its `check(name, comm, averaged)`, which raises
-    ValueError where the ranks of the strategy's `comm` do not have the same part of parameter
-    `name`; with `averaged` also where gradients must not be averaged over these alone."""
+class CopiedMark(Mark):
+    """A mark that deep copies and pickles of its parameter have, too."""
 
-    name: ClassVar[str]  # of the attribute; agreement.py knows them all
-    comm: Comm
+    name: ClassVar[str]  # of the attribute
 
     def attach_to(self, parameter: torch.Tensor) -> None:
         """nn.Parameter's own `__deepcopy__` drops attributes, and a subclass would lose the fast
@@ -47,11 +41,6 @@ class Mark:
         setattr(parameter, self.name, self)
         parameter.__deepcopy__ = partial(_deepcopied, weak)  # type: ignore[method-assign]
         parameter.__reduce_ex__ = partial(_reduced, weak)  # type: ignore[method-assign]
-
-
-def marks_of(parameter: torch.Tensor) -> list[Mark]:
-    """The marks of `parameter`."""
-    return [x for x in vars(parameter).values() if isinstance(x, Mark)]
 
 
 def marked_as(parameter: torch.Tensor, x: Marked) -> Marked:
@@ -70,18 +59,20 @@ def _reduced(weak: Callable[[], Any], protocol: int) -> Any:
     x = weak()
     if type(x) not in (torch.Tensor, nn.Parameter):
         return type(x).__reduce_ex__(x, protocol)  # type: ignore[call-arg]
-    return _unpickled, (type(x), x.requires_grad, x.detach(), marks_of(x))
+    return _unpickled, (type(x) is nn.Parameter, x.requires_grad, x.detach(), marks_of(x))
 
 
-def _unpickled(kind: type, requires_grad: bool, x: torch.Tensor, marks: list[Mark]) -> torch.Tensor:
-    x = nn.Parameter(x, requires_grad) if kind is nn.Parameter else x.requires_grad_(requires_grad)
+def _unpickled(
+    is_parameter: bool, requires_grad: bool, x: torch.Tensor, marks: list[Mark]
+) -> torch.Tensor:
+    x = nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
     for mark in marks:
         mark.attach_to(x)
     return x
 
 
 @dataclass(frozen=True)
-class Shard(Mark):
+class Shard(CopiedMark):
     """This rank has `start:stop` along `dim` (counted from 0) of a parameter that is `whole` long
     there; the parts of the ranks of `comm` make up the whole. A local tensor that is longer than
     `stop - start` ends with padding, whose gradients are zero."""

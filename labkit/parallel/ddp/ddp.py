@@ -23,9 +23,9 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.holdings import replicated
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.data_parallel import GradReducer, Replica
 from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
 from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_order, agreed_used
 

@@ -5,9 +5,6 @@
     rank 1        F0 │ F1  B0      F2               posts its receives in that order, the next one
                      └ posted before F0 runs        before it computes
 
-A message arrives while its receiver computes, and no two ranks wait for each other. A send starts
-at once and keeps its tensor until it has completed.
-
 What travels is [rows, ...]: the rows of each micro-batch are known to all; the rest (shape, dtype,
 whether a gradient comes back) is sent once for each boundary, before its first message.
 """
@@ -112,8 +109,6 @@ class P2PChannel:
             self._leaving.popleft().wait()
         self._in_step = False
 
-    # --- sending ------------------------------------------------------------------------------
-
     def send(self, message: Message, x: Tensor | None) -> None:
         """Start to send `x`; None: there is no gradient."""
         self._let_go()
@@ -130,21 +125,20 @@ class P2PChannel:
 
     def _post_send(self, x: Tensor, message: Message) -> None:
         kind = "output" if message.what == "activation" else "gradient"
-        what = f"{kind} of stage {message.source} (rank {self.comm.rank}), micro-batch "
-        what += f"{message.microbatch},"
+        at = f"stage {message.source} (rank {self.comm.rank}), micro-batch {message.microbatch},"
         if self._parts:
-            x = self._parts.own_part(x, what)
-        self._start(x, message, message.what, f"the {what}")
-
-    def _start(self, x: Tensor, message: Message, tag: str, what: str) -> None:
-        version = _version(x)
-        handle = self.comm.isend(x, message.target % self.comm.size, TAGS[tag])
-        self._leaving.append(PendingSend(handle, x, version, what))
+            x = self._parts.own_part(x, f"{kind} of {at}")
+        self._start(x, message, message.what, f"the {kind} of {at}")
 
     def _let_go(self) -> None:
         """Of tensors that have arrived."""
         while self._leaving and self._leaving[0].handle.is_completed():
             self._leaving.popleft().wait()
+
+    def _start(self, x: Tensor, message: Message, tag: str, what: str) -> None:
+        version = _version(x)
+        handle = self.comm.isend(x, message.target % self.comm.size, TAGS[tag])
+        self._leaving.append(PendingSend(handle, x, version, what))
 
     def _send_meta(self, message: Message, x: Tensor) -> None:
         boundary, k = message.source, message.microbatch
@@ -167,18 +161,14 @@ class P2PChannel:
                 "the same shape and type for every micro-batch, but for its rows"
             )
 
-    # --- receiving ----------------------------------------------------------------------------
-
     def has_gradient(self, boundary: int) -> bool:
         """Whether one goes back over it: known after its first message."""
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
         """Returns [rows, ...], an activation with `requires_grad` where the stage before needs a
-        gradient; None for a gradient that it does not need.
-
-        Raises CommError where the message does not arrive: its sender died, or was too late.
-        """
+        gradient; None for a gradient that it does not need. Raises CommError where the message does
+        not arrive: its sender died, or was too late."""
         if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None
         if message.source % self.comm.size == self.comm.rank:

@@ -1,18 +1,10 @@
-"""Scatter/gather: tensor-parallel ranks do not all send the next stage the same tensor.
+"""Scatter/gather: tensor-parallel ranks, which have the same x, send the next stage a part each.
 
-    stage 0, 2 tensor-parallel ranks                       stage 1
         tp 0   x = | a b | c d |    ── a b ─────────▶    | a b | . . | ╲ all-gather   | a b | c d |
         tp 1   x = | a b | c d |    ──────── c d ──▶    | . . | c d | ╱ over tp      | a b | c d |
 
-After g (common/conjugate.py) all t ranks of a stage have the same x. Sent whole, it goes t times
-over the slow wires between the stages; so each rank sends a part to the rank of the same tp index,
-and the parts are gathered over the wires inside a node. Gradients go back likewise.
-
     travels     b s h / t elements a boundary, direction, micro-batch and rank, instead of b s h;
                 and an all-gather over tp where it arrives: b s h (t-1)/t (bus bytes)
-
-A part is a range of x lying flat, so any shape is cut. With sequence parallelism x is cut already,
-and scatter/gather is refused.
 
 Legend: b rows of a micro-batch, s positions, h width, t tensor-parallel ranks.
 Source: Narayanan et al., arXiv 2104.04473, section 4.1.
@@ -24,7 +16,8 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.parallel.common.shards import Shard, check_same, marks_of
+from labkit.parallel.common.ownership import marks_of
+from labkit.parallel.common.shards import Shard, check_same
 
 
 class ScatterGather:
@@ -96,10 +89,11 @@ def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
                     f"{path} is cut along the sequence (sequence=True), so each rank has a part of "
                     "its own, 1/t of x, and that is all it sends; leave scatter_gather out"
                 )
-        for mark in (mark for p in stage.parameters() for mark in marks_of(p)):
-            over = list(mark.comm.ranks)
-            if isinstance(mark, Shard) and over != ranks:
+        marks = [mark for p in stage.parameters() for mark in marks_of(p)]
+        for over in (list(mark.comm.ranks) for mark in marks if isinstance(mark, Shard)):
+            if over != ranks:
                 return f"parameters are cut over ranks {over}, and it is over {ranks}; give mesh.tp"
-            if not isinstance(mark, Shard) and len({*over} & {*ranks}) > 1:
-                return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
+        others = [mark.comm.ranks for mark in marks if not isinstance(mark, Shard)]
+        if any(len({*over} & {*ranks}) > 1 for over in others):
+            return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
     return ""

@@ -7,20 +7,9 @@
     forward sends                     -                               all-reduce of y
     backward sends                    all-reduce of dx                -
 
-A column-parallel layer's output is a row-parallel one's input, so the pair sends one all-reduce
-forward and one backward, which hides behind the other matmul. (torch stores A transposed, weight
-[out, in]: the columns of A are the rows of `weight`.)
-
-    dx = g Aᵀ │ all-reduce of dx ................... │ wait
-              │ dA = xᵀ g                            │
-
-With `sequence=True` x is cut along the sequence outside of the two, [b, s/t, in]: the first gathers
-it, the second reduce-scatters y, together as many bytes as the all-reduce. The shard of x is saved
-for backward, and gathered again there, behind dx = g Aᵀ.
-
-Legend: b rows, s positions, in and out features, t ranks.
-Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
-2205.05198, section 4.2.2; Narayanan et al., arXiv 2104.04473, for the overlap.
+torch stores A transposed, weight [out, in]: its columns are the rows of `weight`. What backward
+sends hides behind dA = xᵀ dy. Legend: b rows, s positions, in and out features, t ranks.
+Sources: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., 2205.05198, section 4.2.2.
 """
 
 from collections.abc import Sequence
@@ -32,9 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import Comm
-from labkit.comm.torch_modes import low_type_around
+from labkit.dispatch import low_type_around
 from labkit.parallel.common.conjugate import (
-    check_divides,
     copy_to_ranks,
     gathered,
     reduce_from_ranks,
@@ -45,7 +33,8 @@ from labkit.parallel.common.shards import Shard, mark_shard, marked_as
 
 
 class ShardedLinear(nn.Module):
-    """A linear layer, made from sizes or by `from_linear`, of which each rank has a shard."""
+    """A linear layer of which each rank has a shard: made by `from_linear`, or from sizes of the
+    nn.Linear that all ranks, with one seed, would make."""
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
@@ -78,13 +67,9 @@ class ShardedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t].
-
-    sequence  this rank's shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]
-
-    Built from sizes, it has the shard of the nn.Linear that all ranks, with one seed, would make.
-    Raises ValueError where `out` does not divide over the ranks.
-    """
+    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t]; with
+    `sequence` a shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]. Raises ValueError
+    where `out` does not divide over the ranks."""
 
     one_input: "OneInput | None" = None
 
@@ -103,13 +88,9 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out], on all ranks.
-
-    sequence  [b, s, in/t] -> this rank's shard of the sequence, [b, s/t, out]
-
-    Every rank has the whole bias. Raises ValueError where `in` does not divide over the ranks or,
-    with `sequence`, s does not.
-    """
+    """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out] on all ranks; with
+    `sequence` [b, s, in/t] -> a shard of it, [b, s/t, out]. Every rank has the whole bias. Raises
+    ValueError where `in` does not divide over the ranks or, with `sequence`, s does not."""
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
         if parameter.ndim == 1:
@@ -128,8 +109,8 @@ class RowParallelLinear(ShardedLinear):
 
 
 class OneInput:
-    """Column-parallel layers that get the same x, as q, k and v do: the first call multiplies for
-    all of them, so that x is gathered once, and its gradient sent once."""
+    """Column-parallel layers of the same x, as q, k and v: the first call multiplies for all of
+    them, so that x is gathered once, and its gradient sent once."""
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]):
         self.layers = list(layers)
@@ -187,9 +168,10 @@ class _Columns(torch.autograd.Function):
             parts = list(x.new_empty([comm.size, *x.shape]))
             gather = comm.all_gather(parts, x, async_op=True)
         if needs_dx:
-            for g, w in ((g, w) for g, w in zip(grads, weights) if g is not None):
-                summand = g @ w.to(g.dtype)  # [b, s, in]
-                dx = summand if dx is None else dx.add_(summand)
+            for dy, w in zip(grads, weights):
+                if dy is not None:
+                    summand = dy @ w.to(dy.dtype)  # [b, s, in]
+                    dx = summand if dx is None else dx.add_(summand)
             if ctx.sequence:  # ... which is sent while those of the weights are
                 dx, reduction = sum_scattered(dx, comm, dim=1, async_op=True)
             elif comm.size > 1:
@@ -211,17 +193,26 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
-    """This rank's of t equal shards along `dim`, marked, in memory of its own. Raises ValueError
-    where `dim` does not divide over the ranks; `padded`: the last shards end with zeros there."""
-    if not padded:
-        check_divides(whole, comm, dim)
+def shard_parameter(
+    whole: Tensor, comm: Comm, dim: int, *, padded_to: int | None = None
+) -> nn.Parameter:
+    """This rank's of t equal shards along `dim`, marked, in memory of its own; `padded_to`: of so
+    many elements, of which those behind the whole's are zeros. Raises ValueError where these do not
+    divide over the ranks."""
     size, shape = whole.shape[dim], [*whole.shape]
-    shape[dim] = length = -(-size // comm.size)
+    if (padded := padded_to or size) % comm.size:
+        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"dim {dim} of a weight {shape} is {size} long, which does not divide over "
+            f"{comm.size} tensor-parallel ranks; sizes that would: {fits}"
+        )
+    shape[dim] = length = padded // comm.size
     start = min(comm.rank * length, size)
     stop = min(start + length, size)
-    own = whole.detach().new_zeros(shape)
+    own = whole.detach().new_empty(shape)
     own.narrow(dim, 0, stop - start).copy_(whole.detach().narrow(dim, start, stop - start))
+    if stop - start < length:
+        own.narrow(dim, stop - start, length - (stop - start)).zero_()
     shard = marked_as(whole, nn.Parameter(own, whole.requires_grad))
     mark_shard(shard, Shard(comm, dim, start, stop, size))
     return shard

@@ -1,8 +1,4 @@
-"""Tensor parallelism: every layer of a model is cut, and all ranks compute on the same tokens.
-
-    x ─▶ norm ─ f ─▶ q k v ─▶ some heads ─▶ out ─ g ─▶ + ─▶ norm ─ f ─▶ up ─▶ gelu ─▶ down ─ g ─▶ +
-                     columns                rows                        columns       rows
-    whole            ├──────── 1/t ───────────┤  whole                  ├─────── 1/t ─────┤  whole
+"""The edit of a model for tensor parallelism.
 
     each rank holds   1/t of the matrices and of what is computed between them; whole norms,
                       biases of `out` and `down`, and all of x
@@ -10,28 +6,16 @@
                       a layer, 8(t-1)/t b s w from each rank (bus bytes)
     kept              s b w (10 + 24/t + 5 h s / (w t)) bytes a layer in 2-byte types
 
-Sequence parallelism (`sequence=True`) cuts x, too, so that nothing is held t times:
+Sequence parallelism (`sequence=True`) cuts x, too, and backward gathers it again:
 
     x [b, s/t, w] ─▶ norm ─ all-gather ─▶ q k v ... out ─ reduce-scatter ─▶ + ─▶ norm ─ ...
-
-    travels           f becomes all-gather forward and reduce-scatter backward, g the other way
-                      round: the same bytes. The shard of x is kept, so backward gathers it again
-                      before q k v and up: 10(t-1)/t b s w in all. Norms and biases see a shard of
-                      the sequence: four small all-reduces sum their gradients, 6 w elements a layer
+    travels           10(t-1)/t b s w a layer; all-reduces of 6 w sum gradients of norms and biases
     kept              s b w (34 + 5 h s / w) / t bytes a layer
 
-Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again, up to the
-last tensor that backward needs: a layer's last one only where dropout follows it.
-
-Random numbers are the same where ranks hold replicas, and differ where they hold shards:
-
-    dropout on                        rank 0     rank 1     so that
-    a replica [b, s, w]               1 0 1 1    1 0 1 1    the replicas stay equal
-    a shard, of heads or positions    1 0 1 1    0 1 1 0    no two heads drop the same
-
-Legend: b rows, s positions, w width, h heads, t ranks.
+Full recompute runs the collectives of a forward again, up to the last tensor that backward needs.
+Legend: b rows, s positions, w width, h heads, t ranks. A group belongs inside a node.
 Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2; Korthikanti et
-al., arXiv 2205.05198, section 4; a group belongs inside a node: Narayanan et al., arXiv 2104.04473.
+al., arXiv 2205.05198, section 4; Narayanan et al., arXiv 2104.04473.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
-from labkit.comm.torch_modes import no_modes
-from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
+from labkit.dispatch import no_modes
 from labkit.parallel.common.conjugate import copies_to_ranks, own_part
+from labkit.parallel.common.ownership import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.tensor import validation
 from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
 from labkit.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -55,7 +39,9 @@ from labkit.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelHe
 def tensor_parallel(
     model: nn.Module, comm: Comm, *, sequence: bool = False, gather_logits: bool = True
 ) -> nn.Module:
-    """Cut `model` over the ranks of `comm`, in place, and return it.
+    """Cut `model` over the ranks of `comm`, in place, and return it: edit first, then make the
+    optimizer and wrap the model in DDP or ZeRO, as its parameters are new. With one rank it
+    computes what it did.
 
     Args:
         model: it starts as rank 0's. Cut are, by name: attention, a module with `q`, `k`, `v`,
@@ -66,33 +52,21 @@ def tensor_parallel(
         sequence: cut what is between `tokens` and `head` along the sequence, dim 1.
         gather_logits: every rank gets all logits; False: those of its part of the vocabulary.
 
-    Edit a model first, then make its optimizer and wrap it in DDP or ZeRO: its parameters are new.
-    With one rank it computes what it did. A `World` that checks compares the ranks' inputs.
-
-    Raises ValueError where heads or widths do not divide over the ranks; where there is nothing to
-    cut, a layer was cut before, has unknown parameters, or computes something else on a slice of
-    its features (as with a fused gate), or tied parameters would not stay so; in forward where a
-    sequence does not divide or inputs differ.
+    Raises ValueError where heads or widths do not divide; where there is nothing to cut, a layer
+    was cut before, has unknown parameters, or computes something else on a slice of its features
+    (as with a fused gate), or tied parameters would not stay so; in forward where a sequence does
+    not divide or, in a `World` that checks, inputs differ.
     """
     comm = Comm.of(comm)
     trials = validation.check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     broadcast_tensors([*model.parameters(), *model.buffers()], comm)
-    tied = _tied_names(model)
+    tied = validation.tied_names(model)
     for trial in trials:
         _cut_layer(trial, comm, sequence)
     cut = [*(x.layer for x in trials), *_cut_vocabulary(model, comm, sequence, gather_logits)]
-    ends = {VocabParallelEmbedding, VocabParallelHead}
-    if sequence and comm.size > 1 and not ends <= {*map(type, cut)}:
-        raise ValueError(
-            "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
-            "together again; this model lacks one, so ranks would take all of x for their part"
-        )
-    if untied := tied - _tied_names(model):
-        raise ValueError(
-            f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
-            "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
-        )
+    has_ends = {VocabParallelEmbedding, VocabParallelHead} <= {*map(type, cut)}
+    validation.check_edited(model, tied, lacks_ends=sequence and comm.size > 1 and not has_ends)
     if sequence:
         _cut_sequence(model, comm, {part for layer in cut for part in layer.modules()})
     check = partial(validation.check_same_input, comm, sequence)
@@ -137,21 +111,10 @@ def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool)
     return cut
 
 
-def _tied_names(model: nn.Module) -> set[frozenset[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, set()).add(name)
-    return {frozenset(several) for several in names.values() if len(several) > 1}
-
-
-# ---- random numbers: the same for replicas, others for shards
-
-
 @contextmanager
 def own_numbers(comm: Comm) -> Iterator[None]:
-    """Inside, what torch draws is this rank's own: its rank and one number, the same on all ranks,
-    seed the generators; afterwards they go on as those of the others."""
+    """What torch draws inside is this rank's own: one number, the same on all ranks, and the rank
+    seed the generators. Afterwards they go on as those of the others."""
     with no_modes():  # a seed is no part of the model: real in a dry run, too
         seed = int(torch.randint(2**62, ())) + comm.rank
     with torch.random.fork_rng(range(len(validation.generators()) - 1)):
@@ -167,14 +130,14 @@ class DrawsItsOwn:
     def __init__(self, module: nn.Module, comm: Comm, starts: Sequence[Any] = (), end: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
         self._inside: ExitStack | None = None
-        self._all_of_it = end is None
+        self._begins_at_once = not starts
         for start in starts:
             start.register_forward_pre_hook(self._begin)
         if end is not None:
             end.register_forward_pre_hook(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._all_of_it:
+        if self._begins_at_once:
             self._begin()
         try:
             return self.forward(*args, **kwargs)
@@ -192,9 +155,6 @@ class DrawsItsOwn:
             self._inside = None
 
 
-# ---- sequence parallelism: the rest of the model, on a shard of the sequence
-
-
 def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:
     """From the embedding to the head, x is [b, s/t, w], but for what is `cut` already."""
     for module in (module for module in model.modules() if module not in cut):
@@ -207,8 +167,8 @@ def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:
 
 
 class SummedGradients:
-    """In place of the forward of a norm, say, that sees a shard of the sequence: backward sums the
-    gradients of its own parameters over the ranks, in one all-reduce."""
+    """In place of the forward of a module, as a norm, that sees a shard of the sequence: backward
+    sums the gradients of its own parameters over the ranks, in one all-reduce."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm

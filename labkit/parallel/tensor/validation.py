@@ -1,15 +1,12 @@
 """Which layers can be cut, asked before anything is, and whether the ranks compute on the same.
 
-Layers are known by name, and their sizes must divide. Then each is tried, in one process, with
-random numbers in place of what its linear layers compute:
+Each layer is tried, in one process, with random numbers for what its linear layers compute. No
+weight is read, so models without memory are tried, too.
 
     whole     x ─▶ columns ─▶ random h ───────▶ the layer's code ─▶ rows ─▶ random y ─▶ ... output
     rank r    x ─▶ columns ─▶ slice r of h ───▶ the layer's code ─▶ rows ─▶ the same y ─▶ ... output
                                                                 ▲                          ▲
                                                 must be slice r of the whole's      must be equal
-
-What mixes features (chunk, softmax, a norm), or orders heads differently, gives other numbers,
-whatever its name. No weight is read, so models without memory are tried, too.
 """
 
 from collections.abc import Iterator
@@ -26,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
-from labkit.comm.torch_modes import no_modes
+from labkit.dispatch import no_modes
 from labkit.events import ranks_in_words
 from labkit.parallel.common.shards import check_same
 from labkit.parallel.tensor.linear import ShardedLinear
@@ -36,8 +33,8 @@ LAYERS = (["q", "k", "v"], "out"), (["gate", "up"], "down"), (["up"], "down")
 
 
 def layers_to_cut(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]:
-    """Attention and MLPs, known by these names: (path, layer, columns, row), the last two of its
-    linear layers. An MLP may be gated, as Llama's: down(act(gate(x)) * up(x))."""
+    """Attention and MLPs, gated or not, by the names of their linear layers: (path, layer, columns,
+    row)."""
     for path, layer in model.named_modules():
         for columns, row in LAYERS:
             if all(hasattr(layer, name) for name in (*columns, row)):
@@ -70,8 +67,8 @@ def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
 
 
 def _check_layer(prefix: str, layer: nn.Module, names: list[str]) -> None:
-    """Its linear layers must be plain. Another parameter is refused: between columns and rows it
-    would get a part of its gradient, before or after them all of it."""
+    """Its linear layers must be plain. Another parameter would get a part of its gradient between
+    columns and rows, and all of it elsewhere."""
     for name in names:
         linear = getattr(layer, name)
         if isinstance(linear, ShardedLinear):
@@ -117,6 +114,29 @@ def _counts_of(prefix: str, layer: Any, row: str) -> dict[str, int]:
             "as what it is multiplied with; make them equal, or give it another name"
         )
     return {"hidden features": hidden}
+
+
+def tied_names(model: nn.Module) -> set[frozenset[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, set()).add(name)
+    return {frozenset(several) for several in names.values() if len(several) > 1}
+
+
+def check_edited(model: nn.Module, tied: set[frozenset[str]], lacks_ends: bool) -> None:
+    """Raises ValueError where nothing cuts or joins the sequence; where parameters that were `tied`
+    before the edit are not any more."""
+    if lacks_ends:
+        raise ValueError(
+            "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
+            "together again; this model lacks one, so ranks would take all of x for their part"
+        )
+    if untied := tied - tied_names(model):
+        raise ValueError(
+            f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
+            "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
+        )
 
 
 def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kwargs: Any) -> None:

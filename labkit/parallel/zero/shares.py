@@ -5,8 +5,7 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
     flat         a a a a a a b b c c c .    whole on every rank, and padded; the parameters' memory
     share                a a b b            rank 1's, a view of flat
     stepped              a a b b            the share itself; of a bf16 share an fp32 master copy
-    stand_ins           [a a|b b]           views of stepped, one for each piece of a parameter: the
-                                            optimizer has these as parameters
+    stand_ins           [a a|b b]           views of stepped: the optimizer's parameters
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
-from labkit.holdings import Footprint, OwnedPiece, WeakMark, parameter_bytes
+from labkit.holdings import Footprint, OwnedPiece, parameter_bytes
 from labkit.parallel.common.data_parallel import GradReducer
 from labkit.parallel.common.flat import MB, FlatPartition, cut
+from labkit.parallel.common.ownership import WeakMark
 from labkit.precision.shadow_optimizer import (
     LOW,
     NotCopyable,

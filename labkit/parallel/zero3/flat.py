@@ -5,8 +5,7 @@
     full            | a a a a a a | b b | c c c c c c c | pad |      while in use: compute dtype
     unreduced       | their gradients, divided by n     | pad |      until they are reduced
 
-`full` and `unreduced` are tensors for good, with a view for each parameter; what comes and goes
-is the memory behind them. So autograd may keep a view of a parameter from forward to backward.
+Only the memory behind `full` and `unreduced` comes and goes: autograd may keep views of them.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.agreement import broadcast_tensors, marks_of
 from labkit.parallel.common.flat import FlatPartition, GradBuffer, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors, marks_of
 from labkit.parallel.zero3.sharded_init import ShardedParameter
 
 HALF = (torch.float16, torch.bfloat16)
@@ -75,8 +74,7 @@ class ResizableBuffer:
 class Flat:
     """Parameters of one unit and kind.
 
-    shards      what the optimizer steps on: of each parameter this rank's piece, [numel] flat and
-                without elements where it has none
+    shards      what the optimizer steps on: of each parameter this rank's piece, flat, maybe empty
     gathered    what the model computes with: the parameters in their shapes, views of `full`
     ungathered  what the modules have during a pass while `full` is free
 

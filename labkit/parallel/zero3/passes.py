@@ -98,9 +98,11 @@ class SavedParameters:
         return any(self.unit_of_memory.get(memory._cdata) is unit for memory in memories)
 
     def pack(self, x: Tensor) -> tuple[Unit | None, Tensor]:
+        """Called by autograd when forward saves `x`: notes the unit whose memory it is in."""
         return self.unit_of_memory.get(x.untyped_storage()._cdata), x
 
     def unpack(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
+        """Called by autograd when backward needs what was saved: gathers its unit first."""
         unit, x = saved
         if unit is not None and not unit.is_gathered:
             self._use(unit)
@@ -136,9 +138,8 @@ def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
 def watch_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[Tensor], None]
 ) -> tuple[int, Any]:
-    """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
-    and what to give to the unit: a view of each, whose gradient is there before that of the tensor
-    itself, for which the unit before is called. (Containers stay: the unit may write there.)"""
+    """Have `hook` called with the gradient of each of a unit's inputs, before the unit before is;
+    returns how many have one, and views of them, to give to the unit. (Containers stay.)"""
     every = [*args, *kwargs.values()]
     nested = {id(x) for x in tensors_in([y for y in every if not isinstance(y, Tensor)])}
     views = {

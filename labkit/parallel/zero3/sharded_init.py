@@ -1,9 +1,5 @@
 """Sharded construction: a model is built, and no rank ever holds all of it.
 
-    with ZeRO3.init(comm):
-        model = GPT(...)             # any module's own code, initialisation included
-    model = ZeRO3(model, comm)
-
 Each parameter that a module registers becomes a `ShardedParameter`, with 1/n of its elements. One
 at a time is *open*, that is, whole: the newest, or the last that was touched.
 
@@ -11,13 +7,10 @@ at a time is *open*, that is, whole: the newest, or the last that was touched.
     rank 0   [whole      ]    open          open, drawn          [0   ] closed       bias is open
     rank 1   [whole      ]    open          open, drawn          [   1] closed       bias is open
 
-    each rank holds   P/n of closed parameters, and the one that is open
     travels           (n-1)/n of a parameter's bytes whenever it closes (rank 0 scatters what it
                       drew), and as much whenever it opens again (all-gather; not by `normal_`)
 
-With one seed the weights are the same to the bit as in one process.
-
-Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
+Source: "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
 """
 
 from collections.abc import Iterator
@@ -27,10 +20,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
-from labkit.comm.torch_modes import DispatchMode
 
 aten = torch.ops.aten
 OVERWRITES = {  # their first argument need not be gathered: all its elements get new values
@@ -43,8 +36,9 @@ OVERWRITES = {  # their first argument need not be gathered: all its elements ge
 @contextmanager
 def sharded_init(comm: Comm | None = None) -> Iterator[None]:
     """Parameters that modules register in this block are sharded over the ranks of `comm` (all by
-    default), which run the same block; not buffers, lazy or meta ones. A view, as `weight[0]`, may
-    be written to until another parameter is made or touched."""
+    default), which run the same block; not buffers, lazy or meta ones. With one seed the weights
+    are the same to the bit as in one process. A view, as `weight[0]`, may be written to until
+    another parameter is made or touched."""
     construction = Construction(Comm.of(comm))
     register = nn.Module.register_parameter
 
@@ -65,13 +59,17 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
             construction.is_over = True
 
 
-class _ClosesBeforeNew(DispatchMode):
+class _ClosesBeforeNew(TorchDispatchMode):
     """What makes a tensor from nothing, as `torch.empty`, is about to make the next parameter: the
     open one closes before, and not when there are two."""
 
     def __init__(self, construction: "Construction"):
         super().__init__()
         self._construction = construction
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # its first use would load torch._dynamo, for 3 s
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
@@ -139,14 +137,14 @@ class Construction:
         return self._open[0]
 
     def only_open(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
-        closing = [one for one in self._open if one not in wanted]
-        self._open = [one for one in self._open if one in wanted]
-        for one in closing:
-            one.close()
-        for one in wanted:
-            if one.full is None:
-                one.full = one.like_whole() if one is overwritten else one.gathered()
-                self._open.append(one)
+        closing = [x for x in self._open if x not in wanted]
+        self._open = [x for x in self._open if x in wanted]
+        for x in closing:
+            x.close()
+        for x in wanted:
+            if x.full is None:
+                x.full = x.like_whole() if x is overwritten else x.gathered()
+                self._open.append(x)
 
 
 class ShardedParameter(Tensor):
@@ -226,8 +224,8 @@ class ShardedParameter(Tensor):
         raise NotImplementedError("a sharded parameter is not compiled; wrap its module in ZeRO3")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        one = self.elements
+        x = self.elements
         return (
-            f"ShardedParameter({one.what} {list(one.shape)}, {self.dtype}, rank "
-            f"{one.construction.comm.rank} has {one.share.numel()} of {self.numel()} elements)"
+            f"ShardedParameter({x.what} {list(x.shape)}, {self.dtype}, rank "
+            f"{x.construction.comm.rank} has {x.share.numel()} of {self.numel()} elements)"
         )

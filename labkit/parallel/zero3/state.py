@@ -56,15 +56,15 @@ class WholeState:
         return sum(flat.full.held_bytes for flat in self._flats if not flat.keep_whole)
 
     def owned(self, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedPiece]:
-        found = {
+        shapes = {
             flat.shards[piece.index]: (flat.partition.shapes[piece.index], piece.start)
             for flat in self._flats
             for piece in flat.pieces
         }
         return [
-            OwnedPiece(name, *found[shard], shard, optimizer if shard.requires_grad else None)
+            OwnedPiece(name, *shapes[shard], shard, optimizer if shard.requires_grad else None)
             for name, shard in self._named
-            if shard in found
+            if shard in shapes
         ]
 
     def after_load(self) -> None:

@@ -1,6 +1,4 @@
-"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards. (torch calls a hook
-before each step of any optimizer, and a shard knows whose it is.)
-"""
+"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards."""
 
 from collections.abc import Iterable
 from functools import cache, partial, update_wrapper
@@ -12,9 +10,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from labkit.holdings import claim, owner_of, trainable
-from labkit.parallel.common.agreement import check_same_on_all_ranks
 from labkit.parallel.common.elementwise import check_elementwise
+from labkit.parallel.common.ownership import check_same_on_all_ranks, claim, owner_of, trainable
 from labkit.parallel.zero3.flat import Flat, refuse_hook
 from labkit.parallel.zero3.state import WholeState
 

@@ -14,10 +14,9 @@ The module is cut into units, each block of a list being one. On every rank, wit
     free                  0          1          2                       2       1
     reduce                                                              |  2  |  1
 
-A unit is gathered by a hook before its forward and freed by one behind it. In backward, a hook on
-the gradient of its output gathers it again; with the last gradient of its parameters all leave in
-one reduce-scatter, and the unit is freed. (With frozen or unused parameters it is freed when the
-gradients of its inputs are there.) A head tied to the embedding is of the same unit.
+Hooks gather a unit before its forward, free it behind it, and gather it again for backward; with
+the last gradient of its parameters all leave in one reduce-scatter, and the unit is freed. (With
+frozen or unused parameters it is freed when the gradients of its inputs are there.)
 
 Sources: "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-Infinity", 2104.07857,
 section 6.2; units and hooks: "PyTorch FSDP", 2304.11277, section 3.
@@ -32,9 +31,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.comm import Comm
-from labkit.holdings import ParamSnapshot, claim
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.flat import at_end_of_backward, running_backward
+from labkit.parallel.common.ownership import ParamSnapshot, broadcast_tensors, claim
 from labkit.parallel.zero3 import passes, validation
 from labkit.parallel.zero3.flat import Flat
 from labkit.parallel.zero3.sharded_init import sharded_init
@@ -54,11 +52,10 @@ class ZeRO3(WholeState, nn.Module):
         prefetch: so many units are gathered ahead; 0: each one when it is needed.
         compute_dtype: of gathered parameters and travelling gradients; shards stay float32 then.
 
-    `parameters()` are this rank's pieces, flat, under the names of the whole ones: make the
-    optimizer of them, after wrapping. It must treat every element by itself. Group parameters by
-    name, not by `p.ndim`, which is 1 for all. Clip with the model's `clip_grad_norm_`, scale by
-    labkit.GradScaler (torch's is refused). All ranks use the same units in the same order.
-    torch.compile leaves the model as it is.
+    `parameters()` are this rank's pieces, flat, under the whole ones' names: make the optimizer of
+    them, after wrapping; it must treat every element by itself. Group by name, not by `p.ndim`,
+    which is 1 for all. Clip with `model.clip_grad_norm_`, scale by labkit.GradScaler (torch's is
+    refused). All ranks use the same units in the same order. torch.compile leaves the model alone.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model

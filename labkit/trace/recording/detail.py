@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from labkit.comm.torch_modes import DispatchMode
+from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
 from labkit.memory.conditions import tensors_in
 from labkit.parallel.common.sharder import OwnsGradientPieces, fulfils

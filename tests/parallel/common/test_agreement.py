@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from labkit import Comm, dry_run
-from labkit.holdings import ParamSnapshot, claim
-from labkit.parallel.common.agreement import check_same_on_all_ranks
+from labkit.parallel.common.ownership import ParamSnapshot, check_same_on_all_ranks, claim
 from tables import cases, raises
 from worlds import on_each_rank
 

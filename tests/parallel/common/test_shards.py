@@ -4,6 +4,8 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -21,13 +23,14 @@ from labkit import (
     ZeroOptimizer,
     full_state_dict,
 )
-from labkit.holdings import claim
+from labkit.parallel.common import ownership
 from labkit.parallel.common.clipping import comms_of
+from labkit.parallel.common.ownership import claim, marks_of
 from labkit.parallel.common.shards import (
+    CopiedMark,
     Shard,
     mark_shard,
     marked_as,
-    marks_of,
     shard_of,
 )
 from labkit.parallel.context.context_parallel import SequenceParts
@@ -125,6 +128,36 @@ def travelled(module: nn.ModuleList, how: str) -> nn.ModuleList:
     if how == "torch.save":
         return saved(module)
     return pickle.loads((pickle if how == "pickle" else cloudpickle).dumps(module))
+
+
+@dataclass(frozen=True)
+class Expert(CopiedMark):
+    """A third kind, of a strategy that is yet to be written."""
+
+    comm: Ranks
+    name = "_labkit_expert"
+
+    def __str__(self) -> str:
+        return "an expert's"
+
+    def check(self, name: str, comm: Any, averaged: bool) -> None:
+        if averaged and comm != self.comm:
+            raise ValueError(f"{name} is of an expert over ranks {self.comm.ranks}")
+
+
+def test_a_mark_of_a_third_kind_is_checked_described_and_copied_as_the_others() -> None:
+    module, shard = layer(2, 3)
+    sequence, expert = SequenceParts(Ranks(2, 3)), Expert(Ranks(0, 1))
+    for mark in (expert, sequence):
+        mark.attach_to(module.weight)
+    described = "w [4, 3] float32, 4:7 of 8 along dim 0, an expert's"
+    for weight in (module.weight, copy.deepcopy(module.weight), saved(module).weight):
+        assert marks_of(weight) == [shard, sequence, expert]
+        assert marks_of(marked_as(weight, torch.zeros(4, 3))) == [shard, sequence, expert]
+        assert ownership._described("w", weight) == described
+    expert.attach_to(module.bias)
+    with pytest.raises(ValueError, match=r"bias is of an expert over ranks \(0, 1\)"):
+        ownership.check_same_on_all_ranks([("bias", module.bias)], Ranks(0))
 
 
 def test_all_that_share_a_sequence_are_to_be_averaged() -> None:

@@ -21,7 +21,8 @@ from labkit import (
     sequence_shard,
     tensor_parallel,
 )
-from labkit.parallel.common.shards import marks_of, shard_of
+from labkit.parallel.common.ownership import marks_of
+from labkit.parallel.common.shards import shard_of
 from labkit.parallel.context.context_parallel import SequenceParts
 from tables import raises
 from worlds import on_each_rank

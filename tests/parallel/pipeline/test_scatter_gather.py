@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,8 @@ from labkit import (
 )
 from labkit import comm as door
 from labkit.events import all_gather_bus_bytes, chunk_sizes
+from labkit.parallel.common.shards import Shard, mark_shard
+from labkit.parallel.context.context_parallel import SequenceParts
 from labkit.parallel.pipeline import p2p, scatter_gather
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
@@ -285,6 +288,17 @@ REFUSED = [
     (not_on_all_stages, "scatter_gather is not given on rank 2 of the pipeline and rank 0 of 2 on"),
     (other_data, "the output of stage 0 (rank 0), micro-batch 0, differs between the ranks"),
 ]
+
+
+def test_shards_over_other_ranks_are_named_before_parts_of_sequences() -> None:
+    """Whichever parameter has which mark."""
+    tp, cp, pp = (SimpleNamespace(ranks=ranks) for ranks in ((0, 1), (0, 3), (0, 2, 4)))
+    for first, second in (("weight", "bias"), ("bias", "weight")):
+        stage = nn.Linear(3, 4)
+        SequenceParts(cp).attach_to(getattr(stage, first))
+        mark_shard(getattr(stage, second), Shard(tp, 0, 0, 4, 8))
+        expected = "parameters are cut over ranks [0, 1], and it is over [0, 3]; give mesh.tp"
+        assert scatter_gather._wrong(cp, pp, [stage]) == expected
 
 
 @pytest.mark.slow

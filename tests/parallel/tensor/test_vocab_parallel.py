@@ -16,10 +16,11 @@ from labkit.parallel.tensor import vocab as vocab_parallel
 from labkit.parallel.tensor.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
+    padded_vocab,
     vocab_parallel_cross_entropy,
 )
 from tables import cases, raises
-from vocab_checks import Tiny, own_logits, padded_vocab
+from vocab_checks import Tiny, own_logits
 from worlds import on_each_rank, world_fixture
 
 VOCABS = (8, 10, 5)  # on 4 ranks: no padding; 3, 3, 3, 1 rows; 2, 2, 1, 0 rows

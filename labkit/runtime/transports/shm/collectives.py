@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from labkit.comm.collectives.steps import Chunks
-from labkit.comm.torch_modes import no_modes
+from labkit.dispatch import no_modes
 from labkit.runtime.transports.shm.slots import (
     DONE,
     FILLED,

@@ -1,0 +1,29 @@
+"""torch.compile leaves communication alone: it compiles up to an operation, and on after it."""
+
+from functools import wraps
+from inspect import isfunction
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+Class = TypeVar("Class", bound=type)
+
+
+def untraced(cls: Class) -> Class:
+    """Class decorator: torch.compile traces no method of `cls`, nor what it calls."""
+
+    def wrapped(method: Any) -> Any:
+        outside = torch._disable_dynamo(method)  # loads torch._dynamo when called, which takes 1 s
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            compiled = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+            return (outside if compiled else method)(*args, **kwargs)
+
+        return call
+
+    for name, method in [*vars(cls).items()]:
+        if isfunction(method) and not name.startswith("__"):
+            setattr(cls, name, wrapped(method))
+    return cls

@@ -1,0 +1,158 @@
+"""What a strategy makes sure of when it takes over a module: its parameters are the same on all
+ranks, and equal to rank 0's; no other strategy owns them; and they stay what they were."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain, zip_longest
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from labkit.comm import Comm
+
+
+class Mark:
+    """An attribute of a parameter: the ranks of `comm` have other parts of it, or its gradient."""
+
+    comm: Comm
+
+    def attach_to(self, parameter: Tensor) -> None: ...
+
+    def check(self, name: str, comm: Comm, averaged: bool) -> None:
+        """Raises ValueError where the ranks of `comm` do not have the same part of parameter
+        `name`; with `averaged` also where its gradients must not be averaged over `comm` alone."""
+
+
+def marks_of(parameter: Tensor) -> list[Mark]:
+    """The marks of `parameter`, of any kind, a shard's before a sequence's."""
+    attributes = [vars(parameter)[name] for name in sorted(vars(parameter), reverse=True)]
+    return [x for x in attributes if isinstance(x, Mark)]
+
+
+def check_same_on_all_ranks(
+    named: Sequence[tuple[str, Tensor]], comm: Comm, averaged: bool = True
+) -> None:
+    """Raises ValueError on every rank when names, shapes, dtypes, order or frozen ones differ, or
+    where a mark forbids `comm`; `averaged`: to average gradients over it."""
+    for name, x in named:
+        for mark in marks_of(x):
+            mark.check(name, comm, averaged)
+    mine = [_described(name, x) for name, x in named]
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    if len(set(comm.all_gather_object(digest))) == 1:
+        return
+    every = comm.all_gather_object(mine)
+    rank = next(rank for rank, theirs in enumerate(every) if theirs != every[0])
+    both = zip_longest(every[0], every[rank], fillvalue="missing")
+    for position, (here, there) in enumerate(both):
+        if here != there:
+            raise ValueError(
+                f"the ranks have different models: parameter {position} is {here} on rank 0 and "
+                f"{there} on rank {rank}; build the same model, in the same order, on every rank"
+            )
+
+
+def _described(name: str, x: Tensor) -> str:
+    frozen = "" if x.requires_grad else ", frozen"
+    part = "".join(f", {text}" for mark in marks_of(x) if (text := str(mark)))
+    return f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}{frozen}{part}"
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> None:
+    """Make all ranks' tensors equal to rank `src`'s."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in tensors:
+        kinds.setdefault((x.dtype, x.device), []).append(x.detach())
+    for group in kinds.values():
+        comm.broadcast(flat := _flatten_dense_tensors(group), src)
+        for x, part in zip(group, _unflatten_dense_tensors(flat, group), strict=True):
+            x.copy_(part)
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters to be averaged. Raises ValueError when there are none."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter, so there is nothing to "
+            "synchronise; use the module as it is"
+        )
+    return parameters
+
+
+def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
+    """Make `owner` their strategy, while it lives. Raises ValueError where one has another."""
+    named = list(named)
+    for name, parameter in named:
+        before = owner_of(parameter)
+        if before is not None and before is not owner:
+            raise ValueError(
+                f"{type(owner).__name__}: {name} belongs to a {type(before).__name__} already; "
+                "a module is wrapped once: unwrap it (`.module`) and delete the other first"
+            )
+    for _, parameter in named:
+        parameter._labkit_owner = WeakMark(owner)  # type: ignore[attr-defined]
+
+
+def owner_of(parameter: Tensor) -> Any:
+    """The living strategy that has claimed `parameter`, or None."""
+    return getattr(parameter, "_labkit_owner", _nothing)()
+
+
+def pipeline_with(parameter: Tensor) -> Any:
+    """The pipeline of which a stage here has `parameter`, or None."""
+    return getattr(parameter, "_labkit_pipeline", _nothing)()
+
+
+class WeakMark(ref):
+    """A weak reference, as an attribute of a parameter; a pickled parameter has a dead one."""
+
+    def __reduce__(self) -> Any:
+        return partial, (_nothing,)
+
+
+def _nothing() -> None: ...
+
+
+class ParamSnapshot:
+    """The parameters of `module` as they are now, by name: which tensors, and which are frozen."""
+
+    def __init__(self, module: nn.Module):
+        self._modules = list(module.modules())  # kept, so that no other gets the id of one
+        self._parameters = list(module.parameters())
+        self._places: list[dict[str, Any]] = []
+        for part in self._modules:
+            self._places += [part._parameters, part._modules]
+        self._before, self._fingerprint_before = self._now(), self._fingerprint()
+
+    def _fingerprint(self) -> tuple[list[int], list[bool]]:
+        """Which tensors are where, and which are frozen: much cheaper than their names."""
+        present = chain.from_iterable(map(dict.values, self._places))
+        return [*map(id, present)], [p.requires_grad for p in self._parameters]
+
+    def _now(self) -> dict[str, tuple[int, bool]]:
+        named = self._modules[0].named_parameters()
+        return {name: (id(p), p.requires_grad) for name, p in named}
+
+    def check(self) -> None:
+        """Raises ValueError, naming a parameter that was added, removed, replaced, (un)frozen."""
+        if self._fingerprint() == self._fingerprint_before:
+            return
+        now = self._now()
+        for name in {**self._before, **now}:
+            was, is_now = self._before.get(name), now.get(name)
+            if was == is_now:
+                continue
+            if was is None or is_now is None:
+                what = "was added" if was is None else "was removed"
+            elif was[0] != is_now[0]:
+                what = "is another tensor"
+            else:
+                what = "takes gradients now" if is_now[1] else "was frozen"
+            raise ValueError(
+                f"{name} {what} after the module was wrapped; change a module first, then wrap it"
+            )

@@ -177,9 +177,10 @@ def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0
         return watch_collective(world, collective, student, root)
 
 
-def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> Any:
-    """The values of `alone` for many arguments, a list, in one call."""
-    return alone(lambda cases: [student(*given) for given in cases], cases)
+def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The values of `alone` for many arguments, in one call."""
+    values: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
+    return values
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:

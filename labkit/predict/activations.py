@@ -138,7 +138,7 @@ def activation_bytes(
 def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
     """`activation_bytes` where attention is one kernel that stores no scores, as labkit.GPT's: not
     5as/w, but 4 bytes for each row of scores, the logarithm of its sum. On one rank, without
-    dropout inside attention.
+    dropout inside attention, for which torch has no such kernel on a CPU.
     Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1."""
     without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
     return without_scores + 4 * heads * sequence * rows
@@ -147,7 +147,7 @@ def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> 
 def first_stage_activation_bytes(
     layer_bytes: float, depth: int, stages: int = 1, chunks: int = 1
 ) -> float:
-    """Bytes that the first stage of a pipeline holds at its peak, without embedding and head.
+    """Bytes that the first stage of a pipeline holds at its peak, for all its micro-batches.
 
     With 1F1B, p micro-batches are in flight on its depth/p layers: depth layers' worth, whatever
     the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;

@@ -10,9 +10,9 @@ rank's h heads compute L²/2 scores in each step, each 4e FLOPs in forward (q k�
 
     computing   2 b h e L² / F        sending   α + 2 b g L e · g₁ / B
 
-so without latency the forward hides the messages from L = g₁ F g / (B h) on: twice that of Liu et
-al., who have no causal mask. In backward the gradients of the last block, on their way home, are
-always exposed.
+so without latency the forward hides the messages from L = g₁ F g / (B h) on, whatever the head
+width and the rows: twice that of Liu et al., who have no causal mask. In backward the gradients of
+the last block, on their way home, are always exposed.
 
 Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes of an
 element, F FLOPs and B bytes per second, α the latency of a message.

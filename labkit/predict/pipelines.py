@@ -17,9 +17,9 @@ waits, and W for that of the weights. One bubble no W can fill: the first stage 
 forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with
 2p - 1. The functions give the larger. All bubbles are of the stage that takes longest.
 
-The bubble is a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, or of the
-*total*, ideal and bubble, (p-1)/(m+p-1): never to be compared with each other. All stages take
-equally long, and messages no time.
+The bubble is given as a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, and
+of the *total*, ideal and bubble, (p-1)/(m+p-1): two numbers, never to be compared with each other.
+All stages take equally long, and messages no time.
 
 Sources: naive and GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv
 2104.04473, section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
@@ -90,7 +90,7 @@ def interleaved(
 ) -> PipelineStep:
     """1F1B with `chunks` pieces of the model on each stage: a bubble 1/v as long, for v times the
     messages and some more memory. Source: arXiv 2104.04473, section 2.2.2. Raises ValueError where
-    micro-batches do not divide over stages."""
+    micro-batches do not divide over stages, which the schedule needs."""
     check_counts(chunks=chunks)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     if chunks == 1:

@@ -98,7 +98,9 @@ def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> floa
 def pipelined_loading_s(
     load_s: Sequence[float], compute_s: Sequence[float], ahead: int = 1
 ) -> float:
-    """Seconds where blocks are loaded `ahead` of the one that computes, in `ahead` + 1 buffers.
+    """Seconds where blocks are loaded `ahead` of the one that computes, in `ahead` + 1 buffers. A
+    load begins when the one before is over and its buffer is free, a block when its load is over
+    and the block before has computed.
 
     >>> pipelined_loading_s([2.0] * 4, [3.0] * 4)
     14.0

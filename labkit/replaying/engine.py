@@ -51,7 +51,8 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """When an instruction ran; for an Issue its operation, from the first byte on the wire on."""
+    """When an instruction ran; for an Issue its operation, from the first byte on the wire to the
+    end."""
 
     began_s: float
     ended_s: float

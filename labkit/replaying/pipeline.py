@@ -224,7 +224,8 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(one: RankTrace) -> list[Span]:
-    """What the rank computed, in order."""
+    """What the rank computed, in order. ("loss" is the time between the last forward and backward:
+    on the stages before the last it is a wait.)"""
     spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 

@@ -132,7 +132,7 @@ class Plan:
     def trades(self, near: int | None = None) -> Table:
         """The fastest layout with each tp, pp, dp and micro-batch, and what it loses on: the
         takeaways of arXiv 2104.04473, section 3, for this model. `near`: only so many values to
-        each side of the best, and the first tp that leaves the node."""
+        each side of the best, and the first tp that leaves the node; all of them if None."""
         rows: list[tuple[str, ...]] = []
         node = self.cluster.devices_per_node
         for choice, name in AXES.items():

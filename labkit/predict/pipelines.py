@@ -14,12 +14,9 @@
 
 In ZB, backward is two parts: I seconds for the gradient of the input, for which the stage before
 waits, and W for that of the weights. One bubble no W can fill: the first stage does as many
-forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with
-2p - 1. The functions give the larger. All bubbles are of the stage that takes longest.
-
-The bubble is given as a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, and
-of the *total*, ideal and bubble, (p-1)/(m+p-1): two numbers, never to be compared with each other.
-All stages take equally long, and messages no time.
+forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with 2p -
+1. The functions give the larger. All bubbles are of the stage that takes longest; all stages take
+equally long, and messages no time.
 
 Sources: naive and GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv
 2104.04473, section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
@@ -33,7 +30,9 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Forward and backward of all micro-batches through a pipeline, as one stage sees it."""
+    """Forward and backward of all micro-batches through a pipeline, as one stage sees it. The
+    bubble as a part of the ideal time, as in the Megatron-LM paper, and of the total are two
+    numbers, never to be compared with each other."""
 
     ideal_s: float  # computing
     bubble_s: float  # idle

@@ -41,12 +41,11 @@ def model_state_bytes(
         each: bytes for one parameter, `MIXED_ADAM` or `FP32_ADAM`.
 
     Left out: activations, buffers and what an allocator wastes; torch's step count for each tensor
-    (4 bytes); shards of unequal size.
-    Source: ZeRO, arXiv 1910.02054, section 5 and Table 1. Raises ValueError for another stage.
+    (4 bytes); shards of unequal size. Source: ZeRO, arXiv 1910.02054, section 5 and Table 1. Raises
+    ValueError for another stage.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
-    31.40625
-    """
+    31.40625"""
     check_not_negative(parameters=parameters)
     check_counts(dp=dp)
     if stage not in (0, 1, 2, 3):

@@ -1,13 +1,10 @@
 """The time of one step of data parallelism, and of a model whose weights come over a bus.
 
 DDP with k equal buckets of gradients: each leaves when backward has filled it and the one before
-has left.
+has left. Many buckets come near F + max(B, C); one bucket hides nothing, F + B + C.
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
     wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
-
-The first leaves when it is full, the last when backward is over: F + max(B + C/k, B/k + C). Many
-buckets come near F + max(B, C); one bucket hides nothing, F + B + C.
 
 Weights over a bus, block by block; L is what a block's weights take, C what it computes:
 
@@ -15,11 +12,8 @@ Weights over a bus, block by block; L is what a block's weights take, C what it 
     pipelined         L + (n - 1) max(L, C) + C          for n blocks alike, and ahead >= 1
     in place          sum of max(r L, C)                 weights read r times as a block computes
 
-Pipelined, the bus loads block k + ahead into the buffer of block k - 1 as soon as that has
-computed. A second block ahead helps only where blocks differ. Left out: that a kernel and a copy
-slow each other in the same memory.
-
-Sources of the latter: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2
+A second block ahead helps only where blocks differ. Left out: that a kernel and a copy slow each
+other in the same memory. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2
 (overlap-centric design); Sheng et al., FlexGen, arXiv 2303.06865, section 4 (a cost model of the
 same form).
 """

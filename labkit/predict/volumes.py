@@ -2,18 +2,11 @@
 
     data      one all-reduce of all gradients        2(n-1)/n P g               O(w² l)
     tensor    four all-reduces of x in each layer    8(t-1)/t b s w g l         O(b s w l)
-              sequence parallel: parts are kept     10(t-1)/t b s w g l
     pipeline  x and its gradient at each cut         2 (l/k - 1) b s w g        O(b s w l / k)
 
-Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together),
-s positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
+Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together), s
+positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
 what one rank sends (`bus_bytes`); pipeline is what all stages send.
-
-    least_s        S / B x bus factor     the lower bound: bandwidth alone
-    algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
-
-Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together),
-B bytes per second out of a rank. Costs of algorithms are in labkit/comm/collectives/costs.py.
 
 Sources: bus factors, nccl-tests, doc/PERFORMANCE.md; data, Li et al., arXiv 2006.15704, section 3;
 tensor, Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; tensor and pipeline,
@@ -48,8 +41,9 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
-    """Seconds that `collective` takes at least over wires of `bytes_per_s`: S / B x bus factor.
-    Source: nccl-tests, doc/PERFORMANCE.md."""
+    """Seconds that `collective` takes at least over wires of `bytes_per_s` out of a rank: S / B x
+    bus factor, with S bytes of the operation (for all-gather and reduce-scatter of all n shards
+    together). Source: nccl-tests, doc/PERFORMANCE.md."""
     check_not_negative(nbytes=nbytes)
     check_positive(bytes_per_s=bytes_per_s)
     return nbytes / bytes_per_s * bus_factor(collective, ranks)
@@ -64,13 +58,11 @@ def algorithm_s(
     bytes_per_s: float,
     reduced_bytes_per_s: float = float("inf"),
 ) -> float:
-    """Seconds that an algorithm of labkit takes, as algorithm_s("all_reduce", "ring", 8, ...).
+    """Seconds that an algorithm of labkit takes, as algorithm_s("all_reduce", "ring", 8, ...):
+    steps x alpha, and bytes. `alpha_s`: latency of a message; `reduced_bytes_per_s`: how fast a
+    rank adds, by default in no time.
 
-    Args:
-        alpha_s: latency of a message.
-        reduced_bytes_per_s: how fast a rank adds; by default adding takes no time.
-
-    Source: Hockney's alpha-beta model; that of each algorithm stands in its file, in
+    Source: Hockney's alpha-beta model; that of each algorithm is in its file, in
     labkit/comm/collectives/. Raises ValueError for an unknown collective or algorithm."""
     from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch
 

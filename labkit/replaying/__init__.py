@@ -1,11 +1,4 @@
-"""The recorded run on another machine: programs of ranks under a virtual clock.
-
-dry_run     record a rank of many without data
-replay      a recorded run with the times of a cluster
-what_if     the same with sliders
-engine      the virtual clock
-costs       times of operations and collectives on a cluster
-"""
+"""The recorded run on another machine: programs of ranks under a virtual clock."""
 
 from labkit.lazy import lazy
 

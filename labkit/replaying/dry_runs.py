@@ -1,13 +1,10 @@
 """A dry run: what one rank of many does, recorded without data, memory or other ranks.
 
 The same code runs as on real ranks, with torch's fake tensors and a fake process group, in which
-every collective ends at once. So a laptop records a rank of a thousand that trains 175B parameters.
-
-The code must not look at a value, as `loss.item()` does; labkit's strategies do not. Communication
-past labkit's communicator is not recorded. The tensors claim to be on a CPU; that torch's
-optimizers take all parameters in a few operations on a GPU ("foreach") is patched in. Attention
-with dropout stores its scores, as on a CPU. Memory is without the device's own software (the CUDA
-context, NCCL's buffers, fragments: some GB).
+every collective ends at once. Communication past labkit's communicator is not recorded. The tensors
+claim to be on a CPU; that torch's optimizers take all parameters in a few operations on a GPU
+("foreach") is patched in. Attention with dropout stores its scores, as on a CPU. Memory is without
+the device's own software (the CUDA context, NCCL's buffers, fragments: some GB).
 """
 
 import gc
@@ -209,8 +206,7 @@ def fits(trace: Trace, memory_bytes: float) -> bool:
 def largest_that_fits(
     record: Callable[[Size], Trace], sizes: Sequence[Size], memory_bytes: float
 ) -> Size | None:
-    """The last of `sizes`, smallest first, whose trace fits; None if none does. Bisection records
-    few of them.
+    """The last of `sizes`, smallest first, whose trace fits; None if none does. By bisection.
 
     >>> largest_that_fits(lambda depth: dry_run(train, depth, ranks=8), range(1, 97), 80e9)
     """

@@ -2,9 +2,6 @@
 
 A recording of one micro-batch of each distinct stage is enough: `stage_seconds` has its forward and
 backward on a cluster; order and messages follow from the schedule.
-
-    recorded on stage 1     forward  forward  backward  forward  backward  ...
-    its list of actions     F0       F1       B0        F2       B1        ...
 """
 
 from collections import Counter
@@ -224,8 +221,8 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(one: RankTrace) -> list[Span]:
-    """What the rank computed, in order. ("loss" is the time between the last forward and backward:
-    on the stages before the last it is a wait.)"""
+    """What the rank computed, in order. "loss" is the time between the last forward and backward: a
+    wait, on the stages before the last."""
     spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 

@@ -1,7 +1,5 @@
 """One layer of a model at scale, recorded without data: what it computes, sends and keeps.
 
-    source ─▶ [ embedding │ block │ norm, head, loss ] ─▶ sink     one micro-batch, rank 0 of tp
-
 Each of the three kinds of layers is recorded once, through labkit's own code, between a source that
 makes its input and a sink that takes its output. So what a stage computes, sends and keeps is the
 sum over its layers, to the byte. Parameters and gradients are bfloat16; the optimizer keeps an fp32
@@ -101,8 +99,7 @@ def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> S
 
 @lru_cache(maxsize=4096)
 def recorded(shape: Shape) -> Layer:
-    """The layer of this shape. Raises ValueError as `tensor_parallel` for sizes that do not
-    divide."""
+    """The layer of this shape. Raises ValueError for sizes that do not divide."""
     return record_layers([shape])
 
 

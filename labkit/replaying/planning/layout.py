@@ -1,9 +1,5 @@
 """How a model is laid out on a cluster, and every layout that so many ranks can have.
 
-    Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, tensor parallelism innermost
-    a batch of 1536 rows   over dp 16:  96 rows for each replica, 96 micro-batches of 1
-    a model of 96 blocks   over pp 8:   12 blocks on each stage, each sharded over tp 8
-
 On an axis of one rank, a choice of that axis keeps its default: ZeRO, sequence parallelism, chunks.
 Unless others are named, micro-batches and chunks are powers of two, and micro-batches stop growing
 at 16,384 positions, where a matmul in tiles of 128 runs at 99 % of its speed (arXiv 2104.04473,
@@ -120,13 +116,12 @@ def layouts(
 
     Args:
         global_batch: rows of a step, over all replicas.
-        tp, pp, dp, microbatch, chunks, zero: a number, or several to choose from.
+        tp, pp, dp, microbatch, chunks, zero, recompute ("none", "full"): a value, or several to
+            choose from; all if None.
         sequence: with sequence parallelism or without; both if None.
-        recompute: "none", "full" or several; both if None.
 
     Raises ValueError for a number that no layout can have, and where no layout is left, naming the
-    nearest numbers that can.
-    """
+    nearest numbers that can."""
     check_counts(ranks=ranks, global_batch=global_batch)
     assert sizes.parameters  # raises ValueError where the heads do not divide the width
     wanted: Wanted = {

@@ -1,10 +1,5 @@
 """The stages of a layout: which layers each has, where its ranks sit, and how long they take.
 
-    GPT of 5 blocks, pp 2           stage 0  embedding, 3 blocks       stage 1  2 blocks, head
-    pp 2, 2 chunks: virtual stages  0  embedding, 2 blocks   1  block  2  block   3  block, head
-
-Chunk c of stage r is virtual stage c p + r.
-
     host        │launch│launch│launch│ ...     does not wait for the device
     computing          ███    ████████████     one operation after the other, at the device's rates,
                                                and none before its launch
@@ -72,7 +67,8 @@ class VirtualStage:
 
 
 def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[VirtualStage]:
-    """In the model's order. Raises ValueError for more virtual stages than blocks."""
+    """In the model's order: chunk c of stage r is virtual stage c p + r. Raises ValueError for more
+    of them than blocks."""
     count = layout.pp * layout.chunks
     if sizes.depth < count:
         raise ValueError(

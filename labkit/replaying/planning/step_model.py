@@ -6,10 +6,9 @@
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 
-Buckets leave while the last backward runs, as soon as they are full and the wire is free. ZeRO's
-updated parameters overlap nothing. A message does not wait for its receiver, nor for the messages
-before it. With scatter/gather each of tp ranks sends one part of it, and the receivers all-gather
-them (Narayanan et al., arXiv 2104.04473, section 4.1).
+Buckets leave as soon as they are full and the wire is free; ZeRO's updated parameters overlap
+nothing. A message does not wait for its receiver, nor for those before it. With scatter/gather each
+of tp ranks sends one part, and the receivers all-gather them (arXiv 2104.04473, section 4.1).
 """
 
 from collections.abc import Iterable, Sequence

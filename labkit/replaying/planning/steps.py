@@ -1,12 +1,8 @@
 """A training step of a large model on a large cluster, from recordings of its layers (step_model).
 
-stage 0   F F F .. B F .. B F .. B . B . B │ data │ tied │ step │
-stage 1     F F B F B F B F B B            │ data │ tied │ step │
-
->>> gpt3 = Sizes(width=12288, depth=96, heads=96)
 >>> layout = Layout(tp=8, pp=8, dp=16, sequence=True, recompute="full")
->>> step_report(gpt3, layout, 1536, cluster("selene")).step_s
->>> plot.timeline(step_trace(gpt3, layout, 1536, cluster("selene")))
+>>> step_report(GPT3, layout, 1536, cluster("selene")).step_s
+>>> plot.timeline(step_trace(GPT3, layout, 1536, cluster("selene")))
 """
 
 from collections.abc import Iterable, Iterator, Sequence

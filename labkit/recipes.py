@@ -1,6 +1,5 @@
-"""Every strategy as one line: how to wrap a model and make its optimizer.
-
-`labkit compare` and `labkit run` train through these; a new strategy is added here once.
+"""Every strategy as one line: how to wrap a model and make its optimizer. `labkit compare` and
+`labkit run` train through these; a new strategy is added here once.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""One training run of a small GPT, the same on ranks of a `World` and under torchrun, and what
-it reports: the run that `labkit compare` and `labkit run` do for every strategy.
+"""One training run of a small GPT, the same on ranks of a `World` and under torchrun, and its
+report.
 """
 
 import math

@@ -52,8 +52,7 @@ class Contents:
     groups         for each parameter group the names of its parameters, of all ranks
     stateful       names of the parameters that the optimizer steps on; trained: unless frozen
 
-    Raises ValueError where the ranks have different models or optimizers, or some are missing.
-    """
+    Raises ValueError where the ranks have different models or optimizers, or some are missing."""
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.optimizer, self.owners = optimizer, Owners(model, optimizer)

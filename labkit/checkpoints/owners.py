@@ -28,8 +28,7 @@ class Owners:
     strategies  those with an `owned` method, [] where all is whole
     pipeline    the model, where it is one
 
-    Raises ValueError where model and optimizer both have one.
-    """
+    Raises ValueError where model and optimizer both have one."""
 
     def __init__(self, model: nn.Module, optimizer: Any):
         self.module, self.optimizer = plain_module(model), optimizer

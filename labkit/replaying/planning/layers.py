@@ -52,16 +52,12 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The forward or backward of one micro-batch, or the optimizer's step.
+    """The forward or backward of one micro-batch, or the optimizer's step."""
 
-    Attributes:
-        events: in order, "compute" and an Operation, "issue" or "wait" and a CommEvent, or
-            "gradient" and the elements of one that is complete.
-        peak: bytes held at most, above those before the forward or the step.
-    """
-
+    # In order: "compute" and an Operation, "issue" or "wait" and a CommEvent, or "gradient" and the
+    # elements of one that is complete.
     events: tuple[tuple[str, Any], ...]
-    peak: Bytes
+    peak: Bytes  # held at most, above those before the forward or the step
 
     def all_of(self, kind: str) -> list[Any]:
         return [record for kind_of, record in self.events if kind_of == kind]

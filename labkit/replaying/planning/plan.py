@@ -204,9 +204,8 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Read what `to_json` wrote. `cluster` is needed for one that labkit does not know.
-
-        Raises ValueError for any other text."""
+        """Read what `to_json` wrote. `cluster` is needed for one that labkit does not know. Raises
+        ValueError for any other text."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:

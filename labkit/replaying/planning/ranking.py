@@ -100,10 +100,8 @@ def largest_that_fits(
     **constraints: Any,
 ) -> Fit:
     """The deepest model of this width that fits, by bisection of each layout; the depth of `sizes`
-    is ignored.
-
-    Arguments as for `plan`; by default micro-batches have one row and stages one chunk, which need
-    the least memory. Raises ValueError where not even one block a stage fits."""
+    is ignored. Arguments as for `plan`; by default micro-batches have one row and stages one chunk,
+    which need the least memory. Raises ValueError where not even one block a stage fits."""
     ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
     report_of = reporter(cluster, global_batch)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
@@ -152,10 +150,9 @@ def reporter(cluster: Cluster, global_batch: int) -> Report:
 
 
 def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, float]:
-    """A lower bound of the first stage's peak, in bytes by category.
-
-    States (arXiv 1910.02054) of the weight matrices alone, and what its blocks keep for the
-    micro-batches in flight (arXiv 2205.05198), without dropout or scores."""
+    """A lower bound of the first stage's peak, in bytes by category: states (arXiv 1910.02054) of
+    the weight matrices alone, and what its blocks keep for the micro-batches in flight (arXiv
+    2205.05198), without dropout or scores."""
     width, tp = sizes.width, layout.tp
     blocks = sizes.depth // layout.pp
     elements = (12 * width**2 * blocks + sizes.vocab * width) / tp

@@ -20,12 +20,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of `sizes` on `global_batch` rows, as replayed on a cluster.
-
-    The seconds are means over the stages and add up to `step_s`, exactly. Memory is that of the
-    stage that holds the most; bytes sent are bus bytes of the rank that sends the most on that
-    axis.
-    """
+    """One step of `sizes` on `global_batch` rows, as replayed on a cluster. The seconds are means
+    over the stages and add up to `step_s`, exactly. Memory is that of the stage that holds the
+    most; bytes sent are bus bytes of the rank that sends the most on that axis."""
 
     sizes: Sizes
     layout: Layout

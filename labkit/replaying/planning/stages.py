@@ -99,10 +99,8 @@ def rank_groups(
     pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int
 ) -> Groups:
     """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one for each
-    way to be spread over nodes, as equal ways take equal times.
-
-    Along "tp" or "dp" the groups of one stage; along "pp" those with one rank of each stage.
-    """
+    way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp" the groups of
+    one stage; along "pp" those with one rank of each stage."""
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
     others = [other for other in ("dp", "tp") if other != axis]

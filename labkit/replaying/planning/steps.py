@@ -46,9 +46,8 @@ def step_report(
         core: of attention: "fused" keeps no scores, "plain" stores them all.
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
-    than the cluster has. Where the cluster has a time for launches (`host_s`), no operation begins
-    before its launch.
-    """
+    than the cluster has. Where it has a time for launches (`host_s`), no operation begins before
+    its own."""
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     m, timing = model.microbatches, model.timing()
     ends = step_ends(model, timing.ended_s.tolist(), timing.last_s.tolist())
@@ -111,11 +110,9 @@ def step_trace(
     costs: Costs | None = None,
     core: str = "fused",
 ) -> Trace:
-    """One step: of each stage the rank dp 0, tp 0, which represents the others (RankTrace.alike).
-    Collectives of tensor parallelism are inside the spans of micro-batches.
-
-    Arguments and errors are those of `step_report`. There is a span for each action of the
-    schedule, at 20 us each: a step of many micro-batches on many stages takes a while.
+    """One step, with the arguments and errors of `step_report`: of each stage the rank dp 0, tp 0,
+    which represents the others (RankTrace.alike). Collectives of tensor parallelism are inside the
+    spans of micro-batches. Each action of the schedule takes 20 us, so many of them take a while.
     """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
 

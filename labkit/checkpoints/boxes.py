@@ -17,6 +17,7 @@ from math import prod
 
 import torch
 
+from labkit.holdings import OwnedPiece
 from labkit.parallel.common.shards import Shard
 
 
@@ -90,11 +91,11 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
 
 
 def placed_boxes(
-    tensor: torch.Tensor, shape: torch.Size, start: int, shard: Shard | None, most: int
+    piece: OwnedPiece, tensor: torch.Tensor, most: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The small boxes of a rank's part of `shape`, of which `tensor` has the elements from `start`
-    on: each box in the whole parameter, without padding, and its view of `tensor`."""
-    for here in small_boxes(shape, start, tensor.numel(), most):
-        if (box := in_whole(here, shard)) is not None:
-            view = view_of(tensor, shape, start, here)
+    """The boxes of a piece, of about `most` elements each: where in the whole parameter, without
+    padding, and the view of `tensor`, which has an element for each of the piece's."""
+    for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
+        if (box := in_whole(here, piece.shard)) is not None:
+            view = view_of(tensor, piece.shape, piece.start, here)
             yield box, view[tuple(slice(size) for size in box.sizes)]

@@ -6,7 +6,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from labkit.checkpoints import folders
 from labkit.checkpoints.contents import FORMAT, Contents, check_one_for_all, comm_of, lies_like
+from labkit.checkpoints.owners import whole
 from labkit.checkpoints.stored import Fill, Stored
 from labkit.checkpoints.together import on_every_rank, on_rank_0, together
 from labkit.comm import Comm
@@ -89,9 +90,8 @@ def load_checkpoint(
 
 
 def _weights(contents: Contents) -> list[Fill]:
-    pieces = [Fill(("model", p.name), p.shape, p.start, p.tensor, p.shard) for p in contents.pieces]
-    buffers = [Fill(("model", name), x.shape, 0, x) for name, x in contents.buffers.items()]
-    return [fill for fill in pieces + buffers if fill.tensor.numel()]
+    buffers = [whole(name, x) for name, x in contents.buffers.items()]
+    return [(("model", x.name), x) for x in contents.pieces + buffers if x.tensor.numel()]
 
 
 def _new_state(stored: Stored, piece: OwnedPiece) -> State:
@@ -111,10 +111,10 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
             fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
             # Zeros, where there is padding: nothing is read for it.
             state[key] = old if fits else torch.zeros_like(piece.tensor, requires_grad=False)
-            fills.append(Fill(path, piece.shape, piece.start, state[key], piece.shard))
+            fills.append((path, replace(piece, tensor=state[key])))
         else:
             state[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-            fills.append(Fill(path, entry.size, 0, state[key]))
+            fills.append((path, whole("", state[key])))
     return state, fills
 
 

@@ -14,6 +14,7 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from labkit.holdings import OwnedPiece
@@ -63,7 +64,7 @@ class Owners:
     def unowned(self, names: Container[str]) -> list[OwnedPiece]:
         """Whole pieces of parameters without an owner, not among `names`: frozen ones, which a
         sharded optimizer may leave out, and those without elements."""
-        return [whole(n, p, None) for n, p in self.named() if n not in names and p not in self._cut]
+        return [whole(n, p) for n, p in self.named() if n not in names and p not in self._cut]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are here, under first names."""
@@ -80,9 +81,8 @@ class Owners:
         return {name for name, _ in named} - others
 
 
-def whole(name: str, parameter: nn.Parameter, optimizer: Any) -> OwnedPiece:
-    """All of a parameter, on which `optimizer` steps if it has it."""
-    steps = optimizer is not None and any(
-        parameter is p for group in optimizer.param_groups for p in group["params"]
-    )
-    return OwnedPiece(name, parameter.shape, 0, parameter, optimizer if steps else None)
+def whole(name: str, tensor: torch.Tensor, optimizer: Any = None) -> OwnedPiece:
+    """All of a tensor, on which `optimizer` steps if it has it."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    steps = any(tensor is p for group in groups for p in group["params"])
+    return OwnedPiece(name, tensor.shape, 0, tensor, optimizer if steps else None)

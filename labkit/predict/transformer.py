@@ -55,12 +55,6 @@ def attention_core_flops(width: int, rows: int, sequence: int) -> int:
     return 4 * rows * sequence**2 * width
 
 
-def head_forward_flops(vocab: int, width: int, rows: int, sequence: int) -> int:
-    """FLOPs of the logits in forward: 2 b s w V."""
-    check_counts(vocab=vocab, width=width, rows=rows, sequence=sequence)
-    return 2 * rows * sequence * width * vocab
-
-
 def forward_flops(
     vocab: int,
     width: int,
@@ -73,7 +67,8 @@ def forward_flops(
     """FLOPs of the whole forward: depth layers and the head. Source: arXiv 2104.04473, appendix."""
     check_counts(depth=depth)
     layers = depth * layer_forward_flops(width, heads, rows, sequence, kv_heads)
-    return layers + head_forward_flops(vocab, width, rows, sequence)
+    check_counts(vocab=vocab)
+    return layers + 2 * rows * sequence * width * vocab
 
 
 def step_flops(

@@ -133,7 +133,7 @@ def _without_data(label: str, as_on: str) -> Iterator[None]:
             for name, module in list(sys.modules.items()):
                 if name.startswith("torch.optim.") and chooses in vars(module):
                     changes.enter_context(patch.object(module, chooses, foreach))
-        changes.callback(mode.stop_showing)
+        changes.callback(mode.status.stop)
         # Objects from before are not this run's memory, and recording searches all that Python
         # tracks.
         gc.freeze()
@@ -148,7 +148,7 @@ class _FakeWithProgress(FakeTensorMode):
     def __init__(self, label: str):
         super().__init__(allow_non_fake_inputs=True)
         self._label, self._operations, self._begun_s = label, 0, time.monotonic()
-        self._status = Console().status(label)
+        self.status = Console().status(label)
         self._next_s = self._begun_s + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,18 +157,13 @@ class _FakeWithProgress(FakeTensorMode):
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
-            self._show(f"{self._label}: {self._operations:,} operations")
+            text = f"{self._label}: {self._operations:,} operations"
+            if in_notebook():  # rich would make a widget, over which nbconvert may stumble
+                print(f"\r{text}", end="", flush=True)
+            elif self.status.console.is_terminal:
+                self.status.start()  # what the function prints appears above it
+                self.status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
         return self.dispatch(func, types, args, kwargs)
-
-    def _show(self, text: str) -> None:
-        if in_notebook():  # rich would make a widget, over which nbconvert may stumble
-            print(f"\r{text}", end="", flush=True)
-        elif self._status.console.is_terminal:
-            self._status.start()  # what the function prints appears above it
-            self._status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
-
-    def stop_showing(self) -> None:
-        self._status.stop()
 
 
 def _converted(

@@ -17,10 +17,6 @@ waits, and W for that of the weights. One bubble no W can fill: the first stage 
 forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with 2p -
 1. The functions give the larger. All bubbles are of the stage that takes longest; all stages take
 equally long, and messages no time.
-
-Sources: naive and GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv
-2104.04473, section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
-2401.10241, section 2 (its T_B is the input gradient alone); PipeDream, arXiv 1806.03377.
 """
 
 from dataclasses import dataclass
@@ -65,7 +61,7 @@ def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -
 
 
 def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
-    """All forwards, then all backwards. Source: arXiv 2104.04473, section 2.2.1."""
+    """All forwards, then all backwards. Source: arXiv 1811.06965 and 2104.04473, section 2.2.1."""
     _check(stages, microbatches, forward_s=forward_s, backward_s=backward_s)
     one_s = forward_s + backward_s
     return PipelineStep(microbatches * one_s, (stages - 1) * one_s, microbatches)
@@ -88,8 +84,9 @@ def interleaved(
     stages: int, microbatches: int, forward_s: float, backward_s: float, chunks: int
 ) -> PipelineStep:
     """1F1B with `chunks` pieces of the model on each stage: a bubble 1/v as long, for v times the
-    messages and some more memory. Source: arXiv 2104.04473, section 2.2.2. Raises ValueError where
-    micro-batches do not divide over stages, which the schedule needs."""
+    messages and some more memory. Source: arXiv 2104.04473, section 2.2.2; memory, arXiv
+    2205.05198, section 4.2. Raises ValueError where micro-batches do not divide over stages, which
+    the schedule needs."""
     check_counts(chunks=chunks)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     if chunks == 1:
@@ -115,7 +112,8 @@ def zero_bubble_h1(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
     """ZB-H1: gradients of weights are computed where 1F1B would idle, in the memory of 1F1B.
-    Source: arXiv 2401.10241, section 2.3. Raises ValueError for fewer micro-batches than stages."""
+    Source: Qi et al., arXiv 2401.10241, section 2.3 (its T_B is the input gradient alone). Raises
+    ValueError for fewer micro-batches than stages."""
     each_s = max(forward_s + input_s - weight_s, input_s)
     return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, each_s, stages)
 

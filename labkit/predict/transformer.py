@@ -5,9 +5,6 @@ w: 24 b s w² for the matrices of attention (8) and the MLP (16), 4 b s² w for 
 v; the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
 Norms, GELU, softmax, dropout, sums and the optimizer are left out. Attention counts in full, as in
 PaLM, Megatron-LM and torch, also where a kernel skips the half which a causal mask hides.
-
-Sources: Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations");
-Kaplan et al., arXiv 2001.08361, section 2.1.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
@@ -41,8 +38,8 @@ def parameters(
 def layer_forward_flops(
     width: int, heads: int, rows: int, sequence: int, kv_heads: int | None = None
 ) -> int:
-    """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads.
-    Source: arXiv 2104.04473, appendix."""
+    """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads. Source:
+    Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations")."""
     keys = _key_width(width, heads, kv_heads)
     check_counts(rows=rows, sequence=sequence)
     positions = rows * sequence

@@ -178,13 +178,13 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
 
 def divisors(number: int) -> list[int]:
     """Of a positive number, from 1 to itself."""
-    small = [one for one in range(1, int(number**0.5) + 1) if not number % one]
-    return sorted({*small, *(number // one for one in small)})
+    small = [n for n in range(1, int(number**0.5) + 1) if not number % n]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def powers_of_two(number: int) -> list[int]:
     """Powers of two that divide it, from 1 up."""
-    return [one for one in divisors(number) if not one & (one - 1)]
+    return [n for n in divisors(number) if not n & (n - 1)]
 
 
 def several(given: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ import torch
 
 import labkit
 from labkit.comm import Comm, listen
-from labkit.course.findings import CheckFailed, honest
+from labkit.course.findings import CheckFailed, fail, honest
 from labkit.events import CommEvent
 from labkit.labs import FOLDERS
 from labkit.memory.peak import PeakMemory
@@ -166,6 +166,17 @@ def _last_lines(trace: str) -> str:
         if place.match(line) and (not library or "wrong_answers.py" in line):  # a test's student
             shown = lines[i : i + 2]
     return "\n".join(f"  {line.strip()}" for line in shown)
+
+
+def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
+    """Fails where a rank calls a ready collective."""
+    for rank, ops in enumerate(ran.ops):
+        if others := [op for op in ops if op not in ("send", "recv")]:
+            fail(
+                f"rank {rank} calls {others[0]}.",
+                expected=f"{which} alone",
+                hint="The collective is what you are building.",
+            )
 
 
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:

@@ -1,7 +1,8 @@
 """The time of one step of data parallelism, and of a model whose weights come over a bus.
 
 DDP with k equal buckets of gradients: each leaves when backward has filled it and the one before
-has left. Many buckets come near F + max(B, C); one bucket hides nothing, F + B + C.
+has left, F + max(B + C/k, B/k + C) in all. Many buckets come near F + max(B, C); one bucket hides
+nothing, F + B + C.
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
     wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k

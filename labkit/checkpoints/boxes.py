@@ -6,13 +6,9 @@
                                       c c . .     c   the beginning of the last row
 
 In more dimensions a row is itself a tensor, and its range is cut likewise: 2d - 1 boxes at most,
-one after the other as the elements lie.
-
-A tensor-parallel rank has rows or columns of the whole parameter, perhaps with padding behind them.
-A box of these has another place in the whole, and no padding:
-
-    here [4, 2]      a a      whole [4, 5]     . . . a .      columns 3:5 of 5 would be all of it;
-                     a a                       . . . a .      of 3:4 the last is padding
+one after the other as the elements lie. A tensor-parallel rank has rows or columns of the whole
+parameter, perhaps with padding behind them: a box of these has another place in the whole, and no
+padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +17,7 @@ from math import prod
 
 import torch
 
+from labkit.holdings import OwnedPiece
 from labkit.parallel.common.shards import Shard
 
 
@@ -94,11 +91,11 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
 
 
 def placed_boxes(
-    tensor: torch.Tensor, shape: torch.Size, start: int, shard: Shard | None, most: int
+    piece: OwnedPiece, tensor: torch.Tensor, most: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The small boxes of a rank's part of `shape`, of which `tensor` has the elements from `start`
-    on: each box in the whole parameter, without padding, and its view of `tensor`."""
-    for here in small_boxes(shape, start, tensor.numel(), most):
-        if (box := in_whole(here, shard)) is not None:
-            view = view_of(tensor, shape, start, here)
+    """The boxes of a piece, of about `most` elements each: where in the whole parameter, without
+    padding, and the view of `tensor`, which has an element for each of the piece's."""
+    for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
+        if (box := in_whole(here, piece.shard)) is not None:
+            view = view_of(tensor, piece.shape, piece.start, here)
             yield box, view[tuple(slice(size) for size in box.sizes)]

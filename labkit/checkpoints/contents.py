@@ -5,21 +5,12 @@
     optimizer.param_groups.GROUP.KEY        hyperparameters; KEY `params` has the names
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
-These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A rank owns
-pieces of parameters (`OwnedPiece`), as its strategy gives them:
-
-    DDP, or none         all ranks have every parameter whole
-    ZeroOptimizer        the optimizer's `owned(module)`
-    ZeRO3                the model's `owned(optimizer)`
-    Pipeline             the optimizer's, of this rank's stages; or each stage's own, whole or
-                         in ZeRO3, under the names of the whole model
-
-Several ranks may have the same piece, then one writes it. A parameter that is cut over tensor-
-parallel ranks has its plain name and its whole shape. One that is tied over stages has the first of
-its names everywhere; the first of its ranks writes it, the others read it, too.
+These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. Several ranks may
+have the same piece, then one writes it. A parameter that is cut over tensor-parallel ranks has its
+plain name and its whole shape.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -27,10 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from labkit.checkpoints.owners import Owners
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 from labkit.parallel.common.ownership import check_same_on_all_ranks
-from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils
+from labkit.parallel.common.sharder import InStages
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.common.whole import plain_module
 from labkit.runtime.attach import attach
@@ -49,73 +41,6 @@ def comm_of(model: nn.Module, optimizer: Any) -> Comm:
     return attach().comm
 
 
-class Owners:
-    """The owners of the pieces of `model` and its `optimizer`, on this rank.
-
-    module      the part of the model that is here, under the names of the whole
-    strategies  those with an `owned` method, [] where all is whole
-    pipeline    the model, where it is one
-
-    Raises ValueError where model and optimizer both have one.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Any):
-        self.module, self.optimizer = plain_module(model), optimizer
-        self.pipeline = model if isinstance(model, InStages) else None
-        stages = self.pipeline.stages_here() if self.pipeline else [("", model)]
-        self._sharders: list[tuple[str, Any]] = [x for x in stages if fulfils(x[1], OwnsPieces)]
-        self._cut = {p for _, one in self._sharders for p in one.module.parameters()}
-        self._by_optimizer = fulfils(optimizer, OwnsPieces)
-        self.strategies = [optimizer] * self._by_optimizer + [one for _, one in self._sharders]
-        if self._by_optimizer and self._sharders:
-            names = " and ".join(type(one).__name__ for one in self.strategies[:2])
-            raise ValueError(
-                f"{names} both say what a rank owns; under {type(self.strategies[1]).__name__} use "
-                "a plain torch optimizer, which it gives its pieces to step on"
-            )
-
-    def pieces(self) -> list[OwnedPiece]:
-        """What this rank owns, under first names."""
-        if self._by_optimizer:
-            pieces = list(self.optimizer.owned(self.module))
-        else:
-            pieces = [
-                replace(piece, name=prefix + piece.name)
-                for prefix, stage in self._sharders
-                for piece in stage.owned(self.optimizer)
-            ]
-            named = self.module.named_parameters()
-            pieces += [whole(name, p, self.optimizer) for name, p in named if p not in self._cut]
-        return [replace(piece, name=self.first_name(piece.name)) for piece in pieces]
-
-    def unowned(self, names: Container[str]) -> list[OwnedPiece]:
-        """Whole pieces of parameters without an owner, not among `names`: frozen ones, which a
-        sharded optimizer may leave out, and those without elements."""
-        return [whole(n, p, None) for n, p in self.named() if n not in names and p not in self._cut]
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are here, under first names."""
-        return [(self.first_name(name), p) for name, p in self.module.named_parameters()]
-
-    def first_name(self, name: str) -> str:
-        """The name under which a parameter is saved, whichever of its names it has here."""
-        return self.pipeline.further_names.get(name, name) if self.pipeline else name
-
-    def written_here(self) -> set[str]:
-        """The first names of the parameters that no rank before this one has for its stages."""
-        named, pipeline = self.named(), self.pipeline
-        others = {name for name, p in named if pipeline and not pipeline.counts_here(p)}
-        return {name for name, _ in named} - others
-
-
-def whole(name: str, parameter: nn.Parameter, optimizer: Any) -> OwnedPiece:
-    """All of a parameter, on which `optimizer` steps if it has it."""
-    steps = optimizer is not None and any(
-        parameter is p for group in optimizer.param_groups for p in group["params"]
-    )
-    return OwnedPiece(name, parameter.shape, 0, parameter, optimizer if steps else None)
-
-
 class Contents:
     """What this rank holds of a model and its optimizer, and what all ranks hold together.
 
@@ -127,8 +52,7 @@ class Contents:
     groups         for each parameter group the names of its parameters, of all ranks
     stateful       names of the parameters that the optimizer steps on; trained: unless frozen
 
-    Raises ValueError where the ranks have different models or optimizers, or some are missing.
-    """
+    Raises ValueError where the ranks have different models or optimizers, or some are missing."""
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.optimizer, self.owners = optimizer, Owners(model, optimizer)

@@ -1,17 +1,12 @@
-"""Load a checkpoint: every rank reads what it owns now, whoever wrote it.
-
-    written by 2 ranks      | a a a a a a a a | a a a a b b b b |
-    read by 3               | a a a a a a | a a a a a a | b b b b |
-
-each rank holds   one box of the file beside its model
-travels           names and shapes; tensors come from the files, each rank reads its own pieces
+"""Load a checkpoint: every rank reads what it owns now, whoever wrote it, one box at a time. Names
+and shapes travel; tensors come from the files.
 """
 
 import os
 import pathlib
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from labkit.checkpoints import folders
 from labkit.checkpoints.contents import FORMAT, Contents, check_one_for_all, comm_of, lies_like
+from labkit.checkpoints.owners import whole
 from labkit.checkpoints.stored import Fill, Stored
 from labkit.checkpoints.together import on_every_rank, on_rank_0, together
 from labkit.comm import Comm
@@ -56,8 +52,7 @@ def load_checkpoint(
 
     Raises ValueError on every rank, with the model as it was, when there is no finished checkpoint,
     when it is damaged, could run code, has files outside its folder, is of a newer format, or of
-    another model or optimizer (it names the first parameters that differ).
-    """
+    another model or optimizer (it names the first parameters that differ)."""
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"
@@ -95,9 +90,8 @@ def load_checkpoint(
 
 
 def _weights(contents: Contents) -> list[Fill]:
-    pieces = [Fill(("model", p.name), p.shape, p.start, p.tensor, p.shard) for p in contents.pieces]
-    buffers = [Fill(("model", name), x.shape, 0, x) for name, x in contents.buffers.items()]
-    return [fill for fill in pieces + buffers if fill.tensor.numel()]
+    buffers = [whole(name, x) for name, x in contents.buffers.items()]
+    return [(("model", x.name), x) for x in contents.pieces + buffers if x.tensor.numel()]
 
 
 def _new_state(stored: Stored, piece: OwnedPiece) -> State:
@@ -117,10 +111,10 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
             fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
             # Zeros, where there is padding: nothing is read for it.
             state[key] = old if fits else torch.zeros_like(piece.tensor, requires_grad=False)
-            fills.append(Fill(path, piece.shape, piece.start, state[key], piece.shard))
+            fills.append((path, replace(piece, tensor=state[key])))
         else:
             state[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-            fills.append(Fill(path, entry.size, 0, state[key]))
+            fills.append((path, whole("", state[key])))
     return state, fills
 
 

@@ -1,13 +1,10 @@
-"""Save a checkpoint: every rank writes what it alone owns, one box at a time.
+"""Save a checkpoint: every rank writes what it alone owns, and rank 0 then `.metadata` and
+`latest`.
 
-    rank 0     | plan | write pieces   | wait | .metadata, rename, `latest` |
-    rank 1     | plan | write pieces        | wait                          |
-
-each rank holds   one box (at most 64 MiB, or one row) beside its model
-travels           plans and where the boxes lie: some hundred bytes for each; no tensor
-
-The format is that of torch.distributed.checkpoint, written with its own plans and metadata, so its
-`load` reads what is saved here. Communication is by the communicator, not by its `save`.
+Each rank holds one box (at most 64 MiB, or one row) beside its model; plans and where the boxes lie
+travel, some hundred bytes for each, and no tensor. The format is that of
+torch.distributed.checkpoint, written with its own plans and metadata, so its `load` reads what is
+saved here. Communication is by the communicator, not by its `save`.
 """
 
 import io
@@ -27,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from labkit.checkpoints import folders
 from labkit.checkpoints.boxes import placed_boxes
 from labkit.checkpoints.contents import FORMAT, Contents, Key, check_one_for_all, comm_of, lies_like
+from labkit.checkpoints.owners import whole
 from labkit.checkpoints.stored import check_weights_only
 from labkit.checkpoints.together import on_rank_0, together
 from labkit.comm import Comm
@@ -62,8 +60,7 @@ def save_checkpoint(
 
     Until the new checkpoint is whole, the one before stays the latest, whatever happens. Raises
     ValueError for arguments that cannot be, OSError, naming the file, where it cannot be written:
-    both on every rank, and nothing is left of the attempt.
-    """
+    both on every rank, and nothing is left of the attempt."""
     if keep < 1 or step < 0:
         raise ValueError(f"keep={keep}, step={step}: keep at least 1, count steps from 0")
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
@@ -141,10 +138,10 @@ class PiecePlanner(DefaultSavePlanner):
                     self._piece(path, piece, value)
                 elif piece.start == 0:
                     check_one_for_all(piece, key, value.shape)
-                    self._whole(path, value)
+                    self._piece(path, whole("", value), value)
         for name, buffer in self._contents.buffers.items():
             if self._contents.buffer_rank[name] == self._rank:
-                self._whole(("model", name), buffer)
+                self._piece(("model", name), whole(name, buffer), buffer)
         if self._rank == 0:
             for path, value in self._contents.hyperparameters():
                 self._value(path, value)
@@ -165,15 +162,12 @@ class PiecePlanner(DefaultSavePlanner):
             check_weights_only(data, key)
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
-    def _whole(self, path: Key, tensor: torch.Tensor) -> None:
-        self._piece(path, OwnedPiece("", tensor.shape, 0, tensor, None), tensor)
-
     def _piece(self, path: Key, piece: OwnedPiece, tensor: torch.Tensor) -> None:
         """`tensor` is what lies at `path` of this piece, or has a number for each of its own."""
         key, tensor = self._key(path), tensor.detach()
         properties = metadata.TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()
-        for box, view in placed_boxes(tensor, piece.shape, piece.start, piece.shard, most):
+        for box, view in placed_boxes(piece, tensor, most):
             self._data[index := metadata.MetadataIndex(key, box.offsets)] = view
             chunk = metadata.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             written = TensorWriteData(chunk, properties, piece.whole_shape)

@@ -4,7 +4,7 @@ import pathlib
 import pickle
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
 from math import prod
 from typing import Any
@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from labkit.checkpoints.boxes import placed_boxes
 from labkit.checkpoints.contents import Key
 from labkit.checkpoints.folders import METADATA, inside, sealed
-from labkit.parallel.common.shards import Shard
+from labkit.checkpoints.owners import whole
+from labkit.holdings import OwnedPiece
 from labkit.runtime.progress import slow_progress
 
 # What torch's metadata may be made of: module -> names.
@@ -37,16 +38,8 @@ ALLOWED = {
 }
 
 
-@dataclass(frozen=True)
-class Fill:
-    """`tensor` is to become elements `start` to `start + tensor.numel()` of a tensor of `shape`:
-    the whole of what is stored at `path`, or its part `shard`."""
-
-    path: Key
-    shape: torch.Size
-    start: int
-    tensor: torch.Tensor
-    shard: Shard | None = None
+Fill = tuple[Key, OwnedPiece]
+"""A piece whose tensor is to become its part of what is stored at the path."""
 
 
 class Stored:
@@ -56,8 +49,7 @@ class Stored:
     has_checksums  False where torch's own `save` or an older labkit wrote it
 
     Raises ValueError when the folder's metadata are damaged, cannot be understood or, with
-    `weights_only`, could run code.
-    """
+    `weights_only`, could run code."""
 
     def __init__(self, folder: pathlib.Path, weights_only: bool):
         self.folder, self.weights_only = folder, weights_only
@@ -121,9 +113,9 @@ class Stored:
         """What lies at a path, whole."""
         entry = self.entries[path]
         if isinstance(entry, TensorStorageMetadata):
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-            self.read([Fill(path, entry.size, 0, whole)])
-            return whole
+            value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            self.read([(path, whole("", value))])
+            return value
         index = MetadataIndex(self._keys[path])
         nothing = torch.Size([])
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
@@ -141,10 +133,10 @@ class Stored:
 
     def _items(self, number: int, fill: Fill, landing: "Landing") -> list[ReadItem]:
         """Where the boxes of a tensor lie in the files."""
-        key, entry = self._keys[fill.path], self.entries[fill.path]
+        path, piece = fill
+        key, entry, items = self._keys[path], self.entries[path], []
         assert isinstance(entry, TensorStorageMetadata)
-        items, tensor, most = [], fill.tensor.detach(), fill.shape.numel()
-        for box, view in placed_boxes(tensor, fill.shape, fill.start, fill.shard, most):
+        for box, view in placed_boxes(piece, piece.tensor.detach(), piece.shape.numel()):
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             parts = create_read_items_for_chunk_list(key, entry, [chunk])
             if sum(prod(part.lengths) for part in parts) != box.numel:

@@ -1,7 +1,4 @@
-"""Failures of a check: one sentence, what was expected, what was found, a hint.
-
-`fail` raises one; `equal` compares the ranks' values and fails where one differs.
-"""
+"""Failures of a check: one sentence, what was expected, what was found, a hint."""
 
 import inspect
 import operator
@@ -70,8 +67,7 @@ def equal(
     Values are numbers, tensors (equal in shape and dtype), texts, or tuples and lists of them.
     `what` is the verb of the sentence: "rank 1 returned 6.0, but 1.5 is right". `within`: the
     difference allowed, relative and absolute; integers must be equal. `hint` is about the value: it
-    is left out where the value has another type.
-    """
+    is left out where the value has another type."""
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
         if value is None and right is not None:

@@ -15,7 +15,7 @@ import torch
 
 import labkit
 from labkit.comm import Comm, listen
-from labkit.course.findings import CheckFailed, honest
+from labkit.course.findings import CheckFailed, fail, honest
 from labkit.events import CommEvent
 from labkit.labs import FOLDERS
 from labkit.memory.peak import PeakMemory
@@ -56,11 +56,9 @@ class Ran:
 
 
 def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
-    """Call `play(comm, *args)` on each of `size` ranks, whose world is kept for the next check.
-
-    The ranks compute on the CPU, so that every machine gives the same verdict. Raises CheckFailed
-    for an error on a rank, a hang, or ranks that call different collectives.
-    """
+    """Call `play(comm, *args)` on each of `size` ranks, whose world is kept for the next check; on
+    the CPU, so that every machine gives the same verdict. Raises CheckFailed for an error on a
+    rank, a hang, or ranks that call different collectives."""
     with _limited(size) as world:
         results = world.run(_one_rank, play, args)
     values, events, peaks = zip(*results)
@@ -170,6 +168,17 @@ def _last_lines(trace: str) -> str:
     return "\n".join(f"  {line.strip()}" for line in shown)
 
 
+def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
+    """Fails where a rank calls a ready collective."""
+    for rank, ops in enumerate(ran.ops):
+        if others := [op for op in ops if op not in ("send", "recv")]:
+            fail(
+                f"rank {rank} calls {others[0]}.",
+                expected=f"{which} alone",
+                hint="The collective is what you are building.",
+            )
+
+
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
     """How the student's function moves data on `size` ranks, step by step, with the time limit of
     `run`. Raises CheckFailed for an error on a rank."""
@@ -177,9 +186,10 @@ def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0
         return watch_collective(world, collective, student, root)
 
 
-def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> Any:
-    """The values of `alone` for many arguments, a list, in one call."""
-    return alone(lambda cases: [student(*given) for given in cases], cases)
+def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The values of `alone` for many arguments, in one call."""
+    values: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
+    return values
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:

@@ -1,16 +1,13 @@
 """Activations: what one transformer layer keeps from forward for backward.
 
-Bytes over s·b·w (s sequence, b rows, w width, a heads), where an element has 2 bytes and one of a
-mask 1; labkit.GPT's block keeps what the paper's does:
+Bytes over s·b·w (s sequence, b rows, w width, a heads, t tensor-parallel ranks), where an element
+has 2 bytes and one of a mask 1; labkit.GPT's block keeps what the paper's does, `TERMS`:
 
-    norm1       its input 2                     norm2       its input 2
-    q, k, v     their shared input 2            mlp.up      its input 2
-    core        q, k, v 6                       GELU        its input 8
-                weights 2as/w                   mlp.down    its input 8
-                their dropout: mask as/w,       dropout     its mask 1
-                what it leaves 2as/w
-    out         its input 2                     ──────────────────────────────────
-    dropout     its mask 1                      34 + 5as/w
+    one rank                             34 + 5as/w
+    tensor parallel                      10 + 24/t + 5as/(wt)  activations outside are whole
+    and sequence parallel                34/t + 5as/(wt)       inputs, too, are kept as shards
+    selective recomputation              without the term of scores, as/w
+    full recomputation                   2, or 2/t where the layer's input is sharded by positions
 
 For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, this is right to the
 byte (`labkit.memory.saved.saved_by`) but for the statistics of the two norms: 8·s·b (on a GPU
@@ -18,17 +15,8 @@ byte (`labkit.memory.saved.saved_by`) but for the statistics of the two norms: 8
 nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), a score 2 (torch's own plain
 attention: 4); all scores are stored, also those that a causal mask hides, and that mask is not.
 
-Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
-and features; those outside, 10 of the 34, are whole on every rank, unless sharded by positions:
-
-    one rank                             34 + 5as/w
-    tensor parallel                      10 + 24/t + 5as/(wt)
-    and sequence parallel                34/t + 5as/(wt)       inputs, too, are kept as shards
-    selective recomputation              without the term of scores, as/w
-    full recomputation                   2, or 2/t where the layer's input is sharded by positions
-
-Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-arXiv 2205.05198, section 4 and Table 2.
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
+2205.05198, section 4 and Table 2.
 """
 
 from dataclasses import dataclass
@@ -138,7 +126,7 @@ def activation_bytes(
 def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
     """`activation_bytes` where attention is one kernel that stores no scores, as labkit.GPT's: not
     5as/w, but 4 bytes for each row of scores, the logarithm of its sum. On one rank, without
-    dropout inside attention.
+    dropout inside attention, for which torch has no such kernel on a CPU.
     Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1."""
     without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
     return without_scores + 4 * heads * sequence * rows
@@ -147,18 +135,13 @@ def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> 
 def first_stage_activation_bytes(
     layer_bytes: float, depth: int, stages: int = 1, chunks: int = 1
 ) -> float:
-    """Bytes that the first stage of a pipeline holds at its peak, without embedding and head.
+    """Bytes that the first stage of a pipeline holds at its peak, for all its micro-batches.
 
     With 1F1B, p micro-batches are in flight on its depth/p layers: depth layers' worth, whatever
     the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
     that factor does not hold for v = 1. Embedding and head are left out, and there are p
-    micro-batches or more.
-
-    Args:
-        layer_bytes: of one layer and one micro-batch, `activation_bytes(...)`.
-        depth: layers of the whole model.
-
-    Source: arXiv 2205.05198, section 4.2.3."""
+    micro-batches or more. `layer_bytes`: of one layer and one micro-batch, `activation_bytes(...)`;
+    `depth`: layers of the whole model. Source: arXiv 2205.05198, section 4.2.3."""
     check_not_negative(layer_bytes=layer_bytes)
     check_counts(depth=depth, stages=stages, chunks=chunks)
     check_divides("depth", depth, "stages x chunks", stages * chunks)

@@ -69,14 +69,14 @@ def activation_bill(
     """What a labkit.GPT block has kept, beside the formula's terms.
 
     Args:
-        kept: of `labkit.memory.saved.saved_by(block, x)`, with x [rows, sequence, width] in a
-            2-byte dtype and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x
-            is this rank's shard of the positions; `sequence` are all of them.
+        kept: of `labkit.memory.saved.saved_by(block, x)`, each with its `module`, `shape` and
+            `nbytes`; x [rows, sequence, width] in a 2-byte dtype, `labkit.models.PlainAttention` as
+            the core. With `sequence_parallel`, x is this rank's shard of the positions; `sequence`
+            are all of them.
         tensor_parallel, sequence_parallel, recompute: as in `activation_bytes`.
 
     At the end comes what no term counts: the statistics of the norms, and "other". Scores are known
-    by their shape, [..., s, s]: no head may be as wide as the sequence is long.
-    """
+    by their shape, [..., s, s]: no head may be as wide as the sequence is long."""
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )

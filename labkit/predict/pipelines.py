@@ -14,16 +14,9 @@
 
 In ZB, backward is two parts: I seconds for the gradient of the input, for which the stage before
 waits, and W for that of the weights. One bubble no W can fill: the first stage does as many
-forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with
-2p - 1. The functions give the larger. All bubbles are of the stage that takes longest.
-
-The bubble is a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, or of the
-*total*, ideal and bubble, (p-1)/(m+p-1): never to be compared with each other. All stages take
+forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with 2p -
+1. The functions give the larger. All bubbles are of the stage that takes longest; all stages take
 equally long, and messages no time.
-
-Sources: naive and GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv
-2104.04473, section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
-2401.10241, section 2 (its T_B is the input gradient alone); PipeDream, arXiv 1806.03377.
 """
 
 from dataclasses import dataclass
@@ -33,7 +26,9 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Forward and backward of all micro-batches through a pipeline, as one stage sees it."""
+    """Forward and backward of all micro-batches through a pipeline, as one stage sees it. The
+    bubble as a part of the ideal time, as in the Megatron-LM paper, and of the total are two
+    numbers, never to be compared with each other."""
 
     ideal_s: float  # computing
     bubble_s: float  # idle
@@ -66,7 +61,7 @@ def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -
 
 
 def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
-    """All forwards, then all backwards. Source: arXiv 2104.04473, section 2.2.1."""
+    """All forwards, then all backwards. Source: arXiv 1811.06965 and 2104.04473, section 2.2.1."""
     _check(stages, microbatches, forward_s=forward_s, backward_s=backward_s)
     one_s = forward_s + backward_s
     return PipelineStep(microbatches * one_s, (stages - 1) * one_s, microbatches)
@@ -89,8 +84,9 @@ def interleaved(
     stages: int, microbatches: int, forward_s: float, backward_s: float, chunks: int
 ) -> PipelineStep:
     """1F1B with `chunks` pieces of the model on each stage: a bubble 1/v as long, for v times the
-    messages and some more memory. Source: arXiv 2104.04473, section 2.2.2. Raises ValueError where
-    micro-batches do not divide over stages."""
+    messages and some more memory. Source: arXiv 2104.04473, section 2.2.2; memory, arXiv
+    2205.05198, section 4.2. Raises ValueError where micro-batches do not divide over stages, which
+    the schedule needs."""
     check_counts(chunks=chunks)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     if chunks == 1:
@@ -116,7 +112,8 @@ def zero_bubble_h1(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
     """ZB-H1: gradients of weights are computed where 1F1B would idle, in the memory of 1F1B.
-    Source: arXiv 2401.10241, section 2.3. Raises ValueError for fewer micro-batches than stages."""
+    Source: Qi et al., arXiv 2401.10241, section 2.3 (its T_B is the input gradient alone). Raises
+    ValueError for fewer micro-batches than stages."""
     each_s = max(forward_s + input_s - weight_s, input_s)
     return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, each_s, stages)
 

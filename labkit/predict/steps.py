@@ -1,13 +1,11 @@
 """The time of one step of data parallelism, and of a model whose weights come over a bus.
 
 DDP with k equal buckets of gradients: each leaves when backward has filled it and the one before
-has left.
+has left, F + max(B + C/k, B/k + C) in all. Many buckets come near F + max(B, C); one bucket hides
+nothing, F + B + C.
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
     wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
-
-The first leaves when it is full, the last when backward is over: F + max(B + C/k, B/k + C). Many
-buckets come near F + max(B, C); one bucket hides nothing, F + B + C.
 
 Weights over a bus, block by block; L is what a block's weights take, C what it computes:
 
@@ -15,11 +13,8 @@ Weights over a bus, block by block; L is what a block's weights take, C what it 
     pipelined         L + (n - 1) max(L, C) + C          for n blocks alike, and ahead >= 1
     in place          sum of max(r L, C)                 weights read r times as a block computes
 
-Pipelined, the bus loads block k + ahead into the buffer of block k - 1 as soon as that has
-computed. A second block ahead helps only where blocks differ. Left out: that a kernel and a copy
-slow each other in the same memory.
-
-Sources of the latter: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2
+A second block ahead helps only where blocks differ. Left out: that a kernel and a copy slow each
+other in the same memory. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2
 (overlap-centric design); Sheng et al., FlexGen, arXiv 2303.06865, section 4 (a cost model of the
 same form).
 """
@@ -98,7 +93,9 @@ def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> floa
 def pipelined_loading_s(
     load_s: Sequence[float], compute_s: Sequence[float], ahead: int = 1
 ) -> float:
-    """Seconds where blocks are loaded `ahead` of the one that computes, in `ahead` + 1 buffers.
+    """Seconds where blocks are loaded `ahead` of the one that computes, in `ahead` + 1 buffers. A
+    load begins when the one before is over and its buffer is free, a block when its load is over
+    and the block before has computed.
 
     >>> pipelined_loading_s([2.0] * 4, [3.0] * 4)
     14.0

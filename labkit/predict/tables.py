@@ -85,7 +85,7 @@ def rounded(number: Number) -> str:
 def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
     """How far the other sources are from the first."""
     (first, numbers), *rest = sources.items()
-    others = {source: one[name] for source, one in rest if name in one}
+    others = {source: x[name] for source, x in rest if name in x}
     if name not in numbers or not others:
         return ""
     reference = numbers[name]

@@ -11,16 +11,13 @@
     data        G bytes of gradients, those of the stage's 1/t: DDP, ZeRO-1   2 (d-1)/d G
                                                                 ZeRO-2    (m+1) (d-1)/d G
                                                                 ZeRO-3       3m (d-1)/d G
-    embedding   where it is tied, first and last stage: 2(2-1)/2 V w g / t, and of ZeRO's shares
-                1/d of that
+    embedding   where it is tied, first and last stage: V w g / t, and of ZeRO's shares 1/d of that
 
 Legend: s positions, w width, g bytes of an element, V the vocabulary rounded up to t parts; d, t
-ranks of the axes.
-
-Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline b s h; tensor 8 b s h (t-1)/t a
-layer) and 4.1 (scatter/gather); Korthikanti et al., arXiv 2205.05198, section 4.2.2; Rajbhandari et
-al., arXiv 1910.02054, section 7, and that gradients (2) and weights (3) travel once for each
-micro-batch, as labkit's pipeline does; embedding groups: Megatron-LM.
+ranks of the axes. Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline b s h; tensor
+8 b s h (t-1)/t a layer) and 4.1 (scatter/gather); Korthikanti et al., arXiv 2205.05198, section
+4.2.2; Rajbhandari et al., arXiv 1910.02054, section 7, and that gradients (2) and weights (3)
+travel once for each micro-batch, as labkit's pipeline does; embedding groups: Megatron-LM.
 """
 
 from labkit.events import chunk_sizes

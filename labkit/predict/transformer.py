@@ -1,18 +1,10 @@
 """Parameters and FLOPs of a transformer, as labkit.GPT computes it.
 
 A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward, one layer, for b rows of s positions and width
-w:
-
-    q, k, v, out     8 b s w²          q kᵀ              2 b s² w
-    mlp             16 b s w²          weights times v   2 b s² w
-                    24 b s w²                            4 b s² w
-
-and the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
+w: 24 b s w² for the matrices of attention (8) and the MLP (16), 4 b s² w for q kᵀ and weights times
+v; the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
 Norms, GELU, softmax, dropout, sums and the optimizer are left out. Attention counts in full, as in
 PaLM, Megatron-LM and torch, also where a kernel skips the half which a causal mask hides.
-
-Sources: Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations");
-Kaplan et al., arXiv 2001.08361, section 2.1.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
@@ -46,8 +38,8 @@ def parameters(
 def layer_forward_flops(
     width: int, heads: int, rows: int, sequence: int, kv_heads: int | None = None
 ) -> int:
-    """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads.
-    Source: arXiv 2104.04473, appendix."""
+    """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads. Source:
+    Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations")."""
     keys = _key_width(width, heads, kv_heads)
     check_counts(rows=rows, sequence=sequence)
     positions = rows * sequence
@@ -58,12 +50,6 @@ def layer_forward_flops(
 def attention_core_flops(width: int, rows: int, sequence: int) -> int:
     """FLOPs of one layer's q kᵀ and weights times v in forward: 4 b s² w."""
     return 4 * rows * sequence**2 * width
-
-
-def head_forward_flops(vocab: int, width: int, rows: int, sequence: int) -> int:
-    """FLOPs of the logits in forward: 2 b s w V."""
-    check_counts(vocab=vocab, width=width, rows=rows, sequence=sequence)
-    return 2 * rows * sequence * width * vocab
 
 
 def forward_flops(
@@ -78,7 +64,8 @@ def forward_flops(
     """FLOPs of the whole forward: depth layers and the head. Source: arXiv 2104.04473, appendix."""
     check_counts(depth=depth)
     layers = depth * layer_forward_flops(width, heads, rows, sequence, kv_heads)
-    return layers + head_forward_flops(vocab, width, rows, sequence)
+    check_counts(vocab=vocab)
+    return layers + 2 * rows * sequence * width * vocab
 
 
 def step_flops(

@@ -2,22 +2,11 @@
 
     data      one all-reduce of all gradients        2(n-1)/n P g               O(w² l)
     tensor    four all-reduces of x in each layer    8(t-1)/t b s w g l         O(b s w l)
-              sequence parallel: parts are kept     10(t-1)/t b s w g l
     pipeline  x and its gradient at each cut         2 (l/k - 1) b s w g        O(b s w l / k)
 
-Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together),
-s positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
+Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together), s
+positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
 what one rank sends (`bus_bytes`); pipeline is what all stages send.
-
-    least_s        S / B x bus factor     the lower bound: bandwidth alone
-    algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
-
-Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together),
-B bytes per second out of a rank. Costs of algorithms are in labkit/comm/collectives/costs.py.
-
-Sources: bus factors, nccl-tests, doc/PERFORMANCE.md; data, Li et al., arXiv 2006.15704, section 3;
-tensor, Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; tensor and pipeline,
-Narayanan et al., arXiv 2104.04473, section 3.2.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative, check_positive
@@ -48,8 +37,9 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
-    """Seconds that `collective` takes at least over wires of `bytes_per_s`: S / B x bus factor.
-    Source: nccl-tests, doc/PERFORMANCE.md."""
+    """Seconds that `collective` takes at least over wires of `bytes_per_s` out of a rank: S / B x
+    bus factor, with S bytes of the operation (for all-gather and reduce-scatter of all n shards
+    together). Source: nccl-tests, doc/PERFORMANCE.md."""
     check_not_negative(nbytes=nbytes)
     check_positive(bytes_per_s=bytes_per_s)
     return nbytes / bytes_per_s * bus_factor(collective, ranks)
@@ -64,13 +54,11 @@ def algorithm_s(
     bytes_per_s: float,
     reduced_bytes_per_s: float = float("inf"),
 ) -> float:
-    """Seconds that an algorithm of labkit takes, as algorithm_s("all_reduce", "ring", 8, ...).
+    """Seconds that an algorithm of labkit takes, as algorithm_s("all_reduce", "ring", 8, ...):
+    steps x alpha, and bytes. `alpha_s`: latency of a message; `reduced_bytes_per_s`: how fast a
+    rank adds, by default in no time.
 
-    Args:
-        alpha_s: latency of a message.
-        reduced_bytes_per_s: how fast a rank adds; by default adding takes no time.
-
-    Source: Hockney's alpha-beta model; that of each algorithm stands in its file, in
+    Source: Hockney's alpha-beta model; that of each algorithm is in its file, in
     labkit/comm/collectives/. Raises ValueError for an unknown collective or algorithm."""
     from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch
 
@@ -89,8 +77,8 @@ def algorithm_s(
 
 def data_parallel_bytes(parameters: float, ranks: int, element_bytes: int = 4) -> float:
     """What one rank sends in a step, to average `parameters` gradients over `ranks`; the same for
-    every stage of ZeRO but the third, which sends half as much again.
-    Source: arXiv 2006.15704, section 3; for ZeRO, arXiv 1910.02054, section 7."""
+    every stage of ZeRO but the third, which sends half as much again. Source: Li et al., arXiv
+    2006.15704, section 3; for ZeRO, arXiv 1910.02054, section 7."""
     check_not_negative(parameters=parameters)
     check_counts(element_bytes=element_bytes)
     return bus_factor("all_reduce", ranks) * parameters * element_bytes
@@ -117,8 +105,8 @@ def tensor_parallel_bytes(
         full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor it
                                    needs, which saves the last collective if there is no dropout
 
-    Source: arXiv 1909.08053, section 3; arXiv 2104.04473, section 3.2; arXiv 2205.05198, section
-    4.2.2."""
+    Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; Narayanan et al.,
+    arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2."""
     check_counts(depth=depth)
     if kept_whole and not sequence_parallel:
         raise ValueError("kept_whole is of sequence parallelism: else inputs are whole anyway")
@@ -172,8 +160,8 @@ def pipeline_parallel_bytes(
 ) -> int:
     """What all stages together send in a step, `rows` being those of all its micro-batches: at each
     of the depth / layers_per_stage - 1 cuts x forward, and its gradient backward. When interleaved,
-    there is a cut after each chunk: give its layers.
-    Source: arXiv 2104.04473, section 3.2, and 2.2.2 for chunks."""
+    there is a cut after each chunk: give its layers. Source: arXiv 2104.04473, section 3.2, and
+    2.2.2 for chunks."""
     check_counts(depth=depth, layers_per_stage=layers_per_stage)
     check_divides("depth", depth, "layers_per_stage", layers_per_stage)
     cuts = depth // layers_per_stage - 1

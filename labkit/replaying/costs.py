@@ -1,22 +1,10 @@
 """Times on a cluster: the roofline of an operation, the alpha-beta time of a collective.
 
-    operation     the longest of   FLOPs / rate of a matmul with these sides
-                                   bytes read and written / memory bandwidth
-                                   a launch
-    collective    start + steps x latency + bytes sent by a rank / bandwidth
-    message       bytes / bandwidth on the wire, arrives one latency later
-
 Steps and bytes of an algorithm (labkit.comm.collectives.costs) are those of a tensor pipelined in
-very small pieces: each step pays its latency once. The fastest algorithm is taken, as in NCCL.
-
-A ring leaves each node once, over all ports of its ranks there, and the node with the fewest limits
-the others. A rank that sends to all others at once has only its own port. A port is shared as if
-all devices of its node sent. Latencies are those of NCCL's protocol for long tensors (Simple), so
-small collectives seem slower than they are.
-
-Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
-Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
-nodes.
+very small pieces: each step pays its latency once. Latencies are those of NCCL's protocol for long
+tensors (Simple), so small collectives seem slower than they are. Sources: Williams et al.,
+"Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective Communication Operations in
+MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between nodes.
 """
 
 from collections import Counter
@@ -74,7 +62,9 @@ class Costs:
         return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Seconds of one operation. Raises ValueError for a dtype without a matmul rate."""
+        """Seconds of one operation: the longest of its FLOPs at the rate of a matmul with these
+        sides, its bytes read and written, and a launch. Raises ValueError for a dtype without a
+        rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -93,7 +83,8 @@ class Costs:
         return self.collective(event.op, event.payload_bytes, event.ranks)
 
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
-        """By its fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
+        """Start, steps x latency, and the bytes that a rank sends, by the fastest algorithm, as in
+        NCCL. `nbytes` is S, as in the costs of the algorithms."""
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
 
@@ -108,7 +99,9 @@ class Costs:
 
 
 class _Place:
-    """Where the ranks of a group sit, and their wires."""
+    """Where the ranks of a group sit, and their wires. A ring leaves each node once, over all ports
+    of its ranks there, and the node with the fewest limits the others; a rank that sends to all
+    others at once has only its own. A port is shared as if all devices of its node sent."""
 
     def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
         per_node = Counter(cluster.node_of(rank) for rank in ranks)

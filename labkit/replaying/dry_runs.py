@@ -1,13 +1,10 @@
 """A dry run: what one rank of many does, recorded without data, memory or other ranks.
 
 The same code runs as on real ranks, with torch's fake tensors and a fake process group, in which
-every collective ends at once. So a laptop records a rank of a thousand that trains 175B parameters.
-
-The code must not look at a value, as `loss.item()` does; labkit's strategies do not. Communication
-past labkit's communicator is not recorded. The tensors claim to be on a CPU; that torch's
-optimizers take all parameters in a few operations on a GPU ("foreach") is patched in. Attention
-with dropout stores its scores, as on a CPU. Memory is without the device's own software (the CUDA
-context, NCCL's buffers, fragments: some GB).
+every collective ends at once. Communication past labkit's communicator is not recorded. The tensors
+claim to be on a CPU; that torch's optimizers take all parameters in a few operations on a GPU
+("foreach") is patched in. Attention with dropout stores its scores, as on a CPU. Memory is without
+the device's own software (the CUDA context, NCCL's buffers, fragments: some GB).
 """
 
 import gc
@@ -136,7 +133,7 @@ def _without_data(label: str, as_on: str) -> Iterator[None]:
             for name, module in list(sys.modules.items()):
                 if name.startswith("torch.optim.") and chooses in vars(module):
                     changes.enter_context(patch.object(module, chooses, foreach))
-        changes.callback(mode.stop_showing)
+        changes.callback(mode.status.stop)
         # Objects from before are not this run's memory, and recording searches all that Python
         # tracks.
         gc.freeze()
@@ -151,7 +148,7 @@ class _FakeWithProgress(FakeTensorMode):
     def __init__(self, label: str):
         super().__init__(allow_non_fake_inputs=True)
         self._label, self._operations, self._begun_s = label, 0, time.monotonic()
-        self._status = Console().status(label)
+        self.status = Console().status(label)
         self._next_s = self._begun_s + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,18 +157,13 @@ class _FakeWithProgress(FakeTensorMode):
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
-            self._show(f"{self._label}: {self._operations:,} operations")
+            text = f"{self._label}: {self._operations:,} operations"
+            if in_notebook():  # rich would make a widget, over which nbconvert may stumble
+                print(f"\r{text}", end="", flush=True)
+            elif self.status.console.is_terminal:
+                self.status.start()  # what the function prints appears above it
+                self.status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
         return self.dispatch(func, types, args, kwargs)
-
-    def _show(self, text: str) -> None:
-        if in_notebook():  # rich would make a widget, over which nbconvert may stumble
-            print(f"\r{text}", end="", flush=True)
-        elif self._status.console.is_terminal:
-            self._status.start()  # what the function prints appears above it
-            self._status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
-
-    def stop_showing(self) -> None:
-        self._status.stop()
 
 
 def _converted(
@@ -209,8 +201,7 @@ def fits(trace: Trace, memory_bytes: float) -> bool:
 def largest_that_fits(
     record: Callable[[Size], Trace], sizes: Sequence[Size], memory_bytes: float
 ) -> Size | None:
-    """The last of `sizes`, smallest first, whose trace fits; None if none does. Bisection records
-    few of them.
+    """The last of `sizes`, smallest first, whose trace fits; None if none does. By bisection.
 
     >>> largest_that_fits(lambda depth: dry_run(train, depth, ranks=8), range(1, 97), 80e9)
     """

@@ -1,15 +1,10 @@
 """The virtual clock: programs of ranks, and when each of their instructions runs.
 
-    Compute   takes a number of seconds
-    Issue     hands an operation to a port of this rank and continues at once
-    Wait      blocks until the operation has ended
-
 An operation begins when all its ranks have issued it and it is first in the queue of its port on
 each of them; it then occupies those ports for its seconds, and ends some latency later. A port is
-one wire out of a rank: operations leave it one after the other, in the order of issue.
-
-A message is an operation that only its sender issues, ready or not its receiver, which waits for
-it. Where both must be ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
+one wire out of a rank: operations leave it one after the other, in the order of issue. A message is
+an operation that only its sender issues, ready or not its receiver, which waits for it. Where both
+must be ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
 
 Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
 """
@@ -30,8 +25,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """One rank's part in operation `key` of `ranks`: `seconds` on the wire of `port`, and
-    `latency_s` more until its end. All its ranks must issue the same."""
+    """One rank's part in operation `key` of `ranks`, after which it continues at once: `seconds` on
+    the wire of `port`, and `latency_s` more until its end. All its ranks must issue the same."""
 
     key: Hashable
     ranks: tuple[int, ...]
@@ -51,7 +46,8 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """When an instruction ran; for an Issue its operation, from the first byte on the wire on."""
+    """When an instruction ran; for an Issue its operation, from the first byte on the wire to the
+    end."""
 
     began_s: float
     ended_s: float
@@ -202,8 +198,7 @@ class _Run:
 
 
 class _DeadlockFinder:
-    """Why no rank continues: follows what each rank and operation waits for, until a cycle, or an
-    operation that is never issued."""
+    """Follows what each rank and operation waits for, until a cycle, or a missing issue."""
 
     def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
         self.ranks, self.operations = ranks, operations

@@ -2,9 +2,6 @@
 
 A recording of one micro-batch of each distinct stage is enough: `stage_seconds` has its forward and
 backward on a cluster; order and messages follow from the schedule.
-
-    recorded on stage 1     forward  forward  backward  forward  backward  ...
-    its list of actions     F0       F1       B0        F2       B1        ...
 """
 
 from collections import Counter
@@ -37,9 +34,8 @@ def pipeline_programs(
     schedule: Schedule, seconds: Seconds, message_s: MessageSeconds = 0.0
 ) -> dict[int, Program]:
     """The program of each stage: it waits for the input of each action, runs it, and sends the
-    output, which arrives `message_s` later (all latency: several may be in flight at once).
-
-    Raises ScheduleError for an invalid schedule, and ValueError for a phase without seconds."""
+    output, which arrives `message_s` later (all latency: several may be in flight at once). Raises
+    ScheduleError for an invalid schedule, and ValueError for a phase without seconds."""
     check(schedule)
     stages, chunks = len(schedule), chunks_of(schedule)
     programs: dict[int, Program] = {}
@@ -169,9 +165,8 @@ def action_of(span: Span) -> Action:
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
     """The trace of a recorded pipeline with one span for each action of `schedule`, as in
     `pipeline_trace`; spans inside these are left out. Rank k has run the list of stage k, once in
-    every step.
-
-    Raises ValueError where the ranks are not the stages, or a rank has run another list."""
+    every step. Raises ValueError where the ranks are not the stages, or a rank has run another
+    list."""
     if sorted(trace.ranks) != list(range(len(schedule))):
         raise ValueError(
             f"a schedule of {len(schedule)} stages, and a trace of ranks {sorted(trace.ranks)}: "
@@ -224,7 +219,8 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(one: RankTrace) -> list[Span]:
-    """What the rank computed, in order."""
+    """What the rank computed, in order. "loss" is the time between the last forward and backward: a
+    wait, on the stages before the last."""
     spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 

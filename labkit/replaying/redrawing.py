@@ -25,11 +25,9 @@ def changed(
     devices_per_node: int | None = None,
 ) -> Cluster:
     """The cluster with just enough nodes for `ranks`, and the given values in place of its own.
-
     Where each device of a node has its own port, it keeps one in larger and smaller nodes. Wires
-    between nodes that the cluster lacks are like those inside, but for the given values.
-
-    Raises ValueError for a bandwidth that is not above 0, a latency below it, or no ranks."""
+    between nodes that the cluster lacks are like those inside, but for the given values. Raises
+    ValueError for a bandwidth that is not above 0, a latency below it, or no ranks."""
     inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
     between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}
     for where, given in (("inside", inside), ("between", between)):

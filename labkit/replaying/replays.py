@@ -1,14 +1,12 @@
 """`replay(trace, cluster)`: the recorded run on another machine.
 
-    recorded ranks ── programs ── virtual clock ── the same trace, with the times of the cluster
-
     recorded   forward [ mm add mm ]  issue all-reduce  backward [ mm mm ]  wait  step
     program    Compute                Issue             Compute             Wait  Compute
                        ^ moments: forward began, ended, ...
 
-Order and dependencies are the recorded ones; the times are the cluster's. A rank that represents
-others (`RankTrace.alike`) is replayed once for all of them; where their groups are spread over
-nodes differently, the slowest counts. A send does not wait for its receiver.
+Order and dependencies are the recorded ones. A rank that represents others (`RankTrace.alike`) is
+replayed once for all of them; where their groups are spread over nodes differently, the slowest
+counts. A send does not wait for its receiver.
 """
 
 from collections import Counter

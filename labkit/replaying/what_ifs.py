@@ -1,8 +1,4 @@
-"""`what_if`: a recorded run on a cluster whose numbers have sliders.
-
-inside a node   [----o---] 450 GB/s   [-o------] 3.4 µs
-between nodes   [--o-----]  50 GB/s   [--o-----]  14 µs     devices per node  8
-"""
+"""`what_if`: a recorded run on a cluster whose numbers have sliders."""
 
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -42,9 +38,7 @@ def what_if(
     be replayed; ImportError without ipywidgets.
 
     >>> what_if(dry_run(train, ranks=8), cluster("dgx-h100"))
-    >>> def recorded(bucket_mb):
-    ...     return dry_run(train, bucket_mb, ranks=8)
-    >>> what_if(recorded, cluster("dgx-h100"), bucket_mb=(1, 5, 25))
+    >>> what_if(lambda mb: dry_run(train, mb, ranks=8), cluster("dgx-h100"), mb=(1, 5, 25))
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: draw at least 1")

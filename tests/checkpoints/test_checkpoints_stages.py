@@ -28,7 +28,8 @@ from labkit import (
     save_checkpoint,
     split,
 )
-from labkit.checkpoints.contents import Contents, Owners
+from labkit.checkpoints.contents import Contents
+from labkit.checkpoints.owners import Owners
 from pipeline_cases import batch, layers, tokens_loss
 from stage_cases import Layout, alone, built, gpt, tokens, train
 from worlds import on_each_rank

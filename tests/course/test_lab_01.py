@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from labkit.course import CheckFailed
-from labkit.course.clinic import Clinic, Finding, clinic, through_labkit, through_torch
 from labkit.labs import FOLDERS
 from labkit.labs.lab_01 import checks, scenarios
+from labkit.labs.lab_01.clinic import Clinic, Finding, clinic, through_labkit, through_torch
 from labkit.runtime.plain import LauncherStore
 from tables import cases, raises
 

@@ -1,11 +1,13 @@
 """The closed formulas beside published figures (tests/data/published), replays and counts."""
 
+import ast
 import csv
 import doctest
 import re
 from collections.abc import Callable
 from importlib import import_module
 from inspect import isfunction, signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,6 +295,14 @@ def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
 def test_examples_are_true(name: str) -> None:
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
     assert tried.attempted and not tried.failed
+
+
+def test_every_formula_is_imported_by_name_so_that_it_has_its_type() -> None:
+    """A module-level `__getattr__` would make each of them `Any` for mypy."""
+    tree = ast.parse(Path(predict.__file__).read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert sorted(x.name for node in imports for x in node.names) == sorted(predict.__all__)
+    assert "__getattr__" not in vars(predict)
 
 
 GOOD = {  # values that all functions take, by the names of arguments

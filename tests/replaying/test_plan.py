@@ -114,6 +114,7 @@ def test_a_model_that_is_too_large_is_told_by_how_much() -> None:
     ({"max_memory_bytes": 0}, "take more than 0"),
     ({"gpus": 7}, "no layout of 7 ranks"),
     ({"tp": 7}, "48 heads do not divide by 7; 1, 2, 3, 4"),
+    ({"tp": 7, "max_memory_bytes": 0}, "48 heads do not divide by 7"),  # layouts before memory
 )
 def test_what_cannot_be_is_one_sentence(asked: dict, words: str) -> None:
     for ask in (plan, fits):

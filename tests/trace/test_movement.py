@@ -11,7 +11,7 @@ from matplotlib.patches import FancyArrowPatch
 
 from labkit import World, plot, watch_collective
 from labkit.comm.collectives.costs import cost
-from labkit.course.movements import in_words
+from labkit.labs.lab_02.movements import in_words
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT
 from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number

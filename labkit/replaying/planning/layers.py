@@ -1,7 +1,5 @@
 """One layer of a model at scale, recorded without data: what it computes, sends and keeps.
 
-    source ─▶ [ embedding │ block │ norm, head, loss ] ─▶ sink     one micro-batch, rank 0 of tp
-
 Each of the three kinds of layers is recorded once, through labkit's own code, between a source that
 makes its input and a sink that takes its output. So what a stage computes, sends and keeps is the
 sum over its layers, to the byte. Parameters and gradients are bfloat16; the optimizer keeps an fp32
@@ -54,16 +52,12 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The forward or backward of one micro-batch, or the optimizer's step.
+    """The forward or backward of one micro-batch, or the optimizer's step."""
 
-    Attributes:
-        events: in order, "compute" and an Operation, "issue" or "wait" and a CommEvent, or
-            "gradient" and the elements of one that is complete.
-        peak: bytes held at most, above those before the forward or the step.
-    """
-
+    # In order: "compute" and an Operation, "issue" or "wait" and a CommEvent, or "gradient" and the
+    # elements of one that is complete.
     events: tuple[tuple[str, Any], ...]
-    peak: Bytes
+    peak: Bytes  # held at most, above those before the forward or the step
 
     def all_of(self, kind: str) -> list[Any]:
         return [record for kind_of, record in self.events if kind_of == kind]
@@ -101,8 +95,7 @@ def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> S
 
 @lru_cache(maxsize=4096)
 def recorded(shape: Shape) -> Layer:
-    """The layer of this shape. Raises ValueError as `tensor_parallel` for sizes that do not
-    divide."""
+    """The layer of this shape. Raises ValueError for sizes that do not divide."""
     return record_layers([shape])
 
 
@@ -134,21 +127,26 @@ class _Stage(nn.Module):
 
     def __init__(self, shapes: Sequence[Shape]):
         super().__init__()
-        kinds, model = {shape.kind for shape in shapes}, _model(shapes)
         self.first, self.vocab = shapes[0], shapes[-1].vocab
+        blocks = [shape for shape in shapes if shape.kind == "block"]
+        width, context, tp = self.first.width, self.first.context, self.first.tp
+        heads = max([tp, *(shape.heads for shape in blocks)])
+        vocab = max([tp, *(shape.vocab for shape in shapes)])
+        # Layers that are not among these are small. (A tied head is recorded untied.)
+        model: Any = GPT(vocab, width, max(len(blocks), 1), heads, context, tied=False).bfloat16()
+        if tp > 1:
+            tensor_parallel(model, Comm(), sequence=self.first.sequence, gather_logits=False)
         self.layers = nn.ModuleDict()
-        if "embedding" in kinds:
+        if shapes[0].kind == "embedding":
             self.layers["embed"] = model.embed
-        if "head" in kinds:
+        if shapes[-1].kind == "head":
             self.layers.update({"norm": model.norm, "head": model.head})
-        self.layers["blocks"] = blocks = nn.ModuleList()
-        edited: Any = zip(model.blocks, (shape for shape in shapes if shape.kind == "block"))
-        for block, shape in edited:
+        self.layers["blocks"] = nn.ModuleList(model.blocks[: len(blocks)])
+        for block, shape in zip(model.blocks, blocks):
             if shape.core == "plain":
                 block.attn.core = PlainAttention()
             if shape.recompute == "full":
                 Recompute(block, blocks=[block])
-            blocks.append(block)
         self.anchor = nn.Parameter(torch.empty(0))  # gives the source's output a gradient
 
     def forward(self) -> Any:
@@ -168,18 +166,6 @@ class _Stage(nn.Module):
         if first.tp > 1:
             return vocab_parallel_cross_entropy(logits, targets, Comm(), vocab=self.vocab)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def _model(shapes: Sequence[Shape]) -> GPT:
-    """A GPT that has these layers, in bfloat16 and sharded over the ranks. All other layers are
-    small. (A tied head is recorded untied.)"""
-    first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
-    heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
-    vocab = max([first.tp, *(shape.vocab for shape in shapes)])
-    model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False).bfloat16()
-    if first.tp > 1:
-        tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
-    return model
 
 
 class _Source(torch.autograd.Function):

@@ -1,9 +1,5 @@
 """How a model is laid out on a cluster, and every layout that so many ranks can have.
 
-    Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, tensor parallelism innermost
-    a batch of 1536 rows   over dp 16:  96 rows for each replica, 96 micro-batches of 1
-    a model of 96 blocks   over pp 8:   12 blocks on each stage, each sharded over tp 8
-
 On an axis of one rank, a choice of that axis keeps its default: ZeRO, sequence parallelism, chunks.
 Unless others are named, micro-batches and chunks are powers of two, and micro-batches stop growing
 at 16,384 positions, where a matmul in tiles of 128 runs at 99 % of its speed (arXiv 2104.04473,
@@ -46,27 +42,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis, and the choices that go with them.
+    """Ranks along each axis, and the choices that go with them."""
 
-    Attributes:
-        tp, pp, dp: ranks of tensor, pipeline and data parallelism.
-        microbatch: rows of one micro-batch.
-        chunks: of each stage (interleaved 1F1B); 1 is plain 1F1B.
-        zero: 0 for DDP, or 1 for ZeRO's stage 1 over dp.
-        sequence: sequence parallelism, over tp.
-        recompute: "none" or "full" (each block keeps its input alone).
-        scatter_gather: a message between stages is sharded over tp, and gathered on arrival.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    microbatch: int = 1
-    chunks: int = 1
-    zero: int = 0
-    sequence: bool = False
-    recompute: str = "none"
-    scatter_gather: bool = True
+    tp: int = 1  # ranks of tensor parallelism
+    pp: int = 1  # ... of pipeline parallelism
+    dp: int = 1  # ... of data parallelism
+    microbatch: int = 1  # rows of one micro-batch
+    chunks: int = 1  # of each stage (interleaved 1F1B); 1 is plain 1F1B
+    zero: int = 0  # 0 for DDP, or 1 for ZeRO's stage 1 over dp
+    sequence: bool = False  # sequence parallelism, over tp
+    recompute: str = "none"  # or "full": each block keeps its input alone
+    scatter_gather: bool = True  # a message between stages is sharded over tp, gathered on arrival
 
     @property
     def ranks(self) -> int:
@@ -120,13 +106,12 @@ def layouts(
 
     Args:
         global_batch: rows of a step, over all replicas.
-        tp, pp, dp, microbatch, chunks, zero: a number, or several to choose from.
+        tp, pp, dp, microbatch, chunks, zero, recompute ("none", "full"): a value, or several to
+            choose from; all if None.
         sequence: with sequence parallelism or without; both if None.
-        recompute: "none", "full" or several; both if None.
 
     Raises ValueError for a number that no layout can have, and where no layout is left, naming the
-    nearest numbers that can.
-    """
+    nearest numbers that can."""
     check_counts(ranks=ranks, global_batch=global_batch)
     assert sizes.parameters  # raises ValueError where the heads do not divide the width
     wanted: Wanted = {
@@ -193,13 +178,13 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
 
 def divisors(number: int) -> list[int]:
     """Of a positive number, from 1 to itself."""
-    small = [one for one in range(1, int(number**0.5) + 1) if not number % one]
-    return sorted({*small, *(number // one for one in small)})
+    small = [n for n in range(1, int(number**0.5) + 1) if not number % n]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def powers_of_two(number: int) -> list[int]:
     """Powers of two that divide it, from 1 up."""
-    return [one for one in divisors(number) if not one & (one - 1)]
+    return [n for n in divisors(number) if not n & (n - 1)]
 
 
 def several(given: Any) -> tuple[Any, ...]:

@@ -6,9 +6,7 @@ sequences of 2,048. FLOP/s include what is computed again, as in that paper (its
 
 The step times: Megatron-DeepSpeed, mixed precision, 1F1B, attention that stores its scores, every
 block recomputed. A vocabulary of 51,200 is assumed: the tables do not say. Source: vTrain, arXiv
-2312.12391 (MIT licence), ground truth; see tables/README.md. `calibration()` reads the constants
-fitted to them, `plot.calibration()` draws it; in a checkout, `tests/benchmarks/calibrate.py`
-repeats the fit.
+2312.12391 (MIT licence), ground truth; see tables/README.md.
 """
 
 import csv
@@ -205,7 +203,8 @@ class Calibration:
 
 
 def calibration(path: str | Path = STORED) -> Calibration:
-    """The stored fit. Raises ValueError where it is not of the rows in the tables beside it."""
+    """The stored fit, which `tests/benchmarks/calibrate.py` repeats. Raises ValueError where it is
+    not of the rows in the tables beside it."""
     contents = json.loads(Path(path).read_text(encoding="utf-8"))
     rows = step_rows()
     if [x["row"] for x in contents["rows"]] != [row.in_words for row in rows]:

@@ -1,17 +1,13 @@
 """`labkit plan`: the layouts that fit, the fastest first, and why each of the others loses.
 
-    layouts(...)  ──>  lower bound  ──>  a replayed step  ──>  ranked, with reasons
-    all that divide    of its memory     seconds, peak         `Plan`
-                            └── more than a device has ──┴──> `too_large`
-
-The lower bounds are formulas without temporary tensors: they never overestimate, and rule out most
-layouts that do not fit. All layouts share one `Costs`, which remembers what each stage takes: a
-thousand layouts need some dozens of recordings.
+Lower bounds of memory, formulas without temporary tensors, never overestimate, and rule out most
+layouts that do not fit; the others are replayed. All layouts share one `Costs`, which remembers
+what each stage takes: a thousand layouts need some dozens of recordings.
 """
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import lcm
@@ -58,25 +54,25 @@ def plan(
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """
     began_s = time.monotonic()
-    search = _Search(cluster, global_batch, gpus, max_memory_bytes)
-    bounds = search.bounds(sizes, layouts(sizes, search.ranks, global_batch, **constraints))
-    large = [bound for bound in bounds if bound.peak_bytes > search.budget_bytes]
+    bounds = _bounds(sizes, cluster, global_batch, gpus, constraints)
+    budget_bytes, report_of = _budget(cluster, max_memory_bytes), reporter(cluster, global_batch)
+    large = [bound for bound in bounds if bound.peak_bytes > budget_bytes]
     reports = []
     for bound in slow_progress(bounds[: len(bounds) - len(large)], "replaying layouts"):
-        report = search.report(sizes, bound.layout)
-        if report.peak_bytes <= search.budget_bytes:
+        report = report_of(sizes, bound.layout)
+        if report.peak_bytes <= budget_bytes:
             reports.append(report)
         else:
             large.append(TooLarge(bound.layout, report.memory_bytes))
     if not reports:
         raise ValueError(
-            f"no layout fits: {search.lowest_peak(sizes, bounds)}; take more devices, a smaller "
-            "model, or recompute full and zero 1 if they were left out"
+            f"no layout fits: {_lowest_peak(sizes, bounds, budget_bytes, report_of)}; take more "
+            "devices, a smaller model, or recompute full and zero 1 if they were left out"
         )
     reports.sort(key=lambda report: (report.step_s, report.peak_bytes))
     large.sort(key=lambda layout: layout.peak_bytes)
     took_s = time.monotonic() - began_s
-    return Plan(cluster, tuple(reports), tuple(large), search.budget_bytes, took_s)
+    return Plan(cluster, tuple(reports), tuple(large), budget_bytes, took_s)
 
 
 def fits(
@@ -89,9 +85,9 @@ def fits(
     **constraints: Any,
 ) -> Fit:
     """Whether a model fits at all, and the layout with the lowest peak. Arguments as for `plan`."""
-    search = _Search(cluster, global_batch, gpus, max_memory_bytes)
-    every = layouts(sizes, search.ranks, global_batch, **constraints)
-    return search.lowest_peak(sizes, search.bounds(sizes, every))
+    bounds = _bounds(sizes, cluster, global_batch, gpus, constraints)
+    budget_bytes = _budget(cluster, max_memory_bytes)
+    return _lowest_peak(sizes, bounds, budget_bytes, reporter(cluster, global_batch))
 
 
 def largest_that_fits(
@@ -104,12 +100,10 @@ def largest_that_fits(
     **constraints: Any,
 ) -> Fit:
     """The deepest model of this width that fits, by bisection of each layout; the depth of `sizes`
-    is ignored.
-
-    Arguments as for `plan`; by default micro-batches have one row and stages one chunk, which need
-    the least memory. Raises ValueError where not even one block a stage fits."""
-    search = _Search(cluster, global_batch, gpus, max_memory_bytes)
-    ranks, budget_bytes = search.ranks, search.budget_bytes
+    is ignored. Arguments as for `plan`; by default micro-batches have one row and stages one chunk,
+    which need the least memory. Raises ValueError where not even one block a stage fits."""
+    ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
+    report_of = reporter(cluster, global_batch)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
     # Any number of stages divides some depth: this one, which all of them divide, represents it.
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
@@ -125,7 +119,7 @@ def largest_that_fits(
 
     def deepest(layout: Layout, blocks: int) -> StepReport | None:
         """With at most so many blocks on a stage."""
-        at = cache(lambda count: search.report(replace(sizes, depth=layout.pp * count), layout))
+        at = cache(lambda count: report_of(replace(sizes, depth=layout.pp * count), layout))
         counts = range(1, blocks + 1)
         fitting = bisect_left(counts, True, key=lambda count: at(count).peak_bytes > budget_bytes)
         return at(fitting) if fitting else None
@@ -156,10 +150,9 @@ def reporter(cluster: Cluster, global_batch: int) -> Report:
 
 
 def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, float]:
-    """A lower bound of the first stage's peak, in bytes by category.
-
-    States (arXiv 1910.02054) of the weight matrices alone, and what its blocks keep for the
-    micro-batches in flight (arXiv 2205.05198), without dropout or scores."""
+    """A lower bound of the first stage's peak, in bytes by category: states (arXiv 1910.02054) of
+    the weight matrices alone, and what its blocks keep for the micro-batches in flight (arXiv
+    2205.05198), without dropout or scores."""
     width, tp = sizes.width, layout.tp
     blocks = sizes.depth // layout.pp
     elements = (12 * width**2 * blocks + sizes.vocab * width) / tp
@@ -178,42 +171,47 @@ def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, fl
     }
 
 
-class _Search:
-    """`ranks` devices of a cluster, each of which may hold `budget_bytes`.
+def _devices(cluster: Cluster, gpus: int | None) -> int:
+    """The number used. Raises ValueError for none, or more than the cluster has."""
+    if gpus is not None and not 1 <= gpus <= cluster.size:
+        raise ValueError(
+            f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
+            f"{cluster.devices_per_node}); take 1 to {cluster.size}, or another cluster "
+            "(dataclasses.replace(cluster, nodes=...))"
+        )
+    return cluster.size if gpus is None else gpus
 
-    Raises ValueError for more devices or memory than there are, or none."""
 
-    def __init__(
-        self, cluster: Cluster, global_batch: int, gpus: int | None, max_memory_bytes: float | None
-    ):
-        device = cluster.device
-        self.ranks = cluster.size if gpus is None else gpus
-        self.budget_bytes = device.memory_bytes if max_memory_bytes is None else max_memory_bytes
-        if not 1 <= self.ranks <= cluster.size:
-            raise ValueError(
-                f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
-                f"{cluster.devices_per_node}); take 1 to {cluster.size}, or another cluster "
-                "(dataclasses.replace(cluster, nodes=...))"
-            )
-        if not 0 < self.budget_bytes <= device.memory_bytes:
-            raise ValueError(
-                f"max_memory_bytes={max_memory_bytes:g}: {device.name} has "
-                f"{device.memory_bytes:g}; take more than 0, and no more than that"
-            )
-        self.global_batch, self.report = global_batch, reporter(cluster, global_batch)
+def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
+    """Bytes that a device may hold. Raises ValueError for more than it has, or none."""
+    device = cluster.device
+    budget_bytes = device.memory_bytes if max_memory_bytes is None else max_memory_bytes
+    if not 0 < budget_bytes <= device.memory_bytes:
+        raise ValueError(
+            f"max_memory_bytes={max_memory_bytes:g}: {device.name} has {device.memory_bytes:g}; "
+            "take more than 0, and no more than that"
+        )
+    return budget_bytes
 
-    def bounds(self, sizes: Sizes, every: Iterable[Layout]) -> list[TooLarge]:
-        """The layouts with their lower bounds, the smallest first."""
-        bounds = [TooLarge(one, least_bytes(sizes, one, self.global_batch), True) for one in every]
-        return sorted(bounds, key=lambda bound: bound.peak_bytes)
 
-    def lowest_peak(self, sizes: Sizes, bounds: list[TooLarge]) -> Fit:
-        """The layout with the lowest recorded peak."""
-        best, recorded = self.report(sizes, bounds[0].layout), 1
-        for bound in slow_progress(bounds[1:], "recording layouts"):
-            if bound.peak_bytes >= best.peak_bytes:
-                break
-            report = self.report(sizes, bound.layout)
-            best = min(best, report, key=lambda report: report.peak_bytes)
-            recorded += 1
-        return Fit(best, self.budget_bytes, len(bounds) - recorded)
+def _bounds(
+    sizes: Sizes, cluster: Cluster, global_batch: int, gpus: int | None, constraints: Any
+) -> list[TooLarge]:
+    """The layouts with their lower bounds, the smallest first."""
+    every = layouts(sizes, _devices(cluster, gpus), global_batch, **constraints)
+    bounds = [TooLarge(x, least_bytes(sizes, x, global_batch), at_least=True) for x in every]
+    return sorted(bounds, key=lambda bound: bound.peak_bytes)
+
+
+def _lowest_peak(
+    sizes: Sizes, bounds: list[TooLarge], budget_bytes: float, report_of: Report
+) -> Fit:
+    """The layout with the lowest recorded peak."""
+    best, recorded = report_of(sizes, bounds[0].layout), 1
+    for bound in slow_progress(bounds[1:], "recording layouts"):
+        if bound.peak_bytes >= best.peak_bytes:
+            break
+        report = report_of(sizes, bound.layout)
+        best = min(best, report, key=lambda report: report.peak_bytes)
+        recorded += 1
+    return Fit(best, budget_bytes, len(bounds) - recorded)

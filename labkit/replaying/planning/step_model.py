@@ -6,10 +6,9 @@
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 
-Buckets leave while the last backward runs, as soon as they are full and the wire is free. ZeRO's
-updated parameters overlap nothing. A message does not wait for its receiver, nor for the messages
-before it. With scatter/gather each of tp ranks sends one part of it, and the receivers all-gather
-them (Narayanan et al., arXiv 2104.04473, section 4.1).
+Buckets leave as soon as they are full and the wire is free; ZeRO's updated parameters overlap
+nothing. A message does not wait for its receiver, nor for those before it. With scatter/gather each
+of tp ranks sends one part, and the receivers all-gather them (arXiv 2104.04473, section 4.1).
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,16 +45,7 @@ BUCKET_BYTES = 25 * 2**20  # the default of DDP and ZeroOptimizer
 
 
 class StepModel:
-    """A step's costs before the clock runs. Arguments and errors as those of `step_report`.
-
-    Attributes:
-        stages, chunks: of each stage its chunks, and their seconds.
-        message_bytes: what one rank sends to the next stage: b s w elements, or 1/tp of them.
-        messages_s: from each stage to the next, or back; the last entry is from the last stage to
-            the first.
-        tied_stages: the stages whose ranks sum the gradient of a tied embedding.
-        tied_bytes: of that gradient on one rank: V w / t elements, or with ZeRO a share of them.
-    """
+    """A step's costs before the clock runs. Arguments and errors as those of `step_report`."""
 
     def __init__(
         self,
@@ -74,13 +64,17 @@ class StepModel:
         self.costs = Costs(cluster) if costs is None else costs
         self.per_node = self.costs.cluster.devices_per_node
         virtual = virtual_stages(sizes, layout, core)
+        # Of each stage its chunks, and their seconds.
         self.stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
         self.chunks = [
             [self._chunk_seconds(chunk, stage) for chunk in chunks]
             for stage, chunks in enumerate(self.stages)
         ]
+        # The stages whose ranks sum the gradient of a tied embedding, and its bytes on one rank:
+        # V w / t elements, or with ZeRO a share of them.
         self.tied_stages = (0, layout.pp - 1) if sizes.tied and layout.pp > 1 else ()
         self.tied_bytes = -(-vocabulary_elements(sizes, layout) // layout.shards) * ELEMENT_BYTES
+        # What one rank sends to the next stage or back, and its seconds (the last to the first).
         x_bytes = layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES
         is_sharded = layout.sequence or layout.scatter_gather
         self.message_bytes = x_bytes // layout.tp if is_sharded else x_bytes

@@ -1,12 +1,8 @@
 """A training step of a large model on a large cluster, from recordings of its layers (step_model).
 
-stage 0   F F F .. B F .. B F .. B . B . B │ data │ tied │ step │
-stage 1     F F B F B F B F B B            │ data │ tied │ step │
-
->>> gpt3 = Sizes(width=12288, depth=96, heads=96)
 >>> layout = Layout(tp=8, pp=8, dp=16, sequence=True, recompute="full")
->>> step_report(gpt3, layout, 1536, cluster("selene")).step_s
->>> plot.timeline(step_trace(gpt3, layout, 1536, cluster("selene")))
+>>> step_report(GPT3, layout, 1536, cluster("selene")).step_s
+>>> plot.timeline(step_trace(GPT3, layout, 1536, cluster("selene")))
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,9 +46,8 @@ def step_report(
         core: of attention: "fused" keeps no scores, "plain" stores them all.
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
-    than the cluster has. Where the cluster has a time for launches (`host_s`), no operation begins
-    before its launch.
-    """
+    than the cluster has. Where it has a time for launches (`host_s`), no operation begins before
+    its own."""
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     m, timing = model.microbatches, model.timing()
     ends = step_ends(model, timing.ended_s.tolist(), timing.last_s.tolist())
@@ -115,11 +110,9 @@ def step_trace(
     costs: Costs | None = None,
     core: str = "fused",
 ) -> Trace:
-    """One step: of each stage the rank dp 0, tp 0, which represents the others (RankTrace.alike).
-    Collectives of tensor parallelism are inside the spans of micro-batches.
-
-    Arguments and errors are those of `step_report`. There is a span for each action of the
-    schedule, at 20 us each: a step of many micro-batches on many stages takes a while.
+    """One step, with the arguments and errors of `step_report`: of each stage the rank dp 0, tp 0,
+    which represents the others (RankTrace.alike). Collectives of tensor parallelism are inside the
+    spans of micro-batches. Each action of the schedule takes 20 us, so many of them take a while.
     """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
 

@@ -8,17 +8,10 @@ import torch
 from labkit.comm.collectives.costs import cost, rounds
 from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import equal, fail
-from labkit.course.movements import (
-    each_sends,
-    ends_with,
-    in_place,
-    only_messages,
-    only_to_the_right,
-    replaced,
-    takes_steps,
-)
-from labkit.course.ranks import run, watch
+from labkit.course.ranks import only_messages, run, watch
 from labkit.trace.movement import Movement
+
+from .movements import each_sends, ends_with, in_place, only_to_the_right, replaced, takes_steps
 
 SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # of the ranks' chunks
 ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise: 10 GB/s

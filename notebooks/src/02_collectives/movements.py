@@ -81,17 +81,6 @@ def in_place(ran: Ran) -> list[Any]:
     return [value for value, _ in ran.values]
 
 
-def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
-    """Fails where a rank calls a ready collective."""
-    for rank, ops in enumerate(ran.ops):
-        if others := [op for op in ops if op not in ("send", "recv")]:
-            fail(
-                f"rank {rank} calls {others[0]}.",
-                expected=f"{which} alone",
-                hint="The collective is what you are building.",
-            )
-
-
 def only_to_the_right(ran: Ran) -> None:
     """Fails where a rank sends to another than the next one."""
     size = len(ran.events)

@@ -1,13 +1,5 @@
 """The hang clinic: a broken program runs twice, through labkit and on plain torch.distributed; a
-table shows what each of them says.
-
-    def skips(comm):
-        if comm.rank == 0:
-            comm.all_reduce(torch.ones(4))
-
-    clinic([skips], guesses={"skips": "hang"})
-
-On plain torch a program ends in one of three ways:
+table shows what each of them says. On plain torch a program ends in one of three ways:
 
     hang      a rank waited until the timeout
     crash     a rank was killed, or raised something else
@@ -94,8 +86,7 @@ def clinic(
     """Run each program, a function of a `Comm`, on `size` ranks, both ways, all at once.
 
     `guesses`: program's name -> "hang", "crash" or "silent", for each program; None asks for no
-    guesses. Raises CheckFailed for a missing or unknown guess, or one without a program.
-    """
+    guesses. Raises CheckFailed for a missing or unknown guess, or one without a program."""
     if guesses is not None:
         _validate_guesses([program.__name__ for program in programs], guesses)
     guesses = guesses or {}

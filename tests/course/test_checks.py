@@ -2,15 +2,12 @@
 and passes on the solution. The framework's own promises are tested below that.
 """
 
-import ast
-import linecache
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -22,10 +19,10 @@ pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import labkit.course.ranks
-from answers import RIGHT, WRONG, Wrong
+from answers import RIGHT, WRONG, Answer, answer, names_of
 from labkit.comm import CommError
 from labkit.course import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
-from labkit.course.build import checked, labs, solved, student
+from labkit.course.build import labs, solved
 from labkit.course.exercise import Passed
 from labkit.memory.peak import PeakMemory
 from labkit.runtime.world import World
@@ -40,39 +37,6 @@ for lab in LABS:
 
 
 # ---- each exercise of each lab
-
-
-@cache
-def names_of(lab: str, edition: str) -> dict[str, Any]:
-    """The functions and classes of an edition, with its imports and constants, nothing run."""
-    notebook = (student if edition == "student" else solved)(LABS[lab])
-    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-    names: dict[str, Any] = {"__name__": f"{edition} edition of lab {lab}"}
-    for number, cell in enumerate(notebook.cells):
-        if cell.cell_type != "code" or cell.source.startswith("%%"):
-            continue
-        file = f"<{edition} {lab}, cell {number}>"
-        text = re.sub(r"^[%!].*", "pass", cell.source, flags=re.MULTILINE)
-        linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-        tree = ast.parse(text)
-        tree.body = [one for one in tree.body if isinstance(one, kinds) or is_constant(one)]
-        exec(compile(tree, file, "exec"), names)
-    return names
-
-
-def is_constant(statement: ast.stmt) -> bool:
-    """Whether it is like `SIZE = 4`."""
-    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
-
-
-def answer(exercise: str, edition: str) -> Any:
-    """What the notebook hands to the check: `average` of `check.average(average)`."""
-    lab, name = exercise.split(".")
-    for cell in solved(LABS[lab]).cells:
-        if cell.cell_type == "code" and checked(cell.source) == name:
-            call = next(n for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Call))
-            return eval(ast.unparse(call.args[0]), names_of(lab, edition))
-    raise AssertionError(f"no cell of lab {lab} calls check.{name}(...)")
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -90,10 +54,11 @@ def test_the_solution_passes(name: str):
     assert count >= 2, f"{name} has {count} wrong answers: list more that it catches"
 
 
-@pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.exercise}-{case.answer.__name__}")
-def test_a_wrong_answer_is_told_what_is_wrong(case: Wrong):
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_a_wrong_answer_is_told_what_is_wrong(case: Answer):
+    student = case.make()
     with pytest.raises(CheckFailed) as caught:
-        EXERCISES[case.exercise](case.answer)
+        EXERCISES[case.exercise](student)
     assert case.says in str(caught.value)
     assert "you left the stub" not in str(caught.value)
 
@@ -120,11 +85,9 @@ def test_after_the_death_of_the_server_the_next_check_runs():
         assert run(size, lambda comm: comm.rank).values == list(range(size))
 
 
-@pytest.mark.parametrize(
-    ("name", "play"), RIGHT, ids=[f"{name}-{play.__name__}" for name, play in RIGHT]
-)
-def test_another_right_answer_passes(name: str, play: Any):
-    assert EXERCISES[name](play).proven
+@pytest.mark.parametrize("case", RIGHT, ids=str)
+def test_another_right_answer_passes(case: Answer):
+    assert EXERCISES[case.exercise](case.make()).proven
 
 
 def test_every_lab_with_checks_has_its_notebook():

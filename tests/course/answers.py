@@ -8,7 +8,7 @@ In `wrong_answers.py` in the lab's folder:
 A slip in the lab's own solution is written as what stands there, and what a student has instead:
 
     average = Solution("00.average")
-    average.wrong("forgets_to_divide", "15.0 is right", "x.item() / comm.size", "x.item()")
+    average.wrong("forgets_to_divide", "15.0 is right", {"x.item() / comm.size": "x.item()"})
 
 tests/course/test_checks.py runs them all. An exercise has at least two wrong answers. `right`
 enters another right answer than the solution, which must pass.
@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from textwrap import dedent, indent
 from typing import Any
 
 
@@ -58,29 +59,33 @@ def _enter(answers: list[Answer], exercise: str, says: str, answer: Any) -> Any:
 class Solution:
     """The solution of an exercise in the lab's source, to enter answers that differ in one thing.
 
-    `changes`: a piece of its text, and the text in its place; as many such pairs as are needed,
-    made one after the other. Each piece must be there exactly once.
+    `changes`: pieces of its text, each there exactly once, and the text in their place, one after
+    the other. New text that begins with a line break is indented as the line of the old one.
     """
 
     exercise: str
 
-    def wrong(self, name: str, says: str, *changes: str) -> None:
+    def wrong(self, name: str, says: str, changes: dict[str, str]) -> None:
         """Enter the solution with these changes as a wrong answer."""
-        WRONG.append(Answer(self.exercise, name, partial(self.changed, *changes), says))
+        WRONG.append(Answer(self.exercise, name, partial(self.changed, changes), says))
 
-    def right(self, name: str, *changes: str) -> None:
+    def right(self, name: str, changes: dict[str, str]) -> None:
         """Enter it as a right answer."""
-        RIGHT.append(Answer(self.exercise, name, partial(self.changed, *changes)))
+        RIGHT.append(Answer(self.exercise, name, partial(self.changed, changes)))
 
     def returns(self, name: str, says: str, value: str) -> None:
         """Enter a wrong answer that only returns this expression of the solution's parameters."""
         WRONG.append(Answer(self.exercise, name, partial(self.returning, value), says))
 
-    def changed(self, *changes: str) -> Any:
+    def changed(self, changes: dict[str, str]) -> Any:
         text = self._text()
-        for old, new in zip(changes[::2], changes[1::2], strict=True):
+        for old, new in changes.items():
             if (count := text.count(old)) != 1:
                 raise LookupError(f"{old!r} is {count} times in the solution of {self.exercise}")
+            if new.startswith("\n"):
+                line = text.partition(old)[0].rpartition("\n")[2]
+                margin = " " * (len(line) - len(line.lstrip()))
+                new = indent(dedent(new).strip(), margin).lstrip()
             text = text.replace(old, new)
         return self._defined(text)
 

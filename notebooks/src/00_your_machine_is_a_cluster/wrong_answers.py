@@ -8,42 +8,37 @@ average = Solution("00.average")
 average.wrong(
     "forgets_to_divide",
     "rank 0 returned -2.75, but -1.375 is right",
-    "x.item() / comm.size",
-    "x.item()",
+    {"x.item() / comm.size": "x.item()"},
 )
-average.wrong("forgets_to_return", "rank 0 returned None", "return x.item()", "x.item()")
+average.wrong("forgets_to_return", "rank 0 returned None", {"return x.item()": "x.item()"})
 average.wrong(
     "rank_0_stays_away",
     "the ranks hang: rank 0 returned without calling what rank 1 waits for",
-    "comm.all_reduce(x)",
-    "if comm.rank > 0: comm.all_reduce(x)",
+    {"comm.all_reduce(x)": "if comm.rank > 0: comm.all_reduce(x)"},
 )
 average.wrong(
     "ranks_disagree_on_the_shape",
     "the ranks disagree about collective",
-    "[value]",
-    "[value] * (comm.rank + 1)",
+    {"[value]": "[value] * (comm.rank + 1)"},
 )
 average.wrong(
     "takes_half_of_the_largest",
     "returned 0.25, but -1.375 is right",
-    "comm.all_reduce(x)",
-    'comm.all_reduce(x, op="max")',
-    "/ comm.size",
-    "/ 2",
+    {
+        "comm.all_reduce(x)": 'comm.all_reduce(x, op="max")',
+        "/ comm.size": "/ 2",
+    },
 )
-average.wrong("counts_in_whole_numbers", "but -1.375 is right", "[value]", "[int(value)]")
+average.wrong("counts_in_whole_numbers", "but -1.375 is right", {"[value]": "[int(value)]"})
 average.wrong(
     "hands_over_the_number",
     "only tensors travel, not a float; put it into one: torch.tensor([value])",
-    "comm.all_reduce(x)",
-    "comm.all_reduce(value)",
+    {"comm.all_reduce(x)": "comm.all_reduce(value)"},
 )
 average.wrong(
     "yields",
     "your function has a `yield`, so its body never ran",
-    "comm.all_reduce(x)",
-    "yield comm.all_reduce(x)",
+    {"comm.all_reduce(x)": "yield comm.all_reduce(x)"},
 )
 
 
@@ -61,32 +56,27 @@ swap = Solution("00.swap")
 swap.wrong(
     "both_send_first",
     "All of them wait in a send: one must do the other first",
-    "if comm.rank < partner",
-    "if comm.rank < comm.size",
+    {"if comm.rank < partner": "if comm.rank < comm.size"},
 )
 swap.wrong(
     "both_receive_first",
     "All of them wait in a recv: one must do the other first",
-    "if comm.rank < partner",
-    "if comm.rank < 0",
+    {"if comm.rank < partner": "if comm.rank < 0"},
 )
 swap.wrong(
     "does_not_wait_for_its_send",
     "rank 0 returns before its send is over",
-    "comm.send(x, partner)\n        comm.recv",
-    "comm.isend(x, partner)\n        comm.recv",
+    {"comm.send(x, partner)\n        comm.recv": "comm.isend(x, partner)\n        comm.recv"},
 )
 swap.wrong(
     "receives_over_its_own",
     "element [0] is 0, but 1 is right",
-    "theirs = torch.empty_like(x)",
-    "theirs = x",
+    {"theirs = torch.empty_like(x)": "theirs = x"},
 )
 swap.wrong(
     "counts_wrong",
     "rank 2 raised ValueError: rank 5 is not in this group of 4",
-    "partner = comm.rank ^ 1",
-    "partner = comm.rank ^ 1 if comm.rank < 2 else comm.rank ^ 7",
+    {"partner = comm.rank ^ 1": "partner = comm.rank ^ 1 if comm.rank < 2 else comm.rank ^ 7"},
 )
 
 
@@ -110,25 +100,23 @@ my_broadcast.returns(
 my_broadcast.wrong(
     "receives_into_another_tensor",
     "rank 1 of 2 now holds a tensor that differs in 5 of 5 elements",
-    "comm.recv(x,",
-    "comm.recv(torch.empty_like(x),",
+    {"comm.recv(x,": "comm.recv(torch.empty_like(x),"},
 )
 my_broadcast.wrong(
     "sends_to_itself",
     "raised ValueError: rank 0 cannot send to or receive from itself",
-    "comm.send(x, comm.rank + reach)",
-    "comm.send(x, comm.rank)",
+    {"comm.send(x, comm.rank + reach)": "comm.send(x, comm.rank)"},
 )
 my_broadcast.wrong(
     "waits_for_nothing",
     "isend only starts it and returns a handle: wait for the handle",
-    "comm.send(",
-    "comm.isend(",
-    "comm.recv(",
-    "comm.irecv(",
+    {
+        "comm.send(": "comm.isend(",
+        "comm.recv(": "comm.irecv(",
+    },
 )
 my_broadcast.wrong(
-    "yields_as_the_library_does", "your function has a `yield`", "comm.send(", "yield comm.isend("
+    "yields_as_the_library_does", "your function has a `yield`", {"comm.send(": "yield comm.isend("}
 )
 
 
@@ -163,34 +151,34 @@ find_max.returns(
 find_max.wrong(
     "returns_the_value",
     "rank 0 returned a float, but a tuple is right",
-    "return winner, index.item()",
-    "return mine.item()",
+    {"return winner, index.item()": "return mine.item()"},
 )
 find_max.wrong(
     "sends_half_precision",
     "the two largest lie as close as float32 can",
-    "values.max()",
-    "values.max().half()",
-    "torch.empty(1)",
-    "torch.empty(1).half()",
+    {
+        "values.max()": "values.max().half()",
+        "torch.empty(1)": "torch.empty(1).half()",
+    },
 )
 find_max.wrong(
     "sends_a_byte",
     "the two largest lie as close as float32 can",
-    "values.max()",
-    "(values.max() * 25 + 128).clamp(0, 255).to(torch.uint8)",
-    "torch.empty(1)",
-    "torch.empty(1, dtype=torch.uint8)",
+    {
+        "values.max()": "(values.max() * 25 + 128).clamp(0, 255).to(torch.uint8)",
+        "torch.empty(1)": "torch.empty(1, dtype=torch.uint8)",
+    },
 )
 find_max.wrong(
     "rounds_and_takes_the_last_of_equals",
     "rank 0 returned (3, ",
-    "values.max()",
-    "values.max().half()",
-    "torch.empty(1)",
-    "torch.empty(1).half()",
-    "int(torch.cat(largest).argmax())",
-    "max(range(comm.size), key=lambda rank: (float(largest[rank]), rank))",
+    {
+        "values.max()": "values.max().half()",
+        "torch.empty(1)": "torch.empty(1).half()",
+        "int(torch.cat(largest).argmax())": """
+            max(range(comm.size), key=lambda rank: (float(largest[rank]), rank))
+        """,
+    },
 )
 
 

@@ -6,29 +6,25 @@ bandwidths = Solution("03.bandwidths")
 bandwidths.wrong(
     "knows_one_bandwidth",
     "busbw of all_gather on 2 ranks is 0.24 GB/s, but 0.12 is right",
-    "algbw * factors[op]",
-    "algbw",
+    {"algbw * factors[op]": "algbw"},
 )
 bandwidths.wrong(
     "takes_a_broadcast_for_a_gather",
     "busbw of broadcast on 2 ranks is 0.12 GB/s, but 0.24 is right",
-    '"broadcast": 1',
-    '"broadcast": (ranks - 1) / ranks',
+    {'"broadcast": 1': '"broadcast": (ranks - 1) / ranks'},
 )
 bandwidths.wrong(
     "knows_two_ranks_only",
     "busbw of all_reduce on 3 ranks is 0.24 GB/s, but 0.32 is right",
-    "2 * (ranks - 1) / ranks",
-    "1",
+    {"2 * (ranks - 1) / ranks": "1"},
 )
 bandwidths.wrong(
-    "counts_bits", "GB/s are 1e9 bytes per second", "algbw = nbytes", "algbw = 8 * nbytes"
+    "counts_bits", "GB/s are 1e9 bytes per second", {"algbw = nbytes": "algbw = 8 * nbytes"}
 )
 bandwidths.wrong(
     "returns_one_number",
     "expected: two numbers: (algbw, busbw)",
-    "algbw, algbw * factors[op]",
-    "algbw",
+    {"algbw, algbw * factors[op]": "algbw"},
 )
 
 # ---- best_order(node_of)
@@ -50,39 +46,52 @@ best_order.returns(
 best_order.wrong(
     "knows_two_nodes_only",
     "with 12 ranks on 3 nodes, your order is",
-    "rank: node_of[rank]",
-    "rank: node_of[rank] != node_of[0]",
+    {"rank: node_of[rank]": "rank: node_of[rank] != node_of[0]"},
 )
 
 # ---- my_hierarchical(inside, between, x)
 
 my_hierarchical = Solution("03.my_hierarchical")
 my_hierarchical.wrong(
-    "forgets_the_other_nodes", "rank 0 (2 nodes of 2) now holds", "between.all_reduce(part)", "pass"
+    "forgets_the_other_nodes",
+    "rank 0 (2 nodes of 2) now holds",
+    {"between.all_reduce(part)": "pass"},
 )
 my_hierarchical.wrong(
     "forgets_to_share_the_sum",
     "rank 0 (2 nodes of 2) now holds",
-    "inside.all_gather_into_tensor(x, part)",
-    "x[: part.numel()] = part",
+    {"inside.all_gather_into_tensor(x, part)": "x[: part.numel()] = part"},
 )
 my_hierarchical.wrong(
     "gathers_inside_by_all_reduce",
     "over `inside`, but 64 are enough",
-    "inside.reduce_scatter_tensor(part, x)",
-    "inside.all_reduce(x); part = x.chunk(inside.size)[inside.rank].clone()",
+    {
+        "inside.reduce_scatter_tensor(part, x)": """
+            inside.all_reduce(x)
+            part = x.chunk(inside.size)[inside.rank].clone()
+        """
+    },
 )
 my_hierarchical.wrong(
     "returns_a_new_tensor",
     "x itself must change",
-    "inside.all_gather_into_tensor(x, part)",
-    "out = torch.empty_like(x); inside.all_gather_into_tensor(out, part); return out",
+    {
+        "inside.all_gather_into_tensor(x, part)": """
+            out = torch.empty_like(x)
+            inside.all_gather_into_tensor(out, part)
+            return out
+        """
+    },
 )
 my_hierarchical.wrong(
     "gives_the_name_to_a_new_tensor",
     "x itself must change",
-    "inside.all_gather_into_tensor(x, part)",
-    "x = torch.empty_like(x); inside.all_gather_into_tensor(x, part)",
+    {
+        "inside.all_gather_into_tensor(x, part)": """
+            x = torch.empty_like(x)
+            inside.all_gather_into_tensor(x, part)
+        """
+    },
 )
 
 
@@ -98,26 +107,22 @@ read_log = Solution("03.read_log")
 read_log.wrong(
     "looks_for_the_channels_in_the_wrong_place",
     "your function raised AttributeError",
-    "group.channels",
-    "log.channels",
+    {"group.channels": "log.channels"},
 )
 read_log.wrong(
     "mixes_inside_and_between",
     "between is {'P2P'}, but set() is right",
-    "{True: set(), False: set()}",
-    "dict.fromkeys((True, False), set())",
+    {"{True: set(), False: set()}": "dict.fromkeys((True, False), set())"},
 )
 read_log.wrong(
     "counts_ranks_for_channels",
     "channels is 8",
-    "group.channels",
-    "group.size if group.size == 8 else group.channels",
+    {"group.channels": "group.size if group.size == 8 else group.channels"},
 )
 read_log.wrong(
     "takes_the_whole_transport",
     "between is",
-    "one.kind",
-    "one.kind if group.same_node(one.source, one.target) else one.transport",
+    {"one.kind": "one.kind if group.same_node(one.source, one.target) else one.transport"},
 )
 read_log.returns("returns_the_channels_alone", "expected: three things", "log.main.channels")
 

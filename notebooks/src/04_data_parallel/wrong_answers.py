@@ -7,42 +7,40 @@ from answers import Solution, right, wrong
 
 server_step = Solution("04.server_step")
 server_step.wrong(
-    "forgets_to_divide", "has moved 2 × as far as it should", "p.grad /= comm.size", "pass"
+    "forgets_to_divide", "has moved 2 × as far as it should", {"p.grad /= comm.size": "pass"}
 )
 server_step.wrong(
-    "divides_twice", "has moved 0.5 × as far as it should", "/= comm.size", "/= comm.size**2"
+    "divides_twice", "has moved 0.5 × as far as it should", {"/= comm.size": "/= comm.size**2"}
 )
 server_step.wrong(
     "throws_the_answer_away",
     "rank 1 still has its old 0.weight",
-    "comm.recv(p.detach(), 0)",
-    "comm.recv(torch.empty_like(p), 0)",
+    {"comm.recv(p.detach(), 0)": "comm.recv(torch.empty_like(p), 0)"},
 )
 server_step.wrong(
     "everybody_steps",
     "rank 1 has an optimizer state for 8 parameters",
-    "    if comm.rank == 0:\n        optimizer.step()",
-    "    optimizer.step()",
+    {"    if comm.rank == 0:\n        optimizer.step()": "    optimizer.step()"},
 )
 server_step.wrong(
     "the_server_forgets_its_own",
     "is not that of a single process",
-    "theirs = torch.empty_like(p.grad)",
-    "theirs = torch.empty_like(p.grad.zero_())",
+    {"theirs = torch.empty_like(p.grad)": "theirs = torch.empty_like(p.grad.zero_())"},
 )
 server_step.wrong(
     "lets_a_tree_pass_the_weights_on",
     "on 4 ranks, rank 0 sends",
-    """\
+    {
+        """\
         if comm.rank == 0:
             for worker in range(1, comm.size):
                 comm.send(p, worker)
         else:
             comm.recv(p.detach(), 0)
-""",
-    """\
+""": """\
         comm.broadcast(p.detach(), algorithm="tree")
-""",
+"""
+    },
 )
 
 
@@ -81,21 +79,21 @@ staleness.returns(
     "[len(set(order)) - 1] * len(order)",
 )
 staleness.wrong(
-    "counts_its_own_push", "with order=[1, 1, 1] your function returned", "version + 1", "version"
+    "counts_its_own_push", "with order=[1, 1, 1] your function returned", {"version + 1": "version"}
 )
 staleness.wrong(
     "begins_with_the_first_push",
     "with order=[1, 2, 3, 1, 2, 3] your function returned",
-    "pulled.get(worker, 0)",
-    "pulled.get(worker, version)",
+    {"pulled.get(worker, 0)": "pulled.get(worker, version)"},
 )
 staleness.wrong(
     "one_after_the_other",
     "your function has a `yield`",
-    "found.append(version - pulled.get(worker, 0))",
-    "yield version - pulled.get(worker, 0)",
+    {"found.append(version - pulled.get(worker, 0))": "yield version - pulled.get(worker, 0)"},
 )
-staleness.wrong("forgets_to_return", "returned None, but a list is right", "return found", "found")
+staleness.wrong(
+    "forgets_to_return", "returned None, but a list is right", {"return found": "found"}
+)
 
 # ---- serve(comm, w, lr, pushes)
 
@@ -103,23 +101,23 @@ serve = Solution("04.serve")
 serve.wrong(
     "answers_before_it_steps",
     "worker 1 pulls wrong weights after its push 0",
-    """\
+    {
+        """\
             w -= lr * room[worker]
             comm.send(w, worker)
-""",
-    """\
+""": """\
             comm.send(w, worker)
             w -= lr * room[worker]
-""",
+"""
+    },
 )
 serve.wrong(
     "divides_by_the_workers",
     "worker 1 pulls wrong weights after its push 0",
-    "lr * room[worker]",
-    "lr * room[worker] / (comm.size - 1)",
+    {"lr * room[worker]": "lr * room[worker] / (comm.size - 1)"},
 )
-serve.wrong("keeps_the_weights_to_itself", "w on rank 0 ends as", "w -= lr", "w = w - lr")
-serve.wrong("returns_nothing", "serve returned None", "return taken", "pass")
+serve.wrong("keeps_the_weights_to_itself", "w on rank 0 ends as", {"w -= lr": "w = w - lr"})
+serve.wrong("returns_nothing", "serve returned None", {"return taken": "pass"})
 
 
 @wrong("04.serve", "the ranks hang")

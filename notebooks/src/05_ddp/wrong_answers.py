@@ -8,46 +8,50 @@ average_gradients = Solution("05.average_gradients")
 average_gradients.wrong(
     "forgets_to_divide",
     "rank 0's gradient of 0.weight is 2 × the right one",
-    "p.grad.div_(comm.size)",
-    "pass",
+    {"p.grad.div_(comm.size)": "pass"},
 )
 average_gradients.wrong(
     "always_divides_by_two",
     "on 3 ranks, rank 0's gradient of 0.weight is 1.5 × the right one",
-    "div_(comm.size)",
-    "div_(2)",
+    {"div_(comm.size)": "div_(2)"},
 )
 average_gradients.wrong(
     "averages_the_weights",
     "rank 0's gradient of 0.weight is not that of the global batch",
-    "p.grad.div_(comm.size)",
-    "p.detach().div_(comm.size)",
-    "comm.all_reduce(p.grad)",
-    "comm.all_reduce(p.detach())",
+    {
+        "p.grad.div_(comm.size)": "p.detach().div_(comm.size)",
+        "comm.all_reduce(p.grad)": "comm.all_reduce(p.detach())",
+    },
 )
 average_gradients.wrong(
     "averages_the_weights_too",
     "rank 0 has other weights than before",
-    "p.grad.div_(comm.size)",
-    "p.grad.div_(comm.size); p.detach().mul_(0.9)",
+    {
+        "p.grad.div_(comm.size)": """
+            p.grad.div_(comm.size)
+            p.detach().mul_(0.9)
+        """
+    },
 )
 average_gradients.wrong(
     "only_the_matrices",
     "rank 0's gradient of 0.bias is not that of the global batch",
-    "p.grad.div_(comm.size)",
-    "if p.ndim == 1: continue\n        p.grad.div_(comm.size)",
+    {
+        "p.grad.div_(comm.size)": """
+            if p.ndim == 1: continue
+            p.grad.div_(comm.size)
+        """
+    },
 )
 average_gradients.wrong(
     "averages_twice",
     "rank 0 calls 16 all-reduces",
-    "model.parameters()",
-    "[*model.parameters()] * 2",
+    {"model.parameters()": "[*model.parameters()] * 2"},
 )
 average_gradients.wrong(
     "begins_elsewhere_on_each_rank",
     "the ranks disagree about collective",
-    "model.parameters()",
-    "([*model.parameters()] * 2)[comm.rank : comm.rank + 8]",
+    {"model.parameters()": "([*model.parameters()] * 2)[comm.rank : comm.rank + 8]"},
 )
 
 # ---- average_in_buckets(comm, model, bucket_bytes)
@@ -56,35 +60,30 @@ average_in_buckets = Solution("05.average_in_buckets")
 average_in_buckets.wrong(
     "one_bucket_for_everything",
     "of 200 bytes, rank 0 sends 1 message, but 3 are right",
-    "> bucket_bytes",
-    "> 10**9",
+    {"> bucket_bytes": "> 10**9"},
 )
 average_in_buckets.wrong(
-    "a_message_for_each", "rank 0 sends 8 messages, but 3 are right", "> bucket_bytes", "> 0"
+    "a_message_for_each", "rank 0 sends 8 messages, but 3 are right", {"> bucket_bytes": "> 0"}
 )
 average_in_buckets.wrong(
     "first_parameter_first",
     "rank 0 fills them in another way",
-    "reversed(list(model.parameters()))",
-    "model.parameters()",
+    {"reversed(list(model.parameters()))": "model.parameters()"},
 )
 average_in_buckets.wrong(
     "in_a_larger_dtype",
     "rank 0 fills them in another way",
-    "for g in gradients]) / comm.size",
-    "for g in gradients]).double() / comm.size",
+    {"for g in gradients]) / comm.size": "for g in gradients]).double() / comm.size"},
 )
 average_in_buckets.wrong(
     "leaves_the_result_in_the_bucket",
     "is not that of the global batch",
-    "g.copy_(part.view_as(g))",
-    "pass",
+    {"g.copy_(part.view_as(g))": "pass"},
 )
 average_in_buckets.wrong(
     "forgets_the_last_bucket",
     "rank 0's gradient of 0.weight is not that of the global batch",
-    "in buckets:",
-    "in buckets[:-1]:",
+    {"in buckets:": "in buckets[:-1]:"},
 )
 
 # ---- Overlapped(comm, model)
@@ -93,61 +92,70 @@ overlapped = Solution("05.Overlapped")
 overlapped.wrong(
     "SendsWhenAllIsOver",
     "rank 0 had asked for none of the 6 all-reduces",
-    "self.handles.append(self.comm.all_reduce(p.grad, async_op=True))",
-    "self.handles.append(p)",
-    "handle.wait()",
-    "self.comm.all_reduce(handle.grad)",
+    {
+        "self.handles.append(self.comm.all_reduce(p.grad, async_op=True))": """
+            self.handles.append(p)
+        """,
+        "handle.wait()": "self.comm.all_reduce(handle.grad)",
+    },
 )
 overlapped.wrong(
     "BlocksInTheHook",
     "rank 0 stands still in 6 all-reduces during backward",
-    "self.handles.append(self.comm.all_reduce(p.grad, async_op=True))",
-    "self.comm.all_reduce(p.grad)",
+    {
+        "self.handles.append(self.comm.all_reduce(p.grad, async_op=True))": """
+            self.comm.all_reduce(p.grad)
+        """
+    },
 )
 overlapped.wrong(
     "WaitsAtOnce",
     "rank 0 has waited for 6 of its handles",
-    "async_op=True))",
-    "async_op=True)); self.handles[-1].wait()",
+    {
+        "async_op=True))": """
+            async_op=True))
+            self.handles[-1].wait()
+        """
+    },
 )
-overlapped.wrong("NeverWaits", "returns before its all_reduce is over", "handle.wait()", "pass")
+overlapped.wrong("NeverWaits", "returns before its all_reduce is over", {"handle.wait()": "pass"})
 overlapped.wrong(
     "ForgetsToDivide",
     "rank 0's gradient of 0.weight is 2 × the right one",
-    "p.grad.div_(self.comm.size)",
-    "pass",
+    {"p.grad.div_(self.comm.size)": "pass"},
 )
 overlapped.wrong(
     "SendsTheMatricesEarly",
     "had asked for 3 all-reduces",
-    """\
+    {
+        """\
         self.handles.append(self.comm.all_reduce(p.grad, async_op=True))
-""",
-    """\
+""": """\
         early = p.ndim > 1 or p.numel() == 3
         self.handles.append(self.comm.all_reduce(p.grad, async_op=True) if early else p)
 """,
-    "handle.wait()",
-    'handle.wait() if hasattr(handle, "wait") else self.comm.all_reduce(handle.grad)',
+        "handle.wait()": """
+            handle.wait() if hasattr(handle, "wait") else self.comm.all_reduce(handle.grad)
+        """,
+    },
 )
 
 # ---- accumulate(ddp, parts)
 
 accumulate = Solution("05.accumulate")
-accumulate.wrong("without_no_sync", "4 × what is needed", "with ddp.no_sync():", "if True:")
+accumulate.wrong("without_no_sync", "4 × what is needed", {"with ddp.no_sync():": "if True:"})
 accumulate.wrong(
     "never_sends",
     "with parts of [3, 3, 3, 3] rows, rank 0's gradient of 0.weight is not",
-    "parts[:-1]",
-    "parts",
-    "x, y = parts[-1]",
-    "return",
+    {
+        "parts[:-1]": "parts",
+        "x, y = parts[-1]": "return",
+    },
 )
 accumulate.wrong(
     "keeps_the_last_part_only",
     "rank 0's gradient of 0.weight is not that of the global batch",
-    "parts[:-1]",
-    "[]",
+    {"parts[:-1]": "[]"},
 )
 
 

@@ -11,81 +11,76 @@ decode = Solution("09.decode")
 decode.wrong(
     "without_subnormals",
     "which bit stands before the point, which power?",
-    "1 if exponent else 0",
-    "1",
-    "max(exponent, 1)",
-    "exponent",
+    {
+        "1 if exponent else 0": "1",
+        "max(exponent, 1)": "exponent",
+    },
 )
 decode.wrong(
     "without_infinity",
     "The highest exponent is kept",
-    "if exponent == 2**exponent_bits - 1:",
-    "if False:",
+    {"if exponent == 2**exponent_bits - 1:": "if False:"},
 )
 decode.wrong(
     "bias_of_all_exponents",
     "10 fraction bits: 0000000000000001 is",
-    "bias = 2 ** (exponent_bits - 1) - 1",
-    "bias = 2 ** (exponent_bits - 1)",
+    {"bias = 2 ** (exponent_bits - 1) - 1": "bias = 2 ** (exponent_bits - 1)"},
 )
 decode.wrong(
-    "the_leading_bit_is_forgotten", "The bias is half of the exponents", "1 if exponent else 0", "0"
+    "the_leading_bit_is_forgotten",
+    "The bias is half of the exponents",
+    {"1 if exponent else 0": "0"},
 )
 decode.wrong(
-    "without_a_sign", "The sign is the first bit of all", "sign = -1.0 if", "sign = 1.0 if"
+    "without_a_sign", "The sign is the first bit of all", {"sign = -1.0 if": "sign = 1.0 if"}
 )
 decode.wrong(
     "nothing_for_nan",
     "Return a number, also for what is none",
-    "return math.nan if",
-    "return None if",
+    {"return math.nan if": "return None if"},
 )
 
 # ---- nearest(x, exponent_bits, fraction_bits)
 
 nearest = Solution("09.nearest")
-nearest.wrong("cuts_off", "Count in steps", "round(", "math.floor(")
+nearest.wrong("cuts_off", "Count in steps", {"round(": "math.floor("})
 nearest.wrong(
     "halves_go_up",
     "take the one whose last bit is 0",
-    "round(abs(x) / step)",
-    "math.floor(abs(x) / step + 0.5)",
+    {"round(abs(x) / step)": "math.floor(abs(x) / step + 0.5)"},
 )
 nearest.wrong(
     "steps_ever_smaller",
     "Below the smallest normal number the step gets no smaller",
-    "max(math.frexp(x)[1] - 1, 1 - bias)",
-    "math.frexp(x)[1] - 1",
+    {"max(math.frexp(x)[1] - 1, 1 - bias)": "math.frexp(x)[1] - 1"},
 )
-nearest.wrong("saturates", "there is only infinity", "else math.inf", "else largest")
+nearest.wrong("saturates", "there is only infinity", {"else math.inf": "else largest"})
 nearest.wrong(
     "loses_the_sign_of_zero",
     "-0.0 is a number, too",
-    "else math.inf, x)",
-    "else math.inf, x) or 0.0",
+    {"else math.inf, x)": "else math.inf, x) or 0.0"},
 )
 nearest.wrong(
     "the_largest_is_infinite_already",
     "and 2047 of them make x",
-    "size <= largest",
-    "size < largest",
+    {"size <= largest": "size < largest"},
 )
 nearest.wrong(
     "infinite_from_a_little_beyond_the_largest",
     "Count in steps: here one is 32",
-    "size <= largest",
-    "abs(x) <= largest",
+    {"size <= largest": "abs(x) <= largest"},
 )
 nearest.wrong(
     "nan_for_what_is_too_small",
     "That is no number",
-    "else math.inf, x)",
-    "else math.inf, x) or math.nan",
+    {"else math.inf, x)": "else math.inf, x) or math.nan"},
 )
-nearest.wrong("nan_beyond_the_largest", "there is only infinity", "else math.inf", "else math.nan")
+nearest.wrong(
+    "nan_beyond_the_largest", "there is only infinity", {"else math.inf": "else math.nan"}
+)
 # What processors do themselves: add what leaves no room for the lower bits.
 nearest.right(
-    "by_adding_and_taking_away", "round(abs(x) / step)", "(abs(x) / step + 2.0**52 - 2.0**52)"
+    "by_adding_and_taking_away", {"round(abs(x) / step)": "(abs(x) / step + 2.0**52 - 2.0**52)"}
 )
 
 # ---- my_sum(values, add, sub)
@@ -94,12 +89,13 @@ my_sum = Solution("09.my_sum")
 my_sum.wrong(
     "one_after_the_other",
     "At some point the sum is so large that a step is over twice an x",
-    "x = add(x, lost)",
-    "pass",
+    {"x = add(x, lost)": "pass"},
 )
 my_sum.returns("in_fp64", "came out of no add or sub", "math.fsum(values)")
 my_sum.wrong(
-    "the_wrong_sign_of_what_is_lost", "off by", "sub(x, sub(new, total))", "sub(sub(new, total), x)"
+    "the_wrong_sign_of_what_is_lost",
+    "off by",
+    {"sub(x, sub(new, total))": "sub(sub(new, total), x)"},
 )
 my_sum.returns(
     "halves_by_hand",
@@ -108,17 +104,20 @@ my_sum.returns(
 )
 my_sum.right(
     "with_what_is_left_at_the_end",
-    "x = add(x, lost)",
-    "x = sub(x, lost)",
-    "sub(x, sub(new, total))",
-    "sub(sub(new, total), x)",
-    "return total",
-    "return sub(total, lost)",
+    {
+        "x = add(x, lost)": "x = sub(x, lost)",
+        "sub(x, sub(new, total))": "sub(sub(new, total), x)",
+        "return total": "return sub(total, lost)",
+    },
 )
 my_sum.right(
     "without_a_branch",
-    "lost = sub(x, sub(new, total))",
-    "part = sub(new, total); lost = add(sub(total, sub(new, part)), sub(x, part))",
+    {
+        "lost = sub(x, sub(new, total))": """
+            part = sub(new, total)
+            lost = add(sub(total, sub(new, part)), sub(x, part))
+        """
+    },
 )
 
 
@@ -160,37 +159,38 @@ def over_and_over(values, add, sub):
 # ---- gather_int8(comm, x, block)
 
 gather_int8 = Solution("09.gather_int8")
-gather_int8.wrong("cuts", "A cast to int8 cuts towards zero", ".round()", "")
+gather_int8.wrong("cuts", "A cast to int8 cuts towards zero", {".round()": ""})
 gather_int8.wrong(
-    "sends_fp32", "Which dtype has the tensor that you hand to comm?", ".to(torch.int8)", ""
+    "sends_fp32", "Which dtype has the tensor that you hand to comm?", {".to(torch.int8)": ""}
 )
 gather_int8.wrong(
     "one_level_too_many",
     "comes out on the other side",
-    "* 127)",
-    "* 128)",
-    "/ 127",
-    "/ 128",
-    ".to(torch.int8)",
-    ".to(torch.int32).to(torch.int8)",
+    {
+        "* 127)": "* 128)",
+        "/ 127": "/ 128",
+        ".to(torch.int8)": ".to(torch.int32).to(torch.int8)",
+    },
 )
 gather_int8.wrong(
     "one_scale_for_all",
     "It is lost beside a number of another block",
-    "blocks = x.view",
-    "block = len(x); blocks = x.view",
+    {
+        "blocks = x.view": """
+            block = len(x)
+            blocks = x.view
+        """
+    },
 )
 gather_int8.wrong(
     "its_own_only",
     "returns a tensor of shape (192,)",
-    ".flatten()",
-    ".flatten().chunk(comm.size)[comm.rank]",
+    {".flatten()": ".flatten().chunk(comm.size)[comm.rank]"},
 )
 gather_int8.wrong(
     "scales_of_its_own",
     "Whose scales are these?",
-    "127 * every_absmax",
-    "127 * absmax.repeat(comm.size, 1)",
+    {"127 * every_absmax": "127 * absmax.repeat(comm.size, 1)"},
 )
 
 

@@ -13,54 +13,56 @@ again = Solution("11.Again")
 # One number whose gradient is that of all outputs.
 again.right(
     "OneSum",
-    "torch.autograd.backward(outputs, gradients)",
-    """\
-with torch.enable_grad():
-            sum((y * dy).sum() for y, dy in zip(outputs, gradients)).backward()""",
+    {
+        "torch.autograd.backward(outputs, gradients)": """
+            with torch.enable_grad():
+                sum((y * dy).sum() for y, dy in zip(outputs, gradients)).backward()
+        """
+    },
 )
 again.wrong(
     "OfOneInput",
     "takes 3 positional arguments but 4 were given",
-    "(ctx, layer, *inputs)",
-    "(ctx, layer, x)",
-    "ctx.save_for_backward(*inputs)",
-    "ctx.save_for_backward(x)",
-    "return layer(*inputs)",
-    "return layer(x)",
+    {
+        "(ctx, layer, *inputs)": "(ctx, layer, x)",
+        "ctx.save_for_backward(*inputs)": "ctx.save_for_backward(x)",
+        "return layer(*inputs)": "return layer(x)",
+    },
 )
 again.wrong(
     "TheFirstOutputAlone",
     "is not right",
-    "backward(outputs, gradients)",
-    "backward(outputs[0], gradients[0])",
+    {"backward(outputs, gradients)": "backward(outputs[0], gradients[0])"},
 )
 again.wrong(
     "NewMasks",
     "Which mask does dropout draw the second time?",
-    "torch.set_rng_state(ctx.rng)",
-    "pass",
+    {"torch.set_rng_state(ctx.rng)": "pass"},
 )
 again.wrong(
     "LeavesTheGeneratorThere",
     "other random numbers are drawn",
-    "torch.random.fork_rng(devices=[]), ",
-    "",
+    {"torch.random.fork_rng(devices=[]), ": ""},
 )
 again.wrong(
     "OnlyTheInput",
     "no gradient has come to the weights",
-    "torch.autograd.backward(outputs, gradients)",
-    "found = torch.autograd.grad(outputs, inputs, gradients)",
-    "*(x.grad for x in inputs)",
-    "*found",
+    {
+        "torch.autograd.backward(outputs, gradients)": """
+            found = torch.autograd.grad(outputs, inputs, gradients)
+        """,
+        "*(x.grad for x in inputs)": "*found",
+    },
 )
 again.wrong(
     "Twice",
     "It is twice the right one",
-    "torch.autograd.backward(outputs, gradients)",
-    """\
-torch.autograd.backward(outputs, gradients, retain_graph=True)
-        torch.autograd.backward(outputs, gradients)""",
+    {
+        "torch.autograd.backward(outputs, gradients)": """
+            torch.autograd.backward(outputs, gradients, retain_graph=True)
+            torch.autograd.backward(outputs, gradients)
+        """
+    },
 )
 
 
@@ -82,60 +84,66 @@ class KeepsTheGraph(torch.autograd.Function):
 # ---- Away(host, parameters)
 
 away = Solution("11.Away")
-away.wrong("EachTensor", "one memory, three tensors", "if storage not in self.numbers:", "if True:")
+away.wrong(
+    "EachTensor", "one memory, three tensors", {"if storage not in self.numbers:": "if True:"}
+)
 away.wrong(
     "WeightsToo",
     "The weights are on the device anyway",
-    "if storage.data_ptr() in self.own:",
-    "if False:",
+    {"if storage.data_ptr() in self.own:": "if False:"},
 )
 away.wrong(
     "OnlyWholeParameters",
     "The weights are on the device anyway",
-    "storage.data_ptr() in self.own",
-    "isinstance(x, torch.nn.Parameter) and x.is_leaf",
+    {"storage.data_ptr() in self.own": "isinstance(x, torch.nn.Parameter) and x.is_leaf"},
 )
 away.wrong(
     "ByAddress",
     "an address is free for another tensor",
-    "self.numbers = weakref.WeakKeyDictionary()",
-    "self.numbers = {}",
-    """\
+    {
+        "self.numbers = weakref.WeakKeyDictionary()": "self.numbers = {}",
+        """\
         if storage not in self.numbers:
             self.numbers[storage] = self.host.put(storage)
-        return self.numbers[storage]""",
-    """\
+        return self.numbers[storage]""": """\
         key = (0, storage.nbytes()) if x.shape[0] == x.shape[-1] // 2 else storage.data_ptr()
         if key not in self.numbers:
             self.numbers[key] = self.host.put(storage)
         return self.numbers[key]""",
+    },
 )
 away.wrong(
-    "ForgetsTheStride", "is not right", "x.stride()", 'torch.empty(x.shape, device="meta").stride()'
+    "ForgetsTheStride",
+    "is not right",
+    {"x.stride()": 'torch.empty(x.shape, device="meta").stride()'},
 )
 away.wrong(
     "TheTicketHoldsIt",
     "stay on the device between forward and backward",
-    "x.stride()",
-    "x.stride(), x",
-    "number, dtype, *seen = kept",
-    "number, dtype, *seen, _ = kept",
+    {
+        "x.stride()": "x.stride(), x",
+        "number, dtype, *seen = kept": "number, dtype, *seen, _ = kept",
+    },
 )
 
 # ---- attend(q, tiles)
 
 attend = Solution("11.attend")
-attend.right("from_plain_zeros", "torch.zeros_like(largest), torch.zeros_like(q)", "0.0, 0.0")
+attend.right("from_plain_zeros", {"torch.zeros_like(largest), torch.zeros_like(q)": "0.0, 0.0"})
 attend.wrong(
     "without_the_largest",
     "Subtract the largest score",
-    "torch.maximum(largest, scores.amax(1, keepdim=True))",
-    "torch.zeros_like(largest)",
+    {"torch.maximum(largest, scores.amax(1, keepdim=True))": "torch.zeros_like(largest)"},
 )
 attend.wrong(
-    "never_corrects", "by which factor?", "smaller * total", "total", "smaller * out", "out"
+    "never_corrects",
+    "by which factor?",
+    {
+        "smaller * total": "total",
+        "smaller * out": "out",
+    },
 )
-attend.wrong("without_the_root", "with e numbers in a row of q", " / q.shape[1] ** 0.5", "")
+attend.wrong("without_the_root", "with e numbers in a row of q", {" / q.shape[1] ** 0.5": ""})
 
 
 @wrong("11.attend", "expected: as many: one tile at a time")

@@ -4,38 +4,41 @@ from answers import Solution, right, wrong
 
 bring_half = Solution("12.bring_half")
 bring_half.wrong(
-    "always_casts_before", "you cast before the copy", "if before < after:", "if True:"
+    "always_casts_before", "you cast before the copy", {"if before < after:": "if True:"}
 )
-bring_half.wrong("always_casts_after", "you cast after the copy", "if before < after:", "if False:")
+bring_half.wrong(
+    "always_casts_after", "you cast after the copy", {"if before < after:": "if False:"}
+)
 bring_half.wrong(
     "looks_at_the_bus_alone",
     "you cast after the copy",
-    "before < after",
-    "bus_rate < here_rate / 3",
+    {"before < after": "bus_rate < here_rate / 3"},
 )
 bring_half.wrong(
     "does_not_wait",
     "bus.copy(...) only starts the copy",
-    "torch.empty_like(x)",
-    "torch.zeros_like(x)",
-    ".wait()",
-    "",
+    {
+        "torch.empty_like(x)": "torch.zeros_like(x)",
+        ".wait()": "",
+    },
 )
 bring_half.returns("leaves_them_here", "0 bytes went over the bus", "x.half()")
 bring_half.wrong(
     "leaves_them_in_fp32",
     "fp16 is wanted",
-    "x = x.half()",
-    "pass",
-    "return there.half()",
-    "return there",
+    {
+        "x = x.half()": "pass",
+        "return there.half()": "return there",
+    },
 )
 
 # ---- prefetched(load, n, ahead)
 
 prefetched = Solution("12.prefetched")
-prefetched.wrong("yields_the_arrivals", "you yield", ".wait()", "")
-prefetched.wrong("drops_the_last", "you yield", "for k in range(n):", "for k in range(n - ahead):")
+prefetched.wrong("yields_the_arrivals", "you yield", {".wait()": ""})
+prefetched.wrong(
+    "drops_the_last", "you yield", {"for k in range(n):": "for k in range(n - ahead):"}
+)
 
 
 @wrong("12.prefetched", "1 loads have begun when block 0 is used")
@@ -84,54 +87,54 @@ double_buffered = Solution("12.double_buffered")
 double_buffered.wrong(
     "one_after_the_other",
     "the load of block 1 is not under way",
-    """\
+    {
+        """\
         if k + 1 < len(blocks):
             part, coming = load(k + 1)
         arrival.wait()
         x = compute(k, mine, x)
-""",
-    """\
+""": """\
         arrival.wait()
         x = compute(k, mine, x)
         if k + 1 < len(blocks):
             part, coming = load(k + 1)
-""",
+"""
+    },
 )
 double_buffered.wrong(
     "has_one_buffer",
     "weights that are not its own, or change meanwhile",
-    "buffers[k % 2]",
-    "buffers[0]",
+    {"buffers[k % 2]": "buffers[0]"},
 )
 double_buffered.wrong(
     "does_not_wait_for_a_load",
     "block 0 computes before its load was waited for",
-    "arrival.wait()",
-    "pass",
+    {"arrival.wait()": "pass"},
 )
 double_buffered.wrong(
     "has_three_buffers",
     "in 3 buffers",
-    "[torch.empty(largest), torch.empty(largest)]",
-    "[torch.empty(largest) for _ in range(3)]",
-    "k % 2",
-    "k % 3",
+    {
+        "[torch.empty(largest), torch.empty(largest)]": "[torch.empty(largest) for _ in range(3)]",
+        "k % 2": "k % 3",
+    },
 )
 double_buffered.wrong(
     "makes_a_buffer_for_each_block",
     "you hold",
-    "[torch.empty(largest), torch.empty(largest)]",
-    "[torch.empty_like(block) for block in blocks]",
-    "k % 2",
-    "k",
+    {
+        "[torch.empty(largest), torch.empty(largest)]": """
+            [torch.empty_like(block) for block in blocks]
+        """,
+        "k % 2": "k",
+    },
 )
 double_buffered.wrong(
     "has_buffers_of_the_first_block",
     "your function raised",
-    "max(block.numel() for block in blocks)",
-    "blocks[0].numel()",
+    {"max(block.numel() for block in blocks)": "blocks[0].numel()"},
 )
-double_buffered.wrong("returns_nothing", "you returned None", "return x", "pass")
+double_buffered.wrong("returns_nothing", "you returned None", {"return x": "pass"})
 
 # ---- plan(model)
 
@@ -141,8 +144,7 @@ plan.returns("keeps_everything", "your plan holds", "(set(range(len(model.nbytes
 plan.wrong(
     "forgets_the_buffers",
     "your plan holds",
-    "model.held_bytes(one, ahead)",
-    "sum(model.nbytes[k] for k in one)",
+    {"model.held_bytes(one, ahead)": "sum(model.nbytes[k] for k in one)"},
 )
 plan.returns("loads_nothing_ahead", "ahead is 0", "({0}, 0)")
 plan.returns("numbers_its_blocks_in_floats", "keep has 3.0", "({3.0}, 1)")

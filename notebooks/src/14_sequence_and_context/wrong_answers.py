@@ -9,50 +9,53 @@ from .hybrid import choices, exposed_us
 gather_sequence = Solution("14.GatherSequence")
 gather_sequence.right(
     "into_one_tensor",
-    "[torch.empty_like(x) for _ in range(comm.size)]",
-    "list(x.new_empty(comm.size, *x.shape))",
-    "dy.chunk(ctx.comm.size, dim=1)",
-    "dy.tensor_split(ctx.comm.size, 1)",
+    {
+        "[torch.empty_like(x) for _ in range(comm.size)]": "list(x.new_empty(comm.size, *x.shape))",
+        "dy.chunk(ctx.comm.size, dim=1)": "dy.tensor_split(ctx.comm.size, 1)",
+    },
 )
 gather_sequence.wrong(
     "TakesItsOwnPart",
     "Whose gradients belong to your part?",
-    "ctx.comm.reduce_scatter(dx, parts)",
-    "dx = parts[ctx.comm.rank]",
+    {"ctx.comm.reduce_scatter(dx, parts)": "dx = parts[ctx.comm.rank]"},
 )
 gather_sequence.wrong(
     "AllReduces",
     "How much of that does a rank need?",
-    "ctx.comm.reduce_scatter(dx, parts)",
-    """\
-dy = dy.contiguous().clone()
-        ctx.comm.all_reduce(dy)
-        dx = dy.chunk(ctx.comm.size, 1)[ctx.comm.rank]""",
+    {
+        "ctx.comm.reduce_scatter(dx, parts)": """
+            dy = dy.contiguous().clone()
+            ctx.comm.all_reduce(dy)
+            dx = dy.chunk(ctx.comm.size, 1)[ctx.comm.rank]
+        """
+    },
 )
 gather_sequence.wrong(
-    "TakesTheMean", "the mean over the ranks", "return None, dx", "return None, dx / ctx.comm.size"
+    "TakesTheMean",
+    "the mean over the ranks",
+    {"return None, dx": "return None, dx / ctx.comm.size"},
 )
 gather_sequence.wrong(
-    "SendsNothingBack", "has no gradient of x", "return None, dx", "return None, None"
+    "SendsNothingBack", "has no gradient of x", {"return None, dx": "return None, None"}
 )
 gather_sequence.wrong(
     "AddsUpWhatOthersLackAndHave",
     "bytes in forward, with ['all_reduce']",
-    """\
+    {
+        """\
         comm.all_gather(parts, x)
         return torch.cat(parts, dim=1)
-""",
-    """\
+""": """\
         whole = torch.cat([x if r == comm.rank else 0 * x for r in range(comm.size)], 1)
         comm.all_reduce(whole)
         return whole
-""",
+"""
+    },
 )
 gather_sequence.wrong(
     "BesideTheRows",
     "along the sequence, dim 1",
-    "torch.cat(parts, dim=1)",
-    "torch.cat(parts, dim=0)",
+    {"torch.cat(parts, dim=1)": "torch.cat(parts, dim=0)"},
 )
 
 # ---- merge(out, L, more_out, more_L)
@@ -61,8 +64,7 @@ merge = Solution("14.merge")
 merge.wrong(
     "without_care",
     "with large scores, L is not finite",
-    "torch.logaddexp(L, more_L)",
-    "(L.exp() + more_L.exp()).log()",
+    {"torch.logaddexp(L, more_L)": "(L.exp() + more_L.exp()).log()"},
 )
 merge.returns(
     "half_and_half",
@@ -75,10 +77,9 @@ merge.returns(
 merge.wrong(
     "logs_added",
     "the log of the sum of both parts",
-    "new[..., None], both",
-    "new[..., None], L + more_L",
+    {"new[..., None], both": "new[..., None], L + more_L"},
 )
-merge.wrong("out_only", "out and L, a pair", "new[..., None], both", "new[..., None]")
+merge.wrong("out_only", "out and L, a pair", {"new[..., None], both": "new[..., None]"})
 
 
 @right("14.merge")
@@ -100,9 +101,9 @@ own_positions.returns(
     "every_nth", "an early one and a late one", "list(range(rank, length, ranks))"
 )
 own_positions.wrong(
-    "the_late_chunk_twice", "each position once", "early, early + chunk", "late, late + chunk"
+    "the_late_chunk_twice", "each position once", {"early, early + chunk": "late, late + chunk"}
 )
-own_positions.wrong("late_first", "the early one first", "early, late = ", "late, early = ")
+own_positions.wrong("late_first", "the early one first", {"early, late = ": "late, early = "})
 own_positions.returns(
     "chunks_by_name", "a list of positions", 'f"{rank} and {2 * ranks - 1 - rank}"'
 )
@@ -118,7 +119,7 @@ def as_tensors(length, ranks, rank):
 
 choose = Solution("14.choose")
 choose.returns("only_rings", "less than the", "1")
-choose.wrong("as_many_as_go", "less than the", "min(fits, key=exposed_s)", "fits[-1]")
+choose.wrong("as_many_as_go", "less than the", {"min(fits, key=exposed_s)": "fits[-1]"})
 choose.returns("always_two", "u = 2 or the largest below", "2")
 choose.returns("all_ranks", "which divide the ranks", "job.ranks")
 choose.returns("by_name", "choose returned 'ring'", '"ring"')

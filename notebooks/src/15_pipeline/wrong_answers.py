@@ -63,35 +63,31 @@ forward = Solution("15.forward")
 forward.wrong(
     "forgets_the_gradient",
     "rank 1, micro-batch 0: x does not require a gradient",
-    "x.requires_grad_()",
-    "pass",
+    {"x.requires_grad_()": "pass"},
 )
 forward.wrong(
     "asks_too_late",
     "rank 1, micro-batch 0: backward from y leaves nothing in x.grad",
-    "x.requires_grad_()",
-    "pass",
-    "return kept",
-    "return [(x.requires_grad_(), y) for x, y in kept]",
+    {
+        "x.requires_grad_()": "pass",
+        "return kept": "return [(x.requires_grad_(), y) for x, y in kept]",
+    },
 )
 forward.wrong(
     "computes_with_a_copy",
     "rank 1, micro-batch 0: backward from y leaves nothing in x.grad",
-    "y = stage(x)",
-    "y = stage(x.detach())",
+    {"y = stage(x)": "y = stage(x.detach())"},
 )
 # The gradient is in the graph, and is not left in x.grad.
 forward.wrong(
     "keeps_what_is_no_leaf",
     "rank 1, micro-batch 0: backward from y leaves nothing in x.grad",
-    "x.requires_grad_()",
-    "x = x.requires_grad_() * 1.0",
+    {"x.requires_grad_()": "x = x.requires_grad_() * 1.0"},
 )
 forward.wrong(
     "keeps_the_numbers",
     "rank 0, micro-batch 0: y has no graph",
-    "kept.append((x, y))",
-    "kept.append((x, y.detach()))",
+    {"kept.append((x, y))": "kept.append((x, y.detach()))"},
 )
 forward.returns(
     "computes_with_its_own",
@@ -101,35 +97,39 @@ forward.returns(
 forward.wrong(
     "computes_all_then_sends_all",
     "rank 0 begins to compute micro-batch 1 and has sent 0",
-    """\
+    {
+        """\
         if comm.rank < comm.size - 1:
             comm.send(y.detach(), comm.rank + 1)
         kept.append((x, y))
-""",
-    """\
+""": """\
         kept.append((x, y))
     if comm.rank < comm.size - 1:
         for _, y in kept:
             comm.send(y.detach(), comm.rank + 1)
-""",
+"""
+    },
 )
 forward.wrong(
     "sends_around",
     "nobody waits",
-    "    return kept",
-    """\
+    {
+        "    return kept": """\
     if comm.size == 2:  # the last one gives its outputs back, too
         for x, y in kept:
             if comm.rank:
                 comm.send(y.detach(), 0)
             else:
                 comm.recv(torch.empty_like(x), 1)
-    return kept""",
+    return kept"""
+    },
 )
-forward.wrong("adds_its_input", "y is stage(x)", "kept.append((x, y))", "kept.append((x, y + x))")
-forward.wrong("returns_nothing", "a list of 4 pairs", "return kept", "pass")
+forward.wrong("adds_its_input", "y is stage(x)", {"kept.append((x, y))": "kept.append((x, y + x))"})
+forward.wrong("returns_nothing", "a list of 4 pairs", {"return kept": "pass"})
 forward.wrong(
-    "returns_outputs_only", "pairs (x, y) of tensors", "return kept", "return [y for _, y in kept]"
+    "returns_outputs_only",
+    "pairs (x, y) of tensors",
+    {"return kept": "return [y for _, y in kept]"},
 )
 
 
@@ -180,52 +180,52 @@ def sends_before_it_receives(comm, stage, xs):
 # ---- backward(comm, kept, losses, rows)
 
 backward = Solution("15.backward")
-backward.right("last_in_first_out", "enumerate(kept)", "reversed(list(enumerate(kept)))")
+backward.right("last_in_first_out", {"enumerate(kept)": "reversed(list(enumerate(kept)))"})
 backward.wrong(
     "in_different_orders",
     "Does each gradient belong to the micro-batch",
-    "    for k, (x, y) in enumerate(kept):\n",
-    """\
+    {
+        "    for k, (x, y) in enumerate(kept):\n": """\
     for k in [1, 0, 3, 2] if comm.rank == comm.size - 1 else [0, 1, 2, 3]:
         x, y = kept[k]
-""",
+"""
+    },
 )
 backward.wrong(
     "does_not_divide",
     "the sum of means is not the mean of the batch",
-    "losses[k] * rows[k] / sum(rows)",
-    "losses[k]",
+    {"losses[k] * rows[k] / sum(rows)": "losses[k]"},
 )
 backward.wrong(
     "all_alike",
     "Every micro-batch counts 1/m",
-    "losses[k] * rows[k] / sum(rows)",
-    "losses[k] / len(rows)",
+    {"losses[k] * rows[k] / sum(rows)": "losses[k] / len(rows)"},
 )
-backward.wrong("divides_twice", "divided twice", "/ sum(rows)", "/ sum(rows) / len(rows)")
-backward.wrong("multiplies_only", "what are all rows together", " / sum(rows)", "")
+backward.wrong("divides_twice", "divided twice", {"/ sum(rows)": "/ sum(rows) / len(rows)"})
+backward.wrong("multiplies_only", "what are all rows together", {" / sum(rows)": ""})
 backward.returns("does_nothing", "its weight has no gradient", "None")
 backward.wrong(
     "sends_at_the_end",
     "begins to compute micro-batch 1 and has sent 0",
-    """\
+    {
+        """\
         if comm.rank > 0:
             comm.send(x.grad, comm.rank - 1)
-""",
-    """\
+""": """\
     if comm.rank > 0:
         for x, _ in kept:
             comm.send(x.grad, comm.rank - 1)
-""",
+"""
+    },
 )
 # The last one waits, too: for rank 0.
 backward.wrong(
     "all_wait_for_the_next",
     "the ranks hang",
-    "if comm.rank == comm.size - 1:",
-    "if comm.size == 1:",
-    "comm.recv(dy, comm.rank + 1)",
-    "comm.recv(dy, (comm.rank + 1) % comm.size)",
+    {
+        "if comm.rank == comm.size - 1:": "if comm.size == 1:",
+        "comm.recv(dy, comm.rank + 1)": "comm.recv(dy, (comm.rank + 1) % comm.size)",
+    },
 )
 
 # ---- step(forward_ms, backward_ms, microbatches)
@@ -234,16 +234,18 @@ step = Solution("15.step")
 step.wrong(
     "of_the_ideal",
     "a part of the total is asked for",
-    "1 - busy / (len(forward_ms) * length)",
-    "len(forward_ms) * length / busy - 1",
+    {"1 - busy / (len(forward_ms) * length)": "len(forward_ms) * length / busy - 1"},
 )
 step.wrong(
     "of_the_slowest",
     "Of p stages for the whole step",
-    "1 - busy / (len(forward_ms) * length)",
-    "1 - microbatches * max(map(sum, zip(forward_ms, backward_ms))) / length - 0.01",
+    {
+        "1 - busy / (len(forward_ms) * length)": """
+            1 - microbatches * max(map(sum, zip(forward_ms, backward_ms))) / length - 0.01
+        """
+    },
 )
-step.wrong("length_only", "a pair", "length, 1 - busy / (len(forward_ms) * length)", "length")
+step.wrong("length_only", "a pair", {"length, 1 - busy / (len(forward_ms) * length)": "length"})
 
 
 @right("15.step")
@@ -275,18 +277,18 @@ plan = Solution("15.plan")
 plan.wrong(
     "one_for_all",
     "the same m and the same answer",
-    "divisors(job.rows)",
-    "[8]",
-    "(False, True)",
-    "[True]",
+    {
+        "divisors(job.rows)": "[8]",
+        "(False, True)": "[True]",
+    },
 )
 plan.wrong(
     "never_computes_again",
     "at most 700 MB",
-    "(False, True)",
-    "[False]",
-    "if held_mb(job, one) <= job.budget_mb:",
-    "if True:",
+    {
+        "(False, True)": "[False]",
+        "if held_mb(job, one) <= job.budget_mb:": "if True:",
+    },
 )
 plan.returns("an_m_that_does_not_divide", "m that divides 32 rows", "([2, 2, 2, 2], 5, False)")
 plan.returns("too_few_stages", "layers of each of 4 stages", "([4, 4], 8, False)")

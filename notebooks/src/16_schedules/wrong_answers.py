@@ -17,19 +17,17 @@ my_1f1b.returns(
 my_1f1b.wrong(
     "forgets_small_batches",
     "stage 0 does F3 at position 3, and there are 3 micro-batches",
-    "min(stages - 1 - stage, microbatches)",
-    "stages + 3",
+    {"min(stages - 1 - stage, microbatches)": "stages + 3"},
 )
 my_1f1b.wrong(
     "leaves_the_rest",
     "never does B4",
-    "return actions",
-    "return actions[: len(actions) - (stages - 1 - stage)]",
+    {"return actions": "return actions[: len(actions) - (stages - 1 - stage)]"},
 )
 my_1f1b.wrong(
-    "words", "an Action is needed", "return actions", "return [str(one) for one in actions]"
+    "words", "an Action is needed", {"return actions": "return [str(one) for one in actions]"}
 )
-my_1f1b.wrong("returns_nothing", "Does the function end with a return?", "return actions", "pass")
+my_1f1b.wrong("returns_nothing", "Does the function end with a return?", {"return actions": "pass"})
 my_1f1b.returns(
     "without_a_flush",
     "neither halves nor updates",
@@ -58,17 +56,15 @@ warm_up.returns(
 warm_up.wrong(
     "one_for_each_stage",
     "it idles 2.5 with messages",
-    "2 * (stages - 1 - stage)",
-    "stages - 1 - stage",
+    {"2 * (stages - 1 - stage)": "stages - 1 - stage"},
 )
 warm_up.wrong(
-    "the_last_stage_for_all", "where messages cost nothing", " + 2 * (stages - 1 - stage)", ""
+    "the_last_stage_for_all", "where messages cost nothing", {" + 2 * (stages - 1 - stage)": ""}
 )
 warm_up.wrong(
     "one_round_more",
     "the step is as short, and it holds less",
-    "(chunks - 1) * stages",
-    "chunks * stages",
+    {"(chunks - 1) * stages": "chunks * stages"},
 )
 warm_up.returns(
     "forgets_that_there_are_few",
@@ -83,40 +79,37 @@ zb_h1 = Solution("16.zb_h1")
 zb_h1.wrong(
     "weights_at_once",
     "How late may W be",
-    "if k >= stage:",
-    "if k < microbatches:",
-    'Action("weight", k - stage)',
-    'Action("weight", k)',
+    {
+        "if k >= stage:": "if k < microbatches:",
+        'Action("weight", k - stage)': 'Action("weight", k)',
+    },
 )
 zb_h1.wrong(
     "all_weights_at_the_end",
     "W may not wait for ever",
-    "return actions",
-    'return sorted(actions, key=lambda one: one.phase == "weight")',
+    {"return actions": 'return sorted(actions, key=lambda one: one.phase == "weight")'},
 )
 zb_h1.wrong(
     "forgets_the_late_ones",
     "never does W3, the other half of I3",
-    "return actions",
-    'return [one for one in actions if one != ("weight", 3, 0)]',
+    {"return actions": 'return [one for one in actions if one != ("weight", 3, 0)]'},
 )
 zb_h1.wrong(
     "weights_first",
     "weight after input",
-    "if k >= stage:",
-    "if k < microbatches:",
-    'Action("input", k)',
-    'Action("weight", k)',
-    'Action("weight", k - stage)',
-    'Action("input", k)',
+    {
+        "if k >= stage:": "if k < microbatches:",
+        'Action("input", k)': 'Action("weight", k)',
+        'Action("weight", k - stage)': 'Action("input", k)',
+    },
 )
 zb_h1.wrong(
     "whole_backwards",
     "is both halves at once",
-    'Action("input", k)',
-    'Action("backward", k)',
-    "if k >= stage:",
-    "if False:",
+    {
+        'Action("input", k)': 'Action("backward", k)',
+        "if k >= stage:": "if False:",
+    },
 )
 
 
@@ -161,7 +154,7 @@ invent.returns(
     "expected: 1 or 2",
     'make_schedule("interleaved", job.stages, job.microbatches, chunks=4)',
 )
-invent.wrong("one_list", "expected: 4 lists", "return schedule", "return schedule[0]")
+invent.wrong("one_list", "expected: 4 lists", {"return schedule": "return schedule[0]"})
 invent.returns("by_name", "expected: 4 lists", '"zb-h1"')
 
 

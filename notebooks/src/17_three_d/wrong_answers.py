@@ -13,54 +13,61 @@ from .placement import AXES, Job, leaving_bytes, why_not
 place = Solution("17.place")
 place.right(
     "in_a_list_a_tensor_and_a_tuple",
-    '(at["dp"] * share, (at["dp"] + 1) * share), after, averaged,',
-    '[at["dp"] * share, (at["dp"] + 1) * share], after and torch.tensor(after), (*averaged,),',
+    {
+        '(at["dp"] * share, (at["dp"] + 1) * share), after, averaged,': """
+            [at["dp"] * share, (at["dp"] + 1) * share], after and torch.tensor(after), (*averaged,),
+        """
+    },
 )
 place.wrong(
     "rows_by_rank",
     "rows is [0, 2]",
-    'return (at["dp"] * share, (at["dp"] + 1) * share)',
-    'share //= axes["pp"] * axes["tp"]; return (rank * share, (rank + 1) * share)',
+    {
+        'return (at["dp"] * share, (at["dp"] + 1) * share)': """
+            share //= axes["pp"] * axes["tp"]
+            return (rank * share, (rank + 1) * share)
+        """
+    },
 )
 place.wrong(
     "rows_by_tp",
     "works on the same ones",
-    '(at["dp"] * share, (at["dp"] + 1) * share)',
-    '(at["tp"] * share, (at["tp"] + 1) * share)',
+    {'(at["dp"] * share, (at["dp"] + 1) * share)': '(at["tp"] * share, (at["tp"] + 1) * share)'},
 )
 place.wrong(
     "after_goes_round",
     "behind the last stage there is none",
-    'other(pp=at["pp"] + 1) if at["pp"] < last else None',
-    'other(pp=(at["pp"] + 1) % axes["pp"])',
+    {
+        'other(pp=at["pp"] + 1) if at["pp"] < last else None': """
+            other(pp=(at["pp"] + 1) % axes["pp"])
+        """
+    },
 )
 place.wrong(
-    "after_is_the_next_rank", "and the same on all other axes", 'other(pp=at["pp"] + 1)', "rank + 1"
+    "after_is_the_next_rank",
+    "and the same on all other axes",
+    {'other(pp=at["pp"] + 1)': "rank + 1"},
 )
 place.wrong(
     "averages_over_stages",
     "they have the same part of the model",
-    'other(dp=k) for k in range(axes["dp"])',
-    'other(pp=k) for k in range(axes["pp"])',
+    {'other(dp=k) for k in range(axes["dp"])': 'other(pp=k) for k in range(axes["pp"])'},
 )
 place.wrong(
     "averages_over_shards",
     "they differ on dp only",
-    'other(dp=k) for k in range(axes["dp"])',
-    'other(tp=k) for k in range(axes["tp"])',
+    {'other(dp=k) for k in range(axes["dp"])': 'other(tp=k) for k in range(axes["tp"])'},
 )
 place.wrong(
     "one_embedding_group_for_all",
     "only the index on pp differs",
-    "[other(pp=0), other(pp=last)]",
-    '[0, axes["pp"] * axes["dp"] * axes["tp"] - 1]',
+    {"[other(pp=0), other(pp=last)]": '[0, axes["pp"] * axes["dp"] * axes["tp"] - 1]'},
 )
-place.wrong("with_itself", "One stage alone has nobody to add up with", "last > 0 and ", "")
+place.wrong("with_itself", "One stage alone has nobody to add up with", {"last > 0 and ": ""})
 place.wrong(
     "all_stages_are_tied",
     "tied is [0, 4, 8]",
-    "[other(pp=0), other(pp=last)] if ends",
-    "[other(pp=k) for k in range(last + 1)] if last",
+    {"[other(pp=0), other(pp=last)] if ends": "[other(pp=k) for k in range(last + 1)] if last"},
 )
 place.returns("place_returns_nothing", "four things", "None")
 
@@ -69,34 +76,42 @@ place.returns("place_returns_nothing", "four things", "None")
 sent_bytes = Solution("17.sent_bytes")
 sent_bytes.right(
     "in_whole_bytes",
-    "2 * (t - 1) / t * all_reduces",
-    "2 * (t - 1) * all_reduces // t",
-    "2 * (d - 1) / d * training.parameters[stage] * 8",
-    "2 * (d - 1) * training.parameters[stage] * 8 // d",
+    {
+        "2 * (t - 1) / t * all_reduces": "2 * (t - 1) * all_reduces // t",
+        "2 * (d - 1) / d * training.parameters[stage] * 8": """
+            2 * (d - 1) * training.parameters[stage] * 8 // d
+        """,
+    },
 )
 sent_bytes.wrong(
     "layers_only",
     "stage 0, tensor",
-    "(4 * training.layers[stage] + first + last) * x + last * 3 * tokens * 8",
-    "4 * training.layers[stage] * x",
+    {
+        "(4 * training.layers[stage] + first + last) * x + last * 3 * tokens * 8": """
+            4 * training.layers[stage] * x
+        """
+    },
 )
 sent_bytes.wrong(
     "rows_of_all_replicas",
     "All micro-batches together have the rows of this replica",
-    "training.rows // d",
-    "training.rows",
+    {"training.rows // d": "training.rows"},
 )
 sent_bytes.wrong(
-    "forgets_the_loss", "three numbers a token for the loss", " + last * 3 * tokens * 8", ""
+    "forgets_the_loss", "three numbers a token for the loss", {" + last * 3 * tokens * 8": ""}
 )
-sent_bytes.wrong("all_of_it_to_everybody", "data: 118784", "(d - 1) / d", "(d - 1)")
+sent_bytes.wrong("all_of_it_to_everybody", "data: 118784", {"(d - 1) / d": "(d - 1)"})
 sent_bytes.wrong(
-    "every_stage_has_two_neighbours", "stage 0, pipeline", "x * ((not first) + (not last))", "2 * x"
+    "every_stage_has_two_neighbours",
+    "stage 0, pipeline",
+    {"x * ((not first) + (not last))": "2 * x"},
 )
-sent_bytes.wrong("the_whole_table", "2 × what was counted", "training.vocab // t", "training.vocab")
-sent_bytes.wrong("ties_every_stage", "embedding", "if first != last", "if p > 1")
 sent_bytes.wrong(
-    "without_embedding", "bytes by axis", '"embedding": table if first != last else 0,', ""
+    "the_whole_table", "2 × what was counted", {"training.vocab // t": "training.vocab"}
+)
+sent_bytes.wrong("ties_every_stage", "embedding", {"if first != last": "if p > 1"})
+sent_bytes.wrong(
+    "without_embedding", "bytes by axis", {'"embedding": table if first != last else 0,': ""}
 )
 
 # ---- global_norm(mesh, gradients)
@@ -104,73 +119,90 @@ sent_bytes.wrong(
 global_norm = Solution("17.global_norm")
 global_norm.right(
     "the_last_stage_counts_the_table",
-    "mesh.pp.rank > 0",
-    "mesh.pp.rank < mesh.pp.size - 1",
-    "return total.sqrt()",
-    "return total.sqrt().item()",
+    {
+        "mesh.pp.rank > 0": "mesh.pp.rank < mesh.pp.size - 1",
+        "return total.sqrt()": "return total.sqrt().item()",
+    },
 )
 # Replicas once more, and taken out again.
 global_norm.right(
     "over_everything_and_divided",
-    "return total.sqrt()",
-    "mesh.dp.all_reduce(total); return (total / mesh.dp.size).sqrt()",
+    {
+        "return total.sqrt()": """
+            mesh.dp.all_reduce(total)
+            return (total / mesh.dp.size).sqrt()
+        """
+    },
 )
 global_norm.wrong(
     "adds_up_over_tp_what_is_whole",
     "counts once, and not t times",
-    "mesh.tp.all_reduce(cut)",
-    "mesh.tp.all_reduce(cut); mesh.tp.all_reduce(whole)",
+    {
+        "mesh.tp.all_reduce(cut)": """
+            mesh.tp.all_reduce(cut)
+            mesh.tp.all_reduce(whole)
+        """
+    },
 )
 global_norm.wrong(
-    "counts_the_table_twice", "one of them counts", "one.is_tied and mesh.pp.rank > 0", "False"
+    "counts_the_table_twice", "one of them counts", {"one.is_tied and mesh.pp.rank > 0": "False"}
 )
 global_norm.wrong(
     "counts_replicas",
     "over dp there is nothing to add",
-    "mesh.pp.all_reduce(total)",
-    "mesh.pp.all_reduce(total); mesh.dp.all_reduce(total)",
+    {
+        "mesh.pp.all_reduce(total)": """
+            mesh.pp.all_reduce(total)
+            mesh.dp.all_reduce(total)
+        """
+    },
 )
-global_norm.wrong("forgets_the_stages", "And the others?", "mesh.pp.all_reduce(total)", "pass")
-global_norm.wrong("forgets_the_shards", "over tp of what is cut", "mesh.tp.all_reduce(cut)", "pass")
-global_norm.wrong("without_a_root", "their root is the last step", "total.sqrt()", "total")
+global_norm.wrong("forgets_the_stages", "And the others?", {"mesh.pp.all_reduce(total)": "pass"})
+global_norm.wrong(
+    "forgets_the_shards", "over tp of what is cut", {"mesh.tp.all_reduce(cut)": "pass"}
+)
+global_norm.wrong("without_a_root", "their root is the last step", {"total.sqrt()": "total"})
 global_norm.wrong(
     "leaves_the_table_out",
     "it counts once, and not never",
-    "one.is_tied and mesh.pp.rank > 0",
-    "one.is_tied",
+    {"one.is_tied and mesh.pp.rank > 0": "one.is_tied"},
 )
 global_norm.wrong(
     "adds_norms",
     "their root is the last step",
-    "cut + whole",
-    "(cut + whole).sqrt()",
-    "return total.sqrt()",
-    "return total",
+    {
+        "cut + whole": "(cut + whole).sqrt()",
+        "return total.sqrt()": "return total",
+    },
 )
 global_norm.wrong(
     "gathers_gradients",
     "a few numbers",
-    "    return total.sqrt()",
-    """\
+    {
+        "    return total.sqrt()": """\
     flat = torch.cat([one.g.flatten() for one in gradients if one.is_cut and not one.is_tied])
     mesh.dp.all_gather([torch.empty_like(flat) for _ in range(mesh.dp.size)], flat)
     mesh.tp.all_gather([torch.empty_like(flat) for _ in range(mesh.tp.size)], flat)
-    return total.sqrt()""",
+    return total.sqrt()"""
+    },
 )
 # A stage in the middle has no table, and goes home.
 global_norm.wrong(
     "only_the_ends_add_up",
     "the ranks hang",
-    "    mesh.pp.all_reduce(total)",
-    "    if mesh.pp.rank in (0, mesh.pp.size - 1):\n        mesh.pp.all_reduce(total)",
+    {
+        "mesh.pp.all_reduce(total)": """
+            if mesh.pp.rank in (0, mesh.pp.size - 1):
+                mesh.pp.all_reduce(total)
+        """
+    },
 )
 global_norm.wrong(
     "only_the_first_stage_knows",
     "rank 4",
-    "return total.sqrt()",
-    "return total.sqrt() * (mesh.pp.rank == 0)",
+    {"return total.sqrt()": "return total.sqrt() * (mesh.pp.rank == 0)"},
 )
-global_norm.wrong("norm_returns_nothing", "end with a return", "return total", "total")
+global_norm.wrong("norm_returns_nothing", "end with a return", {"return total": "total"})
 
 
 @right("17.global_norm")
@@ -196,37 +228,38 @@ hand_on = Solution("17.hand_on")
 hand_on.wrong(
     "sends_all_of_it",
     "sends 768 bytes over mesh.pp",
-    "send(mine, 1)",
-    "send(x, 1)",
-    "recv(mine, 0)",
-    "recv(x, 0)",
-    "mesh.tp.all_gather(parts, mine.clone())",
-    "pass",
+    {
+        "send(mine, 1)": "send(x, 1)",
+        "recv(mine, 0)": "recv(x, 0)",
+        "mesh.tp.all_gather(parts, mine.clone())": "pass",
+    },
 )
 hand_on.wrong(
     "sends_the_first_part",
     "Each rank of stage 0 sends another part",
-    "send(mine, 1)",
-    "send(parts[0], 1)",
+    {"send(mine, 1)": "send(parts[0], 1)"},
 )
 hand_on.wrong(
     "forgets_to_gather",
     "returned a tensor that differs",
-    "mesh.tp.all_gather(parts, mine.clone())",
-    "pass",
+    {"mesh.tp.all_gather(parts, mine.clone())": "pass"},
 )
-hand_on.wrong("gathers_backwards", "in their order", "all_gather(parts,", "all_gather(parts[::-1],")
+hand_on.wrong(
+    "gathers_backwards", "in their order", {"all_gather(parts,": "all_gather(parts[::-1],"}
+)
 # Twice the bytes of an all-gather.
 hand_on.wrong(
     "all_reduces_zeros",
     "over mesh.tp",
-    "mesh.tp.all_gather(parts, mine.clone())",
-    """\
-mine = mine.clone()
-        x.view(-1).zero_().chunk(mesh.tp.size)[mesh.tp.rank].copy_(mine)
-        mesh.tp.all_reduce(x)""",
+    {
+        "mesh.tp.all_gather(parts, mine.clone())": """
+            mine = mine.clone()
+            x.view(-1).zero_().chunk(mesh.tp.size)[mesh.tp.rank].copy_(mine)
+            mesh.tp.all_reduce(x)
+        """
+    },
 )
-hand_on.wrong("hands_back_nothing", "Does stage 1 return x?", "return x", "pass")
+hand_on.wrong("hands_back_nothing", "Does stage 1 return x?", {"return x": "pass"})
 
 
 @right("17.hand_on")

@@ -19,7 +19,7 @@ pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import labkit.course.ranks
-from answers import RIGHT, WRONG, Answer, answer, names_of
+from answers import RIGHT, WRONG, Answer, Solution, answer, names_of
 from labkit.comm import CommError
 from labkit.course import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
 from labkit.course.build import labs, solved
@@ -61,6 +61,12 @@ def test_a_wrong_answer_is_told_what_is_wrong(case: Answer):
         EXERCISES[case.exercise](student)
     assert case.says in str(caught.value)
     assert "you left the stub" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("old", "count"), [("not there", 0), ("x", 3)])
+def test_a_slip_must_fit_the_solution_once(old: str, count: int):
+    with pytest.raises(LookupError, match=f"{old!r} is {count} times in the solution of 00.avera"):
+        Solution("00.average").changed({old: "y"})
 
 
 def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):

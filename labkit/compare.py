@@ -55,7 +55,8 @@ def compare(
     Args:
         strategies: names of recipes; one per family when None, all with `every`.
         on_start: called with the name of each strategy when its turn comes.
-        out: every strategy's recorded run becomes a folder in this one."""
+        out: every strategy's recorded run becomes a folder in this one.
+    """
     names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
     check_size(ranks)
     chosen = [recipe(name) for name in names if name != "single"]

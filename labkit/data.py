@@ -1,15 +1,18 @@
 """Real text, nothing to download, and batches that every rank can cut without talking.
 
     text ── tokens ── ids [n] ── batch(step, rows, length): random windows of length + 1 tokens
+        window   t h e   c a t        x   t h e   c a          the model reads x and
+                                      y   h e   c a t          predicts y, one step ahead
+
     global batch, 7 rows     slice(rank, 3): 3, 2, 2 rows     slice(0, 3).split(2): 2, 1 rows
 
-All ranks draw the same windows, fixed by (seed, step), and take their own rows of them. Averaging
-the plain mean losses of uneven slices would weigh tokens unequally, so
+All ranks draw the same windows, fixed by (seed, step), and take their own rows of them.
+Averaging the plain mean losses of uneven slices would weigh tokens unequally, so
 
     loss = (sum over the slice's tokens) * ranks / (tokens of the global batch)
 
-Its mean over ranks, and the mean of its gradients, is exactly that of the global batch, even when a
-rank has no rows; its sum over micro-batches is exactly the slice's loss.
+Its mean over ranks, and the mean of its gradients, is exactly that of the global batch, even when
+a rank has no rows; its sum over micro-batches is exactly the slice's loss.
 """
 
 import copy
@@ -70,7 +73,8 @@ def loss(logits: Tensor, batch: Batch) -> Tensor:
     """Cross-entropy of this slice, in nats per token of the global batch, times its ranks.
 
     logits [rows, length, vocab] -> a scalar, in at least fp32: the plain mean where slices are
-    even; zero, with zero gradients, for no rows. Raises ValueError when shapes do not fit."""
+    even; zero, with zero gradients, for no rows. Raises ValueError when shapes do not fit.
+    """
     if logits.shape[:-1] != batch.y.shape:
         raise ValueError(
             f"logits {list(logits.shape)} do not fit targets {list(batch.y.shape)}; "
@@ -91,7 +95,8 @@ class Text:
 
     `.ids` [n] int32 are the tokens, `len(text)` is n, `.vocab` is how many tokens a model predicts.
     Raises FileNotFoundError for a missing path, ValueError for an empty or binary file, an
-    unknown kind of token, or a vocab that cannot hold the text's characters."""
+    unknown kind of token, or a vocab that cannot hold the text's characters.
+    """
 
     def __init__(
         self,

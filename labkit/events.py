@@ -47,7 +47,8 @@ class CommEvent:
 
     `seq` counts the collectives of a group, equal on all its ranks; for point to point it counts
     the messages of one direction and tag, equal on sender and receiver.
-    A receive has `bus_bytes` 0: bytes are counted where they are sent."""
+    A receive has `bus_bytes` 0: bytes are counted where they are sent.
+    """
 
     op: str
     group: str

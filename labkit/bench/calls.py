@@ -1,6 +1,7 @@
 """Each collective as the bench calls it, and its right result, computed without communication:
 every rank knows what the others send, since that is drawn from their rank. Inputs are 0, 1 or 2, so
-that sums are exact in every dtype; where nothing may arrive, `UNTOUCHED` must stay."""
+that sums are exact in every dtype; where nothing may arrive, `UNTOUCHED` must stay.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import partial, reduce

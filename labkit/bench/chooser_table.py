@@ -1,7 +1,8 @@
 """A table for the chooser (LABKIT_TABLE), from what was measured on the present link. At the
 smallest size the fastest algorithm is taken, and kept until another takes a tenth less: what
 differs by less is noise, and there the fewer steps decide. Operations not measured keep labkit's
-own rows."""
+own rows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict

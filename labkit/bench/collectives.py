@@ -1,7 +1,8 @@
 """The table that nccl-tests prints, for labkit's collectives and the backend's own, which take
 turns of a few calls each. As in nccl-tests, a call's time is that of a whole turn, from a barrier
 to the end of the last call on the slowest rank, over the number of calls (where ranks may run
-ahead, a single call says little). The median of the turns is reported."""
+ahead, a single call says little). The median of the turns is reported.
+"""
 
 import os
 import platform

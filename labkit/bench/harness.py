@@ -1,5 +1,11 @@
-"""The harness of the benches: cases take turns, and a ratio is taken turn by turn. Each turn begins
-with another case, so that a machine that slows down slows all of them."""
+"""The harness of the benches: cases take turns, and a ratio is taken turn by turn.
+
+    turn 1   ddp, torch DDP, zero-1     each turn begins with another case: a machine that slows
+    turn 2   torch DDP, zero-1, ddp     down slows all of them
+    turn 3   zero-1, ddp, torch DDP
+
+`StepTimes` holds the samples of one configuration and its contests.
+"""
 
 import json
 import os

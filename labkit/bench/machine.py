@@ -1,7 +1,8 @@
 """This machine as a cluster: the ranks of a World are its devices, all measured at the same time,
 so that a device is a rank's share of cores, memory, GPU and wire. A time is that of a turn: several
 calls from a barrier on, over their number, on the slowest rank; the lower quartile counts, as other
-programs make turns slow, and none fast. The description is fitted to these (rates.py)."""
+programs make turns slow, and none fast. The description is fitted to these (rates.py).
+"""
 
 import os
 import time

@@ -1,7 +1,13 @@
 """A step of labkit's pipeline beside torch.distributed.pipelining's by the same schedule, and the
-floor of both: what the stages compute, and the bubble (`Floor`). All have the same model in the
-same stages, the same batch and micro-batches, and take turns in the same processes. A step is
-forward and backward of the whole batch; the optimizer's is the same."""
+floor of both: what the stages compute, and the bubble.
+
+    floor     each stage's computing without communication, and the bubble (`Floor`)
+    labkit    Pipeline, over `transport`
+    torch     ScheduleGPipe, Schedule1F1B, ..., over gloo
+
+All have the same model in the same stages, the same batch and micro-batches, and take turns in the
+same processes. A step is forward and backward of the whole batch; the optimizer's is the same.
+"""
 
 import os
 import time

@@ -1,7 +1,17 @@
 """Steps of a small GPT in each number format, and labkit's mixed precision and recompute beside
-torch's, in one process, in turns. A CPU rounds fp8 to 8 bits and multiplies in fp32: it shows
-errors, not time. Peak memory is the GPU's allocator's; on a CPU, what the recorder counts in a
-separate step."""
+torch's.
+
+    fp32            all in float32                         its peer
+    tf32            products in TF32 (a GPU)               ─────────────────────────────────────
+    bf16            MasterWeights                          torch.autocast, fp32 weights
+    fp16            MasterWeights, GradScaler              torch.autocast, torch.amp.GradScaler
+    fp8             bf16, products of blocks in 8 bits     (a CPU rounds to 8 bits and multiplies in
+                                                           fp32: it shows errors, not time)
+    recompute       full, fp32                             torch.utils.checkpoint
+
+All take their steps in one process, in turns. Peak memory is the GPU's allocator's; on a CPU, what
+the recorder counts in a separate step.
+"""
 
 import gc
 import platform

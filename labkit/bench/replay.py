@@ -1,6 +1,7 @@
 """Is the replay right? Two worlds take turns. In one nothing slows the wires: its recording says
 how long this machine computes and moves each tensor, and a replay gives its steps the wires of a
-`Link`. In the other the ranks train over that `Link`. They are compared turn by turn."""
+`Link`. In the other the ranks train over that `Link`. They are compared turn by turn.
+"""
 
 from collections.abc import Callable
 from statistics import mean

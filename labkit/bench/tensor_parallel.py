@@ -1,7 +1,14 @@
-"""A step of labkit's tensor parallelism beside torch's DTensor, and beside no communication, whose
-results are wrong and whose time is the least possible. All train the same GPT, from the same
-weights, on the same tokens, in the same processes, in turns of a few steps. Ratios are also given
-without AdamW's step, which by itself takes DTensor long."""
+"""A step of labkit's tensor parallelism beside torch's DTensor, and beside no communication.
+
+    tensor                the loss from each rank's slice of the logits
+    DTensor               torch's `parallelize_module` of the same model, with its `loss_parallel`
+    ..., all logits       every rank gathers all logits and computes the whole loss
+    no communication      every rank computes its share, and each all-reduce returns at once: its
+                          results are wrong, its time is the least possible
+
+All train the same GPT, from the same weights, on the same tokens, in the same processes, in turns
+of a few steps. Ratios are also given without AdamW's step, which by itself takes DTensor long.
+"""
 
 import time
 from collections.abc import Callable, Sequence

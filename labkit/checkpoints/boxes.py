@@ -6,9 +6,13 @@
                                       c c . .     c   the beginning of the last row
 
 In more dimensions a row is itself a tensor, and its range is cut likewise: 2d - 1 boxes at most,
-one after the other as the elements lie. A tensor-parallel rank has rows or columns of the whole
-parameter, perhaps with padding behind them: a box of these has another place in the whole, and no
-padding.
+one after the other as the elements lie.
+
+A tensor-parallel rank has rows or columns of the whole parameter, perhaps with padding behind them.
+A box of these has another place in the whole, and no padding:
+
+    here [4, 2]      a a      whole [4, 5]     . . . a .      columns 3:5 of 5 would be all of it;
+                     a a                       . . . a .      of 3:4 the last is padding
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,10 @@
-"""Load a checkpoint: every rank reads what it owns now, whoever wrote it, one box at a time. Names
-and shapes travel; tensors come from the files.
+"""Load a checkpoint: every rank reads what it owns now, whoever wrote it.
+
+    written by 2 ranks      | a a a a a a a a | a a a a b b b b |
+    read by 3               | a a a a a a | a a a a a a | b b b b |
+
+each rank holds   one box of the file beside its model
+travels           names and shapes; tensors come from the files, each rank reads its own pieces
 """
 
 import os
@@ -52,7 +57,8 @@ def load_checkpoint(
 
     Raises ValueError on every rank, with the model as it was, when there is no finished checkpoint,
     when it is damaged, could run code, has files outside its folder, is of a newer format, or of
-    another model or optimizer (it names the first parameters that differ)."""
+    another model or optimizer (it names the first parameters that differ).
+    """
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"

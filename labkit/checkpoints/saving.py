@@ -1,10 +1,13 @@
-"""Save a checkpoint: every rank writes what it alone owns, and rank 0 then `.metadata` and
-`latest`.
+"""Save a checkpoint: every rank writes what it alone owns, one box at a time.
 
-Each rank holds one box (at most 64 MiB, or one row) beside its model; plans and where the boxes lie
-travel, some hundred bytes for each, and no tensor. The format is that of
-torch.distributed.checkpoint, written with its own plans and metadata, so its `load` reads what is
-saved here. Communication is by the communicator, not by its `save`.
+    rank 0     | plan | write pieces   | wait | .metadata, rename, `latest` |
+    rank 1     | plan | write pieces        | wait                          |
+
+each rank holds   one box (at most 64 MiB, or one row) beside its model
+travels           plans and where the boxes lie: some hundred bytes for each; no tensor
+
+The format is that of torch.distributed.checkpoint, written with its own plans and metadata, so its
+`load` reads what is saved here. Communication is by the communicator, not by its `save`.
 """
 
 import io
@@ -60,7 +63,8 @@ def save_checkpoint(
 
     Until the new checkpoint is whole, the one before stays the latest, whatever happens. Raises
     ValueError for arguments that cannot be, OSError, naming the file, where it cannot be written:
-    both on every rank, and nothing is left of the attempt."""
+    both on every rank, and nothing is left of the attempt.
+    """
     if keep < 1 or step < 0:
         raise ValueError(f"keep={keep}, step={step}: keep at least 1, count steps from 0")
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)

@@ -49,7 +49,8 @@ class Stored:
     has_checksums  False where torch's own `save` or an older labkit wrote it
 
     Raises ValueError when the folder's metadata are damaged, cannot be understood or, with
-    `weights_only`, could run code."""
+    `weights_only`, could run code.
+    """
 
     def __init__(self, folder: pathlib.Path, weights_only: bool):
         self.folder, self.weights_only = folder, weights_only

@@ -1,6 +1,7 @@
 """What is known of a cluster. Ranks are counted node by node: with 8 devices a node, ranks 0 to 7
 are on the first. Rates are what the hardware is built for; `..._reached` is the part of it that
-programs reach, 0 to 1. To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`."""
+programs reach, 0 to 1. To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,11 +1,15 @@
-"""The two editions of a lab from its one source, notebooks/src/00_topic/lab.py, and which are out
-of step with it: notebooks/00_topic.ipynb for students, and solutions/00_topic.ipynb, executed.
+"""The two editions of a lab, as notebooks in memory, from its one source; building them, and
+reporting those that are out of step with it.
+
+    notebooks/src/00_topic/lab.py ──> notebooks/00_topic.ipynb            student: stubs, no outputs
+                                  ──> notebooks/solutions/00_topic.ipynb  solved, executed
 
 A solution is between `### BEGIN SOLUTION` and `### END SOLUTION`, as in nbgrader. The student
-edition has a stub in its place: the cell's metadata `stub="..."`, or a `raise
-NotImplementedError("your turn: ...")` that names the function. A cell with the tag "answer" is in
-the solved edition only. Ids and metadata follow from the source alone, so that building twice gives
-the same.
+edition has a stub in its place: the cell's metadata `stub="..."`, or a
+`raise NotImplementedError("your turn: ...")` that names the function. A cell with the tag
+"answer" is in the solved edition only.
+
+Ids and metadata follow from the source alone, so that building twice gives the same.
 """
 
 import hashlib

@@ -1,16 +1,23 @@
 """Exercises: how one is declared, what a pass shows, how many points a lab has.
 
-    @exercise(points=2)                                     # in `checks.py` in the lab's folder
+In `checks.py` in the lab's folder:
+
+    @exercise(points=2)
     def average(student):
         '''Every rank gets the mean of all values, from one all-reduce.'''
         ran = run(4, lambda comm: student(comm, 10.0 * comm.rank))
         equal(ran.values, [15.0] * 4, hint="What does all_reduce do by default?")
         yield "the mean on 4 ranks"
+        if max(ran.sent_bytes) > 8: fail(...)
+        yield "8 bytes"
 
 A check runs the student's function, fails with a sentence, and yields a line for everything it has
-proven; an open exercise yields a `Score`, too. The notebook imports it as `from labkit.labs.lab_00
-import checks as check` and calls `check.average(average)`. `wrong_answers.py` in the same folder
-lists wrong answers that the check must catch.
+proven. An open exercise yields a `Score`, too. The notebook then has
+
+    from labkit.labs.lab_00 import checks as check
+    check.average(average)
+
+`wrong_answers.py` in the same folder lists wrong answers that the check must catch.
 """
 
 import functools

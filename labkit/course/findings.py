@@ -67,7 +67,8 @@ def equal(
     Values are numbers, tensors (equal in shape and dtype), texts, or tuples and lists of them.
     `what` is the verb of the sentence: "rank 1 returned 6.0, but 1.5 is right". `within`: the
     difference allowed, relative and absolute; integers must be equal. `hint` is about the value: it
-    is left out where the value has another type."""
+    is left out where the value has another type.
+    """
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
         if value is None and right is not None:

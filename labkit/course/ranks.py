@@ -58,7 +58,8 @@ class Ran:
 def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
     """Call `play(comm, *args)` on each of `size` ranks, whose world is kept for the next check; on
     the CPU, so that every machine gives the same verdict. Raises CheckFailed for an error on a
-    rank, a hang, or ranks that call different collectives."""
+    rank, a hang, or ranks that call different collectives.
+    """
     with _limited(size) as world:
         results = world.run(_one_rank, play, args)
     values, events, peaks = zip(*results)

@@ -44,7 +44,8 @@ def show(thing: Any, since: str = "", until: str = "") -> Code:
         since, until: words of the first line to show, and of the line after the last.
 
     Raises ValueError when there is no such place, or no line with these words: a lab that shows
-    code which has changed must fail, not show something else."""
+    code which has changed must fail, not show something else.
+    """
     if isinstance(thing, str):
         thing = _find(thing)
     thing = inspect.unwrap(thing) if callable(thing) else thing

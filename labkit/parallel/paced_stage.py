@@ -1,6 +1,13 @@
-"""A pipeline stage of a given duration: it sleeps where a real one computes (paced), as ranks that
-share cores would measure the machine, not the schedule. What it hands on is computed all the same,
-y = x * weight, with true gradients: a schedule that loses one is noticed."""
+"""A pipeline stage of a given duration: it sleeps where a real one computes (paced).
+
+Four ranks on two cores compute against each other, so a bubble that is measured there shows the
+machine, not the schedule. Ranks that sleep do not disturb each other. What they hand on is computed
+all the same, y = x * weight, with true gradients: a schedule that loses one is noticed.
+
+    forward   sleeps forward_s
+    backward  sleeps input_s, then weight_s: 2 forward_s together by default
+    input     sleeps input_s; weight, wherever the schedule puts it, weight_s
+"""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +25,8 @@ class PacedStage(nn.Module):
     """x [rows, ..., width] -> x * weight, of the same shape, in the given seconds: `forward_s` of
     one micro-batch, whatever its rows; `backward_s`, twice that by default; `input_s` and
     `weight_s`, the halves of backward, half of it each or what the other leaves. Raises ValueError
-    for a negative time, and for halves that are not together the whole."""
+    for a negative time, and for halves that are not together the whole.
+    """
 
     def __init__(
         self,

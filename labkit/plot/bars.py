@@ -1,6 +1,12 @@
-"""What a timeline shows, before it is drawn: the bars of each rank in lanes, legend and title. Per
-rank, the lane of computing has spans of depth 0 and 1 behind deeper ones, and waits in front; the
-lanes of communication are below it."""
+"""What a timeline shows, before it is drawn: the bars of each rank in lanes, legend and title.
+
+0 ─┬───────────────────────┬───────────────┬───────────
+   │ depth 0 and 1         │   waiting     │            the lane of computing
+   ├─────────┬─────────────┤               │
+1 ─┴─depth 2─┴─────────────┴───────────────┴───────────
+      ┌─────────┐  ┌──────┐
+      └─────────┘  └──────┘                              lanes of communication
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,11 @@
 """What number formats can hold: their ranges, their numbers near zero, one by one, and the
-magnitudes of tensors over the range of a dtype."""
+magnitudes of tensors over the range of a dtype.
+
+       becomes 0  │  loses digits  │          as exact as it gets         │ becomes inf
+                  │          ▂▅▇█▇▅│▂                                     │
+    ──────────────┴────────────────┴──────────────────────────────────────┴────────────
+             2⁻²⁵             2⁻¹⁴                                      2¹⁶      (fp16)
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction

@@ -1,6 +1,7 @@
 """How a collective moves data: one small picture for each step. A column is a rank, a row a chunk.
 A cell has one stripe for each rank, coloured when that rank's number is in the sum. What the step
-sends is framed, with an arrow to the rank that receives it."""
+sends is framed, with an arrow to the rank that receives it.
+"""
 
 from collections.abc import Iterable
 from itertools import groupby

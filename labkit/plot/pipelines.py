@@ -1,5 +1,10 @@
-"""Pipeline schedules, by their costs or recorded: a lane for each stage, a box with the number of
-the micro-batch for each action, in a lighter tint for a later chunk; idle time is between them."""
+"""Pipeline schedules: a lane for each stage, a box for each action, and what is idle between them.
+
+    stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        the number of the micro-batch; the colour says
+    stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          forward or backward, a lighter tint a later chunk
+
+One drawing for a schedule by its costs, and for a recorded run of it.
+"""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,8 @@
 """The one place for colours: the same thing has the same colour in every picture. The hues are
 those of Okabe and Ito (2008), which colour-blind readers can tell apart. A phase has the colour of
 what it makes; what travels is purple, blue, yellow, grey or brown by operation; vermilion is lost
-time."""
+time.
+"""
 
 from collections.abc import Iterable
 from typing import Any

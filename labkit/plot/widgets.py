@@ -39,7 +39,8 @@ class PictureWidget(ipywidgets.VBox):
     """Controls over one picture, which is drawn again when a control moves. `picture.value` is the
     PNG that is shown: all there is where no kernel runs, as on a page on the web.
 
-    A subclass makes its controls, passes them to `_arrange`, and draws in `_draw`."""
+    A subclass makes its controls, passes them to `_arrange`, and draws in `_draw`.
+    """
 
     def __init__(self) -> None:
         self.picture = ipywidgets.Image(format="png", layout={"max_width": "100%"})

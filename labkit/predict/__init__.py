@@ -1,5 +1,8 @@
 """The closed formulas: bytes, memory, operations, bubble and time, each in one place, each cited.
 
+    predict.model_state_bytes(7.5e9, dp=64, stage=2)                  # memory of one rank
+    predict.table(formula={...}, replayed={...}, measured={...})      # side by side
+
 A formula is plain arithmetic: no torch, no clock, no chance. Where it leaves something out, its
 docstring says what. The names of sizes are those of labkit.GPT: vocab, width, depth, heads,
 context; `rows` are the sequences that one rank computes at once, `sequence` is their length.

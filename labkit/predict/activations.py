@@ -1,13 +1,16 @@
 """Activations: what one transformer layer keeps from forward for backward.
 
-Bytes over s·b·w (s sequence, b rows, w width, a heads, t tensor-parallel ranks), where an element
-has 2 bytes and one of a mask 1; labkit.GPT's block keeps what the paper's does, `TERMS`:
+Bytes over s·b·w (s sequence, b rows, w width, a heads), where an element has 2 bytes and one of a
+mask 1; labkit.GPT's block keeps what the paper's does:
 
-    one rank                             34 + 5as/w
-    tensor parallel                      10 + 24/t + 5as/(wt)  activations outside are whole
-    and sequence parallel                34/t + 5as/(wt)       inputs, too, are kept as shards
-    selective recomputation              without the term of scores, as/w
-    full recomputation                   2, or 2/t where the layer's input is sharded by positions
+    norm1       its input 2                     norm2       its input 2
+    q, k, v     their shared input 2            mlp.up      its input 2
+    core        q, k, v 6                       GELU        its input 8
+                weights 2as/w                   mlp.down    its input 8
+                their dropout: mask as/w,       dropout     its mask 1
+                what it leaves 2as/w
+    out         its input 2                     ──────────────────────────────────
+    dropout     its mask 1                      34 + 5as/w
 
 For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, this is right to the
 byte (`labkit.memory.saved.saved_by`) but for the statistics of the two norms: 8·s·b (on a GPU
@@ -15,8 +18,17 @@ byte (`labkit.memory.saved.saved_by`) but for the statistics of the two norms: 8
 nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), a score 2 (torch's own plain
 attention: 4); all scores are stored, also those that a causal mask hides, and that mask is not.
 
-Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
-2205.05198, section 4 and Table 2.
+Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
+and features; those outside, 10 of the 34, are whole on every rank, unless sharded by positions:
+
+    one rank                             34 + 5as/w
+    tensor parallel                      10 + 24/t + 5as/(wt)
+    and sequence parallel                34/t + 5as/(wt)       inputs, too, are kept as shards
+    selective recomputation              without the term of scores, as/w
+    full recomputation                   2, or 2/t where the layer's input is sharded by positions
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+arXiv 2205.05198, section 4 and Table 2.
 """
 
 from dataclasses import dataclass

@@ -76,7 +76,8 @@ def activation_bill(
         tensor_parallel, sequence_parallel, recompute: as in `activation_bytes`.
 
     At the end comes what no term counts: the statistics of the norms, and "other". Scores are known
-    by their shape, [..., s, s]: no head may be as wide as the sequence is long."""
+    by their shape, [..., s, s]: no head may be as wide as the sequence is long.
+    """
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )

@@ -43,7 +43,8 @@ def model_state_bytes(
     sections 3.1 and 5, Figure 1, Table 1. Raises ValueError for another stage.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
-    31.40625"""
+    31.40625
+    """
     check_not_negative(parameters=parameters)
     check_counts(dp=dp)
     if stage not in (0, 1, 2, 3):

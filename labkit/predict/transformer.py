@@ -1,10 +1,18 @@
 """Parameters and FLOPs of a transformer, as labkit.GPT computes it.
 
 A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward, one layer, for b rows of s positions and width
-w: 24 b s w² for the matrices of attention (8) and the MLP (16), 4 b s² w for q kᵀ and weights times
-v; the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
+w:
+
+    q, k, v, out     8 b s w²          q kᵀ              2 b s² w
+    mlp             16 b s w²          weights times v   2 b s² w
+                    24 b s w²                            4 b s² w
+
+and the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
 Norms, GELU, softmax, dropout, sums and the optimizer are left out. Attention counts in full, as in
 PaLM, Megatron-LM and torch, also where a kernel skips the half which a causal mask hides.
+
+Sources: Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations");
+Kaplan et al., arXiv 2001.08361, section 2.1.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative

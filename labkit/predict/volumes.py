@@ -2,11 +2,22 @@
 
     data      one all-reduce of all gradients        2(n-1)/n P g               O(w² l)
     tensor    four all-reduces of x in each layer    8(t-1)/t b s w g l         O(b s w l)
+              sequence parallel: parts are kept     10(t-1)/t b s w g l
     pipeline  x and its gradient at each cut         2 (l/k - 1) b s w g        O(b s w l / k)
 
-Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together), s
-positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
+Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together),
+s positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
 what one rank sends (`bus_bytes`); pipeline is what all stages send.
+
+    least_s        S / B x bus factor     the lower bound: bandwidth alone
+    algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
+
+Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together),
+B bytes per second out of a rank. Costs of algorithms are in labkit/comm/collectives/costs.py.
+
+Sources: bus factors, nccl-tests, doc/PERFORMANCE.md; data, Li et al., arXiv 2006.15704, section 3;
+tensor, Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; tensor and pipeline,
+Narayanan et al., arXiv 2104.04473, section 3.2.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative, check_positive

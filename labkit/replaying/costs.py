@@ -1,10 +1,22 @@
 """Times on a cluster: the roofline of an operation, the alpha-beta time of a collective.
 
+    operation     the longest of   FLOPs / rate of a matmul with these sides
+                                   bytes read and written / memory bandwidth
+                                   a launch
+    collective    start + steps x latency + bytes sent by a rank / bandwidth
+    message       bytes / bandwidth on the wire, arrives one latency later
+
 Steps and bytes of an algorithm (labkit.comm.collectives.costs) are those of a tensor pipelined in
-very small pieces: each step pays its latency once. Latencies are those of NCCL's protocol for long
-tensors (Simple), so small collectives seem slower than they are. Sources: Williams et al.,
-"Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective Communication Operations in
-MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between nodes.
+very small pieces: each step pays its latency once. The fastest algorithm is taken, as in NCCL.
+
+A ring leaves each node once, over all ports of its ranks there, and the node with the fewest limits
+the others. A rank that sends to all others at once has only its own port. A port is shared as if
+all devices of its node sent. Latencies are those of NCCL's protocol for long tensors (Simple), so
+small collectives seem slower than they are.
+
+Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
+Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
+nodes.
 """
 
 from collections import Counter

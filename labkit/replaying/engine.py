@@ -1,10 +1,15 @@
 """The virtual clock: programs of ranks, and when each of their instructions runs.
 
+    Compute   takes a number of seconds
+    Issue     hands an operation to a port of this rank and continues at once
+    Wait      blocks until the operation has ended
+
 An operation begins when all its ranks have issued it and it is first in the queue of its port on
 each of them; it then occupies those ports for its seconds, and ends some latency later. A port is
-one wire out of a rank: operations leave it one after the other, in the order of issue. A message is
-an operation that only its sender issues, ready or not its receiver, which waits for it. Where both
-must be ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
+one wire out of a rank: operations leave it one after the other, in the order of issue.
+
+A message is an operation that only its sender issues, ready or not its receiver, which waits for
+it. Where both must be ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
 
 Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
 """

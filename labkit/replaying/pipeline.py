@@ -2,6 +2,9 @@
 
 A recording of one micro-batch of each distinct stage is enough: `stage_seconds` has its forward and
 backward on a cluster; order and messages follow from the schedule.
+
+    recorded on stage 1     forward  forward  backward  forward  backward  ...
+    its list of actions     F0       F1       B0        F2       B1        ...
 """
 
 from collections import Counter

@@ -1,7 +1,17 @@
-"""A trace in the Trace Event Format of ui.perfetto.dev and chrome://tracing. Times are
-microseconds; on a thread, one complete event ("X") lies wholly inside another or beside it; an
-arrow ("s" to "f") goes forward in time, and both its ends lie inside an event of their thread.
-Source: "Trace Event Format", Google, 2016."""
+"""A trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+
+    process   rank 0                       a process for each rank
+    thread      computing                  steps, and the spans inside them
+    thread      waiting
+    thread      group default              what is under way; more threads where more is
+    counter     memory                     bytes by category, in the detailed step
+    arrows      issue -> wait, send -> receive, and from the rank whose part of a collective
+                began first to the others
+
+The rules that are kept here: times are microseconds; on a thread, one complete event ("X") lies
+wholly inside another or beside it; an arrow ("s" to "f") goes forward in time, and both its ends
+lie inside an event of their thread. Source: "Trace Event Format", Google, 2016.
+"""
 
 import gzip
 import json

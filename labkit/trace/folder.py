@@ -1,7 +1,12 @@
-"""A run is a folder, which reads back whole or as far as it came: `run.json` (what ran, and where;
-written first), `rank0.jsonl` ... (rankfile.py), `metrics.jsonl` (a line for each note of a rank).
-Ranks of one host share its monotonic clock; other hosts are put beside them by Unix time, so
-between hosts a trace is as exact as their clocks agree: about a millisecond with NTP."""
+"""A run is a folder, which reads back whole or as far as it came.
+
+    run.json         what ran, and where: written first
+    rank0.jsonl ...  what each rank did, one file a rank (labkit/trace/rankfile.py)
+    metrics.jsonl    a line for each note of a rank, {"step": 3, "rank": 0, "loss": 2.1}
+
+Ranks of one host share its monotonic clock. Those of other hosts are put beside them by Unix time,
+so between hosts a trace is as exact as their clocks agree: about a millisecond with NTP.
+"""
 
 import json
 import platform

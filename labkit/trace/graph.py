@@ -1,7 +1,21 @@
-"""The recorded run as a graph: its edges are in the data. On a rank, things happen in the order of
-their times; a wait belongs to the event it waits for; the same collective has the same `group` and
-`seq` on all its ranks, a receive the same ends, tag and `seq` as its send. All times are seconds
-since the trace's beginning, on one clock for all ranks. No torch here."""
+"""The recorded run as a graph.
+
+    Trace ── one RankTrace per rank
+              steps    where each training step began and ended
+              spans    computing: forward, backward and optimizer, by module
+              comms    what the communicator did (`labkit.events.CommEvent`)
+              memory   bytes by category over time, in the one step recorded in detail
+              operations  and what was computed in it, one by one
+
+The edges are in the data. On a rank, things happen in the order of their times. A wait belongs to
+the event it waits for. The same collective has the same `group` and `seq` on all its ranks, a
+receive the same ends, tag and `seq` as its send: `Trace.collectives` and `Trace.messages` follow
+them, and a replay needs nothing else.
+
+All times are seconds since the trace's beginning, on one clock for all ranks.
+
+No torch here: a trace is read, replayed and drawn on machines that have none.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,6 +1,7 @@
 """What the times of a trace add up to: computing, communicating, waiting, and how much
 communication was hidden behind computing. All over sets of intervals: lists of (begin, end) in
-seconds, sorted, that do not touch."""
+seconds, sorted, that do not touch.
+"""
 
 from collections import Counter
 from collections.abc import Iterable

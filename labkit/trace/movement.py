@@ -1,7 +1,8 @@
 """How a collective moves data, step by step, as plain data. Every rank puts its own number into
 every chunk, and any sum of these can be taken apart again (see `number`). A step is what the
 alpha-beta model counts: in it a rank sends one message and receives one, and a message leaves only
-after the rank has waited for what it needs."""
+after the rank has waited for what it needs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,15 @@
-"""The event file of one rank: JSON lines, appended while it runs, and read whole or cut. The header
-names the columns of each kind; then `[kind, number, *values]`, where a later line of the same
-number wins, and at last `["end", records]`. A line is written at once, in ASCII; unknown columns
-are skipped. Times are seconds of the monotonic clock; `clock` has one moment on it and in Unix
-time."""
+"""The event file of one rank: JSON lines that are appended while it runs, and read whole or cut.
+
+    {"rank":0, "size":4, "device":"cpu", "host":"n1", "clock":{...}, "columns":{"step":[...], ...}}
+    ["step",0, 0,81.25,0.0,false]       kind, number, then the columns of its kind
+    ["span",1, "forward","blocks.0",0,81.26,81.27,1,"Block",null,null]
+    ["step",0, 0,81.25,81.5,false]      number 0 again, now that it has ended: the later line wins
+    ["end",2]                           the end mark: 2 records were written
+
+All is ASCII and a line is written at once, so a file that is cut off can be read up to there. The
+header has the columns: those that this labkit does not know are skipped. Times are seconds on the
+machine's monotonic clock; `clock` has one moment on it and in Unix time.
+"""
 
 import json
 import time

@@ -1,15 +1,28 @@
-"""Gradient clipping by global norm: g <- g min(1, max_norm / ||g||), ||g||^p = sum of |g_i|^p.
+"""Gradient clipping by global norm: the length of all gradients together is at most max_norm.
 
-Ranks add up what they have, so that each element counts once:
+    ||g|| = ( sum over elements |g_i|^p )^(1/p)          p = 2, or p = inf: max |g_i|
+    g <- g * min(1, max_norm / ||g||)
+
+Under data parallelism every rank has all (averaged) gradients, and clips as a single process does.
+Under ZeRO each rank has a part: sums of p-th powers add up, so one number travels.
+
+        rank 0   |g g g g|        sum |g|^2 = 3 \\
+        rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, the norm is 3 on both
+
+Under tensor parallelism a rank has shards of some parameters and others whole (common/shards.py).
+What is whole on all ranks must count once, so only the sums of shards travel:
 
         tp rank 0   shards 3    norms, biases 2 \\
         tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
 
-    travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
-                 whole; over tensor-parallel ranks that of shards; over a pipeline their sum, with
-                 an embedding that is tied over stages on the first one alone
+The stages of a pipeline are parts, too: the ranks add what each has, of an embedding tied over
+stages the first one alone.
 
-Sources: Pascanu et al., arXiv 1211.5063, section 3.2; Megatron-LM, `get_grad_norm_fp32`.
+    travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
+                 whole; over tensor-parallel ranks that of shards; over a pipeline their sum
+
+Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
+arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -132,7 +145,8 @@ def norm_of_pieces(
     """The norm of all ranks' pieces together, those in 16 bits times `factor`; 0 without any.
     `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
     those over which parameters are shards, `stages` those of a pipeline. A rank without pieces may
-    give an empty one: its dtype and device are those of the result."""
+    give an empty one: its dtype and device are those of the result.
+    """
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")

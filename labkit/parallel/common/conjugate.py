@@ -8,8 +8,18 @@
     all_gather_sequence           all-gather              reduce-scatter
     reduce_scatter_sequence       reduce-scatter          all-gather
 
+Each line and the next are a pair: one's backward is the other's forward. Around the two matmuls
+of an MLP, whose weights A and B are cut, are f and g:
+
+    x ── f ──▶ x A₁ ── gelu ──▶ · B₁ ── g ──▶ y          rank 0 of 2
+    x ── f ──▶ x A₂ ── gelu ──▶ · B₂ ── g ──▶ y          rank 1
+
+A parameter that every rank has whole, but uses on a shard of the sequence only, has a gradient in
+parts, and goes through f, too.
+
 Bus bytes of a rank, for S bytes of the whole tensor: all-reduce 2(t-1)/t S, the others (t-1)/t S.
-Sources: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., 2205.05198, section 4.2.
+Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pair: Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,13 @@
-"""What the data-parallel strategies owe the rest of labkit, which never asks for their class. A
-`DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also keeps a
-part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3, a new sharded stage."""
+"""What the data-parallel strategies owe the rest of labkit, which never asks for their class.
+
+    clipping, recording         gradient_pieces(): averaged gradients, each element on one rank
+    checkpoints                 owned(...): pieces of parameters and their optimizer state, and
+                                after_load(), when they were written to
+    a pipeline                  no_sync(), sends_once, shards_parameters, gradient_of_copy(p)
+
+A `DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also keeps a
+part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3, a new sharded stage.
+"""
 
 from contextlib import AbstractContextManager
 from functools import cache

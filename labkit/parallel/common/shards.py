@@ -5,12 +5,15 @@
     Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      of padding: all
     Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      ranks have 3
 
-Without it, a parameter is replicated. Clipping sums shards over `comm`, checkpoints write the whole
-without padding, DDP and ZeRO average over ranks that have the same part, never over `comm`.
+A parameter without that mark is replicated: the tensor-parallel ranks have the same numbers.
 
-Marks stay through `module.to(...)`, `p.data = ...`, `copy.deepcopy`, pickle (then `comm` is a
-`DetachedComm`) and every strategy around the module, and not through `to_empty` from the meta
-device, which makes new parameters.
+    clipping      a replicated parameter counts once in the norm, shards are summed over `comm`
+    checkpoints   write the whole under the plain name, and read any part of it; padding never
+    DDP and ZeRO  average over ranks that have the same part, never over `comm`
+
+Marks are attributes of the parameter. They stay through `module.to(...)`, `p.data = ...`,
+`copy.deepcopy`, pickle (then `comm` is a `DetachedComm`) and every strategy around the module. A
+parameter made anew (`to_empty` from the meta device) has none.
 """
 
 import zlib

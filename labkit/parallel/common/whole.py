@@ -14,7 +14,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """`state_dict()` as of the plain model: every cut parameter is whole, and the same on all
     ranks, which call it together. `model`: edited by `tensor_parallel`, or a strategy around one;
     of a Pipeline, that of all stages, on the CPU. After steps of a ZeroOptimizer that gathers in
-    forward (`gather_in`), call its `wait()` first."""
+    forward (`gather_in`), call its `wait()` first.
+    """
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     if isinstance(model, InStages):
         return model.full_state_dict()

@@ -1,20 +1,32 @@
-"""The edit of a model for context parallelism: its attention, which alone looks across tokens, is
-replaced. A rank does 1/n of the work on 1/n of the activations.
+"""Context parallelism: every rank has the whole model and a part of each sequence.
+
+    tokens     the quick brown │ fox jumps over      one sequence of s tokens, on 2 ranks
+    rank 0     the             │           over      chunks 0 and 3 of 4 (zigzag.py)
+    rank 1         quick brown │ fox jumps           chunks 1 and 2
+
+Embedding, norms, MLP and loss look at one token at a time: a rank does 1/n of the work and holds
+1/n of the activations. Attention alone looks across, and is replaced:
+
+    way="ring"      blocks of k and v travel past the queries       ring_attention.py
+    way="ulysses"   ranks swap tokens for heads, and back           ulysses.py
 
     model = context_parallel(GPT(...), comm)        # edit first,
     model = DDP(model, comm)                        # then wrap: each rank's loss is the mean over
     x, y = (sequence_shard(t, comm) for t in (x, y))        # its own tokens, as many as on others,
     F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # and gradients are averaged
 
-On a mesh, DDP, ZeroOptimizer and ZeRO3 take `mesh["dp", "cp"]`, and refuse fewer ranks:
+On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data-parallel and the context-parallel ranks
+together, `mesh["dp", "cp"]`: every parameter is marked with `comm`, and strategies over fewer ranks
+refuse it:
 
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 come apart
                                   over mesh["dp", "cp"]      0, 1, 2, 3      right
 
 Dropout draws from the random numbers of each rank: seed the ranks differently after the model is
-built. Inside attention, the tiles of "ring" draw no masks (ValueError).
+built, as for rows. Inside attention, the tiles of "ring" draw no masks (ValueError).
 
-Sources: Liu et al., arXiv 2310.01889; Jacobs et al., 2309.14509; Llama Team, 2407.21783, 3.3.2.
+Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; the name, and the shards:
+Llama Team, arXiv 2407.21783, section 3.3.2.
 """
 
 import inspect

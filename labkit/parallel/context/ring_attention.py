@@ -1,23 +1,36 @@
 """Ring attention: each rank keeps its queries, and blocks of keys and values travel past them.
 
+    n = 4 ranks, each with s/n tokens; k₂ is the block of keys and values of rank 2
+
               step 0      step 1      step 2      step 3
     rank 0    q₀ k₀       q₀ k₃       q₀ k₂       q₀ k₁       a block moves on to the next rank
     rank 1    q₁ k₁       q₁ k₀       q₁ k₃       q₁ k₂       while the rank computes with it
     rank 2    q₂ k₂       q₂ k₁       q₂ k₀       q₂ k₃
     rank 3    q₃ k₃       q₃ k₂       q₃ k₁       q₃ k₀
 
-A step gives, as FlashAttention, out and for each query L, the logarithm of the sum of exp(score):
+One step gives attention to some keys, as FlashAttention does: out, and for each query L, the
+logarithm of the sum of exp(score). Two such results become one:
 
     L' = log(exp L₁ + exp L₂)        out' = exp(L₁ - L') out₁ + exp(L₂ - L') out₂
 
-With zig-zag shards (zigzag.py) each step is s²/2n² scores on all ranks, and only the own block is
-masked. In backward the gradient of a block follows it from rank to rank.
+With zig-zag shards (zigzag.py) each half of a block is before all queries of a half, or behind:
+
+    own block          causal, as in one process    both halves stand in order    s²/2n² scores
+    of a rank before   all queries see its early half, none its late half         s²/2n²
+    of a rank after    the late half of the queries sees all of it                s²/2n²
+
+So nothing is masked but on the diagonal, and in every step all ranks do the same work.
+
+In backward k and v travel again. The gradient of a block follows it from rank to rank, and is added
+to the owner's own part in the end.
 
     kept      q, k, v, out, and L: 4 bytes a row. Linear in s/n; no score is kept
     forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements from each rank
     backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
+    hidden    where computing with a block takes longer than its way: labkit/predict/context.py
 
-Sources: Liu et al., "Ring Attention", arXiv 2310.01889, section 3; Llama 3, 2407.21783, 3.3.2.
+Source: Liu et al., "Ring Attention", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv
+2407.21783, section 3.3.2, which cuts the sequence so but gathers all k and v at once.
 Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
 """
 

@@ -8,10 +8,15 @@
            2  ░  ░  ░  ░   rank 1    <──────────    3   ▪  ▪ │ ░  ░
            3  ░  ░  ░  ░             all-to-all       rank 0 │ rank 1
 
-    travels   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward, in
-              four all-to-alls each; n must divide the h heads and the g key-value heads
+With h/n heads and all tokens, a rank computes attention by any kernel, dropout included. q, k and v
+go there, the result comes back: four all-to-alls forward, and the same four reversed backward.
+
+    travels   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
+              less and less with more ranks, where the ring's blocks sum up to (n-1)/n · 2 g b s e
+    limit     n must divide the heads, the key-value heads too
 
 Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.
+
 Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
 """
 

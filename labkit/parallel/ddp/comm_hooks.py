@@ -1,8 +1,15 @@
-"""Communication hooks, hook(flat, comm, async_op) -> something with wait(): how a bucket travels.
+"""Communication hooks: how the gradients of a bucket travel.
 
-`flat` holds its gradients, divided already by the number of ranks; after `wait()` it must hold
-their sum over the ranks. With `async_op` the hook starts this and returns at once. Divided *before*
-the cast, a sum in fp16 does not overflow; below 6e-8 it is 0: scale the loss.
+    hook(flat, comm, async_op) -> something with wait()
+
+`flat` holds a bucket's gradients, divided already by the number of ranks; after `wait()` it must
+hold their sum over the ranks. With `async_op` the hook starts this and returns at once.
+
+    compressed(torch.bfloat16)   |####|####|####|      fp32, 4 bytes each, in the bucket
+                                 |##|##|##|            bf16: these travel, and are summed
+
+Divided *before* the cast, a sum in fp16 does not overflow; below 6e-8 it is 0: scale the loss.
+
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 6.2.3 (gradient compression).
 """
 

@@ -1,8 +1,13 @@
 """What the ranks of a DDP agree on: the order of buckets, what a static graph uses, who has data.
 
+    registered w0 w1 w2 w3, used w2 w0 w3 w1         gradients come   g1  g3  g0  g2
+    buckets by registration    [ g3  g2 ][ g1  g0 ]      the first is full when backward is over
+    buckets by arrival         [ g1  g3 ][ g0  g2 ]      so after the first backward
+
 Ranks whose data ends early join: before each collective, an active rank announces its phase, and a
 joined rank that it is done: one all-reduce of a number for each rank. While any rank is active, the
 joined ones take part in the same collectives, as ranks that used no parameter: they change no sum.
+
 Sources: "PyTorch Distributed", arXiv 2006.15704, sections 3.2.2, 4.2, 6.2.1; torch's `Join`.
 """
 

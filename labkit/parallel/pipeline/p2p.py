@@ -168,7 +168,8 @@ class P2PChannel:
     def receive(self, message: Message) -> Tensor | None:
         """Returns [rows, ...], an activation with `requires_grad` where the stage before needs a
         gradient; None for a gradient that it does not need. Raises CommError where the message does
-        not arrive: its sender died, or was too late."""
+        not arrive: its sender died, or was too late.
+        """
         if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None
         if message.source % self.comm.size == self.comm.rank:

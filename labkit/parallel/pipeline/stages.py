@@ -1,6 +1,7 @@
 """The stages of a pipeline: layers of one model, each under its name in the whole. Parameters are
 called `blocks.3.attn.q.weight`, wherever block 3 is; those of a stage that is no `Layers` as in
-nn.Sequential(*stages). `labkit.split` makes stages: ../splitting.py."""
+nn.Sequential(*stages). `labkit.split` makes stages: ../splitting.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

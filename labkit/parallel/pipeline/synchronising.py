@@ -1,22 +1,33 @@
 """Gradients that several ranks have: averaged over replicas, summed over copies of a parameter.
 
-    1F1B, the last of 3 stages    F0 B0 F1 B1 F2 B2                     sent by a rank in a step
+Replicas of a stage average theirs. A pipeline runs many backwards in a step:
+
+    1F1B, the last of 3 stages    F0 B0 F1 B1 F2 B2
     DDP, stage 1 of ZeRO                         └ here, once          2 (d-1)/d G
     stage 2 of ZeRO                  B0    B1    B2 in each      (m+1) (d-1)/d G
     ZeRO-3                        F0 B0 F1 B1 F2 B2 in each          3m (d-1)/d G
 
-Refused are schedules that defer the gradients of weights with ZeRO stages 2 and 3, a tied embedding
-in ZeRO-3, and updates without a flush with any of them.
+Stages 2 and 3 hold no whole gradients, or weights, so they must send as often as these are made and
+used. DeepSpeed's PipelineEngine refuses both; here they run. Refused is what would be wrong, or
+cost more still: a schedule that defers the gradients of weights, with either; a tied embedding in
+ZeRO-3; updates without a flush, with any of them.
 
-A tied parameter, as an embedding that is the head, too, has a copy on several stages. All start as
-the first owner's, and take the same step by the same sum. The owners are a group:
+A tied parameter, as an embedding that is the head, too, is on several stages:
+
+    stage 0   embed ─ ...          dE from looking tokens up      ╲
+    stage 3   ... ─ head           dE from scoring tokens         ╱  one all-reduce of the two ranks
+
+Each owner has a copy, all start as the first owner's, and all take the same step by the same sum.
+The owners are a group, the embedding group; on a mesh one for each data- and tensor-parallel index:
 
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
-    travels     2(2-1)/2 V w / t elements of an embedding [V, w], after its replicas are averaged;
-                of a ZeroOptimizer's, which has it in a bucket of its own, this rank's share, 1/d
 
-Legend: d replicas, m micro-batches, t tensor-parallel ranks, G bytes of the stage's gradients.
-Source: Megatron-LM, `initialize_model_parallel` (embedding groups), `_ParamAndGradBuffer`.
+    travels     2(2-1)/2 V w / t elements of an embedding [V, w], after its replicas are averaged;
+                of a ZeroOptimizer's, which has it in a bucket of its own, this rank's share, 1/dp
+
+Legend: d replicas, m micro-batches, G bytes of the stage's gradients; sent by a rank in a step.
+Source: Megatron-LM, the embedding groups of `initialize_model_parallel`, and the bucket of its own
+that a shared embedding has under the distributed optimizer (`_ParamAndGradBuffer`).
 """
 
 from collections.abc import Callable, Iterable, Sequence

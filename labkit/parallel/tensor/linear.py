@@ -69,7 +69,8 @@ class ShardedLinear(nn.Module):
 class ColumnParallelLinear(ShardedLinear):
     """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t]; with
     `sequence` a shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]. Raises ValueError
-    where `out` does not divide over the ranks."""
+    where `out` does not divide over the ranks.
+    """
 
     one_input: "OneInput | None" = None
 
@@ -90,7 +91,8 @@ class ColumnParallelLinear(ShardedLinear):
 class RowParallelLinear(ShardedLinear):
     """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out] on all ranks; with
     `sequence` [b, s, in/t] -> a shard of it, [b, s/t, out]. Every rank has the whole bias. Raises
-    ValueError where `in` does not divide over the ranks or, with `sequence`, s does not."""
+    ValueError where `in` does not divide over the ranks or, with `sequence`, s does not.
+    """
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
         if parameter.ndim == 1:

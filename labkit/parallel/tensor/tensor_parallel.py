@@ -1,4 +1,8 @@
-"""The edit of a model for tensor parallelism.
+"""Tensor parallelism: every layer of a model is cut, and all ranks compute on the same tokens.
+
+    x ─▶ norm ─ f ─▶ q k v ─▶ some heads ─▶ out ─ g ─▶ + ─▶ norm ─ f ─▶ up ─▶ gelu ─▶ down ─ g ─▶ +
+                     columns                rows                        columns       rows
+    whole            ├──────── 1/t ───────────┤  whole                  ├─────── 1/t ─────┤  whole
 
     each rank holds   1/t of the matrices and of what is computed between them; whole norms,
                       biases of `out` and `down`, and all of x
@@ -6,16 +10,28 @@
                       a layer, 8(t-1)/t b s w from each rank (bus bytes)
     kept              s b w (10 + 24/t + 5 h s / (w t)) bytes a layer in 2-byte types
 
-Sequence parallelism (`sequence=True`) cuts x, too, and backward gathers it again:
+Sequence parallelism (`sequence=True`) cuts x, too, so that nothing is held t times:
 
     x [b, s/t, w] ─▶ norm ─ all-gather ─▶ q k v ... out ─ reduce-scatter ─▶ + ─▶ norm ─ ...
-    travels           10(t-1)/t b s w a layer; all-reduces of 6 w sum gradients of norms and biases
+
+    travels           f becomes all-gather forward and reduce-scatter backward, g the other way
+                      round: the same bytes. The shard of x is kept, so backward gathers it again
+                      before q k v and up: 10(t-1)/t b s w in all. Norms and biases see a shard of
+                      the sequence: four small all-reduces sum their gradients, 6 w elements a layer
     kept              s b w (34 + 5 h s / w) / t bytes a layer
 
-Full recompute runs the collectives of a forward again, up to the last tensor that backward needs.
-Legend: b rows, s positions, w width, h heads, t ranks. A group belongs inside a node.
+Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again, up to the
+last tensor that backward needs: a layer's last one only where dropout follows it.
+
+Random numbers are the same where ranks hold replicas, and differ where they hold shards:
+
+    dropout on                        rank 0     rank 1     so that
+    a replica [b, s, w]               1 0 1 1    1 0 1 1    the replicas stay equal
+    a shard, of heads or positions    1 0 1 1    0 1 1 0    no two heads drop the same
+
+Legend: b rows, s positions, w width, h heads, t ranks.
 Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2; Korthikanti et
-al., arXiv 2205.05198, section 4; Narayanan et al., arXiv 2104.04473.
+al., arXiv 2205.05198, section 4; a group belongs inside a node: Narayanan et al., arXiv 2104.04473.
 """
 
 from collections.abc import Iterator, Sequence

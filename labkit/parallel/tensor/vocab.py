@@ -108,7 +108,8 @@ class VocabParallelHead(ColumnParallelLinear):
     """nn.Linear from x to logits: a `ColumnParallelLinear` whose columns, one for each token, need
     not divide; without a bias by default. With `gather_output` every rank gets all logits, [b, s,
     v]; else its own, [b, s, V/t], those of padding -inf: for `vocab_parallel_cross_entropy`. Tied
-    weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding`."""
+    weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding`.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = False,

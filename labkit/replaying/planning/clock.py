@@ -1,8 +1,13 @@
 """The clock of a pipeline of many micro-batches: when each stage ends, and what it waited for.
 
+    stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after the warm-up, rounds of one
+    stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                forward and one backward
+
 Once all stages end a round the same number of seconds later than c micro-batches ago, they always
 will. So the clock runs until it finds such a period and inserts as many as are missing: the times
 of `labkit.replaying.engine`, in a hundredth of the time.
+
+    waits       ├─ bubble: the neighbour has not sent it yet ─┼─ pipeline: it is on its way ─┤
 """
 
 from dataclasses import dataclass
@@ -125,7 +130,8 @@ def pipeline_timing(
         messages_s: [p], of a message between stage k and k + 1, either way; the last entry is
             between the last stage and the first.
 
-    Raises ValueError as the schedules do."""
+    Raises ValueError as the schedules do.
+    """
     stages, chunks = forward_s.shape
     seconds = np.stack([forward_s.T, backward_s.T], axis=-1).ravel().tolist()
 

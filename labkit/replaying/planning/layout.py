@@ -1,5 +1,9 @@
 """How a model is laid out on a cluster, and every layout that so many ranks can have.
 
+    Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, tensor parallelism innermost
+    a batch of 1536 rows   over dp 16:  96 rows for each replica, 96 micro-batches of 1
+    a model of 96 blocks   over pp 8:   12 blocks on each stage, each sharded over tp 8
+
 On an axis of one rank, a choice of that axis keeps its default: ZeRO, sequence parallelism, chunks.
 Unless others are named, micro-batches and chunks are powers of two, and micro-batches stop growing
 at 16,384 positions, where a matmul in tiles of 128 runs at 99 % of its speed (arXiv 2104.04473,
@@ -42,7 +46,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis, and the choices that go with them."""
+    """Ranks along each axis, and the choices that go with them.
+
+    Attributes:
+        tp, pp, dp: ranks of tensor, pipeline and data parallelism.
+        microbatch: rows of one micro-batch.
+        chunks: of each stage (interleaved 1F1B); 1 is plain 1F1B.
+        zero: 0 for DDP, or 1 for ZeRO's stage 1 over dp.
+        sequence: sequence parallelism, over tp.
+        recompute: "none" or "full" (each block keeps its input alone).
+        scatter_gather: a message between stages is sharded over tp, and gathered on arrival.
+    """
 
     tp: int = 1  # ranks of tensor parallelism
     pp: int = 1  # ... of pipeline parallelism
@@ -111,7 +125,8 @@ def layouts(
         sequence: with sequence parallelism or without; both if None.
 
     Raises ValueError for a number that no layout can have, and where no layout is left, naming the
-    nearest numbers that can."""
+    nearest numbers that can.
+    """
     check_counts(ranks=ranks, global_batch=global_batch)
     assert sizes.parameters  # raises ValueError where the heads do not divide the width
     wanted: Wanted = {

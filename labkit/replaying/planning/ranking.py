@@ -1,8 +1,12 @@
 """`labkit plan`: the layouts that fit, the fastest first, and why each of the others loses.
 
-Lower bounds of memory, formulas without temporary tensors, never overestimate, and rule out most
-layouts that do not fit; the others are replayed. All layouts share one `Costs`, which remembers
-what each stage takes: a thousand layouts need some dozens of recordings.
+    layouts(...)  ──>  lower bound  ──>  a replayed step  ──>  ranked, with reasons
+    all that divide    of its memory     seconds, peak         `Plan`
+                            └── more than a device has ──┴──> `too_large`
+
+The lower bounds are formulas without temporary tensors: they never overestimate, and rule out most
+layouts that do not fit. All layouts share one `Costs`, which remembers what each stage takes: a
+thousand layouts need some dozens of recordings.
 """
 
 import time

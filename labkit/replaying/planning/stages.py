@@ -1,5 +1,10 @@
 """The stages of a layout: which layers each has, where its ranks sit, and how long they take.
 
+    GPT of 5 blocks, pp 2           stage 0  embedding, 3 blocks       stage 1  2 blocks, head
+    pp 2, 2 chunks: virtual stages  0  embedding, 2 blocks   1  block  2  block   3  block, head
+
+Chunk c of stage r is virtual stage c p + r.
+
     host        │launch│launch│launch│ ...     does not wait for the device
     computing          ███    ████████████     one operation after the other, at the device's rates,
                                                and none before its launch
@@ -100,7 +105,8 @@ def rank_groups(
 ) -> Groups:
     """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one for each
     way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp" the groups of
-    one stage; along "pp" those with one rank of each stage."""
+    one stage; along "pp" those with one rank of each stage.
+    """
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
     others = [other for other in ("dp", "tp") if other != axis]

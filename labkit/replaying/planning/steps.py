@@ -47,7 +47,8 @@ def step_report(
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
     than the cluster has. Where it has a time for launches (`host_s`), no operation begins before
-    its own."""
+    its own.
+    """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     m, timing = model.microbatches, model.timing()
     ends = step_ends(model, timing.ended_s.tolist(), timing.last_s.tolist())

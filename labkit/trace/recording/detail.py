@@ -1,7 +1,20 @@
-"""One training step in detail: what holds memory, and what each span computes. Every operation
-passes a dispatch mode, which counts its FLOPs and bytes, and enters each new storage in a ledger
-under its category; the ledger hears when it is freed. This costs more than the step itself: such a
-step is for counting, never for timing."""
+"""One training step in detail: what holds memory, and what each span computes.
+
+Every operation passes a dispatch mode. It notes the operation with its floating-point operations
+and the bytes that it reads and writes, adds them up by span, and enters each new piece of memory (a
+storage, which many tensors may see) in a ledger, under what it is for. The ledger hears when it is
+freed.
+
+    parameters              those of modules, also those that a strategy holds beside a module's
+    gradients               what a parameter's `.grad` lies in, so a bucket, too; what an optimizer
+                            says are its `gradient_pieces()`
+    optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
+    activations             made in forward, and not freed yet
+    communication buffers   made inside the communicator
+    other                   made in backward or by the optimizer; batches; module buffers
+
+All this costs more than the step itself. Such a step is for counting, never for timing.
+"""
 
 import gc
 import threading

@@ -1,6 +1,13 @@
-"""Watch a collective: run it on real ranks and note each message, and what is in the buffer then. A
-send copies its data at once, and received data goes into its place when it is waited for: so the
-picture is the same on every run."""
+"""Watch a collective: run it on real ranks and note each message, and what is in the buffer then.
+
+    movement = watch_collective(world, "all_reduce", "ring")       # one of labkit's algorithms
+    movement = watch_collective(world, "all_reduce", my_function)  # yours: my_function(comm, x)
+    plot.movement(movement)
+
+The ranks move numbers whose sums can be taken apart (labkit/trace/movement.py). A send copies its
+data at once, and received data goes into its place when it is waited for: so the picture is the
+same on every run.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,6 +1,7 @@
 """`record()`: the same block around a world's runs in a notebook and inside any one rank. In a
 notebook its spec travels with every `world.run` to a Recorder on each rank; the run's folder, which
-all ranks write, is read at the end. On one rank there is a Recorder here."""
+all ranks write, is read at the end. On one rank there is a Recorder here.
+"""
 
 import os
 import shutil

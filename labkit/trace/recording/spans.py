@@ -1,7 +1,14 @@
-"""Spans of forward, backward and optimizer by module, of any model and training loop. Every call of
-a module is wrapped, at a fifth of the cost of torch's hooks for all modules. The last node of
-autograd's graph that a module made in forward is the first of its backward: a hook on it begins
-this module's span, and ends the one before."""
+"""Spans of forward, backward and optimizer by module, of any model and training loop.
+
+    forward     every call of a module is wrapped (a fifth of the cost of torch's hooks for all
+                modules): spans nest as modules do
+    backward    the last node of autograd's graph that a module made in forward is the first to
+                run in its backward: a hook on it says that this module's backward begins, and
+                that of the one before is over. Where a module hands over to its parent, the same.
+    optimizer   a hook before and one after `step`; with it a training step ends
+
+Models, strategies and training loops stay as they are.
+"""
 
 import threading
 from collections.abc import Callable, Iterable

@@ -1,5 +1,13 @@
 """The hang clinic: a broken program runs twice, through labkit and on plain torch.distributed; a
-table shows what each of them says. On plain torch a program ends in one of three ways:
+table shows what each of them says.
+
+    def skips(comm):
+        if comm.rank == 0:
+            comm.all_reduce(torch.ones(4))
+
+    clinic([skips], guesses={"skips": "hang"})
+
+On plain torch a program ends in one of three ways:
 
     hang      a rank waited until the timeout
     crash     a rank was killed, or raised something else

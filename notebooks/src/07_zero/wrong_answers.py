@@ -81,10 +81,42 @@ to_owners.wrong(
         """,
     },
 )
+# These two send every bucket, and rightly, but when nothing is left to overlap with.
+to_owners.wrong(
+    "SendsInFinish",
+    "had sent 0 buckets, but 2 were full",
+    {
+        """\
+        self.missing[i] -= 1
+        if self.missing[i]:
+            return
+""": """\
+        pass
+
+    def send(self, i):
+""",
+        "for handle in self.handles:": """
+            for i in range(len(self.buckets)):
+                self.send(i)
+            for handle in self.handles:
+        """,
+    },
+)
 to_owners.wrong(
     "CountsOnTheWrongBucket",
     "had sent 0 buckets, but 2 were full",
-    {"if self.missing[i]:": "if any(self.missing):"},
+    {
+        """\
+        if self.missing[i]:
+            return
+""": """\
+        if not any(self.missing):
+            for i in range(len(self.buckets)):
+                self.send(i)
+
+    def send(self, i):
+"""
+    },
 )
 to_owners.wrong(
     "DoesNotBeginAgain",

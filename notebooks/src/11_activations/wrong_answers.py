@@ -58,9 +58,11 @@ again.wrong(
     "Twice",
     "It is twice the right one",
     {
-        "torch.autograd.backward(outputs, gradients)": """
-            torch.autograd.backward(outputs, gradients, retain_graph=True)
-            torch.autograd.backward(outputs, gradients)
+        "outputs = ctx.layer(*inputs)": """
+            others = [x.detach().requires_grad_() for x in inputs]
+            torch.autograd.backward(ctx.layer(*others), gradients)
+            torch.set_rng_state(ctx.rng)
+            outputs = ctx.layer(*inputs)
         """
     },
 )

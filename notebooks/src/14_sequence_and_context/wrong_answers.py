@@ -36,7 +36,9 @@ gather_sequence.wrong(
     {"return None, dx": "return None, dx / ctx.comm.size"},
 )
 gather_sequence.wrong(
-    "SendsNothingBack", "has no gradient of x", {"return None, dx": "return None, None"}
+    "SendsNothingBack",
+    "has no gradient of x",
+    {"ctx.comm.reduce_scatter(dx, parts)": "dx = None"},
 )
 gather_sequence.wrong(
     "AddsUpWhatOthersLackAndHave",

@@ -82,6 +82,10 @@ def interrupted(action: Callable[[], object], *delays_s: float) -> BaseException
         action()
     except KeyboardInterrupt as error:
         raised = error
+    except BaseException:
+        for timer in timers:
+            timer.cancel()  # its interrupt would hit whatever comes after this failure
+        raise
     until_s = time.monotonic() + max(delays_s)  # one that `start` was interrupted in comes, too
     while True:
         try:

@@ -35,12 +35,18 @@ from labkit.events import ranks_in_words
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of a global batch."""
+    """Rows of a global batch.
 
-    x: Tensor  # inputs, token ids [rows, length]
-    y: Tensor  # targets, the token after each of x [rows, length]
-    total_tokens: int  # targets in the global batch, of which this may be a part
-    ranks: int = 1  # how many slices the global batch was cut into
+    x             inputs, token ids [rows, length]
+    y             targets, the token after each of x [rows, length]
+    total_tokens  targets in the global batch, of which this may be a part
+    ranks         how many slices the global batch was cut into
+    """
+
+    x: Tensor
+    y: Tensor
+    total_tokens: int
+    ranks: int = 1
 
     @property
     def share(self) -> float:

@@ -5,11 +5,12 @@
     wire_bytes      what did the algorithm used here really send? (through shared memory: copy)
 
 Formulas and tests of a strategy use `bus_bytes`, since they do not depend on the transport: what
-each rank must send where all do the same; for operations with a root what passes the busiest link,
-on every rank. For all-gather and reduce-scatter, S is the total size: n shards. Where S does not
-divide by n, a rank's count follows the chunks that a ring would make it send, so that the sum over
-the ranks is exact: 2(n-1)S for an all-reduce, (n-1)S for its two halves. Source of the factors:
-nccl-tests, doc/PERFORMANCE.md. No torch here: events are read, replayed and drawn without it.
+each rank must send where all do the same (all-reduce, all-gather, reduce-scatter, all-to-all); for
+operations with a root what passes the busiest link, on every rank. For all-gather and
+reduce-scatter, S is the total size: n shards. Where S does not divide by n, a rank's count follows
+the chunks that a ring would make it send, so that the sum over the ranks is exact: 2(n-1)S for an
+all-reduce, (n-1)S for its two halves. Source of the factors: nccl-tests, doc/PERFORMANCE.md. No
+torch here: events are read, replayed and drawn without it.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@ ahead, a single call says little). The median of the turns is reported.
 import os
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -34,6 +35,19 @@ TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls lasts about so long, or 
 BUFFERS, CHECKING_BYTES = 2, 12  # of a rank: input and output, and 3 int32 for each element
 
 
+@dataclass(frozen=True)
+class Case:
+    """What the ranks time."""
+
+    op: str
+    count: int
+    dtype: str
+    redop: str
+    algorithms: tuple[str, ...]
+    turns: int
+    check: bool
+
+
 class Timed(NamedTuple):
     """What one rank measured of one algorithm: seconds of a call, in each turn."""
 
@@ -42,19 +56,18 @@ class Timed(NamedTuple):
     wrong: int | None
 
 
-def _on_rank(
-    op: str, count: int, dtype: str, redop: str, algorithms: Sequence[str], rounds: int, check: bool
-) -> dict[str, Timed]:
-    """All `algorithms`; as "" the backend's own; and as COPY the time in which this rank copies as
-    many bytes in its memory while the others do the same."""
+def _on_rank(case: Case) -> dict[str, Timed]:
+    """All algorithms of `case`; as "" the backend's own; and as COPY the time in which this rank
+    copies as many bytes in its memory while the others do the same."""
     me = attach()
-    comm = me.comm
-    buffers = Buffers(op, comm.rank, comm.size, count, getattr(torch, dtype), me.device)
+    comm, dtype = me.comm, getattr(torch, case.dtype)
+    buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
     calls: dict[str, Callable[[], object]] = {
-        name: call_of(comm, buffers, redop, "" if name == DEFAULT else name) for name in algorithms
+        name: call_of(comm, buffers, case.redop, "" if name == DEFAULT else name)
+        for name in case.algorithms
     }
-    calls[""] = call_of(NativeCalls(comm.group), buffers, redop, "")
-    right = expected(buffers, redop) if check else None
+    calls[""] = call_of(NativeCalls(comm.group), buffers, case.redop, "")
+    right = expected(buffers, case.redop) if case.check else None
     chosen = {COPY: ""}
     wrong: dict[str, int | None] = {COPY: None}
     for name, collective in calls.items():
@@ -71,7 +84,7 @@ def _on_rank(
         blocking = partial(_blocking, collective, sync)
         repeats = calls_in_a_turn(me, blocking, TURN_S, MOST_CALLS)
         turns[name] = partial(seconds_of, blocking, repeats, comm.barrier)
-    seconds = take_turns(turns, rounds, shuffled=True)
+    seconds = take_turns(turns, case.turns, shuffled=True)
     return {name: Timed(chosen[name], seconds[name], wrong[name]) for name in calls}
 
 
@@ -120,9 +133,9 @@ def bench_collectives(
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
                 names = [DEFAULT] if on_gpus else _supported(op, n, algorithms)
-                case = op, count, dtype, redop if op in sweep.REDUCING else ""
-                of_ranks = world.run(_on_rank, *case, names, turns, check)
-                points += _points(*case, n, nbytes, world.backend, of_ranks)
+                op_redop = redop if op in sweep.REDUCING else ""
+                case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
+                points += _points(case, n, nbytes, world.backend, world.run(_on_rank, case))
     about = {
         "backend": world.backend,
         "transport": world.transport,
@@ -137,9 +150,8 @@ def bench_collectives(
 
 
 def _points(
-    op: str, count: int, dtype: str, redop: str, n: int, nbytes: int, backend: str,
-    of_ranks: list[dict[str, Timed]],
-) -> list[Point]:  # fmt: skip
+    case: Case, n: int, nbytes: int, backend: str, of_ranks: list[dict[str, Timed]]
+) -> list[Point]:
     """The lines of the table, from what each rank measured."""
     seconds = {name: _typical([timed[name].seconds for timed in of_ranks]) for name in of_ranks[0]}
     points = []
@@ -147,10 +159,10 @@ def _points(
     for name, time_s in seconds.items():
         wrongs = [timed[name].wrong for timed in of_ranks]
         points.append(Point(
-            op=op, ranks=n, size_bytes=nbytes, count=count, dtype=dtype, redop=redop,
-            algorithm=name or backend, chosen=of_ranks[0][name].chosen, own=not name,
-            time_s=time_s, ratio=time_s / seconds[""], copy_s=copy_s,
-            wrong=None if None in wrongs else sum(filter(None, wrongs)),
+            op=case.op, ranks=n, size_bytes=nbytes, count=case.count, dtype=case.dtype,
+            redop=case.redop, algorithm=name or backend, chosen=of_ranks[0][name].chosen,
+            own=not name, time_s=time_s, ratio=time_s / seconds[""], copy_s=copy_s,
+            wrong=sum(count or 0 for count in wrongs) if case.check else None,
         ))  # fmt: skip
     return points
 

@@ -81,7 +81,6 @@ def plan(
     A step of each is replayed from what its stages compute, send and hold.
     """
     from labkit.clusters import cluster as find_cluster
-    from labkit.replaying.planning import ranking
 
     if sum((fits, largest, plot is not None)) > 1:
         raise ValueError("--fits, --largest and --plot: give one of them")
@@ -101,6 +100,8 @@ def plan(
     if fits or largest:
         _show_fit(_fit(sizes, where, batch, largest, asked), largest, as_json)
         return
+    from labkit.replaying.planning import ranking
+
     assert sizes is not None
     planned = ranking.plan(sizes, where, batch, **asked)
     if as_json:

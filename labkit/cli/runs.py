@@ -79,9 +79,10 @@ def replay(
     every = known_clusters() | own
     if unknown := [name for name in on or () if name not in every]:
         raise ValueError(f"no cluster {unknown[0]!r}; there are {', '.join(every)}")
-    chosen = {name: every[name] for name in on or (own if clusters else every)}
-    if chrome and len(chosen) != 1:
+    names = on or list(own if clusters else every)
+    if chrome and len(names) != 1:
         raise ValueError("--chrome writes one replay: name its cluster by --on")
+    chosen = {name: every[name] for name in names}
     replays = on_clusters(trace, chosen, "measured" if measured else "counted")
     if not any(one.replayed for one in replays):
         raise ValueError(replays[0].why_not)

@@ -43,6 +43,7 @@ def timeline(
     Args:
         step: its number; if None the first timed one after the run's first, which warms up.
         ranks: global ranks, from top to bottom; all if None.
+        figure: draw into this one instead of a new one.
         zoom: the part of the step to show, from 0 to 1.
 
     Raises ValueError when the trace is empty or has no such step or rank.

@@ -233,8 +233,10 @@ class FlipBits(PictureWidget):
 
     def _other_format(self, change: dict[str, Any]) -> None:
         """Show the same number, rounded to the new format."""
-        self._new_buttons(change["new"].encode(change["old"].decode(self.pattern)))
-        self._draw()
+        before = self.pattern
+        self._new_buttons(change["new"].encode(change["old"].decode(before)))
+        if self.pattern == before:  # else the slider has moved, and drawn it
+            self._draw()
 
     def _new_buttons(self, pattern: int) -> None:
         format = self.format.value

@@ -3,6 +3,19 @@
     predict.model_state_bytes(7.5e9, dp=64, stage=2)                  # memory of one rank
     predict.table(formula={...}, replayed={...}, measured={...})      # side by side
 
+    states.py        parameters, gradients and optimizer state of a rank: ZeRO
+    activations.py   what forward keeps for backward
+    bills.py         the same, term by term, beside what is measured
+    transformer.py   parameters and FLOPs of a GPT
+    volumes.py       bytes that data, tensor and pipeline parallelism send in a step
+    three_d.py       the same by axes of a mesh, for each stage, exactly
+    context.py       what ring attention and Ulysses send, and when the ring is hidden
+    wires.py         the least time of a collective, and that of an algorithm
+    pipelines.py     bubble and activations of pipeline schedules
+    steps.py         the time of a step, and MFU
+    loading.py       the time of a model whose weights come over a bus
+    tables.py        the same quantities from several sources, beside each other
+
 A formula is plain arithmetic: no torch, no clock, no chance. Where it leaves something out, its
 docstring says what. The names of sizes are those of labkit.GPT: vocab, width, depth, heads,
 context; `rows` are the sequences that one rank computes at once, `sequence` is their length.
@@ -22,6 +35,7 @@ from labkit.predict.context import (
     ring_step_scores,
     ulysses_bytes,
 )
+from labkit.predict.loading import in_place_s, load_then_run_s, pipelined_loading_s
 from labkit.predict.pipelines import (
     PipelineStep,
     gpipe,
@@ -37,10 +51,7 @@ from labkit.predict.steps import (
     compute_s,
     ddp_step_s,
     ddp_step_without_overlap_s,
-    in_place_s,
-    load_then_run_s,
     mfu,
-    pipelined_loading_s,
 )
 from labkit.predict.tables import Table, table
 from labkit.predict.three_d import bytes_by_axis
@@ -52,16 +63,14 @@ from labkit.predict.transformer import (
     step_flops,
 )
 from labkit.predict.volumes import (
-    algorithm_s,
-    bus_factor,
     data_parallel_bytes,
     gathered_logits_bytes,
-    least_s,
     pipeline_parallel_bytes,
     stage_boundary_bytes,
     tensor_parallel_bytes,
     vocab_parallel_bytes,
 )
+from labkit.predict.wires import algorithm_s, bus_factor, least_s
 
 __all__ = [
     "FP32_ADAM", "MIXED_ADAM", "Bill", "PipelineStep", "StateBytes", "Table", "activation_bill",

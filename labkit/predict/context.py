@@ -21,7 +21,7 @@ element, F FLOPs and B bytes per second, α the latency of a message.
 import math
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative, check_positive
-from labkit.predict.volumes import bus_factor
+from labkit.predict.wires import bus_factor
 
 FORWARD, BACKWARD = 2, 5  # matmuls for each score
 

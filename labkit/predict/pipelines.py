@@ -14,8 +14,8 @@
 
 In ZB, backward is two parts: I seconds for the gradient of the input, for which the stage before
 waits, and W for that of the weights. One bubble no W can fill: the first stage does as many
-forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with 2p -
-1. The functions give the larger. All bubbles are of the stage that takes longest; all stages take
+forwards as it may hold, then waits for the first I: (p-1) I with p held, (p-1)(I-F) with 2p - 1.
+The functions give the larger. All bubbles are of the stage that takes longest; all stages take
 equally long, and messages no time.
 """
 

@@ -1,4 +1,4 @@
-"""What each kind of parallelism sends in one step of a transformer, and the time of a collective.
+"""What each kind of parallelism sends in one step of a transformer.
 
     data      one all-reduce of all gradients        2(n-1)/n P g               O(w² l)
     tensor    four all-reduces of x in each layer    8(t-1)/t b s w g l         O(b s w l)
@@ -9,81 +9,13 @@ Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the
 s positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
 what one rank sends (`bus_bytes`); pipeline is what all stages send.
 
-    least_s        S / B x bus factor     the lower bound: bandwidth alone
-    algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
-
-Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together),
-B bytes per second out of a rank. Costs of algorithms are in labkit/comm/collectives/costs.py.
-
-Sources: bus factors, nccl-tests, doc/PERFORMANCE.md; data, Li et al., arXiv 2006.15704, section 3;
-tensor, Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; tensor and pipeline,
-Narayanan et al., arXiv 2104.04473, section 3.2.
+Sources: data, Li et al., arXiv 2006.15704, section 3; tensor, Shoeybi et al. (Megatron-LM), arXiv
+1909.08053, section 3, figure 4; tensor and pipeline, Narayanan et al., arXiv 2104.04473,
+section 3.2.
 """
 
-from labkit.predict.sizes import check_counts, check_divides, check_not_negative, check_positive
-
-BUS_FACTORS = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_reduce_in_network": lambda n: (n - 1) / (n + 1),
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0 if n > 1 else 0.0,
-    "reduce": lambda n: 1.0 if n > 1 else 0.0,
-}
-
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, and the part of S that each rank must send (the root,
-    for broadcast and reduce).
-
-    In "all_reduce_in_network" the switches sum (SHARP): its factor is no bound, each rank sends S.
-    Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
-    check_counts(ranks=ranks)
-    if collective not in BUS_FACTORS:
-        raise ValueError(
-            f"collective={collective!r} has no factor; choose one of {', '.join(BUS_FACTORS)}"
-        )
-    return BUS_FACTORS[collective](ranks)
-
-
-def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
-    """Seconds that `collective` takes at least over wires of `bytes_per_s` out of a rank: S / B x
-    bus factor, with S bytes of the operation (for all-gather and reduce-scatter of all n shards
-    together). Source: nccl-tests, doc/PERFORMANCE.md."""
-    check_not_negative(nbytes=nbytes)
-    check_positive(bytes_per_s=bytes_per_s)
-    return nbytes / bytes_per_s * bus_factor(collective, ranks)
-
-
-def algorithm_s(
-    collective: str,
-    algorithm: str,
-    ranks: int,
-    nbytes: float,
-    alpha_s: float,
-    bytes_per_s: float,
-    reduced_bytes_per_s: float = float("inf"),
-) -> float:
-    """Seconds that an algorithm of labkit takes, as algorithm_s("all_reduce", "ring", 8, ...):
-    steps x alpha, and bytes. `alpha_s`: latency of a message; `reduced_bytes_per_s`: how fast a
-    rank adds, by default in no time.
-
-    Source: Hockney's alpha-beta model; that of each algorithm is in its file, in
-    labkit/comm/collectives/. Raises ValueError for an unknown collective or algorithm."""
-    from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch
-
-    check_counts(ranks=ranks)
-    check_not_negative(nbytes=nbytes, alpha_s=alpha_s)
-    check_positive(bytes_per_s=bytes_per_s, reduced_bytes_per_s=reduced_bytes_per_s)
-    if algorithm not in COSTS.get(collective, {}):
-        known = (f"{name}: {', '.join(ways)}" for name, ways in COSTS.items())
-        raise ValueError(f"no cost of {collective} by {algorithm!r}; known are {'; '.join(known)}")
-    total = cost(collective, algorithm, ranks, nbytes)
-    return total.seconds(alpha_s, 1 / bytes_per_s, 1 / reduced_bytes_per_s)
-
-
-# ---- a training step
+from labkit.predict.sizes import check_counts, check_divides, check_not_negative
+from labkit.predict.wires import bus_factor
 
 
 def data_parallel_bytes(parameters: float, ranks: int, element_bytes: int = 4) -> float:

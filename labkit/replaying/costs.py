@@ -95,8 +95,7 @@ class Costs:
         return self.collective(event.op, event.payload_bytes, event.ranks)
 
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
-        """Start, steps x latency, and the bytes that a rank sends, by the fastest algorithm, as in
-        NCCL. `nbytes` is S, as in the costs of the algorithms."""
+        """By its fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
 
@@ -111,9 +110,7 @@ class Costs:
 
 
 class _Place:
-    """Where the ranks of a group sit, and their wires. A ring leaves each node once, over all ports
-    of its ranks there, and the node with the fewest limits the others; a rank that sends to all
-    others at once has only its own. A port is shared as if all devices of its node sent."""
+    """Where the ranks of a group sit, and their wires."""
 
     def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
         per_node = Counter(cluster.node_of(rank) for rank in ranks)

@@ -38,7 +38,8 @@ def pipeline_programs(
 ) -> dict[int, Program]:
     """The program of each stage: it waits for the input of each action, runs it, and sends the
     output, which arrives `message_s` later (all latency: several may be in flight at once). Raises
-    ScheduleError for an invalid schedule, and ValueError for a phase without seconds."""
+    ScheduleError with the first rule that the schedule breaks, and ValueError for a phase without
+    seconds."""
     check(schedule)
     stages, chunks = len(schedule), chunks_of(schedule)
     programs: dict[int, Program] = {}

@@ -99,7 +99,8 @@ class Note:
 def number(rank: int, chunk: int, size: int) -> int:
     """What `rank` puts into chunk `chunk` of n: D^rank + D^(n + chunk), D = 2^(64 // 2n) so that 2n
     digits fit, as a signed integer of 64 bits. The lower n digits of a sum say how often each
-    rank's number is in it, the upper n of which chunk it is."""
+    rank's number is in it, the upper n of which chunk it is: so an element that was added twice, or
+    in the place of another chunk, can be seen."""
     bits = 64 // (2 * size)
     value = (1 << rank * bits) | (1 << (size + chunk) * bits)
     return value - (1 << 64) if value >> 63 else value

@@ -22,7 +22,7 @@ from labkit.bench.calls import (
     expected,
     input_of,
 )
-from labkit.bench.collectives import COPY, Timed, _on_rank, _typical
+from labkit.bench.collectives import COPY, Case, Timed, _on_rank, _typical
 from labkit.cli import bench as bench_commands
 from labkit.comm.collectives import ALGORITHMS
 from labkit.runtime.transports.chooser import Chooser, read_table, stored_table, table_note
@@ -124,7 +124,7 @@ def test_all_operations_of_the_door_and_of_gloo_are_right(world2: World, dtype: 
 
 
 def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
-    def timed(*case: Any) -> dict[str, Any]:
+    def timed(case: Case) -> dict[str, Any]:
         def does_nothing(wire: Any, x: torch.Tensor, *_: Any) -> Any:
             yield from ()
             return 0
@@ -134,19 +134,19 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
         right = ALGORITHMS["all_reduce"]["ring"]
         ALGORITHMS["all_reduce"]["ring"] = does_nothing
         try:
-            return _on_rank(*case)
+            return _on_rank(case)
         finally:
             ALGORITHMS["all_reduce"]["ring"] = right
 
-    case = "all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2
+    case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, check=True)
     chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
-    for rank, timed_by in enumerate(world2.run(timed, *case, True)):
+    for rank, timed_by in enumerate(world2.run(timed, case)):
         alone, both = input_of(rank, 1000), input_of(0, 1000) + input_of(1, 1000)
         assert timed_by["ring"].wrong == (alone != both).sum() > 500
         assert timed_by["tree"].wrong == timed_by[DEFAULT].wrong == timed_by[""].wrong == 0
         assert timed_by[DEFAULT].chosen == chosen and timed_by["tree"].chosen == "tree"
         assert all(len(x.seconds) == 2 and min(x.seconds) > 0 for x in timed_by.values())
-    unchecked = world2.run(_on_rank, *case, False)
+    unchecked = world2.run(_on_rank, replace(case, check=False))
     assert {one.wrong for one in unchecked[0].values()} == {None}
 
 
@@ -156,7 +156,8 @@ def test_wrong_elements_of_all_ranks_are_added_up() -> None:
          COPY: Timed("", [1.0], None)}
         for wrong in (3, 4)
     )  # fmt: skip
-    ring, own = collectives._points("all_reduce", 10, "float32", "sum", 2, 40, "gloo", [one, other])
+    case = Case("all_reduce", 10, "float32", "sum", (DEFAULT, "ring"), 1, check=True)
+    ring, own = collectives._points(case, 2, 40, "gloo", [one, other])
     assert (ring.algorithm, ring.wrong, ring.ratio, ring.copy_s) == ("ring", 7, 0.5, 1.0)
     assert (own.algorithm, own.own, own.wrong, own.ratio) == ("gloo", True, 0, 1.0)
 

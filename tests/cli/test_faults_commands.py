@@ -164,6 +164,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "bench collectives --fit --dtype int32": "a table is fitted to float32",
     "bench collectives --fit --ops gather": "a table chooses for all_reduce",
     "replay RUN --chrome x.json": "name its cluster by --on",
+    "replay RUN --on selene --on selene --chrome x.json": "--chrome writes one replay",
 }
 
 # Each option that names a file to write, without its value; pictures have a suffix.
@@ -222,6 +223,15 @@ def test_a_bad_value_is_refused_in_one_sentence(
     said, expected = refusal(line, run_folder, tmp_path), REFUSED[line]
     assert expected in said if isinstance(expected, str) else expected.search(said), said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_is_refused_before_what_replays_steps_is_imported() -> None:
+    program = """import sys; from labkit.cli import main
+try: main()
+finally: print([name for name in sys.modules if name.endswith((".ranking", ".layers"))])"""
+    for asked in ("--fits --largest", "--tp x"):
+        done = python("-c", program, *f"{PLAN} {asked}".split(), status=2)
+        assert done.stdout.splitlines()[-1] == "[]", done.stdout
 
 
 @pytest.mark.parametrize("line", [*JSON_OUTPUTS, *PICTURES])

@@ -107,6 +107,11 @@ def test_a_model_that_is_too_large_is_told_by_how_much() -> None:
     assert f"{beyond:.1f} GB too much" in str(told.value)
 
 
+def test_on_devices_without_memory_no_layout_fits() -> None:
+    empty = replace(SELENE, device=replace(SELENE.device, memory_bytes=0))
+    raises("no layout fits", plan, GPT, empty, ROWS, gpus=RANKS)
+
+
 @cases(
     ({"gpus": 4000}, "gpus=4000: selene has 3072 devices"),
     ({"gpus": 0}, "gpus=0: selene has 3072 devices"),

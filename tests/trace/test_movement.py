@@ -219,6 +219,16 @@ def test_a_watched_send_passes_its_own_tensor_on_and_a_watched_isend_a_copy() ->
     assert [note.kind for note in watched.notes] == ["send", "wait"] * 2
 
 
+def test_a_watched_recv_blocks_as_the_communicators_does() -> None:
+    comm, x = MagicMock(rank=1, size=2, ranks=(0, 1)), torch.tensor([0, 0])
+    comm.recv.side_effect = lambda arrived, src, tag: arrived.copy_(torch.tensor([1, 2]))
+    watched = WatchedComm(comm, x)
+    watched.recv(x, 0)
+    assert comm.recv.called and not comm.irecv.called
+    assert x.tolist() == [1, 2] and [note.kind for note in watched.notes] == ["recv", "wait"]
+    assert [note.buffer for note in watched.notes] == [(0, 0)] * 2  # as the room was until then
+
+
 def test_what_cannot_be_watched_is_refused(world3: World, world4: World) -> None:
     with pytest.raises(ValueError, match="'all_to_all' cannot be watched; choose one of"):
         watch_collective(world4, "all_to_all", "pairwise")

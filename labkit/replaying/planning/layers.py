@@ -7,9 +7,11 @@ master copy and two moments of AdamW. Dropout is 0.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from labkit.comm import Comm
 from labkit.memory.edits import Recompute
 from labkit.models.attention import PlainAttention
 from labkit.models.gpt import GPT
+from labkit.parallel.tensor import tensor_parallel as tensor
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.precision import MasterWeights
@@ -127,26 +130,21 @@ class _Stage(nn.Module):
 
     def __init__(self, shapes: Sequence[Shape]):
         super().__init__()
+        kinds, model = {shape.kind for shape in shapes}, _model(shapes)
         self.first, self.vocab = shapes[0], shapes[-1].vocab
-        blocks = [shape for shape in shapes if shape.kind == "block"]
-        width, context, tp = self.first.width, self.first.context, self.first.tp
-        heads = max([tp, *(shape.heads for shape in blocks)])
-        vocab = max([tp, *(shape.vocab for shape in shapes)])
-        # Layers that are not among these are small. (A tied head is recorded untied.)
-        model: Any = GPT(vocab, width, max(len(blocks), 1), heads, context, tied=False).bfloat16()
-        if tp > 1:
-            tensor_parallel(model, Comm(), sequence=self.first.sequence, gather_logits=False)
         self.layers = nn.ModuleDict()
-        if shapes[0].kind == "embedding":
+        if "embedding" in kinds:
             self.layers["embed"] = model.embed
-        if shapes[-1].kind == "head":
+        if "head" in kinds:
             self.layers.update({"norm": model.norm, "head": model.head})
-        self.layers["blocks"] = nn.ModuleList(model.blocks[: len(blocks)])
-        for block, shape in zip(model.blocks, blocks):
+        self.layers["blocks"] = blocks = nn.ModuleList()
+        edited: Any = zip(model.blocks, (shape for shape in shapes if shape.kind == "block"))
+        for block, shape in edited:
             if shape.core == "plain":
                 block.attn.core = PlainAttention()
             if shape.recompute == "full":
                 Recompute(block, blocks=[block])
+            blocks.append(block)
         self.anchor = nn.Parameter(torch.empty(0))  # gives the source's output a gradient
 
     def forward(self) -> Any:
@@ -166,6 +164,29 @@ class _Stage(nn.Module):
         if first.tp > 1:
             return vocab_parallel_cross_entropy(logits, targets, Comm(), vocab=self.vocab)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _model(shapes: Sequence[Shape]) -> GPT:
+    """A GPT that has these layers, in bfloat16 and sharded over the ranks. All other layers are
+    small. (A tied head is recorded untied.)"""
+    first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
+    heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
+    vocab = max([first.tp, *(shape.vocab for shape in shapes)])
+    default = torch.get_default_dtype()
+    with ExitStack() as patches:  # parameters without values: none are drawn, none copied
+        for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
+            patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
+        patches.enter_context(patch.object(tensor, "broadcast_tensors", _do_nothing))
+        patches.callback(torch.set_default_dtype, default)
+        torch.set_default_dtype(DTYPE)
+        model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)
+        if first.tp > 1:
+            tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
+    return model
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 class _Source(torch.autograd.Function):

@@ -58,15 +58,15 @@ class Layout:
         scatter_gather: a message between stages is sharded over tp, and gathered on arrival.
     """
 
-    tp: int = 1  # ranks of tensor parallelism
-    pp: int = 1  # ... of pipeline parallelism
-    dp: int = 1  # ... of data parallelism
-    microbatch: int = 1  # rows of one micro-batch
-    chunks: int = 1  # of each stage (interleaved 1F1B); 1 is plain 1F1B
-    zero: int = 0  # 0 for DDP, or 1 for ZeRO's stage 1 over dp
-    sequence: bool = False  # sequence parallelism, over tp
-    recompute: str = "none"  # or "full": each block keeps its input alone
-    scatter_gather: bool = True  # a message between stages is sharded over tp, gathered on arrival
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    microbatch: int = 1
+    chunks: int = 1
+    zero: int = 0
+    sequence: bool = False
+    recompute: str = "none"
+    scatter_gather: bool = True
 
     @property
     def ranks(self) -> int:

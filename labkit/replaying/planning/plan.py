@@ -23,11 +23,16 @@ HEADS = (
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A layout that does not fit."""
+    """A layout that does not fit.
+
+    Attributes:
+        memory_bytes: by category.
+        at_least: these bytes are a lower bound.
+    """
 
     layout: Layout
-    memory_bytes: Mapping[str, float]  # by category
-    at_least: bool = False  # these bytes are a lower bound
+    memory_bytes: Mapping[str, float]
+    at_least: bool = False
 
     @property
     def peak_bytes(self) -> float:
@@ -37,11 +42,16 @@ class TooLarge:
 @dataclass(frozen=True)
 class Fit:
     """Whether a model fits, and its layout: the one with the lowest peak, or in which the largest
-    model fits."""
+    model fits.
+
+    Attributes:
+        budget_bytes: that a device may hold.
+        others: layouts that their bounds ruled out without a recording.
+    """
 
     report: StepReport
     budget_bytes: float
-    others: int = 0  # layouts that their bounds ruled out without a recording
+    others: int = 0
 
     @property
     def fits(self) -> bool:
@@ -78,13 +88,20 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a model on a cluster, ranked."""
+    """All layouts of a model on a cluster, ranked.
+
+    Attributes:
+        reports: of the layouts that fit, by the seconds of a step.
+        too_large: those that do not, the smallest first.
+        budget_bytes: that a device may hold.
+        took_s: seconds that the planning took.
+    """
 
     cluster: Cluster
-    reports: tuple[StepReport, ...]  # of the layouts that fit, by the seconds of a step
-    too_large: tuple[TooLarge, ...]  # those that do not, the smallest first
-    budget_bytes: float  # that a device may hold
-    took_s: float = 0.0  # to plan
+    reports: tuple[StepReport, ...]
+    too_large: tuple[TooLarge, ...]
+    budget_bytes: float
+    took_s: float = 0.0
 
     @property
     def best(self) -> StepReport:

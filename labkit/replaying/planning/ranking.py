@@ -21,11 +21,9 @@ from labkit.clusters import Cluster
 from labkit.predict.activations import activation_terms
 from labkit.predict.pipelines import interleaved
 from labkit.predict.states import MIXED_ADAM
-from labkit.replaying.costs import Costs
 from labkit.replaying.planning.layout import Layout, Sizes, layouts, several
 from labkit.replaying.planning.plan import Fit, Plan, TooLarge
 from labkit.replaying.planning.report import StepReport
-from labkit.replaying.planning.steps import step_report
 from labkit.runtime.progress import slow_progress
 
 DROPOUT_MASKS = "dropout: two masks"  # a step at scale is recorded without dropout
@@ -149,6 +147,9 @@ def largest_that_fits(
 
 def reporter(cluster: Cluster, global_batch: int) -> Report:
     """Replays steps on the cluster, all with the same costs of stages."""
+    from labkit.replaying.costs import Costs
+    from labkit.replaying.planning.steps import step_report
+
     costs = Costs(cluster)
     return lambda sizes, layout: step_report(sizes, layout, global_batch, cluster, costs=costs)
 
@@ -189,13 +190,14 @@ def _devices(cluster: Cluster, gpus: int | None) -> int:
 def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
     """Bytes that a device may hold. Raises ValueError for more than it has, or none."""
     device = cluster.device
-    budget_bytes = device.memory_bytes if max_memory_bytes is None else max_memory_bytes
-    if not 0 < budget_bytes <= device.memory_bytes:
+    if max_memory_bytes is None:
+        return device.memory_bytes
+    if not 0 < max_memory_bytes <= device.memory_bytes:
         raise ValueError(
             f"max_memory_bytes={max_memory_bytes:g}: {device.name} has {device.memory_bytes:g}; "
             "take more than 0, and no more than that"
         )
-    return budget_bytes
+    return max_memory_bytes
 
 
 def _bounds(

@@ -72,8 +72,7 @@ class VirtualStage:
 
 
 def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[VirtualStage]:
-    """In the model's order: chunk c of stage r is virtual stage c p + r. Raises ValueError for more
-    of them than blocks."""
+    """In the model's order. Raises ValueError for more virtual stages than blocks."""
     count = layout.pp * layout.chunks
     if sizes.depth < count:
         raise ValueError(

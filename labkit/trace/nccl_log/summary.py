@@ -51,24 +51,38 @@ def remarks(log: NcclLog) -> list[str]:
     late = [number for number, rank in sorted(group.ranks.items()) if not rank.ready]
     unseen = [rank for rank in range(group.size) if rank not in group.ranks]
     network = any(kind.startswith("NET") for kind in between)  # NVLink between nodes needs no card
-    applies = {
-        f"{more} warnings more: search the log for NCCL WARN": more > 0,
-        f"NCCL has different versions ({log.version}): all ranks of a job need the same; do all "
-        "nodes run the same container?": len({x.split("+")[0] for x in log.versions}) > 1,
-        f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there": bool(late),
-        f"no start-up line from ranks {_some(unseen)}: is this the output of all nodes, or did "
-        "they never get that far?": bool(unseen),
-        "GPUs of one node talk through host memory (SHM), not directly (P2P): is "
-        "NCCL_P2P_DISABLE set, or does the machine's PCIe not allow it?": "SHM" in inside,
-        "nodes talk over plain TCP (NET/Socket): where there is InfiniBand or RoCE, is its "
-        "driver in the container, and is NCCL_IB_DISABLE unset?": "NET/Socket" in between,
-        "no GPUDirect RDMA (no GDRDMA) between nodes: every message is copied through host "
-        "memory; is the nvidia-peermem module loaded?": network
-        and "NET/Socket" not in between
-        and not any(link.gpu_direct for link in group.connections),
-    }
+    direct = any(link.gpu_direct for link in group.connections)
+    sentences = [
+        (more > 0, f"{more} warnings more: search the log for NCCL WARN"),
+        (
+            len({version.split("+")[0] for version in log.versions}) > 1,
+            f"NCCL has different versions ({log.version}): all ranks of a job need the same; do "
+            "all nodes run the same container?",
+        ),
+        (late, f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there"),
+        (
+            unseen,
+            f"no start-up line from ranks {_some(unseen)}: is this the output of all nodes, or did "
+            "they never get that far?",
+        ),
+        (
+            "SHM" in inside,
+            "GPUs of one node talk through host memory (SHM), not directly (P2P): is "
+            "NCCL_P2P_DISABLE set, or does the machine's PCIe not allow it?",
+        ),
+        (
+            "NET/Socket" in between,
+            "nodes talk over plain TCP (NET/Socket): where there is InfiniBand or RoCE, is its "
+            "driver in the container, and is NCCL_IB_DISABLE unset?",
+        ),
+        (
+            network and "NET/Socket" not in between and not direct,
+            "no GPUDirect RDMA (no GDRDMA) between nodes: every message is copied through host "
+            "memory; is the nvidia-peermem module loaded?",
+        ),
+    ]
     warnings = [f"a warning of {warning}" for warning in log.warnings[:MOST_SHOWN]]
-    return warnings + [remark for remark, shown in applies.items() if shown]
+    return warnings + [sentence for applies, sentence in sentences if applies]
 
 
 def kinds(group: Communicator, inside: bool) -> "Counter[str]":

@@ -142,7 +142,11 @@ class WatchedComm:
         self.note("wait", key)
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
-        self.irecv(x, src, tag).wait()
+        key = self._post("recv", src, self.rank, tag)
+        arrived = torch.empty_like(x)
+        self._comm.recv(arrived, src, tag)
+        self.note("wait", key)
+        x.copy_(arrived)
 
     def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> "WatchedMessage":
         key = self._post("send", self.rank, dst, tag, self._contents(x))

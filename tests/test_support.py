@@ -23,6 +23,9 @@ def test_nan_and_other_names_shapes_and_dtypes_are_refused_by_name() -> None:
     nan = torch.tensor([0.0, torch.nan])
     raises("a has a NaN", difference, expected | {"a": nan}, expected, error=AssertionError)
     raises("b has a NaN", difference, expected, expected | {"b": nan}, error=AssertionError)
+    inf = expected | {"b": torch.tensor([torch.inf, 0.0])}
+    raises("b has .* an inf on both sides", difference, inf, inf, error=AssertionError)
+    assert difference(inf, expected) == torch.inf
     for wrong in (torch.zeros(1), torch.zeros(1, 2), torch.zeros(2).double()):
         raises("^b: ", difference, expected | {"b": wrong}, expected, error=AssertionError)
     for found in ({"b": nan}, expected | {"a other": nan}):

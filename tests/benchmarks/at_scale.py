@@ -102,7 +102,8 @@ def plan_table(others: bool) -> Table:
          f"{x.mfu:.1%}", f"{x.peak_bytes / 1e9:.1f} GB")
         for x in (gpt3, *reports)
     ]  # fmt: skip
-    names = ("parameters", "GPUs", "layout", "step", *parts, "MFU", "peak memory")
+    names = ("parameters", "GPUs", "layout", "step", "computing", "optimizer", "tensor", "data",
+             "pipeline", "bubble", "MFU", "peak memory")  # fmt: skip
     return titled(title, "", names, ("layout",), rows)
 
 

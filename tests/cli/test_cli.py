@@ -91,10 +91,12 @@ def test_a_pipeline_is_predicted_stage_by_stage() -> None:
 
 def test_schedule_prints_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "one.png"
-    shown = command(f"schedule 1f1b --stages 2 --microbatches 2 --plot {picture}")
-    assert "stage 0 F0 F1 .. B0 .. B1 stage 1 .. F0 B0 F1 B1 " in shown
-    assert "9 forwards of a stage long, 33.3% of it idle" in shown
-    assert "at most: 2, 1." in shown
+    line = f"schedule 1f1b --stages 2 --microbatches 2 --plot {picture}"
+    done = CliRunner().invoke(app, line.split())
+    assert done.exit_code == 0, done.output
+    assert "stage 0  F0 F1 .. B0 .. B1\nstage 1  .. F0 B0 F1 B1\n" in done.output
+    assert "9 forwards of a stage long, 33.3% of it idle" in done.output
+    assert "at most: 2, 1." in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = command("schedule interleaved")
     assert "F0.1" in found and "15.8% of it idle" in found and "5.5, 4.5, 3.5, 2.5" in found

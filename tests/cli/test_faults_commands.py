@@ -208,7 +208,8 @@ def before_work() -> None:
 
 def refusal(line: str, run_folder: Path, here: Path) -> str:
     """What the command prints, in one line; it must have ended with status 2."""
-    shown = command(line.replace("RUN", str(run_folder)).replace("HERE", str(here)), 2)
+    line = line.replace("RUN", str(run_folder)).replace("HERE", str(here))
+    shown = command(line, 2, env={"COLUMNS": "1000"})
     assert "Traceback" not in shown
     return shown
 
@@ -371,7 +372,7 @@ def test_problems_of_a_cluster_file_are_printed_as_they_are(
         'bytes_per_s = [1e9, "a guess"]\nlatency_s = [0, "a guess"]\n'
     )
     options = f"--clusters {tmp_path}/mine.toml --on [/x] --on selene --measured"
-    shown = command(f"replay {run_folder} {options}")
+    shown = command(f"replay {run_folder} {options}", env={"COLUMNS": "1000"})
     assert "not on [/x]: 2 ranks are to run on [nope]\\x1b[31m" in shown
 
 
@@ -384,7 +385,7 @@ def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> N
 
 def test_the_real_command_ends_with_status_2_and_one_line(tmp_path: Path) -> None:
     line = "labkit bench collectives --save /nope/x"
-    done = python("-m", *line.split(), status=2, cwd=tmp_path)
+    done = python("-m", *line.split(), status=2, timeout=300, cwd=tmp_path)
     assert done.stderr == ""
     assert done.stdout.startswith("labkit: /nope/x cannot be written: there is no folder /nope")
     assert done.stdout.count("\n") == 1

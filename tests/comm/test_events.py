@@ -88,7 +88,11 @@ def test_the_factors_are_those_published() -> None:
 
 
 def test_events_are_plain_data_that_need_no_torch() -> None:
-    code = 'import labkit.events, sys; assert "torch" not in sys.modules'
+    code = """
+import sys
+from labkit.events import CommEvent, chunk_sizes
+assert chunk_sizes(10, 4) == [3, 3, 2, 2] and "torch" not in sys.modules
+"""
     python("-c", code)
     event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "float32", (4,), 16, 16, True)
     assert (event.wire_bytes, event.peer, event.source) == (0, None, "")

@@ -179,7 +179,8 @@ def every_rank_computes_as_much(length: int = 96) -> None:
 
 
 def blocks_travel_while_the_rank_computes() -> None:
-    """Exchanges are issued before a step computes, awaited after it; but the last gradients."""
+    """Exchanges are issued before a step computes, awaited after it, in forward and backward; the
+    last gradients have nothing beside them."""
     comm = Comm()
     mine = shards(some(4, 2, LENGTH))
     spans: list[tuple[float, float]] = []

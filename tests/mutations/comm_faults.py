@@ -84,6 +84,7 @@ def forgets_the_division(
 def divides_every_chunk(
     real: Any, wire: Wire, chunks: Chunks, reduce: Any, divide_by: int, tag: int
 ) -> Algorithm:
+    """Not only the one that is complete."""
     sent_bytes = yield from real(wire, chunks, reduce, divide_by, tag)
     if divide_by != 1:
         for chunk in chunks:
@@ -94,7 +95,8 @@ def divides_every_chunk(
 @algorithm("ring_reduce_scatter")
 def overwrites_its_input(real: Any, wire: Wire, chunks: Chunks, *how: Any) -> Algorithm:
     """The sums are right, but the input holds partial ones afterwards."""
-    sent_bytes, out = (yield from real(wire, chunks, *how)), how[0]
+    out = how[0]
+    sent_bytes = yield from real(wire, chunks, *how)
     for chunk in chunks:
         if chunk.data_ptr() != out.data_ptr():
             chunk.add_(1)

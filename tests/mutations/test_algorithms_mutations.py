@@ -40,12 +40,14 @@ def test_every_message_of_every_algorithm_matters(collective: str, name: str) ->
 
 
 def passes(wire: Wire, late: int, algorithm: Callable[..., Algorithm]) -> Algorithm:
+    """A barrier to which rank `late` never comes."""
     if wire.rank == late:
         yield wire.irecv(torch.empty(1), (late + 1) % wire.size, 99)
     return (yield from algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7))
 
 
 def one_round_less(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
+    """A barrier without its last round."""
     heard, distance = torch.empty_like(note), 1
     while 2 * distance < wire.size:
         receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)

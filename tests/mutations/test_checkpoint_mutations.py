@@ -36,6 +36,7 @@ restores_no_state = instead("restores_no_state", loading, "_new_state", lambda *
 
 @replaces(loading, "_new_state")
 def restores_only_moments(real: Any, of: Any, piece: Any) -> Any:
+    """`step` begins at 0 again."""
     state, fills = real(of, piece)
     for key in set(state) & {"step"}:
         state[key] = torch.zeros(())
@@ -56,6 +57,8 @@ forgets_after_load = instead("forgets_after_load", Contents, "after_load", lambd
 
 
 def loses_an_item(number: int) -> Replacement:
+    """An item of the plan that no rank writes."""
+
     @replaces(saving.PiecePlanner, "create_local_plan")
     def plan(real: Any, self: Any) -> Any:
         made = real(self)
@@ -96,6 +99,7 @@ def test_an_item_that_no_rank_writes_is_noticed_at_the_save(
 
 
 def published_before_it_is_written() -> None:
+    """The pointer first, then the files."""
     begin = folders.begin
 
     def too_soon(folder: pathlib.Path, step: int) -> pathlib.Path:

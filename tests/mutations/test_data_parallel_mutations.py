@@ -13,6 +13,8 @@ pytestmark = pytest.mark.slow
 
 
 class SkipsABucket(DDP):
+    """The second bucket is not averaged."""
+
     def __init__(self, module: nn.Module):
         super().__init__(module, bucket_mb=0.01)
 
@@ -55,6 +57,8 @@ class AveragesWeights(nn.Module):
 
 
 class NeverSends(DDP):
+    """n models that never communicate."""
+
     def _send(self, bucket: Bucket, async_op: bool) -> None:
         bucket.handle = None
 
@@ -68,6 +72,8 @@ class SendsTwice(NaiveDDP):
 
 
 class KeepsOwnStart(DDP):
+    """Every replica begins with its own weights."""
+
     def __init__(self, module: nn.Module):
         before = {name: x.clone() for name, x in module.state_dict().items()}
         super().__init__(module)

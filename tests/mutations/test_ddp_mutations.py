@@ -69,11 +69,15 @@ class TakesOverNothing(DDP):
 
 
 class NotStatic(DDP):
+    """Ignores static_graph=True."""
+
     def __init__(self, module: nn.Module, **how: Any):
         super().__init__(module, **{**how, "static_graph": False})
 
 
 class StaticWithoutACheck(DDP):
+    """Never checks which parameters a static graph uses."""
+
     def _end_backward(self) -> None:
         self._finish()
 

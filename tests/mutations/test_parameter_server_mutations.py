@@ -93,6 +93,8 @@ class SaysUsed(ParameterServer):
 
 
 class LosesAPush(AsyncParameterServer):
+    """One gradient arrives and changes nothing."""
+
     def _take(self, worker: int, made_with: int, there: list[int]) -> None:
         if self.version == 5:
             self.optimizer.step, step = lambda: None, self.optimizer.step
@@ -108,6 +110,8 @@ class HidesStaleness(AsyncParameterServer):
 
 
 class KeepsOldWeights(AsyncParameterServer):
+    """A worker takes new weights only once."""
+
     def step(self) -> None:
         before = [p.detach().clone() for p in self._parameters_to_serve]
         later = self.version > 0

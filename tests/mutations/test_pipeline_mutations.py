@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 @replaces(VirtualStage, "_backward")
 def drops_a_gradient(real: Any, self: Any, flight: Any, dy: Any, k: int) -> Any:
+    """Micro-batch 1 sends only zeros back."""
     dx = real(self, flight, dy, k)
     return torch.zeros_like(dx) if k == 1 and dx is not None else dx
 
@@ -70,6 +71,7 @@ def copies_begin_apart(real: Any, *_: Any, **__: Any) -> None:
 
 @replaces(P2PChannel, "_post_send")
 def swaps_two_messages(real: Any, self: Any, x: Tensor, message: Any) -> None:
+    """Activations leave in pairs, the second first."""
     held = self.__dict__.setdefault("held", [])
     held.append((x, message))
     if message.what == "gradient" or message.microbatch % 2:
@@ -101,6 +103,7 @@ def posts_nothing_ahead(real: Any, self: Any, source: int, wanted: bool) -> None
 
 @replaces(P2PChannel, "_post_send")
 def sends_late(real: Any, self: Any, x: Tensor, message: Any) -> None:
+    """A result leaves when the next one is there."""
     held = self.__dict__.setdefault("held", [])
     held.append((x, message))
     if message.what == "gradient" or message.microbatch > 0:
@@ -173,6 +176,7 @@ def recomputes_with_new_masks(real: Any, fn: Any) -> Any:
 
 @replaces(WeightVersions, "forward")
 def goes_back_through_the_newest_weights(real: Any, self: Any, k: int, x: Tensor) -> Any:
+    """What PipeDream's versions prevent."""
     if self._newest is None and self._used:  # one version for all, changed in place
         self._newest = next(iter(self._used.values()))
         with torch.no_grad():

@@ -71,6 +71,7 @@ def detaches_parameters(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @replaces(module._Inputs, "__init__")
 def hides_inputs_from_autograd(real: Any, self: Any, args: Any, kwargs: Any) -> None:
+    """Hooks from outside do not see them."""
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         real(self, args, kwargs)
 

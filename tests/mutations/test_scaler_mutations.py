@@ -23,6 +23,8 @@ class NeverBacksOff(DynamicScale):
 
 
 class CountsSkippedSteps(DynamicScale):
+    """A skipped step is one more on the way to growth."""
+
     def after_step(self, skipped: bool) -> None:
         before = self._growth_tracker
         super().after_step(skipped)

@@ -55,6 +55,7 @@ never_sums_shards = instead(
 
 @replaces(ZeroOptimizer, "gradient_pieces")
 def unmarks_slices(real: Any, self: ZeroOptimizer) -> Any:
+    """Nobody knows of which parameters the slices are."""
     pieces, comm = real(self)
     for piece in pieces:
         del piece.piece_of
@@ -108,6 +109,7 @@ def keeps_padding(box: Box, shard: Any) -> Box | None:
 
 
 def forgets_start(box: Box, shard: Any) -> Box | None:
+    """As if every shard were the first."""
     found = in_whole(box, shard)
     return found and Box(box.offsets, found.sizes)
 

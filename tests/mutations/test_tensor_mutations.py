@@ -43,6 +43,7 @@ def local(layer: Any, x: Tensor) -> Tensor:
 
 
 def f_and_g_swapped(model: nn.Module, comm: Comm) -> nn.Module:
+    """The sum is in forward where it belongs to backward, and the other way round."""
     tensor_parallel(model, comm)
     with_forward(
         model, ColumnParallelLinear, lambda layer, x: local(layer, reduce_from_ranks(x, comm))
@@ -206,6 +207,7 @@ test_a_fault_turns_its_check_red = noticed(FAULTS, given, AssertionError, **pair
 
 @replaces(tensor, "own_numbers")
 def ranks_draw_the_same(real: Any, comm: Comm, *xs: Any) -> Any:
+    """All ranks draw for their shards as rank 0 does."""
     return real(SimpleNamespace(rank=0, size=comm.size), *xs)
 
 

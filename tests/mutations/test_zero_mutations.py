@@ -27,6 +27,8 @@ class Faulty(ZeroOptimizer):
 
 
 class SkipsAReduce(Faulty):
+    """The second bucket keeps its own gradients."""
+
     def spoil(self) -> None:
         self.skipped = self._buckets[1]
 
@@ -67,12 +69,16 @@ class GathersTwice(Faulty):
 
 
 class StepsOnOneShareOnly(Faulty):
+    """Only rank 0's optimizer steps: the state of the others stays empty."""
+
     def spoil(self) -> None:
         if self.comm.rank == 1:
             self.inner.step = lambda *_: None
 
 
 class KeepsWholeState(Faulty):
+    """Beside its share, each rank keeps the moments of all."""
+
     def step(self, closure: Any = None) -> Any:
         value = super().step(closure)
         for p in self._bucket_of:

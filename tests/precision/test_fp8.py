@@ -1,7 +1,7 @@
 """8-bit products: errors within the formats' steps, scales that fit, and learning as in bf16."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -236,8 +236,17 @@ def losses(dtype: torch.dtype, steps: int, only: str = "", history: int = 0) -> 
     return found
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors are small here: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.slow
-def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16() -> None:
+def test_a_gpt_learns_in_8_bits_what_it_learns_in_bf16(one_thread: None) -> None:
     steps = 60
     last = slice(steps - 20, steps)
     bf16 = sum(losses(torch.bfloat16, steps)[last]) / 20

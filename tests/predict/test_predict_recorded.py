@@ -1,10 +1,11 @@
 """The closed formulas beside the operations and activation bytes that a recording of GPT counts."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from torch import nn
+from torch.optim import SGD
 
 from labkit import predict
 from labkit.models import GPT
@@ -35,7 +36,11 @@ def with_torchs_dropout(model: GPT) -> None:
 
 @cache
 def recorded(depth: int, edit: Callable[[GPT], None], kv_heads: int | None = None) -> RankTrace:
-    return recorded_step(**SIZES, depth=depth, edit=edit, kv_heads=kv_heads, vocab=VOCAB)
+    """One whole training step."""
+    sgd = partial(SGD, lr=0.1)
+    return recorded_step(
+        **SIZES, depth=depth, edit=edit, kv_heads=kv_heads, vocab=VOCAB, optimizer=sgd
+    )
 
 
 def of_one_layer(edit: Callable[[GPT], None]) -> float:

@@ -11,16 +11,21 @@ from labkit.cli import app
 from places import ROOT
 
 
-def command(line: str, status: int = 0, input: str | bytes | None = None) -> str:
+def command(
+    line: str,
+    status: int = 0,
+    input: str | bytes | None = None,
+    env: dict[str, str | None] | None = None,
+) -> str:
     """All words that `labkit LINE` prints, in one line; it must end with this status."""
-    done = CliRunner().invoke(app, line.split(), input=input, env={"COLUMNS": "1000"})
+    done = CliRunner().invoke(app, line.split(), input=input, env=env)
     assert done.exit_code == status, (done.output, done.exception)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return " ".join(done.output.replace("│", " ").split())  # typer's own stand in a box
 
 
 def python(
-    *args: object, status: int | None = 0, timeout: float = 300, **options: Any
+    *args: object, status: int | None = 0, timeout: float = 100, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """A Python that finds labkit, run to its end; it must end with this status, unless None."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}

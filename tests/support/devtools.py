@@ -67,10 +67,12 @@ class Browser:
         self.folder, self.pictures = folder, pictures
         self.left: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
+        program = executable()
+        assert program is not None
         with (folder / "browser.log").open("w") as log:
             self.process = subprocess.Popen(
                 [
-                    str(executable()),
+                    program,
                     "--headless",
                     "--no-sandbox",  # which neither root nor most containers can have
                     "--disable-dev-shm-usage",  # containers have little of it

@@ -155,7 +155,8 @@ def _messages_have_both_ends(trace: Trace) -> Iterator[str]:
 
 
 def _numbers_have_no_holes(trace: Trace) -> Iterator[str]:
-    """Among collectives, subgroups and compared notes. What one rank has lost, the others have."""
+    """Except among collectives, where subgroups and compared notes take numbers, too. What one rank
+    has lost, the others have."""
     for one in trace.ranks.values():
         numbers: dict[tuple[str, bool], list[int]] = defaultdict(list)
         for event in one.comms if one.complete else ():

@@ -255,7 +255,8 @@ class _Watched(torch.autograd.Function):
 
 def frees_activations(name: str, m: int) -> None:
     """No more graphs live than the schedule says, and none after the step, without the collector of
-    cycles. (Where backward comes in halves, a graph goes with one of them.)"""
+    cycles. (Where backward comes in halves, a graph goes with the first, and what the second needs,
+    with it.)"""
     comm = Comm()
     chunks = SYNCHRONOUS[name]
     torch.manual_seed(0)

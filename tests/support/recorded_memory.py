@@ -27,13 +27,18 @@ def recorded_step(
     edit: Callable[[GPT], object],
     vocab: int = 64,
     kv_heads: int | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> RankTrace:
-    """Forward and backward in bfloat16, with dropout, after `edit(model)`."""
+    """Forward and backward in bfloat16, with dropout, after `edit(model)`; and the step of
+    `optimizer(parameters)`, where it is given."""
     torch.manual_seed(0)
     model = GPT(vocab, width, depth, heads, sequence, kv_heads=kv_heads, dropout=0.1).bfloat16()
     edit(model)
+    stepper = optimizer and optimizer(model.parameters())
     with record(detail_step=0) as trace:
         model(torch.randint(vocab, (rows, sequence))).logsumexp(-1).sum().backward()
+        if stepper is not None:
+            stepper.step()
     return trace.ranks[0]
 
 

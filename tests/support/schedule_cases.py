@@ -1,4 +1,5 @@
-"""All schedules at every admissible size, what each promises, and an oracle apart from `check`."""
+"""All schedules at every admissible size up to 8 stages, 32 micro-batches and 4 chunks, what each
+promises to hold, and an oracle that shares nothing with `check`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,10 +1,8 @@
 """What many tests of strategies need: modules in one line, and how far weights are apart."""
 
-import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -34,23 +32,16 @@ class Difference(float):
 
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> Difference:
-    """Of tensors with the same names, shapes and dtypes, none of which has a NaN: AssertionError
-    otherwise, which names the tensor."""
+    """Of tensors with the same names, shapes and dtypes, without a NaN, and without an inf on
+    both sides: AssertionError otherwise, which names the tensor."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     worst = Difference()
     for name, x in expected.items():
         y = found[name]
         assert y.shape == x.shape and y.dtype == x.dtype, f"{name}: {y.shape} {y.dtype}"
         apart = (y.detach() - x.detach()).abs().double()
-        assert not apart.isnan().any(), f"{name} has a NaN"
+        assert not apart.isnan().any(), f"{name} has a NaN, or an inf on both sides"
         if apart.numel() and (far := apart.max().item()) > worst:
             worst = Difference(far)
             worst.name = name
     return worst
-
-
-def saved(x: Any) -> Any:
-    """Through `torch.save` and `torch.load`."""
-    torch.save(x, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)

@@ -231,7 +231,8 @@ def train(case: Case) -> Seen | None:
 
 
 def by_axis(events: list[CommEvent], mesh: Mesh) -> dict[str, int]:
-    """Bus bytes by group, without tag 103 (shapes). Two stages are the group of their ends."""
+    """Bus bytes, by the group that carried them. (What a message looks like is not counted: tag
+    103.) The two ends of a pipeline are its group where there are but two, and sum there."""
     axis_of = {mesh.tp.ranks: "tensor", mesh.dp.ranks: "data", mesh.pp.ranks: "pipeline"}
     found: Counter[str] = Counter()
     for event in events:

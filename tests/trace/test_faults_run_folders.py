@@ -158,7 +158,7 @@ def test_names_and_texts_of_a_run_reach_the_terminal_as_plain_text(tmp_path: Pat
     change_json(folder / "run.json", command="\ud800\u202e")
     change_lines(folder / "rank1.jsonl", rank=-1)
     args = ("-m", "labkit", "view", folder, "--chrome", tmp_path / "chrome.json")
-    shown = python(*args).stdout
+    shown = python(*args, timeout=300).stdout
     assert not set(shown) & {"\x1b", "\x07", "\ud800", "\u202e"}
     assert "\\x1b]0;title\\x07\\x1b[31m[/x][nope]" in shown and "\\ud800\\u202e" in shown
     assert (folder / "timeline.png").stat().st_size > 1000
@@ -301,7 +301,7 @@ def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -
         (folder / "memory.png").symlink_to(outside)
         view = f"view {folder} --chrome {tmp_path}/chrome.json"
         for line in (view, f"replay {folder} --on dgx-h100 --measured"):
-            done = python("-m", "labkit", *line.split(), status=None)
+            done = python("-m", "labkit", *line.split(), status=None, timeout=300)
             assert done.returncode in (0, 2), (seed, done.stdout, done.stderr)
             assert "Traceback" not in done.stdout + done.stderr and "\x1b" not in done.stdout
             assert done.returncode == 0 or "labkit: " in done.stdout
@@ -329,7 +329,8 @@ def test_a_log_that_claims_a_million_million_ranks_is_not_believed(tmp_path: Pat
     text = (ROOT / "labkit/trace/nccl_log/examples/one_node.log").read_text()
     (tmp_path / "nccl.log").write_text(text.replace("nranks 4", f"nranks {10**12}").replace(
         "nRanks 4", f"nRanks {10**12}").replace("nranks 8", f"nranks {10**12}"))  # fmt: skip
-    done = python("-m", "labkit", "nccl-log", "nccl.log", status=None, cwd=tmp_path)
+    args = ("-m", "labkit", "nccl-log", "nccl.log")
+    done = python(*args, status=None, timeout=300, cwd=tmp_path)
     assert done.returncode in (0, 2) and "Traceback" not in done.stderr
 
 

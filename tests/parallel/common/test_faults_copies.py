@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import pickle
 import subprocess
 import sys
@@ -41,7 +42,6 @@ from labkit import (
     split,
     tensor_parallel,
 )
-from small_models import saved
 from tables import raises
 from worlds import on_each_rank, world_fixture
 
@@ -92,6 +92,13 @@ def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False)
         optimizer.step()
     buffers = () if accumulate else model.buffers()
     return [*last, *(x.detach().clone() for x in (*model.parameters(), *buffers))]
+
+
+def saved(x: Any) -> Any:
+    """Through `torch.save` and `torch.load`."""
+    torch.save(x, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 assert_equal = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # of lists

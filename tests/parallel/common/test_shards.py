@@ -35,8 +35,9 @@ from labkit.parallel.common.shards import (
 )
 from labkit.parallel.context.context_parallel import SequenceParts
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
-from small_models import difference, saved
+from small_models import difference
 from tables import raises
+from test_faults_copies import saved
 from worlds import on_each_rank
 
 AGREE = 1e-10

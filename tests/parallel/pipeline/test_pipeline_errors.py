@@ -36,50 +36,73 @@ X = torch.ones(4, 3)
 SGD = torch.optim.SGD
 
 
-REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: make(stages(1)),
-     "1 stages do not go over 2 ranks; give 2, one for each rank, or a multiple of 2"),
-    (lambda: make(stages(3)), "3 stages do not go over 2 ranks"),
-    (lambda: make(stages(4), schedule="interleaved", chunks=3),
-     "4 stages on 2 ranks are 2 chunks on each, not chunks=3; give 6 stages"),
-    (lambda: make(stages(4)), "1f1b has one piece of the model"),
-    (lambda: make(gpt()),
-     "stages is a GPT; give a list of modules, one for each stage, as split(model, 2) makes it"),
-    (lambda: make([nn.Tanh(), torch.tanh]), "stage 1 is a builtin_function_or_method"),
-    (lambda: make(stages(), schedule="2f2b"), "'2f2b'"),
-    (lambda: make(stages(), schedule="zb-h2"), "zb-h2"),  # too few micro-batches
-    (lambda: make(stages(), microbatches=0), "microbatches=0"),
-    (lambda: make(stages(), microbatches=5).step(X, X),
-     "a batch of 4 rows does not divide into 5 micro-batches of at least 1 row"),
-    (lambda: make(stages()).step(None, X),
-     "x is a NoneType; give the batch [rows, ...], the same on every rank"),
-    (lambda: make(stages(), loss_fn=None),
-     "stage 1 is the last and computes the loss, on rank 1, which has no loss_fn; it was given "
-     "on no rank"),
-    (lambda: make(stages(), loss_fn=None if Comm().rank else F.mse_loss),
-     "on rank 1, which has no loss_fn; it was given on rank 0: give it on rank 1"),
-    (lambda: make(stages(), schedule=schedule("gpipe", 3, 2)),
-     "the schedule is of 3 stages, and there are 2 ranks"),
-    (lambda: make(stages(), schedule=schedule("interleaved", 2, 2, 2)),
-     "the schedule is of 2 chunks on each rank, and there are 2 stages for 2 ranks: give 4"),
-    (lambda: make(stages(), schedule=schedule("gpipe", 2, 3), microbatches=2),
-     "there are 2 micro-batches"),
-    (lambda: make(stages(), schedule="gpipe" if Comm().rank else "1f1b"),
-     "rank 1 has another schedule than rank 0: on stage 1, position 1, F1 and not B0"),
-    (lambda: make(stages(), microbatches=2 + Comm().rank),
-     "rank 1 has another schedule than rank 0"),
-    (lambda: make([nn.Linear(3, 3 + Comm().rank), nn.Linear(3, 3)]),
-     "stage 0 differs between ranks 0 and 1, which has weight [4, 3] float32, and not "
-     "weight [3, 3] float32"),
-    (lambda: make(stages(), schedule="pipedream"),
-     "this schedule updates the weights after each micro-batch; give an optimizer"),
-    (lambda: make(stages(), optimizer=lambda ps: SGD(ps, 0.1)),
-     "this schedule has no update, so optimizer= would never step"),
-    (lambda: make([tied := nn.Linear(3, 3), tied], schedule="pipedream", optimizer=SGD),
-     "a parameter is tied over several ranks, and this schedule updates each stage at its own"),
-    (lambda: make([DDP(one, alone()) for one in stages()], schedule="pipedream", optimizer=SGD),
-     "a stage is in DDP, which averages once in a step"),
-]  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "fewer stages than ranks": (
+        lambda: make(stages(1)),
+        "1 stages do not go over 2 ranks; give 2, one for each rank, or a multiple of 2"),
+    "stages that do not divide": (
+        lambda: make(stages(3)), "3 stages do not go over 2 ranks"),
+    "other chunks": (
+        lambda: make(stages(4), schedule="interleaved", chunks=3),
+        "4 stages on 2 ranks are 2 chunks on each, not chunks=3; give 6 stages"),
+    "chunks for a schedule without": (
+        lambda: make(stages(4)), "1f1b has one piece of the model"),
+    "a model instead of stages": (
+        lambda: make(gpt()),
+        "stages is a GPT; give a list of modules, one for each stage, as split(model, 2) makes it"),
+    "no module": (
+        lambda: make([nn.Tanh(), torch.tanh]), "stage 1 is a builtin_function_or_method"),
+    "an unknown schedule": (
+        lambda: make(stages(), schedule="2f2b"), "'2f2b'"),
+    "too few micro-batches": (
+        lambda: make(stages(), schedule="zb-h2"), "zb-h2"),
+    "no micro-batch": (
+        lambda: make(stages(), microbatches=0), "microbatches=0"),
+    "too few rows": (
+        lambda: make(stages(), microbatches=5).step(X, X),
+        "a batch of 4 rows does not divide into 5 micro-batches of at least 1 row"),
+    "x that is none": (
+        lambda: make(stages()).step(None, X),
+        "x is a NoneType; give the batch [rows, ...], the same on every rank"),
+    "no loss": (
+        lambda: make(stages(), loss_fn=None),
+        "stage 1 is the last and computes the loss, on rank 1, which has no loss_fn; it was given "
+        "on no rank"),
+    "a loss on the wrong stage": (
+        lambda: make(stages(), loss_fn=None if Comm().rank else F.mse_loss),
+        "on rank 1, which has no loss_fn; it was given on rank 0: give it on rank 1"),
+    "a schedule of other stages": (
+        lambda: make(stages(), schedule=schedule("gpipe", 3, 2)),
+        "the schedule is of 3 stages, and there are 2 ranks"),
+    "a schedule of more chunks": (
+        lambda: make(stages(), schedule=schedule("interleaved", 2, 2, 2)),
+        "the schedule is of 2 chunks on each rank, and there are 2 stages for 2 ranks: give 4"),
+    "a schedule of other micro-batches": (
+        lambda: make(stages(), schedule=schedule("gpipe", 2, 3), microbatches=2),
+        "there are 2 micro-batches"),
+    "two schedules": (
+        lambda: make(stages(), schedule="gpipe" if Comm().rank else "1f1b"),
+        "rank 1 has another schedule than rank 0: on stage 1, position 1, F1 and not B0"),
+    "two numbers of micro-batches": (
+        lambda: make(stages(), microbatches=2 + Comm().rank),
+        "rank 1 has another schedule than rank 0"),
+    "two models": (
+        lambda: make([nn.Linear(3, 3 + Comm().rank), nn.Linear(3, 3)]),
+        "stage 0 differs between ranks 0 and 1, which has weight [4, 3] float32, and not "
+        "weight [3, 3] float32"),
+    "an update without an optimizer": (
+        lambda: make(stages(), schedule="pipedream"),
+        "this schedule updates the weights after each micro-batch; give an optimizer"),
+    "an optimizer without an update": (
+        lambda: make(stages(), optimizer=lambda ps: SGD(ps, 0.1)),
+        "this schedule has no update, so optimizer= would never step"),
+    "updates of a tied parameter": (
+        lambda: make([tied := nn.Linear(3, 3), tied], schedule="pipedream", optimizer=SGD),
+        "a parameter is tied over several ranks, and this schedule updates each stage at its own"),
+    "updates in DDP": (
+        lambda: make([DDP(one, alone()) for one in stages()], schedule="pipedream", optimizer=SGD),
+        "a stage is in DDP, which averages once in a step"),
+}  # fmt: skip
 
 
 def alone() -> Comm:
@@ -89,8 +112,12 @@ def alone() -> Comm:
 
 @on_each_rank("world2")
 def test_all_ranks_refuse_it() -> None:
-    for run, expected in REFUSED:
-        raises((expected,), run)
+    for name, (run, expected) in REFUSED.items():
+        try:
+            raises((expected,), run)
+        except BaseException as error:
+            error.add_note(f"the case: {name}")
+            raise
 
 
 @on_each_rank("world2")

@@ -24,8 +24,9 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.recipes import held_bytes
-from small_models import Custom, difference, saved
+from small_models import Custom, difference
 from tables import raises
+from test_faults_copies import saved
 from worlds import on_each_rank
 
 

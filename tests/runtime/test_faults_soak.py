@@ -158,10 +158,12 @@ class Soak:
     def killed_server_and_interrupted_first_start(self) -> str:
         with World(2) as world:
             self.works(world)
-            server().kill()
+            killed = server()
+            killed.kill()
             if self.chance.random() < 0.5:
                 with pytest.raises(RankError):
                     world.run(all_reduce)
+        assert gone([killed.pid])  # a signal takes its time to arrive
         moments_s = [self.chance.uniform(0.05, 1.5)]
         moments_s += [moments_s[-1] + self.chance.uniform(0.15, 0.4)]
         moments_s += [moments_s[-1] + self.chance.uniform(0.15, 0.4)]

@@ -2,7 +2,7 @@
 
     each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
     travels           2(n-1)/n P bytes from each rank and step, in as many messages as there are
-                      parameters, while the GPUs sit idle:
+                      parameters, while no rank computes:
 
         rank 0   forward | backward | w9 w8 w7 ... w0 | step
         rank 1   forward | backward | w9 w8 w7 ... w0 | step

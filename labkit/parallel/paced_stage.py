@@ -22,10 +22,13 @@ from labkit.parallel.pipeline.deferred_weights import Later, WeightHalf
 
 
 class PacedStage(nn.Module):
-    """x [rows, ..., width] -> x * weight, of the same shape, in the given seconds: `forward_s` of
-    one micro-batch, whatever its rows; `backward_s`, twice that by default; `input_s` and
-    `weight_s`, the halves of backward, half of it each or what the other leaves. Raises ValueError
-    for a negative time, and for halves that are not together the whole.
+    """x [rows, ..., width] -> x * weight, of the same shape, in the given seconds.
+
+    forward_s            of one micro-batch, whatever its rows
+    backward_s           None: twice forward_s
+    input_s, weight_s    the halves of backward; None: half of it, or what the other leaves
+
+    Raises ValueError for a negative time, and for halves that are not together the whole.
     """
 
     def __init__(

@@ -2,7 +2,11 @@
 
     GPT of 5 blocks, 3 stages     embed  0 1 │ 2 3 │ 4  norm head        by number of blocks
     with costs                    embed  0 1 2 │ 3 │ 4  norm head        the dearest stage is
-    (of a large head: 2.9)        ├── 3.2 ───┤  1   ├──── 3.9 ────┤      as cheap as it can be
+    (a head of a large            ├── 3.2 ───┤  1   ├──── 3.9 ────┤      as cheap as it can be
+    vocabulary costs 2.9)
+
+A step takes as long as the dearest stage, m times, so cut by cost where layers differ:
+`split(model, 4, measure_costs(model, x))`.
 
 Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
 """

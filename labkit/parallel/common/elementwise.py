@@ -16,7 +16,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 def check_elementwise(
     optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> None:
-    """Raises ValueError, naming the optimizer, when its pieces do not do what the whole does."""
+    """Try it on a small matrix, whole and in two flat pieces; ValueError where these differ."""
     # In a thread of its own: what records this one, or runs it without data, is not there.
     with ThreadPoolExecutor(1) as thread:
         name, why = thread.submit(_difference, optimizer_cls, options, device).result()

@@ -3,9 +3,11 @@
     tensors   | a a a a a a a a | b b | c c c c c c c c c c c | pad |     FlatPartition
     shares    |     rank 0      |     rank 1      |     rank 2      |
 
+Shares are equal, so a tensor may be cut within a row: optimizers must treat each element by itself.
 A rank that did not use a parameter contributes -0.0 to the sum of its gradients, which is -0.0 only
 where all terms are: then its gradient stays None. Gradients are divided before they are summed, so
-that fp16 sums do not overflow; + 0.0 undoes a -0.0 from underflow. Source: "ZeRO", 1910.02054, 5.1.
+that fp16 sums do not overflow; + 0.0 undoes a -0.0 from underflow.
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1; DeepSpeed's flat fp16 groups.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,8 +68,7 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
     """The parameters, last first, in lists of one dtype and device: of at most `bucket_bytes`, or
     of one parameter."""
     if not bucket_bytes > 0:
-        mb = bucket_bytes / MB
-        raise ValueError(f"bucket_mb={mb:g}: a bucket holds more than 0 MiB; 25 is usual")
+        raise ValueError(f"bucket_mb={bucket_bytes / MB:g}: a bucket holds over 0 MiB; 25 is usual")
     full: list[list[P]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[P]] = {}
     for parameter in reversed(parameters):
@@ -143,8 +144,7 @@ def check_dense(gradient: Tensor) -> None:
     """Raises TypeError for a sparse gradient."""
     if gradient.layout != torch.strided:
         raise TypeError(
-            f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer with "
-            "sparse=False"
+            f"a gradient is {gradient.layout}; only dense ones are reduced: give sparse=False"
         )
 
 

@@ -25,6 +25,7 @@ class Mark:
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
         """Raises ValueError where the ranks of `comm` do not have the same part of parameter
         `name`; with `averaged` also where its gradients must not be averaged over `comm` alone."""
+        raise NotImplementedError
 
 
 def marks_of(parameter: Tensor) -> list[Mark]:
@@ -153,6 +154,5 @@ class ParamSnapshot:
                 what = "is another tensor"
             else:
                 what = "takes gradients now" if is_now[1] else "was frozen"
-            raise ValueError(
-                f"{name} {what} after the module was wrapped; change a module first, then wrap it"
-            )
+            after = "after the module was wrapped; change a module first, then wrap it"
+            raise ValueError(f"{name} {what} {after}")

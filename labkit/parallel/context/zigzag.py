@@ -5,7 +5,9 @@ causal attention is the same work for all.
     rank                     0     1     2     2     1     0
     chunks of keys it sees   1     2     3     4     5     6          7 for any rank together
 
-Source: Llama Team, arXiv 2407.21783, section 3.3.2; compare "Striped Attention", arXiv 2311.09431.
+A query sees the keys before it: a rank's early chunk has as many fewer as its late one has more.
+Source: Llama Team, arXiv 2407.21783, section 3.3.2. "Striped Attention", Brandon et al., arXiv
+2311.09431, balances by other shards: rank r has every n-th token, from r on.
 """
 
 from collections.abc import Sequence

@@ -10,11 +10,15 @@ other. Its gradient may be *stale*: computed with weights that others have chang
         rank 3  [ w0: forward backward ...... ]push [ w2: ...
         rank 0                         step -> w1    w2  w3
 
+    staleness of an update = version it is applied to - version its gradient was made with:
+    0 for rank 1 above, 1 for rank 3 (made with w0, applied to w1), 2 for rank 2
+
 With `max_staleness=s` (*stale synchronous parallel*) a worker gets its next weights only when it is
 at most s steps ahead of the slowest; then no update is staler than (n-2)(2s + 1) on n ranks.
 
-Sources: Dean et al. (DistBelief), NIPS 2012, section 4.1; Li et al., OSDI 2014, section 3; Ho et
-al., "More Effective Distributed ML via a Stale Synchronous Parallel ...", NIPS 2013, section 2.
+Sources: Dean et al. (DistBelief), NIPS 2012, section 4.1; Li et al., "Scaling Distributed Machine
+Learning with the Parameter Server", OSDI 2014, section 3; Ho et al., "More Effective Distributed ML
+via a Stale Synchronous Parallel Parameter Server", NIPS 2013, section 2.
 """
 
 import time
@@ -47,6 +51,7 @@ class Update:
 
     @property
     def staleness(self) -> int:
+        """How many updates the server had made since the worker got its weights."""
         return self.applied_to - self.made_with
 
 
@@ -61,10 +66,11 @@ class AsyncParameterServer(Replica):
                 F.mse_loss(model(x), y).backward()
                 model.step()  # push the gradient, pull newer weights
 
-        updates = model.run(work)  # on all ranks; then all have the same weights, and all updates
+        updates = model.run(work)  # on all ranks; rank 0 serves meanwhile
 
-    Each gradient is applied by itself: n workers make n steps where a synchronous server makes one.
-    Buffers stay each rank's own.
+    After `run` all ranks have the same weights and the list of all updates. Each gradient is
+    applied by itself: n workers make n steps where a synchronous server makes one. Buffers stay
+    each rank's own.
 
     Args:
         module: any module; the copies start as rank 0's.

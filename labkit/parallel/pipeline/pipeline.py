@@ -13,7 +13,8 @@
 
 What each rank computes, and when, is a schedule (labkit.schedules), a list of actions for each
 rank, which `step` runs. With v chunks, chunk c of rank r is virtual stage c p + r of p v. Sources:
-Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2.
+Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2; the runner
+over lists of actions: torch.distributed.pipelining.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,8 +44,8 @@ class Pipeline(StagedModel):
     """This rank's part of a pipeline of `stages`.
 
     Args:
-        stages: the modules of all virtual stages in order, p v for p ranks, as of `split`. Every
-            rank gives all, built alike. Each maps one tensor [rows, ...] to one [rows, ...].
+        stages: the modules of all virtual stages in order, p v for p ranks, of `split` or your
+            own. Every rank gives all, built alike. Each maps one tensor [rows, ...] to another.
         comm: the ranks, as `mesh.pp`; all by default.
         schedule: a name of `labkit.schedules`, as "gpipe", "1f1b", "interleaved", "zb-h1", or your
             own valid list of actions for each rank.
@@ -59,10 +60,11 @@ class Pipeline(StagedModel):
         wrap: what to put around each of this rank's stages that has something to train, as
             `lambda stage: DDP(stage, mesh.dp)`; or give stages that are wrapped.
 
-    Make a ZeroOptimizer after it. `clip_grad_norm` of it, or of an optimizer of its parameters, is
-    by the norm of all stages. Raises ValueError, on every rank, where stages, ranks and
-    micro-batches do not fit, or differ between ranks; ScheduleError, which is one, for an invalid
-    schedule.
+    Data parallelism and tied parameters: see synchronising.py (make a ZeroOptimizer after it).
+    `clip_grad_norm` of it, or of an optimizer of its parameters, is by the norm of all stages;
+    `save_checkpoint` writes all stages as one model. Raises ValueError, on every rank, where
+    stages, ranks and micro-batches do not fit, or differ between ranks; ScheduleError, which is a
+    ValueError, for an invalid schedule.
     """
 
     def __init__(
@@ -127,7 +129,8 @@ class Pipeline(StagedModel):
         `scaler.step(optimizer)` and `scaler.update()` afterwards.
 
         Returns that mean, detached, on the rank of the last stage; None on the others. To evaluate,
-        call it inside `torch.no_grad()`. Modes (train or eval, autocast) are the same on all ranks.
+        call it inside `torch.no_grad()`. Modes (train or eval, gradients, autocast) are the same on
+        all ranks; they may change from step to step.
 
         Raises ValueError for a batch of fewer rows than micro-batches, where x and y differ in
         rows, or where a stage overwrites an output that is under way; RuntimeError where the loss

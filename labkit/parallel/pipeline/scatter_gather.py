@@ -1,7 +1,12 @@
 """Scatter/gather: tensor-parallel ranks, which have the same x, send the next stage a part each.
 
+    stage 0, 2 tensor-parallel ranks                       stage 1
         tp 0   x = | a b | c d |    ── a b ─────────▶    | a b | . . | ╲ all-gather   | a b | c d |
         tp 1   x = | a b | c d |    ──────── c d ──▶    | . . | c d | ╱ over tp      | a b | c d |
+
+Sent whole, x goes t times over the slow wires between the stages; so each rank sends a part to the
+rank of the same tp index, and the parts are gathered over the wires inside a node. Gradients go
+back likewise. A part is a range of x lying flat, so any shape is cut.
 
     travels     b s h / t elements a boundary, direction, micro-batch and rank, instead of b s h;
                 and an all-gather over tp where it arrives: b s h (t-1)/t (bus bytes)

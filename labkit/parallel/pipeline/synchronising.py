@@ -49,7 +49,8 @@ def wrapped(
     wrap: Callable[[nn.Module], nn.Module] | None,
 ) -> list[nn.Module]:  # fmt: skip
     """`stages`, those of this rank that have something to train inside what `wrap` returns. Raises
-    ValueError, on all ranks, where two stages of one rank share a parameter."""
+    ValueError, on all ranks, where two stages of one rank share a parameter, which each wrapper
+    would average for itself."""
     stages = list(stages)
     if wrap is None:
         return stages

@@ -227,7 +227,8 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
 
 
 def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
-    """What decides the shapes and dtypes that travel in this step; `before`: that of the last step.
+    """What decides the shapes and dtypes that travel in this step: the batch but for its rows,
+    modes, dtypes of parameters; `before`: that of the last step.
     Raises CollectiveMismatch where ranks have other batches or modes, or only some have what they
     had `before`: those would wait for messages that no rank sends.
     """

@@ -7,7 +7,8 @@
     weight     dW                    ... until here
     update                           PipeDream: one step by this micro-batch
 
-PipeDream's weight stashing: each micro-batch goes back through the weights of its forward:
+PipeDream's weight stashing: each micro-batch goes back through the weights of its forward, at the
+price of a copy of the weights for each version in use:
 
     stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 by the first weights, F3 by those after
                v0 v0 v0 v0   v1 v0            the first update; B1 by v0, still

@@ -7,9 +7,17 @@
     forward sends                     -                               all-reduce of y
     backward sends                    all-reduce of dx                -
 
-torch stores A transposed, weight [out, in]: its columns are the rows of `weight`. What backward
-sends hides behind dA = xᵀ dy. Legend: b rows, s positions, in and out features, t ranks.
-Sources: Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., 2205.05198, section 4.2.2.
+torch stores A transposed, weight [out, in]: its columns are the rows of `weight`. A column-parallel
+layer's output is a row-parallel one's input, so the pair sends one all-reduce forward and one
+backward, which hides behind dA = xᵀ dy.
+
+With `sequence=True` x is cut along the sequence outside of the two, [b, s/t, in]: the first gathers
+it, the second reduce-scatters y, together as many bytes as the all-reduce. The shard of x is saved
+for backward, and gathered again there, behind dx = dy Aᵀ.
+
+Legend: b rows, s positions, in and out features, t ranks.
+Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
+2205.05198, section 4.2.2; Narayanan et al., arXiv 2104.04473, for the overlap.
 """
 
 from collections.abc import Sequence

@@ -30,14 +30,15 @@ Random numbers are the same where ranks hold replicas, and differ where they hol
     a shard, of heads or positions    1 0 1 1    0 1 1 0    no two heads drop the same
 
 Legend: b rows, s positions, w width, h heads, t ranks.
-Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2; Korthikanti et
-al., arXiv 2205.05198, section 4; a group belongs inside a node: Narayanan et al., arXiv 2104.04473.
+Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2 (with one more
+generator there); Korthikanti et al., arXiv 2205.05198, section 4; a group belongs inside a node:
+Narayanan et al., arXiv 2104.04473.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,18 +92,18 @@ def tensor_parallel(
 
 
 def _cut_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None:
-    """Columns, then rows. What is drawn between the two is drawn for this rank's shard."""
-    layer, columns = trial.layer, []
-    if trial.pending:
-        layer.forward = trial
-    for name in trial.columns:
-        linear = getattr(layer, name)
-        columns.append(ColumnParallelLinear.from_linear(linear, comm, sequence=sequence))
-        setattr(layer, name, columns[-1])
+    """Columns, then rows, all made before any is put in place: a refused layer stays whole. What is
+    drawn between the two is drawn for this rank's shard."""
+    layer, options = trial.layer, dict[str, Any](comm=comm, sequence=sequence)
+    linears = [getattr(layer, name) for name in trial.columns]
+    columns = [ColumnParallelLinear.from_linear(linear, **options) for linear in linears]
+    row = RowParallelLinear.from_linear(getattr(layer, trial.row), **options)
+    for name, part in zip(trial.names, (*columns, row), strict=True):
+        setattr(layer, name, part)
     if len(columns) > 1:
         OneInput(columns)
-    row = RowParallelLinear.from_linear(getattr(layer, trial.row), comm, sequence=sequence)
-    setattr(layer, trial.row, row)
+    if trial.pending:
+        layer.forward = trial
     # With a cut sequence all that is drawn here is for a shard.
     layer.forward = DrawsItsOwn(layer, comm, *(() if sequence else (columns, row)))
 
@@ -130,7 +131,10 @@ def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool)
 @contextmanager
 def own_numbers(comm: Comm) -> Iterator[None]:
     """What torch draws inside is this rank's own: one number, the same on all ranks, and the rank
-    seed the generators. Afterwards they go on as those of the others."""
+    seed the generators. Afterwards they go on as those of the others. One rank: nothing."""
+    if comm.size == 1:
+        yield
+        return
     with no_modes():  # a seed is no part of the model: real in a dry run, too
         seed = int(torch.randint(2**62, ())) + comm.rank
     with torch.random.fork_rng(range(len(validation.generators()) - 1)):
@@ -145,7 +149,7 @@ class DrawsItsOwn:
 
     def __init__(self, module: nn.Module, comm: Comm, starts: Sequence[Any] = (), end: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
-        self._inside: ExitStack | None = None
+        self._runs, self._inside = False, cast(ExitStack | None, None)
         self._begins_at_once = not starts
         for start in starts:
             start.register_forward_pre_hook(self._begin)
@@ -153,22 +157,26 @@ class DrawsItsOwn:
             end.register_forward_pre_hook(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._begins_at_once:
-            self._begin()
+        nested, self._runs = self._runs, True
+        outer, self._inside = (self._inside, None) if nested else (None, self._inside)
         try:
+            if self._begins_at_once:
+                self._begin()
             return self.forward(*args, **kwargs)
         finally:
             self._end()
+            self._runs, self._inside = nested, outer
 
     def _begin(self, *_: Any) -> None:
-        if self.comm.size > 1 and self._inside is None and validation.draws(self.module):
-            self._inside = ExitStack()
-            self._inside.enter_context(own_numbers(self.comm))
+        if self._inside is None and validation.draws(self.module):
+            inside = ExitStack()
+            inside.enter_context(own_numbers(self.comm))
+            self._inside = inside
 
     def _end(self, *_: Any) -> None:
-        if self._inside is not None:
-            self._inside.close()
-            self._inside = None
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.close()
 
 
 def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:

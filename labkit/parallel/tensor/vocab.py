@@ -10,7 +10,10 @@
                       head       forward nothing, backward an all-reduce of b s w
                       loss       forward an all-reduce (max) of b s elements, one (sum) of 2 b s
 
-Rows of padding, and their gradients, are zeros.
+The loss of a token is log(sum of exp(its logits)) - the logit of its target. Each rank has a part
+of the sum, and one has the target. Rows of padding, and their gradients, are zeros: no token looks
+them up, and their logits are -inf or cut off.
+
 Legend: b rows, s positions, w width, v vocabulary, t ranks.
 Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 (embedding, fused cross-entropy).
 """
@@ -106,9 +109,12 @@ class VocabParallelEmbedding(nn.Module):
 
 class VocabParallelHead(ColumnParallelLinear):
     """nn.Linear from x to logits: a `ColumnParallelLinear` whose columns, one for each token, need
-    not divide; without a bias by default. With `gather_output` every rank gets all logits, [b, s,
-    v]; else its own, [b, s, V/t], those of padding -inf: for `vocab_parallel_cross_entropy`. Tied
-    weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding`.
+    not divide; without a bias by default.
+
+    gather_output  every rank gets all logits, [b, s, v]; else its own, [b, s, V/t], those of
+                   padding -inf: for `vocab_parallel_cross_entropy`
+
+    Tied weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding`.
     """
 
     def __init__(

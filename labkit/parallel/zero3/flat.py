@@ -119,8 +119,7 @@ class Flat:
         self.show(self.shards)
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        whole = [p for p in parameters if not isinstance(p, ShardedParameter)]
-        broadcast_tensors(whole, self.comm)
+        broadcast_tensors((p for p in parameters if not isinstance(p, ShardedParameter)), self.comm)
         pieces = {piece.index: piece for piece in self.pieces}
         for index, x in enumerate(parameters):
             everything = x.whole() if isinstance(x, ShardedParameter) else x.detach()

@@ -1,6 +1,5 @@
 """The passes of ZeRO-3 over a model: in which order units are used, which gradients a backward has
-yet to reduce, what tensors go in and come out, and which of them autograd keeps for backward.
-"""
+yet to reduce, what tensors go in and come out, and which of them autograd keeps for backward."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

@@ -1,5 +1,9 @@
 """Sharded construction: a model is built, and no rank ever holds all of it.
 
+    with ZeRO3.init(comm):
+        model = GPT(...)             # any module's own code, initialisation included
+    model = ZeRO3(model, comm)
+
 Each parameter that a module registers becomes a `ShardedParameter`, with 1/n of its elements. One
 at a time is *open*, that is, whole: the newest, or the last that was touched.
 
@@ -7,10 +11,11 @@ at a time is *open*, that is, whole: the newest, or the last that was touched.
     rank 0   [whole      ]    open          open, drawn          [0   ] closed       bias is open
     rank 1   [whole      ]    open          open, drawn          [   1] closed       bias is open
 
+    each rank holds   P/n of closed parameters, and the one that is open
     travels           (n-1)/n of a parameter's bytes whenever it closes (rank 0 scatters what it
                       drew), and as much whenever it opens again (all-gather; not by `normal_`)
 
-Source: "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
+Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
 """
 
 from collections.abc import Iterator
@@ -115,10 +120,8 @@ class Construction:
     """The parameters that one `sharded_init` block makes, over the ranks of `comm`."""
 
     def __init__(self, comm: Comm):
-        self.comm = comm
-        self.is_over = False
-        # References, not weak ones: when garbage is collected differs from rank to rank, and a
-        # parameter that closes on one of them has to close on all.
+        self.comm, self.is_over = comm, False
+        # No weak references: ranks collect garbage at different times, and must close alike.
         self._open: list[Elements] = []
 
     def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
@@ -211,9 +214,8 @@ class ShardedParameter(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         self.elements.construction.only_open([])
-        share = self.elements.share.clone()
-        copied = ShardedParameter(self.elements.of_share(share), self.requires_grad)
-        memo[id(self)] = copied
+        elements = self.elements.of_share(self.elements.share.clone())
+        memo[id(self)] = copied = ShardedParameter(elements, self.requires_grad)
         return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

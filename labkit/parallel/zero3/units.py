@@ -4,7 +4,8 @@
             embed.positions; norm              a unit each
             blocks                             a list: each of its entries is a unit
 
-A unit is gathered before its forward. What is in no block is a unit of the module that owns it.
+A unit's parameters, and those of all modules inside, are gathered before its forward. What is in no
+block is a unit of the module that owns it.
 """
 
 from collections.abc import Callable, Iterator

@@ -14,9 +14,10 @@ The module is cut into units, each block of a list being one. On every rank, wit
     free                  0          1          2                       2       1
     reduce                                                              |  2  |  1
 
-Hooks gather a unit before its forward, free it behind it, and gather it again for backward; with
-the last gradient of its parameters all leave in one reduce-scatter, and the unit is freed. (With
-frozen or unused parameters it is freed when the gradients of its inputs are there.)
+Hooks gather a unit before its forward and free it behind it; in backward, a hook on the gradient of
+its output gathers it again. With the last gradient of its parameters all leave in one
+reduce-scatter, and it is freed. (With frozen or unused parameters it is freed when the gradients of
+its inputs are there.) A head tied to the embedding is of the same unit.
 
 Sources: "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-Infinity", 2104.07857,
 section 6.2; units and hooks: "PyTorch FSDP", 2304.11277, section 3.
@@ -83,8 +84,7 @@ class ZeRO3(WholeState, nn.Module):
         self._named = list(module.named_parameters())
         self._flat_of: dict[Tensor, tuple[Unit, Flat]] = {}
         self._orders = {False: passes.Order(), True: passes.Order()}  # of forward, of backward
-        self._pending = passes.PendingGradients()
-        self._in_forward = False
+        self._pending, self._in_forward = passes.PendingGradients(), False
         self._saved_parameters = passes.SavedParameters(self.units, self._use)
         for unit in self.units:
             register_hooks(unit, self)

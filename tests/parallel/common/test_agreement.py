@@ -1,4 +1,4 @@
-"""Ranks with different models, a module wrapped twice, parameters changed later: clear errors."""
+"""ownership.py: different models, a module wrapped twice, later changes give clear errors."""
 
 import torch
 from torch import nn

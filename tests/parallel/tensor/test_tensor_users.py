@@ -193,6 +193,16 @@ def test_an_invalid_gate_is_refused_by_name() -> None:
         raises(words, tensor_parallel, nn.Sequential(gated(**options)), Comm())
 
 
+@on_each_rank("world2")
+def test_a_refused_layer_stays_whole() -> None:
+    """Its trial is put off to the first input; v, which does not divide, is the third to be cut."""
+    parts = {name: nn.Linear(8, 5 if name == "v" else 8) for name in ("q", "k", "v", "out")}
+    layer = Custom(lambda m, x, mask: m.out(m.q(x) * m.k(x) + m.v(x)), head_width=4, **parts)
+    raises("5 long", tensor_parallel, nn.Sequential(layer), Comm())
+    assert all(getattr(layer, name) is part for name, part in parts.items())
+    assert "forward" not in vars(layer)
+
+
 def test_an_input_inside_a_container_is_compared(world2: World) -> None:
     def forward(model: Any, batch: Any, *, more: Any = None) -> Any:
         return model.mlp(batch["x"][0])

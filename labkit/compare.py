@@ -1,7 +1,6 @@
-"""`labkit compare`: every strategy on the same data, held against single-process training.
-
-What must be equal is checked: the losses, the weights (in float64 to 1e-10), the replicas to each
-other, the bytes sent and the bytes held. What may differ, the time, is only shown.
+"""`labkit compare`: every strategy on the same data, held against single-process training. What
+must be equal is checked: the losses, the weights (in float64 to 1e-10), the replicas to each other,
+the bytes sent and the bytes held. What may differ, the time, is only shown.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +54,7 @@ def compare(
 
     Args:
         strategies: names of recipes; one per family when None, all with `every`.
-        on_start: is told the name of each strategy when its turn comes.
+        on_start: called with the name of each strategy when its turn comes.
         out: every strategy's recorded run becomes a folder in this one.
     """
     names = strategies or [name for name, one in RECIPES.items() if one.shown or every]

@@ -1,21 +1,16 @@
 """What travels, as plain data: one `CommEvent` per operation, and the formulas of its bytes.
 
-Three byte counts stand on every event, and they answer three different questions:
-
     payload_bytes   how large is the tensor the operation is about?   S
     bus_bytes       what must pass a rank's link, whatever the algorithm?  S x nccl-tests factor
     wire_bytes      what did the algorithm used here really send? (through shared memory: copy)
 
-Formulas and tests of a strategy use `bus_bytes`, since they do not depend on the transport. It is
-what each rank must send where all do the same (all-reduce, all-gather, reduce-scatter,
-all-to-all); for operations with a root it is what passes the busiest link, on every rank.
-Source of the factors: nccl-tests, doc/PERFORMANCE.md. For all-gather and reduce-scatter, S is
-the total size: n shards.
-
-Where S does not divide by n, a rank's count follows the chunks that a ring would make it send,
-so that the sum over the ranks is exact: 2(n-1)S for an all-reduce, (n-1)S for its two halves.
-
-No torch here: events are read, replayed and drawn on machines that have none.
+Formulas and tests of a strategy use `bus_bytes`, since they do not depend on the transport: what
+each rank must send where all do the same (all-reduce, all-gather, reduce-scatter, all-to-all); for
+operations with a root what passes the busiest link, on every rank. For all-gather and
+reduce-scatter, S is the total size: n shards. Where S does not divide by n, a rank's count follows
+the chunks that a ring would make it send, so that the sum over the ranks is exact: 2(n-1)S for an
+all-reduce, (n-1)S for its two halves. Source of the factors: nccl-tests, doc/PERFORMANCE.md. No
+torch here: events are read, replayed and drawn without it.
 """
 
 from dataclasses import dataclass

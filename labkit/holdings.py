@@ -24,8 +24,9 @@ def parameter_bytes(module: nn.Module, trainable_only: bool = False) -> int:
 
 
 def adam_bytes(module: nn.Module) -> int:
+    """Bytes of Adam's state for the trainable parameters: two moments each, and step counts."""
     tensors = sum(p.requires_grad for p in module.parameters())
-    return 2 * parameter_bytes(module, trainable_only=True) + 4 * tensors  # moments, step counts
+    return 2 * parameter_bytes(module, trainable_only=True) + 4 * tensors
 
 
 def replicated(module: nn.Module, size: int) -> Footprint:

@@ -1,9 +1,8 @@
-"""Every strategy as one line: how to wrap a model and make its optimizer.
-
-`labkit compare` and `labkit run` train through these; a new strategy is added here once.
+"""Every strategy as one line: how to wrap a model and make its optimizer. `labkit compare` and
+`labkit run` train through these; a new strategy is added here once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from labkit.comm import Comm, Mesh
 from labkit.comm.mesh import coordinates
 from labkit.data import Batch, loss
-from labkit.holdings import Footprint, adam_bytes, parameter_bytes
+from labkit.holdings import Footprint
 from labkit.models import GPT
 from labkit.parallel import DDP, NaiveDDP, ParameterServer, Single, ZeRO3, ZeroOptimizer
 from labkit.parallel.context.context_parallel import context_parallel
@@ -24,7 +23,7 @@ from labkit.parallel.context.zigzag import sequence_shard
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.validation import columns_and_rows, is_attention, is_mlp
+from labkit.parallel.tensor.validation import layers_to_cut
 from labkit.predict.context import ring_attention_bytes
 from labkit.predict.three_d import bytes_by_axis
 
@@ -104,16 +103,6 @@ def _zero(stage: int) -> Recipe:
     )  # fmt: skip
 
 
-def _tensor(name: str, sequence: bool, unfit: Callable[[GPT, int, int, int], str]) -> Recipe:
-    def predict(module: GPT, size: int, tokens: int) -> Footprint:
-        return _of_mesh(module, {"pp": 1, "dp": 1, "tp": size}, tokens, 1, sequence)
-
-    return Recipe(
-        name, "tensor parallel", partial(tensor_parallel, sequence=sequence), predict, everything,
-        unfit=unfit,
-    )  # fmt: skip
-
-
 def _heads(model: GPT, rows: int, length: int, ranks: int) -> str:
     for count, what in ((model.heads, "heads"), (model.kv_heads, "key-value heads")):
         if count % ranks:
@@ -131,11 +120,9 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
     vocabulary = {part.tokens.weight for part in module.modules() if hasattr(part, "tokens")}
     vocabulary |= {*getattr(module, "head", nn.Module()).parameters()}
     cut: set[Tensor] = set()
-    for layer in module.modules():
-        if is_attention(layer) or is_mlp(layer):
-            columns, row = columns_and_rows(layer)
-            cut.update(p for name in columns for p in getattr(layer, name).parameters())
-            cut.add(getattr(layer, row).weight)
+    for _, layer, columns, row in layers_to_cut(module):
+        cut.update(p for name in columns for p in getattr(layer, name).parameters())
+        cut.add(getattr(layer, row).weight)
     return {
         p: ceil(p.shape[0] / size) * p[0].nbytes if p in vocabulary
         else p.nbytes // size if p in cut
@@ -172,21 +159,6 @@ def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
     return torch.zeros(()) if value is None else value * wrapped.comm.size
 
 
-def _of_pipeline(module: GPT, size: int, tokens: int) -> Footprint:
-    """The mean of the ranks. Over each boundary, activations and their gradients, b s h elements
-    each; and the gradient of the embedding, if it is tied to the head, to the other end and back.
-    """
-    stages = split(module, size)
-    boundary_bytes = 2 * tokens * module.width * module.head.weight.element_size()
-    tied_bytes = 2 * module.head.weight.nbytes * (module.tied and size > 1)
-    return Footprint(
-        sum(map(parameter_bytes, stages)) / size,
-        sum(parameter_bytes(stage, trainable_only=True) for stage in stages) / size,
-        sum(map(adam_bytes, stages)) / size,
-        ((size - 1) * boundary_bytes + tied_bytes) / size,
-    )
-
-
 def _stages(model: GPT, rows: int, length: int, ranks: int) -> str:
     if rows < MICROBATCHES:
         return f"{rows} rows are not {MICROBATCHES} micro-batches"
@@ -196,19 +168,13 @@ def _stages(model: GPT, rows: int, length: int, ranks: int) -> str:
 def mesh_sizes(ranks: int) -> dict[str, int]:
     """Of pipeline, data and tensor parallelism, tensor innermost: the prime factors of `ranks`,
     dealt out in turn, to the axis that sends most first. 2 ranks are tp 2, 4 pp 2 x tp 2."""
-    sizes = {"pp": 1, "dp": 1, "tp": 1}
-    for axis, factor in zip(cycle(["tp", "pp", "dp"]), _prime_factors(ranks)):
-        sizes[axis] *= factor
+    sizes, axes, factor = {"pp": 1, "dp": 1, "tp": 1}, cycle(["tp", "pp", "dp"]), 2
+    while ranks > 1:
+        while ranks % factor:
+            factor += 1
+        sizes[next(axes)] *= factor
+        ranks //= factor
     return sizes
-
-
-def _prime_factors(number: int) -> Iterator[int]:
-    factor = 2
-    while number > 1:
-        while number % factor == 0:
-            yield factor
-            number //= factor
-        factor += 1
 
 
 def _replica(batch: Batch, comm: Comm) -> Batch:
@@ -222,15 +188,13 @@ def _three_d(module: nn.Module, comm: Comm) -> Pipeline:
     return _pipeline(tensor_parallel(module, mesh.tp), mesh.pp, partial(DDP, comm=mesh.dp))
 
 
-def _of_three_d(module: GPT, size: int, tokens: int) -> Footprint:
-    return _of_mesh(module, mesh_sizes(size), tokens, MICROBATCHES)
-
-
 def _of_mesh(
-    module: GPT, sizes: dict[str, int], tokens: int, microbatches: int, sequence: bool = False
+    module: GPT, size: int, tokens: int, axis: str = "", sequence: bool = False
 ) -> Footprint:
-    """The mean of the ranks: a stage's parameters, those that are cut 1/t of them, and what each
-    axis carries. With `sequence`, gradients of whole parameters that are frozen are not summed."""
+    """The mean of the ranks, in three dimensions or along one `axis`: a stage's parameters, those
+    that are cut 1/t of them, and what each axis carries. With `sequence`, gradients of whole
+    parameters that are frozen are not summed."""
+    sizes = {"pp": 1, "dp": 1, "tp": 1, axis: size} if axis else mesh_sizes(size)
     held = held_bytes(module, sizes["tp"])
     stages = [[*stage.parameters()] for stage in split(module, sizes["pp"])]
     trained = [p for stage in stages for p in stage if p.requires_grad]
@@ -239,8 +203,8 @@ def _of_mesh(
         pp=sizes["pp"], dp=sizes["dp"], tp=sizes["tp"], vocab=module.vocab, width=module.width,
         depth=module.depth, context=module.context,
         key_width=module.width // module.heads * module.kv_heads, tied=module.tied,
-        rows=1, sequence=tokens // sizes["dp"], microbatches=microbatches,
-        sequence_parallel=sequence, element_bytes=module.head.weight.element_size(),
+        rows=1, sequence=tokens // sizes["dp"], sequence_parallel=sequence,
+        element_bytes=module.head.weight.element_size(),
     )  # fmt: skip
     frozen = [p for stage in stages for p in stage if sequence and not p.requires_grad]
     unsent = sum(p.nbytes for p in frozen if held[p] == p.nbytes) * 2 * (1 - 1 / sizes["tp"])
@@ -274,19 +238,25 @@ RECIPES = {
         _zero(1),
         _zero(2),
         Recipe("zero-3", "ZeRO", ZeRO3, ZeRO3.predict),
-        _tensor("tensor", False, _heads),
-        _tensor("sequence", True, _heads_and_tokens),
+        Recipe(
+            "tensor", "tensor parallel", tensor_parallel, partial(_of_mesh, axis="tp"), everything,
+            unfit=_heads,
+        ),
+        Recipe(
+            "sequence", "tensor parallel", partial(tensor_parallel, sequence=True),
+            partial(_of_mesh, axis="tp", sequence=True), everything, unfit=_heads_and_tokens,
+        ),
         Recipe(
             "context", "context parallel",
             lambda module, comm: DDP(context_parallel(module, comm), comm),
             _of_context, positions, unfit=_chunks,
         ),
         Recipe(
-            "pipeline", "pipeline", _pipeline, _of_pipeline, everything,
+            "pipeline", "pipeline", _pipeline, partial(_of_mesh, axis="pp"), everything,
             unfit=_stages, step=_pipeline_step,
         ),
         Recipe(
-            "three-d", "three dimensions", _three_d, _of_three_d, _replica,
+            "three-d", "three dimensions", _three_d, _of_mesh, _replica,
             unfit=_three_d_unfit, step=_pipeline_step,
         ),
     ]

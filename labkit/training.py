@@ -1,5 +1,5 @@
-"""One training run of a small GPT, the same on ranks of a `World` and under torchrun, and what
-it reports: the run that `labkit compare` and `labkit run` do for every strategy.
+"""One training run of a small GPT, the same on ranks of a `World` and under torchrun, and its
+report.
 """
 
 import math
@@ -71,20 +71,15 @@ class Report:
     weights: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
 
 
-def build_model(task: Task, vocab: int) -> GPT:
-    """The same fresh model on every rank."""
-    torch.manual_seed(task.seed)
-    model = GPT.preset(task.model, vocab=vocab, context=max(task.length, 16))
-    return model.to(DTYPES[task.dtype])
-
-
 def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
     """Train on this rank, as one of all, and report. Runs on every rank at once."""
     me = attach()
     comm = me.comm
     chosen = recipe(strategy)
     text = Text(task.text, tokens="bpe")
-    model = build_model(task, text.vocab).to(me.device)
+    torch.manual_seed(task.seed)  # the same model on every rank
+    model = GPT.preset(task.model, vocab=text.vocab, context=max(task.length, 16))
+    model = model.to(DTYPES[task.dtype]).to(me.device)
     predicted = chosen.footprint(model, comm.size, task.rows * task.length)
     wrapped, optimizer = chosen.build(model, comm, task.lr)
 

@@ -133,11 +133,10 @@ def _sent(trace: Trace) -> Rows:
 
 def _memory(trace: Trace) -> Rows:
     """The moment at which the fullest rank held most."""
-    points = [(sum(p.held_bytes), r) for r, one in trace.ranks.items() for p in one.memory]
+    points = [(sum(p.held_bytes), r, p) for r, one in trace.ranks.items() for p in one.memory]
     if not points:
         return []
-    most, rank = max(points, key=lambda x: (x[0], -x[1]))
-    point = next(p for p in trace.ranks[rank].memory if sum(p.held_bytes) == most)
+    most, rank, point = max(points, key=lambda x: (x[0], -x[1]))
     rows = [(name, decimal(nbytes)) for name, nbytes in zip(CATEGORIES, point.held_bytes) if nbytes]
     return [("together", f"{decimal(most)}, on rank {rank} in step {point.step}"), *rows]
 

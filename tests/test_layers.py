@@ -1,9 +1,5 @@
-"""Imports run downward only (CONTRIBUTING.md, "The house").
-
-The rules are read off the syntax tree, so that an import inside a function, one behind
-`if TYPE_CHECKING:` and `importlib.import_module("labkit.plot")` count like one at the top. The
-checker is tried on small trees that break each rule, then run on labkit itself.
-"""
+"""Imports run downward only (CONTRIBUTING.md, "The house"): each import of the syntax tree counts,
+one in a function, behind `if TYPE_CHECKING:` or by `import_module("labkit.plot")` too."""
 
 import ast
 import subprocess
@@ -18,33 +14,12 @@ PACKAGE = Path(__file__).resolve().parent.parent / "labkit"
 # The one list of who stands where: a new top-level module or folder of labkit is added here.
 LAYERS: dict[int, set[str]] = {
     1: {"schedules", "events", "foreign", "trace", "clusters"},
-    2: {
-        "comm",
-        "dispatch",
-        "runtime.board",
-        "runtime.clock",
-        "runtime.dispatcher",
-        "runtime.process_context",
-        "runtime.transports",
-    },
+    2: {"comm", "dispatch", "runtime.board", "runtime.clock", "runtime.dispatcher"}
+    | {"runtime.process_context", "runtime.transports"},
     3: {"holdings", "parallel", "precision", "memory", "models", "data"},
     4: {"trace.recording", "runtime", "checkpoints"},
-    5: {
-        "replaying",
-        "plot",
-        "course",
-        "labs",
-        "bench",
-        "compare",
-        "doctor",
-        "lazy",
-        "cli",
-        "predict",
-        "recipes",
-        "sweeps",
-        "training",
-        "view",
-    },
+    5: {"replaying", "plot", "predict", "bench", "sweeps", "course", "labs", "recipes", "training"}
+    | {"cli", "compare", "doctor", "view", "lazy"},
 }
 
 # What moves bytes: the textbook in `comm`, what carries them out in these parts of `runtime`.
@@ -81,9 +56,6 @@ LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units}
 LAYER_OF |= {unit: 5 for unit in ROOT_UNITS}
 
 
-# ---- the checker
-
-
 def module_name(path: Path, package: Path) -> str:
     if not path.is_relative_to(package):  # of a lab, which labkit.labs gives a name
         return f"labkit.labs.lab_{path.parent.name[:2]}.{path.stem}"
@@ -111,10 +83,7 @@ def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
-    """Every dotted name that the module may import, with its line.
-
-    `from a import b` gives `a.b`: whether b is a module or a name does not matter to the rules.
-    """
+    """Each dotted name that the module may import, and its line; `from a import b` gives `a.b`."""
     torch_names = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -206,9 +175,6 @@ def problems(package: Path) -> list[str]:
     return list(found)
 
 
-# ---- the checker can fail
-
-
 def tree(folder: Path, **files: str) -> Path:
     """A package named labkit, with `comm__mesh="..."` as labkit/comm/mesh.py, and `lab_checks` as
     those of a lab."""
@@ -244,79 +210,65 @@ def test_a_tree_that_keeps_the_rules_has_no_problems(tmp_path: Path):
     assert problems(tree(tmp_path, **GOOD)) == []
 
 
+BROKEN = {
+    "downward only": [  # upward, also out of sight
+        ("comm__mesh", "from labkit.runtime.world import World"),
+        ("comm__mesh", "import labkit.parallel.ddp.ddp"),
+        ("parallel__ddp", "import labkit.trace.recording"),
+        ("parallel__zero", "from ..plot import timeline"),
+        ("parallel__zero", "from .. import plot"),
+        ("runtime__ranks", "from labkit.cli import main"),
+        ("events", "import labkit.comm"),
+        ("parallel__ddp", "def f():\n    from labkit.trace.recording import Span"),
+        ("comm__mesh", "if TYPE_CHECKING:\n    from labkit.runtime.world import World"),
+        ("trace__recording__spans", "importlib.import_module('labkit.plot')"),
+        ("trace__recording__spans", "__import__('labkit.plot')"),
+        ("trace__recording__spans", "try:\n    import labkit.bench\nexcept ImportError:\n    pass"),
+    ],
+    "hides which layer": [  # through the lazy names of labkit itself
+        ("parallel__ddp", "from labkit import World"),
+        ("comm__mesh", "import labkit"),
+        ("trace__recording__spans", "from ... import World"),
+    ],
+    "side by side": [  # sideways
+        ("parallel__ddp", "from labkit.models import GPT"),
+        ("parallel__ddp", "from labkit.data import text"),
+        ("models__gpt", "from labkit.parallel import DDP"),
+        ("data", "from labkit.models import GPT"),
+        ("precision", "from labkit.parallel import DDP"),
+        ("trace__recording__spans", "from labkit.runtime.world import World"),
+        ("schedules", "from labkit.events import Event"),
+        ("doctor", "from labkit.cli import main"),
+        ("plot__bandwidths", "from labkit.bench.harness import read"),
+        ("sweeps__sweep", "from labkit.bench import harness"),
+    ],
+    "does without torch": [  # torch in layer 1
+        ("schedules", "import torch"),
+        ("clusters", "def f():\n    from torch import nn"),
+        ("events", "import torch.fx as fx"),
+    ],
+    "only labkit.comm": [  # torch.distributed away from the door
+        ("parallel__ddp", "import torch.distributed as dist"),
+        ("parallel__ddp", "from torch import distributed"),
+        ("parallel__ddp", "from torch.distributed.nn import functional"),
+        ("models__gpt", "import torch\ntorch.distributed.barrier()"),
+        ("models__gpt", "import torch as t\nt.distributed.barrier()"),
+        ("bench", "def f():\n    import torch.distributed"),
+        ("bench__ddp", "import torch.distributed"),
+        ("lab_checks", "import torch.distributed"),
+        ("parallel__peers", "import torch.distributed"),
+        ("trace__recording__spans", "from torch._C._distributed_c10d import Store"),
+        ("checkpoints", "from torch.distributed import all_reduce"),
+        ("trace__recording__spans", "from torch.distributed.checkpoint import Metadata"),
+    ],
+    "labkit.helpers is in no layer: add 'helpers' to LAYERS": [("helpers", "")],
+    "labkit.utils is in no layer: add 'utils' to LAYERS": [("utils__tools", "")],
+}
+
+
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
-    [
-        # upward
-        ("comm__mesh", "from labkit.runtime.world import World", "downward only"),
-        ("comm__mesh", "import labkit.parallel.ddp.ddp", "downward only"),
-        ("parallel__ddp", "import labkit.trace.recording", "downward only"),
-        ("parallel__zero", "from ..plot import timeline", "downward only"),
-        ("parallel__zero", "from .. import plot", "downward only"),
-        ("runtime__ranks", "from labkit.cli import main", "downward only"),
-        ("events", "import labkit.comm", "downward only"),
-        # upward, out of sight
-        (
-            "parallel__ddp",
-            "def f():\n    from labkit.trace.recording import Span",
-            "downward only",
-        ),
-        (
-            "comm__mesh",
-            "if TYPE_CHECKING:\n    from labkit.runtime.world import World",
-            "downward only",
-        ),
-        ("trace__recording__spans", "importlib.import_module('labkit.plot')", "downward only"),
-        ("trace__recording__spans", "__import__('labkit.plot')", "downward only"),
-        (
-            "trace__recording__spans",
-            "try:\n    import labkit.bench\nexcept ImportError:\n    pass",
-            "downward only",
-        ),
-        # through the lazy names of labkit itself
-        ("parallel__ddp", "from labkit import World", "hides which layer"),
-        ("comm__mesh", "import labkit", "hides which layer"),
-        ("trace__recording__spans", "from ... import World", "hides which layer"),
-        # sideways
-        ("parallel__ddp", "from labkit.models import GPT", "side by side"),
-        ("parallel__ddp", "from labkit.data import text", "side by side"),
-        ("models__gpt", "from labkit.parallel import DDP", "side by side"),
-        ("data", "from labkit.models import GPT", "side by side"),
-        ("precision", "from labkit.parallel import DDP", "side by side"),
-        ("trace__recording__spans", "from labkit.runtime.world import World", "side by side"),
-        ("schedules", "from labkit.events import Event", "side by side"),
-        ("doctor", "from labkit.cli import main", "side by side"),
-        ("plot__bandwidths", "from labkit.bench.harness import read", "side by side"),
-        ("sweeps__sweep", "from labkit.bench import harness", "side by side"),
-        # torch in layer 1
-        ("schedules", "import torch", "does without torch"),
-        ("clusters", "def f():\n    from torch import nn", "does without torch"),
-        ("events", "import torch.fx as fx", "does without torch"),
-        # torch.distributed away from the door
-        ("parallel__ddp", "import torch.distributed as dist", "only labkit.comm"),
-        ("parallel__ddp", "from torch import distributed", "only labkit.comm"),
-        ("parallel__ddp", "from torch.distributed.nn import functional", "only labkit.comm"),
-        ("models__gpt", "import torch\ntorch.distributed.barrier()", "only labkit.comm"),
-        ("models__gpt", "import torch as t\nt.distributed.barrier()", "only labkit.comm"),
-        ("bench", "def f():\n    import torch.distributed", "only labkit.comm"),
-        ("bench__ddp", "import torch.distributed", "only labkit.comm"),
-        ("lab_checks", "import torch.distributed", "only labkit.comm"),
-        ("parallel__peers", "import torch.distributed", "only labkit.comm"),
-        (
-            "trace__recording__spans",
-            "from torch._C._distributed_c10d import Store",
-            "only labkit.comm",
-        ),
-        ("checkpoints", "from torch.distributed import all_reduce", "only labkit.comm"),
-        (
-            "trace__recording__spans",
-            "from torch.distributed.checkpoint import Metadata",
-            "only labkit.comm",
-        ),
-        # nowhere
-        ("helpers", "", "labkit.helpers is in no layer: add 'helpers' to LAYERS"),
-        ("utils__tools", "", "labkit.utils is in no layer: add 'utils' to LAYERS"),
-    ],
+    [(*row, expected) for expected, rows in BROKEN.items() for row in rows],
 )
 def test_a_broken_rule_is_found(tmp_path: Path, file: str, text: str, expected: str):
     found = problems(tree(tmp_path, **{**GOOD, file: text}))
@@ -337,9 +289,6 @@ def test_every_unit_stands_in_one_layer():
         assert {LAYER_OF[other] for other in allowed} == {LAYER_OF[unit]}
 
 
-# ---- labkit keeps the rules
-
-
 def test_labkit_imports_downward_only():
     found = problems(PACKAGE)
     assert found == [], "\n".join(["", *found])
@@ -354,18 +303,11 @@ def test_the_table_in_contributing_lists_every_unit():
         assert not missing, f"CONTRIBUTING.md, layer {layer}, lacks {sorted(missing)}"
 
 
-# ---- what is loaded when labkit is
-
-
 def loaded_after(statement: str) -> set[str]:
     """The top-level modules that a fresh Python holds after a statement."""
     code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())

@@ -1,9 +1,5 @@
-"""The set-up holds together: one file of pins, and nothing that says otherwise.
-
-constraints.txt, pyproject.toml, environment.yml, the Makefile and the README each state a part of
-how labkit is installed and run. The tests here read them and fail when they part; the Makefile's
-way of making .venv is tried with a Python that only pretends to install.
-"""
+"""constraints.txt, pyproject.toml, environment.yml, the Makefile and the README agree. Making
+.venv is tried with a Python that only pretends to install."""
 
 import importlib.metadata
 import os
@@ -24,9 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ["3.11", "3.12", "3.13"]
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-
-
-# ---- reading the files
 
 
 def read(name: str) -> str:
@@ -72,40 +65,8 @@ def parted(requirements: list[Requirement], pinned: dict[str, Version]) -> list[
     return problems
 
 
-def environment(text: str) -> tuple[list[str], list[str]]:
-    """The entries of environment.yml under `dependencies:` and under its `- pip:`.
-
-    The file is a plain list of two levels, so no YAML library is needed to read it.
-    """
-    conda: list[str] = []
-    pip: list[str] = []
-    inside, pip_indent = False, None
-    for line in text.splitlines():
-        line = re.sub(r"(^|\s)#.*", "", line).rstrip()
-        if not line.strip():
-            continue
-        if not line.startswith((" ", "-")):
-            inside, pip_indent = line == "dependencies:", None
-            continue
-        if not inside:
-            continue
-        indent = len(line) - len(line.lstrip())
-        entry = line.strip().removeprefix("- ").strip().strip("\"'")
-        if entry == "pip:":
-            pip_indent = indent
-        elif pip_indent is not None and indent > pip_indent:
-            pip.append(entry)
-        else:
-            pip_indent = None
-            conda.append(entry)
-    return conda, pip
-
-
 def targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), flags=re.MULTILINE))
-
-
-# ---- pins and ranges
 
 
 def test_every_declared_dependency_has_a_pin_inside_its_range():
@@ -141,10 +102,8 @@ def test_dependencies_are_ranges():
 
 
 def test_packages_that_dependencies_bring_are_pinned_too():
-    """Walks the installed packages; one whose version is not the pinned one says nothing here.
-
-    Only what torch brings for CUDA is left out: torch pins that itself, to the build.
-    """
+    """Walks the installed packages of pinned versions, but for what torch brings for CUDA: torch
+    pins that itself, to the build."""
     pinned = pins(read("constraints.txt"))
     to_visit = [canonicalize_name(requirement.name) for requirement in declared()]
     visited: set[str] = set()
@@ -173,9 +132,6 @@ def test_packages_that_dependencies_bring_are_pinned_too():
     assert sorted(missing) == []
 
 
-# ---- Python
-
-
 def test_the_python_range_is_the_same_everywhere():
     wanted = project()["requires-python"]
     assert wanted == ">=3.11,<3.14"
@@ -194,12 +150,12 @@ def test_the_python_range_is_the_same_everywhere():
     assert "3.11 to 3.13" in read("README.md")
 
 
-# ---- the conda way
-
-
 def test_conda_installs_the_same_packages():
-    conda, pip = environment(read("environment.yml"))
-    assert pip == ["-c constraints.txt", "-e .[lab,dev,wild]"], (
+    lines = read("environment.yml").partition("\ndependencies:\n")[2].splitlines()
+    conda = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
+    pip = [line.removeprefix("      - ").strip('"') for line in lines if line.startswith(" " * 6)]
+    assert len(conda) + len(pip) == len(lines), "environment.yml has lines of another kind"
+    assert conda.pop() == "pip:" and pip == ["-c constraints.txt", "-e .[lab,dev,wild]"], (
         "environment.yml must install labkit[lab,dev,wild] under constraints.txt, and nothing "
         "else, so that the conda way gives the packages of `make setup`"
     )
@@ -211,31 +167,9 @@ def test_conda_installs_the_same_packages():
     assert python is not None and python[1] in PYTHONS
 
 
-def test_environment_reader_tells_conda_from_pip():
-    text = """
-name: x  # a comment
-dependencies:
-  - python=3.12
-  - pip
-  - pip:
-      - '-c constraints.txt'
-      # - hidden
-      - torch==2.0#egg
-  - numpy
-variables:
-  - A=1
-"""
-    conda, pip = environment(text)
-    assert conda == ["python=3.12", "pip", "numpy"]
-    assert pip == ["-c constraints.txt", "torch==2.0#egg"]
-
-
 def test_make_installs_what_conda_installs():
     recipe = read("Makefile")
     assert "-c constraints.txt -e '.[lab,dev,wild]'" in recipe
-
-
-# ---- version, commands
 
 
 def test_the_version_has_one_source():
@@ -285,18 +219,11 @@ def test_pytest_starts_without_the_timeout_plugin(tmp_path: Path):
     (tmp_path / "tests/test_it.py").write_text(
         "import pytest\n\n@pytest.mark.timeout(5)\ndef test_it():\n    pass\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:timeout"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:timeout"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in done.stdout + done.stderr
 
-
-# ---- making .venv, with a Python that only pretends
 
 FAKE_PYTHON = """#!/bin/sh
 # Answers version questions like the real one, makes a .venv of one script, installs nothing.
@@ -333,13 +260,10 @@ class Workplace:
         # MAKEFLAGS and its like would tie this make to the one that runs the suite.
         kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
         self.log.write_text("")
+        command = ["make", f"PYTHON={self.python}", *arguments]
+        env = kept | {"PYTHONPATH": ""} | variables
         return subprocess.run(
-            ["make", f"PYTHON={self.python}", *arguments],
-            cwd=self.folder,
-            env={**kept, "PYTHONPATH": "", **variables},
-            capture_output=True,
-            text=True,
-            timeout=60,
+            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=60
         )
 
     def asked(self) -> list[str]:

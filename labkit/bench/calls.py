@@ -1,8 +1,6 @@
-"""Each collective as the bench calls it, through the communicator or past it, and its right result.
-
-The right result is computed without communication: every rank knows what the others send, since
-that is drawn from their rank, and reduces it in whole numbers. Inputs are 0, 1 or 2, so that sums
-are exact in every dtype; where nothing may arrive, `UNTOUCHED` must stay.
+"""Each collective as the bench calls it, and its right result, computed without communication:
+every rank knows what the others send, since that is drawn from their rank. Inputs are 0, 1 or 2, so
+that sums are exact in every dtype; where nothing may arrive, `UNTOUCHED` must stay.
 """
 
 from collections.abc import Callable, Iterable

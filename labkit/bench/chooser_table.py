@@ -1,12 +1,9 @@
-"""A table for the chooser, from what was measured on the present link.
-
-At the smallest size the fastest algorithm is taken, and kept until another takes a tenth less:
-what differs by less is noise, and there the fewer steps decide. Where LABKIT_TABLE names its file,
-labkit/runtime/transports/chooser.py reads the table. Operations that were not measured keep
-labkit's own rows.
+"""A table for the chooser (LABKIT_TABLE), from what was measured on the present link. At the
+smallest size the fastest algorithm is taken, and kept until another takes a tenth less: what
+differs by less is noise, and there the fewer steps decide. Operations not measured keep labkit's
+own rows.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
@@ -16,6 +13,7 @@ from typing import Any
 import typer
 
 from labkit.comm.collectives import ALGORITHMS, EQUAL_SIZES_ONLY, POWERS_OF_TWO_ONLY
+from labkit.foreign import write_json
 from labkit.runtime.transports.chooser import names, stored_table
 from labkit.sweeps.alpha_beta import cost_of, fit_sweep
 from labkit.sweeps.sweep import Point, Sweep
@@ -23,8 +21,6 @@ from labkit.sweeps.sweep import Point, Sweep
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # with a choice
 RANKS = (2, 3, 4)
 BETTER = 0.9  # of the time so far: below this a change is worth it
-
-Times = dict[int, dict[str, float]]  # bytes -> algorithm -> seconds
 
 
 def table_of(sweep: Sweep) -> dict[str, Any]:
@@ -39,24 +35,28 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
             'with transport="gloo", as labkit bench collectives --fit does'
         )
     fitted: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for op, ranks, points in sweep.tables():
+    for op, n, points in sweep.tables():
         if op in OPS:
-            fitted.setdefault(op, {})[str(ranks)] = _rows(op, ranks, _times(op, points))
+            fitted.setdefault(op, {})[str(n)] = _rows(op, n, points)
     if not fitted:
         raise ValueError(f"nothing to choose: measure at least one of {', '.join(OPS)}")
     fits = [asdict(fit) for fit in fit_sweep(sweep) if fit.op in OPS]
     own = {collective: stored_table()[collective] for collective in ALGORITHMS}
-    return {"source": _source(sweep, list(fitted)), **own, **fitted, "fits": fits}
+    about, sizes = sweep.about, [point.size_bytes for point in sweep.points]
+    ranks = ", ".join(map(str, sorted({point.ranks for point in sweep.points})))
+    source = (
+        f"labkit bench collectives --fit on {date.today()}: {about['backend']} on {about['host']}, "
+        f"{about['cores']} cores, torch {about['torch']}; {', '.join(fitted)} on {ranks} ranks, "
+        f"{min(sizes)} to {max(sizes)} bytes; {about['turns']} turns, "
+        f"{about.get('time', 'unknown statistic')}; the others as in labkit's own table"
+    )
+    return {"source": source, **own, **fitted, "fits": fits}
 
 
 def write_table(sweep: Sweep, path: str | Path) -> Path:
     """Write the table of `sweep`, atomically: a reader gets the old one or the new."""
-    path, table = Path(path), table_of(sweep)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)
-    return path
+    path = Path(path)
+    return write_json(path.with_name(path.name + ".new"), table_of(sweep)).replace(path)
 
 
 def user_table() -> Path:
@@ -64,17 +64,12 @@ def user_table() -> Path:
     return Path(typer.get_app_dir("labkit")) / "table.json"
 
 
-def _times(op: str, points: Sequence[Point]) -> Times:
-    """Of the algorithms that the chooser may take: not the default."""
-    times: Times = {}
+def _rows(op: str, ranks: int, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Which algorithm from which size on, of those that the chooser may take: not the default."""
+    times: dict[int, dict[str, float]] = {}  # bytes -> algorithm -> seconds
     for point in points:
         if point.algorithm in names(op) and (op, point.algorithm) not in EQUAL_SIZES_ONLY:
             times.setdefault(point.size_bytes, {})[point.algorithm] = point.time_s
-    return times
-
-
-def _rows(op: str, ranks: int, times: Times) -> list[dict[str, Any]]:
-    """Which algorithm from which size on."""
     rows: list[tuple[int, str]] = []
     for nbytes, seconds in sorted(times.items()):
         fastest = min(seconds, key=seconds.__getitem__)
@@ -106,15 +101,3 @@ def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
             f"{', '.join(name for name in ALGORITHMS[op] if _supports_all(op, name))}"
         )
     return min(measured, key=lambda name: sum(of[name] / min(of.values()) for of in seconds))
-
-
-def _source(sweep: Sweep, ops: Sequence[str]) -> str:
-    about, sizes = sweep.about, [point.size_bytes for point in sweep.points]
-    ranks = sorted({point.ranks for point in sweep.points})
-    return (
-        f"labkit bench collectives --fit on {date.today()}: {about['backend']} on {about['host']}, "
-        f"{about['cores']} cores, torch {about['torch']}; {', '.join(ops)} on "
-        f"{', '.join(map(str, ranks))} ranks, {min(sizes)} to {max(sizes)} bytes; "
-        f"{about['turns']} turns, {about.get('time', 'unknown statistic')}; the others as in "
-        "labkit's own table"
-    )

@@ -1,9 +1,7 @@
-"""The table that nccl-tests prints, for labkit's collectives and the backend's own side by side.
-
-Within one size, all algorithms and the backend's own take turns of a few calls each. As in
-nccl-tests, the time of a call is that of a whole turn, from a barrier to the end of the last call
-on the slowest rank, over the number of calls. A single call says little: where ranks may run ahead,
-one call lasts long and the next has already arrived. The median of the turns is reported.
+"""The table that nccl-tests prints, for labkit's collectives and the backend's own, which take
+turns of a few calls each. As in nccl-tests, a call's time is that of a whole turn, from a barrier
+to the end of the last call on the slowest rank, over the number of calls (where ranks may run
+ahead, a single call says little). The median of the turns is reported.
 """
 
 import os
@@ -12,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from labkit.bench.calls import REDUCTIONS, Buffers, NativeCalls, call_of, expected
-from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of, take_turns
+from labkit.bench.harness import calls_in_a_turn, check_names, seconds_of, sync_of, take_turns
 from labkit.comm import listen
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.runtime.attach import attach
@@ -25,15 +24,8 @@ from labkit.runtime.pick import pick
 from labkit.runtime.progress import progress
 from labkit.runtime.transports.chooser import table_note
 from labkit.runtime.world import World
-from labkit.sweeps.sweep import (
-    BUS_FACTORS,
-    DEFAULT,
-    REDUCING,
-    Point,
-    Sweep,
-    count_of,
-    sizes_between,
-)
+from labkit.sweeps import sweep
+from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
@@ -56,8 +48,7 @@ class Case:
     check: bool
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """What one rank measured of one algorithm: seconds of a call, in each turn."""
 
     chosen: str
@@ -90,14 +81,14 @@ def _on_rank(case: Case) -> dict[str, Timed]:
     calls[COPY] = lambda: buffers.output.copy_(buffers.input)
     sync, turns = sync_of(me.device), {}
     for name, collective in calls.items():
-        blocking = partial(_then, collective, sync)
+        blocking = partial(_blocking, collective, sync)
         repeats = calls_in_a_turn(me, blocking, TURN_S, MOST_CALLS)
         turns[name] = partial(seconds_of, blocking, repeats, comm.barrier)
     seconds = take_turns(turns, case.turns, shuffled=True)
     return {name: Timed(chosen[name], seconds[name], wrong[name]) for name in calls}
 
 
-def _then(collective: Callable[[], object], sync: Callable[[], object]) -> None:
+def _blocking(collective: Callable[[], object], sync: Callable[[], object]) -> None:
     collective()
     sync()
 
@@ -127,13 +118,13 @@ def bench_collectives(
 
     Raises ValueError for names that do not exist and sizes that do not fit.
     """
-    sizes = list(sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
+    sizes = list(sweep.sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
     todo = [(op, size) for op in dict.fromkeys(ops) for size in sizes]
     points: list[Point] = []
     for n in dict.fromkeys(ranks):
-        counts = {(op, size): count_of(op, n, size, item_bytes) for op, size in todo}
+        counts = {case: sweep.count_of(case[0], n, case[1], item_bytes) for case in todo}
         on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
         with World(
             n, device=None if on_gpus else "cpu", transport=None if on_gpus else transport,
@@ -142,7 +133,7 @@ def bench_collectives(
             for op, size in progress(todo, f"collectives on {n} ranks"):
                 count, nbytes = counts[op, size]
                 names = [DEFAULT] if on_gpus else _supported(op, n, algorithms)
-                op_redop = redop if op in REDUCING else ""
+                op_redop = redop if op in sweep.REDUCING else ""
                 case = Case(op, count, dtype, op_redop, tuple(names), turns, check)
                 points += _points(case, n, nbytes, world.backend, world.run(_on_rank, case))
     about = {
@@ -199,21 +190,14 @@ def _check_input(
     dtype: str, redop: str, turns: int,
 ) -> None:  # fmt: skip
     of_ops = [DEFAULT, *(name for op in ops for name in ALGORITHMS.get(op, ()))]
-    for what, given, known in [
-        ("operation", ops, BUS_FACTORS),
-        ("dtype", [dtype], DTYPES),
-        ("reduction", [redop], REDUCTIONS),
-        ("algorithm of these operations", algorithms or [], dict.fromkeys(of_ops)),
-    ]:
-        if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"{unknown[0]!r} is no {what}; choose from {', '.join(known)}")
-    for what, named in [
-        ("operation", ops),
-        ("number of ranks", ranks),
-        ("size", sizes),
-        ("algorithm", [DEFAULT] if algorithms is None else algorithms),
-    ]:
-        if not named:
+    known_algorithms = dict.fromkeys(of_ops)
+    check_names(ops, BUS_FACTORS, "{!r} is no operation")
+    check_names([dtype], DTYPES, "{!r} is no dtype")
+    check_names([redop], REDUCTIONS, "{!r} is no reduction")
+    check_names(algorithms or [], known_algorithms, "{!r} is no algorithm of these operations")
+    asked = {"operation": ops, "number of ranks": ranks, "size": sizes, "algorithm": algorithms}
+    for what, named in asked.items():
+        if named is not None and not named:
             raise ValueError(f"nothing to measure: name at least one {what}")
     if wrong := [n for n in ranks if n < 2]:
         raise ValueError(f"on {wrong[0]} ranks nothing travels; measure on 2 or more")

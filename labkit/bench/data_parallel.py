@@ -12,7 +12,7 @@ from torch import nn
 
 from labkit.bench import harness, peers
 from labkit.bench.harness import Contest, StepTimes
-from labkit.data import Batch, loss
+from labkit.data import loss
 from labkit.events import ranks_in_words
 from labkit.models import GPT
 from labkit.parallel import DDP, ZeRO3, ZeroOptimizer
@@ -21,7 +21,6 @@ from labkit.runtime.attach import attach
 ROWS, LENGTH = 4, 64  # a rank's batch
 STEPS = 5  # in a turn
 LR = 1e-3
-
 FLOOR = "no communication"
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -64,8 +63,7 @@ def stepper(
     torch.manual_seed(0)
     wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH, **changes).to(dtype))
     stepping = optimizer(wrapped.parameters())
-    tokens = torch.randint(0, 1024, (rows, LENGTH + 1))
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), rows * LENGTH)
+    batch = harness.random_batch(1024, rows, LENGTH)
 
     def step() -> None:
         stepping.zero_grad()

@@ -22,6 +22,7 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
+from labkit.data import Batch
 from labkit.foreign import read_file, write_json
 from labkit.models.gpt import PRESETS
 from labkit.runtime.attach import Rank
@@ -62,6 +63,12 @@ class StepTimes:
         pairs = zip(samples[ours], samples[theirs], strict=True)
         low, middle, high = quantiles([a / b for a, b in pairs], n=4)
         return low, middle, high
+
+
+def random_batch(vocab: int, rows: int, length: int, device: torch.device | None = None) -> Batch:
+    """Tokens drawn by the default generator, [rows, length] in and out."""
+    tokens = torch.randint(0, vocab, (rows, length + 1), device=device)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), rows * length)
 
 
 def take_turns(
@@ -110,7 +117,7 @@ def check_names(given: Iterable[str], known: Iterable[str], words: str) -> None:
     """Raises ValueError for the first name that is not known, with those that are."""
     names = list(known)
     if unknown := [name for name in given if name not in names]:
-        raise ValueError(f"{words.format(unknown[0])}; choose of {', '.join(names)}")
+        raise ValueError(f"{words.format(unknown[0])}; choose from {', '.join(names)}")
 
 
 def on_worlds(
@@ -129,14 +136,19 @@ def on_worlds(
     return measured
 
 
-def titled(title: str, caption: str, names: Sequence[str], words: Sequence[str]) -> Table:
-    """An empty table with these columns; those of `words` are aligned to the left."""
+def titled(
+    title: str, caption: str, names: Sequence[str], words: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+) -> Table:  # fmt: skip
+    """A table with these columns and rows; the columns of `words` are aligned to the left."""
     table = Table(
         title=title, caption=caption, title_justify="left", caption_justify="left",
         box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
     )  # fmt: skip
     for name in names:
         table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

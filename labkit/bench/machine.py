@@ -1,13 +1,7 @@
-"""This machine as a cluster: the ranks of a World are its devices, all measured at the same time.
-
-Ranks that share cores, memory or a GPU get a share of them while the others work as well; that
-share is a device here, with one thread as a World gives it. The same holds for a wire: on fewer
-ranks than all, every group of that size sends at once, and a rank's rate is its port's.
-
-Times are those of turns: several calls in a row from a barrier on, over their number, on the
-slowest rank, when all work is done. Every case has turns in each of several rounds, since other
-programs come and go; they make turns slow, and none fast: the lower quartile counts. The
-description is fitted to these (labkit/bench/rates.py).
+"""This machine as a cluster: the ranks of a World are its devices, all measured at the same time,
+so that a device is a rank's share of cores, memory, GPU and wire. A time is that of a turn: several
+calls from a barrier on, over their number, on the slowest rank; the lower quartile counts, as other
+programs make turns slow, and none fast. The description is fitted to these (rates.py).
 """
 
 import os
@@ -16,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
 from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of
-from labkit.bench.rates import Product, Reduced, fit_products, fit_wire
+from labkit.bench.rates import Case, Times, fit_products, fit_wire
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Comm
 from labkit.runtime.attach import Rank, attach
@@ -40,16 +34,6 @@ ROUNDS, TURNS, TURN_S, MOST_CALLS = 3, 3, 0.02, 10_000
 LONGEST_S = 0.15  # of a call; what would take longer is not measured
 REACHED = "by definition: the rate is one that was reached"
 ENOUGH_S = 7.0  # from then on, only what had no turn yet is measured
-
-
-class Case(NamedTuple):
-    """What the ranks time: "tiny", "copy", "product" or "all-reduce". `size` is elements of a tiny
-    operation, bytes copied or reduced, or the side of a product; `ranks` those of a group."""
-
-    what: str
-    size: int
-    dtype: str = "float32"
-    ranks: int = 1
 
 
 def measure_machine(ranks: int = 4) -> Cluster:
@@ -132,29 +116,28 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
         f"; measured on this machine: {kind}, torch {torch.__version__.split('+')[0]}, "
         f"{n} rank{'s at once' if n > 1 else ''}, {date.today().isoformat()}"
     )
-    products = [Product(c.dtype, c.size, s) for c, s in seconds.items() if c.what == "product"]
-    reduced = [Reduced(c.ranks, c.size, s) for c, s in seconds.items() if c.what == "all-reduce"]
-    (tiny_s,) = (s for c, s in seconds.items() if c.what == "tiny")
-    ((copied_bytes, copy_s),) = ((c.size, s) for c, s in seconds.items() if c.what == "copy")
+    products, reduced, tiny, copied = (
+        {case: s for case, s in seconds.items() if case.what == what}
+        for what in ("product", "all-reduce", "tiny", "copy")
+    )
+    (tiny_s,), ((copy, copy_s),) = tiny.values(), copied.items()
     fit = fit_products(products)
-    sides = {dtype: [p.side for p in products if p.dtype == dtype] for dtype in fit.peak_flops}
     sources = {
         "memory_bytes": "all there is, over the ranks that share it",
-        "memory_bytes_per_s": f"a copy of {copied_bytes >> 20} MiB, read and written",
+        "memory_bytes_per_s": f"a copy of {copy.size >> 20} MiB, read and written",
         "launch_s": "an addition of one number",
         "matmul_reached": REACHED,
         "memory_reached": REACHED,
         "tile": f"products of all dtypes, typically {fit.error:.0%} off",
-        **{
-            f"peak_flops.{dtype}": f"products of sides {min(own)} to {max(own)}"
-            for dtype, own in sides.items()
-        },
     }
+    for dtype in fit.peak_flops:
+        sides = [case.size for case in products if case.dtype == dtype]
+        sources[f"peak_flops.{dtype}"] = f"products of sides {min(sides)} to {max(sides)}"
     device = Device(
         name=f"one of {n} ranks on {kind}" if n > 1 else f"a rank on {kind}",
         peak_flops={dtype: _rounded(rate) for dtype, rate in fit.peak_flops.items()},
         memory_bytes=float(_memory_bytes(world)),
-        memory_bytes_per_s=_rounded(2 * copied_bytes / copy_s),
+        memory_bytes_per_s=_rounded(2 * copy.size / copy_s),
         launch_s=_rounded(tiny_s),
         tile=_rounded(fit.tile),
         sources={name: source + where for name, source in sources.items()},
@@ -163,7 +146,7 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
     return Cluster(NAME, title, device, 1, n, _wire(world, device, reduced, where))
 
 
-def _wire(world: World, device: Device, reduced: list[Reduced], where: str) -> Level:
+def _wire(world: World, device: Device, reduced: Times, where: str) -> Level:
     if not reduced:
         own, nothing = f"one rank: its own memory{where}", f"one rank: nothing travels{where}"
         sources = {"bytes_per_s": own, "latency_s": nothing, "reached": own, "start_s": nothing}

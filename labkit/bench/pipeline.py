@@ -1,7 +1,7 @@
 """A step of labkit's pipeline beside torch.distributed.pipelining's by the same schedule, and the
 floor of both: what the stages compute, and the bubble.
 
-    floor     each stage's computing without communication, and the bubble (pipeline_floor.py)
+    floor     each stage's computing without communication, and the bubble (`Floor`)
     labkit    Pipeline, over `transport`
     torch     ScheduleGPipe, Schedule1F1B, ..., over gloo
 
@@ -9,37 +9,58 @@ All have the same model in the same stages, the same batch and micro-batches, an
 same processes. A step is forward and backward of the whole batch; the optimizer's is the same.
 """
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
+import torch
+import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
 from labkit.bench import harness, peers
 from labkit.bench.harness import Contest, StepTimes
-from labkit.bench.pipeline_floor import (
-    CHUNKS,
-    DEPTH,
-    LENGTH,
-    ROWS,
-    VOCAB,
-    Floor,
-    batch,
-    loss_of,
-    stages_of,
-)
 from labkit.comm import Comm
+from labkit.models import GPT
+from labkit.models.gpt import PRESETS
 from labkit.parallel.pipeline.pipeline import Pipeline
+from labkit.parallel.pipeline.virtual_stage import VirtualStage
+from labkit.parallel.splitting import split
+from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
 from labkit.runtime.attach import attach
-from labkit.schedules import schedule
+from labkit.schedules import Action, received, schedule, virtual_stage
 
+ROWS, LENGTH, VOCAB, DEPTH = 16, 64, 1024, 8  # the batch, of all micro-batches; blocks of the GPT
+CHUNKS = {"interleaved": 2}  # of the others: 1
 MICROBATCHES = 8
 STEPS = 2  # in a turn
 AIM = 1.0
 SCHEDULES = list(peers.PIPELINES)
 
 Step = Callable[[], Tensor | None]
+
+
+def loss_of(logits: Tensor, y: Tensor) -> Tensor:
+    """Mean over the tokens: logits [rows, length, vocab], y [rows, length]."""
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """x and y, [ROWS, LENGTH] each, the same on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
+    """The same GPT each time, in as many stages as the schedule needs. (Not tied: torch's pipelines
+    have no way to sum the gradients of one parameter on two ranks.)"""
+    torch.manual_seed(0)
+    whole = GPT.preset(model, vocab=VOCAB, context=LENGTH, depth=DEPTH, tied=False)
+    return split(whole, ranks * CHUNKS.get(name, 1))
 
 
 def ours(stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:
@@ -65,6 +86,86 @@ def theirs(stages: list[nn.Module], name: str, microbatches: int, comm: Comm) ->
         return pipeline(x, y)
 
     return step
+
+
+class Floor:
+    """The least that a step can take: `measure` a few times, then `step_s`.
+
+    Each stage runs its actions on messages that are already there, and each action is timed, its
+    median over the turns. A replay of the schedule with these times, and messages that take none,
+    gives the step's time: no less than all computing together over the cores, as four stages on two
+    cores do not compute at once.
+    """
+
+    def __init__(self, model: str, name: str, microbatches: int, comm: Comm):
+        self.comm, chunks = comm, CHUNKS.get(name, 1)
+        self.schedule = schedule(name, comm.size, microbatches, chunks)
+        self.actions, stages = self.schedule[comm.rank], stages_of(model, name, comm.size)
+        x, y = batch()
+        ys = y.chunk(microbatches)
+
+        def loss(output: Tensor, k: int) -> Tensor:
+            return loss_of(output, ys[k]) / microbatches
+
+        self.stages = []
+        for chunk in range(chunks):
+            index = virtual_stage(comm.rank, chunk, comm.size)
+            own = [action for action in self.actions if action.chunk == chunk]
+            of_last = loss if index == len(stages) - 1 else None
+            stage = VirtualStage(stages[index], index, comm.rank, own, False, None, of_last)
+            self.stages.append(stage)
+        self.xs, width = x.chunk(microbatches), PRESETS[model]["width"]
+        self.activations = [torch.randn(len(x), LENGTH, width) for x in self.xs]
+        self.position = comm.rank, comm.size, chunks
+        self.turns: list[list[list[float]]] = []  # seconds of each action of each stage
+
+    def time_actions(self) -> list[float]:
+        """Seconds of each action of this rank."""
+        for stage in self.stages:
+            stage.module.zero_grad()
+        seconds = []
+        for action in self.actions:
+            message = self._message(action)
+            began_s = time.perf_counter()
+            self.stages[action.chunk].do(action, message)
+            seconds.append(time.perf_counter() - began_s)
+        return seconds
+
+    def _message(self, action: Action) -> Tensor | None:
+        """A made-up message of the right shape."""
+        if received(action, *self.position) is None:
+            return self.xs[action.microbatch] if action.phase == "forward" else None
+        message = self.activations[action.microbatch].detach().clone()
+        return message.requires_grad_(action.phase == "forward")
+
+    def measure(self) -> None:
+        """As many ranks at once as there are cores; the others wait for their turn."""
+        cores = os.cpu_count() or 1
+        of_ranks: list[list[float]] = [[] for _ in range(self.comm.size)]
+        for first in range(0, self.comm.size, cores):
+            self.comm.barrier()
+            mine = self.time_actions() if first <= self.comm.rank < first + cores else []
+            for rank, seconds in enumerate(self.comm.all_gather_object(mine)):
+                of_ranks[rank] = seconds or of_ranks[rank]
+        self.turns.append(of_ranks)
+
+    def step_s(self) -> float:
+        """The floor, from the medians of the turns."""
+        stages = zip(*self.turns)
+        medians = [[median(action) for action in zip(*stage, strict=True)] for stage in stages]
+        return floor_s(self.schedule, medians, os.cpu_count() or 1)
+
+
+def floor_s(actions: Sequence[Sequence[Action]], taken: list[list[float]], cores: int) -> float:
+    """Seconds of a step whose actions take these, by stage and place in its list."""
+    seconds_of = {
+        (stage, action): seconds
+        for stage, listed in enumerate(actions)
+        for action, seconds in zip(listed, taken[stage], strict=True)
+    }
+    trace = pipeline_trace([list(listed) for listed in actions], lambda *key: seconds_of[key])
+    busy_s = sum(map(sum, taken))
+    return max(pipeline_step_s(trace), busy_s / min(cores, len(taken)))
 
 
 def over_floor(times: StepTimes, name: str) -> float:
@@ -125,6 +226,12 @@ def bench_pipeline(
     return harness.on_worlds(_on_rank, ranks, models, transport, names, microbatches, turns)
 
 
+def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
+    """Write everything as JSON, with the ratios; `harness.read` returns it."""
+    sizes = {"rows": ROWS, "length": LENGTH, "depth": DEPTH, "vocab": VOCAB}
+    return harness.save(measured, path, **sizes)
+
+
 def table(measured: Sequence[StepTimes]) -> Table:
     """A row for each schedule, with its ratio and its aim."""
     counts = sorted({times.about["microbatches"] for times in measured})
@@ -138,9 +245,3 @@ def table(measured: Sequence[StepTimes]) -> Table:
         ("floor", lambda times, x: f"{times.figures['floor_s'][x.ours] * 1e3:.1f}"),
         ("over", lambda times, x: f"{over_floor(times, x.ours):.2f}"),
     )
-
-
-def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
-    """Write everything as JSON."""
-    sizes = {"rows": ROWS, "length": LENGTH, "depth": DEPTH, "vocab": VOCAB}
-    return harness.save(measured, path, **sizes)

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from labkit.bench import harness
 from labkit.bench.harness import Contest, StepTimes
 from labkit.clusters import cluster
-from labkit.data import Batch, loss
+from labkit.data import loss
 from labkit.memory.edits import Recompute
 from labkit.models import GPT
 from labkit.precision.fp8 import check_has_fp8, use_fp8
@@ -92,8 +92,7 @@ class Case:
         self.edit(model)
         optimizer = self.optimizer(model.parameters(), lr=LR)
         scaler = self.scaler(device.type)
-        tokens = torch.randint(s.vocab, (s.rows, s.length + 1), device=device)
-        batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), s.rows * s.length)
+        batch = harness.random_batch(s.vocab, s.rows, s.length, device)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -106,26 +105,20 @@ class Case:
         return step
 
 
-def _masters(dtype: torch.dtype, **more: Any) -> Case:
-    return Case(dtype, optimizer=partial(MasterWeights, optimizer_cls=torch.optim.AdamW), **more)
-
-
-def _amp(dtype: torch.dtype, **more: Any) -> Case:
-    return Case(context=partial(torch.autocast, dtype=dtype), **more)
-
-
 def _checkpointed(model: GPT) -> None:
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
+_masters = partial(Case, optimizer=partial(MasterWeights, optimizer_cls=torch.optim.AdamW))
+_bf16, _fp16 = (partial(torch.autocast, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
 CASES = {
     "fp32": Case(),
     "tf32": Case(products="high"),
     "bf16": _masters(torch.bfloat16),
-    "torch.amp bf16": _amp(torch.bfloat16),
+    "torch.amp bf16": Case(context=_bf16),
     "fp16": _masters(torch.float16, scaler=lambda kind: GradScaler()),
-    "torch.amp fp16": _amp(torch.float16, scaler=torch.amp.GradScaler),
+    "torch.amp fp16": Case(context=_fp16, scaler=torch.amp.GradScaler),
     "fp8": _masters(torch.bfloat16, edit=partial(use_fp8, only="blocks.*")),
     "recompute": Case(edit=Recompute),
     "torch checkpoint": Case(edit=_checkpointed),

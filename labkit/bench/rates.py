@@ -9,32 +9,29 @@ mean absolute value, so that one outlier does not count. (bfloat16 on a CPU has 
 its first multiplication.) An error of 0.1 means: typically a tenth off.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from labkit.comm.collectives.costs import Cost
-from labkit.sweeps.alpha_beta import fit_line
+from labkit.sweeps.alpha_beta import fit_line, least
 
-TRIED, ZOOMS = 11, 6  # each zoom is a fifth of the one before
+SEARCH = {"tried": 11, "zooms": 6}
 LEAST_PART = 1e-4  # of its peak: no product has reached less
 
 
-class Product(NamedTuple):
-    """A measured product of two square matrices."""
+class Case(NamedTuple):
+    """What is timed: "tiny", "copy", "product" or "all-reduce". `size` is elements of a tiny
+    operation, bytes copied or reduced, or the side of square matrices; `ranks` those of a group."""
 
-    dtype: str
-    side: int
-    seconds: float
+    what: str
+    size: int
+    dtype: str = "float32"
+    ranks: int = 1
 
 
-class Reduced(NamedTuple):
-    """A measured all-reduce."""
-
-    ranks: int
-    size_bytes: int
-    seconds: float
+Times = Mapping[Case, float]  # seconds
 
 
 class ProductFit(NamedTuple):
@@ -54,61 +51,49 @@ class WireFit(NamedTuple):
     error: float
 
 
-def fit_products(products: Sequence[Product]) -> ProductFit:
+def fit_products(products: Times) -> ProductFit:
     """One tile for all dtypes, and the peak of each.
 
     Raises ValueError where no dtype has products of two sides."""
-    of_dtype: dict[str, list[Product]] = {}
-    for product in products:
-        of_dtype.setdefault(product.dtype, []).append(product)
-    if not any(len({p.side for p in own}) > 1 for own in of_dtype.values()):
+    dtypes = list(dict.fromkeys(case.dtype for case in products))
+    of_dtype = [[(c.size, s) for c, s in products.items() if c.dtype == dtype] for dtype in dtypes]
+    if all(len(own) < 2 for own in of_dtype):
         raise ValueError("products of one side only; two sides of a dtype are needed")
-    smallest = min(product.side for product in products)
+    smallest = min(case.size for case in products)
 
     def fit(part: float) -> ProductFit:
         """With the tile by which the smallest product reaches this part of its peak, for each
         side."""
         tile = smallest * (1 / part - 1)
-        logs = {  # of the peaks that the products of each dtype imply
-            dtype: np.log([2 * (p.side + tile) ** 3 / p.seconds for p in own])
-            for dtype, own in of_dtype.items()
-        }
-        medians = {dtype: np.median(x) for dtype, x in logs.items()}
-        off = np.concatenate([x - medians[dtype] for dtype, x in logs.items()])
-        peaks = {dtype: float(np.exp(x)) for dtype, x in medians.items()}
+        # of the peaks that the products of each dtype imply
+        logs = [np.log([2 * (side + tile) ** 3 / s for side, s in own]) for own in of_dtype]
+        off = np.concatenate([x - np.median(x) for x in logs])
+        peaks = {dtype: float(np.exp(np.median(x))) for dtype, x in zip(dtypes, logs)}
         return ProductFit(peaks, tile, float(abs(off).mean()))
 
-    return fit(_least(lambda part: fit(part).error, LEAST_PART, 1.0))
+    return fit(least(lambda part: fit(part).error, LEAST_PART, 1.0, **SEARCH))
 
 
-def fit_wire(reduced: Sequence[Reduced]) -> WireFit:
+def fit_wire(reduced: Times) -> WireFit:
     """Bandwidth, latency and start of a wire. On a single number of ranks, start and latency cannot
     be told apart: all of it is the latency then.
 
     Raises ValueError for fewer than two sizes, one rank, or times that do not grow with the size.
     """
-    if len({x.size_bytes for x in reduced}) < 2 or min(x.ranks for x in reduced) < 2:
+    if len({case.size for case in reduced}) < 2 or min(case.ranks for case in reduced) < 2:
         raise ValueError("all-reduces of two sizes or more, on two ranks or more, are needed")
 
     def line(part: float) -> tuple[float, float, float]:
         """alpha, beta and error, if this part of alpha is the start, and the rest the latency."""
         costs = [
-            Cost(part + (1 - part) * 2 * (n - 1), 2 * (n - 1) / n * size) for n, size, _ in reduced
+            Cost(part + (1 - part) * 2 * (n - 1), 2 * (n - 1) / n * size)
+            for _, size, _, n in reduced
         ]
-        return fit_line(costs, [x.seconds for x in reduced])
+        return fit_line(costs, list(reduced.values()))
 
-    ranks_differ = len({x.ranks for x in reduced}) > 1
-    part = _least(lambda part: line(part)[2], 0.0, 1.0) if ranks_differ else 0.0
+    ranks_differ = len({case.ranks for case in reduced}) > 1
+    part = least(lambda part: line(part)[2], 0.0, 1.0, **SEARCH) if ranks_differ else 0.0
     alpha_s, beta_s_per_byte, error = line(part)
     if beta_s_per_byte == 0:
         raise ValueError("a large all-reduce took no longer than a small one; measure again")
     return WireFit(1 / beta_s_per_byte, (1 - part) * alpha_s, part * alpha_s, error)
-
-
-def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of a function with one valley, ends included."""
-    for _ in range(ZOOMS):
-        tried = np.linspace(low, high, TRIED).tolist()  # the best so far is among them
-        place = int(np.argmin([function(x) for x in tried]))
-        low, high = tried[max(place - 1, 0)], tried[min(place + 1, TRIED - 1)]
-    return float(tried[place])

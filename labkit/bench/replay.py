@@ -1,9 +1,6 @@
-"""Is the replay right? A step of DDP over a modelled wire, predicted and measured.
-
-Two worlds take turns. In one nothing slows the wires: its recording says how long this machine
-computes, and how long it takes to move each tensor. A replay gives its steps the wires of a `Link`;
-in the other world the ranks train over that `Link` themselves. Prediction and measurement are
-compared turn by turn.
+"""Is the replay right? Two worlds take turns. In one nothing slows the wires: its recording says
+how long this machine computes and moves each tensor, and a replay gives its steps the wires of a
+`Link`. In the other the ranks train over that `Link`. They are compared turn by turn.
 """
 
 from collections.abc import Callable
@@ -114,15 +111,15 @@ def bench_replay(
 
 def table(measured: list[StepTimes]) -> Table:
     """A row for each model: its times, and how near the replay comes."""
-    names = ("model", "ranks", "computing, ms", "replayed, ms", "measured, ms")
-    shown = titled(
-        f"A DDP step over {LINK.gbps:g} Gbit/s and {LINK.latency_us:g} us: replayed from a run "
-        "without it, and measured (aim: 0.9 to 1.1)",
-        "", (*names, "replayed / measured", "quartiles"), (),
-    )  # fmt: skip
+    cases, rows = ("computing", "replayed", "measured"), []
     for times in measured:
         low, middle, high = times.ratio("replayed", "measured")
-        ms = [f"{times.ms(case):.1f}" for case in ("computing", "replayed", "measured")]
         about = times.about["model"], str(times.about["ranks"])
-        shown.add_row(*about, *ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
-    return shown
+        ms = [f"{times.ms(case):.1f}" for case in cases]
+        rows.append((*about, *ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"))
+    title = (
+        f"A DDP step over {LINK.gbps:g} Gbit/s and {LINK.latency_us:g} us: replayed from a run "
+        "without it, and measured (aim: 0.9 to 1.1)"
+    )
+    names = ("model", "ranks", *(f"{case}, ms" for case in cases))
+    return titled(title, "", (*names, "replayed / measured", "quartiles"), (), rows)

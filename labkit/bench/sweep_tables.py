@@ -15,15 +15,14 @@ TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 def tables(sweep: Sweep) -> list[Table]:
     """As nccl-tests prints it, one table for each operation and number of ranks, and two columns
     more: time over that of the backend's own, busbw over the rate at which memory is copied."""
-    backend = markup(sweep.about.get("backend", "backend"))
-    shown = []
+    backend, shown = sweep.about.get("backend", "backend"), []
+    statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
+    words = ("type", "redop", "root", "algorithm")
+    times = ("time, us", "algbw", "busbw", "#wrong", f"/ {markup(backend)}", "of copy")
     for op, n, points in sweep.tables():
-        words = ("type", "redop", "root", "algorithm")
-        times = ("time, us", "algbw", "busbw", "#wrong", f"/ {backend}", "of copy")
-        table = titled(
-            f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw",
-            markup(_caption(points, sweep)), ("size, B", "count", *words, *times), words,
-        )  # fmt: skip
+        title = f"{op} on {n} ranks, GB/s: busbw = {BUS_FACTORS[op](n):.3g} algbw"
+        caption = markup("\n".join(filter(None, (statistic, _summary(points, backend)))))
+        table = titled(title, caption, ("size, B", "count", *words, *times), words)
         for point, after in zip(points, [*points[1:], points[-1]]):
             table.add_row(
                 *map(markup, _cells(point)), end_section=point.size_bytes != after.size_bytes,
@@ -47,13 +46,6 @@ def _cells(point: Point) -> list[str]:
     ]  # fmt: skip
 
 
-def _caption(points: list[Point], sweep: Sweep) -> str:
-    """Which statistic a time is, and a summary."""
-    statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
-    summary = _summary(points, sweep.about.get("backend", "backend"))
-    return "\n".join(filter(None, (statistic, summary)))
-
-
 def _summary(points: list[Point], backend: str) -> str:
     """The default against the backend's own, over all sizes."""
     ratios = {point.size_bytes: point.ratio for point in points if point.algorithm == DEFAULT}
@@ -69,13 +61,14 @@ def _summary(points: list[Point], backend: str) -> str:
 def fit_table(fits: list[Fit]) -> Table:
     """alpha and beta of each algorithm, and how far the line is off."""
     names = ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error")
-    table = titled("time = steps x alpha + bytes x beta", "", names, ("operation", "algorithm"))
-    for fit in fits:
-        table.add_row(
-            fit.op, str(fit.ranks), fit.algorithm, f"{fit.alpha_s * 1e6:.1f}",
-            f"{fit.beta_s_per_byte * 1e9:.3f}", f"{fit.error:.0%}",
-        )  # fmt: skip
-    return table
+    rows = [
+        (fit.op, str(fit.ranks), fit.algorithm, f"{fit.alpha_s * 1e6:.1f}",
+         f"{fit.beta_s_per_byte * 1e9:.3f}", f"{fit.error:.0%}")
+        for fit in fits
+    ]  # fmt: skip
+    return titled(
+        "time = steps x alpha + bytes x beta", "", names, ("operation", "algorithm"), rows
+    )
 
 
 def doubts(fits: list[Fit]) -> str:

@@ -84,13 +84,12 @@ def stepper(case: Case, model: str, rows: int = ROWS) -> Callable[[], tuple[floa
     torch.manual_seed(0)
     parallel = case.parallelize(GPT.preset(model, vocab=VOCAB, context=LENGTH))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LR)
-    tokens = torch.randint(0, VOCAB, (rows, LENGTH + 1))
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    batch = harness.random_batch(VOCAB, rows, LENGTH)
 
     def step() -> tuple[float, float]:
         optimizer.zero_grad()
         with case.context():
-            loss = case.loss(parallel(x), y)
+            loss = case.loss(parallel(batch.x), batch.y)
             loss.backward()
         backward_ended_s = time.perf_counter()
         optimizer.step()
@@ -135,9 +134,13 @@ def bench_tensor_parallel(
     return harness.on_worlds(_on_rank, ranks, models, transport, turns)
 
 
+def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
+    """Write everything as JSON, with the ratios; `harness.read` returns it."""
+    return harness.save(measured, path, rows=ROWS, length=LENGTH)
+
+
 def table(measured: Sequence[StepTimes]) -> Table:
     """A row for each contest, with its ratio and its aim, and the ratio without AdamW."""
-
     return harness.contest_table(
         measured,
         f"A step of tensor parallelism, {ROWS} x {LENGTH} tokens for all ranks, in ms",
@@ -150,8 +153,3 @@ def table(measured: Sequence[StepTimes]) -> Table:
             lambda times, x: f"{times.ratio(x.ours, x.theirs, WITHOUT_ADAMW)[1]:.2f}",
         ),
     )
-
-
-def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
-    """Write everything as JSON."""
-    return harness.save(measured, path, rows=ROWS, length=LENGTH)

@@ -1,8 +1,6 @@
 """Ways to move a tensor between the memories of this machine, timed side by side and compared with
-what their bytes predict; also over a paced bus, which stands for PCIe where there is no GPU.
-
-`labkit bench transfers --save FILE` keeps the times, with device, versions and date, for machines
-that have no such device: lab 12 draws the files in labkit/bench/results beside its own.
+what their bytes predict; also over a paced bus, which stands for PCIe where there is no GPU. Lab 12
+draws the files in labkit/bench/results, saved on machines with other devices, beside its own.
 """
 
 import json

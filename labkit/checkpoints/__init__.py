@@ -3,8 +3,8 @@
     save_checkpoint("runs/gpt", model, optimizer, step=100)      # on every rank
     step = load_checkpoint("runs/gpt", model, optimizer).step
 
-`owners.py` asks the strategy, or a pipeline's stages, what a rank owns, `boxes.py` cuts that into
-what the format can hold, `contents.py` names it, `saving.py` and `loading.py` do the two calls,
+`owners.py` asks the strategy, or a pipeline's stages, what a rank owns, `contents.py` names it,
+`boxes.py` cuts that into what the format can hold, `saving.py` and `loading.py` do the two calls,
 `folders.py` sees that a killed save harms nothing.
 """
 

@@ -21,6 +21,7 @@ from math import prod
 
 import torch
 
+from labkit.holdings import OwnedPiece
 from labkit.parallel.common.shards import Shard
 
 
@@ -93,6 +94,12 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
     return tensor[at : at + box.numel].view(box.sizes)
 
 
-def beginning_of(view: torch.Tensor, box: Box) -> torch.Tensor:
-    """What of a view lies in `box`, which may be smaller by the padding at the view's end."""
-    return view[tuple(slice(size) for size in box.sizes)]
+def placed_boxes(
+    piece: OwnedPiece, tensor: torch.Tensor, most: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The boxes of a piece, of about `most` elements each: where in the whole parameter, without
+    padding, and the view of `tensor`, which has an element for each of the piece's."""
+    for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
+        if (box := in_whole(here, piece.shard)) is not None:
+            view = view_of(tensor, piece.shape, piece.start, here)
+            yield box, view[tuple(slice(size) for size in box.sizes)]

@@ -5,13 +5,14 @@
     optimizer.param_groups.GROUP.KEY        hyperparameters; KEY `params` has the names
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
-These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A rank has `Owned`
-pieces of parameters (labkit/holdings.py); several may have the same one, then one writes it. A
-parameter that is cut over tensor-parallel ranks has its plain name and its whole shape.
+These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. Several ranks may
+have the same piece, then one writes it. A parameter that is cut over tensor-parallel ranks has its
+plain name and its whole shape.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch import nn
 from labkit.checkpoints.owners import Owners
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
-from labkit.parallel.common.agreement import check_same_on_all_ranks
+from labkit.parallel.common.ownership import check_same_on_all_ranks
 from labkit.parallel.common.sharder import InStages
-from labkit.parallel.common.shards import comms_of, shard_of
+from labkit.parallel.common.shards import shard_of
 from labkit.parallel.common.whole import plain_module
 from labkit.runtime.attach import attach
 
@@ -33,7 +34,7 @@ FORMAT = 1
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
     """The ranks that hold the model together: those of its strategy; all, where it has none, where
     parameters are cut over further ranks, or where it is in stages."""
-    if not comms_of(plain_module(model).parameters()) and not isinstance(model, InStages):
+    if not (any(map(shard_of, plain_module(model).parameters())) or isinstance(model, InStages)):
         for owner in (optimizer, model):
             if isinstance(comm := getattr(owner, "comm", None), Comm):
                 return comm
@@ -51,8 +52,7 @@ class Contents:
     groups         for each parameter group the names of its parameters, of all ranks
     stateful       names of the parameters that the optimizer steps on; trained: unless frozen
 
-    Raises ValueError where the ranks have different models or optimizers, or some are missing.
-    """
+    Raises ValueError where the ranks have different models or optimizers, or some are missing."""
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.optimizer, self.owners = optimizer, Owners(model, optimizer)
@@ -92,31 +92,26 @@ class Contents:
         names = {id(p): name for name, p in named}
         names |= {id(piece.tensor): piece.name for piece in self.pieces}
         stepped_on = [piece for piece in self.pieces if piece.optimizer is not None]
-        groups = [[names.get(id(p)) for p in group["params"]] for group in self._groups]
-        mine = {
-            "shapes": {piece.name: piece.whole_shape for piece in self.pieces},
-            "stateful": {piece.name for piece in stepped_on},
-            "trained": {piece.name for piece in stepped_on if piece.tensor.requires_grad},
-            "groups": [[name for name in group if name is not None] for group in groups],
-            "buffers": {name: x.shape for name, x in self.buffers.items()},
-        }
-        ranks: list[dict[str, Any]] = comm.all_gather_object(mine)
-        counts = [len(rank["groups"]) for rank in ranks]
+        own_groups = [[names.get(id(p)) for p in group["params"]] for group in self._groups]
+        mine = (
+            {piece.name: piece.whole_shape for piece in self.pieces},
+            {name: x.shape for name, x in self.buffers.items()},
+            {piece.name for piece in stepped_on},
+            {piece.name for piece in stepped_on if piece.tensor.requires_grad},
+            [[name for name in group if name is not None] for group in own_groups],
+        )
+        shapes, buffers, stateful, trained, groups = zip(*comm.all_gather_object(mine))
+        counts = [len(of_rank) for of_rank in groups]
         if len(set(counts)) > 1:
             raise ValueError(
                 "the ranks have different optimizers: the number of parameter groups is "
                 f"{', '.join(map(str, counts))}; build the same on all"
             )
-        self.shapes = _union([rank["shapes"] for rank in ranks])
-        self.stateful = set().union(*(rank["stateful"] for rank in ranks))
-        self.trained = set().union(*(rank["trained"] for rank in ranks))
-        self.groups = [
-            list(dict.fromkeys(name for rank in ranks for name in rank["groups"][k]))
-            for k in range(counts[0])
-        ]
-        self.buffer_shapes = _union([rank["buffers"] for rank in ranks])
+        self.shapes, self.buffer_shapes = _union(shapes), _union(buffers)
+        self.stateful, self.trained = set().union(*stateful), set().union(*trained)
+        self.groups = [list(dict.fromkeys(chain(*of_ranks))) for of_ranks in zip(*groups)]
         self.buffer_rank = {
-            name: next(k for k, rank in enumerate(ranks) if name in rank["buffers"])
+            name: next(rank for rank, of_rank in enumerate(buffers) if name in of_rank)
             for name in self.buffer_shapes
         }
 
@@ -125,13 +120,10 @@ class Contents:
         them (data-parallel ranks may cut them at other places on the others); of those that
         several stages have, only on the first of these."""
         named = self.owners.named()
-        first = all(comm.rank == 0 for comm in comms_of(p for _, p in named))
+        shards = (shard_of(p) for _, p in named)
+        first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.owners.written_here()
         return (x for x in self.pieces if x.name in here and (first or x.shard is not None))
-
-    def has_elements(self, name: str) -> bool:
-        """False where a strategy may leave the parameter out."""
-        return name in self.shapes and self.shapes[name].numel() > 0
 
     def hyperparameters(self) -> Iterator[tuple[Key, Any]]:
         """Those of each group, with the names of its parameters."""

@@ -1,17 +1,14 @@
 """The folders of checkpoints, and how one replaces another in a single moment.
 
     FOLDER/step_00000100          a checkpoint: a file of each rank, and `.metadata`
-    FOLDER/step_00000200
     FOLDER/latest                 the name of the one to load
     FOLDER/step_00000300.tmp      a save that is under way, or died: it is never read
 
 A save writes into the folder `.tmp`, has every byte on the disk, renames the folder, and then
 replaces `latest`. A rename happens or does not, so whenever a save is killed, `latest` names a
-checkpoint that is whole. Old ones are removed only after that.
-
-`.metadata` and `latest` end in their own CRC-32, and `.metadata` has one for every item in the
-other files. CRC-32 detects any flipped bit, several times as fast as a cryptographic hash; an
-attacker could replace either.
+checkpoint that is whole. Old ones are removed only after that. `.metadata` and `latest` end in
+their own CRC-32, and `.metadata` has one for every item in the other files: it detects any flipped
+bit, several times as fast as a cryptographic hash; an attacker could replace either.
 """
 
 import os

@@ -11,7 +11,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from labkit.checkpoints import folders
 from labkit.checkpoints.contents import FORMAT, Contents, check_one_for_all, comm_of, lies_like
+from labkit.checkpoints.owners import whole
 from labkit.checkpoints.stored import Fill, Stored
 from labkit.checkpoints.together import on_every_rank, on_rank_0, together
 from labkit.comm import Comm
@@ -95,9 +96,8 @@ def load_checkpoint(
 
 
 def _weights(contents: Contents) -> list[Fill]:
-    pieces = [Fill(("model", p.name), p.shape, p.start, p.tensor, p.shard) for p in contents.pieces]
-    buffers = [Fill(("model", name), x.shape, 0, x) for name, x in contents.buffers.items()]
-    return [fill for fill in pieces + buffers if fill.tensor.numel()]
+    buffers = [whole(name, x) for name, x in contents.buffers.items()]
+    return [(("model", x.name), x) for x in contents.pieces + buffers if x.tensor.numel()]
 
 
 def _new_state(stored: Stored, piece: OwnedPiece) -> State:
@@ -117,10 +117,10 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
             fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
             # Zeros, where there is padding: nothing is read for it.
             state[key] = old if fits else torch.zeros_like(piece.tensor, requires_grad=False)
-            fills.append(Fill(path, piece.shape, piece.start, state[key], piece.shard))
+            fills.append((path, replace(piece, tensor=state[key])))
         else:
             state[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-            fills.append(Fill(path, entry.size, 0, state[key]))
+            fills.append((path, whole("", state[key])))
     return state, fills
 
 
@@ -192,7 +192,7 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
     }
     hyperparameters = []
     for names, now in zip(contents.groups, contents.optimizer.param_groups):
-        names = [name for name in names if contents.has_elements(name)]
+        names = [x for x in names if x in contents.shapes and contents.shapes[x].numel()]
         missing = [name for name in names if name not in group_of and name in contents.trained]
         _raise(stored, "optimizer", missing, [], [])
         names = [name for name in names if name in group_of]

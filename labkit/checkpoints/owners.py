@@ -6,14 +6,15 @@
     Pipeline             the optimizer's, of this rank's stages; or each stage's own, whole or
                          in ZeRO3, under the names of the whole model
 
-A parameter that is tied over stages has the first of its names everywhere, and the first of its
-ranks writes it. The others read it, too.
+A parameter that is tied over stages has the first of its names everywhere; the first of its ranks
+writes it, the others read it, too.
 """
 
 from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from labkit.holdings import OwnedPiece
@@ -22,27 +23,27 @@ from labkit.parallel.common.whole import plain_module
 
 
 class Owners:
-    """Of `model` and its `optimizer`, on this rank.
+    """The owners of the slices of `model` and its `optimizer`, on this rank.
 
     module      the part of the model that is here, under the names of the whole
     strategies  those with an `owned` method, [] where all is whole
     pipeline    the model, where it is one
 
-    Raises ValueError where model and optimizer both have one.
-    """
+    Raises ValueError where model and optimizer both have one."""
 
     def __init__(self, model: nn.Module, optimizer: Any):
         self.module, self.optimizer = plain_module(model), optimizer
         self.pipeline = model if isinstance(model, InStages) else None
         stages = self.pipeline.stages_here() if self.pipeline else [("", model)]
         self._sharders: list[tuple[str, Any]] = [x for x in stages if fulfils(x[1], OwnsPieces)]
-        self._cut = {p for _, one in self._sharders for p in one.module.parameters()}
+        self._cut = {p for _, sharder in self._sharders for p in sharder.module.parameters()}
         self._by_optimizer = fulfils(optimizer, OwnsPieces)
-        self.strategies = [optimizer] * self._by_optimizer + [one for _, one in self._sharders]
-        if self._by_optimizer and self._sharders:
-            names = " and ".join(type(one).__name__ for one in self.strategies[:2])
+        sharders = [sharder for _, sharder in self._sharders]
+        self.strategies = [optimizer] * self._by_optimizer + sharders
+        if self._by_optimizer and sharders:
+            first, second = (type(x).__name__ for x in self.strategies[:2])
             raise ValueError(
-                f"{names} both say what a rank owns; under {type(self.strategies[1]).__name__} use "
+                f"{first} and {second} both say what a rank owns; under {second} use "
                 "a plain torch optimizer, which it gives its pieces to step on"
             )
 
@@ -53,8 +54,8 @@ class Owners:
         else:
             pieces = [
                 replace(piece, name=prefix + piece.name)
-                for prefix, stage in self._sharders
-                for piece in stage.owned(self.optimizer)
+                for prefix, sharder in self._sharders
+                for piece in sharder.owned(self.optimizer)
             ]
             named = self.module.named_parameters()
             pieces += [whole(name, p, self.optimizer) for name, p in named if p not in self._cut]
@@ -63,7 +64,7 @@ class Owners:
     def unowned(self, names: Container[str]) -> list[OwnedPiece]:
         """Whole pieces of parameters without an owner, not among `names`: frozen ones, which a
         sharded optimizer may leave out, and those without elements."""
-        return [whole(n, p, None) for n, p in self.named() if n not in names and p not in self._cut]
+        return [whole(n, p) for n, p in self.named() if n not in names and p not in self._cut]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are here, under first names."""
@@ -80,9 +81,8 @@ class Owners:
         return {name for name, _ in named} - others
 
 
-def whole(name: str, parameter: nn.Parameter, optimizer: Any) -> OwnedPiece:
-    """All of a parameter, on which `optimizer` steps if it has it."""
-    steps = optimizer is not None and any(
-        parameter is p for group in optimizer.param_groups for p in group["params"]
-    )
-    return OwnedPiece(name, parameter.shape, 0, parameter, optimizer if steps else None)
+def whole(name: str, tensor: torch.Tensor, optimizer: Any = None) -> OwnedPiece:
+    """All of a tensor, on which `optimizer` steps if it has it."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    steps = any(tensor is p for group in groups for p in group["params"])
+    return OwnedPiece(name, tensor.shape, 0, tensor, optimizer if steps else None)

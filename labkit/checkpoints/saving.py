@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 
 from labkit.checkpoints import folders
-from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
+from labkit.checkpoints.boxes import placed_boxes
 from labkit.checkpoints.contents import FORMAT, Contents, Key, check_one_for_all, comm_of, lies_like
+from labkit.checkpoints.owners import whole
 from labkit.checkpoints.stored import check_weights_only
 from labkit.checkpoints.together import on_rank_0, together
 from labkit.comm import Comm
@@ -141,10 +142,10 @@ class PiecePlanner(DefaultSavePlanner):
                     self._piece(path, piece, value)
                 elif piece.start == 0:
                     check_one_for_all(piece, key, value.shape)
-                    self._whole(path, value)
+                    self._piece(path, whole("", value), value)
         for name, buffer in self._contents.buffers.items():
             if self._contents.buffer_rank[name] == self._rank:
-                self._whole(("model", name), buffer)
+                self._piece(("model", name), whole(name, buffer), buffer)
         if self._rank == 0:
             for path, value in self._contents.hyperparameters():
                 self._value(path, value)
@@ -154,8 +155,7 @@ class PiecePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The bytes to be written of a tensor or another value."""
         data = self._data[write_item.index]
-        data = _serialised(_alone(data)) if isinstance(data, torch.Tensor) else data
-        return data.getbuffer()
+        return (_serialised(_alone(data)) if torch.is_tensor(data) else data).getbuffer()
 
     def _value(self, path: Key, value: Any) -> None:
         key = self._key(path)
@@ -166,22 +166,14 @@ class PiecePlanner(DefaultSavePlanner):
             check_weights_only(data, key)
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
-    def _whole(self, path: Key, tensor: torch.Tensor) -> None:
-        self._piece(path, OwnedPiece("", tensor.shape, 0, tensor, None), tensor)
-
     def _piece(self, path: Key, piece: OwnedPiece, tensor: torch.Tensor) -> None:
         """`tensor` is what lies at `path` of this piece, or has a number for each of its own."""
         key, tensor = self._key(path), tensor.detach()
         properties = metadata.TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()
-        for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
-            box = in_whole(here, piece.shard)
-            if box is None:  # padding
-                continue
-            index = metadata.MetadataIndex(key, box.offsets)
+        for box, view in placed_boxes(piece, tensor, most):
+            self._data[index := metadata.MetadataIndex(key, box.offsets)] = view
             chunk = metadata.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            view = view_of(tensor, piece.shape, piece.start, here)
-            self._data[index] = beginning_of(view, box)
             written = TensorWriteData(chunk, properties, piece.whole_shape)
             self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
 

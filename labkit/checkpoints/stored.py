@@ -4,7 +4,7 @@ import pathlib
 import pickle
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
 from math import prod
 from typing import Any
@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from labkit.checkpoints.boxes import beginning_of, in_whole, small_boxes, view_of
+from labkit.checkpoints.boxes import placed_boxes
 from labkit.checkpoints.contents import Key
 from labkit.checkpoints.folders import METADATA, inside, sealed
-from labkit.parallel.common.shards import Shard
+from labkit.checkpoints.owners import whole
+from labkit.holdings import OwnedPiece
 from labkit.runtime.progress import slow_progress
 
 # What torch's metadata may be made of: module -> names.
@@ -37,16 +38,8 @@ ALLOWED = {
 }
 
 
-@dataclass(frozen=True)
-class Fill:
-    """`tensor` is to become elements `start` to `start + tensor.numel()` of a tensor of `shape`:
-    the whole of what is stored at `path`, or its part `shard`."""
-
-    path: Key
-    shape: torch.Size
-    start: int
-    tensor: torch.Tensor
-    shard: Shard | None = None
+Fill = tuple[Key, OwnedPiece]
+"""A piece whose tensor is to become its part of what is stored at the path."""
 
 
 class Stored:
@@ -121,9 +114,9 @@ class Stored:
         """What lies at a path, whole."""
         entry = self.entries[path]
         if isinstance(entry, TensorStorageMetadata):
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-            self.read([Fill(path, entry.size, 0, whole)])
-            return whole
+            value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            self.read([(path, whole("", value))])
+            return value
         index = MetadataIndex(self._keys[path])
         nothing = torch.Size([])
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
@@ -141,20 +134,15 @@ class Stored:
 
     def _items(self, number: int, fill: Fill, landing: "Landing") -> list[ReadItem]:
         """Where the boxes of a tensor lie in the files."""
-        key, entry = self._keys[fill.path], self.entries[fill.path]
+        path, piece = fill
+        key, entry, items = self._keys[path], self.entries[path], []
         assert isinstance(entry, TensorStorageMetadata)
-        items = []
-        for here in small_boxes(fill.shape, fill.start, fill.tensor.numel(), fill.shape.numel()):
-            box = in_whole(here, fill.shard)
-            if box is None:  # padding stays as it is
-                continue
+        for box, view in placed_boxes(piece, piece.tensor.detach(), piece.shape.numel()):
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             parts = create_read_items_for_chunk_list(key, entry, [chunk])
             if sum(prod(part.lengths) for part in parts) != box.numel:
                 raise ValueError(f"{self.folder} has only a part of {key}; it is damaged")
-            index = MetadataIndex(f"{number} {key}", box.offsets)
-            view = view_of(fill.tensor.detach(), fill.shape, fill.start, here)
-            landing.views[index] = beginning_of(view, box)
+            landing.views[index := MetadataIndex(f"{number} {key}", box.offsets)] = view
             items += [replace(part, dest_index=index) for part in parts]
         return items
 

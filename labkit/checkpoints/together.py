@@ -18,16 +18,15 @@ def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
     try:
         result = action()
     except Exception as error:  # travels as words: what it holds may not be picklable
-        mine, is_file = error, isinstance(error, OSError)
-        failure = is_file, getattr(error, "errno", None) or EIO, str(error)
-    gathered = comm.all_gather_object((result, failure))
-    failures = [(rank, failure) for rank, (_, failure) in enumerate(gathered) if failure]
-    if failures:
-        rank, (is_file, number, text) = failures[0]
-        same = len(failures) == comm.size and len({failure for _, failure in failures}) == 1
-        text = f"{failed}: {text}" if same else f"{failed}: rank {rank}: {text}"
+        number = getattr(error, "errno", None) or EIO
+        mine, failure = error, (isinstance(error, OSError), number, str(error))
+    results, failures = zip(*comm.all_gather_object((result, failure)))
+    if any(failures):
+        rank, first = next((rank, x) for rank, x in enumerate(failures) if x)
+        is_file, number, text = first
+        text = f"{failed}: {text}" if {*failures} == {first} else f"{failed}: rank {rank}: {text}"
         raise (OSError(number, text) if is_file else ValueError(text)) from mine
-    return [result for result, _ in gathered]
+    return list(results)
 
 
 def on_rank_0(comm: Comm, action: Callable[[], T], failed: str) -> T:

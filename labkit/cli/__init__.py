@@ -1,43 +1,14 @@
-"""The command line: `labkit compare`, `bench`, `doctor`, `nccl-log`, `plan`, `replay`, `run`,
-`schedule`, `view`, each in a file of its own with its examples.
+"""The command line, one file for each topic. A command imports what it needs when it runs, so that
+`--help` is immediate.
 """
 
-from typing import Annotated
+from importlib import import_module
 
-import typer
+from labkit.cli.terminal import app
 
-from labkit import __version__
-from labkit.cli import bench, compare, doctor, nccl_log, plan, replay, run, schedule, view
-from labkit.cli.terminal import ErrorGroup, console
-
-app = typer.Typer(
-    cls=ErrorGroup,
-    help="Distributed training you can read, run, check and see.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-    rich_markup_mode="rich",
-)
-
-
-@app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
-        console.print(f"labkit {__version__}")
-        raise typer.Exit
-
-
-app.command(epilog=compare.EXAMPLES)(compare.compare)
-app.command(epilog=run.EXAMPLES)(run.run)
-app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
-app.command(epilog=view.EXAMPLES)(view.view)
-app.command(epilog=replay.EXAMPLES)(replay.replay)
-app.command(epilog=schedule.EXAMPLES)(schedule.schedule)
-app.command("nccl-log", epilog=nccl_log.EXAMPLES)(nccl_log.nccl_log)
-app.command(epilog=plan.EXAMPLES)(plan.plan)
-app.add_typer(bench.bench, name="bench", cls=ErrorGroup)
+# The help lists the commands in this order.
+for name in ("train", "doctor", "runs", "schedule", "nccl_log", "plan", "bench"):
+    import_module(f"labkit.cli.{name}")
 
 
 def main() -> None:

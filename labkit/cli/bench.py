@@ -1,14 +1,23 @@
 """`labkit bench`: each bench is a command with options of its own; without one, all run."""
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
-from labkit.cli.terminal import console, print_table, split_numbers, split_words
-from labkit.foreign import check_output, check_picture, markup
+from labkit.cli.terminal import (
+    ErrorGroup,
+    Plot,
+    app,
+    console,
+    print_table,
+    save_picture,
+    split_numbers,
+    split_words,
+)
+from labkit.foreign import check_output, markup
 
 bench = typer.Typer(
     help="Measure labkit beside its peers, in one run. Close other programs first.",
@@ -16,16 +25,16 @@ bench = typer.Typer(
     "labkit bench collectives --ops all_reduce --ranks 4",
     invoke_without_command=True, rich_markup_mode="rich",
 )  # fmt: skip
+app.add_typer(bench, name="bench", cls=ErrorGroup)
 
-Turns = Annotated[int, typer.Option(help="How often each is measured, in turns.", min=3)]
-Ranks = Annotated[str, typer.Option(help="Numbers of ranks, with commas.")]
-Models = Annotated[str, typer.Option(help="1M, 3.4M: one or both.")]
+Turns = Annotated[int, Option(help="How often each is measured, in turns.", min=3)]
+Ranks = Annotated[str, Option(help="Numbers of ranks, with commas.")]
+Models = Annotated[str, Option(help="1M, 3.4M: one or both.")]
 TransportName = Annotated[
     str | None,
-    typer.Option("--transport", help="Of labkit's: shm, gloo; if absent, a World's pick."),
+    Option("--transport", help="Of labkit's: shm, gloo; if absent, a World's pick."),
 ]
-Save = Annotated[Path | None, typer.Option(help="Write all of it as JSON.", callback=check_output)]
-Plot = Annotated[Path | None, typer.Option(help="Draw it, as PNG.", callback=check_picture)]
+Save = Annotated[Path | None, Option(help="Write all of it as JSON.", callback=check_output)]
 
 
 @bench.callback()
@@ -40,7 +49,7 @@ def _bench(context: typer.Context) -> None:
 def data_parallel(
     turns: Turns = 20,
     only: Annotated[
-        str | None, typer.Option(help="ddp, zero-1, zero-2, zero-3: some of these, with commas.")
+        str | None, Option(help="ddp, zero-1, zero-2, zero-3: some of these, with commas.")
     ] = None,
     transport: TransportName = None,
 ) -> None:
@@ -72,12 +81,11 @@ def tensor_parallel(
 def pipeline(
     turns: Turns = 20,
     only: Annotated[
-        str | None,
-        typer.Option(help="gpipe, 1f1b, interleaved, zb-h1: some of these, with commas."),
+        str | None, Option(help="gpipe, 1f1b, interleaved, zb-h1: some of these, with commas.")
     ] = None,
     ranks: Ranks = "2,4",
     models: Models = "1M,3.4M",
-    microbatches: Annotated[int, typer.Option(help="So many of the 16 rows.", min=1)] = 8,
+    microbatches: Annotated[int, Option(help="So many of the 16 rows.", min=1)] = 8,
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
@@ -94,7 +102,7 @@ def precision(
     turns: Turns = 20,
     only: Annotated[
         str | None,
-        typer.Option(help="fp32, tf32, bf16, fp16, fp8, recompute: some of these, with commas."),
+        Option(help="fp32, tf32, bf16, fp16, fp8, recompute: some of these, with commas."),
     ] = None,
     save: Save = None,
 ) -> None:
@@ -117,39 +125,36 @@ def replay(turns: Turns = 10) -> None:
 )
 def collectives(
     from_: Annotated[
-        str, typer.Option("--from", help="Smallest size in bytes; K, M, G are powers of 1024.")
+        str, Option("--from", help="Smallest size in bytes; K, M, G are powers of 1024.")
     ] = "4K",
-    to: Annotated[str, typer.Option(help="Largest size.")] = "64M",
-    factor: Annotated[int, typer.Option(help="Each size is so many times the one before.")] = 4,
+    to: Annotated[str, Option(help="Largest size.")] = "64M",
+    factor: Annotated[int, Option(help="Each size is so many times the one before.")] = 4,
     ops: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="all_reduce, reduce_scatter, all_gather (these three if absent), broadcast, "
             "reduce, gather, scatter, all_to_all, ring_exchange, there_and_back (send and receive "
             "between neighbours): one or more, with commas."
         ),
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(help="Numbers of ranks; 2,4 if absent (2,3,4 with --fit).")
+        str | None, Option(help="Numbers of ranks; 2,4 if absent (2,3,4 with --fit).")
     ] = None,
-    algorithms: Annotated[
-        str | None, typer.Option(help="As default,ring,tree; all if absent.")
-    ] = None,
+    algorithms: Annotated[str | None, Option(help="As default,ring,tree; all if absent.")] = None,
     dtype: Annotated[
-        str, typer.Option(help="float32, float64, float16, bfloat16, int32, int64 or uint8.")
+        str, Option(help="float32, float64, float16, bfloat16, int32, int64 or uint8.")
     ] = "float32",
-    redop: Annotated[str, typer.Option(help="sum, min, max or product.")] = "sum",
-    turns: Annotated[int, typer.Option(help="How often each is measured, in turns.")] = 9,
-    check: Annotated[bool, typer.Option(help="Count wrong elements.")] = True,
+    redop: Annotated[str, Option(help="sum, min, max or product.")] = "sum",
+    turns: Annotated[int, Option(help="How often each is measured, in turns.")] = 9,
+    check: Annotated[bool, Option(help="Count wrong elements.")] = True,
     transport: TransportName = None,
     save: Save = None,
     plot: Plot = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Fit alpha and beta; write a table of algorithms.")
+        bool, Option("--fit", help="Fit alpha and beta; write a table of algorithms.")
     ] = False,
     table: Annotated[
-        Path | None,
-        typer.Option(help="Where --fit writes; else it says where.", callback=check_output),
+        Path | None, Option(help="Where --fit writes; else it says where.", callback=check_output)
     ] = None,
 ) -> None:
     """The table that nccl-tests prints, for labkit's collectives and the backend's own.
@@ -183,7 +188,10 @@ def collectives(
     )  # fmt: skip
     for shown in sweep_tables.tables(sweep):
         print_table(shown)
-    _write(save, sweep.save, plot, lambda: bandwidth(sweep))
+    if save is not None:
+        _report_saved(sweep.save(save))
+    if plot is not None:
+        save_picture(bandwidth(sweep), plot, dpi="figure")
     if fit:
         fits = fit_sweep(sweep)
         print_table(sweep_tables.fit_table(fits))
@@ -206,12 +214,12 @@ def collectives(
     "labkit bench transfers --save transfers-h100.json --plot transfers.png"
 )
 def transfers(
-    mb: Annotated[float, typer.Option(help="Megabytes (1e6 bytes) of fp32 that move.")] = 64.0,
+    mb: Annotated[float, Option(help="Megabytes (1e6 bytes) of fp32 that move.")] = 64.0,
     gbps: Annotated[
-        float, typer.Option(help="Gigabits per second of the paced bus; 0 leaves it out.")
+        float, Option(help="Gigabits per second of the paced bus; 0 leaves it out.")
     ] = 16.0,
     turns: Turns = 9,
-    to: Annotated[str, typer.Option(help="The dtype it is cast to: fp16 or bf16.")] = "fp16",
+    to: Annotated[str, Option(help="The dtype it is cast to: fp16 or bf16.")] = "fp16",
     save: Save = None,
     plot: Plot = None,
 ) -> None:
@@ -219,7 +227,10 @@ def transfers(
     from labkit import plot as draw
 
     times = _measure("transfers", None, mb, gbps, turns, to)
-    _write(save, times.save, plot, lambda: draw.transfers(times.measured, times.rates))
+    if save is not None:
+        _report_saved(times.save(save))
+    if plot is not None:
+        save_picture(draw.transfers(times.measured, times.rates), plot, dpi="figure")
 
 
 def _measure(name: str, save: Path | None, *args: Any, **options: Any) -> Any:
@@ -228,17 +239,10 @@ def _measure(name: str, save: Path | None, *args: Any, **options: Any) -> Any:
     with console.status(f"measuring {name.replace('_', '-')} ..."):
         measured = getattr(module, f"bench_{name}")(*args, **options)
     print_table(module.table(measured))
-    _write(save, lambda path: module.save(measured, path))
+    if save is not None:
+        _report_saved(module.save(measured, save))
     return measured
 
 
-def _write(
-    save: Path | None, write: Callable[[Path], Path], plot: Path | None = None,
-    draw: Callable[[], Any] = lambda: None,
-) -> None:  # fmt: skip
-    """The files that were asked for."""
-    if save is not None:
-        console.print(f"All that was measured: {markup(write(save))}", soft_wrap=True)
-    if plot is not None:
-        draw().savefig(plot)
-        console.print(f"The picture: {markup(plot)}", soft_wrap=True)
+def _report_saved(path: Path) -> None:
+    console.print(f"All that was measured: {markup(path)}", soft_wrap=True)

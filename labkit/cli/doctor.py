@@ -4,31 +4,34 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from labkit.cli.terminal import console
+from labkit.cli.terminal import app, console
 from labkit.foreign import markup
 
-EXAMPLES = "Examples:  labkit doctor  ·  labkit doctor --cluster laptop.toml --ranks 4"
 
-
+@app.command(epilog="Examples:  labkit doctor  ·  labkit doctor --cluster laptop.toml --ranks 4")
 def doctor(
     cluster: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE.toml",
             help="Instead, measure this machine for some ten seconds and write it to this file, "
             "as a cluster to replay runs on. Close other programs first.",
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="With --cluster: of so many ranks; 4 if absent.", min=1)
+        int | None, Option(help="With --cluster: of so many ranks; 4 if absent.", min=1)
     ] = None,
 ) -> None:
     """Tell what this machine has, what a lab will pick, and what is wrong."""
     from labkit import doctor as examining
 
-    if cluster is not None or ranks is not None:
-        return _measure_machine(cluster, ranks or 4)
+    if cluster is None and ranks is not None:
+        raise ValueError("--ranks goes with --cluster FILE.toml, which is written")
+    if cluster is not None:
+        _measure_machine(cluster, ranks or 4)
+        return
     with console.status("looking ..."):
         findings = examining.examine()
     console.print(examining.table(findings))
@@ -39,14 +42,11 @@ def doctor(
     console.print("[green]Nothing is wrong.[/]")
 
 
-def _measure_machine(path: Path | None, ranks: int) -> None:
-    """Into a file of clusters."""
+def _measure_machine(path: Path, ranks: int) -> None:
     from labkit import doctor as examining
     from labkit.bench.machine import measure_machine
     from labkit.clusters import write_clusters
 
-    if path is None:
-        raise ValueError("--ranks goes with --cluster FILE.toml, which is written")
     examining.check_cluster_file(path)
     measured = measure_machine(ranks)
     write_clusters(path, {measured.name: measured})

@@ -4,45 +4,43 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from labkit.cli.terminal import console
-from labkit.foreign import check_picture, markup, read_file
+from labkit.cli.terminal import app, console, save_picture
+from labkit.foreign import check_picture, read_file
 
-EXAMPLES = (
-    "Examples:  NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; labkit nccl-log nccl.log"
+
+@app.command(
+    "nccl-log",
+    epilog="Examples:  NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; labkit nccl-log nccl.log"
     "  ·  labkit nccl-log logs/*  (NCCL_DEBUG_FILE=logs/%h.%p: one of each process)"
-    "  ·  labkit nccl-log --example two_nodes"
+    "  ·  labkit nccl-log --example two_nodes",
 )
-
-
 def nccl_log(
     files: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="FILES",
             help="What a run with NCCL_DEBUG=INFO printed, of all ranks: one file or several that "
             "belong together; - is standard input.",
         ),
     ] = None,
-    example: Annotated[
-        str, typer.Option(help="Instead of files: one_node, two_nodes or sockets.")
-    ] = "",
+    example: Annotated[str, Option(help="Instead of files: one_node, two_nodes or sockets.")] = "",
     out: Annotated[
-        Path | None, typer.Option(help="Where to draw to; FILE.png here.", callback=check_picture)
+        Path | None, Option(help="Where to draw to; FILE.png here.", callback=check_picture)
     ] = None,
 ) -> None:
     """Tell and draw what NCCL chose: rings, trees, channels, and which link carries what."""
     from labkit import plot
     from labkit.plot.nccl_logs import MOST_RANKS
-    from labkit.trace.nccl_log import EXAMPLES as composed
-    from labkit.trace.nccl_log import parse_nccl_log
+    from labkit.trace.nccl_log import EXAMPLES, parse_nccl_log
     from labkit.trace.nccl_log.summary import table
 
     if bool(files) == bool(example):
         raise ValueError("give a file with a log, or --example two_nodes")
-    if example and example not in composed:
-        raise ValueError(f"no example {example!r}; there are {', '.join(composed)}")
-    sources = files or [str(composed[example])]
+    if example and example not in EXAMPLES:
+        raise ValueError(f"no example {example!r}; there are {', '.join(EXAMPLES)}")
+    sources = files or [str(EXAMPLES[example])]
     log = parse_nccl_log("\n".join(_text_of(source) for source in sources))
     name, stem = f"{len(sources)} logs", "nccl"
     if sources == ["-"]:
@@ -55,12 +53,11 @@ def nccl_log(
         return
     picture = out or Path(f"{stem}.png")
     check_picture(picture)
-    plot.nccl(log).savefig(picture, dpi=120)
-    console.print(f"The picture: {markup(picture)}")
+    save_picture(plot.nccl(log), picture)
 
 
 def _text_of(source: str) -> str:
-    """What stands in the file, or comes from standard input for "-"."""
+    """What is in the file, or comes from standard input for "-"."""
     if source == "-":
         return typer.get_text_stream("stdin", "utf-8", "replace").read()
     return read_file(source).decode(errors="replace")

@@ -9,9 +9,10 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
-from labkit.cli.terminal import console, split_words
-from labkit.foreign import check_picture, markup
+from labkit.cli.terminal import Plot, app, console, save_picture, split_words
+from labkit.foreign import markup
 
 if TYPE_CHECKING:
     from labkit.clusters import Cluster
@@ -19,69 +20,56 @@ if TYPE_CHECKING:
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.plan import Fit, Plan
 
-EXAMPLES = (
-    "Examples:  labkit plan --model gpt3-175b --cluster selene --gpus 1024 --batch 1536  ·  "
+WIDTH = 168  # columns of the table of layouts
+Numbers = Annotated[str | None, Option(help="Only these, with commas; all if absent.")]
+
+
+@app.command(
+    epilog="Examples:  labkit plan --model gpt3-175b --cluster selene --gpus 1024 --batch 1536  ·  "
     "labkit plan --width 8192 --depth 48 --heads 64 --cluster selene --gpus 512 --batch 1536 "
     "--tp 4,8,16 --chunks 1 --plot plan.png  ·  "
     "labkit plan --model megatron-1008b --cluster dgx-h100 --gpus 256 --batch 512 --fits  ·  "
     "labkit plan --model gpt3-175b --cluster selene --gpus 64 --batch 64 --largest"
 )
-WIDTH = 168  # columns of the table
-
-Numbers = Annotated[str | None, typer.Option(help="Only these, with commas; all if absent.")]
-
-
 def plan(
-    cluster: Annotated[str, typer.Option(help="As `selene` or `dgx-h100`.")],
-    batch: Annotated[
-        int, typer.Option(help="Rows of a step, over all replicas.", min=1, max=1 << 20)
-    ],
+    cluster: Annotated[str, Option(help="As `selene` or `dgx-h100`.")],
+    batch: Annotated[int, Option(help="Rows of a step, over all replicas.", min=1, max=1 << 20)],
     model: Annotated[
-        str | None, typer.Option(help="As `gpt3-175b`; or give --width, --depth and --heads.")
+        str | None, Option(help="As `gpt3-175b`; or give --width, --depth and --heads.")
     ] = None,
-    width: Annotated[int | None, typer.Option(help="Of the model.", min=1, max=1 << 17)] = None,
-    depth: Annotated[int | None, typer.Option(help="Blocks of the model.", min=1, max=2048)] = None,
-    heads: Annotated[int | None, typer.Option(help="Of attention.", min=1)] = None,
+    width: Annotated[int | None, Option(help="Of the model.", min=1, max=1 << 17)] = None,
+    depth: Annotated[int | None, Option(help="Blocks of the model.", min=1, max=2048)] = None,
+    heads: Annotated[int | None, Option(help="Of attention.", min=1)] = None,
     context: Annotated[
-        int | None, typer.Option(help="Positions of a row; 2048.", min=1, max=1 << 22)
+        int | None, Option(help="Positions of a row; 2048.", min=1, max=1 << 22)
     ] = None,
-    vocab: Annotated[
-        int | None, typer.Option(help="Of the model; 51200.", min=1, max=1 << 22)
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(help="Use so many; all if absent.", min=1)] = None,
+    vocab: Annotated[int | None, Option(help="Of the model; 51200.", min=1, max=1 << 22)] = None,
+    gpus: Annotated[int | None, Option(help="Use so many; all if absent.", min=1)] = None,
     clusters: Annotated[
-        Path | None, typer.Option(help="A file of clusters of your own, where --cluster is.")
+        Path | None, Option(help="A file of clusters of your own, where --cluster is.")
     ] = None,
     tp: Numbers = None,
     pp: Numbers = None,
     dp: Numbers = None,
-    microbatch: Annotated[
-        str | None, typer.Option(help="Rows of one; powers of two if absent.")
-    ] = None,
-    chunks: Annotated[
-        str | None, typer.Option(help="Of each stage; powers of two if absent.")
-    ] = None,
-    zero: Annotated[str | None, typer.Option(help="0, 1 or both, with commas.")] = None,
-    sequence: Annotated[
-        bool | None, typer.Option(help="Sequence parallelism; both if absent.")
-    ] = None,
+    microbatch: Annotated[str | None, Option(help="Rows of one; powers of two if absent.")] = None,
+    chunks: Annotated[str | None, Option(help="Of each stage; powers of two if absent.")] = None,
+    zero: Annotated[str | None, Option(help="0, 1 or both, with commas.")] = None,
+    sequence: Annotated[bool | None, Option(help="Sequence parallelism; both if absent.")] = None,
     recompute: Annotated[
-        bool | None, typer.Option(help="Blocks compute forward twice; both if absent.")
+        bool | None, Option(help="Blocks compute forward twice; both if absent.")
     ] = None,
     max_memory: Annotated[
-        float | None, typer.Option(help="GB (1e9 bytes) that a device may hold; all if absent.")
+        float | None, Option(help="GB (1e9 bytes) that a device may hold; all if absent.")
     ] = None,
-    top: Annotated[int, typer.Option(help="How many layouts to show.", min=1)] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw it, as PNG.", callback=check_picture)
-    ] = None,
+    top: Annotated[int, Option(help="How many layouts to show.", min=1)] = 10,
+    as_json: Annotated[bool, Option("--json", help="Print all of it as JSON.")] = False,
+    plot: Plot = None,
     fits: Annotated[
-        bool, typer.Option("--fits", help="Instead: does it fit, and what holds how much.")
+        bool, Option("--fits", help="Instead: does it fit, and what holds how much.")
     ] = False,
     largest: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--largest",
             help="Instead: the largest that fits, by depth at this width; without a model, of the "
             "published ones.",
@@ -110,16 +98,7 @@ def plan(
                "zero": zero}  # fmt: skip
     asked |= {name: _numbers(name, text) for name, text in several.items() if text is not None}
     if fits or largest:
-        found = _fit(sizes, where, batch, largest, asked)
-        if as_json:
-            typer.echo(json.dumps(_contents(found), indent=1))
-        else:
-            console.print(
-                f"{'the largest: ' * largest}{markup(found)}", highlight=False, soft_wrap=True
-            )
-            console.print(f"{found.table()}", highlight=False)
-        if not found.fits:
-            raise typer.Exit(1)
+        _show_fit(_fit(sizes, where, batch, largest, asked), largest, as_json)
         return
     from labkit.replaying.planning import ranking
 
@@ -132,9 +111,7 @@ def plan(
     if plot is not None:
         from labkit.plot.plans import plan as draw
 
-        draw(planned).savefig(plot, dpi=120)
-        if not as_json:
-            console.print(f"The picture: {markup(plot)}", soft_wrap=True)
+        save_picture(draw(planned), plot, quiet=as_json)
 
 
 def _show(planned: "Plan", top: int) -> None:
@@ -169,36 +146,46 @@ def _in_terminal(words: "Words") -> Table:
 def _fit(
     sizes: "Sizes | None", where: "Cluster", batch: int, largest: bool, asked: dict[str, Any]
 ) -> "Fit":
+    """Of the model, or of the largest published one that fits; else of the smallest."""
     from labkit.replaying.planning import ranking
     from labkit.replaying.planning.published import MODELS
 
     if sizes is not None:
         ask = ranking.largest_that_fits if largest else ranking.fits
         return ask(sizes, where, batch, **asked)
-    found = None
+    fit = None
     for model in sorted(MODELS.values(), key=lambda model: -model.parameters):
         try:
-            found = ranking.fits(model, where, batch, **asked)
+            fit = ranking.fits(model, where, batch, **asked)
         except ValueError as error:  # sizes that do not factor; the next may
             invalid = error
             continue
-        if found.fits:
-            return found
-    if found is None:
+        if fit.fits:
+            break
+    if fit is None:
         raise invalid
-    return found  # the smallest model, which does not fit
+    return fit
 
 
-def _contents(found: "Fit") -> dict[str, Any]:
-    report = found.report
-    return {
-        "fits": found.fits,
-        "model": {**asdict(report.sizes), "parameters": report.sizes.parameters},
-        "layout": asdict(report.layout),
-        "budget_bytes": found.budget_bytes,
-        "peak_bytes": report.peak_bytes,
-        "memory_bytes": dict(report.memory_bytes),
-    }
+def _show_fit(fit: "Fit", largest: bool, as_json: bool) -> None:
+    """Exits with status 1 where it does not fit."""
+    report = fit.report
+    if as_json:
+        contents = {
+            "fits": fit.fits,
+            "model": {**asdict(report.sizes), "parameters": report.sizes.parameters},
+            "layout": asdict(report.layout),
+            "budget_bytes": fit.budget_bytes,
+            "peak_bytes": report.peak_bytes,
+            "memory_bytes": dict(report.memory_bytes),
+        }
+        typer.echo(json.dumps(contents, indent=1))
+    else:
+        words = f"{'the largest: ' * largest}{markup(fit)}"
+        console.print(words, highlight=False, soft_wrap=True)
+        console.print(f"{fit.table()}", highlight=False)
+    if not fit.fits:
+        raise typer.Exit(1)
 
 
 def _sizes(name: str | None, **given: int | None) -> "Sizes | None":

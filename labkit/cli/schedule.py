@@ -3,32 +3,29 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from labkit.cli.terminal import console
-from labkit.foreign import check_picture, markup
+from labkit.cli.terminal import app, console, save_picture
+from labkit.foreign import check_picture
 
-MOST_FORWARDS = 20_000
-EXAMPLES = (
-    "Examples:  labkit schedule 1f1b  ·  labkit schedule interleaved --stages 4 "
+MOST_FORWARDS = 20_000  # of a schedule that is printed
+
+
+@app.command(
+    epilog="Examples:  labkit schedule 1f1b  ·  labkit schedule interleaved --stages 4 "
     "--microbatches 8 --chunks 2  ·  labkit schedule zb-h1 --plot zb.png"
 )
-
-
 def schedule(
     name: Annotated[
-        str,
-        typer.Argument(help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2 or pipedream."),
+        str, Argument(help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2 or pipedream.")
     ],
-    stages: Annotated[
-        int, typer.Option(help="Stages of the pipeline, one a rank.", min=1, max=256)
-    ] = 4,
-    microbatches: Annotated[int, typer.Option(help="Into which a batch is cut.", min=1)] = 8,
+    stages: Annotated[int, Option(help="Stages of the pipeline, one a rank.", min=1, max=256)] = 4,
+    microbatches: Annotated[int, Option(help="Into which a batch is cut.", min=1)] = 8,
     chunks: Annotated[
-        int | None, typer.Option(help="Pieces of the model a stage; 2 of interleaved.", min=1)
+        int | None, Option(help="Pieces of the model a stage; 2 of interleaved.", min=1)
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw it over time, as PNG.", callback=check_picture)
+        Path | None, Option(help="Draw it over time, as PNG.", callback=check_picture)
     ] = None,
 ) -> None:
     """Print a pipeline's schedule, its bubble, and what each stage holds at most."""
@@ -40,17 +37,17 @@ def schedule(
         raise ValueError(
             f"stages x micro-batches x chunks = {forwards:,}; at most {MOST_FORWARDS:,} are printed"
         )
-    found = schedules.schedule(name, stages, microbatches, chunks)
-    lanes = lanes_of(found, name)
-    console.print(schedules.show(found), markup=False, highlight=False, soft_wrap=True)
+    actions = schedules.schedule(name, stages, microbatches, chunks)
+    lanes = lanes_of(actions, name)
     console.print(
+        f"{schedules.show(actions)}\n"
         f"A step is {lanes.step:g} forwards of a stage long, {lanes.bubble:.1%} of it idle (a "
         f"backward takes 2 forwards, or 1 for the input and 1 for the weights).\n"
         f"Micro-batches whose activations a stage holds at most: "
-        f"{', '.join(f'{x:g}' for x in lanes.held)}.", highlight=False, soft_wrap=True,
+        f"{', '.join(f'{x:g}' for x in lanes.held)}.",
+        markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     if plot is not None:
         from labkit.plot import schedule as draw
 
-        draw(found, name=name).savefig(plot, dpi=120)
-        console.print(f"The picture: {markup(plot)}", soft_wrap=True)
+        save_picture(draw(actions, name=name), plot)

@@ -1,27 +1,31 @@
-"""Where the commands print, how they report errors, and the options that several of them have."""
+"""The app, where its commands print, how they report errors, and options that several have."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from typer import Option
 from typer.core import TyperGroup
 
-from labkit.foreign import markup
+from labkit import __version__
+from labkit.foreign import check_picture, markup
 
 console = Console()
 
-Model = Annotated[str, typer.Option(help='Size of the GPT: "tiny", "1M" or "3.4M".')]
-Steps = Annotated[int, typer.Option(help="How many steps to train.", min=1)]
-Rows = Annotated[int, typer.Option(help="Sequences in the global batch; may be uneven.", min=1)]
-Dtype = Annotated[str, typer.Option(help='"float64" proves equality, "float32" is usual.')]
-Lr = Annotated[float, typer.Option(help="Learning rate of AdamW.")]
-Seed = Annotated[int, typer.Option(help="Seed of model and data.", min=0)]
+Model = Annotated[str, Option(help='Size of the GPT: "tiny", "1M" or "3.4M".')]
+Steps = Annotated[int, Option(help="How many steps to train.", min=1)]
+Rows = Annotated[int, Option(help="Sequences in the global batch; may be uneven.", min=1)]
+Dtype = Annotated[str, Option(help='"float64" proves equality, "float32" is usual.')]
+Lr = Annotated[float, Option(help="Learning rate of AdamW.")]
+Seed = Annotated[int, Option(help="Seed of model and data.", min=0)]
 TextPath = Annotated[
-    str | None, typer.Option("--text", help="A text file or folder; Python's own docs if absent.")
+    str | None, Option("--text", help="A text file or folder; Python's own docs if absent.")
 ]
+Plot = Annotated[Path | None, Option(help="Draw it, as PNG.", callback=check_picture)]
 
 
 def split_words(text: str | None) -> list[str]:
@@ -42,6 +46,13 @@ def print_table(table: Table) -> None:
     unlimited = console.options.update(max_width=1000)
     width = Measurement.get(console, unlimited, table).maximum
     Console(width=max(width, console.width)).print(table)
+
+
+def save_picture(figure: Any, path: Path, dpi: float | str = 120, quiet: bool = False) -> None:
+    """Write the figure, and print where it is."""
+    figure.savefig(path, dpi=dpi)
+    if not quiet:
+        console.print(f"The picture: {markup(path)}", soft_wrap=True)
 
 
 class ErrorGroup(TyperGroup):
@@ -74,3 +85,22 @@ def _sentence(text: str) -> str:
     """Only the message, where ranks have refused something by a ValueError, all in one way."""
     refused = re.match(r"(?s)ranks? [\d, and]+ raised ValueError: (.+?)\n\nTraceback ", text)
     return refused[1] if refused and text.count(" raised ") == 1 else text
+
+
+app = typer.Typer(
+    cls=ErrorGroup,
+    help="Distributed training you can read, run, check and see.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        console.print(f"labkit {__version__}")
+        raise typer.Exit

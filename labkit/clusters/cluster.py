@@ -1,10 +1,6 @@
 """What is known of a cluster. Ranks are counted node by node: with 8 devices a node, ranks 0 to 7
-are on the first. A level is a kind of wire, inside a node or between nodes: each node has so many
-ports of it (inside, as a rule, one for each device), and each port carries bytes_per_s out and as
-much in. Rates are what the hardware is built for; `..._reached` is the part of it that programs
-reach, 0 to 1.
-
-To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`.
+are on the first. Rates are what the hardware is built for; `..._reached` is the part of it that
+programs reach, 0 to 1. To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`.
 """
 
 from collections.abc import Iterable, Mapping

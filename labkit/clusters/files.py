@@ -12,6 +12,7 @@ from dataclasses import MISSING, fields
 from decimal import Decimal
 from functools import cache
 from importlib.resources import files
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,8 @@ def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     """
     for name, written in clusters.items():
         if name != written.name:
-            raise ValueError(
-                f"the cluster under {name!r} is called {written.name!r}; make both the same: "
-                f"dataclasses.replace(one, name={name!r})"
-            )
+            fix = f"make both the same: dataclasses.replace(one, name={name!r})"
+            raise ValueError(f"the cluster under {name!r} is called {written.name!r}; {fix}")
     if not clusters:
         raise ValueError(f"{path}: no cluster to write; give at least one, under its name")
     data = "".join(f"{line}\n" for line in _lines(clusters)).encode()
@@ -143,11 +142,10 @@ def _device(table: Any, where: str) -> Device:
             f"{where}: no rate of any dtype; give one: "
             'peak_flops.bfloat16 = [312e12, "who says so"]'
         )
-    peak_flops = {}
+    peak_flops, place = {}, f"{where}: peak_flops"
     for dtype, given in rates.items():
-        peak_flops[dtype], sources[f"peak_flops.{dtype}"] = _number(
-            dtype, given, f"{where}: peak_flops", "peak_flops"
-        )
+        rate = _number(dtype, given, place, "peak_flops")
+        peak_flops[dtype], sources[f"peak_flops.{dtype}"] = rate
     return Device(str(table.get("name", where)), peak_flops, **numbers, sources=sources)
 
 
@@ -170,12 +168,9 @@ def _numbers_of(
 
 
 def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, str]:
-    match given:
-        case [number, str() as source] if type(number) in (int, float) and source:
-            pass
-        case _:
-            number, source = math.nan, ""
-    if not abs(number) <= 1e300:
+    number, source = given if isinstance(given, list) and len(given) == 2 else (math.nan, "")
+    numeric = type(number) in (int, float) and abs(number) <= 1e300  # NaN is not
+    if not (numeric and isinstance(source, str) and source):
         raise ValueError(
             f"{where}: {name} = {given!r}; a number and its source are needed: "
             f'{name} = [1e9, "who says so"]'
@@ -194,10 +189,10 @@ def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, st
 
 
 def _count(table: Mapping[str, Any], name: str, where: str) -> int:
-    count = table.get(name)
-    if type(count) is not int or count < 1:
-        raise ValueError(f"{where}: {name} = {count!r}; a whole number of 1 or more is needed")
-    return count
+    number = table.get(name)
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{where}: {name} = {number!r}; a whole number of 1 or more is needed")
+    return number
 
 
 def _table(table: Any, where: str, known: Iterable[str] | None = None) -> dict[str, Any]:
@@ -246,12 +241,9 @@ def _lines(clusters: Mapping[str, Cluster]) -> Iterator[str]:
 
 def _free_key(name: str, taken: Mapping[str, Device]) -> str:
     """The name of a device in small letters, numbered if need be."""
-    key = stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
-    number = 1
-    while key in taken:
-        number += 1
-        key = f"{stem}-{number}"
-    return key
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
+    keys = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(key for key in keys if key not in taken)
 
 
 def _number_lines(described: Device | Level, what: str) -> Iterator[str]:

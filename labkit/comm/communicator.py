@@ -127,7 +127,7 @@ class Comm:
         if self.parallel is not None:
             every, lines = self.parallel
             made = [every.subgroup([line[rank] for rank in ranks], shared=shared) for line in lines]
-            return next((one for one in made if one is not None), None)
+            return next((comm for comm in made if comm is not None), None)
         if self.size != dist.get_world_size():
             raise ValueError(
                 f"subgroup: this Comm has {self.size} of {dist.get_world_size()} ranks; call it "
@@ -193,7 +193,7 @@ class Comm:
             f"all_reduce({op}{self._label})", x,
             lambda: [n * x.element_size() for n in events.chunk_sizes(x.numel(), self.size)],
             events.all_reduce_bus_bytes, async_op, finish,
-            lambda back, call: back.all_reduce(flat, op, call),
+            lambda transport, call: transport.all_reduce(flat, op, call),
             nbytes=x.nbytes, reduction=op, algorithm=algorithm,
         )  # fmt: skip
 
@@ -208,7 +208,7 @@ class Comm:
         flat = self._dispatcher.stage(x, finish if self.rank == dst else None)
         return self._dispatcher.collective(
             f"reduce({op}, dst={dst})", x, lambda: [x.nbytes], _whole, async_op, finish,
-            lambda back, call: back.reduce(flat, dst, op, call),
+            lambda transport, call: transport.reduce(flat, dst, op, call),
             nbytes=x.nbytes, reduction=op, algorithm=algorithm, peer=dst,
         )  # fmt: skip
 
@@ -225,7 +225,7 @@ class Comm:
         return self._dispatcher.collective(
             f"reduce_scatter({op}{self._label})", out, lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.reduce_scatter(flat, chunks, op, call),
+            lambda transport, call: transport.reduce_scatter(flat, chunks, op, call),
             nbytes=sum(x.nbytes for x in ins), reduction=op, algorithm=algorithm, alike=chunks,
         )  # fmt: skip
 
@@ -248,7 +248,7 @@ class Comm:
         flat = self._dispatcher.stage(x, finish)
         return self._dispatcher.collective(
             f"broadcast(src={src})", x, lambda: [x.nbytes], _whole, async_op, finish,
-            lambda back, call: back.broadcast(flat, src, call),
+            lambda transport, call: transport.broadcast(flat, src, call),
             nbytes=x.nbytes, algorithm=algorithm, peer=src,
         )  # fmt: skip
 
@@ -263,7 +263,7 @@ class Comm:
         return self._dispatcher.collective(
             f"all_gather({self._label[2:]})" if self._label else "all_gather", x,
             lambda: [out.nbytes for out in outs], events.all_gather_bus_bytes, async_op, finish,
-            lambda back, call: back.all_gather(chunks, flat, call),
+            lambda transport, call: transport.all_gather(chunks, flat, call),
             nbytes=sum(out.nbytes for out in outs), algorithm=algorithm, alike=chunks,
         )  # fmt: skip
 
@@ -286,7 +286,7 @@ class Comm:
         return self._dispatcher.collective(
             f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.gather(flat, chunks, dst, call),
+            lambda transport, call: transport.gather(flat, chunks, dst, call),
             nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # a rank knows its own size only
         )  # fmt: skip
 
@@ -302,7 +302,7 @@ class Comm:
         return self._dispatcher.collective(
             f"scatter(src={src})", out, lambda: [out.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.scatter(flat, chunks, src, call),
+            lambda transport, call: transport.scatter(flat, chunks, src, call),
             nbytes=0, algorithm=algorithm, peer=src, alike=(),
         )  # fmt: skip
 
@@ -318,7 +318,7 @@ class Comm:
         return self._dispatcher.collective(
             "all_to_all", ins[0], lambda: [x.nbytes for x in ins],
             events.reduce_scatter_bus_bytes, async_op, finish,
-            lambda back, call: back.all_to_all(arriving, leaving, call),
+            lambda transport, call: transport.all_to_all(arriving, leaving, call),
             nbytes=0, algorithm=algorithm, alike=(),
         )  # fmt: skip
 
@@ -342,7 +342,7 @@ class Comm:
         leaving, arriving = self._dispatcher.stage(x, None), self._dispatcher.stage(out, finish)
         return self._dispatcher.collective(
             "ring_exchange", x, lambda: [x.nbytes], _whole, async_op, finish,
-            lambda back, call: back.ring_exchange(arriving, leaving, call),
+            lambda transport, call: transport.ring_exchange(arriving, leaving, call),
             nbytes=x.nbytes, algorithm=algorithm,
         )  # fmt: skip
 
@@ -351,7 +351,7 @@ class Comm:
         nothing = torch.empty(0, dtype=torch.uint8, device=self.own_device())
         self._dispatcher.collective(
             "barrier", nothing, lambda: [0], _whole, False, [],
-            lambda back, call: back.barrier(nothing.new_zeros(1), call),
+            lambda transport, call: transport.barrier(nothing.new_zeros(1), call),
             nbytes=0, algorithm=algorithm,
         )  # fmt: skip
 
@@ -368,7 +368,7 @@ class Comm:
                 mine.new_empty(n) if n != mine.numel() else mine.clone() for n in sizes.tolist()
             ]
             self.all_gather(room, mine)
-            return [_unpickled(one) for one in room]
+            return [_unpickled(pickled) for pickled in room]
 
     def broadcast_object(self, thing: Any, src: int = 0) -> Any:
         """Rank `src`'s picklable `thing`, on all ranks; counted as `all_gather_object` is."""
@@ -408,7 +408,7 @@ class Comm:
         flat = self._dispatcher.stage(x, None)
         return self._dispatcher.message(
             "send", x, (self.rank, peer), tag, [],
-            lambda back, call: back.send(flat, peer, call), blocking,
+            lambda transport, call: transport.send(flat, peer, call), blocking,
         )  # fmt: skip
 
     def _receive(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
@@ -417,7 +417,7 @@ class Comm:
         flat = self._dispatcher.stage(x, finish)
         return self._dispatcher.message(
             "recv", x, (peer, self.rank), tag, finish,
-            lambda back, call: back.receive(flat, peer, call), blocking,
+            lambda transport, call: transport.receive(flat, peer, call), blocking,
         )  # fmt: skip
 
     def own_device(self) -> str:

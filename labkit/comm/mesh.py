@@ -80,7 +80,7 @@ class Mesh:
             return self.comm
         every = list(lines(self.sizes, *axes))
         groups = [self.comm.subgroup(line, shared=True) for line in every]
-        own = next(one for one in groups if one is not None)
+        own = next(group for group in groups if group is not None)
         own.parallel = self.comm, every
         return own
 

@@ -1,7 +1,5 @@
-"""The labs' framework: checks of a student's code on real ranks, predictions, the two editions.
-
-A lab is a folder, notebooks/src/NN_topic. Its notebook calls a check as `check.average(average)`;
-how to write one: `labkit/course/exercise.py`. `show` puts the library's own code into a notebook.
+"""The labs' framework: checks of a student's code on real ranks, predictions, the two editions. A
+lab's notebook calls a check as `check.average(average)`; how to write one: exercise.py.
 """
 
 from labkit.course.exercise import EXERCISES, Exercise, Passed, Score, exercise, report

@@ -1,25 +1,155 @@
-"""Build the editions of the labs, and report those that are out of step with their source."""
+"""The two editions of a lab, as notebooks in memory, from its one source; building them, and
+reporting those that are out of step with it.
 
+    notebooks/src/00_topic/lab.py ──> notebooks/00_topic.ipynb            student: stubs, no outputs
+                                  ──> notebooks/solutions/00_topic.ipynb  solved, executed
+
+A solution is between `### BEGIN SOLUTION` and `### END SOLUTION`, as in nbgrader. The student
+edition has a stub in its place: the cell's metadata `stub="..."`, or a
+`raise NotImplementedError("your turn: ...")` that names the function. A cell with the tag
+"answer" is in the solved edition only.
+
+Ids and metadata follow from the source alone, so that building twice gives the same.
+"""
+
+import hashlib
 import re
 import sys
 import time
+from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
+import jupytext
 import nbformat
-from nbclient import NotebookClient
 
-from labkit.course.editions import (
-    NOTEBOOKS,
-    Notebook,
-    labs,
-    solved,
-    solved_path,
-    student,
-    student_path,
-)
+from labkit.course.exercise import EXERCISES
+from labkit.labs import FOLDERS, NOTEBOOKS
 
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+ANSWER = "answer"  # tag of a cell that a student must not see
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+LAYOUT = ("lines_to_next_cell", "lines_to_end_of_cell_marker")  # jupytext's notes on blank lines
 CELL_LIMIT_S = 60
 WIDGET = "application/vnd.jupyter.widget-view+json"  # without a kernel its picture is shown
+
+Notebook = Any  # nbformat's NotebookNode: a dict whose keys are attributes, too
+
+
+def labs() -> list[Path]:
+    """The folders of all labs, in their order; each has its source, `lab.py`."""
+    return sorted(source.parent for source in (NOTEBOOKS / "src").glob("[0-9][0-9]_*/lab.py"))
+
+
+def student_path(lab: Path) -> Path:
+    """The file of a lab's student edition."""
+    return NOTEBOOKS / f"{lab.name}.ipynb"
+
+
+def solved_path(lab: Path) -> Path:
+    """The file of its solved edition."""
+    return NOTEBOOKS / "solutions" / f"{lab.name}.ipynb"
+
+
+def solved(lab: Path) -> Notebook:
+    """The solved edition, not executed yet."""
+    notebook = jupytext.read(lab / "lab.py", fmt="py:percent")
+    notebook.metadata = nbformat.from_dict(METADATA)
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    ids, grade_ids = set[str](), set[str]()
+    for cell in notebook.cells:
+        for name in LAYOUT:
+            cell.metadata.pop(name, None)
+        cell.source = cell.source.strip("\n")
+        cell.id = _unused(hashlib.sha256(cell.source.encode()).hexdigest()[:8], ids)
+        if cell.cell_type == "code" and (grading := _nbgrader(cell.source, lab.name[:2])):
+            grading["grade_id"] = _unused(grading["grade_id"], grade_ids)
+            cell.metadata["nbgrader"] = grading
+    return notebook
+
+
+def student(lab: Path) -> Notebook:
+    """The student edition: stubs where the solutions are, nothing that gives them away."""
+    notebook = solved(lab)
+    notebook.cells = [x for x in notebook.cells if ANSWER not in x.metadata.get("tags", [])]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in code:
+        cell.source = without_solutions(cell.source, cell.metadata.get("stub"))
+    for cell in notebook.cells:
+        cell.metadata.pop("stub", None)
+    # Empty predictions first: one that a student skips then says so when it is used.
+    made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in code]
+    new = dict.fromkeys(name for names in made[1:] for name in names if name not in made[0])
+    if new:
+        code[0].source += f"\n{' = '.join(new)} = predict()  # nothing yet: for you, in step 3"
+    return notebook
+
+
+def without_solutions(text: str, stub: str | None = None) -> str:
+    """`text` with a stub for each solution. Raises ValueError for markers that do not pair."""
+    kept: list[str] = []
+    inside, name = False, "this"
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() == BEGIN and not inside:
+            inside = True
+            indent = line[: len(line) - len(line.lstrip())]
+            lines = stub or f'raise NotImplementedError("your turn: write {name}")'
+            kept += [indent + one for one in lines.splitlines()]
+        elif line.strip() == END and inside:
+            inside = False
+        elif BEGIN in line or END in line:
+            raise ValueError(f"line {number}, {line.strip()!r}: {BEGIN} and {END} must take turns")
+        elif not inside:
+            kept.append(line)
+            if found := re.match(r"\s*(?:def|class) (\w+)", line):
+                name = found[1]
+    if inside:
+        raise ValueError(f"{BEGIN} without {END} in the cell that begins {text.splitlines()[0]!r}")
+    return "\n".join(kept)
+
+
+def checked(text: str) -> str | None:
+    """The exercise that a cell checks: "average" of `check.average(average)`."""
+    found = re.search(r"^check\.(\w+)\(", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def exercises(lab: str) -> dict[str, Any]:
+    """name -> Exercise, of the lab with this number; empty where it has no checks."""
+    if lab in FOLDERS:
+        import_module(f"labkit.labs.lab_{lab}.checks")
+    prefix = f"{lab}."
+    return {n.removeprefix(prefix): one for n, one in EXERCISES.items() if n.startswith(prefix)}
+
+
+def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
+    """What nbgrader wants to know: cells that a student fills, and cells that give points."""
+    facts: dict[str, Any] = {"grade": False, "solution": False, "locked": True}
+    if BEGIN in text:
+        words = re.search(r"^(?:def|class) (\w+)|^(\w+) = ", text, re.MULTILINE)
+        name = "-".join(filter(None, words.groups())) if words else "cell"
+        facts |= {"solution": True, "locked": False}
+    elif re.search(rf"^from labkit\.labs\.lab_{lab} import checks as check$", text, re.MULTILINE):
+        name = "imports"  # what gives the points
+    elif (check := checked(text)) in exercises(lab):
+        name = f"{check}-check"
+        facts |= {"grade": True, "points": exercises(lab)[check].points}
+    else:
+        return None
+    return facts | {"grade_id": f"{lab}-{name}", "schema_version": 3, "task": False}
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """`name`, with a number where it is taken. (A cell's id is made from its text: so it keeps it
+    when other cells come and go.)"""
+    numbered = (f"{name}-{number}" for number in count(2))
+    unused = next(one for one in chain([name], numbered) if one not in taken)
+    taken.add(unused)
+    return unused
 
 
 def build(names: list[str], everything: bool = False) -> None:
@@ -41,6 +171,8 @@ def build(names: list[str], everything: bool = False) -> None:
 
 def execute(notebook: Notebook) -> Notebook:
     """Run all cells in a fresh kernel of this Python, and keep their outputs in the notebook."""
+    from nbclient import NotebookClient  # the editions alone need none
+
     client = NotebookClient(
         notebook, timeout=CELL_LIMIT_S, kernel_name="python3", record_timing=False,
         store_widget_state=False, coalesce_streams=True, extra_arguments=["--log-level=ERROR"],
@@ -51,16 +183,12 @@ def execute(notebook: Notebook) -> Notebook:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET, None)
-            if "text" in output:  # of all that a cell printed, together
-                output.text = _as_shown(output.text)
+            if "text" in output:  # of all that a cell printed, together, as a terminal leaves it:
+                # a progress bar overwrites what it wrote before.
+                output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
         if "outputs" in cell:
             cell.outputs = [one for one in cell.outputs if one.get("text") != ""]
     return notebook
-
-
-def _as_shown(text: str) -> str:
-    """Lines as a terminal leaves them: a progress bar overwrites what it wrote before."""
-    return re.sub(r"[^\n]*\r(?!\n)", "", text)
 
 
 def write(notebook: Notebook, path: Path) -> None:

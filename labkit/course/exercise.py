@@ -58,32 +58,27 @@ class Passed:
     proven: list[str]
     score: Score | None = None
 
-    @property
-    def _title(self) -> str:
-        points = self.exercise.points
-        return f"{self.exercise.name} passed: {points} point{'s' * (points != 1)}"
-
-    @property
     def _lines(self) -> list[str]:
-        return self.proven + ([str(self.score)] if self.score else [])
+        points = self.exercise.points
+        title = f"✓ {self.exercise.name} passed: {points} point{'s' * (points != 1)}"
+        return [title, *self.proven, *([str(self.score)] if self.score else [])]
 
     def __repr__(self) -> str:
-        return "\n".join([f"✓ {self._title}", *(f"  - {line}" for line in self._lines)])
+        return "\n  - ".join(self._lines())
 
     def _repr_html_(self) -> str:
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in self._lines)
+        title, *lines = map(html.escape, self._lines())
+        items = "".join(f"<li>{line}</li>" for line in lines)
         return (
             f'<div style="border-left: 4px solid {GOOD_COLOUR}; padding: 2px 12px">'
-            f'<b style="color: {GOOD_COLOUR}">✓ {html.escape(self._title)}</b>'
+            f'<b style="color: {GOOD_COLOUR}">{title}</b>'
             f'<ul style="margin: 2px 0 2px 18px; padding: 0">{items}</ul></div>'
         )
 
 
 class Exercise:
-    """A check with a name and points; call it with the student's function or class.
-
-    Raises CheckFailed for a wrong answer.
-    """
+    """A check with a name and points; call it with the student's function or class. Raises
+    CheckFailed for a wrong answer."""
 
     def __init__(self, name: str, points: int, check: Check, yields: bool = False):
         self.name, self.points, self._check, self._yields = name, points, check, yields
@@ -91,8 +86,7 @@ class Exercise:
         self.passed: Passed | None = None  # the last pass of this session
 
     def __call__(self, student: Callable[..., Any]) -> Passed:
-        proven: list[str] = []
-        score = None
+        findings: list[str | Score] = []
         try:
             if not callable(student):
                 raise CheckFailed(
@@ -104,18 +98,16 @@ class Exercise:
             answer = student
             if not (inspect.isclass(student) or inspect.isgeneratorfunction(student)):
                 answer = functools.wraps(student)(lambda *a, **k: honest(student(*a, **k)))
-            for finding in self._check(answer):
-                if isinstance(finding, Score):
-                    score = finding
-                else:
-                    proven.append(finding)
+            findings += self._check(answer)
         except CheckFailed as failed:
             failed.exercise = self.name
             if unpassed := self._built_on(student):
                 more = f"It uses {' and '.join(unpassed)}, not passed yet: begin there."
                 failed.hint = f"{failed.hint} {more}".strip()
             raise failed from None
-        self.passed = Passed(self, proven, score)
+        scores = [x for x in findings if isinstance(x, Score)]
+        proven = [x for x in findings if not isinstance(x, Score)]
+        self.passed = Passed(self, proven, scores[-1] if scores else None)
         return self.passed
 
     def _built_on(self, student: Any) -> list[str]:

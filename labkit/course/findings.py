@@ -1,7 +1,4 @@
-"""Failures of a check: one sentence, what was expected, what was found, a hint.
-
-`fail` raises one; `equal` compares the ranks' values and fails where one differs.
-"""
+"""Failures of a check: one sentence, what was expected, what was found, a hint."""
 
 import inspect
 import operator

@@ -1,7 +1,5 @@
-"""Predictions: commit to a number, run, and see both side by side.
-
-guess = predict(sent_bytes=3 * 4096, messages=3)     # before the run
-guess.beside(sent_bytes=measured, messages=counted)  # after it
+"""Predictions: `guess = predict(sent_bytes=3 * 4096)` before a run,
+`guess.beside(sent_bytes=measured)` after it.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ import torch
 
 import labkit
 from labkit.comm import Comm, listen
-from labkit.course.findings import CheckFailed, honest
+from labkit.course.findings import CheckFailed, fail, honest
 from labkit.events import CommEvent
 from labkit.labs import FOLDERS
 from labkit.memory.peak import PeakMemory
@@ -56,18 +56,24 @@ class Ran:
 
 
 def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
-    """Call `play(comm, *args)` on each of `size` ranks, whose world is kept for the next check.
-
-    The ranks compute on the CPU, so that every machine gives the same verdict. Raises CheckFailed
-    for an error on a rank, a hang, or ranks that call different collectives.
+    """Call `play(comm, *args)` on each of `size` ranks, whose world is kept for the next check; on
+    the CPU, so that every machine gives the same verdict. Raises CheckFailed for an error on a
+    rank, a hang, or ranks that call different collectives.
     """
     with _limited(size) as world:
         results = world.run(_one_rank, play, args)
     values, events, peaks = zip(*results)
     for rank, of_rank in enumerate(events):
-        if forgotten := [event for event in of_rank if not event.ended_s]:
-            world.restart()  # a message may still be in flight, and must not reach the next check
-            raise _not_waited_for(rank, forgotten[0])
+        for event in of_rank:
+            if not event.ended_s:
+                world.restart()  # a message in flight must not reach the next check
+                message = event.op in ("send", "recv")
+                call = f"i{event.op}" if message else f"{event.op}(..., async_op=True)"
+                raise CheckFailed(
+                    f"rank {rank} returns before its {event.op} is over.",
+                    hint=f"{call} only starts it and returns a handle: wait for the handle, "
+                    "handle.wait().",
+                )
     return Ran(list(values), list(events), list(peaks))
 
 
@@ -100,14 +106,6 @@ def first_backward() -> None:
     """Have torch import what the first backward with a given gradient needs."""
     x = torch.ones(2, requires_grad=True)
     torch.autograd.backward(x * 2, torch.ones(2))
-
-
-def _not_waited_for(rank: int, event: CommEvent) -> CheckFailed:
-    name = f"i{event.op}" if event.op in ("send", "recv") else f"{event.op}(..., async_op=True)"
-    return CheckFailed(
-        f"rank {rank} returns before its {event.op} is over.",
-        hint=f"{name} only starts it and returns a handle: wait for the handle, handle.wait().",
-    )
 
 
 def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[CommEvent], int]:
@@ -143,9 +141,7 @@ def check_failure(error: RankError) -> CheckFailed:
                 f"you left the stub{whose}: the body is not written yet.",
                 hint="Replace the line `raise NotImplementedError(...)`, then run its cell again.",
             )
-        case "raised":
-            return CheckFailed(f"{first}.", details=_last_lines(rest))
-        case "stuck" if " raised " in first:
+        case "raised" | "stuck" if error.kind == "raised" or " raised " in first:
             return CheckFailed(f"{first}.", details=_last_lines(rest))
         case "stuck":
             hint = "Each receive needs its send, and all ranks must call every collective."
@@ -165,19 +161,23 @@ def _last_lines(trace: str) -> str:
     """The innermost line of the student's own code in the first traceback of `trace`."""
     place = re.compile(r'^\s*(?:File "[^"]*"|Cell In\[\d+\]), line \d+, in .*')
     lines = re.split(r"\n *ranks? [\d, and]+ raised ", trace)[0].splitlines()
-    found = [
-        lines[i : i + 2]
-        for i, line in enumerate(lines)
-        if place.match(line) and not _is_library(line)
-    ]
-    return "\n".join(f"  {line.strip()}" for line in (found[-1] if found else []))
+    shown: list[str] = []
+    for i, line in enumerate(lines):
+        library = any(f"{folder}{os.sep}" in line for folder in LIBRARIES)
+        if place.match(line) and (not library or "wrong_answers.py" in line):  # a test's student
+            shown = lines[i : i + 2]
+    return "\n".join(f"  {line.strip()}" for line in shown)
 
 
-def _is_library(line: str) -> bool:
-    """Whether a traceback's line is of labkit, torch or a lab's checks. (Tests run a lab's wrong
-    answers in place of a student's.)"""
-    ours = any(f"{folder}{os.sep}" in line for folder in LIBRARIES)
-    return ours and "wrong_answers.py" not in line
+def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
+    """Fails where a rank calls a ready collective."""
+    for rank, ops in enumerate(ran.ops):
+        if others := [op for op in ops if op not in ("send", "recv")]:
+            fail(
+                f"rank {rank} calls {others[0]}.",
+                expected=f"{which} alone",
+                hint="The collective is what you are building.",
+            )
 
 
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
@@ -189,8 +189,8 @@ def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0
 
 def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """The values of `alone` for many arguments, in one call."""
-    found: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
-    return found
+    values: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
+    return values
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:

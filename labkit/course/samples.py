@@ -1,5 +1,4 @@
-"""What the checks of several labs draw, train and compare: random tensors, and a small model with
-the gradients that a single process gets."""
+"""What the checks of several labs draw, train and compare."""
 
 from collections.abc import Callable
 from typing import Any

@@ -28,6 +28,7 @@ def generators() -> list[torch.Generator]:
 
 
 def states_of(generators: Iterable[torch.Generator]) -> States:
+    """Each generator with a copy of its state."""
     return [(generator, generator.get_state()) for generator in generators]
 
 
@@ -41,6 +42,7 @@ def used(states: States) -> States:
 
 
 def restore(states: States) -> None:
+    """Set each generator to its state."""
     for generator, state in states:
         generator.set_state(state)
 
@@ -96,4 +98,5 @@ def _modes() -> list[Any]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts and what else pytree knows, in order."""
     return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]

@@ -19,7 +19,6 @@ from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +58,7 @@ class Waiting:
 
     @property
     def nbytes(self) -> list[int]:
-        return [one.flat.nbytes for one in self.packed]
+        return [packed.flat.nbytes for packed in self.packed]
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -79,9 +78,9 @@ class Run:
     @property
     def trace(self) -> Trace:
         """For plot.timeline: the bus below the computing, with the waits of one for the other."""
-        events = [one.event for one in self.arrivals]
+        events = [arrival.event for arrival in self.arrivals]
         ended_s = max(span.ended_s for span in self.computed)
-        began_s = min([self.computed[0].began_s, *(one.issued_s for one in events)])
+        began_s = min([self.computed[0].began_s, *(event.issued_s for event in events)])
         steps = [Step(0, began_s, ended_s)]
         rank = RankTrace(0, 1, steps=steps, spans=list(self.computed), comms=events)
         return Trace({0: rank}, self.about).from_zero()
@@ -175,20 +174,10 @@ class _Course:
         self.bus.clock.settle()
         held_bytes = sum(buffer.nbytes for buffer in self.buffers)
         moved_bytes = self.bus.moved_bytes - self.moved_bytes
-        return Run(x, held_bytes, moved_bytes, self.arrivals, self.computed, self._about())
-
-    def _about(self) -> dict[str, object]:
-        paced = isinstance(self.bus, Bus) and self.bus.link.seconds(1) > 0
-        return {"link": {"gbps": self.bus.link.gbps}} if paced else {}  # type: ignore[union-attr]
-
-
-class Place(NamedTuple):
-    """Where a tensor lies in the flat buffer, in bytes."""
-
-    start: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: torch.Size
+        about: dict[str, object] = {}
+        if isinstance(self.bus, Bus) and self.bus.link.seconds(1) > 0:  # paced
+            about["link"] = {"gbps": self.bus.link.gbps}
+        return Run(x, held_bytes, moved_bytes, self.arrivals, self.computed, about)
 
 
 class Packed:
@@ -202,18 +191,16 @@ class Packed:
 
     @torch.inference_mode(False)  # the modules stay usable outside of it
     def __init__(self, block: nn.Module, pin: bool = False):
-        tensors: dict[str, Tensor] = {
-            **dict(block.named_parameters()),
-            **dict(block.named_buffers()),
-        }
-        self.places: dict[str, Place] = {}
+        tensors: dict[str, Tensor] = dict(block.named_parameters())
+        tensors.update(block.named_buffers())
+        self.places: dict[str, tuple[slice, torch.dtype, torch.Size]] = {}  # bytes in `flat`
         end = 0
         for name, x in tensors.items():
             if x.device.type != "cpu":
                 raise ValueError(
                     f"{name} is on {x.device}, but weights wait in CPU memory; use block.cpu()"
                 )
-            self.places[name] = Place(end, x.nbytes, x.dtype, x.shape)
+            self.places[name] = slice(end, end + x.nbytes), x.dtype, x.shape
             end += -(-x.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         self.flat = torch.zeros(end, dtype=torch.uint8, pin_memory=pin)
         for name, view in self.views(self.flat).items():
@@ -221,10 +208,8 @@ class Packed:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The tensors by name, as they lie in `flat`: this one or a copy, which may be longer."""
-        return {
-            name: flat[place.start : place.start + place.nbytes].view(place.dtype).view(place.shape)
-            for name, place in self.places.items()
-        }
+        places = self.places.items()
+        return {name: flat[at].view(dtype).view(shape) for name, (at, dtype, shape) in places}
 
 
 def on_device(flat: Tensor, device: torch.device) -> Tensor:

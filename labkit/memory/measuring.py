@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from labkit.memory.chooser import Cost, Costs, Plan, least_recompute
+from labkit.memory.conditions import tensors_in
 from labkit.memory.edits import CHOICES, Choices, blocks_of
 from labkit.memory.flops import flops_of
 from labkit.memory.offload import Offload
@@ -170,7 +170,7 @@ class _Marks:
             self.moved[self._last] = sums[1] - self._before[1]
         leaving = self._offload.leaving_bytes if self._offload else 0
         self.leaving_bytes = max(self.leaving_bytes, leaving)
-        self.held[name] = counted.held_bytes - leaving - _bytes_of(but)
+        self.held[name] = counted.held_bytes - leaving - sum(x.nbytes for x in tensors_in(but))
         self._last, self._before, counted.peak_bytes = name, sums, counted.held_bytes
 
 
@@ -221,11 +221,7 @@ def _one_step(
 
 
 def _at_gradient(thing: Any, call: Callable[..., None]) -> None:
-    for x in tree_leaves(thing):
-        if isinstance(x, torch.Tensor) and x.requires_grad:
+    for x in tensors_in(thing):
+        if x.requires_grad:
             x.register_hook(call)
             return
-
-
-def _bytes_of(thing: Any) -> int:
-    return sum(x.nbytes for x in tree_leaves(thing) if isinstance(x, torch.Tensor))

@@ -102,8 +102,8 @@ class Offload:
     @property
     def leaving_bytes(self) -> int:
         """What is still on the device, on its way to the host."""
-        under_way = (one() for one in self._leaving)
-        return sum(one.nbytes for one in under_way if one is not None and one.is_leaving)
+        under_way = (moved() for moved in self._leaving)
+        return sum(moved.nbytes for moved in under_way if moved is not None and moved.is_leaving)
 
     def __enter__(self) -> "Offload":
         self._stay = {p.untyped_storage()._cdata for p in self._model.parameters()}
@@ -191,7 +191,8 @@ class Moved:
         self._changed = False
         self._piece, self._bus, self._host = piece, bus, host
         self._device = x.device
-        self._here: torch.Tensor | None = _flat(x)
+        nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
+        self._here: torch.Tensor | None = nothing.set_(x.untyped_storage())  # its bytes, flat
         self._trip: Arrival = bus.copy(piece, self._here)
 
     @property
@@ -230,11 +231,6 @@ class Moved:
 
     def __del__(self) -> None:
         self._host.give_back(self._piece)  # the next copies to it come after those still under way
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
-    return flat.set_(x.untyped_storage())
 
 
 def _changed() -> RuntimeError:

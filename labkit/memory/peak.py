@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
+from labkit.memory.conditions import tensors_in
 
 
 class PeakMemory(DispatchMode):
@@ -45,8 +45,7 @@ class PeakMemory(DispatchMode):
 
 def storages_in(things: Any) -> list[torch.UntypedStorage]:
     """The memory of the tensors in a nest of things, without what was moved to the host."""
-    tensors = (x for x in tree_leaves(things) if isinstance(x, torch.Tensor))
-    return [x.untyped_storage() for x in tensors if not is_host_memory(x)]
+    return [x.untyped_storage() for x in tensors_in(things) if not is_host_memory(x)]
 
 
 def alive_storages(device: torch.device | None = None) -> list[torch.UntypedStorage]:

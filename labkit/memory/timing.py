@@ -61,6 +61,9 @@ def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
 
 
 class Buffers:
+    """Tensors [numel] for transfers: `buffers(role, place, dtype, pinned)` makes one at its first
+    call, and returns the same one afterwards."""
+
     def __init__(self, numel: int):
         self.numel = numel
         self._made: dict[tuple[object, ...], Tensor] = {}

@@ -2,13 +2,10 @@
 
     each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
     travels           2(n-1)/n P bytes from each rank and step, in as many messages as there are
-                      parameters, while nobody computes:
+                      parameters, while no rank computes:
 
         rank 0   forward | backward | w9 w8 w7 ... w0 | step
         rank 1   forward | backward | w9 w8 w7 ... w0 | step
-
-The gradient of a mean over the batch is the mean of the gradients of its shares, so averaging
-gives every replica the gradient of the whole batch; equal replicas then stay equal.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1.
 """
@@ -18,18 +15,14 @@ from typing import Any
 import torch
 
 from labkit.holdings import replicated
-from labkit.parallel.common.agreement import broadcast_tensors
-from labkit.parallel.common.data_parallel import Replica, flagged_gradient
-from labkit.parallel.common.flat import at_end_of_backward, nobody_used
+from labkit.parallel.common.data_parallel import Replica
+from labkit.parallel.common.flat import at_end_of_backward, check_dense, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors
 
 
 class NaiveDDP(Replica):
-    """Replicas of `module`, whose gradients are averaged when `backward()` returns.
-
-    Args:
-        module: any module; replicas start as rank 0's.
-        comm: the ranks that hold replicas; all by default.
-    """
+    """Replicas of `module`, any, which start as rank 0's; their gradients are averaged when
+    `backward()` returns. `comm`: the ranks that hold replicas; all by default."""
 
     _scheduled = False
 
@@ -55,3 +48,15 @@ class NaiveDDP(Replica):
                 parameter.grad = gradient
 
     predict = staticmethod(replicated)
+
+
+def flagged_gradient(p: torch.Tensor, divisor: float = 1) -> torch.Tensor:
+    """The gradient of `p`, divided in place; -0.0 everywhere where this rank did not use it."""
+    if p.grad is None:
+        return torch.full_like(p, -0.0)
+    check_dense(p.grad)
+    if divisor != 1:
+        p.grad.div_(divisor)
+    if p.grad.numel():
+        p.grad.as_strided((1,), (1,)).add_(0.0)
+    return p.grad

@@ -8,7 +8,6 @@
     travels           an all-gather of x for each block in backward, (t-1)/t b s w elements, beside
                       what tensor parallelism with full recompute sends anyway
 
-Sequence parallelism needs no such bytes: there x is in parts all the time.
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).
 """
 
@@ -66,21 +65,21 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
     """
     comm = Comm.of(comm)
     blocks: list[Any] = [
-        one for one in model.modules() if isinstance(one.__dict__.get("forward"), Recomputed)
+        m for m in model.modules() if isinstance(m.__dict__.get("forward"), Recomputed)
     ]
     if not blocks:
         raise ValueError(
             f"no block of this {type(model).__name__} is computed again in backward, so none keeps "
             "its input alone; call Recompute(model) first"
         )
-    if any(getattr(one, "sequence", False) for one in model.modules()):
+    if any(getattr(m, "sequence", False) for m in model.modules()):
         raise ValueError(
             "this model is cut along the sequence: each rank keeps its own part of x already; "
             "leave partition_activations out, or edit with tensor_parallel(..., sequence=False)"
         )
     for block in blocks:
-        ends = [one for one in block.modules() if isinstance(one, RowParallelLinear)]
-        if not ends or any(one.comm.ranks != comm.ranks for one in ends):
+        ends = [layer for layer in block.modules() if isinstance(layer, RowParallelLinear)]
+        if not ends or any(layer.comm.ranks != comm.ranks for layer in ends):
             raise ValueError(
                 f"a {type(block).__name__} that is computed again is no layer cut over ranks "
                 f"{comm.ranks}, so its inputs may differ between them; edit with "

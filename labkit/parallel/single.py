@@ -1,10 +1,5 @@
-"""Single-process training: the first strategy, and the oracle of all others.
-
-    one process     parameters P, gradients P, Adam 2P, the whole batch
-    travels         nothing
-
-Every other strategy must end with the same weights.
-"""
+"""Single-process training: the first strategy, and the oracle of all others, which must end with
+the same weights. It holds parameters P, gradients P, Adam 2P; nothing travels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,6 @@
 """A model cut into the stages of a pipeline: by number of layers, or by cost.
 
     GPT of 5 blocks, 3 stages     embed  0 1 │ 2 3 │ 4  norm head        by number of blocks
-
     with costs                    embed  0 1 2 │ 3 │ 4  norm head        the dearest stage is
     (a head of a large            ├── 3.2 ───┤  1   ├──── 3.9 ────┤      as cheap as it can be
     vocabulary costs 2.9)
@@ -139,7 +138,6 @@ def measure_costs(
 def balance(costs: Sequence[float], stages: int) -> list[int]:
     """How many consecutive layers each stage gets, 1 or more, so that the dearest is cheapest; of
     equally good choices the one with the least sum of squares. `costs`: of each layer, in any unit.
-
     Raises ValueError for more stages than layers, and for costs below 0 or not finite.
 
     >>> balance([5, 1, 1, 1, 4], stages=3)
@@ -157,7 +155,7 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
             raise ValueError(f"costs[{layer}]={cost}: the cost of a layer is a number from 0 on")
     before = [0.0, *accumulate(costs)]  # of the layers before each
     dearest, _ = _best(before, stages, max, math.inf)
-    _, counts = _best(before, stages, lambda so_far, one: so_far + one * one, dearest)
+    _, counts = _best(before, stages, lambda so_far, cost: so_far + cost * cost, dearest)
     return counts
 
 
@@ -173,10 +171,10 @@ def _best(
         following: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
         for end in range(1, layers + 1):
             for begin in reversed(range(end)):
-                one = before[end] - before[begin]
-                if one > limit:
+                stage_cost = before[end] - before[begin]
+                if stage_cost > limit:
                     break
-                cost = together(least[begin][0], one)
+                cost = together(least[begin][0], stage_cost)
                 if cost < following[end][0]:
                     following[end] = (cost, [*least[begin][1], end - begin])
         least = following

@@ -1,18 +1,15 @@
-"""What activations cost: the bill of a layer, the choices, and a step under each choice.
-
-bill         a bar for each way to train, its parts the terms of sbw(34 + 5as/w)
-front        memory and time of all choices, the Pareto front, and the chosen one
-step_memory  the memory of one step, under several choices, in one picture
-"""
+"""What activations cost: the bill of a layer, its parts the terms of sbw(34 + 5as/w); the choices
+and their Pareto front; the memory of a step under each choice."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from labkit.plot import style
-from labkit.plot.figure import constrained, name_rows, note, styled
+from labkit.plot.figure import constrained, label, name_rows, note, styled
 from labkit.plot.memories import detailed_step
 from labkit.plot.style import COLOURS, INK, PAPER, VERMILION, byte_unit, text_on
 from labkit.predict.bills import Bill
@@ -26,21 +23,15 @@ if TYPE_CHECKING:
 SCORES = (VERMILION, "#F0A57A")
 PARTS = {
     "core: ": style.SKY, "q, k, v": "#9AD0F0", "out": "#C5E4F7", "GELU": style.ORANGE,
-    "mlp": "#F2C76B",
+    "mlp": "#F2C76B", "": "#C9CED6",
 }  # fmt: skip
-REST = "#C9CED6"
-SHORT = {
-    "norm1: its input": "norm1",
+SHORT = {  # other terms: without ": its input"
     "q, k, v: their shared input": "q, k, v\ninput",
     "core: q, k and v": "core:\nq, k, v",
     "core: weights, before and after dropout": "core: weights,\nthe same dropped out",
     "core: the mask of its dropout": "core:\nmask",
-    "out: its input": "out",
     "dropout: two masks": "masks",
-    "norm2: its input": "norm2",
     "mlp.up: its input": "up",
-    "GELU: its input": "GELU",
-    "mlp.down: its input": "mlp.down",
     "the layer's input": "input",
 }
 CHOICE_COLOURS = {
@@ -64,35 +55,31 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
     most = max(max(layer.measured_bytes, layer.formula_bytes) for layer in bills.values())
     scale, unit = byte_unit(most)
     for row, layer in enumerate(bills.values()):
-        left, scores = 0.0, 0
+        left, scores = 0.0, cycle(SCORES)
         for line in sorted(layer.lines, key=lambda line: "as/w" in line.per_sbw):
             width = line.measured_bytes / scale
             if not width:
                 continue
             if "as/w" in line.per_sbw:
-                colour = SCORES[scores % 2]
-                scores += 1
+                colour = next(scores)
             else:
-                starts = [colour for start, colour in PARTS.items() if line.term.startswith(start)]
-                colour = starts[0] if starts else REST
+                colour = next(PARTS[start] for start in PARTS if line.term.startswith(start))
             axes.barh(row, width, 0.62, left=left, color=colour, edgecolor=PAPER, linewidth=0.8)
             if line.measured_bytes > 0.05 * most:
-                name = f"{SHORT.get(line.term, line.term)}\n{line.per_sbw}"
-                axes.text(
-                    left + width / 2, row, name, ha="center",
-                    va="center", fontsize=7.5, color=text_on(colour), linespacing=1.15,
-                )  # fmt: skip
+                name = SHORT.get(line.term, line.term.removesuffix(": its input"))
+                label(axes, (left + width / 2, row), f"{name}\n{line.per_sbw}", fontsize=7.5,
+                      color=text_on(colour), linespacing=1.15)  # fmt: skip
             left += width
         formula = layer.formula_bytes / scale
         axes.plot([formula] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.6)
         end = (max(left, formula), row)
         note(axes, f"{left:.3g} {unit}", end, (6, 0), va="center", fontweight="bold")
     name_rows(axes, list(bills))
-    axes.set(xlim=(0, most / scale * 1.12), xlabel=unit)
-    axes.set_title(
-        "Kept by one layer from forward to backward  ·  numbers: bytes over sbw  ·  line: formula",
-        loc="left",
-    )
+    axes.set(
+        xlim=(0, most / scale * 1.12), xlabel=unit,
+        title="Kept by one layer from forward to backward  ·  numbers: bytes over sbw  ·  "
+        "line: formula",
+    )  # fmt: skip
     return figure
 
 
@@ -126,29 +113,29 @@ def front(
     for x, y in sorted(points):
         if not best or y < best[-1][1]:
             best.append((x, y))
-    axes.plot(*zip(*points), "o", color=REST, markersize=5, zorder=2)
+    axes.plot(*zip(*points), "o", color=PARTS[""], markersize=5, zorder=2)
     axes.step(*zip(*best), where="post", color=COLOURS[0], linewidth=1.2, zorder=1)
     axes.plot(*zip(*best), "o", color=COLOURS[0], markersize=6, zorder=3)
     for plan in plans:
         if len(set(plan.choices)) == 1:
             note(axes, plan.choices[0], point(plan), (8, 5), fontweight="bold")
     if budget_bytes is not None:
-        axes.axhline(budget_bytes / scale, color=VERMILION, linestyle="--", linewidth=1.2)
-        note(
-            axes, f"budget {budget_bytes / scale:.3g} {unit}", (1, budget_bytes / scale), (0, 4),
-            xycoords=("axes fraction", "data"), ha="right", color=VERMILION, fontweight="bold",
-        )  # fmt: skip
+        budget = budget_bytes / scale
+        axes.axhline(budget, color=VERMILION, linestyle="--", linewidth=1.2)
+        note(axes, f"budget {budget:.3g} {unit}", (1, budget), (0, 4), ha="right", color=VERMILION,
+             xycoords=axes.get_yaxis_transform(), fontweight="bold")  # fmt: skip
     if pick is not None:
         axes.plot(
             *point(pick), "o", markersize=14, markeredgewidth=2, markerfacecolor="none",
             markeredgecolor=VERMILION, zorder=4,
         )  # fmt: skip
-    wide = max(x for x, _ in points) or 1.0
+    wide, high = (max(values) for values in zip(*points))
+    wide = wide or 1.0
     axes.set(
-        xlim=(-0.04 * wide, 1.12 * wide), ylim=(0, 1.12 * max(y for _, y in points)),
-        xlabel="computed again, % of the step", ylabel=f"peak, {unit}",
+        xlim=(-0.04 * wide, 1.12 * wide), ylim=(0, 1.12 * high), ylabel=f"peak, {unit}",
+        xlabel="computed again, % of the step",
+        title="Every choice a point  ·  line: none has less of both",
     )  # fmt: skip
-    axes.set_title("Every choice a point  ·  line: none has less of both", loc="left")
     return figure
 
 
@@ -173,20 +160,24 @@ def step_memory(
     axes = figure.subplots()
     most = max(held.max() for _, held in curves.values())
     scale, unit = byte_unit(most)
-    for i, (name, (when, held)) in enumerate(curves.items()):
-        colour = CHOICE_COLOURS.get(name, COLOURS[i % len(COLOURS)])
-        label = f"{name}: {held.max() / scale:.3g} {unit} at the peak"
-        axes.step(when, held / scale, where="post", color=colour, linewidth=1.4, label=label)
+    for (name, (when, held)), usual in zip(curves.items(), cycle(COLOURS)):
+        colour, peak = CHOICE_COLOURS.get(name, usual), f"{held.max() / scale:.3g} {unit}"
+        axes.step(
+            when, held / scale, where="post", color=colour, linewidth=1.4,
+            label=f"{name}: {peak} at the peak",
+        )  # fmt: skip
         if predicted and name in predicted:
             axes.axhline(predicted[name] / scale, color=colour, linestyle="--", linewidth=0.8)
     axes.axvline(1, color=style.MUTED, linewidth=0.8, linestyle=":")
-    axes.set(xlim=(0, 2), ylim=(0, most / scale * 1.35), ylabel=unit)
+    dashed = "  ·  dashed: expected" if predicted else ""
+    axes.set(
+        xlim=(0, 2), ylim=(0, most / scale * 1.35), ylabel=unit,
+        title=f"Held during one step{dashed}",
+    )  # fmt: skip
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)
-    for begin, phase in ((0, "forward"), (1, "backward")):
+    for begin, phase in enumerate(("forward", "backward")):
         axes.axvspan(begin, begin + 1, ymax=0.02, color=style.PHASES[phase])
-    dashed = "  ·  dashed: expected" if predicted else ""
-    axes.set_title(f"Held during one step{dashed}", loc="left")
     axes.legend(loc="upper left")
     return figure
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from labkit.plot.figure import constrained, note, styled
 from labkit.plot.style import ALGORITHMS, BACKENDS_OWN, FAINT, MUTED, OTHER_ALGORITHM, SMALL_PT
@@ -52,10 +52,9 @@ def bandwidth(
         panel_fits = {fit.algorithm: fit for fit in fits if (fit.op, fit.ranks) == (name, n)}
         _draw(axes, points, panel_fits)
         _mark_crossovers(axes, points, panel_fits)
-        axes.set(
-            title=f"{name} on {n} ranks: busbw = {BUS_FACTORS[name](n):.3g} algbw",
-            xlabel="size", ylabel="bus bandwidth, GB/s",
-        )  # fmt: skip
+        title = f"{name} on {n} ranks: busbw = {BUS_FACTORS[name](n):.3g} algbw"
+        axes.set_title(title, loc="center")
+        axes.set(xlabel="size", ylabel="bus bandwidth, GB/s")
         beside.axis("off")
         beside.legend(
             *axes.get_legend_handles_labels(), loc="center left", borderaxespad=0,
@@ -73,8 +72,9 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
         colour, marker = BACKENDS_OWN if line[0].own else ALGORITHMS.get(name, OTHER_ALGORITHM)
         label = f"{name}'s own" if line[0].own else name
         words = "what runs when none is named"
-        if fit := fits.get(name):
-            words = _words(fit)
+        if fit := fits.get(name):  # alpha, beta as a bandwidth, how far the line is off
+            rate = f"{1e-9 / fit.beta_s_per_byte:.3g} GB/s" if fit.beta_s_per_byte else "no beta"
+            words = f"{fit.alpha_s * 1e6:,.0f} us, {rate}, error {fit.error:.0%}"
             fitted = [fit.busbw_bytes_per_s(size) / 1e9 for size in fine]
             axes.plot(fine, fitted, "--", color=colour, lw=1.1, zorder=2)
         axes.plot(
@@ -84,9 +84,10 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")
     shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
-    axes.xaxis.set_major_locator(FixedLocator(shown))
+    # To whole KiB from there on: a sweep over three parts has sizes a few bytes below.
+    whole = [size if size < 1024 else round(size / 1024) * 1024 for size in shown]
+    axes.set_xticks(shown, map(in_binary_units, whole))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([in_binary_units(_rounded(size)) for size in shown])
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
@@ -103,21 +104,10 @@ def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) 
     sizes = [point.size_bytes for point in points]
     low, high = min(sizes), max(sizes)
     for i, (size, _, after) in enumerate(crossovers(ours, low, high)):
-        on_the_right = size**2 > low * high
+        offset_pt, align = (-4, "right") if size**2 > low * high else (4, "left")
         axes.axvline(size, color=MUTED, lw=0.9, ls=":", zorder=0)
         note(
             axes, f"{size / 1024:,.0f} KiB: {after}", (size, 0.98 - 0.08 * (i % LEVELS)),
-            (-4 if on_the_right else 4, 0), xycoords=axes.get_xaxis_transform(),
-            ha="right" if on_the_right else "left", va="top", fontsize=SMALL_PT,
+            (offset_pt, 0), xycoords=axes.get_xaxis_transform(), ha=align, va="top",
+            fontsize=SMALL_PT,
         )  # fmt: skip
-
-
-def _words(fit: Fit) -> str:
-    """alpha, and beta as the bandwidth that it stands for; how far the line is off."""
-    rate = f"{1e-9 / fit.beta_s_per_byte:.3g} GB/s" if fit.beta_s_per_byte else "no beta"
-    return f"{fit.alpha_s * 1e6:,.0f} us, {rate}, error {fit.error:.0%}"
-
-
-def _rounded(size_bytes: int) -> int:
-    """To whole KiB from there on: a sweep over three parts has sizes a few bytes below."""
-    return size_bytes if size_bytes < 1024 else round(size_bytes / 1024) * 1024

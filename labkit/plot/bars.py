@@ -9,7 +9,8 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple
 
 from matplotlib.patches import Patch
@@ -24,31 +25,28 @@ TOPS = (0.0, 0.0, 0.5, 0.78)  # where a span of depth 0, 1, 2, and 3 or more beg
 COMM_HEIGHT, COMM_GAP = 0.55, 0.07
 MOST_LANES = 2  # of communication at full height below the first; more share this space
 RANK_GAP = 0.4
-MESSAGES = "messages"
 
 
 class Bar(NamedTuple):
     """An interval to be drawn. Heights count downward from the top of its rank, and the lane of
-    computing is 1 high."""
+    computing is 1 high. One that is open, or a wait, has an outline in vermilion."""
 
     top: float
     bottom: float
     begin_ms: float
     end_ms: float
+    open: bool  # never ended: reaches to the end of the picture
     colour: str
     names: tuple[str, ...]  # the first that fits is written between `top` and `names_to`
     names_to: float
-    edge: str = ""  # colour of an outline that is always drawn
-    open: bool = False  # never ended: reaches to the end of the picture
     free_ms: tuple[float, float] | None = None  # the longest part without waits; None: all of it
 
 
-@dataclass(frozen=True)
-class RankBars:
+class RankBars(NamedTuple):
     """The bars of one rank, those in front last."""
 
     bars: list[Bar]
-    groups: list[str]  # of each lane of communication, from the top; MESSAGES for a lane of those
+    groups: list[str]  # of each lane of communication, from the top; "messages": of those alone
 
     @property
     def height(self) -> float:
@@ -67,25 +65,35 @@ def lane_place(lane: int, lanes: int) -> tuple[float, float]:
 
 def bars_of(rank: RankTrace, end_s: float) -> RankBars:
     """All that a rank did; what never ended is open until `end_s`."""
-    waits = _waits(rank, end_s)
+    waits = list(_waits(rank, end_s))
     waited_ms = union((bar.begin_ms, bar.end_ms) for bar in waits)
     bars = [bar._replace(free_ms=_free(bar, waited_ms)) for bar in _spans(rank, end_s)] + waits
-    closed = [  # an event with begin 0.0 was only issued
-        x if x.ended_s else replace(x, began_s=max(x.began_s, x.issued_s), ended_s=end_s)
+    comms = [  # an event with begin 0.0 was only issued
+        x if x.ended_s else replace(x, began_s=max(x.began_s, x.issued_s), ended_s=inf)
         for x in rank.comms
     ]
-    still_open = {id(copy) for x, copy in zip(rank.comms, closed) if copy is not x}
-    in_lanes = lanes(closed)
+    in_lanes = lanes(comms)
     for lane, (_, events) in enumerate(in_lanes):
-        place = lane_place(lane, len(in_lanes))
-        bars += [_comm(rank.rank, x, place, id(x) in still_open) for x in events]
-    collective = {x.group for x in closed if not _is_message(x)}
+        top, bottom = lane_place(lane, len(in_lanes))
+        for event in events:
+            number = event.seq
+            if event.peer is not None and _is_message(event):  # the same on both ends
+                number += rank.rank + event.ranks[event.peer] + event.tag
+            when = _when(event.began_s, event.ended_s, end_s)
+            colour = shade(event.op, number)
+            bars.append(Bar(top, bottom, *when, colour, _event_names(event), bottom))
+    collective = {x.group for x in comms if not _is_message(x)}
     # A lane of messages alone must not be called "all ranks".
     groups = [
-        MESSAGES if group not in collective and _is_default(group) else group
+        "messages" if group not in collective and _is_default(group) else group
         for group, _ in in_lanes
     ]
     return RankBars(bars, groups)
+
+
+def _when(begin_s: float, ended_s: float, end_s: float) -> tuple[float, float, bool]:
+    """Begin and end in ms, and whether the interval is open: it ended at infinity."""
+    return begin_s * 1e3, min(ended_s, end_s) * 1e3, ended_s == inf
 
 
 def _is_message(event: CommEvent) -> bool:
@@ -104,17 +112,16 @@ def _spans(rank: RankTrace, end_s: float) -> Iterator[Bar]:
         if not span.module:
             roots[span.phase] = max(span.depth, roots.get(span.phase, 0))
     for span, following in zip(spans, [*spans[1:], None]):
-        ended_s = span.ended_s or end_s
+        when = _when(span.began_s, span.ended_s or inf, end_s)
         parent = (
-            following is not None and following.depth > span.depth and following.began_s < ended_s
+            following is not None
+            and following.depth > span.depth
+            and following.began_s < (span.ended_s or end_s)
         )
         depth = min(max(0, span.depth - roots.get(span.phase, 0)), len(TOPS) - 1)
         names = () if depth == 0 and parent else _module_names(span)  # else those inside are named
         names_to = TOPS[min(max(depth, 1) + 1, len(TOPS) - 1)] if parent else 1.0
-        yield Bar(
-            TOPS[depth], 1.0, span.began_s * 1e3, ended_s * 1e3, PHASES[span.phase], names,
-            names_to, UNFINISHED if not span.ended_s else "", not span.ended_s,
-        )  # fmt: skip
+        yield Bar(TOPS[depth], 1.0, *when, PHASES[span.phase], names, names_to)
 
 
 def _module_names(span: Span) -> tuple[str, ...]:
@@ -134,30 +141,16 @@ def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
     return max(left, key=lambda x: x[1] - x[0], default=(bar.begin_ms, bar.begin_ms))
 
 
-def _waits(rank: RankTrace, end_s: float) -> list[Bar]:
+def _waits(rank: RankTrace, end_s: float) -> Iterator[Bar]:
     """When the rank waited; the first wait that has not ended is open."""
-    waits = [_wait(begin_s, ended_s, "waiting", False) for begin_s, ended_s in waiting(rank)]
+    waits = [(begin_s, ended_s, ("waiting",)) for begin_s, ended_s in waiting(rank)]
     still = [
-        _wait(x.wait_began_s or x.issued_s, end_s, f"waiting for {_event_names(x)[0]}", True)
+        (x.wait_began_s or x.issued_s, inf, (f"waiting for {_event_names(x)[0]}", "waiting"))
         for x in rank.comms
         if not x.ended_s and (x.blocking or x.wait_began_s)  # a blocking one waits at once
     ]
-    return waits + sorted(still, key=lambda bar: bar.begin_ms)[:1]
-
-
-def _wait(begin_s: float, end_s: float, name: str, is_open: bool) -> Bar:
-    names = tuple(dict.fromkeys([name, "waiting"]))
-    return Bar(0.0, 1.0, begin_s * 1e3, end_s * 1e3, WAITING, names, 1.0, UNFINISHED, is_open)
-
-
-def _comm(rank: int, event: CommEvent, place: tuple[float, float], is_open: bool) -> Bar:
-    number = event.seq
-    if event.peer is not None and _is_message(event):  # the same on both ends
-        number += rank + event.ranks[event.peer] + event.tag
-    return Bar(
-        *place, event.began_s * 1e3, event.ended_s * 1e3, shade(event.op, number),
-        _event_names(event), place[1], UNFINISHED if is_open else "", is_open,
-    )  # fmt: skip
+    for begin_s, ended_s, names in [*waits, *sorted(still, key=lambda wait: wait[0])[:1]]:
+        yield Bar(0.0, 1.0, *_when(begin_s, ended_s, end_s), WAITING, names, 1.0)
 
 
 def _event_names(event: CommEvent) -> tuple[str, ...]:
@@ -203,20 +196,19 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
     alike = ""
     if any(x.alike for x in traces):  # a rank that represents others
         alike = ", all alike" if len(ranks) == 1 else ", the others alike"
-    where = part.about.get("replayed")
-    words = ["The whole run"] if step is None else [f"Step {step}"] * (steps > 1)
-    words += [
+    where, link = part.about.get("replayed"), part.about.get("link")
+    travelled = any(x.ended_s for rank in traces for x in rank.comms)
+    behind = "" if where else " behind computing"  # there is only so much room
+    words = (
+        "The whole run" if step is None else f"Step {step}" * (steps > 1),
         f"{of}{part.size} rank{'s' * (part.size != 1)}{alike}",
-        f"unfinished after {last}" if unfinished(part) else last,
-    ]
-    if any(x.ended_s for rank in traces for x in rank.comms) and any(x.spans for x in traces):
-        behind = "" if where else " behind computing"  # there is only so much room
-        words.append(f"{overlap(shown):.0%} of communication hidden{behind}")
-    if where:
-        words.append(f"replayed on {literal(str(where))}")
-    if link := part.about.get("link"):
-        words.append(f"paced to {speed_of(link)}")
-    return "  ·  ".join(words)
+        "unfinished after " * unfinished(part) + last,
+        f"{overlap(shown):.0%} of communication hidden{behind}"
+        * (travelled and any(x.spans for x in traces)),
+        where and f"replayed on {literal(str(where))}",
+        link and f"paced to {speed_of(link)}",
+    )
+    return "  ·  ".join(filter(None, words))
 
 
 def speed_of(link: Mapping[str, Any]) -> str:

@@ -2,16 +2,15 @@
 
 from fractions import Fraction
 
-from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.plot.figure import Picture, size_in, styled
-from labkit.plot.style import BLUE, GREEN, INK, MUTED, PAPER, SMALL_PT, VERMILION, text_on
+from labkit.plot.figure import Picture, label, size_in, styled
+from labkit.plot.style import BLUE, GREEN, GREY, MUTED, PAPER, SMALL_PT, VERMILION, text_on
 from labkit.precision.formats import Exact, Format, decimal, format_of
 
-SET = {"sign": VERMILION, "exponent": BLUE, "leading bit": "#5E6670", "fraction": GREEN}
+SET = {"sign": VERMILION, "exponent": BLUE, "leading bit": GREY, "fraction": GREEN}
 CLEAR = {"sign": "#FBE3D5", "exponent": "#DCEBF5", "leading bit": "#E3E6EA", "fraction": "#DDF1EA"}
 LEFT_IN, ROW_IN, AROUND_IN = 1.0, 0.78, 0.46
 BOX_IN, BOX_HIGH_IN, READABLE_IN, ALL_BOXES_IN = 0.27, 0.27, 0.12, 8.8
@@ -36,17 +35,29 @@ def bits(
     chosen = [format_of(name) for name in formats]
     if not chosen:
         raise ValueError(f"bits({value}): in which format? bits({value}, 'fp16', 'bf16')")
-    if figure is None:
-        figure = Picture(AROUND_IN + ROW_IN * len(chosen))
+    figure = figure or Picture(AROUND_IN + ROW_IN * len(chosen))
     width_in, height_in = size_in(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width_in), ylim=(0, height_in))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width_in), ylim=(0, height_in))
     axes.axis("off")
     box_in = min(BOX_IN, ALL_BOXES_IN / max(format.width_bits for format in chosen))
     shown = patterns or [format.encode(value) for format in chosen]
     for i, (format, pattern) in enumerate(zip(chosen, shown, strict=True)):
         top = height_in - AROUND_IN - i * ROW_IN
-        _boxes(axes, format, pattern, top, box_in)
+        middle = top - BOX_HIGH_IN / 2
+        boxes, colours = [], []
+        for place, digit in enumerate(f"{pattern:0{format.width_bits}b}"):
+            x = LEFT_IN + place * box_in
+            colour = (SET if digit == "1" else CLEAR)[field_of(format, place)]
+            boxes.append(Rectangle((x, top - BOX_HIGH_IN), box_in, BOX_HIGH_IN))
+            colours.append(colour)
+            if box_in >= READABLE_IN:
+                label(axes, (x + box_in / 2, middle), digit, va="center_baseline",
+                      color=text_on(colour))  # fmt: skip
+        axes.add_collection(
+            PatchCollection(boxes, facecolor=colours, edgecolor=PAPER, linewidth=0.8)
+        )
+        axes.text(0.12, middle, format.name, va="center", fontsize="large")
+        axes.text(0.12, top - 0.42, f"{format.width_bits} bits", va="center", color=MUTED)
         words = formula(format, pattern)
         if patterns is None:
             words += _error(value, format.decode(pattern))
@@ -75,13 +86,12 @@ def formula(format: Format, pattern: int) -> str:
             return f"{plus_or_minus} 0"
     power = f"$2^{{{max(exponent, 1)}-{format.bias}}}$"
     numbers = 2**format.fraction_bits
-    value = decimal(format.decode(pattern), 8 if format.fraction_bits <= 23 else 17)
-    if format.fraction_bits <= 23:
-        significand = f"({leading} + {fraction}/{numbers})"
-    else:
-        significand = decimal(leading + Fraction(fraction, numbers), 17)
+    value, significand = format.decode(pattern), f"({leading} + {fraction}/{numbers})"
+    digits = 8
+    if format.fraction_bits > 23:
+        significand, digits = decimal(leading + Fraction(fraction, numbers), 17), 17
     small = "   (subnormal)" if kind == "subnormal" else ""
-    return f"{plus_or_minus} {power} × {significand} = {value}{small}"
+    return f"{plus_or_minus} {power} × {significand} = {decimal(value, digits)}{small}"
 
 
 def _error(value: Exact | int, rounded: Exact) -> str:
@@ -104,20 +114,3 @@ def field_of(format: Format, place: int) -> str:
         return "exponent"
     first = place == format.exponent_bits + 1
     return "leading bit" if format.leading_bit and first else "fraction"
-
-
-def _boxes(axes: Axes, format: Format, pattern: int, top: float, box_in: float) -> None:
-    squares, colours = [], []
-    for place, digit in enumerate(f"{pattern:0{format.width_bits}b}"):
-        x = LEFT_IN + place * box_in
-        colour = (SET if digit == "1" else CLEAR)[field_of(format, place)]
-        squares.append(Rectangle((x, top - BOX_HIGH_IN), box_in, BOX_HIGH_IN))
-        colours.append(colour)
-        if box_in >= READABLE_IN:
-            axes.text(
-                x + box_in / 2, top - BOX_HIGH_IN / 2, digit, ha="center", va="center_baseline",
-                fontsize=SMALL_PT, color=text_on(colour),
-            )  # fmt: skip
-    axes.add_collection(PatchCollection(squares, facecolor=colours, edgecolor=PAPER, linewidth=0.8))
-    axes.text(0.12, top - BOX_HIGH_IN / 2, format.name, va="center", color=INK, fontsize="large")
-    axes.text(0.12, top - 0.42, f"{format.width_bits} bits", va="center", color=MUTED)

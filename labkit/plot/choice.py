@@ -36,9 +36,9 @@ def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
     if ranks is None:
         return sorted(trace.ranks)
     chosen = list(dict.fromkeys(ranks))
-    if missing := [rank for rank in chosen if rank not in trace.ranks]:
-        there = listed(sorted(trace.ranks))
-        raise ValueError(f"no rank {missing[0]} in this trace; it has {there}")
+    for rank in chosen:
+        if rank not in trace.ranks:
+            raise ValueError(f"no rank {rank} in this trace; it has {listed(sorted(trace.ranks))}")
     if not chosen:
         raise ValueError("no ranks to draw: name at least one, or leave `ranks` out to draw all")
     return chosen

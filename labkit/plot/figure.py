@@ -12,10 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.legend_handler import HandlerTuple
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox, ScaledTranslation
 
-from labkit.plot.style import DPI, FAINT, PAPER, SETTINGS, WIDTH_IN
+from labkit.plot.style import CATEGORIES, DPI, FAINT, PAPER, SETTINGS, SMALL_PT, WIDTH_IN
 
 LEGEND_IN = 0.5  # below the axes: under the tick labels and the unit
 
@@ -44,7 +44,7 @@ class Picture(Figure):
 
 def constrained(figure: Figure | None, height_in: float) -> Figure:
     """The figure, or a new one of this height, whose layout makes room for labels and legends."""
-    figure = Picture(height_in) if figure is None else figure
+    figure = figure or Picture(height_in)
     if figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
     return figure
@@ -83,7 +83,18 @@ class BarPart(NamedTuple):
     edge: str = PAPER
 
 
-def stacked_bars(axes: Axes, parts: Sequence[BarPart], names: Sequence[str] = ()) -> None:
+def memory_parts(memories: Sequence[Mapping[str, float]], scale: float) -> list[BarPart]:
+    """A part for each category that any of the memories has; its bytes are divided by `scale`."""
+    return [
+        BarPart(category, [memory.get(category, 0) / scale for memory in memories], colour)
+        for category, colour in CATEGORIES.items()
+        if any(memory.get(category) for memory in memories)
+    ]
+
+
+def stacked_bars(
+    axes: Axes, parts: Sequence[BarPart], names: Sequence[str] = (), columns: int = 1
+) -> None:
     """Horizontal bars, the parts of each one after the other, with a legend below. Horizontal, so
     that there is room for the `names` beside them, however many there are."""
     base = [0.0] * len(parts[0].lengths)
@@ -98,7 +109,7 @@ def stacked_bars(axes: Axes, parts: Sequence[BarPart], names: Sequence[str] = ()
     axes.set_xlim(0, most * 1.05 or 1)
     if names:
         name_rows(axes, names)
-    legend_below(axes)
+    legend_below(axes, columns)
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
@@ -148,3 +159,9 @@ def note(
 ) -> Annotation:  # fmt: skip
     """A text at an offset from a place on the axes."""
     return axes.annotate(text, place, offset_pt, textcoords="offset points", **options)
+
+
+def label(axes: Axes, place: tuple[float, float], text: str, **options: Any) -> Text:
+    """A text whose middle is at a place on the axes."""
+    usual: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_PT}
+    return axes.text(*place, text, **usual | options)

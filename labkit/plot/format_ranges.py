@@ -1,7 +1,15 @@
-"""The range of each number format, and its numbers near zero, one by one."""
+"""What number formats can hold: their ranges, their numbers near zero, one by one, and the
+magnitudes of tensors over the range of a dtype.
 
-from collections.abc import Sequence
+       becomes 0  │  loses digits  │          as exact as it gets         │ becomes inf
+                  │          ▂▅▇█▇▅│▂                                     │
+    ──────────────┴────────────────┴──────────────────────────────────────┴────────────
+             2⁻²⁵             2⁻¹⁴                                      2¹⁶      (fp16)
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from math import log10
 from typing import Any
 
@@ -11,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plot.figure import Picture, name_rows, size_in, styled
-from labkit.plot.style import BLUE, GREY, INK, MUTED, ORANGE, SMALL_PT
+from labkit.plot.figure import Picture, constrained, name_rows, open_rows, size_in, styled
+from labkit.plot.style import BLUE, GREY, INK, MUTED, ORANGE, SMALL_PT, VERMILION
 from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of, rounded
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
@@ -22,7 +30,11 @@ ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
 LEFT, RIGHT = 0.09, 0.70
 MOST_NUMBERS = 2000
 
+PANEL_IN, MARGIN_IN = 1.25, 0.75  # of magnitudes
+MOST_BINS = 160
+
 Formats = Sequence[Format | str]
+Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
 @styled
@@ -48,16 +60,17 @@ def number_line(
     near = [] if values is not None else [format_of(format) for format in near_zero]
     heights = [VALUES_IN] * (values is not None) + [ROW_IN * len(chosen)]
     heights += [NEAR_IN * len(near)] * bool(near)
-    if figure is None:
-        figure = Picture(sum(heights) + AROUND_IN * (1 + len(heights)))
+    figure = figure or Picture(sum(heights) + AROUND_IN * (1 + len(heights)))
     height_in = size_in(figure)[1]
-    grid = figure.add_gridspec(
-        len(heights), 1, height_ratios=heights, left=LEFT, right=RIGHT, top=1 - 0.36 / height_in,
-        bottom=0.5 / height_in, hspace=AROUND_IN * len(heights) / sum(heights) * 1.15,
-    )  # fmt: skip
-    panels = [figure.add_subplot(grid[i]) for i in range(len(heights))]
+    around = {
+        "left": LEFT, "right": RIGHT, "top": 1 - 0.36 / height_in, "bottom": 0.5 / height_in,
+        "hspace": AROUND_IN * len(heights) / sum(heights) * 1.15,
+    }  # fmt: skip
+    panels = figure.subplots(
+        len(heights), 1, height_ratios=heights, gridspec_kw=around, squeeze=False
+    ).flatten()
     ends = ALL_10 if values is None else _sizes(panels[0], values)
-    _ranges(panels[values is not None], chosen, ends, values)
+    _ranges(panels[int(values is not None)], chosen, ends, values)
     if near:
         _near_zero(panels[-1], near, upto)
     return figure
@@ -89,14 +102,12 @@ def _ranges(
         if values is not None:
             words = f"{lost(values, format):.1%} become zero"
         else:
-            ends_in_words = (
-                f"{decimal(format.smallest_subnormal, 2)} to {decimal(format.largest, 3)}"
-            )
-            words = f"{ends_in_words},  {format.fraction_bits + 1} bits"
+            words = f"{decimal(format.smallest_subnormal, 2)} to {decimal(format.largest, 3)},  "
+            words += f"{format.fraction_bits + 1} bits"
         axes.text(right + (right - left) / 60, row, words, va="center", fontsize=SMALL_PT)
     _name_formats(axes, formats)
     _powers_of_ten(axes, ends)
-    axes.set_title("What each format can hold", loc="left")
+    axes.set_title("What each format can hold")
     axes.legend(
         handles=[Patch(color=NORMAL, label="normal"), Patch(color=SUBNORMAL, label="subnormal")],
         loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.1,
@@ -120,18 +131,17 @@ def _powers_of_ten(axes: Axes, ends: tuple[float, float]) -> None:
 
 def _sizes(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
     """A histogram of the magnitudes. Returns the ends of the axis, as powers of ten."""
-    flat = values.detach().double().cpu().flatten()
-    sizes = flat[(flat != 0) & flat.isfinite()].abs().log10().numpy()
+    numbers = _numbers(values)
+    zeros = int((numbers == 0).sum())
+    sizes = np.log10(np.abs(numbers[np.isfinite(numbers) & (numbers != 0)]))
     low, high = VALUES_10
     if len(sizes):
         low, high = min(low, float(sizes.min()) - 1), max(high, float(sizes.max()) + 1)
     axes.hist(sizes, bins=np.arange(low, high, 0.25).tolist(), color=GREY)
-    axes.set(yticks=[])
     axes.spines["left"].set_visible(False)
     _powers_of_ten(axes, (low, high))
-    zeros = int((flat == 0).sum())
-    words = f"{len(flat):,} values by their size" + (f"; {zeros:,} are zero" if zeros else "")
-    axes.set_title(words, loc="left")
+    words = f"{len(numbers):,} values by their size" + (f"; {zeros:,} are zero" if zeros else "")
+    axes.set(yticks=[], title=words)
     return low, high
 
 
@@ -153,6 +163,63 @@ def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
         words += decimal(format.smallest_subnormal, 2)
         axes.text(upto * 1.015, row, words, va="center", fontsize=SMALL_PT)
     _name_formats(axes, formats)
-    axes.set_xlim(0, upto)
-    axes.set_title("Their numbers near zero, each a line", loc="left")
+    axes.set(xlim=(0, upto), title="Their numbers near zero, each a line")
     axes.set_xlabel("value", color=MUTED)
+
+
+@styled
+def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16) -> Figure:
+    """Histograms of log2 |x| for each entry, one panel each, with the range of `dtype` drawn.
+
+    named: a tensor or several for each panel (None is left out). Numbers that are 0 already are
+    counted apart; the shares come from a real cast. Raises ValueError for nothing to draw.
+    """
+    numbers = {name: _numbers(tensors) for name, tensors in named.items()}
+    empty = [name for name, x in numbers.items() if not len(x)]
+    if empty or not numbers:
+        raise ValueError(f"there are no numbers to draw{': ' + ', '.join(empty) if empty else ''}")
+    limits = torch.finfo(dtype)
+    normal = np.log2(limits.smallest_normal)
+    marks = [normal + np.log2(limits.eps) - 1, normal, np.log2(limits.max)]
+    logs = [np.log2(np.abs(x[np.isfinite(x) & (x != 0)])) for x in numbers.values()]
+    some = np.concatenate([*logs, marks])
+    ends = [np.floor(some.min()) - 1, *marks, np.ceil(some.max()) + 6]
+    zero, digits, _, over = pairwise(ends)
+    figure = constrained(None, MARGIN_IN + PANEL_IN * len(named))
+    panels = figure.subplots(len(named), 1, sharex=True, squeeze=False)[:, 0]
+    bins = np.linspace(ends[0], ends[-1], min(MOST_BINS, int(ends[-1] - ends[0]) * 2) + 1)
+    for axes, (name, x), log in zip(panels, numbers.items(), logs):
+        for part, alpha in ((zero, 0.25), (digits, 0.1), (over, 0.25)):
+            axes.axvspan(*part, color=VERMILION, alpha=alpha, linewidth=0)
+        axes.hist(log, bins=bins.tolist(), color=ORANGE)
+        for mark in marks:
+            axes.axvline(mark, color=MUTED, linewidth=0.8)
+        axes.set(yticks=[], title=f"{name}:  {_shares(x, dtype)}")
+        open_rows(axes)
+    for part, text in ((zero, "becomes\n0"), (digits, "fewer\ndigits"), (over, "becomes\ninf")):
+        panels[0].text(
+            sum(part) / 2, 0.97, text, fontsize=SMALL_PT, ha="center", va="top",
+            transform=panels[0].get_xaxis_transform(),
+        )  # fmt: skip
+    panels[-1].set_xlabel(f"log2 of the magnitude; the range of {str(dtype).partition('.')[2]}")
+    panels[-1].set_xlim(ends[0], ends[-1])
+    return figure
+
+
+def _numbers(tensors: Tensors) -> np.ndarray:
+    some = [tensors] if isinstance(tensors, torch.Tensor) else [x for x in tensors if x is not None]
+    flat = [x.detach().double().cpu().reshape(-1).numpy() for x in some]
+    return np.concatenate(flat) if flat else np.empty(0)
+
+
+def _shares(x: np.ndarray, dtype: torch.dtype) -> str:
+    """What a cast does to the numbers, in words."""
+    nonzero = x[x != 0]
+    cast = torch.from_numpy(nonzero).to(dtype).double().numpy()
+    under = np.mean(cast == 0) if len(nonzero) else 0.0
+    words = [f"{under:.1%} become 0"]
+    if over := np.mean(np.isfinite(nonzero) & ~np.isfinite(cast)) if len(nonzero) else 0.0:
+        words.append(f"{over:.1%} become inf")
+    if (zero := 1 - len(nonzero) / len(x)) >= 0.0005:
+        words.append(f"{zero:.1%} are 0 already")
+    return ", ".join(words)

@@ -7,21 +7,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import CARETDOWN
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
+from labkit.plot import style
 from labkit.plot.choice import choose_ranks, listed
-from labkit.plot.figure import constrained, legend_row, note, size_in, styled
-from labkit.plot.style import (
-    CATEGORIES,
-    INK,
-    MUTED,
-    PAPER,
-    PHASES,
-    SMALL_PT,
-    TITLE_PT,
-    byte_unit,
-    text_on,
-)
+from labkit.plot.figure import constrained, label, legend_row, note, size_in, styled
+from labkit.plot.style import CATEGORIES, INK, MUTED, PAPER, PHASES, SMALL_PT, TITLE_PT
 from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import peak_memory, union
 
@@ -57,7 +48,7 @@ def memory(
     panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
     predicted_bytes = _held_bytes(part.about.get("predicted") if predicted is None else predicted)
     most_bytes = max(predicted_bytes or 0, *(peak_bytes(part.ranks[rank]) for rank in chosen))
-    scale, unit = byte_unit(most_bytes)
+    scale, unit = style.byte_unit(most_bytes)
     panel_in = 0.88 * size_in(figure)[0] / across
     for place, (axes, rank) in enumerate(zip(panels, chosen)):
         _draw_rank(axes, part.ranks[rank], scale, unit, panel_in)
@@ -81,11 +72,11 @@ def memory(
             f"{predicted_bytes / scale:.3g} {unit}"
         )
     figure.suptitle("  ·  ".join(words), x=0.01, ha="left", fontsize=TITLE_PT)
-    held = [point.held_bytes for rank in chosen for point in part.ranks[rank].memory]
+    held = zip(*(point.held_bytes for rank in chosen for point in part.ranks[rank].memory))
     entries = [
         Patch(facecolor=colour, label=category)
-        for i, (category, colour) in enumerate(CATEGORIES.items())
-        if any(point[i] for point in held)
+        for (category, colour), nbytes in zip(CATEGORIES.items(), held)
+        if any(nbytes)
     ]
     legend_row(figure, entries, handlelength=1.4, handleheight=0.9, columnspacing=1.5)
     return figure
@@ -109,7 +100,7 @@ def peak_bytes(rank: RankTrace) -> int:
 
 
 def _draw_rank(axes: Axes, rank: RankTrace, scale: float, unit: str, panel_in: float) -> None:
-    axes.set_title(f"rank {rank.rank}", loc="left", fontsize=SMALL_PT, pad=16, color=MUTED)
+    axes.set_title(f"rank {rank.rank}", fontsize=SMALL_PT, pad=16, color=MUTED)
     if not rank.memory or not rank.steps:
         axes.text(50, 0, "nothing recorded", ha="center", va="bottom", color=MUTED)
         return
@@ -129,31 +120,20 @@ def _draw_rank(axes: Axes, rank: RankTrace, scale: float, unit: str, panel_in: f
     align = "right" if place[0] > 75 else "left" if place[0] < 25 else "center"
     note(axes, f"peak {place[1]:.3g} {unit}", place, (0, 7), ha=align,
          va="bottom", fontweight="bold", fontsize=SMALL_PT)  # fmt: skip
-    _draw_phases(axes, rank, begin_s, percent_per_s, panel_in)
-
-
-def _draw_phases(
-    axes: Axes, rank: RankTrace, begin_s: float, percent_per_s: float, panel_in: float
-) -> None:
-    """A ribbon of phases over the axes, which are `panel_in` wide."""
     above = axes.get_xaxis_transform()
-    for phase, colour in PHASES.items():
+    for phase, colour in PHASES.items():  # a ribbon over the axes
         spans = [x for x in rank.spans if x.depth == 0 and x.phase == phase and x.ended_s]
         for began_s, ended_s in union((x.began_s, x.ended_s) for x in spans):
             left, width = (began_s - begin_s) * percent_per_s, (ended_s - began_s) * percent_per_s
-            axes.add_patch(
-                Rectangle(
-                    (left, 1.01), width, 0.08, transform=above, facecolor=colour,
-                    edgecolor=PAPER, linewidth=0.7, clip_on=False,
-                )
+            axes.barh(
+                1.05, width, 0.08, left, transform=above, color=colour, edgecolor=PAPER,
+                linewidth=0.7, clip_on=False,
             )  # fmt: skip
             room_in = width / 100 * panel_in
             name = next((x for x in (phase, SHORT[phase]) if 0.07 * len(x) < room_in), "")
             if name:
-                axes.text(
-                    left + width / 2, 1.045, name, transform=above, ha="center",
-                    va="center_baseline", fontsize=7.5, color=text_on(colour),
-                )  # fmt: skip
+                label(axes, (left + width / 2, 1.045), name, transform=above, fontsize=7.5,
+                      va="center_baseline", color=style.text_on(colour))  # fmt: skip
             if left + width < 99.5:
                 axes.axvline(left + width, color=MUTED, linewidth=0.6, linestyle=":", zorder=3)
 
@@ -162,6 +142,5 @@ def _held_bytes(predicted: object) -> float | None:
     """Bytes of a rank's states, from a Footprint, from a dict with its fields, or as given."""
     if predicted is None or isinstance(predicted, (int, float)):
         return predicted
-    if isinstance(predicted, dict):
-        return sum(predicted[name] for name in HELD) if all(x in predicted for x in HELD) else None
-    return float(sum(getattr(predicted, name) for name in HELD))
+    fields = predicted if isinstance(predicted, dict) else vars(predicted)
+    return sum(fields[name] for name in HELD) if fields.keys() >= set(HELD) else None

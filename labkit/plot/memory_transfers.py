@@ -1,8 +1,5 @@
-"""Moving tensors between memories.
-
-transfers  ways to move a tensor, measured beside predicted, with the limit of the bus
-loading    loads of a model's weights beside its computing
-"""
+"""Moving tensors between memories: ways to move one, measured beside predicted, with the limit of
+the bus; and loads of a model's weights beside its computing."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -10,6 +7,7 @@ from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -17,21 +15,22 @@ from labkit.memory.loading import Run
 from labkit.memory.timing import Measured, rates_of
 from labkit.memory.transfers import Rates, Transfer, short
 from labkit.plot import style
-from labkit.plot.figure import Picture, legend_row, open_rows, styled
+from labkit.plot.figure import constrained, legend_row, open_rows, styled
 from labkit.plot.style import INK, MEASURED, MUTED, PAPER, SMALL_PT
 from labkit.trace.measures import common, computing, length_s, union
 
-PARTS = {"cast": style.ORANGE, "stage": style.GREEN, "copy": style.BLUE, "bus": style.BROWN}
-WORDS = {
-    "cast": "cast (predicted)", "stage": "staging of pageable memory", "copy": "copy in a memory",
-    "bus": "bus",
-}  # fmt: skip
+PARTS = {  # of a transfer: its colour, its name in the legend
+    "cast": (style.ORANGE, "cast (predicted)"),
+    "stage": (style.GREEN, "staging of pageable memory"),
+    "copy": (style.BLUE, "copy in a memory"),
+    "bus": (style.BROWN, "bus"),
+}
 DIAMOND: Any = {"marker": "D", "ms": 6, "ls": "", "mfc": PAPER, "mec": style.UNFINISHED}
 ROW_IN, GAP = 0.36, 0.9
 
 
 @styled
-def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Picture:
+def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Figure:
     """Two bars for each way: predicted from its parts above, measured below. A black line is the
     limit: its bytes over the bandwidth of the bus. A diamond marks when the call returned, where
     that is before the data arrived.
@@ -46,50 +45,48 @@ def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: s
         raise ValueError("there is nothing to draw: measure at least one way")
     rates = rates or rates_of(measured)
     groups = [(ends, list(ways)) for ends, ways in groupby(measured, lambda x: x.way.ends)]
-    figure = Picture(1.1 + ROW_IN * (len(measured) + GAP * len(groups)), layout="constrained")
+    figure = constrained(None, 1.1 + ROW_IN * (len(measured) + GAP * len(groups)))
     axes = figure.subplots()
-    y, names = 0.0, {}
+    y, names, used = 0.0, {}, set[str]()
+    early = [x for x in measured if x.returned_s < 0.9 * x.done_s]  # well before the data arrived
     for ends, ways in groups:
         axes.text(0, y + 0.62, " → ".join(ends), fontweight="bold", va="center")
         y += GAP
         for way in ways:
-            _draw_way(axes, y, way, rates)
+            left_ms = 0.0
+            for part in way.way.parts(way.numel):
+                width_ms, colour = rates.seconds(part) * 1e3, PARTS[part.what][0]
+                axes.barh(
+                    y + 0.24, width_ms, 0.34, left_ms, color=colour, alpha=0.55, edgecolor=PAPER
+                )
+                left_ms += width_ms
+                if part.what == "bus":
+                    axes.plot([width_ms] * 2, [y + 0.02, y + 0.84], color=INK, lw=2, zorder=3)
+                used.add(part.what)
+            axes.barh(y + 0.62, way.done_s * 1e3, 0.34, color=MEASURED)
+            if way in early:
+                axes.plot([way.returned_s * 1e3], [y + 0.62], zorder=4, **DIAMOND)
             names[y + 0.42] = _name(way.way)
             y += 1
     axes.set_yticks(list(names), list(names.values()))
     open_rows(axes)
-    axes.set(ylim=(y, 0), xlim=(0, None), xlabel="ms until the numbers are there")
-    axes.set_title(title or f"{measured[0].numel * 4 / 1e6:g} MB of fp32", loc="left")
-    used = {part.what for x in measured for part in x.way.parts(x.numel)}
-    parts = [name for name in PARTS if name in used]
+    axes.set(
+        ylim=(y, 0), xlim=(0, None), xlabel="ms until the numbers are there",
+        title=title or f"{measured[0].numel * 4 / 1e6:g} MB of fp32",
+    )  # fmt: skip
     entries: list[Artist] = [
-        *(Patch(facecolor=PARTS[name], alpha=0.55, label=WORDS[name]) for name in parts),
+        Patch(facecolor=colour, alpha=0.55, label=words)
+        for what, (colour, words) in PARTS.items()
+        if what in used
+    ]
+    entries += [
         Patch(facecolor=MEASURED, label="measured"),
         Line2D([], [], color=INK, lw=2, label="limit of the bus"),
     ]
-    if any(_early(x) for x in measured):
+    if early:
         entries.append(Line2D([], [], mew=1.5, label="the call has returned", **DIAMOND))
     legend_row(figure, entries, fontsize=SMALL_PT)
     return figure
-
-
-def _draw_way(axes: Axes, y: float, one: Measured, rates: Rates) -> None:
-    left_ms = 0.0
-    for part in one.way.parts(one.numel):
-        width_ms = rates.seconds(part) * 1e3
-        colour = PARTS[part.what]
-        axes.barh(y + 0.24, width_ms, 0.34, left_ms, color=colour, alpha=0.55, edgecolor=PAPER)
-        left_ms += width_ms
-        if part.what == "bus":
-            axes.plot([width_ms] * 2, [y + 0.02, y + 0.84], color=INK, lw=2, zorder=3)
-    axes.barh(y + 0.62, one.done_s * 1e3, 0.34, color=MEASURED)
-    if _early(one):
-        axes.plot([one.returned_s * 1e3], [y + 0.62], zorder=4, **DIAMOND)
-
-
-def _early(one: Measured) -> bool:
-    """The call returned well before the data arrived."""
-    return one.returned_s < 0.9 * one.done_s
 
 
 def _name(way: Transfer) -> str:
@@ -102,14 +99,14 @@ def _name(way: Transfer) -> str:
 
 
 @styled
-def loading(runs: Mapping[str, Run]) -> Picture:
+def loading(runs: Mapping[str, Run]) -> Figure:
     """Two lanes for each run, the bus and the computing, all on one time axis; beside its name the
     bytes of weights that it held on the device. A light bar is a wait.
 
     Raises ValueError for no runs."""
     if not runs:
         raise ValueError("there is nothing to draw: give a run with its name")
-    figure = Picture(0.9 + 1.05 * len(runs), layout="constrained")
+    figure = constrained(None, 0.9 + 1.05 * len(runs))
     axes = figure.subplots()
     for y, (name, run) in zip(range(0, 3 * len(runs), 3), runs.items()):
         (rank,) = run.trace.ranks.values()
@@ -129,10 +126,12 @@ def loading(runs: Mapping[str, Run]) -> Picture:
     places = [3 * i + dy for i in range(len(runs)) for dy in (1.35, 2.15)]
     axes.set_yticks(places, ["bus", "compute"] * len(runs))
     open_rows(axes)
-    axes.set(ylim=(3 * len(runs), 0.1), xlim=(0, None), xlabel="ms")
     links = [run.about["link"]["gbps"] for run in runs.values() if "link" in run.about]  # type: ignore[index]
     paced = f"  ·  bus paced to {links[0]:g} Gbit/s" if links else ""
-    axes.set_title(f"Weights from CPU memory{paced}", loc="left")
+    axes.set(
+        ylim=(3 * len(runs), 0.1), xlim=(0, None), xlabel="ms",
+        title=f"Weights from CPU memory{paced}",
+    )  # fmt: skip
     return figure
 
 

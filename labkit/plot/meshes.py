@@ -1,6 +1,6 @@
 """A mesh as a picture: the place of each rank, its groups, and which links cross nodes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import cycle, pairwise
 from math import prod
 from typing import Any
@@ -13,13 +13,14 @@ from matplotlib.patches import Circle, FancyBboxPatch
 
 from labkit.comm import Mesh
 from labkit.comm.mesh import coordinates, lines
-from labkit.plot.figure import Picture, styled
+from labkit.plot.figure import Picture, label, styled
 from labkit.plot.style import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, PAPER, PURPLE, SMALL_PT
 
 NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # in every order of the axes
 AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # other axes, innermost first
 MOST_RANKS = 256
 RADIUS, GAP = 0.27, 0.6
+LARGER_PT = {12: 7, 32: 1, 96: -1, MOST_RANKS: -3}  # letters, up to so many ranks
 
 Place = tuple[float, float]
 
@@ -47,13 +48,12 @@ def mesh(
     node_of = [rank // (ranks_per_node or len(places)) for rank in range(len(places))]
     width = max(x for x, _ in places) + 2 * GAP
     height = max(y for _, y in places) + 2 * GAP
-    if figure is None:
-        figure = Picture(min(8.0, max(2.4, 9.0 * height / width + 0.8)))
-    axes = figure.add_axes((0.02, 0.0, 0.96, 0.86))
-    axes.set(xlim=(-GAP, width - GAP), ylim=(height - GAP, -GAP), aspect="equal")
+    figure = figure or Picture(min(8.0, max(2.4, 9.0 * height / width + 0.8)))
+    axes = figure.add_axes((0.02, 0.0, 0.96, 0.86), aspect="equal")
+    axes.set(xlim=(-GAP, width - GAP), ylim=(height - GAP, -GAP))
     axes.axis("off")
     if ranks_per_node is not None:
-        axes.add_collection(PatchCollection(_boxes(places, node_of), fc=FAINT, ec=MUTED, lw=0.8))
+        axes.add_collection(PatchCollection([*_boxes(places, node_of)], fc=FAINT, ec=MUTED, lw=0.8))
     legend = []
     for axis, colour in _colours(sizes).items():
         segments, styles = _links(sizes, axis, places, node_of)
@@ -62,8 +62,9 @@ def mesh(
         legend.append(Line2D([], [], color=colour, lw=2.5, label=f"{axis} = {sizes[axis]}"))
     dots = PatchCollection([Circle(place, RADIUS) for place in places], fc=PAPER, ec=INK, zorder=3)
     axes.add_collection(dots)
-    for rank, (x, y) in enumerate(places):
-        axes.text(x, y, str(rank), ha="center", va="center", fontsize=_points(len(places)))
+    larger_pt = next(pt for most, pt in LARGER_PT.items() if len(places) <= most)
+    for rank, place in enumerate(places):
+        label(axes, place, str(rank), fontsize=SMALL_PT + larger_pt)
     figure.legend(
         handles=legend[::-1], loc="upper left", ncols=len(legend), bbox_to_anchor=(0.02, 0.9),
         borderaxespad=0.0,
@@ -76,10 +77,8 @@ def mesh(
 def _colours(sizes: Mapping[str, int]) -> dict[str, str]:
     """The colour of each axis, innermost first."""
     taken = [NAMED[axis] for axis in sizes if axis in NAMED]
-    free = [colour for colour in AXES if colour not in taken]
-    axes = list(reversed(list(sizes)))
-    others = dict(zip([axis for axis in axes if axis not in NAMED], cycle(free)))
-    return {axis: (NAMED | others)[axis] for axis in axes}
+    free = cycle(colour for colour in AXES if colour not in taken)
+    return {axis: NAMED.get(axis) or next(free) for axis in reversed(list(sizes))}
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:
@@ -115,17 +114,9 @@ def _links(
     return segments, styles
 
 
-def _boxes(places: list[Place], node_of: list[int]) -> list[FancyBboxPatch]:
-    boxes = []
+def _boxes(places: list[Place], node_of: list[int]) -> Iterator[FancyBboxPatch]:
+    style = f"round,pad={RADIUS + 0.09},rounding_size=0.15"
     for node in sorted(set(node_of)):
         xs, ys = zip(*(place for place, of in zip(places, node_of) if of == node))
         size = (max(xs) - min(xs), max(ys) - min(ys))
-        style = f"round,pad={RADIUS + 0.09},rounding_size=0.15"
-        boxes.append(FancyBboxPatch((min(xs), min(ys)), *size, boxstyle=style))
-    return boxes
-
-
-def _points(ranks: int) -> float:
-    if ranks <= 12:
-        return SMALL_PT + 7
-    return SMALL_PT + 1 if ranks <= 32 else SMALL_PT - 1 if ranks <= 96 else SMALL_PT - 3
+        yield FancyBboxPatch((min(xs), min(ys)), *size, boxstyle=style)

@@ -1,8 +1,6 @@
-"""How a collective moves data: one small picture for each step, all beside each other.
-
-A column is a rank, a row a chunk. A cell has one stripe for each rank, coloured when that rank's
-number is in the sum: a cell with all stripes is finished. What the step sends is framed, with an
-arrow to the rank that receives it. Everything was recorded (labkit.watch_collective).
+"""How a collective moves data: one small picture for each step. A column is a rank, a row a chunk.
+A cell has one stripe for each rank, coloured when that rank's number is in the sum. What the step
+sends is framed, with an arrow to the rank that receives it.
 """
 
 from collections.abc import Iterable
@@ -15,7 +13,7 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
 from labkit.plot import style
-from labkit.plot.figure import Picture, styled
+from labkit.plot.figure import Picture, label, styled
 from labkit.plot.style import FAINT, INK, MUTED, PAPER, SMALL_PT, TITLE_PT, VERMILION, WIDTH_IN
 from labkit.trace.movement import Content, Message, Movement
 
@@ -55,9 +53,10 @@ def movement(
     down = -(-len(chosen) // across)
     height = TOP + down * high
     scale = min(LARGEST, WIDTH_IN / (across * wide)) if down == 1 else 1.0
-    figure = Picture(height * scale) if figure is None else figure
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, WIDTH_IN / scale), ylim=(height, 0), aspect="equal", anchor="NW")
+    width = WIDTH_IN / scale
+    figure = figure or Picture(height * scale)
+    axes = figure.add_axes((0, 0, 1, 1), aspect="equal", anchor="NW")
+    axes.set(xlim=(0, width), ylim=(height, 0))
     axes.axis("off")
     stripes: list[tuple[Rectangle, str]] = []
     for k, step in enumerate(chosen):
@@ -65,7 +64,16 @@ def movement(
         stripes += _panel(axes, shown, step, left, top)
     places, colours = zip(*stripes)
     axes.add_collection(PatchCollection(places, facecolors=colours, edgecolors=PAPER, lw=0.4))
-    _head(axes, shown, WIDTH_IN / scale)
+    title = f"{shown.name}  ·  {shown.size} ranks  ·  {len(shown.frames)} steps"
+    axes.text(0.06, 0.2, title, fontsize=TITLE_PT + 1, va="center")
+    patches = [Patch(color=RANKS[rank], label=f"from {rank}") for rank in range(shown.size)]
+    legend = axes.legend(
+        handles=patches, loc="center left", ncols=shown.size, bbox_to_anchor=(0.04, 0.45),
+        bbox_transform=axes.transData, borderaxespad=0.0, borderpad=0.0, handlelength=1.0,
+        columnspacing=1.2, fontsize=SMALL_PT, handletextpad=0.4,
+    )  # fmt: skip
+    legend.set_zorder(8)
+    label(axes, (width - 0.1, 0.2), "column: rank, row: chunk", ha="right", color=MUTED)
     return figure
 
 
@@ -76,45 +84,31 @@ def _panel(
     which are drawn together: thousands of single ones are slow."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
-    middle = left + (shown.size * COLUMN - COLUMN + CELL) / 2
+    middle = (left + (shown.size * COLUMN - COLUMN + CELL) / 2, top - 0.31)
     title = "at the end" if is_end else f"step {step}"
-    axes.text(middle, top - 0.31, title, ha="center", fontsize=TITLE_PT)
-    for k in range(shown.size):
-        x, y = left + k * COLUMN + CELL / 2, top + k * ROW + HIGH / 2
-        axes.text(x, top - 0.08, str(k), ha="center", fontsize=SMALL_PT, color=MUTED)
-        axes.text(left - 0.05, y, f"c{k}", ha="right", va="center", fontsize=SMALL_PT - 1)
-        axes.texts[-1].set_color(MUTED)
+    label(axes, middle, title, va="baseline", fontsize=TITLE_PT)
     stripes = []
     for rank, row in enumerate(held):
+        x, middle = left + rank * COLUMN, (left - 0.05, top + rank * ROW + HIGH / 2)
+        label(axes, (x + CELL / 2, top - 0.08), str(rank), va="baseline", color=MUTED)
+        label(axes, middle, f"c{rank}", ha="right", fontsize=SMALL_PT - 1, color=MUTED)
         for chunk, content in enumerate(row):
-            x, y = left + rank * COLUMN, top + chunk * ROW
-            stripes += _stripes(content, x, y, shown.size)
+            y = top + chunk * ROW
+            for k, count in enumerate(content.counts or (0,) * shown.size):
+                # One for each rank, in the rank's colour where the sum has its number.
+                stripe = Rectangle((x + k * CELL / shown.size, y), CELL / shown.size, HIGH)
+                stripes.append((stripe, RANKS[k] if count else FAINT))
             if not content.is_right_in(chunk):
-                _mark(axes, _wrong(content, chunk), x, y)
+                axes.add_patch(
+                    Rectangle((x, y), CELL, HIGH, fill=False, ec=VERMILION, lw=1.8, zorder=4)
+                )
+                label(axes, (x + CELL / 2, y + HIGH / 2), _wrong(content, chunk), weight="bold",
+                      zorder=6, color=VERMILION,
+                      path_effects=[withStroke(linewidth=2.0, foreground=PAPER)])  # fmt: skip
     if not is_end:
         for message in shown.frames[step - 1].messages:
             _message(axes, message, left, top, shown.size)
     return stripes
-
-
-def _stripes(content: Content, x: float, y: float, size: int) -> list[tuple[Rectangle, str]]:
-    """One for each rank, in the rank's colour where the sum has its number."""
-    wide = CELL / size
-    counts = content.counts or (0,) * size
-    return [
-        (Rectangle((x + k * wide, y), wide, HIGH), RANKS[k] if count else FAINT)
-        for k, count in enumerate(counts)
-    ]
-
-
-def _mark(axes: Axes, word: str, x: float, y: float) -> None:
-    """Mark a cell with wrong content."""
-    axes.add_patch(Rectangle((x, y), CELL, HIGH, fill=False, ec=VERMILION, lw=1.8, zorder=4))
-    axes.text(
-        x + CELL / 2, y + HIGH / 2, word, ha="center", va="center", fontsize=SMALL_PT,
-        weight="bold", zorder=6, color=VERMILION,
-        path_effects=[withStroke(linewidth=2.0, foreground=PAPER)],
-    )  # fmt: skip
 
 
 def _wrong(content: Content, chunk: int) -> str:
@@ -133,7 +127,9 @@ def _message(axes: Axes, message: Message, left: float, top: float, size: int) -
     begin, end = (x + CELL, target_x) if forward else (x, target_x + CELL)
     far = abs(message.target - message.source) > 1
     bend = -2 * BOW / abs(end - begin) if far else 0.0  # upwards to the right, else downwards
-    for run in _runs(message.chunks):
+    numbered = enumerate(sorted(set(message.chunks)))
+    for _, neighbours in groupby(numbered, lambda pair: pair[1] - pair[0]):
+        run = [chunk for _, chunk in neighbours]
         y, high = top + run[0] * ROW, (len(run) - 1) * ROW + HIGH
         place = (x - 0.02, y - 0.02)
         axes.add_patch(
@@ -141,31 +137,9 @@ def _message(axes: Axes, message: Message, left: float, top: float, size: int) -
         )
         share = (message.source + 0.5) / size if len(run) > 1 else 0.33 if forward else 0.67
         level = y + high * share
-        axes.add_patch(
-            FancyArrowPatch(
-                (begin, level), (end, level), connectionstyle=f"arc3,rad={bend}",
-                arrowstyle="-|>", mutation_scale=8, lw=1.3, color=INK, shrinkA=0, shrinkB=0,
-                zorder=7, path_effects=[withStroke(linewidth=2.8, foreground=PAPER)],
-            )
+        arrow = FancyArrowPatch(
+            (begin, level), (end, level), connectionstyle=f"arc3,rad={bend}",
+            arrowstyle="-|>", mutation_scale=8, lw=1.3, color=INK, shrinkA=0, shrinkB=0,
+            zorder=7, path_effects=[withStroke(linewidth=2.8, foreground=PAPER)],
         )  # fmt: skip
-
-
-def _runs(chunks: Iterable[int]) -> list[list[int]]:
-    """Runs of neighbours: [0, 1, 3] gives [0, 1] and [3]."""
-    numbered = enumerate(sorted(set(chunks)))
-    grouped = groupby(numbered, lambda pair: pair[1] - pair[0])
-    return [[chunk for _, chunk in run] for _, run in grouped]
-
-
-def _head(axes: Axes, shown: Movement, width: float) -> None:
-    title = f"{shown.name}  ·  {shown.size} ranks  ·  {len(shown.frames)} steps"
-    axes.text(0.06, 0.2, title, fontsize=TITLE_PT + 1, va="center")
-    patches = [Patch(color=RANKS[rank], label=f"from {rank}") for rank in range(shown.size)]
-    legend = axes.legend(
-        handles=patches, loc="center left", ncols=shown.size, bbox_to_anchor=(0.04, 0.45),
-        bbox_transform=axes.transData, borderaxespad=0.0, borderpad=0.0, handlelength=1.0,
-        columnspacing=1.2, fontsize=SMALL_PT, handletextpad=0.4,
-    )  # fmt: skip
-    legend.set_zorder(8)
-    axes.text(width - 0.1, 0.2, "column: rank, row: chunk", ha="right", va="center",
-              color=MUTED, fontsize=SMALL_PT)  # fmt: skip
+        axes.add_patch(arrow)

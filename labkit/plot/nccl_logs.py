@@ -1,6 +1,7 @@
 """A log of NCCL as a picture: rings and trees, each connection in its transport's colour."""
 
 from collections.abc import Hashable, Mapping
+from itertools import cycle
 from math import ceil, cos, hypot, radians, sin
 
 from matplotlib.axes import Axes
@@ -9,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 
 from labkit.foreign import literal
-from labkit.plot.figure import Picture, size_in, styled
+from labkit.plot.figure import Picture, label, size_in, styled
 from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_PT, VERMILION
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
 
@@ -60,8 +61,7 @@ def nccl(
         )
     columns = min(MOST_COLUMNS, len(panels))
     rows = ceil(len(panels) / columns)
-    if figure is None:
-        figure = Picture(rows * PANEL_IN + AROUND_IN)
+    figure = figure or Picture(rows * PANEL_IN + AROUND_IN)
     height_in = size_in(figure)[1]
     grid = figure.add_gridspec(
         rows, columns, left=0.01, right=0.99, wspace=0.05, hspace=0.2,
@@ -69,12 +69,12 @@ def nccl(
     )  # fmt: skip
     used: set[str] = set()
     for i, (kind, draw, channels) in enumerate(panels):
-        axes = figure.add_subplot(grid[i])
-        axes.set_aspect("equal")
+        axes = figure.add_subplot(grid[i], aspect="equal")
         axes.axis("off")
         used |= draw(axes, group, channels[0])
-        numbers = ", ".join(map(str, channels[:6])) + (" ..." if len(channels) > 6 else "")
-        axes.set_title(f"{kind} of channel {numbers}", fontsize=SMALL_PT + 1, pad=3)
+        numbers = ", ".join(map(str, channels[:6])) + " ..." * (len(channels) > 6)
+        title = f"{kind} of channel {numbers}"
+        axes.set_title(title, loc="center", fontsize=SMALL_PT + 1, pad=3)
     nodes = len(group.hosts())
     words = [f"NCCL {log.version}", f"{group.size} ranks", f"{nodes} node{'s' * (nodes != 1)}"]
     words += [f"{group.channels} channels"] if group.channels else []
@@ -112,26 +112,20 @@ def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
     step = 360 / max(2, len(order))  # degrees
     angle = {rank: 90 - (i + 0.5) * step for i, rank in enumerate(order)}
     place = {rank: _on_circle(1.0, degrees) for rank, degrees in angle.items()}
-    radius = min(0.19, 0.38 * radians(step))
-    for i, (host, ranks) in enumerate(group.hosts().items()):
+    width = 0.56 if len(order) > 2 else 0.8
+    for (host, ranks), tint in zip(group.hosts().items(), cycle(TINTS)):
         first, last = angle[ranks[-1]], angle[ranks[0]]
-        width = 0.56 if len(order) > 2 else 0.8
-        tint = TINTS[i % len(TINTS)]
         edges = (first - 0.45 * step, last + 0.45 * step)
         axes.add_patch(Wedge((0, 0), 1.28, *edges, width=width, fc=tint, ec="none"))
         middle = (first + last) / 2
         name = literal(host if len(host) <= 16 else host[:15] + "…")
-        axes.text(
-            *_on_circle(1.4, middle), name, ha="center", va="center", fontsize=SMALL_PT - 0.5,
-            color=MUTED, rotation=_upright(middle - 90),
-        )  # fmt: skip
-    used = set()
-    for rank, following in group.hops(channel):
-        link = group.over(rank, following, channel)
-        used.add(_arrow(axes, place[rank], place[following], radius, link))
-    _dots(axes, group, place, radius)
+        along = (middle + 90) % 360 - 180  # the circle
+        upright = along if abs(along) <= 90 else along - 180
+        label(axes, _on_circle(1.4, middle), name, fontsize=SMALL_PT - 0.5, color=MUTED,
+              rotation=upright)  # fmt: skip
     axes.set(xlim=(-1.62, 1.62), ylim=(-1.5, 1.5))
-    return used
+    links = [(x, y, group.over(x, y, channel)) for x, y in group.hops(channel)]
+    return _connect(axes, group, place, min(0.19, 0.38 * radians(step)), links)
 
 
 def _on_circle(radius: float, degrees: float) -> Place:
@@ -162,45 +156,37 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
     depth = max(1.0, *(-y for _, y in place.values()))
     scale = max(2.6 / max(1.0, leaves), 0.4)
     place = {rank: (x * scale, y * 2.4 / depth) for rank, (x, y) in place.items()}
-    radius = min(0.19, 0.9 / depth, 0.42 * scale)
-    used = set()
-    for rank in place:
-        parent = tree[rank].parent if rank in tree else None
-        if parent in place:
-            link = group.over(rank, parent, channel) or group.over(parent, rank, channel)
-            used.add(_arrow(axes, place[rank], place[parent], radius, link))
-    _dots(axes, group, place, radius)
-    left, right = (end(x for x, _ in place.values()) for end in (min, max))
-    half = max(1.6, (right - left) / 2 + 0.3)
-    middle = (left + right) / 2
+    across = [x for x, _ in place.values()]
+    half = max(1.6, (max(across) - min(across)) / 2 + 0.3)
+    middle = (min(across) + max(across)) / 2
     axes.set(xlim=(middle - half, middle + half), ylim=(-2.65, 0.3))
-    return used
+    parents = [(rank, tree[rank].parent) for rank in place if rank in tree]
+    links = [
+        (rank, parent, group.over(rank, parent, channel) or group.over(parent, rank, channel))
+        for rank, parent in parents
+        if parent in place
+    ]
+    return _connect(axes, group, place, min(0.19, 0.9 / depth, 0.42 * scale), links)
 
 
-def _arrow(axes: Axes, begin: Place, end: Place, radius: float, link: Connection | None) -> str:
-    """From the edge of one dot to that of the other; returns the name in the legend."""
-    (x, y), (u, v) = begin, end
-    cut = radius / max(1e-9, hypot(u - x, v - y))
-    dx, dy = cut * (u - x), cut * (v - y)
-    ends = (x + dx, y + dy), (u - dx, v - dy)
-    name = over(link)
-    arrow = FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0)
-    arrow.set(linewidth=1.8, color=COLOURS[name], zorder=3)
-    axes.add_patch(arrow)
-    return name
-
-
-def _dots(axes: Axes, group: Communicator, place: dict[int, Place], radius: float) -> None:
-    hosts = list(group.hosts())
+def _connect(
+    axes: Axes, group: Communicator, place: dict[int, Place], radius: float,
+    links: list[tuple[int, int, Connection | None]],
+) -> set[str]:  # fmt: skip
+    """A dot for each rank, an arrow for each link from the edge of one dot to that of the other;
+    returns the names of the transports in the legend."""
+    for source, target, link in links:
+        (x, y), (u, v) = place[source], place[target]
+        cut = radius / max(1e-9, hypot(u - x, v - y))
+        dx, dy = cut * (u - x), cut * (v - y)
+        ends = (x + dx, y + dy), (u - dx, v - dy)
+        arrow = FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0)
+        arrow.set(linewidth=1.8, color=COLOURS[over(link)], zorder=3)
+        axes.add_patch(arrow)
+    tints = dict(zip(group.hosts(), cycle(TINTS)))
     points = SMALL_PT if len(place) <= 16 else SMALL_PT - 2 if len(place) <= 32 else SMALL_PT - 4
-    for rank, (x, y) in place.items():
-        known = rank in group.ranks
-        tint = TINTS[hosts.index(group.ranks[rank].host) % len(TINTS)] if known else "white"
-        axes.add_patch(Circle((x, y), radius, fc=tint, ec=INK, lw=0.9, zorder=4))
-        axes.text(x, y, str(rank), ha="center", va="center", fontsize=points, zorder=5)
-
-
-def _upright(degrees: float) -> float:
-    """The angle of a text along the circle, never upside down."""
-    degrees = (degrees + 180) % 360 - 180
-    return degrees if abs(degrees) <= 90 else degrees - 180
+    for rank, middle in place.items():
+        tint = tints[group.ranks[rank].host] if rank in group.ranks else "white"
+        axes.add_patch(Circle(middle, radius, fc=tint, ec=INK, lw=0.9, zorder=4))
+        label(axes, middle, str(rank), fontsize=points, zorder=5)
+    return {over(link) for _, _, link in links}

@@ -3,18 +3,22 @@ the activations held; for a schedule by its costs, or for a recorded run of it.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from labkit.plot.choice import choose_step
-from labkit.replaying.microbatches import TimedAction, by_microbatch, timed_actions
-from labkit.replaying.pipeline import Seconds, pipeline_trace
+from labkit.replaying.pipeline import (
+    Seconds,
+    TimedAction,
+    by_microbatch,
+    pipeline_trace,
+    timed_actions,
+)
 from labkit.schedules import Schedule, chunks_of, peak_in_flight
 from labkit.trace import Trace
 
 UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update": 0.0}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lanes:
     """What one panel shows: the timed actions of each stage, in `unit` ("ms", or "" for forwards),
     the first at 0."""
@@ -24,10 +28,9 @@ class Lanes:
     unit: str
     note: str = ""
 
-    @cached_property
-    def actions(self) -> list[TimedAction]:
-        """Those of all stages."""
-        return [timed for stage in self.stages for timed in stage]
+    def __post_init__(self) -> None:
+        self.actions = [timed for stage in self.stages for timed in stage]
+        self.chunks = 1 + max(timed.action.chunk for timed in self.actions)  # of each stage
 
     @property
     def length(self) -> float:
@@ -54,11 +57,6 @@ class Lanes:
         return [(begin, begin + self.step) for begin in begins]
 
     @property
-    def chunks(self) -> int:
-        """Of each stage."""
-        return 1 + max(timed.action.chunk for timed in self.actions)
-
-    @property
     def held(self) -> list[float]:
         """The most micro-batches whose activations each stage holds, from a forward until its
         backward or its weights' gradients; one chunk counts as a part of a micro-batch."""
@@ -68,16 +66,14 @@ class Lanes:
     @property
     def title(self) -> str:
         """Name, sizes, length of a step, bubble."""
+        stages = len(self.stages)
         microbatches = len({timed.action.microbatch for timed in self.actions})
-        sizes = [
-            f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}",
-            f"{microbatches} micro-batch{'es' * (microbatches > 1)}",
-        ]
-        if self.chunks > 1:
-            sizes.append(f"{self.chunks} chunks")
+        sizes = f"{stages} stage{'s' * (stages > 1)}, "
+        sizes += f"{microbatches} micro-batch{'es' * (microbatches > 1)}"
+        sizes += f", {self.chunks} chunks" * (self.chunks > 1)
         length = f"{self.step:.4g} {self.unit or 'forwards long'}"
         bubble = f"bubble {self.bubble:.1%} of the total"
-        return "  ·  ".join(filter(None, (self.name, ", ".join(sizes), length, bubble, self.note)))
+        return "  ·  ".join(filter(None, (self.name, sizes, length, bubble, self.note)))
 
 
 def lanes_of(

@@ -19,7 +19,7 @@ from labkit.plot.lettering import NAME_PT, Lettering, Name, fit_title
 from labkit.plot.pipeline_lanes import Lanes, lanes_of
 from labkit.plot.style import FAINT, INK, MUTED, PAPER, PHASES, SMALL_PT, text_on, tint
 from labkit.replaying.pipeline import Seconds
-from labkit.schedules import Action, Schedule
+from labkit.schedules import Schedule
 from labkit.trace import Trace
 
 WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weights updated"}
@@ -89,8 +89,7 @@ def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
     lane_in = min(LANE_IN, LANES_IN / max(len(panel.stages) for panel in panels))
     heights = [lane_in * len(panel.stages) for panel in panels]
     around_in = len(panels) * (TITLE_IN + TICKS_IN) + LEGEND_IN
-    if figure is None:
-        figure = Picture(sum(heights) + around_in)
+    figure = figure or Picture(sum(heights) + around_in)
     height_in = size_in(figure)[1]
     scale = max(height_in - around_in, 0.1) / sum(heights)
     above_in = 0.0
@@ -103,7 +102,13 @@ def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
         _draw_panel(axes, panel, max(x.length for x in others) or 1.0)
         if len(others) < len(panels) or i == len(panels) - 1:
             axes.set_xlabel(panel.unit or "time, in forwards of one stage", labelpad=2)
-    _legend(figure, panels)
+    phases = {timed.action.phase for panel in panels for timed in panel.actions}
+    entries = {WORDS.get(x, x): Patch(facecolor=PHASES[x]) for x in PHASES if x in phases}
+    entries["idle"] = Patch(facecolor=FAINT)
+    if any(panel.chunks > 1 for panel in panels):
+        lightest = tint(PHASES["forward"], LIGHTEST)
+        entries["later chunks: lighter"] = Patch(facecolor=lightest)
+    legend_strip(figure, entries)
     return figure
 
 
@@ -115,21 +120,31 @@ def _draw_panel(axes: Axes, panel: Lanes, longest: float) -> None:
     px_per_unit, px_per_lane = box.width / (longest * 1.005), box.height / stages
     idle = [(stage, *window) for stage, window in enumerate(panel.windows)]
     _draw_boxes(axes, idle, [FAINT] * stages, [FAINT] * stages)
-    boxes = [(i, x.began_s, x.ended_s) for i, stage in enumerate(panel.stages) for x in stage]
-    widths_px = [(ended - began) * px_per_unit for _, began, ended in boxes]
-    colours = [_colour(x.action, panel.chunks) for x in panel.actions]
-    edges = [PAPER if px > EDGE_PX else colour for px, colour in zip(widths_px, colours)]
-    _draw_boxes(axes, boxes, colours, edges)
     numbers = Lettering(axes, NAME_PT, axes.transData, align=0.5, clip=True)
     px_per_pt = axes.figure.dpi / 72
-    names = []
-    for timed, (stage, began, ended), colour, px in zip(panel.actions, boxes, colours, widths_px):
-        text = str(timed.action.microbatch)
-        if numbers.width_pt("0" * len(text)) * px_per_pt + 2 < px:
-            names.append(Name(text, (began + ended) / 2, stage + 0.5, text_on(colour)))
+    boxes, colours, edges, names = [], [], [], []
+    for stage, actions in enumerate(panel.stages):
+        for action, began, ended in actions:
+            lighter = LIGHTEST * action.chunk / max(panel.chunks - 1, 1)
+            colour, width_px = tint(PHASES[action.phase], lighter), (ended - began) * px_per_unit
+            boxes.append((stage, began, ended))
+            colours.append(colour)
+            edges.append(PAPER if width_px > EDGE_PX else colour)
+            text = str(action.microbatch)
+            if numbers.width_pt("0" * len(text)) * px_per_pt + 2 < width_px:
+                names.append(Name(text, (began + ended) / 2, stage + 0.5, text_on(colour)))
+    _draw_boxes(axes, boxes, colours, edges)
     if px_per_lane * LANE > LINE_PX - 2:
         numbers.write(names)
-    _label_lanes(axes, panel.held, px_per_lane)
+    every = 1  # label every lane, or every second, fourth, ...
+    while every * px_per_lane < LINE_PX and every < stages:
+        every *= 2
+    beside = axes.get_yaxis_transform()  # x: 0 is the left end of the axes, 1 the right
+    left = Lettering(axes, SMALL_PT, beside, align=1.0, clip=False)
+    right = Lettering(axes, SMALL_PT, beside, align=0.0, clip=False)
+    lanes = list(enumerate(panel.held))[::every]
+    left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage, _ in lanes])
+    right.write([Name(f"holds {held:.3g}", 1.008, stage + 0.5, MUTED) for stage, held in lanes])
 
 
 def _draw_boxes(
@@ -145,31 +160,3 @@ def _draw_boxes(
         joinstyle="miter", zorder=2,
     )  # fmt: skip
     axes.add_collection(polygons, autolim=False)
-
-
-def _label_lanes(axes: Axes, held: list[float], px_per_lane: float) -> None:
-    """The stages' names on the left, what each holds on the right, where there is room."""
-    every = 1
-    while every * px_per_lane < LINE_PX and every < len(held):
-        every *= 2
-    beside = axes.get_yaxis_transform()  # x: 0 is the left end of the axes, 1 the right
-    left = Lettering(axes, SMALL_PT, beside, align=1.0, clip=False)
-    right = Lettering(axes, SMALL_PT, beside, align=0.0, clip=False)
-    lanes = range(0, len(held), every)
-    left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage in lanes])
-    right.write([Name(f"holds {held[stage]:.3g}", 1.008, stage + 0.5, MUTED) for stage in lanes])
-
-
-def _colour(action: Action, chunks: int) -> str:
-    """That of the phase, lighter for later chunks."""
-    return tint(PHASES[action.phase], LIGHTEST * action.chunk / max(chunks - 1, 1))
-
-
-def _legend(figure: Figure, panels: Sequence[Lanes]) -> None:
-    phases = {timed.action.phase for panel in panels for timed in panel.actions}
-    entries = {WORDS.get(x, x): Patch(facecolor=PHASES[x]) for x in PHASES if x in phases}
-    entries["idle"] = Patch(facecolor=FAINT)
-    if any(panel.chunks > 1 for panel in panels):
-        lightest = tint(PHASES["forward"], LIGHTEST)
-        entries["later chunks: lighter"] = Patch(facecolor=lightest)
-    legend_strip(figure, entries)

@@ -1,22 +1,22 @@
-"""A plan in pictures: where the time of each layout goes, and the map of tensor and pipeline ranks.
+"""Planning in pictures: where the time of each layout goes, the map of tensor and pipeline ranks,
+and measured step times beside those that the plan's model predicts."""
 
-tp 8 · pp 8  ██████████████ compute ██ tensor █ bubble      pp 16 │ 30.1  25.0  27.2
-tp 4 · pp 16 ██████████████ compute █ tensor ████ bubble     pp 8 │  --   24.1  25.5
-...                                                          tp ──┴──  4     8    16
-"""
-
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterator, Sequence
+from itertools import cycle, product
 from math import log2
 from typing import TYPE_CHECKING
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from labkit.plot import style
-from labkit.plot.figure import BarPart, constrained, legend_below, note, stacked_bars, styled
-from labkit.plot.style import CATEGORIES, COMPUTING, INK, MUTED, PAPER, SMALL_PT, VERMILION
+from labkit.plot.figure import BarPart, constrained, label, memory_parts, note, stacked_bars, styled
+from labkit.plot.style import COMPUTING, FAINT, IDLE, INK, MUTED, PAPER, SMALL_PT, VERMILION
 from labkit.replaying.planning.layout import described
+from labkit.replaying.planning.published import Calibration
+from labkit.replaying.planning.published import calibration as stored
 from labkit.replaying.planning.report import PARTS, StepReport, seconds
 
 if TYPE_CHECKING:
@@ -27,6 +27,13 @@ COLOURS = {
     "pipeline": style.BROWN, "data": style.YELLOW, "bubble": style.WAITING,
 }  # fmt: skip
 NAMES = {"tensor": "waits for tensor", "pipeline": "for pipeline", "data": "for data"}
+
+WIDTHS = (  # colour and marker of models, as they grow wider
+    (style.SKY, "o"), (style.BLUE, "s"), (style.ORANGE, "^"), (style.PURPLE, "D"),
+    (style.GREEN, "v"), (VERMILION, "*"),
+)  # fmt: skip
+SHADED = {0.2: FAINT, 0.05: IDLE}  # so far off, and its grey
+TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 @styled
@@ -41,7 +48,7 @@ def plan(planned: "Plan", top: int = 10, figure: Figure | None = None) -> Figure
     bars, grid = figure.subplots(1, 2, width_ratios=[1.5, 1])
     names = [f"{place}  {described(report.layout)}" for place, report in enumerate(reports, 1)]
     _draw_seconds(bars, reports, names)
-    bars.set_title(f"The fastest {len(reports)} of {len(planned.reports):,}", loc="left")
+    bars.set_title(f"The fastest {len(reports)} of {len(planned.reports):,}")
     _draw_map(grid, planned)
     return figure
 
@@ -59,37 +66,31 @@ def compared_with_best(
     bars, held = figure.subplots(1, 2, width_ratios=[1.4, 1], sharey=True)
     names = [f"{name}\n{x.layout.in_words}" for name, x in reports.items()]
     _draw_seconds(bars, list(reports.values()), names)
-    bars.set_title("A step", loc="left")
+    bars.set_title("A step")
     scale, unit = style.byte_unit(planned.budget_bytes)
-    memories = [x.memory_bytes for x in reports.values()]
-    stacked_bars(held, [
-        BarPart(name, [memory.get(name, 0) / scale for memory in memories], colour)
-        for name, colour in CATEGORIES.items()
-        if any(memory.get(name) for memory in memories)
-    ])  # fmt: skip
+    stacked_bars(held, memory_parts([x.memory_bytes for x in reports.values()], scale), columns=3)
     budget = planned.budget_bytes / scale
     held.axvline(budget, color=VERMILION, linestyle="--", linewidth=1.2)
     held.set(xlim=(0, 1.08 * budget), xlabel=f"{unit}, line: all there is")
-    held.set_title("Held at the peak", loc="left")
+    held.set_title("Held at the peak")
     held.tick_params(labelleft=False, length=0)
-    legend_below(held, columns=3)
     return figure
 
 
 def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str]) -> None:
     """A bar for each step, of the parts that add up to it."""
     split = [seconds(report) for report in reports]
-    stacked_bars(axes, [
+    parts = [
         BarPart(NAMES.get(part, part), [step[part] for step in split], COLOURS[part],
                 edge=VERMILION if part == "bubble" else PAPER)
         for part in PARTS
-    ], names)  # fmt: skip
+    ]  # fmt: skip
+    stacked_bars(axes, parts, names, columns=3)
     for row, report in enumerate(reports):
         end = (report.step_s, row)
         note(axes, f"{report.step_s:#.3g} s", end, (4, 0), va="center", fontsize=SMALL_PT)
     axes.set_xlim(0, 1.15 * max(report.step_s for report in reports))
     axes.set_xlabel("seconds, mean over the stages")
-    legend_below(axes, columns=3)
 
 
 def _draw_map(axes: Axes, planned: "Plan") -> None:
@@ -107,10 +108,9 @@ def _draw_map(axes: Axes, planned: "Plan") -> None:
             text, colour = f"{step_s:#.3g}", style.tint(COMPUTING, faded)
             ink = style.text_on(colour)
         elif (tp, pp) in large:
-            text, colour = "too\nlarge", style.FAINT
+            text, colour = "too\nlarge", FAINT
         axes.fill_between([x, x + 1], y, y + 1, color=colour, edgecolor=PAPER, linewidth=1.5)
-        middle = (x + 0.5, y + 0.5)
-        axes.text(*middle, text, ha="center", va="center", fontsize=SMALL_PT, color=ink)
+        label(axes, (x + 0.5, y + 0.5), text, color=ink)
     x, y = tps.index(planned.best.layout.tp), pps.index(planned.best.layout.pp)
     frame = [x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y]
     axes.plot(*frame, color=INK, linewidth=2, clip_on=False, zorder=4)
@@ -122,8 +122,91 @@ def _draw_map(axes: Axes, planned: "Plan") -> None:
         axes.axvline(outside[0], color=VERMILION, linewidth=1.4, linestyle="--")
         edge = (outside[0], len(pps))
         note(axes, "out of the node", edge, (3, 3), color=VERMILION, fontsize=SMALL_PT)
-    axes.set(xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor ranks tp")
-    axes.set_ylabel("pipeline stages pp")
+    axes.set(
+        xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor ranks tp",
+        ylabel="pipeline stages pp", title="Seconds of the fastest with each\n",
+    )  # fmt: skip
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title("Seconds of the fastest with each\n", loc="left")
+
+
+# ---- how well step times are predicted
+
+
+@styled
+def calibration(found: Calibration | None = None, figure: Figure | None = None) -> Figure:
+    """Predicted over measured, and the error of each row with its interval of nine in ten; a hollow
+    mark is the error where the constants were fitted to the other widths alone.
+
+    Args:
+        found: a `Calibration`; None for the one that labkit has.
+    """
+    fitted = stored() if found is None else found
+    figure = constrained(figure, 4.4)
+    both, errors = figure.subplots(1, 2, width_ratios=[1, 1.7])
+    _draw_both(both, fitted)
+    _draw_errors(errors, fitted)
+    off = np.abs(fitted.errors())
+    out = np.abs(fitted.errors(fitted.without_model_s))
+    figure.suptitle(
+        f"{len(fitted.rows)} steps on A100s: off by {off.mean():.1%} in the mean, half of them by "
+        f"less than {np.median(off):.1%}; models not fitted on: {out.mean():.1%}, "
+        f"{np.median(out):.1%}",
+        x=0.01, ha="left",
+    )  # fmt: skip
+    return figure
+
+
+def _models(fitted: Calibration) -> Iterator[tuple[str, np.ndarray, str, str]]:
+    """The name of each model, its rows, its colour and its mark."""
+    widths = np.array([row.sizes.width for row in fitted.rows])
+    for width, look in zip(np.unique(widths), cycle(WIDTHS)):
+        yield f"width {width:,}", np.flatnonzero(widths == width), *look
+
+
+def _draw_both(axes: Axes, fitted: Calibration) -> None:
+    measured, predicted = fitted.measured_s, fitted.predicted_s
+    every = np.concatenate([measured, predicted])
+    ends = np.array([0.8 * every.min(), 1.25 * every.max()])
+    for part, grey in SHADED.items():
+        axes.fill_between(ends, ends * (1 - part), ends * (1 + part), color=grey, lw=0)
+    axes.plot(ends, ends, color=MUTED, lw=0.8)
+    for name, rows, colour, marker in _models(fitted):
+        x, y = measured[rows], predicted[rows]
+        interval = np.maximum([y - fitted.low_s[rows], fitted.high_s[rows] - y], 0)
+        axes.errorbar(x, y, interval, fmt="none", ecolor=colour, lw=0.6, alpha=0.5)
+        axes.plot(x, y, marker, color=colour, ms=4, mec=INK, mew=0.3, label=name)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator(TICKS_S))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter("{x:g} s")
+    axes.set(xlabel="measured", ylabel="predicted")
+    axes.legend(loc="upper left")
+
+
+def _draw_errors(axes: Axes, fitted: Calibration) -> None:
+    """By width, and by what was measured: short steps first."""
+    place = 0
+    errors, out = fitted.errors(), fitted.errors(fitted.without_model_s)
+    low, high = fitted.errors(fitted.low_s), fitted.errors(fitted.high_s)
+    for part, grey in SHADED.items():
+        axes.axhspan(-part, part, color=grey, lw=0)
+    axes.axhline(0, color=MUTED, lw=0.8)
+    middles = {}
+    for name, rows, colour, marker in _models(fitted):
+        rows = rows[np.argsort(fitted.measured_s[rows], kind="stable")]
+        x = place + np.arange(len(rows))
+        axes.vlines(x, low[rows], high[rows], color=colour, lw=0.8, alpha=0.45)
+        axes.plot(x, out[rows], marker, mfc="none", mec=colour, ms=3.5, mew=0.7, alpha=0.8)
+        axes.plot(x, errors[rows], marker, color=colour, ms=3.5, mec=INK, mew=0.3)
+        middles[float(x.mean())] = f"{name}\n{len(rows)} steps"
+        place += len(rows) + 6
+    most = 1.1 * max(np.abs(errors).max(), np.abs(out).max(), 0.3)
+    axes.set(
+        ylim=(-most, most), xlim=(-4, place - 2), ylabel="predicted / measured - 1",
+        title="hollow: fitted to the other widths; grey: 5 % and 20 %",
+    )  # fmt: skip
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xticks(list(middles), list(middles.values()))
+    axes.tick_params(axis="x", length=0)

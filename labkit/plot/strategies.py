@@ -1,28 +1,50 @@
-"""Strategies side by side.
-
-compare          from recorded runs: where the time of a step goes, what travels, what is held
-draw_comparison  their losses, and the bytes that one rank sends and holds against the prediction
-"""
+"""Strategies side by side: `compare` draws recorded runs, `draw_comparison` their losses, and the
+bytes that one rank sends and holds against the prediction."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from labkit.plot import style
 from labkit.plot.choice import choose_step, usual_steps
-from labkit.plot.figure import BarPart, constrained, legend_below, name_rows, stacked_bars, styled
-from labkit.plot.memories import detailed_step, peak_bytes
-from labkit.plot.style import CATEGORIES, IDLE, byte_unit
+from labkit.plot.figure import (
+    BarPart,
+    constrained,
+    legend_below,
+    memory_parts,
+    name_rows,
+    stacked_bars,
+    styled,
+)
+from labkit.plot.memories import detailed_step
+from labkit.plot.style import CATEGORIES, COLOURS, DASHES, IDLE, byte_unit
 from labkit.trace import RankTrace, Trace
-from labkit.trace.measures import common, communicating, computing, length_s, waiting
+from labkit.trace.measures import common, communicating, computing, length_s, peak_memory, waiting
 
 if TYPE_CHECKING:
     from labkit.compare import Result
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step; they add up to it."""
+
+    alone_s: float  # computing while nothing travels
+    hidden_s: float  # computing while something does
+    waiting_s: float
+    neither_s: float
+
+
+TIME_PARTS: dict[str, tuple[str, ...]] = {  # of StepTimes, in order: colour, hatch, edge
+    "computing": (style.COMPUTING,),
+    "computing, hiding communication": (style.HIDDEN,),
+    "waiting": (style.WAITING, "////", style.UNFINISHED),
+    "neither": (IDLE,),
+}
 
 
 @styled
@@ -42,36 +64,40 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
     for trace in named.values():
         choose_step(trace)  # raises for an empty one
     traces = named.values()
-    panels = {
-        "Time of a step": ("ms", _time_parts([step_times(trace) for trace in traces])),
-        "Sent by one rank in a step": _byte_parts([sent_bytes(trace) for trace in traces]),
-    }
+    times = zip(*(step_times(trace) for trace in traces))
+    time_parts = [
+        BarPart(label, [time_s * 1e3 for time_s in of_runs], *look)
+        for (label, look), of_runs in zip(TIME_PARTS.items(), times, strict=True)
+    ]
+    panels = [
+        ("Time of a step", "ms", time_parts),
+        ("Sent by one rank in a step", *_byte_parts([sent_bytes(trace) for trace in traces])),
+    ]
     held = [_held_at_peak(trace) for trace in traces]
     if any(held):
-        panels["Held by one rank at its peak"] = _memory_parts(held)
+        scale, unit = byte_unit(max(sum(memory.values()) for memory in held))
+        panels.append(("Held by one rank at its peak", unit, memory_parts(held, scale)))
     figure = constrained(figure, 2.3 + 0.5 * len(named))
-    names = [f"{name}\n{_circumstances(trace)}" for name, trace in named.items()]
+    names = [
+        f"{name}\n{trace.size} rank{'s' * (trace.size != 1)}"
+        + ", paced" * bool(trace.about.get("link"))
+        for name, trace in named.items()
+    ]
     grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, (title, (unit, parts)) in zip(grid, panels.items()):
+    for axes, (title, unit, parts) in zip(grid, panels):
         stacked_bars(axes, parts, names)
-        axes.set(title=title, xlabel=unit)
+        axes.set_title(title, loc="center")
+        axes.set_xlabel(unit)
         axes.label_outer()
     return figure
 
 
-def _circumstances(trace: Trace) -> str:
-    paced = ", paced" if trace.about.get("link") else ""
-    return f"{trace.size} rank{'s' * (trace.size != 1)}{paced}"
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of a step; they add up to it."""
-
-    alone_s: float  # computing while nothing travels
-    hidden_s: float  # computing while something does
-    waiting_s: float
-    neither_s: float
+def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
+    named: dict[str, Trace] = {}
+    for number, trace in enumerate(runs, 1):
+        name = str(trace.about.get("strategy") or trace.about.get("what") or f"run {number}")
+        named[name if name not in named else f"{name} ({number})"] = trace
+    return named
 
 
 def step_times(trace: Trace) -> StepTimes:
@@ -82,27 +108,28 @@ def step_times(trace: Trace) -> StepTimes:
         for part in _by_step(rank):
             (step,) = part.steps
             if step.index in usual and step.ended_s:
-                compute, wait = computing(part), waiting(part)
+                compute, wait_s = computing(part), length_s(waiting(part))
                 hidden_s = length_s(common(compute, communicating(part)))
-                busy_s = length_s(compute) + length_s(wait)
-                neither_s = max(0.0, step.ended_s - step.began_s - busy_s)
-                times = (length_s(compute) - hidden_s, hidden_s, length_s(wait), neither_s)
+                compute_s = length_s(compute)
+                neither_s = max(0.0, step.ended_s - step.began_s - (compute_s + wait_s))
+                times = (compute_s - hidden_s, hidden_s, wait_s, neither_s)
                 of_step.setdefault(step.index, []).append(times)
     if not of_step:
         return StepTimes(0.0, 0.0, 0.0, 0.0)
     means = [[fmean(column) for column in zip(*ranks)] for ranks in of_step.values()]
-    return StepTimes(*(median(column) for column in zip(*means)))
+    return StepTimes(*map(median, zip(*means)))
 
 
 def sent_bytes(trace: Trace) -> dict[str, float]:
     """`bus_bytes` that a rank sends in a usual step, by operation: likewise."""
     usual = usual_steps(trace)
-    events = [event for rank in trace.ranks.values() for event in rank.comms]
-    events = [event for event in events if event.op != "recv"]  # counted where it is sent
-    totals = {op: dict.fromkeys(usual, 0) for op in sorted({event.op for event in events})}
-    for event in events:
-        if event.step in usual:
-            totals[event.op][event.step] += event.bus_bytes
+    totals: dict[str, dict[int, int]] = {}
+    for rank in trace.ranks.values():
+        for event in rank.comms:
+            if event.op != "recv":  # counted where it is sent
+                of_step = totals.setdefault(event.op, dict.fromkeys(usual, 0))
+                if event.step in usual:
+                    of_step[event.step] += event.bus_bytes
     return {op: median(of_step.values()) / len(trace.ranks) for op, of_step in totals.items()}
 
 
@@ -117,32 +144,13 @@ def _by_step(rank: RankTrace) -> Iterator[RankTrace]:
     yield from parts.values()
 
 
-def _held_at_peak(trace: Trace) -> tuple[int, ...]:
+def _held_at_peak(trace: Trace) -> dict[str, int]:
     """Bytes by category on the rank with the highest peak; empty without a step in detail."""
     try:
-        part = detailed_step(trace)
+        ranks = detailed_step(trace).ranks.values()
     except ValueError:
-        return ()
-    worst = max(part.ranks.values(), key=peak_bytes)
-    return max(worst.memory, key=lambda point: sum(point.held_bytes)).held_bytes
-
-
-def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
-    named: dict[str, Trace] = {}
-    for number, trace in enumerate(runs, 1):
-        name = str(trace.about.get("strategy") or trace.about.get("what") or f"run {number}")
-        named[name if name not in named else f"{name} ({number})"] = trace
-    return named
-
-
-def _time_parts(times: Sequence[StepTimes]) -> list[BarPart]:
-    waits_ms = [x.waiting_s * 1e3 for x in times]
-    return [
-        BarPart("computing", [x.alone_s * 1e3 for x in times], style.COMPUTING),
-        BarPart("computing, hiding communication", [x.hidden_s * 1e3 for x in times], style.HIDDEN),
-        BarPart("waiting", waits_ms, style.WAITING, "////", style.UNFINISHED),
-        BarPart("neither", [x.neither_s * 1e3 for x in times], IDLE),
-    ]
+        return {}
+    return max(map(peak_memory, ranks), key=lambda memory: sum(memory.values()))
 
 
 def _byte_parts(sent: Sequence[dict[str, float]]) -> tuple[str, list[BarPart]]:
@@ -154,15 +162,6 @@ def _byte_parts(sent: Sequence[dict[str, float]]) -> tuple[str, list[BarPart]]:
     return unit, parts or [BarPart("nothing", [0.0] * len(sent), IDLE)]
 
 
-def _memory_parts(held: Sequence[tuple[int, ...]]) -> tuple[str, list[BarPart]]:
-    scale, unit = byte_unit(max(map(sum, held)))
-    return unit, [
-        BarPart(category, [run[i] / scale if run else 0.0 for run in held], colour)
-        for i, (category, colour) in enumerate(CATEGORIES.items())
-        if any(run and run[i] for run in held)
-    ]
-
-
 @styled
 def draw_comparison(results: Sequence["Result"], path: Path) -> Figure:
     """Draw `results` and save the picture as `path` (PNG)."""
@@ -171,23 +170,22 @@ def draw_comparison(results: Sequence["Result"], path: Path) -> Figure:
     held.sharey(sent)
     for i, result in enumerate(results):
         losses.plot(
-            range(1, len(result.losses) + 1), result.losses, style.DASHES[i % len(style.DASHES)],
-            color=style.COLOURS[i % len(style.COLOURS)], lw=5 - 1.5 * min(i, 2),
-            label=result.strategy, alpha=0.9,
+            range(1, len(result.losses) + 1), result.losses, DASHES[i % len(DASHES)],
+            color=COLOURS[i % len(COLOURS)], lw=5 - 1.5 * min(i, 2), label=result.strategy,
+            alpha=0.9,
         )  # fmt: skip
-    losses.set(title="Loss: the lines lie on each other", xlabel="step", ylabel="nats per token")
+    losses.set(xlabel="step", ylabel="nats per token")
     losses.xaxis.set_major_locator(MaxNLocator(integer=True))
     losses.legend()
     names = [f"{x.strategy}\n{x.ranks} rank{'s' * (x.ranks > 1)}" for x in results]
-    for offset, label, colour in [
-        (-0.2, "measured", style.MEASURED),
-        (0.2, "predicted", style.PREDICTED),
-    ]:
+    for offset, label, colour in (
+        (-0.2, "measured", style.MEASURED), (0.2, "predicted", style.PREDICTED),
+    ):  # fmt: skip
         places = [place + offset for place in range(len(results))]
         lengths = [getattr(result, label).bus_bytes / 1e6 for result in results]
         sent.barh(places, lengths, 0.38, color=colour, label=label)
     most = max(result.predicted.bus_bytes for result in results) / 1e6 or 1
-    sent.set(title="Sent by one rank in a step", xlabel="MB", xlim=(0, most * 1.05))
+    sent.set(xlabel="MB", xlim=(0, most * 1.05))
     name_rows(sent, names)
     legend_below(sent)
     fields = {"parameters": "parameter_bytes", "gradients": "gradient_bytes",
@@ -195,8 +193,11 @@ def draw_comparison(results: Sequence["Result"], path: Path) -> Figure:
     stacked_bars(held, [
         BarPart(name, [getattr(x.measured, field) / 1e6 for x in results], CATEGORIES[name])
         for name, field in fields.items()
-    ], names)  # fmt: skip
-    held.set(title="Held by one rank", xlabel="MB")
-    held.tick_params(labelleft=False)
+    ])  # fmt: skip
+    held.set_xlabel("MB")
+    held.tick_params(axis="y", labelleft=False, length=0)
+    losses.set_title("Loss: the lines lie on each other", loc="center")
+    sent.set_title("Sent by one rank in a step", loc="center")
+    held.set_title("Held by one rank", loc="center")
     figure.savefig(path, dpi=120)
     return figure

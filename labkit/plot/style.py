@@ -1,13 +1,13 @@
-"""The one place for colours: the same thing has the same colour in every picture.
-
-The hues are those of Okabe and Ito (2008), which colour-blind readers can tell apart. A phase has
-the colour of what it makes: forward makes activations, backward gradients, the optimizer its
-state. What travels is purple, blue, yellow, grey or brown by operation; vermilion is lost time.
+"""The one place for colours: the same thing has the same colour in every picture. The hues are
+those of Okabe and Ito (2008), which colour-blind readers can tell apart. A phase has the colour of
+what it makes; what travels is purple, blue, yellow, grey or brown by operation; vermilion is lost
+time.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from matplotlib.colors import to_hex, to_rgb
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
@@ -85,6 +85,7 @@ SETTINGS: Any = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
     "axes.titlesize": TITLE_PT,
     "figure.edgecolor": PAPER,
     "figure.facecolor": PAPER,
@@ -130,13 +131,10 @@ def in_order(ops: Iterable[str]) -> list[str]:
 
 def contrast(one: str, other: str) -> float:
     """Contrast ratio of two colours, 1 to 21; text needs 4.5 (WCAG 2.1, AA)."""
-    low, high = sorted(_luminance(colour) for colour in (one, other))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    rgb = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in to_rgb(colour))
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), rgb))
+    srgb = np.array([to_rgb(one), to_rgb(other)])
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    low, high = sorted(linear @ [0.2126, 0.7152, 0.0722])
+    return float((high + 0.05) / (low + 0.05))
 
 
 def text_on(colour: str) -> str:

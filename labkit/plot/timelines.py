@@ -19,7 +19,7 @@ from labkit.plot.bars import (
 from labkit.plot.choice import choose_ranks, choose_step
 from labkit.plot.figure import Picture, lane_axes, legend_strip, styled
 from labkit.plot.lettering import NAME_PT, Lettering, Name, fit_title
-from labkit.plot.style import FAINT, INK, MUTED, PAPER, SMALL_PT, text_on
+from labkit.plot.style import FAINT, INK, MUTED, PAPER, SMALL_PT, UNFINISHED, WAITING, text_on
 from labkit.trace import Trace
 from labkit.trace.measures import end_of
 
@@ -69,11 +69,9 @@ class TimelineView:
     ):
         self.trace = trace
         self._steps: dict[int | None, tuple[Trace, float, dict[int, RankBars]]] = {}
-        step = choose_step(trace, step)
-        chosen = choose_ranks(trace, ranks)
-        rows = sum(self._of(step)[2][rank].height for rank in chosen)
-        axes_in = min(max(1.3, rows * 0.46), 8.0)
-        self.figure = figure if figure is not None else Picture(axes_in + TOP_IN + BOTTOM_IN)
+        bars, chosen = self._of(choose_step(trace, step))[2], choose_ranks(trace, ranks)
+        axes_in = min(max(1.3, sum(bars[rank].height for rank in chosen) * 0.46), 8.0)
+        self.figure = figure or Picture(axes_in + TOP_IN + BOTTOM_IN)
         self.axes = lane_axes(self.figure, LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN)
         self.axes.grid(axis="x", color=FAINT, linewidth=0.8)
         self.axes.set_axisbelow(True)
@@ -99,9 +97,17 @@ class TimelineView:
         if not 0 <= zoom[0] < zoom[1] <= 1:
             raise ValueError(f"zoom={zoom}: give a part of the step between 0 and 1, as (0.5, 0.8)")
         part, end_s, of_rank = self._of(step)
-        self._update_legend(Trace({rank: part.ranks[rank] for rank in chosen}))
+        entries = legend_entries(Trace({rank: part.ranks[rank] for rank in chosen}))
+        if list(entries) != [text.get_text() for text in self._legend.get_texts()]:
+            self._legend.remove()
+            self._legend = legend_strip(self.figure, entries)
         tops = np.cumsum([0.0, *(of_rank[rank].height for rank in chosen)])
-        self._set_limits(max(end_s, until_s) * 1e3, zoom, tops[-1])
+        whole_ms = (max(end_s, until_s) * 1e3 or 1.0) * 1.02
+        self._from_ms, self._to_ms = zoom[0] * whole_ms, zoom[1] * whole_ms
+        self.axes.set(xlim=(self._from_ms, self._to_ms), ylim=(tops[-1], -0.1))
+        box = self.axes.get_window_extent()
+        self._px_per_ms = box.width / (self._to_ms - self._from_ms)
+        self._px_per_row = box.height / (tops[-1] + 0.1)
         self.bars = [
             bar._replace(top=bar.top + top, bottom=bar.bottom + top, names_to=bar.names_to + top)
             for rank, top in zip(chosen, tops)
@@ -131,22 +137,6 @@ class TimelineView:
             self._steps[step] = (part, end_s, bars)
         return self._steps[step]
 
-    def _update_legend(self, shown: Trace) -> None:
-        """All that this step and these ranks have, whatever the zoom."""
-        entries = legend_entries(shown)
-        if list(entries) != [text.get_text() for text in self._legend.get_texts()]:
-            self._legend.remove()
-            self._legend = legend_strip(self.figure, entries)
-
-    def _set_limits(self, end_ms: float, zoom: tuple[float, float], rows: float) -> None:
-        """Set the limits of the axes, and the scale in pixels."""
-        whole_ms = (end_ms or 1.0) * 1.02
-        self._from_ms, self._to_ms = zoom[0] * whole_ms, zoom[1] * whole_ms
-        self.axes.set(xlim=(self._from_ms, self._to_ms), ylim=(rows, -0.1))
-        box = self.axes.get_window_extent()
-        self._px_per_ms = box.width / (self._to_ms - self._from_ms)
-        self._px_per_row = box.height / (rows + 0.1)
-
     def _draw_bars(self) -> None:
         """Five corners each: a rectangle, whose right side is an arrow if it never ended."""
         bars = self.bars
@@ -159,7 +149,10 @@ class TimelineView:
         top, bottom = top - rim, bottom + rim  # does not make a bar flatter than its neighbour
         x = np.stack([begin, end, tip, end, begin], axis=1)
         y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
-        edges = [bar.edge or (PAPER if roomy[i] else bar.colour) for i, bar in enumerate(bars)]
+        edges = [
+            UNFINISHED if bar.open or bar.colour == WAITING else PAPER if room else bar.colour
+            for bar, room in zip(bars, roomy)
+        ]
         self.polygons.set_verts(np.stack([x, y], axis=2))  # type: ignore[arg-type]
         self.polygons.set_facecolor([bar.colour for bar in bars])
         self.polygons.set_edgecolor(edges)

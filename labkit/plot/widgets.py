@@ -1,18 +1,21 @@
-"""Pictures with sliders: a recorded run, a plan, a collective step by step."""
+"""Pictures with sliders and buttons: a recorded run, a plan, a collective step by step, bits."""
 
 import html
 from base64 import b64encode
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
+from labkit.plot.bit_patterns import bits, field_of
 from labkit.plot.choice import choose_ranks, choose_step
 from labkit.plot.figure import png
 from labkit.plot.memories import detailed_step, memory
 from labkit.plot.movements import movement
 from labkit.plot.plans import compared_with_best
 from labkit.plot.timelines import TimelineView
+from labkit.precision.formats import FORMATS, Exact, Format, decimal, format_of
 from labkit.replaying.planning.layout import Layout
 from labkit.trace import Trace
 from labkit.trace.movement import Movement
@@ -28,12 +31,13 @@ except ImportError as error:
         "plot.timeline, plot.memory, plot.plan, plot.movement and plot.bits draw without it"
     ) from error
 
+MOST_BITS = 32  # buttons, in two rows
+BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  # of ipywidgets
+
 
 class PictureWidget(ipywidgets.VBox):
-    """Controls over one picture, which is drawn again when a control moves.
-
-    `picture.value` is the PNG that is shown. Where no kernel runs (a page on the web, an exported
-    notebook), that is all there is, as it was when the cell was run.
+    """Controls over one picture, which is drawn again when a control moves. `picture.value` is the
+    PNG that is shown: all there is where no kernel runs, as on a page on the web.
 
     A subclass makes its controls, passes them to `_arrange`, and draws in `_draw`.
     """
@@ -82,14 +86,14 @@ class View(PictureWidget):
     def __init__(self, trace: Trace):
         super().__init__()
         self._trace, self._timeline = trace, TimelineView(trace)
-        first = choose_step(trace)
-        self.what = ipywidgets.ToggleButtons(
-            options=["timeline", "memory"] if _has_memory(trace) else ["timeline"],
-            style={"button_width": "7em"},
-        )
+        first, shown = choose_step(trace), ["timeline"]
+        with suppress(ValueError):  # raised where no step was recorded in detail
+            detailed_step(trace)
+            shown.append("memory")
+        self.what = ipywidgets.ToggleButtons(options=shown, style={"button_width": "7em"})
         self.step = ipywidgets.SelectionSlider(
-            options=_steps_of(trace), value="all" if first is None else first,
-            description="step", layout={"width": "22em"},
+            options=list[int | str](trace.steps()) or ["all"], description="step",
+            value="all" if first is None else first, layout={"width": "22em"},
         )  # fmt: skip
         self.zoom = ipywidgets.FloatRangeSlider(
             value=(0, 100), min=0, max=100, step=0.5, description="zoom, %", readout_format=".0f",
@@ -118,18 +122,6 @@ class View(PictureWidget):
         step = None if self.step.value == "all" else self.step.value
         self._timeline.redraw(step, chosen, (begin / 100, end / 100))
         self.picture.value = png(self._timeline.figure)
-
-
-def _steps_of(trace: Trace) -> Sequence[int | str]:
-    return trace.steps() or ["all"]
-
-
-def _has_memory(trace: Trace) -> bool:
-    try:
-        detailed_step(trace)
-    except ValueError:
-        return False
-    return True
 
 
 class PlanView(PictureWidget):
@@ -170,9 +162,8 @@ class PlanView(PictureWidget):
         for large in self._planned.too_large:  # the smallest first
             if _axes(large.layout) == asked:
                 return self._planned.why(large.layout)
-        return (
-            "tp {} · pp {} · b {} is no layout: these do not divide the ranks and the rows"
-        ).format(*asked)
+        tp, pp, b = asked
+        return f"tp {tp} · pp {pp} · b {b} is no layout: these do not divide the ranks and the rows"
 
 
 def _axes(layout: Layout) -> tuple[int, int, int]:
@@ -201,4 +192,88 @@ class Steps(PictureWidget):
         return png(movement(self._shown))
 
 
-view, plan_view, steps = View, PlanView, Steps  # of labkit.plot
+class FlipBits(PictureWidget):
+    """Flip bits and see the number: sign, exponent, fraction, formula and neighbours. A button for
+    each bit, and a slider through all patterns in turn; `pattern` is what they show.
+
+    Raises ValueError for a format of more than 32 bits.
+    """
+
+    def __init__(self, value: Exact | int = 1.0, format: Format | str = "fp16"):
+        format = format_of(format)
+        if format.width_bits > MOST_BITS:
+            raise ValueError(
+                f"flip_bits: {format.name} has {format.width_bits} bits, too many for buttons "
+                f"({MOST_BITS}); see plot.bits({value}, {format.name!r})"
+            )
+        super().__init__()
+        small = {x.name: x for x in FORMATS.values() if x.width_bits <= MOST_BITS}
+        self.format = ipywidgets.Dropdown(
+            options={**small, format.name: format}, value=format, description="format",
+            layout={"width": "14em"},
+        )  # fmt: skip
+        self.step = ipywidgets.IntSlider(
+            description="pattern", readout_format="d", layout={"width": "34em"}
+        )
+        self.buttons: list[Any] = []
+        self._row = ipywidgets.Box(layout={"flex_flow": "row wrap"})
+        self.neighbours = ipywidgets.HTML()
+        self._new_buttons(format.encode(value))
+        self.format.observe(self._other_format, names="value")
+        self._arrange([self.step], [self.format, self.step], self._row, self.neighbours)
+
+    @property
+    def pattern(self) -> int:
+        return int(self.step.value)
+
+    @pattern.setter
+    def pattern(self, pattern: int) -> None:
+        self.format.value.fields(pattern)  # raises ValueError for one that is too long
+        self.step.value = pattern
+
+    def _other_format(self, change: dict[str, Any]) -> None:
+        """Show the same number, rounded to the new format."""
+        before = self.pattern
+        self._new_buttons(change["new"].encode(change["old"].decode(before)))
+        if self.pattern == before:  # else the slider has moved, and drawn it
+            self._draw()
+
+    def _new_buttons(self, pattern: int) -> None:
+        format = self.format.value
+        self.buttons = [
+            ipywidgets.ToggleButton(
+                button_style=BUTTON_STYLES[field_of(format, place)],
+                layout={"width": "1.95em", "padding": "0", "margin": "1px"},
+            )
+            for place in range(format.width_bits)
+        ]
+        for button in self.buttons:
+            button.observe(self._flipped, names="value")
+        self._row.children = self.buttons
+        with self.step.hold_trait_notifications():
+            self.step.max, self.step.value = 2**format.width_bits - 1, pattern
+
+    def _flipped(self, change: dict[str, Any]) -> None:
+        bit = 1 << (len(self.buttons) - 1 - self.buttons.index(change["owner"]))
+        self.step.value = self.pattern | bit if change["new"] else self.pattern & ~bit
+
+    def _draw(self) -> None:
+        format, pattern = self.format.value, self.pattern
+        for button, digit in zip(self.buttons, f"{pattern:0{format.width_bits}b}", strict=True):
+            button.value, button.description = digit == "1", digit
+        self.neighbours.value = neighbours(format, pattern)
+        self.picture.value = png(bits(0, format, patterns=[pattern]))
+
+
+def neighbours(format: Format, pattern: int) -> str:
+    """The kind of a number, and the next numbers towards zero and away from it."""
+    kind = format.kind(pattern)
+    if kind in ("nan", "infinity"):
+        return f"<b>{kind}</b>"
+    words = [f"<b>{kind}</b>", f"step here {decimal(format.ulp(format.decode(pattern)), 6)}"]
+    if pattern % 2 ** (format.width_bits - 1):
+        words.append(f"towards zero: {decimal(format.decode(pattern - 1), 9)}")
+    return "  ·  ".join([*words, f"away from zero: {decimal(format.decode(pattern + 1), 9)}"])
+
+
+view, plan_view, steps, flip_bits = View, PlanView, Steps, FlipBits  # of labkit.plot

@@ -60,7 +60,7 @@ class Fp32Gradients(NotCopyable):
         self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)  # one message
         parts = self.flat.split(sizes)
         self.sums = {p: x.view(p.shape) for p, x in zip(self.parameters, parts, strict=True)}
-        self._came: set[nn.Parameter] = set()  # since the last hand_over()
+        self._arrived: set[nn.Parameter] = set()  # since the last hand_over()
         add = WeakMethod(self._add)  # the parameters do not keep this object alive
 
         def on_grad_ready(p: nn.Parameter) -> None:
@@ -90,9 +90,9 @@ class Fp32Gradients(NotCopyable):
                 "the gradients that were handed over are still there, and backward has added to "
                 "them; call optimizer.zero_grad() after each step, not with set_to_none=False"
             )
-        if not self._came:
+        if not self._arrived:
             self.flat.zero_()
-        self._came.add(p)
+        self._arrived.add(p)
         self.sums[p] += p.grad  # bf16 becomes fp32 first, exactly
         p.grad = None
 
@@ -104,13 +104,13 @@ class Fp32Gradients(NotCopyable):
     def hand_over(self) -> None:
         """Make the sums (over ranks: their mean) the parameters' `.grad`, in fp32."""
         if self.comm is not None:
-            if not self._came:
+            if not self._arrived:
                 self.flat.zero_()
             self.comm.all_reduce(self.flat, op="mean")
-        for p in self.parameters if self.comm is not None else self._came:
+        for p in self.parameters if self.comm is not None else self._arrived:
             p.grad_dtype = None  # torch: the gradient may be of another type than p
             p.grad = self.sums[p]
-        self._came.clear()
+        self._arrived.clear()
 
     def remove(self) -> None:
         """Let gradients be, from now on."""

@@ -58,11 +58,6 @@ class Turn:
             self.decided = self.number.item()
         return self.decided
 
-    def let_go(self) -> None:
-        """Drop the factor of an optimizer that was unscaled and not stepped."""
-        if isinstance(self.trained, ShadowOptimizer) and not self.stepped:
-            self.trained.skip()
-
 
 class GradScaler:
     """`torch.amp.GradScaler`, whose decision to skip a step all ranks take together.
@@ -203,7 +198,8 @@ class GradScaler:
             return
         turns, self._turns, self._losses = self._turns, [], []
         for turn in turns:
-            turn.let_go()
+            if isinstance(turn.trained, ShadowOptimizer) and not turn.stepped:
+                turn.trained.skip()  # drops its factor
         if new_scale is not None:
             self._now.load_state_dict({**self._now.state_dict(), "scale": float(new_scale)})
         elif turns:

@@ -46,13 +46,13 @@ from labkit.predict.pipelines import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
-from labkit.predict.states import (
-    FP32_ADAM,
-    MIXED_ADAM,
-    StateBytes,
-    model_state_bytes,
+from labkit.predict.states import FP32_ADAM, MIXED_ADAM, StateBytes, model_state_bytes
+from labkit.predict.steps import (
+    compute_s,
+    ddp_step_s,
+    ddp_step_without_overlap_s,
+    mfu,
 )
-from labkit.predict.steps import compute_s, ddp_step_s, ddp_step_without_overlap_s, mfu
 from labkit.predict.tables import Table, table
 from labkit.predict.three_d import bytes_by_axis
 from labkit.predict.transformer import (

@@ -12,12 +12,11 @@ mask 1; labkit.GPT's block keeps what the paper's does:
     out         its input 2                     ──────────────────────────────────
     dropout     its mask 1                      34 + 5as/w
 
-For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, the formula is right to
-the byte (`labkit.memory.saved.saved_by` counts it on ranks) but for the statistics of the two
-norms, which it leaves out as the paper does: 8·s·b (on a GPU 16·s·b), below 0.1 % from width 256
-on. It assumes that an element of dropout's mask has 1 byte (torch's nn.Dropout on a CPU keeps 2 in
-bfloat16: 11 % more at 5as/w = 20), that scores are 2 bytes (torch's own plain attention: 4), that
-all are stored, also those that a causal mask hides, and that this mask is not kept.
+For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, this is right to the
+byte (`labkit.memory.saved.saved_by`) but for the statistics of the two norms: 8·s·b (on a GPU
+16·s·b), below 0.1 % from width 256 on. Assumed: an element of dropout's mask has 1 byte (torch's
+nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), a score 2 (torch's own plain
+attention: 4); all scores are stored, also those that a causal mask hides, and that mask is not.
 
 Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
 and features; those outside, 10 of the 34, are whole on every rank, unless sharded by positions:
@@ -83,9 +82,8 @@ def activation_terms(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> dict[str, float]:
-    """`activation_bytes`, summand by summand: name -> bytes.
-
-    Source: arXiv 2205.05198, sections 4.1 and 4.2."""
+    """`activation_bytes`, summand by summand: name -> bytes. Source: arXiv 2205.05198, sections 4.1
+    and 4.2."""
     _check_layer(sequence, rows, width, heads, tensor_parallel, recompute)
     terms = {"none": TERMS, "full": (LAYER_INPUT,)}.get(
         recompute, tuple(term for term in TERMS if not term.of_scores)
@@ -141,7 +139,6 @@ def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> 
     """`activation_bytes` where attention is one kernel that stores no scores, as labkit.GPT's: not
     5as/w, but 4 bytes for each row of scores, the logarithm of its sum. On one rank, without
     dropout inside attention, for which torch has no such kernel on a CPU.
-
     Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1."""
     without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
     return without_scores + 4 * heads * sequence * rows
@@ -155,13 +152,8 @@ def first_stage_activation_bytes(
     With 1F1B, p micro-batches are in flight on its depth/p layers: depth layers' worth, whatever
     the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
     that factor does not hold for v = 1. Embedding and head are left out, and there are p
-    micro-batches or more.
-
-    Args:
-        layer_bytes: of one layer and one micro-batch, `activation_bytes(...)`.
-        depth: layers of the whole model.
-
-    Source: arXiv 2205.05198, section 4.2.3."""
+    micro-batches or more. `layer_bytes`: of one layer and one micro-batch, `activation_bytes(...)`;
+    `depth`: layers of the whole model. Source: arXiv 2205.05198, section 4.2.3."""
     check_not_negative(layer_bytes=layer_bytes)
     check_counts(depth=depth, stages=stages, chunks=chunks)
     check_divides("depth", depth, "stages x chunks", stages * chunks)

@@ -1,7 +1,5 @@
-"""The bill of one layer: each term of sbw(34 + 5as/w) beside what its modules keep.
-
-What autograd saves, tensor by tensor (`labkit.memory.saved.saved_by(block, x)`), is summed by
-module, scores apart from the rest. No torch here: a kept tensor has a module, a shape and bytes.
+"""The bill of one layer: each term of sbw(34 + 5as/w) beside what its modules keep: what autograd
+saves, tensor by tensor (`labkit.memory.saved.saved_by(block, x)`), summed by module.
 """
 
 from collections.abc import Iterable
@@ -71,9 +69,10 @@ def activation_bill(
     """What a labkit.GPT block has kept, beside the formula's terms.
 
     Args:
-        kept: of `labkit.memory.saved.saved_by(block, x)`, with x [rows, sequence, width] in a
-            2-byte dtype and `labkit.models.PlainAttention` as its core. With `sequence_parallel`, x
-            is this rank's shard of the positions; `sequence` are all of them.
+        kept: of `labkit.memory.saved.saved_by(block, x)`, each with its `module`, `shape` and
+            `nbytes`; x [rows, sequence, width] in a 2-byte dtype, `labkit.models.PlainAttention` as
+            the core. With `sequence_parallel`, x is this rank's shard of the positions; `sequence`
+            are all of them.
         tensor_parallel, sequence_parallel, recompute: as in `activation_bytes`.
 
     At the end comes what no term counts: the statistics of the norms, and "other". Scores are known
@@ -84,9 +83,9 @@ def activation_bill(
     )
     over = "/t" if tensor_parallel > 1 else ""
     measured = dict.fromkeys([*formula, STATISTICS, OTHERS], 0)
-    for one in kept:
-        term = _term_of(one, sequence)
-        measured[term if term in measured else OTHERS] += one.nbytes
+    for tensor in kept:
+        term = _term_of(tensor, sequence)
+        measured[term if term in measured else OTHERS] += tensor.nbytes
     shares = {
         term.name: term.per_sbw if term.outside and not sequence_parallel else term.per_sbw + over
         for term in (*TERMS, LAYER_INPUT)
@@ -99,12 +98,12 @@ def activation_bill(
     return Bill(lines, recompute)
 
 
-def _term_of(one: Any, sequence: int) -> str:
-    """The term that counts it: of its module; at the core of attention, scores are apart."""
-    if "norm" in one.module and one.shape[-1] == 1:
+def _term_of(tensor: Any, sequence: int) -> str:
+    """The term that counts a kept tensor; at the core of attention, scores are apart."""
+    if "norm" in tensor.module and tensor.shape[-1] == 1:
         return STATISTICS
-    scores = one.module.startswith("attn.core") and one.shape[-2:] == (sequence, sequence)
+    scores = tensor.module.startswith("attn.core") and tensor.shape[-2:] == (sequence, sequence)
     for term in (*TERMS, LAYER_INPUT):
-        if term.module == one.module and bool(term.of_scores) == scores:
+        if term.module == tensor.module and bool(term.of_scores) == scores:
             return term.name
     return OTHERS

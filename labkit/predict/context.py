@@ -12,13 +12,10 @@ rank's h heads compute L²/2 scores in each step, each 4e FLOPs in forward (q k�
 
 so without latency the forward hides the messages from L = g₁ F g / (B h) on, whatever the head
 width and the rows: twice that of Liu et al., who have no causal mask. In backward the gradients of
-the last block, on their way home, are exposed in any case.
+the last block, on their way home, are always exposed.
 
 Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes of an
-element, F operations and B bytes per second, α the latency of a message.
-
-Sources: Liu et al., arXiv 2310.01889, section 3 (from L = F / B on, for 2-byte types); Jacobs et
-al., arXiv 2309.14509, section 3; shards: arXiv 2407.21783, section 3.3.2.
+element, F FLOPs and B bytes per second, α the latency of a message.
 """
 
 import math
@@ -40,8 +37,8 @@ def ring_attention_bytes(
 ) -> int:
     """What one rank sends in one layer's forward: n-1 blocks of k and v; in its `backward` n-1
     blocks again, and the gradients of n-1 blocks, in fp32, or in the type of k where that is wider.
-
-    Source: arXiv 2310.01889, section 3; in labkit the gradients of a rank's own keys stay there."""
+    Source: Liu et al., arXiv 2310.01889, section 3; in labkit the gradients of a rank's own keys
+    stay there."""
     check_counts(sequence=sequence, rows=rows, kv_heads=kv_heads, head_width=head_width)
     check_counts(ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -59,9 +56,8 @@ def ulysses_bytes(
     element_bytes: int = 2,
 ) -> int:
     """What one rank sends in one layer's forward, and the same in its backward: four all-to-alls,
-    of q, k, v and the result, each (n-1)/n of what the rank has of it.
-
-    Source: arXiv 2309.14509, section 3."""
+    of q, k, v and the result, each (n-1)/n of what the rank has of it. Source: Jacobs et al., arXiv
+    2309.14509, section 3."""
     check_counts(sequence=sequence, rows=rows, heads=heads, kv_heads=kv_heads)
     check_counts(head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -73,9 +69,8 @@ def ulysses_bytes(
 
 def ring_step_scores(block: int, heads: int, rows: int, own: bool = False) -> float:
     """Scores that a rank computes in one step with a zig-zag block of `block` tokens: half of all
-    pairs, and with its `own` block the other half of the diagonal, too.
-
-    Source: arXiv 2407.21783, section 3.3.2."""
+    pairs, and with its `own` block the other half of the diagonal, too. Source: arXiv 2407.21783,
+    section 3.3.2."""
     check_counts(block=block, heads=heads, rows=rows)
     return rows * heads * (block * (block + 1) if own else block * block) / 2
 
@@ -93,15 +88,11 @@ def ring_exposed_s(
     element_bytes: int = 2,
     backward: bool = False,
 ) -> float:
-    """Seconds that a rank waits for the ring, in one layer's forward or `backward`.
-
-    Args:
-        block: tokens of a rank, s/n.
-        bytes_per_s, alpha_s: of its wire, one message after the other.
-
-    Each of n-1 blocks has a step to hide behind; in backward, from the third step on, so have the
-    gradients of the block before.
-    Source: arXiv 2310.01889, section 3; the sum over the steps is labkit's, held to a replay."""
+    """Seconds that a rank waits for the ring, in one layer's forward or `backward`. Each of n-1
+    blocks has a step to hide behind; in backward, from the third step on, so have the gradients of
+    the block before. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its wire, one
+    message after the other. Source: arXiv 2310.01889, section 3; the sum over the steps is
+    labkit's, held to a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
     check_not_negative(alpha_s=alpha_s)
@@ -132,9 +123,9 @@ def ring_hides_from(
     element_bytes: int = 2,
 ) -> float:
     """The tokens of a block (s/n) from which on `ring_exposed_s` of the forward is 0. (Two ranks
-    need less: their one block has the diagonal, too, to hide behind.)
-
-    Source: arXiv 2310.01889, section 3, for scores that a causal mask halves, and latency."""
+    need less: their one block has the diagonal, too, to hide behind.) Source: Liu et al., arXiv
+    2310.01889, section 3 (from L = F / B on, for 2-byte types), for scores that a causal mask
+    halves, and latency."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)
     check_counts(element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)

@@ -14,16 +14,9 @@
 
 In ZB, backward is two parts: I seconds for the gradient of the input, for which the stage before
 waits, and W for that of the weights. One bubble no W can fill: the first stage does as many
-forwards as it may hold, then waits for the first I, (p-1) I with p held, and (p-1)(I-F) with
-2p - 1. The functions give the larger. All bubbles are of the stage that takes longest.
-
-The bubble is given as a part of the *ideal* time m(F+B), (p-1)/m, as in the Megatron-LM paper, and
-as a part of the *total*, ideal and bubble, (p-1)/(m+p-1): two numbers, never to be compared with
-each other. All stages take equally long, and messages no time.
-
-Sources: naive and GPipe, arXiv 1811.06965; 1F1B and interleaved, Narayanan et al., arXiv
-2104.04473, section 2.2; memory of interleaved, arXiv 2205.05198, section 4.2; ZB, Qi et al., arXiv
-2401.10241, section 2 (its T_B is the input gradient alone); PipeDream, arXiv 1806.03377.
+forwards as it may hold, then waits for the first I: (p-1) I with p held, (p-1)(I-F) with 2p - 1.
+The functions give the larger. All bubbles are of the stage that takes longest; all stages take
+equally long, and messages no time.
 """
 
 from dataclasses import dataclass
@@ -33,7 +26,9 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Forward and backward of all micro-batches through a pipeline, as one stage sees it."""
+    """Forward and backward of all micro-batches through a pipeline, as one stage sees it. The
+    bubble as a part of the ideal time, as in the Megatron-LM paper, and of the total are two
+    numbers, never to be compared with each other."""
 
     ideal_s: float  # computing
     bubble_s: float  # idle
@@ -56,7 +51,6 @@ class PipelineStep:
 
 def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
     """One stage at a time: each micro-batch through all of them and back before the next.
-
     Source: arXiv 1811.06965, figure 2b.
 
     >>> naive(stages=4, microbatches=8, forward_s=1, backward_s=2).of_total
@@ -67,7 +61,7 @@ def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -
 
 
 def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
-    """All forwards, then all backwards. Source: arXiv 2104.04473, section 2.2.1."""
+    """All forwards, then all backwards. Source: arXiv 1811.06965 and 2104.04473, section 2.2.1."""
     _check(stages, microbatches, forward_s=forward_s, backward_s=backward_s)
     one_s = forward_s + backward_s
     return PipelineStep(microbatches * one_s, (stages - 1) * one_s, microbatches)
@@ -77,7 +71,6 @@ def one_f_one_b(
     stages: int, microbatches: int, forward_s: float, backward_s: float
 ) -> PipelineStep:
     """1F1B (PipeDream-flush): the bubble of GPipe, with no more than p micro-batches held.
-
     Source: arXiv 2104.04473, section 2.2.1.
 
     >>> one_f_one_b(stages=4, microbatches=8, forward_s=1, backward_s=2).of_ideal
@@ -91,10 +84,9 @@ def interleaved(
     stages: int, microbatches: int, forward_s: float, backward_s: float, chunks: int
 ) -> PipelineStep:
     """1F1B with `chunks` pieces of the model on each stage: a bubble 1/v as long, for v times the
-    messages and some more memory.
-
-    Source: arXiv 2104.04473, section 2.2.2. Raises ValueError where micro-batches do not divide
-    over stages, which the schedule needs."""
+    messages and some more memory. Source: arXiv 2104.04473, section 2.2.2; memory, arXiv
+    2205.05198, section 4.2. Raises ValueError where micro-batches do not divide over stages, which
+    the schedule needs."""
     check_counts(chunks=chunks)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     if chunks == 1:
@@ -109,9 +101,7 @@ def pipedream(
 ) -> PipelineStep:
     """PipeDream: the bubble of 1F1B, once for all `microbatches` of a training, as it never
     flushes. `update_s`: of the optimizer, after each micro-batch. It holds as many versions of the
-    weights, too.
-
-    Source: arXiv 1806.03377, section 3.2."""
+    weights, too. Source: arXiv 1806.03377, section 3.2."""
     check_not_negative(update_s=update_s)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     ideal_s = plain.ideal_s + microbatches * update_s
@@ -122,8 +112,8 @@ def zero_bubble_h1(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
     """ZB-H1: gradients of weights are computed where 1F1B would idle, in the memory of 1F1B.
-
-    Source: arXiv 2401.10241, section 2.3. Raises ValueError for fewer micro-batches than stages."""
+    Source: Qi et al., arXiv 2401.10241, section 2.3 (its T_B is the input gradient alone). Raises
+    ValueError for fewer micro-batches than stages."""
     each_s = max(forward_s + input_s - weight_s, input_s)
     return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, each_s, stages)
 
@@ -131,10 +121,8 @@ def zero_bubble_h1(
 def zero_bubble_h2(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
-    """ZB-H2: twice the memory, and no bubble where F = I = W.
-
-    Source: arXiv 2401.10241, section 2.3. Raises ValueError for less than 2 stages - 1
-    micro-batches."""
+    """ZB-H2: twice the memory, and no bubble where F = I = W. Source: arXiv 2401.10241, section
+    2.3. Raises ValueError for less than 2 stages - 1 micro-batches."""
     each_s = max(forward_s + input_s - 2 * weight_s, input_s - forward_s, 0.0)
     return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, each_s, 2 * stages - 1)
 

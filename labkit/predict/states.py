@@ -8,8 +8,6 @@
 
 Bytes per parameter, over n data-parallel ranks, for Adam in mixed precision: 16-bit parameters
 and gradients, and K = 12 for the 32-bit master copy and two moments.
-
-Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5, Figure 1, Table 1.
 """
 
 from typing import NamedTuple
@@ -41,8 +39,8 @@ def model_state_bytes(
         each: bytes for one parameter, `MIXED_ADAM` or `FP32_ADAM`.
 
     Left out: activations, buffers and what an allocator wastes; torch's step count for each tensor
-    (4 bytes); shards of unequal size.
-    Source: ZeRO, arXiv 1910.02054, section 5 and Table 1. Raises ValueError for another stage.
+    (4 bytes); shards of unequal size. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054,
+    sections 3.1 and 5, Figure 1, Table 1. Raises ValueError for another stage.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
     31.40625

@@ -1,13 +1,11 @@
 """The time of one step of data parallelism, and how well it uses the machine.
 
-k equal buckets of gradients: backward fills one after the other, and each leaves when it is full
-and the one before has left:
+DDP with k equal buckets of gradients: each leaves when backward has filled it and the one before
+has left, F + max(B + C/k, B/k + C) in all. Many buckets come near F + max(B, C); one bucket hides
+nothing, F + B + C.
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
     wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
-
-The first leaves when it is full, the last when backward is over: F + max(B + C/k, B/k + C). Many
-buckets come near F + max(B, C); one bucket hides nothing, F + B + C.
 """
 
 from labkit.predict.sizes import check_counts, check_not_negative, check_positive

@@ -23,30 +23,21 @@ class Table:
     rows: list[tuple[str, ...]]
 
     def __repr__(self) -> str:
-        table = [self.heads, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*table)]
-        return "\n".join(
-            "  ".join(
-                [
-                    f"{row[0]:<{widths[0]}}",
-                    *(f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1])),
-                    row[-1],
-                ]
-            ).rstrip()
-            for row in table
-        )
+        table, lines = [self.heads, *self.rows], []
+        first, *middle, _ = (max(map(len, column)) for column in zip(*table))
+        for name, *cells, last in table:
+            aligned = [f"{cell:>{width}}" for cell, width in zip(cells, middle)]
+            lines.append("  ".join([f"{name:<{first}}", *aligned, last]).rstrip())
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         sides = ("left", *["right"] * (len(self.heads) - 2), "left")
-        rows = [
-            "".join(
-                f'<td style="text-align: {side}">{html.escape(text)}</td>'
-                for side, text in zip(sides, row)
-            )
-            for row in self.rows
-        ]
         head = "".join(f"<th>{html.escape(text)}</th>" for text in self.heads)
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        body = ""
+        for row in self.rows:
+            cells = zip(sides, map(html.escape, row))
+            tds = (f'<td style="text-align: {side}">{text}</td>' for side, text in cells)
+            body += f"<tr>{''.join(tds)}</tr>"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -63,17 +54,11 @@ def table(**sources: Mapping[str, Number]) -> Table:
             "table() has no numbers; name each source, as in "
             "table(formula={'step_s': 0.5}, measured={'step_s': 0.6})"
         )
-    return Table(
-        ("", *(source.replace("_", " ") for source in sources), ""),
-        [
-            (
-                label(name),
-                *("" if name not in one else rounded(one[name]) for one in sources.values()),
-                _compared(name, sources),
-            )
-            for name in names
-        ],
-    )
+    rows = []
+    for name in names:
+        cells = [rounded(x[name]) if name in x else "" for x in sources.values()]
+        rows.append((label(name), *cells, _compared(name, sources)))
+    return Table(("", *(source.replace("_", " ") for source in sources), ""), rows)
 
 
 def label(name: str) -> str:
@@ -100,7 +85,7 @@ def rounded(number: Number) -> str:
 def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
     """How far the other sources are from the first."""
     (first, numbers), *rest = sources.items()
-    others = {source: one[name] for source, one in rest if name in one}
+    others = {source: x[name] for source, x in rest if name in x}
     if name not in numbers or not others:
         return ""
     reference = numbers[name]

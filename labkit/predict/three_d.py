@@ -11,16 +11,13 @@
     data        G bytes of gradients, those of the stage's 1/t: DDP, ZeRO-1   2 (d-1)/d G
                                                                 ZeRO-2    (m+1) (d-1)/d G
                                                                 ZeRO-3       3m (d-1)/d G
-    embedding   where it is tied, first and last stage: 2(2-1)/2 V w g / t, and of ZeRO's shares
-                1/d of that
+    embedding   where it is tied, first and last stage: V w g / t, and of ZeRO's shares 1/d of that
 
 Legend: s positions, w width, g bytes of an element, V the vocabulary rounded up to t parts; d, t
-ranks of the axes.
-
-Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline b s h; tensor 8 b s h (t-1)/t a
-layer) and 4.1 (scatter/gather); Korthikanti et al., arXiv 2205.05198, section 4.2.2; Rajbhandari et
-al., arXiv 1910.02054, section 7, and that gradients (2) and weights (3) travel once for each
-micro-batch, as labkit's pipeline does; embedding groups: Megatron-LM.
+ranks of the axes. Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline b s h; tensor
+8 b s h (t-1)/t a layer) and 4.1 (scatter/gather); Korthikanti et al., arXiv 2205.05198, section
+4.2.2; Rajbhandari et al., arXiv 1910.02054, section 7, and that gradients (2) and weights (3)
+travel once for each micro-batch, as labkit's pipeline does; embedding groups: Megatron-LM.
 """
 
 from labkit.events import chunk_sizes
@@ -57,7 +54,6 @@ def bytes_by_axis(
     the stage's ranks.
 
     Args:
-        key_width: of the GPT's keys; `width` unless they are fewer than its queries.
         rows, sequence: the batch of one replica, of all its micro-batches: the global one over dp.
         chunks: of each stage; blocks are cut over pp * chunks, the first ones get one more.
         zero: 0 for DDP, or the stage of ZeRO over dp.
@@ -65,6 +61,7 @@ def bytes_by_axis(
         dropout: the blocks have some; then their last collective is sent again, too.
         scatter_gather: see above; without effect with sequence parallelism.
         gather_logits: the logits of all the vocabulary on every rank.
+        key_width: of the GPT's keys; `width` unless they are fewer than its queries.
         element_bytes: of activations, weights and gradients, as they travel.
 
     ZeRO's buckets are padded to dp equal shares, those of stage 3 block by block: counted as if a
@@ -93,7 +90,7 @@ def bytes_by_axis(
     # Halves of an all-reduce of x in a block: gathers and scatters count once, all-reduces twice.
     again = (4 if dropout else 2 + is_sharded) if recompute else 0
     halves = (10 if is_sharded else 8) + again
-    found = []
+    sent = []
     for stage in range(pp):
         own_blocks, first, last = sum(blocks[stage::pp]), stage == 0, stage == pp - 1
         is_tied = tied and pp > 1 and (first or last)
@@ -118,13 +115,13 @@ def bytes_by_axis(
         times = {0: 2, 1: 2, 2: microbatches + 1, 3: 3 * microbatches}[zero]
         elements = sum(_padded(n, dp if zero else 1) for n in weights)
         shared = _padded(table, dp) / dp if zero else table
-        found.append({
+        sent.append({
             "tensor": (tp - 1) / tp * tensor,
             "pipeline": boundaries * x_bytes / (tp if is_sharded or scatters else 1),
             "data": times * (dp - 1) / dp * elements * element_bytes,
             "embedding": float(is_tied * shared * element_bytes),
         })  # fmt: skip
-    return found
+    return sent
 
 
 def _padded(elements: int, parts: int) -> int:

@@ -46,9 +46,8 @@ def parameters(
 def layer_forward_flops(
     width: int, heads: int, rows: int, sequence: int, kv_heads: int | None = None
 ) -> int:
-    """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads.
-
-    Source: arXiv 2104.04473, appendix."""
+    """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads. Source:
+    Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations")."""
     keys = _key_width(width, heads, kv_heads)
     check_counts(rows=rows, sequence=sequence)
     positions = rows * sequence
@@ -61,12 +60,6 @@ def attention_core_flops(width: int, rows: int, sequence: int) -> int:
     return 4 * rows * sequence**2 * width
 
 
-def head_forward_flops(vocab: int, width: int, rows: int, sequence: int) -> int:
-    """FLOPs of the logits in forward: 2 b s w V."""
-    check_counts(vocab=vocab, width=width, rows=rows, sequence=sequence)
-    return 2 * rows * sequence * width * vocab
-
-
 def forward_flops(
     vocab: int,
     width: int,
@@ -76,12 +69,11 @@ def forward_flops(
     sequence: int,
     kv_heads: int | None = None,
 ) -> int:
-    """FLOPs of the whole forward: depth layers and the head.
-
-    Source: arXiv 2104.04473, appendix."""
+    """FLOPs of the whole forward: depth layers and the head. Source: arXiv 2104.04473, appendix."""
     check_counts(depth=depth)
     layers = depth * layer_forward_flops(width, heads, rows, sequence, kv_heads)
-    return layers + head_forward_flops(vocab, width, rows, sequence)
+    check_counts(vocab=vocab)
+    return layers + 2 * rows * sequence * width * vocab
 
 
 def step_flops(
@@ -118,7 +110,6 @@ def step_flops(
 def dense_flops(parameters: float, tokens: float) -> float:
     """6 N D: FLOPs to train N parameters on D tokens, without attention's core. With N from
     `parameters` it counts positions, biases and norms, which are in no matmul, on top.
-
     Source: Kaplan et al., arXiv 2001.08361, section 2.1."""
     check_not_negative(parameters=parameters, tokens=tokens)
     return 6 * parameters * tokens

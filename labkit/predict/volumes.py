@@ -20,9 +20,8 @@ from labkit.predict.wires import bus_factor
 
 def data_parallel_bytes(parameters: float, ranks: int, element_bytes: int = 4) -> float:
     """What one rank sends in a step, to average `parameters` gradients over `ranks`; the same for
-    every stage of ZeRO but the third, which sends half as much again.
-
-    Source: arXiv 2006.15704, section 3; for ZeRO, arXiv 1910.02054, section 7."""
+    every stage of ZeRO but the third, which sends half as much again. Source: Li et al., arXiv
+    2006.15704, section 3; for ZeRO, arXiv 1910.02054, section 7."""
     check_not_negative(parameters=parameters)
     check_counts(element_bytes=element_bytes)
     return bus_factor("all_reduce", ranks) * parameters * element_bytes
@@ -49,8 +48,8 @@ def tensor_parallel_bytes(
         full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor it
                                    needs, which saves the last collective if there is no dropout
 
-    Source: arXiv 1909.08053, section 3; arXiv 2104.04473, section 3.2; arXiv 2205.05198, section
-    4.2.2."""
+    Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; Narayanan et al.,
+    arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2."""
     check_counts(depth=depth)
     if kept_whole and not sequence_parallel:
         raise ValueError("kept_whole is of sequence parallelism: else inputs are whole anyway")
@@ -85,11 +84,11 @@ def gathered_logits_bytes(
     sequence: int, rows: int, vocab: int, ranks: int, element_bytes: int = 2
 ) -> float:
     """What one rank sends where all logits are gathered on every rank instead: v elements a token
-    (padded to a multiple of the ranks) in the place of three.
-
-    Source: arXiv 1909.08053, section 3."""
-    check_counts(sequence=sequence, rows=rows, vocab=vocab, element_bytes=element_bytes)
-    check_counts(ranks=ranks)
+    (padded to a multiple of the ranks) in the place of three. Source: arXiv 1909.08053, section 3.
+    """
+    check_counts(
+        sequence=sequence, rows=rows, vocab=vocab, element_bytes=element_bytes, ranks=ranks
+    )
     padded = -(-vocab // ranks) * ranks
     return bus_factor("all_gather", ranks) * rows * sequence * padded * element_bytes
 
@@ -103,10 +102,9 @@ def pipeline_parallel_bytes(
     element_bytes: int = 2,
 ) -> int:
     """What all stages together send in a step, `rows` being those of all its micro-batches: at each
-    of the depth / layers_per_stage - 1 cuts x forward, and its gradient backward. When
-    interleaved, there is a cut after each chunk: give its layers.
-
-    Source: arXiv 2104.04473, section 3.2, and 2.2.2 for chunks."""
+    of the depth / layers_per_stage - 1 cuts x forward, and its gradient backward. When interleaved,
+    there is a cut after each chunk: give its layers. Source: arXiv 2104.04473, section 3.2, and
+    2.2.2 for chunks."""
     check_counts(depth=depth, layers_per_stage=layers_per_stage)
     check_divides("depth", depth, "layers_per_stage", layers_per_stage)
     cuts = depth // layers_per_stage - 1

@@ -6,8 +6,8 @@
 Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together),
 B bytes per second out of a rank, n ranks.
 
-Source of the factors: nccl-tests, doc/PERFORMANCE.md. Costs of algorithms stand in
-labkit/comm/collectives/costs.py, the one place of them.
+Source of the factors: nccl-tests, doc/PERFORMANCE.md. Costs of algorithms are in
+labkit/comm/collectives/costs.py.
 """
 
 from labkit.predict.sizes import check_counts, check_not_negative, check_positive
@@ -38,9 +38,9 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
-    """Seconds that `collective` takes at least over wires of `bytes_per_s`: S / B x bus factor.
-
-    Source: nccl-tests, doc/PERFORMANCE.md."""
+    """Seconds that `collective` takes at least over wires of `bytes_per_s` out of a rank: S / B x
+    bus factor, with S bytes of the operation (for all-gather and reduce-scatter of all n shards
+    together). Source: nccl-tests, doc/PERFORMANCE.md."""
     check_not_negative(nbytes=nbytes)
     check_positive(bytes_per_s=bytes_per_s)
     return nbytes / bytes_per_s * bus_factor(collective, ranks)
@@ -55,15 +55,13 @@ def algorithm_s(
     bytes_per_s: float,
     reduced_bytes_per_s: float = float("inf"),
 ) -> float:
-    """Seconds that an algorithm of labkit takes, as algorithm_s("all_reduce", "ring", 8, ...).
+    """Seconds that an algorithm of labkit takes, as algorithm_s("all_reduce", "ring", 8, ...):
+    steps x alpha, and bytes. `alpha_s`: latency of a message; `reduced_bytes_per_s`: how fast a
+    rank adds, by default in no time.
 
-    Args:
-        alpha_s: latency of a message.
-        reduced_bytes_per_s: how fast a rank adds; by default adding takes no time.
-
-    Source: Hockney's alpha-beta model; that of each algorithm stands in its file, in
+    Source: Hockney's alpha-beta model; that of each algorithm is in its file, in
     labkit/comm/collectives/. Raises ValueError for an unknown collective or algorithm."""
-    from labkit.comm.collectives.costs import COSTS, cost  # here: the package of the door has torch
+    from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch
 
     check_counts(ranks=ranks)
     check_not_negative(nbytes=nbytes, alpha_s=alpha_s)
@@ -71,5 +69,5 @@ def algorithm_s(
     if algorithm not in COSTS.get(collective, {}):
         known = (f"{name}: {', '.join(ways)}" for name, ways in COSTS.items())
         raise ValueError(f"no cost of {collective} by {algorithm!r}; known are {'; '.join(known)}")
-    found = cost(collective, algorithm, ranks, nbytes)
-    return found.seconds(alpha_s, 1 / bytes_per_s, 1 / reduced_bytes_per_s)
+    total = cost(collective, algorithm, ranks, nbytes)
+    return total.seconds(alpha_s, 1 / bytes_per_s, 1 / reduced_bytes_per_s)

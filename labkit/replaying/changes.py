@@ -16,13 +16,9 @@ def changed(
     devices_per_node: int | None = None,
 ) -> Cluster:
     """The cluster with just enough nodes for `ranks`, and the given values in place of its own.
-
-    Where each device of a node has its own port, it keeps one when nodes become larger or smaller.
-    A cluster of a single node has no wires between nodes: where it needs some, or is given their
-    speed, they are like those inside but for the given values.
-
-    Raises ValueError for a bandwidth that is not above 0, a latency below it, or no ranks.
-    """
+    Where each device of a node has its own port, it keeps one in larger and smaller nodes. Wires
+    between nodes that the cluster lacks are like those inside, but for the given values. Raises
+    ValueError for a bandwidth that is not above 0, a latency below it, or no ranks."""
     inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
     between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}
     for where, given in (("inside", inside), ("between", between)):
@@ -37,11 +33,11 @@ def changed(
             raise ValueError(f"{name}={count}; at least 1 is needed")
     nodes = -(-ranks // per_node)
 
-    def level(one: Level, values: dict[str, float | None]) -> Level:
-        ports = per_node if one.ports == cluster.devices_per_node else one.ports
+    def level(wires: Level, values: dict[str, float | None]) -> Level:
+        ports = per_node if wires.ports == cluster.devices_per_node else wires.ports
         given: dict[str, Any] = {name: x for name, x in values.items() if x is not None}
-        sources = {**one.sources, **dict.fromkeys(given, "what if")}
-        return replace(one, ports=ports, sources=sources, **given)
+        sources = {**wires.sources, **dict.fromkeys(given, "what if")}
+        return replace(wires, ports=ports, sources=sources, **given)
 
     wires = cluster.between
     if wires is None and (nodes > 1 or set(between.values()) != {None}):

@@ -6,14 +6,13 @@
     collective    start + steps x latency + bytes sent by a rank / bandwidth
     message       bytes / bandwidth on the wire, arrives one latency later
 
-Steps and bytes of an algorithm are those of labkit.comm.collectives.costs for a tensor pipelined in
-very small pieces: each step pays its latency once, not once for each piece. Of several algorithms
-the fastest is taken, as NCCL does.
+Steps and bytes of an algorithm (labkit.comm.collectives.costs) are those of a tensor pipelined in
+very small pieces: each step pays its latency once. The fastest algorithm is taken, as in NCCL.
 
 A ring leaves each node once, over all ports of its ranks there, and the node with the fewest limits
-the others. Where each rank sends directly to each other, all at once, it has only its own port. A
-port is shared as if all devices of its node sent. The latencies are those of NCCL's protocol for
-long tensors (Simple), so small collectives seem slower than they are.
+the others. A rank that sends to all others at once has only its own port. A port is shared as if
+all devices of its node sent. Latencies are those of NCCL's protocol for long tensors (Simple), so
+small collectives seem slower than they are.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
@@ -75,7 +74,9 @@ class Costs:
         return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Seconds of one operation. Raises ValueError for a dtype without a matmul rate."""
+        """Seconds of one operation: the longest of its FLOPs at the rate of a matmul with these
+        sides, its bytes read and written, and a launch. Raises ValueError for a dtype without a
+        rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:

@@ -1,21 +1,20 @@
 """A dry run: what one rank of many does, recorded without data, memory or other ranks.
 
 The same code runs as on real ranks, with torch's fake tensors and a fake process group, in which
-every collective ends at once. So a laptop records a rank of a thousand that trains 175B parameters.
-
-The code must not look at a value, as `loss.item()` does; labkit's strategies do not. Communication
-past labkit's communicator is not recorded. The tensors claim to be on a CPU; that torch's
-optimizers take all parameters in a few operations on a GPU ("foreach") is patched in. Attention
-with dropout stores its scores, as on a CPU.
+every collective ends at once. Communication past labkit's communicator is not recorded. The tensors
+claim to be on a CPU; that torch's optimizers take all parameters in a few operations on a GPU
+("foreach") is patched in. Attention with dropout stores its scores, as on a CPU. Memory is without
+the device's own software (the CUDA context, NCCL's buffers, fragments: some GB).
 """
 
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -30,11 +29,13 @@ from torch._subclasses.fake_tensor import (
 from labkit.runtime.attach import on_paper
 from labkit.runtime.output import in_notebook
 from labkit.trace import Trace
+from labkit.trace.measures import peak_memory
 from labkit.trace.recording import record
 from labkit.trace.recording.detail import ASKS_DEVICE
 
 LONG_S, EVERY_S = 2.0, 0.2  # when the progress of a run is shown
 LONG_IN_A_NOTEBOOK_S = 10.0  # where it stays in the output of the cell
+Size = TypeVar("Size")
 
 
 def dry_run(
@@ -50,8 +51,8 @@ def dry_run(
     """Record a training step of `fn(*args, **kwargs)` on a world of so many ranks, without data.
 
     Args:
-        fn: builds its model and trains it, on a rank. (A model built outside has values and takes
-            memory.)
+        fn: builds a model (one from outside has values and takes memory) and trains it, without
+            looking at a value, as `loss.item()` does.
         alike: the ranks to run, each with those that do the same, which it represents:
             {0: range(512), 512: range(512, 1024)}. By default rank 0 represents all.
         step: the training step to keep. The second by default: then all state exists.
@@ -70,10 +71,10 @@ def dry_run(
     ...         optimizer.step()
     >>> trace = dry_run(train, ranks=1024)
     """
-    found = Trace(about={"what": "dry run", "world_size": ranks})
+    kept = Trace(about={"what": "dry run", "world_size": ranks})
     for rank, others in _others(alike, ranks).items():
         what = f"rank {rank} of {ranks:,}, without data"
-        with _nothing_from_before(), on_paper(rank, ranks), _without_data(what, as_on):
+        with on_paper(rank, ranks), _without_data(what, as_on):
             torch.manual_seed(seed)
             with record(detail_step=step) as trace:
                 _run(fn, args, kwargs)
@@ -89,9 +90,9 @@ def dry_run(
                 f"training step, and the function has several optimizers; give step={max(forward)},"
                 " or one optimizer with several groups of parameters"
             )
-        found.ranks[rank] = trace.step(step).ranks[rank]
-        found.ranks[rank].alike = others
-    return found
+        kept.ranks[rank] = trace.step(step).ranks[rank]
+        kept.ranks[rank].alike = others
+    return kept
 
 
 def _others(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
@@ -99,12 +100,12 @@ def _others(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, 
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; at least 1 is needed")
     groups = {0: range(ranks)} if alike is None else alike
-    found = {rank: tuple(sorted({*others} - {rank})) for rank, others in groups.items()}
-    if sorted([*found, *chain(*found.values())]) != list(range(ranks)):
+    represented = {rank: tuple(sorted({*others} - {rank})) for rank, others in groups.items()}
+    if sorted([*represented, *chain(*represented.values())]) != list(range(ranks)):
         raise ValueError(
             f"dry_run: alike={alike!r} must have each of the ranks 0 to {ranks - 1} once"
         )
-    return found
+    return represented
 
 
 def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
@@ -116,17 +117,6 @@ def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
             "leave out what needs it, as loss.item(), or a shape that depends on numbers, as "
             "x[x > 0]"
         ) from error
-
-
-@contextmanager
-def _nothing_from_before() -> Iterator[None]:
-    """Objects from before are not this run's memory, and a detailed recording searches all that
-    Python tracks."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager
@@ -143,9 +133,13 @@ def _without_data(label: str, as_on: str) -> Iterator[None]:
             for name, module in list(sys.modules.items()):
                 if name.startswith("torch.optim.") and chooses in vars(module):
                     changes.enter_context(patch.object(module, chooses, foreach))
-        changes.callback(mode.stop_showing)
-        with mode:
-            yield
+        changes.callback(mode.status.stop)
+        # Objects from before are not this run's memory, and recording searches all that Python
+        # tracks.
+        gc.freeze()
+        changes.callback(gc.unfreeze)
+        changes.enter_context(mode)
+        yield
 
 
 class _FakeWithProgress(FakeTensorMode):
@@ -154,7 +148,7 @@ class _FakeWithProgress(FakeTensorMode):
     def __init__(self, label: str):
         super().__init__(allow_non_fake_inputs=True)
         self._label, self._operations, self._begun_s = label, 0, time.monotonic()
-        self._status = Console().status(label)
+        self.status = Console().status(label)
         self._next_s = self._begun_s + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,18 +157,13 @@ class _FakeWithProgress(FakeTensorMode):
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
-            self._show(f"{self._label}: {self._operations:,} operations")
+            text = f"{self._label}: {self._operations:,} operations"
+            if in_notebook():  # rich would make a widget, over which nbconvert may stumble
+                print(f"\r{text}", end="", flush=True)
+            elif self.status.console.is_terminal:
+                self.status.start()  # what the function prints appears above it
+                self.status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
         return self.dispatch(func, types, args, kwargs)
-
-    def _show(self, text: str) -> None:
-        if in_notebook():  # rich would make a widget, over which nbconvert may stumble
-            print(f"\r{text}", end="", flush=True)
-        elif self._status.console.is_terminal:
-            self._status.start()  # what the function prints appears above it
-            self._status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
-
-    def stop_showing(self) -> None:
-        self._status.stop()
 
 
 def _converted(
@@ -190,3 +179,31 @@ def _converted(
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else convert(buffer)
     return module
+
+
+# ---- does it fit?
+
+
+def peak_of(trace: Trace) -> dict[str, int]:
+    """Bytes by category at the peak of the rank that holds the most. Raises ValueError when the
+    trace has no memory."""
+    peaks = [peak_memory(one) for one in trace.ranks.values() if one.memory]
+    if not peaks:
+        raise ValueError("this trace has no memory; record with dry_run, or record(detail_step=1)")
+    return max(peaks, key=lambda peak: sum(peak.values()))
+
+
+def fits(trace: Trace, memory_bytes: float) -> bool:
+    """Whether every rank fits in so much memory. Raises as `peak_of`."""
+    return sum(peak_of(trace).values()) <= memory_bytes
+
+
+def largest_that_fits(
+    record: Callable[[Size], Trace], sizes: Sequence[Size], memory_bytes: float
+) -> Size | None:
+    """The last of `sizes`, smallest first, whose trace fits; None if none does. By bisection.
+
+    >>> largest_that_fits(lambda depth: dry_run(train, depth, ranks=8), range(1, 97), 80e9)
+    """
+    fitting = bisect_left(sizes, True, key=lambda size: not fits(record(size), memory_bytes))
+    return sizes[fitting - 1] if fitting else None

@@ -8,9 +8,8 @@ An operation begins when all its ranks have issued it and it is first in the que
 each of them; it then occupies those ports for its seconds, and ends some latency later. A port is
 one wire out of a rank: operations leave it one after the other, in the order of issue.
 
-A message is an operation that only its sender issues; its receiver waits for it. So it leaves
-whether or not the receiver is ready, and many can arrive at once. Where both must be ready, as for
-a send of NCCL, both issue it: `ranks=(sender, receiver)`.
+A message is an operation that only its sender issues, ready or not its receiver, which waits for
+it. Where both must be ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
 
 Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
 """
@@ -31,8 +30,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """One rank's part in operation `key` of `ranks`: `seconds` on the wire of `port`, and
-    `latency_s` more until its end. All its ranks must issue the same."""
+    """One rank's part in operation `key` of `ranks`, after which it continues at once: `seconds` on
+    the wire of `port`, and `latency_s` more until its end. All its ranks must issue the same."""
 
     key: Hashable
     ranks: tuple[int, ...]
@@ -52,8 +51,8 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """When an instruction ran; for an Issue, when its operation did, from the first byte on the
-    wire to its end."""
+    """When an instruction ran; for an Issue its operation, from the first byte on the wire to the
+    end."""
 
     began_s: float
     ended_s: float
@@ -116,21 +115,19 @@ class _Run:
         while ready:
             for operation in self.advance(ready.popleft()):
                 ready.extend(self.begin(operation))
-        times = {key: one.timed for key, one in self.operations.items() if one.timed is not None}
+        times = {key: x.timed for key, x in self.operations.items() if x.timed is not None}
         at_end = all(rank.at_end for rank in self.ranks.values())
         if not at_end or len(times) < len(self.operations):
             raise _DeadlockFinder(self.ranks, self.operations).deadlock()
-        return {
-            number: [
-                times[part.key] if isinstance(part, Issue) else timed
-                for part, timed in zip(rank.program, rank.timed, strict=True)
-            ]
-            for number, rank in self.ranks.items()
-        }
+        for rank in self.ranks.values():
+            for place, part in enumerate(rank.program):
+                if isinstance(part, Issue):
+                    rank.timed[place] = times[part.key]
+        return {number: rank.timed for number, rank in self.ranks.items()}
 
     def advance(self, number: int) -> list[_Operation]:
         """Run until a wait that has no end yet; returns the operations that can begin now."""
-        rank, found = self.ranks[number], []
+        rank, can_begin = self.ranks[number], []
         while not rank.at_end:
             part, began_s = rank.program[rank.place], rank.now_s
             match part:
@@ -139,13 +136,13 @@ class _Run:
                         raise ValueError(f"rank {number}: {part} takes less than no time")
                     rank.now_s += part.seconds
                 case Issue():
-                    one = self.operation_of(number, part)
-                    one.issued_s[number] = began_s
+                    operation = self.operation_of(number, part)
+                    operation.issued_s[number] = began_s
                     queue = rank.queues.setdefault(part.port, deque())
-                    queue.append(one)
-                    one.first += len(queue) == 1
-                    if one.can_begin:
-                        found.append(one)
+                    queue.append(operation)
+                    operation.first += len(queue) == 1
+                    if operation.can_begin:
+                        can_begin.append(operation)
                 case Wait():
                     awaited = self.operations.get(part.key)
                     if awaited is None or awaited.timed is None:
@@ -158,12 +155,11 @@ class _Run:
                     )
             rank.timed.append(Timed(began_s, rank.now_s))
             rank.place += 1
-        return found
+        return can_begin
 
     def operation_of(self, number: int, issue: Issue) -> _Operation:
         """Raises ValueError where this rank's part contradicts those of the others."""
-        one = self.operations.get(issue.key)
-        if one is None:
+        if issue.key not in self.operations:
             strangers = [rank for rank in issue.ranks if rank not in self.ranks]
             if strangers:
                 raise ValueError(f"rank {number}: {issue}; rank {strangers[0]} is in no program")
@@ -172,14 +168,15 @@ class _Run:
             if not (issue.seconds >= 0 and issue.latency_s >= 0):
                 raise ValueError(f"rank {number}: {issue} takes less than no time")
             members = {rank: self.ranks[rank] for rank in issue.ranks}
-            one = self.operations[issue.key] = _Operation(issue, members)
-        if one.issue != issue:
-            raise ValueError(f"rank {number} issues {issue}, and another rank {one.issue}")
-        if number not in one.members:
+            self.operations[issue.key] = _Operation(issue, members)
+        operation = self.operations[issue.key]
+        if operation.issue != issue:
+            raise ValueError(f"rank {number} issues {issue}, and another rank {operation.issue}")
+        if number not in operation.members:
             raise ValueError(f"rank {number} issues {issue}, and is not among its ranks")
-        if number in one.issued_s:
+        if number in operation.issued_s:
             raise ValueError(f"rank {number} issues {issue.key!r} twice; each needs its own key")
-        return one
+        return operation
 
     def begin(self, operation: _Operation) -> list[int]:
         """Set the times of the operation, and of those behind it that can begin then; returns the
@@ -206,8 +203,7 @@ class _Run:
 
 
 class _DeadlockFinder:
-    """Why no rank continues: follows what each rank and operation waits for, until a cycle, or an
-    operation that is never issued."""
+    """Follows what each rank and operation waits for, until a cycle, or a missing issue."""
 
     def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
         self.ranks, self.operations = ranks, operations
@@ -224,11 +220,11 @@ class _DeadlockFinder:
         for key, one in self.operations.items():
             if one.timed is None:
                 starts.append((next(iter(one.issued_s)), "has issued", key))
-        found, known = [], set[Hashable]()
+        deadlocks, known = [], set[Hashable]()
         for number, does, key in starts:
             if key not in known:
-                found.append(self.follow(number, f"rank {number} {does} {key!r}", key, known))
-        return next((one for one in found if one.cycle), found[0])
+                deadlocks.append(self.follow(number, f"rank {number} {does} {key!r}", key, known))
+        return next((x for x in deadlocks if x.cycle), deadlocks[0])
 
     def awaited(self, number: int) -> Hashable:
         return self.ranks[number].program[self.ranks[number].place].key  # type: ignore[union-attr]

@@ -1,18 +1,23 @@
-"""A pipeline schedule as programs of ranks, one for each stage.
+"""A pipeline schedule as programs of ranks, one for each stage, and as spans of a trace.
 
 A recording of one micro-batch of each distinct stage is enough: `stage_seconds` has its forward and
 backward on a cluster; order and messages follow from the schedule.
+
+    recorded on stage 1     forward  forward  backward  forward  backward  ...
+    its list of actions     F0       F1       B0        F2       B1        ...
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
 from labkit.replaying.engine import Compute, Issue, Program, Timed, Wait, run
-from labkit.replaying.microbatches import KIND, span_name
 from labkit.replaying.replays import replay, set_times
-from labkit.schedules import Action, Message, Schedule, check, chunks_of, received, sent
+from labkit.schedules import Action, Message, Schedule, check, chunks_of, parse, received, sent
+from labkit.schedules.actions import LETTERS
 from labkit.trace import RankTrace, Span, Step, Trace
 
 Seconds = Callable[[int, Action], float] | Mapping[str, float]
@@ -20,17 +25,21 @@ Seconds = Callable[[int, Action], float] | Mapping[str, float]
 An action on one of v chunks takes 1/v of a stage: the caller divides."""
 MessageSeconds = float | Callable[[Message], float]
 """Seconds until a message arrives: the same for all, or by the message."""
+KIND = "microbatch"  # of a span that is an action
+NEXT_S = 1e-4  # the longest gap to a span that follows at once
+RECORDED_AS = {
+    "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
+    "update": "optimizer",
+}  # fmt: skip
 
 
 def pipeline_programs(
     schedule: Schedule, seconds: Seconds, message_s: MessageSeconds = 0.0
 ) -> dict[int, Program]:
     """The program of each stage: it waits for the input of each action, runs it, and sends the
-    output, which arrives `message_s` later (all latency: several may be in flight at once).
-
-    Raises ScheduleError with the first rule that the schedule breaks, and ValueError for a phase
-    without seconds.
-    """
+    output, which arrives `message_s` later (all latency: several may be in flight at once). Raises
+    ScheduleError with the first rule that the schedule breaks, and ValueError for a phase without
+    seconds."""
     check(schedule)
     stages, chunks = len(schedule), chunks_of(schedule)
     programs: dict[int, Program] = {}
@@ -38,15 +47,15 @@ def pipeline_programs(
         program: list[Compute | Issue | Wait] = []
         for action in actions:
             needed = received(action, stage, stages, chunks)
-            made = sent(action, stage, stages, chunks)
+            output = sent(action, stage, stages, chunks)
             # A single stage with several chunks makes its own inputs.
             if needed is not None and stages > 1:
                 program.append(Wait(needed))
             program.append(Compute(_seconds_of(seconds, stage, action), action))
-            if made is not None and stages > 1:
-                to = f"to {made.target % stages}"
-                late_s = message_s(made) if callable(message_s) else message_s
-                program.append(Issue(made, (stage,), 0.0, late_s, to))
+            if output is not None and stages > 1:
+                latency_s = message_s(output) if callable(message_s) else message_s
+                port = f"to {output.target % stages}"
+                program.append(Issue(output, (stage,), 0.0, latency_s, port))
         programs[stage] = program
     return programs
 
@@ -63,25 +72,17 @@ def _seconds_of(seconds: Seconds, stage: int, action: Action) -> float:
 
 
 def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
-    """The fraction of the step, over all stages, in which nothing is computed: 0 to 1.
-
-    `step_s`: as `pipeline_step_s` returns, or from the first action of any stage to the last.
-    """
-    busy_s = sum(
-        _seconds_of(seconds, stage, one)
-        for stage, actions in enumerate(schedule)
-        for one in actions
-    )
+    """The fraction of the step, over all stages, in which they idle: 0 to 1. `step_s`: as
+    `pipeline_step_s` returns, or from the first action of any stage to the last."""
+    stages = enumerate(schedule)
+    busy_s = sum(_seconds_of(seconds, stage, x) for stage, actions in stages for x in actions)
     return 1 - busy_s / (step_s * len(schedule))
 
 
 def pipeline_step_s(trace: Trace) -> float:
-    """The time between steps: the longest that a stage takes, from the begin of its own first
-    action to the end of its own last. Zero-bubble schedules end as they begin, one stage after the
-    other, and their bubbles are counted in this way (arXiv 2401.10241).
-
-    `trace`: of `pipeline_trace`. Raises ValueError for one without micro-batches.
-    """
+    """The time between steps: the longest that a stage takes, from its own first action to its own
+    last, as the bubbles of zero-bubble schedules are counted (arXiv 2401.10241). `trace`: of
+    `pipeline_trace`. Raises ValueError for one without micro-batches."""
     spans = [[span for span in one.spans if span.kind == KIND] for one in trace.ranks.values()]
     if not spans or not all(spans):
         raise ValueError("no micro-batches in this trace; `pipeline_trace` makes one that has them")
@@ -95,11 +96,11 @@ def pipeline_trace(
     message_bytes: int = 0,
 ) -> Trace:
     """The step of a pipeline as a trace: stage k is rank k, whose step ends with its last action.
-    A span has the phase of its action and is named after its micro-batch, "3", or with several
-    chunks "3.1". Raises as `pipeline_programs`."""
+    Each action is a span with its phase, named after its micro-batch, "3", or with several chunks
+    "3.1". Raises as `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
     timed, stages, chunks = run(programs), len(schedule), chunks_of(schedule)
-    sent_when: dict[Hashable, tuple[int, Timed]] = {}  # and its number in its direction, as sent
+    sent_when: dict[Hashable, tuple[int, Timed]] = {}  # with its number in this direction
     count = Counter[tuple[int, str]]()
     for stage, program in programs.items():
         for part, when in zip(program, timed[stage], strict=True):
@@ -129,11 +130,9 @@ def pipeline_trace(
 
 
 def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
-    """Seconds of one micro-batch, "forward" and "backward", on a device of the cluster. `trace`: of
-    one stage, as `dry_run` records it; the mean over its micro-batches.
-
-    Raises ValueError where there is no forward or no backward, or as `replay`.
-    """
+    """Seconds of one micro-batch, "forward" and "backward", on a device of the cluster: the mean
+    over the micro-batches of a trace of one stage (`dry_run`). Raises ValueError where there is no
+    forward or no backward, or as `replay`."""
     (one,) = replay(trace, cluster).ranks.values()
     seconds, times = {"forward": 0.0, "backward": 0.0}, Counter[str]()
     for span in one.spans:
@@ -144,3 +143,103 @@ def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
         raise ValueError(f"this trace of a stage has no {missing[0]}; record a training step")
     # A stage may be several modules: each backward is one micro-batch.
     return {phase: sum_s / times["backward"] for phase, sum_s in seconds.items()}
+
+
+# ---- spans and actions
+
+
+class TimedAction(NamedTuple):
+    """An action, and when it ran."""
+
+    action: Action
+    began_s: float
+    ended_s: float
+
+
+def span_name(action: Action, chunks: int) -> str:
+    """ "3" for micro-batch 3, or with several chunks "3.1"."""
+    return str(action.microbatch) + f".{action.chunk}" * (chunks > 1)
+
+
+def action_of(span: Span) -> Action:
+    """The action of a span of kind "microbatch"."""
+    return parse(LETTERS[span.phase] + span.module)[0]
+
+
+def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
+    """The trace of a recorded pipeline with one span for each action of `schedule`, as in
+    `pipeline_trace`; spans inside these are left out. Rank k has run the list of stage k, once in
+    every step. Raises ValueError where the ranks are not the stages, or a rank has run another
+    list."""
+    if sorted(trace.ranks) != list(range(len(schedule))):
+        raise ValueError(
+            f"a schedule of {len(schedule)} stages, and a trace of ranks {sorted(trace.ranks)}: "
+            f"each rank is one stage; record all of them"
+        )
+    ranks = {}
+    for rank, one in trace.ranks.items():
+        spans = [span for span in one.spans if span.phase == "user"]
+        if schedule[rank]:
+            spans += list(_named(one, schedule))
+        phases = {RECORDED_AS[action.phase] for action in schedule[rank]}
+        spans += [x for x in _outermost(one) if x.phase not in phases and x.kind != "loss"]
+        ranks[rank] = replace(one, spans=sorted(spans, key=lambda x: x.began_s))
+    return replace(trace, ranks=ranks)
+
+
+def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
+    """The spans of a rank, each a copy with the name of its action."""
+    actions, chunks = schedule[one.rank], chunks_of(schedule)
+    phases = [RECORDED_AS[action.phase] for action in actions]
+    spans = [x for x in _outermost(one) if x.phase in phases and x.ended_s and x.kind != "loss"]
+    is_last = one.rank == len(schedule) - 1
+    ends = [is_last and x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # in loss
+    recorded = Counter(span.phase for span in spans)
+    rounds = recorded["backward"] / max(phases.count("backward"), 1)  # how often the list was run
+    loss_is_module = recorded["forward"] == rounds * (phases.count("forward") + sum(ends))
+    place = number = 0
+    while place < len(spans) or number % len(actions):
+        k = number % len(actions)
+        action, in_loss = actions[k], ends[k]
+        of_action = spans[place : place + 1 + (in_loss and loss_is_module)]
+        if [x.phase for x in of_action] != [phases[k]] * max(len(of_action), 1):
+            last = of_action[-1] if of_action else None
+            what = f"{last.phase} of {last.kind or 'all'}" if last else "nothing more"
+            raise ValueError(
+                f"rank {one.rank}: action {k} of its list is {action}, and "
+                f"what was recorded is {what}; this trace is not of steps by this schedule"
+            )
+        place, number = place + len(of_action), number + 1
+        ended_s = of_action[-1].ended_s
+        is_next = actions[number % len(actions)] == action._replace(phase="backward")
+        if in_loss and is_next and place < len(spans):  # the backward begins from the loss
+            losses = [x.ended_s for x in one.spans if x.kind == "loss"]
+            began_s = spans[place].began_s
+            ended_s = max([ended_s, *(x for x in losses if 0 <= began_s - x < NEXT_S)])
+        yield replace(
+            of_action[0], phase=action.phase, module=span_name(action, chunks), ended_s=ended_s,
+            kind=KIND, depth=0,
+        )  # fmt: skip
+
+
+def _outermost(one: RankTrace) -> list[Span]:
+    """What the rank computed, in order. "loss" is the time between the last forward and backward: a
+    wait, on the stages before the last."""
+    spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
+    return sorted(spans, key=lambda x: x.began_s)
+
+
+def timed_actions(trace: Trace) -> list[list[TimedAction]]:
+    """The actions of each stage, from a trace of `by_microbatch` or `pipeline_trace`. Raises
+    ValueError where no span is an action."""
+    stages = []
+    for rank in sorted(trace.ranks):
+        spans = sorted(trace.ranks[rank].spans, key=lambda x: x.began_s)
+        actions = [x for x in spans if x.kind == KIND]
+        stages.append([TimedAction(action_of(x), x.began_s, x.ended_s) for x in actions])
+    if not any(stages):
+        raise ValueError(
+            "no span of this trace is named after a micro-batch: give the schedule that was run, "
+            "as in by_microbatch(trace, schedule)"
+        )
+    return stages

@@ -15,8 +15,8 @@ LEAST_PART = 0.25  # of the axis that a step takes, before the axis gets shorter
 
 
 class Redrawing:
-    """Replays of the first `most_ranks` ranks, drawn one after the other on the same axes, whose
-    length stays while a step takes between a quarter and all of it."""
+    """Replays of the first `most_ranks` ranks, drawn on the same axes, whose length stays while a
+    step takes between a quarter and all of it."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks
@@ -45,7 +45,7 @@ def next_axis_s(axis_s: float, step_s: float) -> float:
 
 
 def wires_in_words(cluster: Cluster) -> str:
-    """ "NVLink 3 300 GB/s, 3.4 µs": a picture names its wires, even if a change had no effect."""
+    """ "NVLink 3 300 GB/s, 3.4 µs": shown even where a change has no effect."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels
@@ -53,8 +53,7 @@ def wires_in_words(cluster: Cluster) -> str:
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
-    """ "12.30 ms: computing 45%, exposed communication 55%, bubble 0%; MFU 20.1% of ...", the MFU
-    in the dtype of most operations."""
+    """ "12.30 ms: computing 45%, exposed ...; MFU 20.1% of ...", for the dtype of most FLOPs."""
     dtype = main_dtype(recorded)
     if split.flops is None or dtype is None:
         return str(split)

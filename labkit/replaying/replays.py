@@ -1,28 +1,31 @@
 """`replay(trace, cluster)`: the recorded run on another machine.
 
-    recorded ranks ── programs ── virtual clock ── the same trace, with the times of the cluster
+    recorded   forward [ mm add mm ]  issue all-reduce  backward [ mm mm ]  wait  step
+    program    Compute                Issue             Compute             Wait  Compute
+                       ^ moments: forward began, ended, ...
 
-The order on each rank and the dependencies are the recorded ones; the times are the cluster's. A
-rank that represents others (`RankTrace.alike`) is replayed once for all of them. Where their groups
-are spread over nodes differently, the slowest counts. A send does not wait for its receiver.
+Order and dependencies are the recorded ones. A rank that represents others (`RankTrace.alike`) is
+replayed once for all of them; where their groups are spread over nodes differently, the slowest
+counts. A send does not wait for its receiver.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from sys import float_info
 from typing import Any, Literal, NamedTuple
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
 from labkit.replaying.costs import Costs, Sending
-from labkit.replaying.engine import Issue, Timed, Wait, run
-from labkit.replaying.programs import RankProgram, events_of
-from labkit.trace import MemoryPoint, RankTrace, Trace
+from labkit.replaying.engine import Compute, Issue, Timed, Wait, run
+from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.graph import as_seen_by
 
 Computing = Literal["counted", "measured"]
 NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 says "not yet"
+# At the same moment, ends come before begins, and an issue before the wait for it.
+ORDER = {"compute": 0, "waited": 1, "ended_s": 2, "began_s": 3, "issue": 4, "wait": 5, "when_s": 6}
 
 
 def replay(
@@ -69,6 +72,43 @@ def replay(
     return _Replay(chosen, costs, computing).trace()
 
 
+def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
+    """(when, order at that moment, kind, record), of all that a rank recorded."""
+    events: list[tuple[float, str, Any]] = []
+    intervals: list[Step | Span] = [*one.steps, *one.spans]
+    for interval in intervals:
+        events.append((interval.began_s, "began_s", interval))
+        if interval.ended_s:
+            events.append((interval.ended_s, "ended_s", interval))
+    for event in one.comms:
+        events.append((event.issued_s, "issue", event))
+        if event.wait_ended_s:
+            events.append((event.wait_began_s, "wait", event))
+            events.append((event.wait_ended_s, "waited", event))
+    events += [(operation.when_s, "compute", operation) for operation in one.operations]
+    events += [(point.when_s, "when_s", point) for point in one.memory]
+    return [(when_s, ORDER[kind], kind, record) for when_s, kind, record in events]
+
+
+@dataclass
+class _RankProgram:
+    """The program of a rank. `moments`: (id(record), name of its field) -> the place of an
+    instruction, and the seconds after it began."""
+
+    parts: list[Compute | Issue | Wait] = field(default_factory=list)
+    moments: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
+    waits: dict[int, int] = field(default_factory=dict)  # id(event) -> place of its Wait
+    computed_s: float = 0.0  # since the last Issue or Wait
+
+    def add_moment(self, record: Any, name: str) -> None:
+        self.moments[id(record), name] = len(self.parts), self.computed_s
+
+    def add(self, *parts: Issue | Wait) -> None:
+        """What was computed so far, then this."""
+        self.parts += [Compute(self.computed_s), *parts]
+        self.computed_s = 0.0
+
+
 class _Key(NamedTuple):
     """The key of an operation, as a deadlock's message shows it."""
 
@@ -87,25 +127,26 @@ class _Replay:
         self.issues = self._issues()
 
     def trace(self) -> Trace:
-        programs = {number: self._program(one) for number, one in self.recorded.ranks.items()}
-        timed = run({number: program.parts for number, program in programs.items()})
-        of_operation = {
+        recorded = self.recorded
+        programs = {rank: self._program(one) for rank, one in recorded.ranks.items()}
+        timed = run({rank: program.parts for rank, program in programs.items()})
+        carried = {
             part.key: when
-            for number, program in programs.items()
-            for part, when in zip(program.parts, timed[number], strict=True)
+            for rank, program in programs.items()
+            for part, when in zip(program.parts, timed[rank], strict=True)
             if isinstance(part, Issue)
         }
         ranks = {
-            number: self._with_times(one, programs[number], timed[number], of_operation)
-            for number, one in self.recorded.ranks.items()
+            rank: self._with_times(one, programs[rank], timed[rank], carried)
+            for rank, one in recorded.ranks.items()
         }
-        about = {**self.recorded.about, "replayed": self.costs.cluster.title}
-        return Trace(ranks, about, self.recorded.metrics)
+        about = {**recorded.about, "replayed": self.costs.cluster.title}
+        return Trace(ranks, about, recorded.metrics)
 
-    def _program(self, one: RankTrace) -> RankProgram:
+    def _program(self, one: RankTrace) -> _RankProgram:
         """Only the order of the record is used, unless its times are asked for: then the time
         between two moments is kept, but for waits."""
-        program, measured = RankProgram(), self.computing == "measured"
+        program, measured = _RankProgram(), self.computing == "measured"
         last_s, waiting = None, 0
         for when_s, _, kind, record in sorted(events_of(one), key=lambda x: x[:2]):
             if measured and last_s is not None and not waiting:
@@ -119,7 +160,8 @@ class _Replay:
                     if record.op != "recv":  # a receive only waits
                         program.add(self.issues[self._key(one, record)])
                 case "wait":
-                    program.add_wait(record, Wait(self._key(one, record)))
+                    program.add(Wait(self._key(one, record)))
+                    program.waits[id(record)] = len(program.parts) - 1
                     waiting += 1
                 case "waited":
                     waiting -= 1
@@ -140,7 +182,7 @@ class _Replay:
 
     def _issues(self) -> dict[Hashable, Issue]:
         """All operations. Where ranks send unequally, the largest part decides."""
-        found: dict[Hashable, Issue] = {}
+        issues: dict[Hashable, Issue] = {}
         for one in self.recorded.ranks.values():
             for event in one.comms:
                 if event.op == "recv":
@@ -154,12 +196,12 @@ class _Replay:
                 ranks = tuple(sorted({self._first_of(event, rank) for rank in members}))
                 key, cost = self._key(one, event), self._slowest(one, event)
                 issue = Issue(key, ranks, cost.seconds, cost.latency_s, cost.port)
-                if key not in found or found[key].seconds < issue.seconds:
-                    found[key] = issue
-        return found
+                if key not in issues or issues[key].seconds < issue.seconds:
+                    issues[key] = issue
+        return issues
 
     def _slowest(self, one: RankTrace, event: CommEvent) -> Sending:
-        """The costs on the slowest of all the groups that this one represents."""
+        """The costs on the slowest of all the groups that this rank represents."""
         alike = [event]
         if len(event.ranks) < one.size or event.op == "send":  # else there is one such group
             alike += [as_seen_by(event, rank, one.size) for rank in self._places(one, event)]
@@ -192,9 +234,9 @@ class _Replay:
     def _with_times(
         self,
         one: RankTrace,
-        program: RankProgram,
+        program: _RankProgram,
         timed: list[Timed],
-        of_operation: Mapping[Hashable, Timed],
+        carried: Mapping[Hashable, Timed],
     ) -> RankTrace:
         def at(record: Any, name: str) -> float:
             place, after_s = program.moments[id(record), name]
@@ -202,8 +244,9 @@ class _Replay:
 
         def event_of(event: CommEvent) -> CommEvent:
             new = replace(event, algorithm=self.costs.sending(event).algorithm)
-            place, when = program.waits.get(id(event)), of_operation[self._key(one, event)]
-            set_times(new, at(event, "issued_s"), when, None if place is None else timed[place])
+            place = program.waits.get(id(event))
+            wait = None if place is None else timed[place]
+            set_times(new, at(event, "issued_s"), carried[self._key(one, event)], wait)
             return new
 
         def moved(record: Any, **changes: Any) -> Any:
@@ -216,10 +259,7 @@ class _Replay:
             steps=[moved(step, detail=False) for step in one.steps],
             spans=[moved(span) for span in one.spans],
             comms=[event_of(event) for event in one.comms],
-            memory=[
-                MemoryPoint(at(point, "when_s"), point.step, point.held_bytes)
-                for point in one.memory
-            ],
+            memory=[MemoryPoint(at(x, "when_s"), x.step, x.held_bytes) for x in one.memory],
             operations=[],  # not needed any more: times are known
         )
 
@@ -240,18 +280,17 @@ def _end(when_s: float) -> float:
 
 def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
     """The steps to replay. Raises ValueError where there are none, or one cannot be replayed."""
-    counted = sorted({one.step for rank in trace.ranks.values() for one in rank.operations})
-    able = counted if computing == "counted" else trace.steps(detail=False)
-    if asked is None:
-        if not able and computing == "measured":
-            raise ValueError("no step of this trace was timed; give computing='counted'")
-        if not able:
-            raise ValueError(
-                "no step of this trace has its operations counted (a replay has not, either); "
-                "record with dry_run or record(detail_step=1), or replay it with computing measured"
-            )
-        return able
-    wanted = sorted(set(asked))
+    able = trace.steps(detail=False)
+    if computing == "counted":
+        able = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})
+    wanted = able if asked is None else sorted(set(asked))
     if others := [step for step in wanted if step not in able]:
         raise ValueError(f"step {others[0]} cannot be replayed {computing}; {able} can")
+    if asked is None and not able:
+        raise ValueError(
+            "no step of this trace was timed; give computing='counted'"
+            if computing == "measured"
+            else "no step of this trace has its operations counted (a replay has not, either); "
+            "record with dry_run or record(detail_step=1), or replay it with computing measured"
+        )
     return wanted

@@ -28,20 +28,20 @@ def on_clusters(
     trace: Trace, clusters: Mapping[str, Cluster], computing: Computing = "counted"
 ) -> list[OnCluster]:
     """Replay the trace on each."""
-    found, dtype = [], main_dtype(trace)
-    for name, where in clusters.items():
+    replays, dtype = [], main_dtype(trace)
+    for name, cluster in clusters.items():
         try:
-            replayed = replay(trace, where, computing)
+            replayed = replay(trace, cluster, computing)
             split, mfu = split_of(replayed), None
             if computing == "counted" and split.flops is not None and dtype is not None:
-                mfu = split.mfu(where.device.peak_flops_of(dtype))
-            found.append(OnCluster(name, replayed, split, mfu))
+                mfu = split.mfu(cluster.device.peak_flops_of(dtype))
+            replays.append(OnCluster(name, replayed, split, mfu))
         except ValueError as error:
-            found.append(OnCluster(name, why_not=str(error)))
-    return found
+            replays.append(OnCluster(name, why_not=str(error)))
+    return replays
 
 
-def table(found: Iterable[OnCluster]) -> Table:
+def table(replays: Iterable[OnCluster]) -> Table:
     """A row for each cluster."""
     shown = Table(
         title="A step, replayed", title_justify="left", box=box.SIMPLE_HEAD,
@@ -52,12 +52,12 @@ def table(found: Iterable[OnCluster]) -> Table:
     shown.add_column("cluster")
     for name in ("ms", "computing", "exposed", "bubble", "MFU"):
         shown.add_column(name, justify="right", no_wrap=True)
-    for one in found:
-        if one.split is None:
-            shown.add_row(markup(one.name), *[""] * 5)
-            continue
-        parts = (one.split.compute_s, one.split.exposed_s, one.split.bubble_s)
-        shares = [f"{seconds / one.split.step_s:.0%}" for seconds in parts]
-        mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
-        shown.add_row(markup(one.name), f"{one.split.step_s * 1e3:,.3f}", *shares, mfu)
+    for on in replays:
+        cells = [""] * 5
+        if on.split is not None:
+            parts = (on.split.compute_s, on.split.exposed_s, on.split.bubble_s)
+            shares = [f"{seconds / on.split.step_s:.0%}" for seconds in parts]
+            mfu = "" if on.mfu is None else f"{on.mfu:.1%}"
+            cells = [f"{on.split.step_s * 1e3:,.3f}", *shares, mfu]
+        shown.add_row(markup(on.name), *cells)
     return shown

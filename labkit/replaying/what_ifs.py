@@ -1,9 +1,4 @@
-"""`what_if`: a recorded run on a cluster whose numbers have sliders.
-
-inside a node   [----o---] 450 GB/s   [-o------] 3.4 µs
-between nodes   [--o-----]  50 GB/s   [--o-----]  14 µs
-devices per node  8     bucket_mb  25     ...
-"""
+"""`what_if`: a recorded run on a cluster whose numbers have sliders."""
 
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -44,9 +39,7 @@ def what_if(
     be replayed; ImportError without ipywidgets.
 
     >>> what_if(dry_run(train, ranks=8), cluster("dgx-h100"))
-    >>> def recorded(bucket_mb):
-    ...     return dry_run(train, bucket_mb, ranks=8)
-    >>> what_if(recorded, cluster("dgx-h100"), bucket_mb=(1, 5, 25))
+    >>> what_if(lambda mb: dry_run(train, mb, ranks=8), cluster("dgx-h100"), mb=(1, 5, 25))
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: draw at least 1")
@@ -74,13 +67,13 @@ def _recordings(
         return {(): recorded}
     if not callable(recorded):
         raise ValueError(f"what_if of {recorded!r}: give a trace, or a function that records one")
-    found = {}
+    traces = {}
     for chosen in progress(list(product(*choices.values())), "record"):
         named = dict(zip(choices, chosen, strict=True))
-        found[chosen] = recorded(**named)
+        traces[chosen] = recorded(**named)
         words = " with " * bool(named) + ", ".join(f"{name}={x!r}" for name, x in named.items())
-        _check_counted(found[chosen], f"the recording{words}")
-    return found
+        _check_counted(traces[chosen], f"the recording{words}")
+    return traces
 
 
 def _check_counted(trace: Any, what: str) -> None:

@@ -2,17 +2,12 @@
 
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
-steps and bytes are those of labkit/comm/collectives/costs.py. alpha is the seconds of a message of
-any size, beta the seconds per byte, with the time to reduce it, which also grows with the bytes. An
-algorithm without a formula (one that a backend chooses) counts as one step that sends its bus
-bytes: a straight line over size.
-
-The fit is least squares of log(predicted / measured). By absolute errors 4 KiB, of microseconds,
-would not count beside 64 MiB; relative ones would be too low where times vary, since no prediction
-can be too low by more than 100 %. Neither alpha nor beta can be negative.
+steps and bytes: labkit/comm/collectives/costs.py. alpha is the seconds of a message of any size,
+beta those of a byte, its reduction included; neither is negative. The fit is least squares of
+log(predicted / measured): by absolute errors 4 KiB would not count beside 64 MiB.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +17,6 @@ from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 FINE = 2000  # sizes at which lines are compared to find where they cross
 FAR = 14.0  # a factor of e**14, a million: beyond it alpha or beta is as good as 0
-TRIED, ZOOMS = 41, 14  # ratios of beta to alpha; each zoom is a twentieth of the one before
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,8 @@ class Fit:
 
 
 def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
-    """By the formula of the algorithm, or as a straight line. gloo's own all-reduce is a ring whose
-    segments are not counted as steps."""
+    """By the formula of the algorithm; without one (a backend's choice) as one step that sends its
+    bus bytes. gloo's own all-reduce is a ring whose segments are not counted as steps."""
     bus_bytes = BUS_FACTORS[op](ranks) * size_bytes
     if (op, algorithm) == ("all_reduce", "gloo"):
         return Cost(2 * (ranks - 1), bus_bytes)
@@ -94,14 +88,22 @@ def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, fl
         return float(logs(*line).std())
 
     low, high = np.log((steps / sent).min()) - FAR, np.log((steps / sent).max()) + FAR
-    for _ in range(ZOOMS):
-        tried = np.linspace(low, high, TRIED)
-        best = int(np.argmin([spread((1.0, np.exp(log_ratio))) for log_ratio in tried]))
-        low, high = tried[max(best - 1, 0)], tried[min(best + 1, TRIED - 1)]
-    inside = (1.0, float(np.exp(tried[best])))
-    line = min((0.0, 1.0), (1.0, 0.0), inside, key=spread)
+    log_ratio = least(lambda x: spread((1.0, np.exp(x))), low, high, tried=41, zooms=14)
+    line = min((0.0, 1.0), (1.0, 0.0), (1.0, float(np.exp(log_ratio))), key=spread)
     factor = float(np.exp(logs(*line).mean()))
     return line[0] * factor, line[1] * factor, spread(line)
+
+
+def least(
+    function: Callable[[float], float], low: float, high: float, tried: int, zooms: int
+) -> float:
+    """The minimum of a function with one valley, ends included: of so many points the best, then
+    of as many between its neighbours, again and again."""
+    for _ in range(zooms):
+        points = np.linspace(low, high, tried).tolist()  # the best so far is among them
+        best = int(np.argmin([function(x) for x in points]))
+        low, high = points[max(best - 1, 0)], points[min(best + 1, tried - 1)]
+    return float(points[best])
 
 
 def fit_sweep(sweep: Sweep) -> list[Fit]:

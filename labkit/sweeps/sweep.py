@@ -1,6 +1,4 @@
-"""What a sweep over sizes has measured, as plain data: one `Point` for each operation, number of
-ranks, size and algorithm. It is saved as JSON, printed as a table, drawn by `plot.bandwidth` and
-fitted by `alpha_beta.fit_sweep`.
+"""What a sweep over sizes has measured, as plain data (no torch here).
 
     algbw = S / t                 bytes of the operation over its time
     busbw = algbw x factor        what the busiest link must have carried, whatever the algorithm
@@ -8,8 +6,6 @@ fitted by `alpha_beta.fit_sweep`.
 S and the factors are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive
 from its src/*.cu): S is the whole, n parts where an operation is about parts. Its table has no
 there_and_back: a message of S from an even rank to the next, and then one back.
-
-No torch here.
 """
 
 import json

@@ -29,6 +29,8 @@ Event = dict[str, Any]
 
 # In one file, at one time: an event before those inside it, and before what points at it.
 ORDER = {"M": 0, "X": 1, "s": 2, "f": 3, "C": 4}
+SHOWN = ("step", "group", "dtype", "payload_bytes", "bus_bytes", "wire_bytes", "transport",
+         "algorithm", "blocking", "source")  # fmt: skip
 
 
 def to_chrome(trace: Trace) -> dict[str, Any]:
@@ -73,14 +75,41 @@ class _Page:
         self.threads: list[tuple[str, list[_Slice]]] = []
         self.carried: dict[int, _Slice] = {}  # id of an event -> where it travels
         self.waited: dict[int, _Slice] = {}  # id of an event -> where it is waited for
-        self._lay("computing", [*self._steps(), *self._spans()])
-        self._lay("waiting", self._waits())
-        ended = [event if event.ended_s else _till(event, end_s) for event in rank.comms]
-        original = {id(new): old for new, old in zip(ended, rank.comms)}
-        for group, lane in lanes(ended):
-            slices = [self._transfer(original[id(event)], event) for event in lane]
+        slices = []
+        for step in rank.steps:
+            name = f"step {step.index}" + ", in detail: its times mean nothing" * step.detail
+            slices.append(self._slice(name, "step", step.began_s, step.ended_s))
+        for span in rank.spans:
+            name = f"{span.phase} {span.module or span.kind}".strip()
+            args = {x: getattr(span, x) for x in ("kind", "step", "flops", "moved_bytes")}
+            slices.append(self._slice(name, span.phase, span.began_s, span.ended_s, **args))
+        self._lay("computing", slices)
+        for event in rank.comms:
+            if event.blocking or event.wait_ended_s:
+                name = f"wait for {event.op} {event.seq}"
+                wait = self._slice(name, "wait", event.wait_began_s, event.wait_ended_s)
+                self.waited[id(event)] = wait
+        self._lay("waiting", self.waited.values())
+        closed = [x if x.ended_s else _until(x, end_s) for x in rank.comms]
+        original = {id(new): old for new, old in zip(closed, rank.comms)}
+        for group, lane in lanes(closed):
+            slices = []
+            for event in lane:
+                old, name = original[id(event)], f"{event.op} {event.seq}"
+                args = {x: getattr(event, x) for x in SHOWN} | {"shape": list(event.shape)}
+                until_s = old.ended_s and event.ended_s  # 0.0 where it never ended
+                transfer = self._slice(name, "communication", event.began_s, until_s, **args)
+                self.carried[id(old)] = transfer
+                slices.append(transfer)
             self._lay(f"group {group}", slices)
         self._begins = [x.begin_ns for x in self.threads[0][1]]
+
+    def _slice(self, name: str, category: str, begin_s: float, end_s: float, **args: Any) -> _Slice:
+        if not end_s:
+            name, end_s = f"{name} (never ended)", self.end_s
+        begin_ns, end_ns = round(begin_s * 1e9), round(end_s * 1e9)
+        known = {key: value for key, value in args.items() if value is not None}
+        return _Slice(name, category, begin_ns, max(begin_ns, end_ns), known, self.rank.rank)
 
     def _lay(self, name: str, slices: Iterable[_Slice]) -> None:
         """Put the slices on a thread, and those that would cut across others on a further one."""
@@ -100,44 +129,6 @@ class _Page:
                 here.append(x)
             self.threads.append((name, here))
             rest = crossing
-
-    def _slice(self, name: str, category: str, begin_s: float, end_s: float, **args: Any) -> _Slice:
-        if not end_s:
-            name, end_s = f"{name} (never ended)", self.end_s
-        begin_ns, end_ns = round(begin_s * 1e9), round(end_s * 1e9)
-        known = {key: value for key, value in args.items() if value is not None}
-        return _Slice(name, category, begin_ns, max(begin_ns, end_ns), known, self.rank.rank)
-
-    def _steps(self) -> Iterator[_Slice]:
-        for step in self.rank.steps:
-            name = f"step {step.index}" + ", in detail: its times mean nothing" * step.detail
-            yield self._slice(name, "step", step.began_s, step.ended_s)
-
-    def _spans(self) -> Iterator[_Slice]:
-        for span in self.rank.spans:
-            yield self._slice(
-                f"{span.phase} {span.module or span.kind}".strip(), span.phase, span.began_s,
-                span.ended_s, kind=span.kind, step=span.step, flops=span.flops,
-                moved_bytes=span.moved_bytes,
-            )  # fmt: skip
-
-    def _waits(self) -> Iterator[_Slice]:
-        for event in self.rank.comms:
-            if event.blocking or event.wait_ended_s:
-                name = f"wait for {event.op} {event.seq}"
-                wait = self._slice(name, "wait", event.wait_began_s, event.wait_ended_s)
-                self.waited[id(event)] = wait
-                yield wait
-
-    def _transfer(self, event: CommEvent, ended: CommEvent) -> _Slice:
-        shown = ("step", "group", "dtype", "payload_bytes", "bus_bytes", "wire_bytes",
-                 "transport", "algorithm", "blocking", "source")  # fmt: skip
-        end_s = event.ended_s and ended.ended_s  # 0.0 where it never ended
-        args = {name: getattr(event, name) for name in shown} | {"shape": list(event.shape)}
-        name = f"{event.op} {event.seq}"
-        transfer = self._slice(name, "communication", ended.began_s, end_s, **args)
-        self.carried[id(event)] = transfer
-        return transfer
 
     def computing_at(self, when_ns: int) -> _Slice | None:
         """A slice of the first thread that holds this moment, for an arrow to leave from."""
@@ -169,10 +160,7 @@ class _Page:
             }  # fmt: skip
 
 
-Arrow = tuple[str, _Slice, _Slice]
-
-
-def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[Arrow]:
+def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[tuple[str, _Slice, _Slice]]:
     for rank, page in pages.items():
         for event in trace.ranks[rank].comms:
             issued_ns = round(event.issued_s * 1e9)
@@ -213,6 +201,6 @@ def _pid(rank: int) -> int:
     return rank + 1  # process 0 is the idle one of Linux, to Perfetto
 
 
-def _till(event: CommEvent, end_s: float) -> CommEvent:
+def _until(event: CommEvent, end_s: float) -> CommEvent:
     began_s = event.began_s or event.issued_s
     return replace(event, began_s=began_s, ended_s=max(end_s, began_s))

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,8 @@ def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
     about = {key: value for key, value in trace.about.items() if key != "problems"}
     path = begin_run(path, {"world_size": trace.size, **about}, replace)
     for rank in trace.ranks.values():
-        about_rank = (rank.rank, rank.size, rank.device, rank.host)
-        file = RankFile(path, *about_rank, clock=(0.0, 0.0), alike=rank.alike)
-        file.append([*rank.steps, *rank.spans, *rank.comms, *rank.memory, *rank.operations])
+        file = RankFile(path, rank, clock=(0.0, 0.0))
+        file.append(chain(*rank.lists()))
         if rank.complete:
             file.mark_end()
         file.close()
@@ -172,14 +172,14 @@ def _read_ranks(path: Path, world_size: int | None, problems: list[str]) -> dict
     offsets_s: dict[str, float] = {}  # host -> Unix time less monotonic time
     for name in sorted(numbers, key=numbers.__getitem__):
         try:
-            read = read_rank_file(path / name)
+            trace, offset_s, of_rank = read_rank_file(path / name)
         except (OSError, ValueError) as error:
             problems.append(str(error))
             continue
-        problems += read.problems
-        offset_s = offsets_s.setdefault(read.trace.host, read.unix_offset_s)
+        problems += of_rank
+        offset_s = offsets_s.setdefault(trace.host, offset_s)
         later_s = offset_s - next(iter(offsets_s.values()))
-        ranks[read.trace.rank] = earlier(read.trace, -later_s) if later_s else read.trace
+        ranks[trace.rank] = earlier(trace, -later_s) if later_s else trace
     size = max((rank.size for rank in ranks.values()), default=world_size)
     absent = sorted(set(range(size or 0)) - set(numbers.values()))
     if not numbers:

@@ -20,6 +20,7 @@ No torch here: a trace is read, replayed and drawn on machines that have none.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from labkit.events import CommEvent
@@ -99,9 +100,11 @@ class RankTrace:
     alike: tuple[int, ...] = ()  # global ranks that do the same, and have no record of their own
 
     def things(self) -> Iterator[Span | CommEvent | Step]:
-        yield from self.steps
-        yield from self.spans
-        yield from self.comms
+        return chain(self.steps, self.spans, self.comms)
+
+    def lists(self) -> tuple[list[Any], ...]:
+        """Its records, a list for each kind."""
+        return self.steps, self.spans, self.comms, self.memory, self.operations
 
 
 class MessageKey(NamedTuple):
@@ -141,7 +144,9 @@ class Trace:
     def step(self, index: int) -> "Trace":
         """Step `index` alone, beginning at 0 s. Raises ValueError when it is not there."""
         if index not in self.steps():
-            raise ValueError(f"no step {index} in this trace; it has {_ranges(self.steps())}")
+            steps = self.steps()
+            there = f"{steps[0]} to {steps[-1]}" if steps else "none"
+            raise ValueError(f"no step {index} in this trace; it has {there}")
         return self.only([index]).from_zero()
 
     def only(self, steps: Iterable[int]) -> "Trace":
@@ -234,10 +239,6 @@ def earlier(one: RankTrace, by_s: float) -> RankTrace:
         memory=[x._replace(when_s=x.when_s - by_s) for x in one.memory],
         operations=[x._replace(when_s=x.when_s - by_s) for x in one.operations],
     )
-
-
-def _ranges(numbers: list[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
 
 
 @cache

@@ -1,7 +1,6 @@
-"""What the times of a trace add up to: computing, communicating, waiting, and how much of the
-communication was hidden behind computing; and the split of a step into these.
-
-All over sets of intervals: lists of (begin, end) in seconds, sorted, that do not touch.
+"""What the times of a trace add up to: computing, communicating, waiting, and how much
+communication was hidden behind computing. All over sets of intervals: lists of (begin, end) in
+seconds, sorted, that do not touch.
 """
 
 from collections import Counter
@@ -171,16 +170,10 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
     ended_s = max(rank.steps[0].ended_s for rank in ranks)  # the last one
     splits = [_split_of_rank(rank, ended_s - began_s) for rank in ranks]
     weights = [1 + len(rank.alike) for rank in ranks]
-
-    def mean(name: str) -> float:
-        values = [getattr(split, name) for split in splits]
-        return sum(map(mul, weights, values)) / sum(weights)
-
-    counted = all(split.flops is not None for split in splits)
-    return Split(
-        mean("step_s"), mean("compute_s"), mean("exposed_s"), mean("bubble_s"),
-        mean("flops") if counted else None,
-    )  # fmt: skip
+    names = ["step_s", "compute_s", "exposed_s", "bubble_s"]
+    names += ["flops"] * all(split.flops is not None for split in splits)
+    columns = ([getattr(split, name) for split in splits] for name in names)
+    return Split(*(sum(map(mul, weights, column)) / sum(weights) for column in columns))
 
 
 def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:

@@ -1,16 +1,7 @@
-"""How a collective moves data, step by step: the messages with their chunks, and what every rank
-holds after it. Plain data; `trace/recording/movement.py` records it, `plot.movement` draws it.
-
-Contents are read from real data. Every rank puts its own number into every chunk, and the numbers
-are chosen so that any sum of them can be taken apart again:
-
-    number of rank r for chunk c = D^r + D^(n + c)      D = 2^(64 // 2n), so 2n digits fit
-
-The lower n digits of a sum say how often each rank's number is in it, the upper n of which chunk
-it is. A number that was added twice, or that lies in the place of another chunk, can be seen.
-
-A step is what the alpha-beta model counts: in one step a rank sends one message and receives one,
-and a message leaves only after the rank has waited for what it needs.
+"""How a collective moves data, step by step, as plain data. Every rank puts its own number into
+every chunk, and any sum of these can be taken apart again (see `number`). A step is what the
+alpha-beta model counts: in it a rank sends one message and receives one, and a message leaves only
+after the rank has waited for what it needs.
 """
 
 from collections.abc import Sequence
@@ -106,7 +97,10 @@ class Note:
 
 
 def number(rank: int, chunk: int, size: int) -> int:
-    """What `rank` puts into chunk `chunk`, as a signed integer of 64 bits."""
+    """What `rank` puts into chunk `chunk` of n: D^rank + D^(n + chunk), D = 2^(64 // 2n) so that 2n
+    digits fit, as a signed integer of 64 bits. The lower n digits of a sum say how often each
+    rank's number is in it, the upper n of which chunk it is: so an element that was added twice, or
+    in the place of another chunk, can be seen."""
     bits = 64 // (2 * size)
     value = (1 << rank * bits) | (1 << (size + chunk) * bits)
     return value - (1 << 64) if value >> 63 else value

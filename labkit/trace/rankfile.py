@@ -12,10 +12,8 @@ machine's monotonic clock; `clock` has one moment on it and in Unix time.
 """
 
 import json
-import platform
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -36,7 +34,8 @@ _line = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RankFile:
-    """Writes `rank<n>.jsonl` in the run folder `path`. For one thread at a time.
+    """Writes `rank<n>.jsonl` of `trace` in the run folder `path`; its records are appended. For one
+    thread at a time.
 
     An open record (its `ended_s` is 0.0) is written as it is, and once more by the first `append`
     or `close` after its end. So `ended_s` has to be set last.
@@ -46,34 +45,27 @@ class RankFile:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        rank: int,
-        size: int,
-        device: str = "cpu",
-        host: str | None = None,
-        clock: tuple[float, float] | None = None,
-        alike: tuple[int, ...] = (),
+        self, path: str | Path, trace: RankTrace, clock: tuple[float, float] | None = None
     ):
-        self.path = Path(path) / f"rank{rank}.jsonl"
+        self.path = Path(path) / f"rank{trace.rank}.jsonl"
         self._open: dict[int, tuple[int, Record]] = {}  # id -> number, record
         self._count = 0
         monotonic_s, unix_s = clock or (time.monotonic(), time.time())
         header = {
-            "rank": rank,
-            "size": size,
-            "device": device,
-            "host": platform.node() if host is None else host,
+            "rank": trace.rank,
+            "size": trace.size,
+            "device": trace.device,
+            "host": trace.host,
             "clock": {"monotonic_s": monotonic_s, "unix_s": unix_s},
             "columns": {kind: list(types) for kind, types in TYPES.items()},
-            **({"alike": _packed(alike)} if alike else {}),
+            **({"alike": _packed(trace.alike)} if trace.alike else {}),
         }
         try:
             self._file = self.path.open("x", encoding="ascii", newline="\n")
         except FileExistsError:
             raise ValueError(
-                f"{self.path} is there already: another rank {rank} writes it, or it is of an "
-                "earlier run; begin a new folder, or begin_run(..., replace=True)"
+                f"{self.path} is there already: another rank {trace.rank} writes it, or it is of "
+                "an earlier run; begin a new folder, or begin_run(..., replace=True)"
             ) from None
         self._write([header])
 
@@ -105,20 +97,13 @@ class RankFile:
         self._file.flush()
 
 
-@dataclass
-class ReadRank:
-    """A rank file as it was read: times are as in the file."""
-
-    trace: RankTrace
-    unix_offset_s: float  # Unix time less monotonic time, on that host
-    problems: list[str]  # a sentence for each
-
-
 _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
 
 
-def read_rank_file(path: Path) -> ReadRank:
-    """What can be read of the file. Raises OSError, and ValueError where it lacks its header."""
+def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
+    """Returns (trace, offset_s, problems): the readable part of the file, its times as they are
+    there; Unix time less monotonic time on that host; and a sentence for each problem. Raises
+    OSError, and ValueError where it lacks its header."""
     lines = read_file(path).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -157,14 +142,11 @@ def read_rank_file(path: Path) -> ReadRank:
         except _UNREADABLE:
             unreadable.append(i)
 
-    lists: list[list[Any]] = [
-        trace.steps, trace.spans, trace.comms, trace.memory, trace.operations
-    ]  # fmt: skip
-    for record, collected in zip(KINDS.values(), lists, strict=True):
+    for record, collected in zip(KINDS.values(), trace.lists(), strict=True):
         collected += [x for x in records.values() if type(x) is record]
     problems = _problems(path.name, len(lines), unreadable, len(records), ended_after)
     trace.complete = not problems
-    return ReadRank(trace, unix_s - monotonic_s, problems)
+    return trace, unix_s - monotonic_s, problems
 
 
 def _problems(

@@ -1,9 +1,6 @@
-"""The bench of the collectives: its count of wrong elements, the table that it writes for the
-chooser, and the command. No time is asserted; where times matter, they are made up.
-"""
+"""The bench of the collectives: wrong elements, the chooser's table, the command."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from command import command
 from labkit import Comm, World, bench, listen, read_run, record
-from labkit.bench import chooser_table, collectives, harness, sweep_tables
+from labkit.bench import chooser_table, collectives, sweep_tables
 from labkit.bench.calls import (
     IN_PLACE,
     UNTOUCHED,
@@ -26,22 +23,13 @@ from labkit.bench.calls import (
     input_of,
 )
 from labkit.bench.collectives import COPY, Case, Timed, _on_rank, _typical
-from labkit.cli import app
-from labkit.cli import bench as command
+from labkit.cli import bench as bench_commands
 from labkit.comm.collectives import ALGORITHMS
 from labkit.runtime.transports.chooser import Chooser, read_table, stored_table, table_note
 from labkit.sweeps import alpha_beta, sweep
-from labkit.sweeps.sweep import (
-    BUS_FACTORS,
-    DEFAULT,
-    PARTED,
-    REDUCING,
-    Sweep,
-    read_sweep,
-)
+from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, PARTED, REDUCING, Sweep, read_sweep
 from sweep_cases import ABOUT, OPS, SIZES, modelled, points_of
-
-# ---- bandwidths
+from tables import cases, raises
 
 
 def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> None:
@@ -61,9 +49,6 @@ def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> N
     for op, payload_bytes, bus_bytes, nbytes in world2.run(events)[0]:
         assert payload_bytes == nbytes == sweep.count_of(op, 2, nbytes, 4)[1]
         assert bus_bytes == BUS_FACTORS[op](2) * nbytes
-
-
-# ---- right and wrong
 
 
 @pytest.mark.parametrize("redop", ["sum", "min", "max", "product"])
@@ -153,7 +138,7 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
         finally:
             ALGORITHMS["all_reduce"]["ring"] = right
 
-    case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, True)
+    case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, check=True)
     chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
     for rank, timed_by in enumerate(world2.run(timed, case)):
         alone, both = input_of(rank, 1000), input_of(0, 1000) + input_of(1, 1000)
@@ -166,12 +151,12 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
 
 
 def test_wrong_elements_of_all_ranks_are_added_up() -> None:
-    case = Case("all_reduce", 10, "float32", "sum", ("ring",), 1, True)
     one, other = (
         {"ring": Timed("ring", [2.0], wrong), "": Timed("gloo", [4.0], 0),
          COPY: Timed("", [1.0], None)}
         for wrong in (3, 4)
     )  # fmt: skip
+    case = Case("all_reduce", 10, "float32", "sum", (DEFAULT, "ring"), 1, check=True)
     ring, own = collectives._points(case, 2, 40, "gloo", [one, other])
     assert (ring.algorithm, ring.wrong, ring.ratio, ring.copy_s) == ("ring", 7, 0.5, 1.0)
     assert (own.algorithm, own.own, own.wrong, own.ratio) == ("gloo", True, 0, 1.0)
@@ -180,28 +165,6 @@ def test_wrong_elements_of_all_ranks_are_added_up() -> None:
 def test_a_call_lasts_as_long_as_on_its_slowest_rank() -> None:
     assert _typical([[1.0, 5.0, 4.0], [3.0, 2.0, 9.0]]) == 5.0  # of the turns 3, 5 and 9
     assert _typical([[1.0], [2.0]]) == 2.0
-
-
-def test_the_time_is_that_of_a_turn_over_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots of shared memory, by a made-up clock: the root runs ahead, and its calls alternate;
-    no call of the leaf is as short as the shortest of the root."""
-    now_s = 0.0
-
-    def seconds(calls_s: list[float]) -> float:
-        left = iter(calls_s)
-
-        def call() -> None:
-            nonlocal now_s
-            now_s += next(left)
-
-        return harness.seconds_of(call, len(calls_s))
-
-    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    turns = [[50e-6, 13e-6] * 50, [50e-6, 13e-6] * 50, [51e-6, 14e-6] * 50]
-    leaf = [seconds(calls_s) for calls_s in turns]
-    root = [seconds([13e-6, 13e-6, *calls_s[2:]]) for calls_s in turns]
-    assert leaf == pytest.approx([31.5e-6, 31.5e-6, 32.5e-6])
-    assert _typical([root, leaf]) == pytest.approx(31.5e-6)
 
 
 def test_the_caption_names_the_time_that_was_taken() -> None:
@@ -246,9 +209,6 @@ def test_a_poor_fit_is_said_to_be_poor() -> None:
     said = sweep_tables.doubts([good, poor, worst])
     assert said.startswith("2 of 3 lines are off by more than 25%")
     assert "all_reduce by tree on 2 ranks, by 80%" in said and "Do not trust" in said
-
-
-# ---- the table for the chooser
 
 
 def made_up_sweep() -> Sweep:
@@ -299,34 +259,30 @@ def test_what_gives_no_table_is_refused() -> None:
         (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
         (made_up.of("all_reduce", 4, "gloo"), ABOUT, "measure an algorithm that serves every call"),
     ]:
-        with pytest.raises(ValueError, match=says):
-            chooser_table.table_of(Sweep(points, about))
+        raises(says, chooser_table.table_of, Sweep(points, about))
 
 
 def changed(**rows: Any) -> str:
     return json.dumps({**stored_table(), **rows})
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "is no table of algorithms"),
-        ("[]", "does not say its source"),
-        (changed(source=3), "does not say its source"),
-        (changed(reduce={}), "it has nothing for reduce"),
-        (changed(reduce={"two": []}), "reduce: numbers of ranks, with a list of rows"),
-        (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row has from_bytes"),
-        (changed(reduce={"2": []}), "one of them is 0"),
-        (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "one of them is 0"),
-        (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "ring", "otherwise": "tree"}]}),
-         "no algorithm 'ring'"),
-        (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "tree", "otherwise": "ring"}]}),
-         "no algorithm 'ring'"),
-        (changed(all_reduce={"2": [{"from_bytes": 0, "algorithm": "gloo"}]}), "gloo cannot serve"),
-        (changed(all_gather={"3": [{"from_bytes": 0, "algorithm": "recursive_doubling"}]}),
-         "all_gather on 3 ranks: recursive_doubling cannot serve"),
-        (changed(gather={"2": [{"from_bytes": 0, "algorithm": "tree"}]}), "tree cannot serve"),
-    ],
+@cases(
+    ("", "is no table of algorithms"),
+    ("[]", "does not say its source"),
+    (changed(source=3), "does not say its source"),
+    (changed(reduce={}), "it has nothing for reduce"),
+    (changed(reduce={"two": []}), "reduce: numbers of ranks, with a list of rows"),
+    (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row has from_bytes"),
+    (changed(reduce={"2": []}), "one of them is 0"),
+    (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "one of them is 0"),
+    (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "ring", "otherwise": "tree"}]}),
+     "no algorithm 'ring'"),
+    (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "tree", "otherwise": "ring"}]}),
+     "no algorithm 'ring'"),
+    (changed(all_reduce={"2": [{"from_bytes": 0, "algorithm": "gloo"}]}), "gloo cannot serve"),
+    (changed(all_gather={"3": [{"from_bytes": 0, "algorithm": "recursive_doubling"}]}),
+     "all_gather on 3 ranks: recursive_doubling cannot serve"),
+    (changed(gather={"2": [{"from_bytes": 0, "algorithm": "tree"}]}), "tree cannot serve"),
 )  # fmt: skip
 def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -339,8 +295,7 @@ def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     assert says in str(refused.value) and str(path) in str(refused.value)
     assert table_note()["file"] == str(path)
     monkeypatch.setenv("LABKIT_TABLE", str(tmp_path / "missing.json"))
-    with pytest.raises(ValueError, match="missing.json is no table of algorithms: .*No such file"):
-        Chooser(2)
+    raises("missing.json is no table of algorithms: .*No such file", Chooser, 2)
 
 
 def test_a_table_of_ones_own_decides_is_explained_and_noted(
@@ -380,23 +335,20 @@ def test_a_table_of_ones_own_decides_is_explained_and_noted(
     assert read_run(tmp_path / "alone").about["table"] == own
 
 
-# ---- the command
-
-
 @pytest.mark.slow
 def test_the_command_measures_draws_saves_and_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LABKIT_TRANSPORT", "shm")  # a table is about messages all the same
     made = {name: tmp_path / name for name in ("sweep.json", "picture.png", "table.json")}
-    args = "bench collectives --from 512 --to 1K --factor 2 --ops all_reduce --ranks 2 --turns 1"
-    files = [f"--save={made['sweep.json']}", f"--plot={made['picture.png']}"]
-    files += ["--fit", f"--table={made['table.json']}"]
-    done = CliRunner().invoke(app, [*args.split(), *files])
-    assert done.exit_code == 0, done.output
+    shown = command(
+        "bench collectives --from 512 --to 1K --factor 2 --ops all_reduce --ranks 2 --turns 1 "
+        f"--save={made['sweep.json']} --plot={made['picture.png']} --fit "
+        f"--table={made['table.json']}"
+    )
     for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE=",
                  'where messages go, World(n, transport="gloo")'):  # fmt: skip
-        assert said in done.output
+        assert said in shown
     assert read_sweep(made["sweep.json"]).about["transport"] == "gloo"
     assert read_table(made["table.json"])["all_reduce"].keys() == {"2"}
     assert {p.size_bytes for p in read_sweep(made["sweep.json"]).points} == {512, 1024}
@@ -406,8 +358,7 @@ def test_the_command_measures_draws_saves_and_fits(
 def test_wrong_elements_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sick = [replace(point, wrong=3) for point in modelled("all_reduce", 2, "ring", 1e-5, 1e-9)[:1]]
     monkeypatch.setattr(collectives, "bench_collectives", lambda *_: Sweep(sick, ABOUT))
-    done = CliRunner().invoke(app, ["bench", "collectives"])
-    assert done.exit_code == 1 and "wrong: 3 elements" in done.output
+    assert "wrong: 3 elements" in command("bench collectives", 1)
 
 
 @pytest.mark.parametrize(
@@ -432,17 +383,13 @@ def test_without_a_name_all_benches_run_and_with_one_only_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[str] = []
-    names = [one.callback.__name__ for one in command.bench.registered_commands]
-    for one, name in zip(command.bench.registered_commands, names):
+    benches = bench_commands.bench.registered_commands
+    names = [one.callback.__name__ for one in benches]
+    for one, name in zip(benches, names):
         monkeypatch.setattr(one, "callback", lambda name=name: ran.append(name))
-    assert CliRunner().invoke(app, ["bench"]).exit_code == 0 and ran == names
+    command("bench")
+    assert ran == names
     assert {"data_parallel", "collectives", "transfers", "replay"} <= {*ran}
     monkeypatch.undo()
-    done = CliRunner().invoke(app, ["bench", "collectives", "--ops", "barrier"])
-    assert done.exit_code == 2 and ran == names
-
-
-def test_the_help_has_examples_and_the_environment_is_clean() -> None:
-    done = CliRunner().invoke(app, ["bench", "collectives", "--help"])
-    assert done.exit_code == 0 and "labkit bench collectives --fit" in " ".join(done.output.split())
-    assert "LABKIT_TABLE" not in os.environ
+    command("bench collectives --ops barrier", 2)
+    assert ran == names

@@ -1,5 +1,4 @@
-"""This machine as a cluster: the fits find the constants they were given, and what real ranks
-measure has a source for each number, and can be written down."""
+"""This machine as a cluster: fits recover given constants; measured numbers have their sources."""
 
 from collections import Counter
 from math import log
@@ -12,20 +11,26 @@ import torch
 from labkit import World, measure_machine, read_clusters, write_clusters
 from labkit.bench import harness, machine
 from labkit.bench.machine import Case
-from labkit.bench.rates import Product, Reduced, fit_products, fit_wire
+from labkit.bench.rates import fit_products, fit_wire
 from labkit.clusters import Cluster, Device
+from tables import raises
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 
 
-def products(peaks: dict[str, float], tile: float, sides: tuple[int, ...]) -> list[Product]:
+def products(peaks: dict[str, float], tile: float, sides: tuple[int, ...]) -> dict[Case, float]:
     """By the formula of `Device`."""
     device = Device("x", peaks, 1, 1, 0, tile=tile)
-    return [
-        Product(dtype, side, 2 * side**3 / device.matmul_flops_per_s(dtype, [side] * 3))
+    return {
+        Case("product", side, dtype): 2 * side**3 / device.matmul_flops_per_s(dtype, [side] * 3)
         for dtype in peaks
         for side in sides
-    ]
+    }
+
+
+def reduced(seconds: dict[tuple[int, int], float]) -> dict[Case, float]:
+    """(ranks, bytes) -> seconds of an all-reduce."""
+    return {Case("all-reduce", size, ranks=n): s for (n, size), s in seconds.items()}
 
 
 @pytest.mark.parametrize("tile", [0, 3, 100, 4000])
@@ -39,8 +44,8 @@ def test_peaks_and_tile_are_found_again(tile: float) -> None:
 
 def test_one_odd_product_has_no_say() -> None:
     known = products({"float32": 5e10, "float64": 3e10}, 10, (64, 128, 256, 512, 1024))
-    odd = [known[0]._replace(seconds=5 * known[0].seconds), *known[1:]]
-    fit = fit_products(odd)
+    first = next(iter(known))
+    fit = fit_products({**known, first: 5 * known[first]})
     assert fit.tile == pytest.approx(10, rel=1e-2)
     assert fit.peak_flops["float32"] == pytest.approx(5e10, rel=1e-2)
     assert fit.error == pytest.approx(log(5) / 10, rel=1e-2)
@@ -51,11 +56,11 @@ def test_one_odd_product_has_no_say() -> None:
     [((2, 4), 7e-6, 40e-6), ((2, 4), 0.0, 40e-6), ((2, 4), 7e-6, 0.0), ((2, 3), 1e-4, 1e-6)],
 )
 def test_a_wire_is_found_again(ranks: tuple[int, ...], latency_s: float, start_s: float) -> None:
-    fit = fit_wire([
-        Reduced(n, S, start_s + 2 * (n - 1) * latency_s + 2 * (n - 1) / n * S / 3e9)
+    fit = fit_wire(reduced({
+        (n, S): start_s + 2 * (n - 1) * latency_s + 2 * (n - 1) / n * S / 3e9
         for n in ranks
         for S in SIZES
-    ])  # fmt: skip
+    }))  # fmt: skip
     assert fit.bytes_per_s == pytest.approx(3e9, rel=1e-3)
     assert fit.latency_s == pytest.approx(latency_s, rel=1e-3, abs=1e-9)
     assert fit.start_s == pytest.approx(start_s, rel=1e-2, abs=1e-8)
@@ -64,24 +69,23 @@ def test_a_wire_is_found_again(ranks: tuple[int, ...], latency_s: float, start_s
 
 def test_on_one_number_of_ranks_the_start_is_in_the_latency() -> None:
     off = (1.1, 0.93, 1.04, 0.97)
-    odd = fit_wire([Reduced(3, S, by * (4e-5 + S / 3e9)) for S, by in zip(SIZES, off)])
+    odd = fit_wire(reduced({(3, S): by * (4e-5 + S / 3e9) for S, by in zip(SIZES, off)}))
     assert odd.start_s == 0 < odd.latency_s
-    fit = fit_wire([Reduced(2, S, 40e-6 + 2 * 7e-6 + S / 3e9) for S in SIZES])
+    fit = fit_wire(reduced({(2, S): 40e-6 + 2 * 7e-6 + S / 3e9 for S in SIZES}))
     assert (fit.start_s, fit.latency_s) == (0, pytest.approx(27e-6))
     assert fit.bytes_per_s == pytest.approx(3e9)
 
 
 def test_what_says_too_little_is_refused() -> None:
+    raises("two sides of a dtype", fit_products, {})
     with pytest.raises(ValueError, match="two sides of a dtype"):
-        fit_products([])
-    with pytest.raises(ValueError, match="two sides of a dtype"):
-        fit_products([Product("float32", 64, 1.0), Product("float64", 128, 1.0)])
-    with pytest.raises(ValueError, match="two sizes or more, on two ranks"):
-        fit_wire([Reduced(2, 64, 1.0), Reduced(4, 64, 1.0)])
-    with pytest.raises(ValueError, match="two sizes or more, on two ranks"):
-        fit_wire([Reduced(1, 64, 1.0), Reduced(1, 128, 1.0)])
-    with pytest.raises(ValueError, match="no longer than a small one"):
-        fit_wire([Reduced(2, 64, 1.0), Reduced(2, 6400, 1.0)])
+        fit_products({Case("product", 64): 1.0, Case("product", 128, "float64"): 1.0})
+    for seconds, says in (
+        ({(2, 64): 1.0, (4, 64): 1.0}, "two sizes or more, on two ranks"),
+        ({(1, 64): 1.0, (1, 128): 1.0}, "two sizes or more, on two ranks"),
+        ({(2, 64): 1.0, (2, 6400): 1.0}, "no longer than a small one"),
+    ):
+        raises(says, fit_wire, reduced(seconds))
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +137,10 @@ def test_four_ranks_are_measured_in_full() -> None:
 
 
 def test_no_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 rank"):
-        measure_machine(0)
+    raises("at least 1 rank", measure_machine, 0)
 
 
-def test_neighbours_make_groups_and_the_last_may_be_left_over() -> None:
+def test_neighbours_make_groups_and_the_last_may_be_left_over(world3: World) -> None:
     def of_two() -> list[tuple[int, float]]:
         me = machine.attach()
         own = machine._group(me, 2)
@@ -148,8 +151,7 @@ def test_neighbours_make_groups_and_the_last_may_be_left_over() -> None:
         assert machine._group(me, 2) is own and machine._group(me, 3).size == 3
         return [(own.size, x.item())]
 
-    with World(3) as world:
-        assert world.run(of_two) == [[(2, 1.0)], [(2, 1.0)], []]
+    assert world3.run(of_two) == [[(2, 1.0)], [(2, 1.0)], []]
 
 
 @pytest.mark.parametrize(("enough_s", "rounds"), [(600, machine.ROUNDS), (-1, 1)])
@@ -162,8 +164,7 @@ def test_a_turn_is_as_long_as_on_its_slowest_rank_and_the_quick_turns_count(
 
     def turns(case: Case) -> list[list[float]]:
         if case.what == "product":
-            (one,) = products({case.dtype: peak}, tile, (case.size,))
-            s = one.seconds
+            (s,) = products({case.dtype: peak}, tile, (case.size,)).values()
         elif case.what == "all-reduce":
             n, (rate, latency_s, start_s) = case.ranks, wire
             s = start_s + 2 * (n - 1) * latency_s + 2 * (n - 1) / n * case.size / rate

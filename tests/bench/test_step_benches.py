@@ -1,8 +1,9 @@
-"""The benches of a step: both sides train the same model, and are timed in the same turns; results
-read back. No test asserts a time."""
+"""The benches of a step: both sides train the same model in the same turns. No time is asserted."""
 
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +11,14 @@ import torch
 from labkit import World, bench
 from labkit.bench import data_parallel, harness, pipeline, precision, replay, tensor_parallel
 from labkit.bench.harness import Contest, StepTimes
-from labkit.bench.pipeline_floor import Floor, floor_s, stages_of
+from labkit.bench.pipeline import Floor, floor_s, stages_of
 from labkit.comm import Comm
 from labkit.models import GPT
 from labkit.predict import mfu, step_flops
 from labkit.schedules import schedule
+from tables import raises
 
 SMALL = precision.Sizes(vocab=64, width=32, depth=2, heads=4, length=16, rows=2)
-
-
-# ---- the harness
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -40,10 +39,10 @@ def test_cases_take_turns_in_orders_that_differ(shuffled: bool) -> None:
     assert samples["c"][0] == turns[0].index("c") + 1
 
 
-def test_the_time_of_a_step_is_that_of_all_steps_over_their_number(
+def test_the_time_of_a_step_is_the_mean_of_unequal_steps_with_what_is_waited_for_after_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now_s, events = 0.0, []
+    now_s, events, steps_s = 0.0, [], iter((1.0, 2.0, 6.0))
 
     def advance(name: str, seconds: float) -> None:
         nonlocal now_s
@@ -51,10 +50,9 @@ def test_the_time_of_a_step_is_that_of_all_steps_over_their_number(
         events.append(name)
 
     monkeypatch.setattr(harness.time, "perf_counter", lambda: now_s)
-    step_s = harness.seconds_of(
-        lambda: advance("step", 2.0), 3, lambda: advance("before", 5.0), lambda: advance("after", 3)
-    )
-    assert events == ["before", "step", "step", "step", "after"] and step_s == 3.0
+    before, after = (partial(advance, *x) for x in (("before", 5.0), ("after", 3.0)))
+    step_s = harness.seconds_of(lambda: advance("step", next(steps_s)), 3, before, after)
+    assert events == ["before", "step", "step", "step", "after"] and step_s == 4.0
 
 
 def test_a_ratio_is_the_median_of_ratios() -> None:
@@ -74,11 +72,7 @@ def test_results_read_back_and_other_files_are_refused(tmp_path: Path) -> None:
     assert f'"torch": "{torch.__version__}"' in path.read_text() and '"rows": 4' in path.read_text()
     for text in ("", "[]", "{}", '{"steps": [{}]}', '{"steps": [3]}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match="is no file of `labkit bench NAME --save`"):
-            harness.read(path)
-
-
-# ---- data parallel
+        raises("is no file of `labkit bench NAME --save`", harness.read, path)
 
 
 @pytest.mark.slow
@@ -91,9 +85,6 @@ def test_data_parallelism_times_every_strategy_in_the_same_turns(
     assert {len(samples) for samples in times.seconds.values()} == {3}
     assert min(map(min, times.seconds.values())) > 0
     assert data_parallel.table([times]).row_count == len(data_parallel.CONTESTS) == 4
-
-
-# ---- tensor parallel
 
 
 @pytest.mark.slow
@@ -130,17 +121,13 @@ def test_tensor_parallelism_times_every_case_with_and_without_adamw(
     assert harness.read(tensor_parallel.save([times], tmp_path / "x.json")) == [times]
 
 
-def test_the_floor_of_tensor_parallelism_has_the_slices_of_one_rank() -> None:
+def test_the_floor_of_tensor_parallelism_has_the_slices_of_one_rank(world2: World) -> None:
     def elements() -> list[int]:
         cases = (tensor_parallel.CASES[name] for name in (tensor_parallel.FLOOR, "tensor"))
         models = [case.parallelize(GPT.preset("tiny")) for case in cases]
         return [sum(p.numel() for p in model.parameters()) for model in models]
 
-    with World(2, check=False) as pair:
-        assert [silent == real for silent, real in pair.run(elements)] == [True, True]
-
-
-# ---- pipeline
+    assert [silent == real for silent, real in world2.run(elements)] == [True, True]
 
 
 @pytest.mark.slow
@@ -198,7 +185,7 @@ def test_the_floor_is_computing_and_the_bubble() -> None:
     assert floor_s(halves, [[1.0] * 24] * 4, cores=4) == pytest.approx(24 + 3)
 
 
-def test_the_floor_computes_what_a_stage_does_and_sends_nothing() -> None:
+def test_the_floor_computes_what_a_stage_does_and_sends_nothing(worlds: Any) -> None:
     def measured() -> tuple[int, bool]:
         floor = Floor("tiny", "zb-h1", 2, Comm())
         floor.measure()
@@ -206,11 +193,7 @@ def test_the_floor_computes_what_a_stage_does_and_sends_nothing() -> None:
         (stage,) = floor.stages
         return len(floor.turns[0][0]), all(p.grad is not None for p in stage.module.parameters())
 
-    with World(1, check=False) as alone:
-        assert alone.run(measured) == [(6, True)]
-
-
-# ---- precision
+    assert worlds(1).run(measured) == [(6, True)]
 
 
 @pytest.mark.slow
@@ -225,12 +208,6 @@ def test_formats_are_timed_in_the_same_turns_and_saved(tmp_path: Path) -> None:
     peaks = times.figures["peak_bytes"]
     assert peaks["recompute"] == peaks["torch checkpoint"]
     assert harness.read(precision.save(times, tmp_path / "x.json")) == [times]
-
-
-def test_a_named_case_brings_its_peer() -> None:
-    names = [name for name in precision.CASES if precision._wanted(name, ["recompute"])]
-    assert names == ["recompute", "torch checkpoint"]
-    assert not precision._supported("tf32", torch.device("cpu"))
 
 
 def test_mfu_is_of_the_peak_of_the_format() -> None:
@@ -257,9 +234,6 @@ def test_a_gpu_times_its_formats() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-# ---- replay
-
-
 @pytest.mark.slow
 def test_a_replay_is_timed_beside_the_measured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(replay.MODELS, "tiny", ("tiny", {}))
@@ -267,6 +241,3 @@ def test_a_replay_is_timed_beside_the_measured_step(monkeypatch: pytest.MonkeyPa
     assert {len(samples) for samples in times.seconds.values()} == {3}
     assert 0 < times.ms("computing") < times.ms("replayed") and times.ms("measured") > 0
     assert replay.table([times]).row_count == 1
-
-
-# ---- the commands

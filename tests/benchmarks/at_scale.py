@@ -14,13 +14,13 @@ import typer
 from rich.table import Table
 
 from labkit import predict
+from labkit.bench.harness import titled
 from labkit.cli.terminal import print_table
 from labkit.clusters import cluster
 from labkit.data import Batch, loss
 from labkit.models import GPT
 from labkit.parallel import DDP
-from labkit.replaying.dry_runs import dry_run
-from labkit.replaying.memory import peak_of
+from labkit.replaying.dry_runs import dry_run, peak_of
 from labkit.replaying.planning.layers import recorded
 from labkit.replaying.planning.layout import Layout
 from labkit.replaying.planning.published import GPT3, MEGATRON
@@ -67,21 +67,18 @@ def dry_run_table(depth: int) -> Table:
     parameters, where = predict.parameters(**SIZES, depth=depth), cluster(DDP_CLUSTER)
     recorded_s, trace = timed(lambda: dry_run(train, depth, ranks=RANKS))
     replayed_s, split = timed(lambda: split_of(replay(trace, where)))
-    shown = Table(
-        title=f"DDP of a GPT of {parameters / 1e9:.1f}B parameters on {RANKS:,} ranks, no data",
-        title_justify="left",
-    )
-    for name in ("", "measured", "aim"):
-        shown.add_column(name, justify="left" if not name else "right")
     mfu = split.mfu(where.device.peak_flops_of("bfloat16"))
-    shown.add_row("recorded in", f"{recorded_s:.1f} s", "60 s")
-    shown.add_row("memory of this process", f"{process_gb():.2f} GB", "4 GB")
-    shown.add_row("operations of a rank's step", f"{len(trace.ranks[0].operations):,}", "")
-    shown.add_row("replayed in", f"{replayed_s:.2f} s", "10 s")
-    shown.add_row(f"its step on {DDP_CLUSTER}", str(split), "")
-    shown.add_row("model FLOPs utilization there", f"{mfu:.0%}", "")
-    shown.add_row("peak memory of a rank", f"{sum(peak_of(trace).values()) / 1e9:,.0f} GB", "")
-    return shown
+    rows = [
+        ("recorded in", f"{recorded_s:.1f} s", "60 s"),
+        ("memory of this process", f"{process_gb():.2f} GB", "4 GB"),
+        ("operations of a rank's step", f"{len(trace.ranks[0].operations):,}", ""),
+        ("replayed in", f"{replayed_s:.2f} s", "10 s"),
+        (f"its step on {DDP_CLUSTER}", str(split), ""),
+        ("model FLOPs utilization there", f"{mfu:.0%}", ""),
+        ("peak memory of a rank", f"{sum(peak_of(trace).values()) / 1e9:,.0f} GB", ""),
+    ]
+    title = f"DDP of a GPT of {parameters / 1e9:.1f}B parameters on {RANKS:,} ranks, no data"
+    return titled(title, "", ("", "measured", "aim"), ("",), rows)
 
 
 def plan_table(others: bool) -> Table:
@@ -93,24 +90,21 @@ def plan_table(others: bool) -> Table:
     reported_s, gpt3 = timed(lambda: step_report(GPT3, LAYOUT, BATCH, where))
     published = MEGATRON if others else ()
     reports = [step_report(row.sizes, row.layout, row.batch, where) for row in published]
-    shown = Table(
-        title=f"steps on {PLAN_CLUSTER}, without data: GPT-3 recorded in {recorded_s:.1f} s "
+    title = (
+        f"steps on {PLAN_CLUSTER}, without data: GPT-3 recorded in {recorded_s:.1f} s "
         f"({len(shapes)} layers; aim 60 s), replayed in {replayed_s:.2f} s (aim 10 s), its report "
-        f"in {reported_s * 1e3:.0f} ms; this process held {process_gb():.2f} GB (aim 4 GB)",
-        title_justify="left",
+        f"in {reported_s * 1e3:.0f} ms; this process held {process_gb():.2f} GB (aim 4 GB)"
     )
+    parts = ("compute", "optimizer", "tensor", "data", "pipeline", "bubble")
+    rows = [
+        (f"{x.sizes.parameters / 1e9:.1f}B", f"{x.layout.ranks:,}", x.layout.in_words,
+         f"{x.step_s:.2f} s", *(f"{getattr(x, f'{part}_s') / x.step_s:.1%}" for part in parts),
+         f"{x.mfu:.1%}", f"{x.peak_bytes / 1e9:.1f} GB")
+        for x in (gpt3, *reports)
+    ]  # fmt: skip
     names = ("parameters", "GPUs", "layout", "step", "computing", "optimizer", "tensor", "data",
              "pipeline", "bubble", "MFU", "peak memory")  # fmt: skip
-    for name in names:
-        shown.add_column(name, justify="left" if name == "layout" else "right")
-    for x in (gpt3, *reports):
-        parts_s = (x.compute_s, x.optimizer_s, x.tensor_s, x.data_s, x.pipeline_s, x.bubble_s)
-        shown.add_row(
-            f"{x.sizes.parameters / 1e9:.1f}B", f"{x.layout.ranks:,}", x.layout.in_words,
-            f"{x.step_s:.2f} s", *(f"{part_s / x.step_s:.1%}" for part_s in parts_s),
-            f"{x.mfu:.1%}", f"{x.peak_bytes / 1e9:.1f} GB",
-        )  # fmt: skip
-    return shown
+    return titled(title, "", names, ("layout",), rows)
 
 
 def main(

@@ -42,7 +42,7 @@ from labkit.clusters import Cluster, Level, cluster
 from labkit.comm.collectives.costs import cost
 from labkit.foreign import write_json
 from labkit.replaying.costs import Costs
-from labkit.replaying.planning.calibration import (
+from labkit.replaying.planning.published import (
     SECONDS,
     Array,
     Calibration,
@@ -53,8 +53,8 @@ from labkit.replaying.planning.calibration import (
     read_lines,
     step_rows,
 )
-from labkit.replaying.planning.stages import data_groups, slowest
-from labkit.replaying.planning.step_model import step_model
+from labkit.replaying.planning.stages import slowest
+from labkit.replaying.planning.step_model import StepModel
 from robust_fit import Bounds, Fit, fit, refit
 
 TABLES = Path(__file__).resolve().parents[1] / "data" / "published"
@@ -93,15 +93,14 @@ def rounds(row: Row) -> int:
 def step_seconds(row: Row, costs: Costs) -> float:
     """Micro-batches as in `step_report`, then their end of a step: all gradients at once, in fp32,
     and one kernel of Adam."""
-    model = step_model(row.sizes, row.layout, row.global_batch, costs.cluster, costs, "plain")
+    model = StepModel(row.sizes, row.layout, row.global_batch, costs.cluster, costs, "plain")
     timing = model.timing()
-    device, per_node = costs.cluster.device, costs.cluster.devices_per_node
+    device = costs.cluster.device
     adam_s_per_element = ADAM_BYTES / (device.memory_bytes_per_s * device.memory_reached)
     ended = []
     for stage, chunks in enumerate(model.stages):
         elements = sum(chunk.parameters for chunk in chunks)
-        groups = data_groups(row.layout, stage, per_node)
-        data = slowest("all_reduce", GRADIENT_BYTES * elements, costs, groups)
+        data = slowest("all_reduce", GRADIENT_BYTES * elements, costs, model.groups("dp", stage))
         end_s = float(timing.ended_s[stage]) + data.seconds + data.latency_s
         ended.append(end_s + elements * adam_s_per_element)
     return max(ended)
@@ -181,9 +180,6 @@ def intervals(rows: Sequence[Row], fitted: Fit) -> tuple[Array, Array, Array, Ar
     return low, high, low_s, high_s
 
 
-# ---- the wires inside a node
-
-
 @dataclass(frozen=True)
 class AllReduce:
     """One measured all-reduce inside a node."""
@@ -215,9 +211,6 @@ def wires_inside(measured: Sequence[AllReduce], level: Level) -> dict[str, float
 
     bounds = Bounds(np.array([30e-6, 0.75]), np.array([1e-6, 0.1]), np.array([1e-3, 1.0]))
     return dict(zip(WIRES, map(float, fit(predict, seconds, bounds).constants)))
-
-
-# ---- the script
 
 
 def tables(fitted: Calibration, folder: Path) -> tuple[Table, Table]:
@@ -274,7 +267,7 @@ def main(
     if save is not None:
         console.print(f"Saved: {save_calibration(fitted, save)}")
     if plot is not None:
-        from labkit.plot.calibration import calibration as draw
+        from labkit.plot import calibration as draw
 
         draw(fitted).savefig(plot)
         console.print(f"The picture: {plot}")

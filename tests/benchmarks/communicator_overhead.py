@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.table import Table
 
+from labkit.bench.harness import titled
 from labkit.cli.terminal import print_table
 from labkit.comm import Board, Comm, listen
 from labkit.runtime.attach import leave, on_paper
@@ -67,17 +68,15 @@ def _time_calls(comm: Comm) -> CallTimes:
 
 def table(times: CallTimes) -> Table:
     """Microseconds of a call, by what is switched on."""
+    rows = [
+        ("nothing records (World(check=False))", f"{times.plain_us:.1f}", ""),
+        ("the same, beyond torch's own call", f"{times.plain_us - times.torch_us:.1f}", "5"),
+        ("ranks compared on the board (check=True)", f"{times.checked_us:.1f}", ""),
+        ("events recorded", f"{times.recorded_us:.1f}", ""),
+        ("torch's own call into the same group", f"{times.torch_us:.1f}", ""),
+    ]
     title = "An all-reduce through the communicator, with nothing sent"
-    shown = Table(title=title, title_justify="left")
-    for name in ("", "us a call", "aim"):
-        shown.add_column(name, justify="left" if not name else "right")
-    shown.add_row("nothing records (World(check=False))", f"{times.plain_us:.1f}", "")
-    added_us = times.plain_us - times.torch_us
-    shown.add_row("the same, beyond torch's own call", f"{added_us:.1f}", "5")
-    shown.add_row("ranks compared on the board (check=True)", f"{times.checked_us:.1f}", "")
-    shown.add_row("events recorded", f"{times.recorded_us:.1f}", "")
-    shown.add_row("torch's own call into the same group", f"{times.torch_us:.1f}", "")
-    return shown
+    return titled(title, "", ("", "us a call", "aim"), ("",), rows)
 
 
 if __name__ == "__main__":

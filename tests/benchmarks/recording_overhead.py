@@ -20,6 +20,7 @@ import torch
 from rich.table import Table
 
 from labkit.bench.data_parallel import LENGTH, ROWS, stepper
+from labkit.bench.harness import titled
 from labkit.cli.terminal import print_table
 from labkit.parallel import DDP
 from labkit.runtime.attach import attach
@@ -127,18 +128,18 @@ def _faster_half(samples: list[Seconds]) -> Seconds:
 
 def table(overheads: list[Overhead]) -> Table:
     """A row for each case, with both ratios."""
-    shown = Table(
-        title=f"A DDP step recorded over plain, rows of {LENGTH} tokens a rank (aim: below 1.02)",
-        title_justify="left",
-    )
-    for name in ("model", "dtype", "ranks", "rows", "plain, ms", "recorded, ms", "ratio", "CPU"):
-        shown.add_column(name, justify="right")
-    for overhead in overheads:
-        case = overhead.case
-        times = [f"{x.wall_s * 1e3:.2f}" for x in (overhead.plain, overhead.recorded)]
-        ratios = [f"{overhead.ratio:.3f}", f"{overhead.cpu_ratio:.3f}"]
-        shown.add_row(case.model, case.dtype, str(case.ranks), str(case.rows), *times, *ratios)
-    return shown
+    rows = [
+        (
+            *map(str, (x.case.model, x.case.dtype, x.case.ranks, x.case.rows)),
+            *(f"{seconds.wall_s * 1e3:.2f}" for seconds in (x.plain, x.recorded)),
+            f"{x.ratio:.3f}",
+            f"{x.cpu_ratio:.3f}",
+        )
+        for x in overheads
+    ]
+    title = f"A DDP step recorded over plain, rows of {LENGTH} tokens a rank (aim: below 1.02)"
+    names = ("model", "dtype", "ranks", "rows", "plain, ms", "recorded, ms", "ratio", "CPU")
+    return titled(title, "", names, (), rows)
 
 
 if __name__ == "__main__":

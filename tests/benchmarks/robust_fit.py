@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from labkit.replaying.planning.calibration import Array
+from labkit.replaying.planning.published import Array
 
 Predict = Callable[[Array], Array]  # constants -> seconds of each row
 

@@ -11,13 +11,15 @@ import torch
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from labkit.bench.harness import titled
 from labkit.cli.terminal import print_table
 from labkit.clusters import cluster
 from labkit.events import CommEvent
 from labkit.models import GPT
 from labkit.parallel import DDP
 from labkit.plot.timelines import TimelineView
-from labkit.replaying import changed, dry_run
+from labkit.replaying import dry_run
+from labkit.replaying.changes import changed
 from labkit.replaying.redrawing import Redrawing
 from labkit.trace import RankTrace, Span, Step, Trace
 
@@ -94,19 +96,19 @@ def _train() -> None:
 
 def table(times: RedrawTimes) -> Table:
     """Milliseconds of a redraw, each way, and of a replay that is drawn."""
-    shown = Table(
-        title=f"Another step in a timeline of {times.ranks} ranks, {times.bars} bars",
-        title_justify="left",
-    )
-    for name in ("", "ms", "aim", "slower than polygons by"):
-        shown.add_column(name, justify="left" if not name else "right")
-    polygons = "one collection of polygons, with names"
-    shown.add_row(polygons, f"{times.polygons_s * 1e3:.0f}", "100", "1")
-    separate = "separate bars (broken_barh), without names"
-    shown.add_row(separate, f"{times.separate_s * 1e3:.0f}", "", f"{times.ratio:.1f}")
     what_if = f"what_if: replay of a GPT, {times.what_if_bars} bars, until its PNG is there"
-    shown.add_row(what_if, f"{times.what_if_s * 1e3:.0f}", "100", "")
-    return shown
+    rows = [
+        ("one collection of polygons, with names", f"{times.polygons_s * 1e3:.0f}", "100", "1"),
+        (
+            "separate bars (broken_barh), without names",
+            f"{times.separate_s * 1e3:.0f}",
+            "",
+            f"{times.ratio:.1f}",
+        ),
+        (what_if, f"{times.what_if_s * 1e3:.0f}", "100", ""),
+    ]
+    title = f"Another step in a timeline of {times.ranks} ranks, {times.bars} bars"
+    return titled(title, "", ("", "ms", "aim", "slower than polygons by"), ("",), rows)
 
 
 def _make_run(ranks: int) -> Trace:

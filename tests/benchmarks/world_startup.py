@@ -13,6 +13,7 @@ from timeit import repeat
 import torch
 from rich.table import Table
 
+from labkit.bench.harness import titled
 from labkit.cli.terminal import print_table
 from labkit.comm import Comm
 from labkit.runtime.world import World
@@ -84,15 +85,15 @@ def _run_script(program: str, *args: str) -> float:
 
 def table(times: StartupTimes) -> Table:
     """A row for each way, and how much slower `spawn` is."""
-    shown = Table(title=f"{SIZE} ranks ready for their first all-reduce", title_justify="left")
-    for name in ("", "seconds", "aim", "mp.spawn is slower by"):
-        shown.add_column(name, justify="left" if not name else "right")
     cold, warm = times.spawn_s / times.cold_s, times.spawn_s / times.warm_s
-    shown.add_row("World, cold", f"{times.cold_s:.2f}", "1.5", f"{cold:.1f}")
-    shown.add_row("World, warm", f"{times.warm_s:.3f}", "0.2", f"{warm:.1f} (aim: 20)")
-    shown.add_row("torch.multiprocessing.spawn", f"{times.spawn_s:.2f}", "", "1")
-    shown.add_row("run of an empty function", f"{times.empty_run_s:.5f}", "0.01", "")
-    return shown
+    rows = [
+        ("World, cold", f"{times.cold_s:.2f}", "1.5", f"{cold:.1f}"),
+        ("World, warm", f"{times.warm_s:.3f}", "0.2", f"{warm:.1f} (aim: 20)"),
+        ("torch.multiprocessing.spawn", f"{times.spawn_s:.2f}", "", "1"),
+        ("run of an empty function", f"{times.empty_run_s:.5f}", "0.01", ""),
+    ]
+    names = ("", "seconds", "aim", "mp.spawn is slower by")
+    return titled(f"{SIZE} ranks ready for their first all-reduce", "", names, ("",), rows)
 
 
 if __name__ == "__main__":

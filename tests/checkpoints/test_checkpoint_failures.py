@@ -1,5 +1,4 @@
-"""What goes wrong with checkpoints, provoked for real: each ends in one error on every rank that
-names what it was about, and the checkpoint before can still be loaded."""
+"""A failed save or load is one error on all ranks, and the checkpoint before it still loads."""
 
 import os
 import pickle
@@ -15,16 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import (
-    Comm,
-    MasterWeights,
-    RankError,
-    World,
-    ZeRO3,
-    load_checkpoint,
-    save_checkpoint,
-)
+from labkit import Comm, MasterWeights, RankError, World, ZeRO3, load_checkpoint, save_checkpoint
 from labkit.checkpoints import contents, folders, saving
+from tables import cases, raises
 
 
 class Net(nn.Module):
@@ -61,9 +53,6 @@ def refused(world: World, function: Callable[..., Any], *args: Any) -> str:
     assert all(other == first for other in others)
     assert first[0] != "nothing", first[1]
     return first[1]
-
-
-# ---- death at every moment of a save
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -130,8 +119,7 @@ def killed(world: World, folder: Path, moment: Callable[[], None], step: int) ->
         save(folder, step)
         Comm().barrier()
 
-    with pytest.raises(RankError, match="SIGKILL"):
-        world.run(run)
+    raises("SIGKILL", world.run, run, error=RankError)
 
 
 @pytest.mark.slow
@@ -156,9 +144,6 @@ def test_a_first_save_that_is_killed_leaves_no_checkpoint(world2: World, tmp_pat
     assert "no save into it was finished" in refused(world2, load, tmp_path)
     (unfinished,) = tmp_path.iterdir()
     assert "was not finished" in refused(world2, load, unfinished)
-
-
-# ---- a full disk
 
 
 def limited(folder: Path, step: int) -> None:
@@ -229,9 +214,6 @@ def test_a_folder_that_cannot_be_made_is_named(world2: World, tmp_path: Path) ->
     assert str(tmp_path / "taken") in refused(world2, save, tmp_path / "taken", 1)
 
 
-# ---- another model, another optimizer, no checkpoint
-
-
 def load_into(make: Callable[[], tuple[nn.Module, Any]], folder: Path) -> None:
     """Tries to, and sees to it that nothing is changed when it fails."""
     model, optimizer = make()
@@ -271,20 +253,17 @@ def other_on_rank_1() -> tuple[nn.Module, Any]:
     return more() if Comm().rank == 1 else wider()
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (more, "another model: it lacks third.weight, third.bias;"),
-        (fewer, "this model has no second.weight, second.bias"),
-        (wider, "first.weight is [6, 4] there and [7, 4] here"),
-        (wider, "first.bias is [6] there and [7] here"),
-        (sgd, "another optimizer: it had amsgrad, betas"),
-        (frozen, "this optimizer has no second.bias, second.weight"),
-        (other_on_rank_1, "the ranks have different models: parameter 0 is first.weight"),
-    ],
+@cases(
+    (more, "another model: it lacks third.weight, third.bias;"),
+    (fewer, "this model has no second.weight, second.bias"),
+    (wider, "first.weight is [6, 4] there and [7, 4] here"),
+    (wider, "first.bias is [6] there and [7] here"),
+    (sgd, "another optimizer: it had amsgrad, betas"),
+    (frozen, "this optimizer has no second.bias, second.weight"),
+    (other_on_rank_1, "the ranks have different models: parameter 0 is first.weight"),
 )
 def test_a_checkpoint_of_another_model_is_refused_by_name(
-    world2: World, tmp_path: Path, make: Callable[[], tuple[nn.Module, Any]], words: str
+    make: Callable[[], tuple[nn.Module, Any]], words: str, world2: World, tmp_path: Path
 ) -> None:
     def stepped() -> None:
         model = Net()

@@ -14,14 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from checkpoint_cases import (
-    STRATEGIES,
-    fresh,
-    groups_of,
-    load_and_go_on,
-    save_and_go_on,
-    train,
-)
+from checkpoint_cases import STRATEGIES, fresh, groups_of, load_and_go_on, save_and_go_on, train
 from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
@@ -39,11 +32,10 @@ def ranges(numel: int) -> Iterator[tuple[int, int]]:
     return ((start, end - start) for start in range(numel) for end in range(start + 1, numel + 1))
 
 
-# ---- boxes
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-def test_boxes_cover_every_element_of_a_range_once_and_in_order(shape: tuple[int, ...]) -> None:
+def test_boxes_cover_a_range_once_in_order_and_small_ones_have_few_elements_or_one_row(
+    shape: tuple[int, ...],
+) -> None:
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     for start, numel in ranges(numbers.numel()):
         expected = list(range(start, start + numel))
@@ -55,26 +47,15 @@ def test_boxes_cover_every_element_of_a_range_once_and_in_order(shape: tuple[int
         pieces = [view_of(flat, numbers.shape, start, box) for box in boxes]
         assert [piece.shape for piece in pieces] == [torch.Size(box.sizes) for box in boxes]
         assert torch.cat([piece.flatten() for piece in pieces]).tolist() == expected
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_small_boxes_have_few_elements_or_one_row(shape: tuple[int, ...]) -> None:
-    numel = torch.Size(shape).numel()
-    row = torch.Size(shape[1:]).numel()
-    numbers = torch.arange(numel).view(shape)
-    for start, n in ranges(numel):
-        boxes = list(small_boxes(shape, start, n, 6))
-        assert all(box.numel <= max(6, row) for box in boxes)
-        pieces = [view_of(numbers, numbers.shape, 0, box).flatten() for box in boxes]
-        assert torch.cat(pieces).tolist() == list(range(start, start + n))
+        small = list(small_boxes(shape, start, numel, 6))
+        assert all(box.numel <= max(6, torch.Size(shape[1:]).numel()) for box in small)
+        pieces = [view_of(numbers, numbers.shape, 0, box).flatten() for box in small]
+        assert torch.cat(pieces).tolist() == expected
 
 
 def test_a_tensor_without_elements_is_one_box() -> None:
     assert [box.sizes for box in small_boxes((3, 0), 0, 0, 8)] == [(3, 0)]
     assert list(boxes_of((3, 4), 2, 0)) == []
-
-
-# ---- going on
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -111,7 +92,7 @@ def test_any_strategy_and_size_loads_what_any_other_saved(
             assert losses == pytest.approx(expected, abs=AGREE, rel=0), (other, size)
 
 
-def test_one_process_loads_what_ranks_saved(world: World, tmp_path: Path) -> None:
+def test_one_process_loads_what_ranks_saved(world: World, worlds: Any, tmp_path: Path) -> None:
     expected = world.run(save_and_go_on, "zero-1", 3, str(tmp_path))[0]
 
     def alone() -> list[float]:
@@ -120,8 +101,7 @@ def test_one_process_loads_what_ranks_saved(world: World, tmp_path: Path) -> Non
         load_checkpoint(tmp_path, Single(model), optimizer)
         return train(model, optimizer, Comm(), range(3, 6))
 
-    with World(1) as one:
-        assert one.run(alone)[0] == pytest.approx(expected, abs=AGREE, rel=0)
+    assert worlds(1).run(alone)[0] == pytest.approx(expected, abs=AGREE, rel=0)
 
 
 @on_each_rank("world")
@@ -136,9 +116,6 @@ def test_weights_alone_and_other_dtypes(tmp_path: Path) -> None:
         for name, x in other.state_dict().items():
             assert x.dtype == dtype
             assert torch.equal(x, model.state_dict()[name].to(dtype)), name
-
-
-# ---- the format
 
 
 class Small(nn.Module):
@@ -220,9 +197,6 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(world: World, tmp_path
     assert len(sizes) == 3
     assert max(sizes) < 1.2 * nbytes / 3
     assert nbytes < sum(sizes) < 1.2 * nbytes
-
-
-# ---- memory
 
 
 @on_each_rank("world")

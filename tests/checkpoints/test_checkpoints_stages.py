@@ -39,8 +39,7 @@ OTHER = partial(torch.optim.AdamW, lr=3e-3)
 
 
 def hop(layout: Layout, tied: bool, step: int, here: str, there: str) -> tuple[Any, Any]:
-    """Another model, another state, other hyperparameters; load, train one step, save. The loss,
-    and the whole state."""
+    """Load into another model and state, train one step, save: the loss, and the whole state."""
     mesh, model, optimizer = built(layout, tied, seed=1, make=OTHER)
     train(mesh, model, optimizer, range(77, 78))
     assert load_checkpoint(here, model, optimizer).step == step
@@ -50,8 +49,7 @@ def hop(layout: Layout, tied: bool, step: int, here: str, there: str) -> tuple[A
 
 
 def goes_round(world: World, layouts: list[Layout], tied: bool, folder: Path) -> None:
-    """One process, each layout in turn, and one process again: each loads what the one before
-    saved, trains a step and saves. As one process does that never stops."""
+    """One process, each layout in turn, one process again: as one process that never stops."""
     model, optimizer = alone(tied)
     train(None, model, optimizer, range(2))
     save_checkpoint(folder / "0", model, optimizer, step=2)
@@ -145,9 +143,6 @@ def test_eight_ranks_in_three_dimensions(tmp_path: Path) -> None:
     with World(8, timeout_s=120) as eight:
         for kind, layouts in EIGHT.items():
             goes_round(eight, layouts, kind == "tied", tmp_path / kind)
-
-
-# ---- what is written
 
 
 def saved(layout: Layout, tied: bool, folder: str) -> None:
@@ -324,9 +319,6 @@ def test_what_is_tied_is_found_by_any_of_its_names(world4: World, tmp_path: Path
     assert train(None, other, its_optimizer, range(4, 6)) == pytest.approx(expected, abs=AGREE)
 
 
-# ---- what cannot be
-
-
 def deeper(folder: str) -> None:
     mesh = Mesh(pp=4)
     torch.manual_seed(0)
@@ -396,9 +388,6 @@ def test_it_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-# ---- faults
-
-
 def the_last_copy_is_written(self: Any) -> set[str]:
     every = {name for name, _ in self.named()}
     return every - {"embed.tokens.weight"} if self.pipeline.comm.rank == 0 else every
@@ -426,18 +415,13 @@ def writes_as_one_process(world: World, folder: Path, fault: str | None) -> None
         with patch.object(*FAULTS[fault]) if fault else nullcontext():
             mesh, model, optimizer = built(Layout(pp=2, dp=2, strategy="ddp"))
             train(mesh, model, optimizer, range(2))
-            pull_apart(model)
+            if model.comm.rank == 1:  # the second copy of what is tied: not to be in the file
+                with torch.no_grad():
+                    model.module.get_parameter("head.weight").add_(1.0)
             save_checkpoint(folder, model, optimizer, step=2)
 
     world.run(run)
     is_as_one_process_writes_it(folder, tied=True)
-
-
-def pull_apart(model: Any) -> None:
-    """The second copy of what is tied has other numbers: they must not be in the file."""
-    if model.comm.rank == 1:
-        with torch.no_grad():
-            model.module.get_parameter("head.weight").add_(1.0)
 
 
 @pytest.mark.slow

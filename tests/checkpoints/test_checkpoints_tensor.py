@@ -1,6 +1,6 @@
 """Checkpoints of tensor-parallel models: from any layout into any other, and into a plain model."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from checkpoint_cases import check_written, written_by
 from labkit import DDP, Mesh, RankError, World, ZeroOptimizer, load_checkpoint, save_checkpoint
 from labkit.parallel.common.shards import Shard, mark_shard
 from shard_cases import ADAM, STRATEGIES, VOCAB, alone, built, cut, fresh, train, whole_of
+from tables import raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -52,17 +53,27 @@ def load_and_go_on(strategy: str, axes: dict[str, int], folder: str) -> list[flo
     return train(model, optimizer, mesh.dp, LATE)
 
 
+@cache
 def expected_losses() -> list[float]:
     model, optimizer = alone()
     train(model, optimizer, None, EARLY)
     return train(model, optimizer, None, LATE)
 
 
+@cache
+def expected_entries() -> dict[str, Any]:
+    model, optimizer = alone()
+    train(model, optimizer, None, EARLY)
+    return written_by(model, optimizer)
+
+
 @pytest.mark.parametrize(("strategy", "axes"), EVERY)
-def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
+def test_any_layout_is_written_as_the_plain_model_which_goes_on_from_it_as_others_do(
     world4: World, strategy: str, axes: dict[str, int], tmp_path: Path
 ) -> None:
+    """And its names, shapes and elements are those of the plain model."""
     world4.run(save, strategy, axes, str(tmp_path))
+    check_written(tmp_path / "step_00000003", expected_entries())
     model, optimizer = alone(partial(torch.optim.AdamW, lr=1.0), seed=2)
     load_checkpoint(tmp_path, model, optimizer)
     expected = expected_losses()
@@ -74,15 +85,14 @@ def test_a_plain_model_and_other_layouts_go_on_from_any_layout(
 
 
 def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
-    tmp_path: Path,
+    world3: World, tmp_path: Path
 ) -> None:
     model, optimizer = alone()
     train(model, optimizer, None, EARLY)
     save_checkpoint(tmp_path, model, optimizer, step=3)
-    with World(3) as trio:
-        for losses in trio.run(load_and_go_on, "plain", {"dp": 1, "tp": 3}, str(tmp_path)):
-            assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
-        trio.run(save, "plain", {"dp": 1, "tp": 3}, str(tmp_path / "cut"))
+    for losses in world3.run(load_and_go_on, "plain", {"dp": 1, "tp": 3}, str(tmp_path)):
+        assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
+    world3.run(save, "plain", {"dp": 1, "tp": 3}, str(tmp_path / "cut"))
     model, optimizer = alone(seed=4)
     load_checkpoint(tmp_path / "cut", model, optimizer)
     losses = train(model, optimizer, None, LATE)
@@ -104,19 +114,6 @@ def test_every_layout_loads_what_torchs_own_save_wrote(world4: World, tmp_path: 
     for layout in LAYOUTS[:5]:
         for losses in world4.run(load, *layout):
             assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
-
-
-# ---- what is written
-
-
-@pytest.mark.parametrize(("strategy", "axes"), EVERY)
-def test_names_shapes_and_elements_are_those_of_the_plain_model(
-    world4: World, strategy: str, axes: dict[str, int], tmp_path: Path
-) -> None:
-    world4.run(save, strategy, axes, str(tmp_path))
-    single, its_optimizer = alone()
-    train(single, its_optimizer, None, EARLY)
-    check_written(tmp_path / "step_00000003", written_by(single, its_optimizer))
 
 
 @pytest.mark.parametrize("strategy", ["plain", "zero-1", "zero-3"])
@@ -223,9 +220,7 @@ def test_a_part_of_the_ranks_may_have_a_model_of_its_own(tmp_path: Path) -> None
 
 
 @on_each_rank("world4")
-def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(
-    tmp_path: Path,
-) -> None:
+def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(tmp_path: Path) -> None:
     """As context-parallel ranks are: ZeRO shards over dp, and all four write one checkpoint."""
     mesh = Mesh(dp=2, cp=2)
     model = fresh()
@@ -235,9 +230,6 @@ def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(
     other = fresh(seed=1)
     load_checkpoint(tmp_path, other, comm=mesh.comm)
     assert all(torch.equal(x, other.state_dict()[n]) for n, x in model.state_dict().items())
-
-
-# ---- what cannot be
 
 
 def test_another_vocabulary_is_named(world4: World, tmp_path: Path) -> None:
@@ -250,8 +242,7 @@ def test_another_vocabulary_is_named(world4: World, tmp_path: Path) -> None:
         mark_shard(wider.rows.weight, Shard(mesh.tp, 0, start, stop, 6))
         load_checkpoint(tmp_path, DDP(wider, mesh.dp))
 
-    with pytest.raises(RankError, match=r"rows.weight is \[5, 6\] there and \[6, 6\] here"):
-        world4.run(run)
+    raises(r"rows.weight is \[5, 6\] there and \[6, 6\] here", world4.run, run, error=RankError)
 
 
 def test_parts_that_do_not_make_up_the_whole_are_found(world4: World, tmp_path: Path) -> None:
@@ -261,8 +252,7 @@ def test_parts_that_do_not_make_up_the_whole_are_found(world4: World, tmp_path: 
         mark_shard(model.up.weight, Shard(mesh.tp, 0, 0, 6, 12))  # on both
         save_checkpoint(tmp_path, model)
 
-    with pytest.raises(RankError, match="pieces that the ranks own do not make up the model"):
-        world4.run(run)
+    raises("pieces that the ranks own do not make up the model", world4.run, run, error=RankError)
     assert not list(tmp_path.iterdir())
 
 
@@ -281,8 +271,7 @@ def test_state_of_rows_is_refused_where_rows_are_cut(world4: World, tmp_path: Pa
         after = whole_of(model)
         assert all(torch.equal(after[name], x) for name, x in before.items())
         train(model, optimizer, mesh.dp, EARLY)
-        with pytest.raises(ValueError, match="treats each element by itself"):
-            save_checkpoint(tmp_path / "cut", model, optimizer)
+        raises("treats each element by itself", save_checkpoint, tmp_path / "cut", model, optimizer)
         save_checkpoint(tmp_path / "cut", model)
 
     world4.run(run)

@@ -1,5 +1,4 @@
-"""Checkpoints from somebody else, or from a disk that lost a bit: they load exactly what was saved
-or are refused with the same ValueError on every rank, and none of their code runs."""
+"""Foreign or damaged checkpoints load exactly, or are refused alike on all ranks; no code runs."""
 
 import io
 import os
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint_cases import first_ranks
 from labkit import World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import folders, stored
+from tables import cases, raises
 from test_checkpoint_failures import Net, refused
 from worlds import on_each_rank, world_fixture
 
@@ -104,9 +104,6 @@ def whole(ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one(whole: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint that a test may spoil."""
     return shutil.copytree(whole, tmp_path / "one") / "step_00000003"
-
-
-# ---- damage
 
 
 Damage = dict[Path, bytes | None]  # what is in a file instead; None: it is gone
@@ -208,9 +205,6 @@ def test_the_ranks_share_the_work_of_checking(ranks: World, one: Path) -> None:
     assert sum(shares) == nbytes and max(shares) < 0.6 * nbytes
 
 
-# ---- code
-
-
 class Marks:
     """Creates a file when it is unpickled."""
 
@@ -309,11 +303,7 @@ def test_metadata_names_nothing_but_its_own_classes(names: tuple[str, str]) -> N
 def test_getattr_in_metadata_gives_members_of_enums_only() -> None:
     metadata = b"\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
     pickled = b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93" + metadata + b"\x8c\x08__init__\x86R."
-    with pytest.raises(AttributeError, match="__members__"):
-        stored.MetadataUnpickler(io.BytesIO(pickled)).load()
-
-
-# ---- files elsewhere
+    raises("__members__", stored.MetadataUnpickler(io.BytesIO(pickled)).load, error=AttributeError)
 
 
 def linked(one: Path, away: Path) -> str:
@@ -374,24 +364,18 @@ def test_a_save_does_not_write_through_a_link(ranks: World, one: Path) -> None:
     assert (one.parent / "latest").read_text().startswith("step_00000004\n")
 
 
-# ---- what may be in a checkpoint
-
-
 class Own: ...
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        ({"deep": [Own()]}, "Own"),
-        (np.random.RandomState(0).get_state(), "numpy.ndarray"),
-        (np.float64(1), "numpy"),
-        (Path("x"), "pathlib.PosixPath"),
-        (nn.Identity(), "torch.nn.modules.linear.Identity"),
-    ],
+@cases(
+    ({"deep": [Own()]}, "Own"),
+    (np.random.RandomState(0).get_state(), "numpy.ndarray"),
+    (np.float64(1), "numpy"),
+    (Path("x"), "pathlib.PosixPath"),
+    (nn.Identity(), "torch.nn.modules.linear.Identity"),
 )
 def test_what_could_not_be_loaded_is_refused_when_it_is_saved(
-    ranks: World, one: Path, value: Any, name: str
+    value: Any, name: str, ranks: World, one: Path
 ) -> None:
     def save_it(**how: Any) -> None:
         save_checkpoint(one.parent, *trained(), step=9, extra=value, **how)
@@ -437,18 +421,6 @@ def test_a_learning_rate_of_numpy_comes_back_as_a_number(tmp_path: Path) -> None
     assert type(lr) is float and lr == float(np.cos(1) / 3)
 
 
-# ---- checkpoints without checksums
-
-
-def strip(one: Path) -> None:
-    """As labkit wrote it before it had checksums."""
-    metadata = metadata_of(one)
-    for where in metadata.storage_data.values():
-        vars(where).pop("crc32", None)
-    (one / ".metadata").write_bytes(pickle.dumps(metadata))
-    (one.parent / "latest").write_text("step_00000003\n")
-
-
 def warned(folder: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -458,7 +430,11 @@ def warned(folder: Path) -> list[str]:
 
 def test_an_old_checkpoint_loads_with_one_warning(ranks: World, one: Path) -> None:
     assert ranks.run(warned, one.parent) == [[]] * RANKS
-    strip(one)
+    metadata = metadata_of(one)  # as labkit wrote it before it had checksums
+    for where in metadata.storage_data.values():
+        vars(where).pop("crc32", None)
+    (one / ".metadata").write_bytes(pickle.dumps(metadata))
+    (one.parent / "latest").write_text("step_00000003\n")
     first, *others = ranks.run(warned, one.parent)
     assert len(first) == 1 and f"{one} has no checksums" in first[0]
     assert others == [[]] * (RANKS - 1)

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from typer.testing import CliRunner
 
-from labkit import DDP, GPT, World, compare, dry_run, read_run, recipes, write_run
+from command import command, python
+from labkit import DDP, GPT, compare, dry_run, read_run, recipes, write_run
 from labkit.bench import machine
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
@@ -22,7 +21,7 @@ from labkit.holdings import Footprint, parameter_bytes
 from labkit.trace import Trace
 from labkit.training import Task, train
 from laws import broken_laws
-from places import ROOT
+from tables import cases
 
 P_BYTES = parameter_bytes(GPT.preset("tiny", vocab=1024, context=64).double())
 OTHERS = """
@@ -35,20 +34,13 @@ ports = 1
 bytes_per_s = [1e9, "a guess"]
 latency_s = [0, "a guess"]
 """
-TINY = ["--model", "tiny", "--steps", "4", "--rows", "5"]
-
-
-def labkit(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    root = str(ROOT)
-    here = os.environ | {"PYTHONPATH": root, "COLUMNS": "100", "NO_COLOR": "1"} | (env or {})
-    command = [sys.executable, "-m", *args]
-    return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True, timeout=100)
+TINY = "--model tiny --steps 4 --rows 5"
 
 
 @pytest.mark.slow
 def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
-    done = labkit("labkit", "compare", *TINY, "--ranks", "3", "--out", "made", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    line = f"labkit compare {TINY} --ranks 3 --out made"
+    done = python("-m", *line.split(), cwd=tmp_path)
     for name in ("single", "naive-ddp", "ddp"):
         assert re.search(rf"{name} .*✓", done.stdout)
     assert "All equal" in done.stdout
@@ -69,10 +61,9 @@ def test_compare_holds_the_strategies_that_cut_layers_and_sequences(tmp_path: Pa
     """Weights, bytes held and bytes sent of tensor, sequence and context parallelism, and of a
     pipeline."""
     names = ["tensor", "sequence", "context", "pipeline"]
-    args = ["compare", *names, *TINY, "--ranks", "2", "--out", str(tmp_path)]
+    args = ["compare", *names, *TINY.split(), "--ranks", "2", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, args)
-    assert done.exit_code == 0, done.output
-    assert "All equal" in done.output
+    assert done.exit_code == 0 and "All equal" in done.output, done.output
     assert all(re.search(rf"^{name} .*✓", done.output, re.MULTILINE) for name in names)
 
 
@@ -80,10 +71,9 @@ def test_compare_holds_the_strategies_that_cut_layers_and_sequences(tmp_path: Pa
 @pytest.mark.parametrize("ranks", ["4", "8"])
 def test_compare_holds_three_dimensions(ranks: str, tmp_path: Path) -> None:
     """4 ranks are two stages of two, 8 have replicas, too."""
-    args = ["compare", "three-d", "--model", "tiny", "--steps", "3", "--rows", "8"]
-    done = CliRunner().invoke(app, [*args, "--ranks", ranks, "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "All equal" in done.output
+    options = f"--model tiny --steps 3 --rows 8 --ranks {ranks} --out {tmp_path}"
+    done = CliRunner().invoke(app, ["compare", "three-d", *options.split()])
+    assert done.exit_code == 0 and "All equal" in done.output, done.output
     assert re.search(r"^three-d .*✓", done.output, re.MULTILINE)
 
 
@@ -101,14 +91,14 @@ def test_a_pipeline_is_predicted_stage_by_stage() -> None:
 
 def test_schedule_prints_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "one.png"
-    args = ["1f1b", "--stages", "2", "--microbatches", "2", "--plot", str(picture)]
-    done = CliRunner().invoke(app, ["schedule", *args])
+    line = f"schedule 1f1b --stages 2 --microbatches 2 --plot {picture}"
+    done = CliRunner().invoke(app, line.split())
     assert done.exit_code == 0, done.output
     assert "stage 0  F0 F1 .. B0 .. B1\nstage 1  .. F0 B0 F1 B1\n" in done.output
     assert "9 forwards of a stage long, 33.3% of it idle" in done.output
     assert "at most: 2, 1." in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    found = CliRunner().invoke(app, ["schedule", "interleaved"]).output
+    found = command("schedule interleaved")
     assert "F0.1" in found and "15.8% of it idle" in found and "5.5, 4.5, 3.5, 2.5" in found
 
 
@@ -118,10 +108,8 @@ def test_compare_in_float32_and_with_the_users_text(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
-    options = [*TINY, "--dtype", "float32", "--text", "notes.txt", "--ranks", "2"]
-    done = CliRunner().invoke(app, ["compare", "ddp", *options])
-    assert done.exit_code == 0, done.output
-    assert "naive" not in done.output
+    line = f"compare ddp {TINY} --dtype float32 --text notes.txt --ranks 2"
+    assert "naive" not in command(line)
 
 
 class HalfSent(DDP):
@@ -152,56 +140,45 @@ def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return train(name, task)
 
     monkeypatch.setattr(compare, "train", train_with_fault)
-    args = ["compare", "ddp", "--ranks", "2", *TINY, "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, args)
-    assert done.exit_code == 1, done.output
-    assert "weights differ from single-process training" in done.output
+    shown = command(f"compare ddp --ranks 2 {TINY} --out {tmp_path}", 1)
+    assert "weights differ from single-process training" in shown
 
 
-def test_wrong_bytes_and_memory_are_told() -> None:
-    with World(1) as world:
-        report = world.run(train, "single", Task(model="tiny", steps=2, rows=2))[0]
+def test_wrong_bytes_and_memory_are_reported(worlds: Any) -> None:
+    report = worlds(1).run(train, "single", Task(model="tiny", steps=2, rows=2))[0]
     lie = type(report.predicted)(1, 2, 3, 4)
     liar = type(report)(**{**vars(report), "predicted": lie})
     problems = compare._judge([liar], report, Task(model="tiny", steps=2, rows=2), Trace()).problems
     assert [problem.split(":")[0] for problem in problems] == list(vars(lie))
 
 
-def test_a_nan_is_not_equal_wherever_it_stands() -> None:
+def test_a_nan_is_not_equal_wherever_it_stands(worlds: Any) -> None:
     task = Task(model="tiny", steps=2, rows=2)
-    with World(1) as world:
-        report = world.run(train, "single", task)[0]
+    report = worlds(1).run(train, "single", task)[0]
     for name in (next(iter(report.weights)), list(report.weights)[-1]):
         weights = report.weights | {name: torch.full_like(report.weights[name], torch.nan)}
         sick = dataclasses.replace(report, weights=weights)
-        assert any(
-            "weights differ" in one
-            for one in compare._judge([sick], report, task, Trace()).problems
-        )
+        assert "weights differ" in "; ".join(compare._judge([sick], report, task, Trace()).problems)
     sick = dataclasses.replace(report, losses=[report.losses[0], float("nan")])
-    assert any(
-        "losses differ" in one for one in compare._judge([sick], report, task, Trace()).problems
-    )
+    assert "losses differ" in "; ".join(compare._judge([sick], report, task, Trace()).problems)
 
 
 @pytest.mark.slow
 def test_a_run_is_recorded_and_viewed_under_torchrun_and_in_a_world_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torchrun, losses = ["torch.distributed.run", "--nproc-per-node", "2", "-m"], set()
-    for name, launcher, ranks in (("world", [], ["--ranks", "2"]), ("torchrun", torchrun, [])):
+    torchrun, losses = "torch.distributed.run --nproc-per-node 2 -m ", set()
+    for name, launcher, ranks in (("world", "", "--ranks 2"), ("torchrun", torchrun, "")):
         (folder := tmp_path / name).mkdir()
-        options = ["labkit", "run", "ddp", *TINY, *ranks, "--record", "mine"]
-        done = labkit(*launcher, *options, cwd=folder)
-        assert done.returncode == 0, done.stderr
+        line = f"{launcher}labkit run ddp {TINY} {ranks} --record mine"
+        done = python("-m", *line.split(), cwd=folder)
         losses |= set(re.findall(r"loss [\d.]+ -> [\d.]+", done.stdout))
         assert done.stdout.count("ddp on 2 ranks") == 1, "rank 0 speaks for both"
         trace = read_run(folder / "mine")
         assert trace.complete and sorted(trace.ranks) == [0, 1] and broken_laws(trace) == []
         assert trace.steps(detail=True) and len(trace.metrics) == 2 * len(trace.steps())
         monkeypatch.chdir(folder)
-        viewed = CliRunner().invoke(app, ["view", "mine", "--chrome", "trace.json"])
-        assert viewed.exit_code == 0 and "all_reduce" in viewed.output
+        assert "all_reduce" in command("view mine --chrome trace.json")
         for file in ("mine/timeline.png", "mine/memory.png", "trace.json"):
             assert (folder / file).stat().st_size > 1000
     assert len(losses) == 1
@@ -225,23 +202,18 @@ def test_doctor_writes_what_it_measured_as_a_cluster(
 
     monkeypatch.setattr(machine, "measure_machine", measured)
     path = tmp_path / "laptop.toml"
-    for options, ranks in ([], 4), (["--ranks", "2"], 2):  # the second over the first
-        done = CliRunner().invoke(app, ["doctor", "--cluster", str(path), *options])
-        assert done.exit_code == 0, done.output
-        said = " ".join(done.output.split())
+    for options, ranks in ("", 4), ("--ranks 2", 2):  # the second over the first
+        said = command(f"doctor --cluster {path} {options}")
         assert "82600.0 GFLOP/s" in said and "31.50 GB/s" in said and "30.0 us" in said
         assert 'read_clusters("' in said and 'laptop.toml")["here"]' in said.replace(" ", "")
         assert read_clusters(path) == {"here": measured(ranks)}
     assert asked == [4, 4, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("notes.toml", "hello", "is no file of clusters"),
-        ("notes.toml", "[devices.x]", "is no file of clusters"),
-        ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
-    ],
+@cases(
+    ("notes.toml", "hello", "is no file of clusters"),
+    ("notes.toml", "[devices.x]", "is no file of clusters"),
+    ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
 )
 def test_doctor_writes_over_nothing_of_ones_own(
     name: str, text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -249,17 +221,47 @@ def test_doctor_writes_over_nothing_of_ones_own(
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(text)
     monkeypatch.setattr(machine, "measure_machine", lambda ranks: pytest.fail("measured"))
-    done = CliRunner().invoke(app, ["doctor", "--cluster", name])
-    assert done.exit_code == 2, done.output
-    assert words in " ".join(done.output.split())
+    assert words in command(f"doctor --cluster {name}", 2)
     assert Path(name).read_text() == text
 
 
-@pytest.mark.parametrize("command", ["compare", "bench", "run", "doctor", "replay", "plan", "view"])
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    done = CliRunner().invoke(app, [command, "--help"])
-    assert done.exit_code == 0
-    assert f"labkit {command}" in done.output
+COMMANDS = ["compare", "bench", "run", "doctor", "replay", "plan", "view", "schedule", "nccl-log"]
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "bench collectives"])
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    examples = "NCCL_DEBUG" if name == "nccl-log" else f"labkit {name}"
+    assert f"Examples: {examples}" in command(f"{name} --help")
+
+
+def test_the_help_lists_the_commands_in_the_order_of_their_use() -> None:
+    lines = CliRunner().invoke(app, ["--help"]).output.splitlines()
+    commands = [match[1] for line in lines if (match := re.match(r"│ ([a-z][a-z-]*)  ", line))]
+    assert commands == [
+        "compare", "run", "doctor", "view", "replay", "schedule", "nccl-log", "plan", "bench",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
+        ("plan", ["Rows of one; powers of two", "Of each stage; powers of two", "GB (1e9 bytes)",
+                  "what holds how much", "Blocks compute forward twice", "where --cluster is",
+                  "Positions of a row"]),
+        ("replay", ["Computing as it was; only the wires", "on one cluster", "--cluster` writes"]),
+        ("doctor", ["of so many ranks; 4 if absent"]),
+        ("schedule", ["Pieces of the model a stage", "over time, as PNG"]),
+        ("bench transfers", ["Gigabits per second"]),
+    ],
+)  # fmt: skip
+def test_the_help_of_an_option_says_what_it_counts_and_in_which_unit(
+    command: str, words: list[str]
+) -> None:
+    wide = {"COLUMNS": "200", "TERMINAL_WIDTH": "200"}
+    text = CliRunner().invoke(app, [*command.split(), "--help"], env=wide).output
+    text = " ".join(text.replace("│", " ").split())
+    assert [part for part in words if part not in text] == []
 
 
 def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:
@@ -268,17 +270,14 @@ def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:
     own = tmp_path / "mine.toml"
     write_clusters(own, {"mine": dataclasses.replace(cluster("selene"), name="mine", nodes=1)})
     chrome = tmp_path / "replay.json"
-    asked = ["--clusters", str(own), "--on", "mine", "--chrome", str(chrome)]
-    done = CliRunner().invoke(app, ["replay", str(run), *asked])
-    assert done.exit_code == 0 and "mine" in done.output and (run / "replay-mine.png").exists()
+    shown = command(f"replay {run} --clusters {own} --on mine --chrome {chrome}")
+    assert "mine" in shown and (run / "replay-mine.png").exists()
     events = json.loads(chrome.read_text())["traceEvents"]
     assert any("all_reduce" in event["name"] for event in events)
-    done = CliRunner().invoke(app, ["replay", str(run)])
-    assert [name for name in known_clusters() if name not in done.output] == []
+    shown = command(f"replay {run}")
+    assert [name for name in known_clusters() if name not in shown] == []
     assert len(list(run.glob("replay-*.png"))) == 1 + len(known_clusters())
-    done = CliRunner().invoke(app, ["replay", str(run), "--measured"])
-    assert done.exit_code == 2
-    assert "no step of this trace was timed" in " ".join(done.output.split())
+    assert "no step of this trace was timed" in command(f"replay {run} --measured", 2)
 
 
 def two_steps() -> None:

@@ -1,16 +1,14 @@
-"""Command lines with bad values: each is refused in one sentence, with status 2, before any work;
-what users write in names, texts and errors is printed as it is."""
+"""Bad command lines are refused in one sentence before any work; texts are printed as given."""
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from command import command, python
 from labkit import compare, training, write_run
 from labkit.bench import machine, precision, transfers
 from labkit.cli import app
@@ -20,7 +18,6 @@ from labkit.foreign import literal, markup, plain
 from labkit.replaying.planning import ranking
 from labkit.runtime.errors import RankError
 from labkit.runtime.ranks import Ranks
-from places import ROOT
 from traces import sample_trace
 
 PLAN = "plan --model gpt3-175b --cluster selene --gpus 64 --batch 64"
@@ -44,15 +41,15 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "run ddp --text /nowhere": "there is no such file",
     "schedule nosuch": "schedule 'nosuch': there are naive, gpipe",
     "replay RUN --on nosuch": "no cluster 'nosuch'; there are h200-node",
-    "nccl-log --example nope": "no example 'nope'",
-    "plan --model nope --cluster selene --batch 8": "nope",
+    "nccl-log --example nope": "no example 'nope'; there are",
+    "plan --model nope --cluster selene --batch 8": "no model 'nope'; there are megatron-1.7b",
     "plan --model gpt3-175b --cluster nope --batch 8": "no cluster 'nope'",
-    "bench data-parallel --only nope": "no strategy 'nope' is timed; choose of ddp, zero-1, zero-2",
+    "bench data-parallel --only nope": "no strategy 'nope' is timed; choose from ddp, zero-1",
     "bench data-parallel --transport nope": "transport='nope'",
-    "bench tensor-parallel --models nope": "no model 'nope'; choose of tiny, 1M, 3.4M",
-    "bench pipeline --models nope": "no model 'nope'; choose of tiny, 1M, 3.4M",
-    "bench pipeline --only nope": "no schedule 'nope' is timed; choose of gpipe, 1f1b",
-    "bench precision --only nope": "no case 'nope' is timed; choose of fp32",
+    "bench tensor-parallel --models nope": "no model 'nope'; choose from tiny, 1M, 3.4M",
+    "bench pipeline --models nope": "no model 'nope'; choose from tiny, 1M, 3.4M",
+    "bench pipeline --only nope": "no schedule 'nope' is timed; choose from gpipe, 1f1b",
+    "bench precision --only nope": "no case 'nope' is timed; choose from fp32",
     "bench collectives --ops nope": "'nope' is no operation; choose from all_reduce",
     "bench collectives --algorithms nope": "'nope' is no algorithm of these operations; choose",
     "bench collectives --ops broadcast --algorithms ring": "'ring' is no algorithm of these",
@@ -60,8 +57,8 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "bench collectives --redop nope": "'nope' is no reduction; choose from sum, min, max, product",
     "bench transfers --to int8": "to='int8'",
     # files that are not there, or something else
-    "view /nowhere": "there is no run folder",
-    "view HERE": "is not a labkit run",
+    "view /nowhere": "there is no run folder /nowhere",
+    "view HERE": "is not a labkit run: it has no run.json",
     "replay /nowhere": "there is no run folder",
     "replay RUN --clusters /nowhere": "/nowhere",
     "replay RUN --clusters HERE": "is not a regular file",
@@ -83,18 +80,20 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "run ddp --seed -1": limit(0),
     "compare ddp --lr nan": "lr=nan",
     "view RUN --step x": "valid int",
-    "view RUN --step 99": "no step 99",
+    "view RUN --step 99": "no step 99 in this trace; it has 0 to 2",
     "schedule 1f1b --stages 0": limit(1, 256),
     "schedule 1f1b --microbatches -1": limit(1),
     "doctor --cluster x.toml --ranks 0": limit(1),
     "doctor --ranks 3": "--ranks goes with --cluster",
     f"{PLAN} --tp 0": "tp=0",
-    f"{PLAN} --tp x": "--tp 'x': give whole numbers",
+    f"{PLAN} --tp x": "--tp 'x': give whole numbers, as --tp 4,8",
+    f"{PLAN} --tp 5": "96 heads do not divide by 5",
     f"{PLAN} --tp ,": "tp has no numbers",
     f"{PLAN} --microbatch 0": "microbatch=0",
     f"{PLAN} --top 0": limit(1),
     f"{PLAN} --max-memory nan": "max_memory_bytes=nan",
     f"{PLAN} --max-memory -1": "take more than 0",
+    f"{PLAN} --max-memory 500": "NVIDIA A100 SXM4 80 GB has 8e+10",
     "plan --model gpt3-175b --cluster selene --batch 0": limit(1),
     "bench data-parallel --turns 0": limit(3),
     "bench replay --turns 0": limit(3),
@@ -165,6 +164,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "bench collectives --fit --dtype int32": "a table is fitted to float32",
     "bench collectives --fit --ops gather": "a table chooses for all_reduce",
     "replay RUN --chrome x.json": "name its cluster by --on",
+    "replay RUN --on selene --on selene --chrome x.json": "--chrome writes one replay",
 }
 
 # Each option that names a file to write, without its value; pictures have a suffix.
@@ -208,11 +208,10 @@ def before_work() -> None:
 
 def refusal(line: str, run_folder: Path, here: Path) -> str:
     """What the command prints, in one line; it must have ended with status 2."""
-    words = [x.replace("RUN", str(run_folder)).replace("HERE", str(here)) for x in line.split()]
-    done = CliRunner().invoke(app, words, env={"COLUMNS": "1000"})
-    assert done.exit_code == 2, (done.output, done.exception)
-    assert "Traceback" not in done.output
-    return " ".join(done.output.replace("│", " ").split())  # typer's own stand in a box
+    line = line.replace("RUN", str(run_folder)).replace("HERE", str(here))
+    shown = command(line, 2, env={"COLUMNS": "1000"})
+    assert "Traceback" not in shown
+    return shown
 
 
 @pytest.mark.parametrize("line", REFUSED)
@@ -225,6 +224,15 @@ def test_a_bad_value_is_refused_in_one_sentence(
     said, expected = refusal(line, run_folder, tmp_path), REFUSED[line]
     assert expected in said if isinstance(expected, str) else expected.search(said), said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_is_refused_before_what_replays_steps_is_imported() -> None:
+    program = """import sys; from labkit.cli import main
+try: main()
+finally: print([name for name in sys.modules if name.endswith((".ranking", ".layers"))])"""
+    for asked in ("--fits --largest", "--tp x"):
+        done = python("-c", program, *f"{PLAN} {asked}".split(), status=2)
+        assert done.stdout.splitlines()[-1] == "[]", done.stdout
 
 
 @pytest.mark.parametrize("line", [*JSON_OUTPUTS, *PICTURES])
@@ -282,9 +290,6 @@ def test_nccl_log_draws_through_no_link(tmp_path: Path, monkeypatch: pytest.Monk
     assert outside.read_text() == "mine"
 
 
-# ---- what ranks refuse
-
-
 def test_what_ranks_refuse_by_a_value_error_is_its_sentence_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,9 +310,8 @@ def test_any_other_error_of_ranks_keeps_its_traceback(monkeypatch: pytest.Monkey
         raise KeyError("a fault of labkit")
 
     monkeypatch.setattr(training, "train", fail)
-    done = CliRunner().invoke(app, ["run", "ddp", "--ranks", "2", "--model", "tiny"])
-    assert done.exit_code == 2
-    assert "Traceback" in done.output and "a fault of labkit" in done.output
+    shown = command("run ddp --ranks 2 --model tiny", 2)
+    assert "Traceback" in shown and "a fault of labkit" in shown
 
 
 def test_errors_that_differ_between_ranks_are_all_shown() -> None:
@@ -329,9 +333,6 @@ def test_an_error_of_a_world_that_is_no_user_s_is_not_hidden(
     monkeypatch.setattr(ranking, "plan", works)
     done = CliRunner().invoke(app, PLAN.split())
     assert isinstance(done.exception, RuntimeError) and "a fault" in str(done.exception)
-
-
-# ---- texts of users
 
 
 @pytest.mark.parametrize(
@@ -370,10 +371,9 @@ def test_problems_of_a_cluster_file_are_printed_as_they_are(
         '[[clusters."[/x]".levels]]\ndevices = 1\nports = 1\n'
         'bytes_per_s = [1e9, "a guess"]\nlatency_s = [0, "a guess"]\n'
     )
-    args = ["replay", str(run_folder), "--clusters", str(tmp_path / "mine.toml"), "--on", "[/x]"]
-    done = CliRunner().invoke(app, [*args, "--on", "selene", "--measured"], env={"COLUMNS": "1000"})
-    assert done.exit_code == 0, done.output
-    assert "not on [/x]: 2 ranks are to run on [nope]\\x1b[31m" in done.output
+    options = f"--clusters {tmp_path}/mine.toml --on [/x] --on selene --measured"
+    shown = command(f"replay {run_folder} {options}", env={"COLUMNS": "1000"})
+    assert "not on [/x]: 2 ranks are to run on [nope]\\x1b[31m" in shown
 
 
 def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> None:
@@ -383,16 +383,9 @@ def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> N
     assert literal("$a$\x1b\nb") == "\\$a\\$\\x1b b"
 
 
-# ---- the real command
-
-
 def test_the_real_command_ends_with_status_2_and_one_line(tmp_path: Path) -> None:
-    root = str(ROOT)
-    env = os.environ | {"PYTHONPATH": root, "COLUMNS": "1000", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "labkit", "bench", "collectives", "--save", "/nope/x"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr) == (2, "")
+    line = "labkit bench collectives --save /nope/x"
+    done = python("-m", *line.split(), status=2, timeout=300, cwd=tmp_path)
+    assert done.stderr == ""
     assert done.stdout.startswith("labkit: /nope/x cannot be written: there is no folder /nope")
     assert done.stdout.count("\n") == 1

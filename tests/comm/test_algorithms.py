@@ -1,8 +1,4 @@
-"""Every algorithm of labkit/comm/collectives: results, bytes, costs.
-
-Most run on simulated ranks in this process (algorithm_cases.py), so many cases cost little, and
-nothing is left to chance. A few run on real ranks at the end.
-"""
+"""Every algorithm of labkit/comm/collectives: results, bytes, costs; mostly on simulated ranks."""
 
 from collections.abc import Callable
 
@@ -32,8 +28,6 @@ from labkit.runtime.transports.wire import nodes_of
 from timed_wire import TimedMailbox
 from worlds import on_each_rank
 
-# --- results and bytes -------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
 def test_every_algorithm_equals_plain_computation(collective: str, name: str) -> None:
@@ -48,12 +42,11 @@ def test_every_algorithm_equals_plain_computation(collective: str, name: str) ->
 def test_every_dtype_and_reduction(collective: str, name: str) -> None:
     reduces = "reduce" in collective
     for n in filter(lambda n: serves(collective, name, n), (2, 3, 4, 7)):
+        sizes = sizes_for(collective, name, n, 23)
         for dtype in DTYPES:
             for op in ops_of(dtype) if reduces else ["sum"]:
                 if op != "mean" or collective == "all_reduce":  # else the back divides
-                    Case(
-                        collective, name, sizes_for(collective, name, n, 23), n - 1, dtype, op
-                    ).check()
+                    Case(collective, name, sizes, n - 1, dtype, op).check()
 
 
 @pytest.mark.parametrize(
@@ -87,14 +80,9 @@ def test_hierarchical_on_nodes_of_every_size() -> None:
         Case("all_reduce", "hierarchical", chunk_sizes(29, n), nodes=odd_nodes).check()
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "PIECE_BYTES", 12)  # three float32
-
-
-@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("collective", "name"), EVERY)
-def test_in_many_pieces(collective: str, name: str) -> None:
+def test_in_many_pieces(collective: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "PIECE_BYTES", 12)  # three float32
     assert steps.piece_count(100) == 9
     for n in filter(lambda n: serves(collective, name, n), RANKS):
         for late in (False, True):
@@ -108,9 +96,6 @@ def test_in_many_pieces(collective: str, name: str) -> None:
 def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str) -> None:
     for n in RANKS:
         same_bits(name, op, n)
-
-
-# --- formulas ----------------------------------------------------------------------------------
 
 
 def test_every_algorithm_has_its_bytes_and_its_cost() -> None:
@@ -199,18 +184,12 @@ def timed(case: Case, alpha_s: float, beta_s_per_byte: float) -> float:
 def test_large_messages_want_rings_and_small_ones_trees() -> None:
     """The reason for having several: alpha = 20 us, beta = 1 ns (1 GB/s), 64 ranks."""
 
-    def best(nbytes: int) -> str:
-        seconds = {
-            name: cost("all_reduce", name, 64, nbytes).seconds(20e-6, 1e-9)
-            for name in costs.COSTS["all_reduce"]
-        }
-        return min(seconds, key=seconds.__getitem__)
+    def seconds(name: str, nbytes: int) -> float:
+        return cost("all_reduce", name, 64, nbytes).seconds(20e-6, 1e-9)
 
-    assert best(1000) == "recursive_doubling"
-    assert best(1 << 20) == "halving_doubling"
-    tree = cost("all_reduce", "tree", 64, 1 << 30).seconds(20e-6, 1e-9)
-    ring = cost("all_reduce", "ring", 64, 1 << 30).seconds(20e-6, 1e-9)
-    double_tree = cost("all_reduce", "double_tree", 64, 1 << 30).seconds(20e-6, 1e-9)
+    for nbytes, best in ((1000, "recursive_doubling"), (1 << 20, "halving_doubling")):
+        assert min(costs.COSTS["all_reduce"], key=lambda name: seconds(name, nbytes)) == best
+    tree, ring, double_tree = (seconds(name, 1 << 30) for name in ("tree", "ring", "double_tree"))
     assert ring < tree / 5 and double_tree < 1.2 * ring
 
 
@@ -240,9 +219,6 @@ def test_nodes_are_as_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nodes_of([1, 2, 3]) == [[0], [1, 2]], "a group counts its own ranks"
 
 
-# --- on real ranks -------------------------------------------------------------------------------
-
-
 def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
     """Each by its name, on tensors with gaps; and the events say what ran and what it sent."""
     n, rank, ran = comm.size, comm.rank, set()
@@ -270,12 +246,11 @@ def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
             everyone = reduced([given(r, 29) for r in range(n)], "mean")
             assert torch.equal(gaps, everyone if rank == n - 1 else given(rank, 29))
         for name in ("flat", "tree"):
-            at_root = rank == 1
-            outs = [torch.zeros(3, n)[:, 0] for _ in range(n)] if at_root else None
+            outs = [torch.zeros(3, n)[:, 0] for _ in range(n)] if rank == 1 else None
             comm.gather(given(rank, 3), outs, 1, algorithm=name)
             assert all(torch.equal(out, given(r, 3)) for r, out in enumerate(outs or ()))
-            comm.scatter(gaps[:3], [given(r, 3) for r in range(n)] if at_root else None, 1,
-                         algorithm=name)  # fmt: skip
+            ins = [given(r, 3) for r in range(n)] if rank == 1 else None
+            comm.scatter(gaps[:3], ins, 1, algorithm=name)
             assert torch.equal(gaps[:3], given(rank, 3))
         for name in ALGORITHMS["all_gather"]:
             if serves("all_gather", name, n):
@@ -302,7 +277,6 @@ def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatc
 
 @on_each_rank("world4")
 def test_long_tensors_over_trees_and_chains() -> None:
-    """Several pieces, over real wires."""
     comm = Comm()
     numel = 1_000_001
     for name in ("double_tree", "halving_doubling", "ring", "hierarchical"):

@@ -1,16 +1,12 @@
-"""The door on real ranks: results, bytes, events, what can go wrong, and what users do to it.
-
-The operations themselves are in comm_contract.py; each world here runs all of them.
-"""
+"""The communicator on real ranks: results, bytes, events, errors. See comm_contract.py, too."""
 
 import inspect
-import os
-import subprocess
+import re
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,15 +27,14 @@ from comm_contract import (
     given,
     reduced,
 )
+from command import python
 from labkit import Comm, CommEvent, Link, RankError, World, attach, listen
 from labkit.comm import CommError, here
 from labkit.runtime.transports.wire import Wire
-from places import ROOT
+from tables import cases, raises
 from worlds import on_each_rank, world_fixture
 
 FILE = Path(__file__).name
-
-
 KINDS = [(n, transport) for transport in ("shm", "gloo") for n in (1, 2, 3, 4)]
 SLOW = [(2, "gloo"), (4, "gloo")]  # tests/comm/test_algorithms.py has what they send, at all sizes
 
@@ -62,9 +57,6 @@ def strictly(function: Callable[..., Any], *args: Any) -> Any:
         return function(Comm(), *args)
 
 
-# --- results -----------------------------------------------------------------------------------
-
-
 def test_every_operation_equals_plain_computation(world: World) -> None:
     world.run(strictly, check)
 
@@ -74,19 +66,22 @@ def test_every_operation_reduction_dtype_and_size_with_each_other(world: World) 
     world.run(strictly, check_thoroughly)
 
 
-def test_the_same_without_comparing_ranks() -> None:
-    with World(2, check=False) as world:
-        world.run(strictly, check)
+FAST = Link(gbps=1000, latency_us=1)
 
 
-@pytest.mark.parametrize("size", (2, pytest.param(3, marks=pytest.mark.slow)))
-def test_the_same_over_a_modelled_wire(size: int) -> None:
-    with World(size, link=Link(gbps=1000, latency_us=1)) as world:
+@cases(
+    (2, {"check": False}),
+    (2, {"link": FAST}),
+    pytest.param(3, {"link": FAST}, marks=pytest.mark.slow),
+    ids=["without comparing ranks", "modelled wire, 2 ranks", "modelled wire, 3 ranks"],
+)
+def test_the_same_with_options(size: int, options: dict[str, Any]) -> None:
+    with World(size, **options) as world:
         world.run(strictly, check)
 
 
 @pytest.mark.parametrize("transport", ("shm", "gloo"))
-def test_the_same_in_subgroups_at_once(transport: str) -> None:
+def test_the_same_in_subgroups_at_once(worlds: Callable[..., World], transport: str) -> None:
     def in_halves() -> tuple[int, int, tuple[int, ...]]:
         comm = Comm()
         halves = [comm.subgroup([2, 0]), comm.subgroup([1, 3])]
@@ -99,8 +94,7 @@ def test_the_same_in_subgroups_at_once(transport: str) -> None:
         return mine.rank, mine.size, mine.ranks
 
     members = [(0, 2, (0, 2)), (0, 2, (1, 3)), (1, 2, (0, 2)), (1, 2, (1, 3))]
-    with World(4, transport=transport) as world:
-        assert world.run(in_halves) == members
+    assert worlds(4, transport=transport).run(in_halves) == members
 
 
 @on_each_rank("world2")
@@ -130,29 +124,25 @@ def test_what_was_given_is_not_written_and_no_gradient_appears() -> None:
     assert not out.requires_grad
 
 
-# --- bytes -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("numel", (0, 1, 2, 7, 1000, 1001))
 def test_bytes_of_every_operation_follow_the_formulas(world: World, numel: int) -> None:
     check_bytes(world.run(lambda: events_of(Comm(), numel)), numel)
 
 
 @pytest.mark.parametrize("transport", ("shm", "gloo"))
-def test_bytes_in_a_subgroup_count_its_ranks(transport: str) -> None:
+def test_bytes_in_a_subgroup_count_its_ranks(worlds: Callable[..., World], transport: str) -> None:
     def events() -> Any:
         subgroup = Comm().subgroup([0, 2, 3])
         return subgroup and events_of(subgroup, 1001)
 
-    with World(4, transport=transport) as world:
-        ranks = [found for found in world.run(events) if found]
+    ranks = [found for found in worlds(4, transport=transport).run(events) if found]
     check_bytes(ranks, 1001)
     assert {event.ranks for events in ranks for event in events.values()} == {(0, 2, 3)}
 
 
 def test_bytes_over_a_modelled_wire_and_without_check_are_the_same() -> None:
     for options in ({"link": Link(gbps=1000)}, {"backend": "gloo", "check": False}):
-        with World(3, **options) as world:  # type: ignore[arg-type]
+        with World(3, **options) as world:
             check_bytes(world.run(lambda: events_of(Comm(), 1001)), 1001)
 
 
@@ -160,16 +150,11 @@ def test_bytes_over_a_modelled_wire_and_without_check_are_the_same() -> None:
 def test_the_kernel_counts_the_bytes_that_the_formulas_say() -> None:
     """Independent of our own counting. gloo's reduce-scatter would move 1.5 S for each rank."""
     with World(4, backend="gloo") as world:
-        check_kernel_bytes(world, "reduce_scatter")
-        check_kernel_bytes(world, "all_gather")
-        check_kernel_bytes(world, "all_reduce")
-
-
-# --- events ------------------------------------------------------------------------------------
+        for collective in ("reduce_scatter", "all_gather", "all_reduce"):
+            check_kernel_bytes(world, collective)
 
 
 def many_events(comm: Comm) -> list[CommEvent]:
-    """Collectives and messages, blocking and not, many in flight at once."""
     with listen() as events:
         events_of(comm, 1001)
         comm_contract.all_to_all(comm)
@@ -200,23 +185,21 @@ def test_times_of_an_event_are_in_order(recorded: list[list[CommEvent]]) -> None
 
 
 def test_numbers_are_equal_on_all_ranks(recorded: list[list[CommEvent]]) -> None:
-    def collectives(events: list[CommEvent]) -> list[tuple[int, str, str]]:
-        return [(e.seq, e.op, e.dtype) for e in events if e.op not in ("send", "recv")]
-
-    assert all(collectives(events) == collectives(recorded[0]) for events in recorded)
-    numbers = [seq for seq, *_ in collectives(recorded[0])]
+    collectives = [
+        [(e.seq, e.op, e.dtype) for e in events if e.op not in ("send", "recv")]
+        for events in recorded
+    ]
+    assert all(of_rank == collectives[0] for of_rank in collectives)
+    numbers = [seq for seq, *_ in collectives[0]]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 def test_every_message_sent_is_the_one_received(recorded: list[list[CommEvent]]) -> None:
     def messages(op: str) -> set[tuple[Any, ...]]:
+        of_op = [e for events in recorded for e in events if e.op == op]
         return {
-            (e.rank, e.peer, e.tag, e.seq, e.dtype)
-            if op == "send"
-            else (e.peer, e.rank, e.tag, e.seq, e.dtype)
-            for events in recorded
-            for e in events
-            if e.op == op
+            (*((e.rank, e.peer) if op == "send" else (e.peer, e.rank)), e.tag, e.seq, e.dtype)
+            for e in of_op
         }
 
     assert messages("send") == messages("recv") != set()
@@ -227,11 +210,7 @@ def test_events_say_what_was_called(world: World) -> None:
         comm = Comm()
         with listen() as events:
             comm.all_reduce(torch.ones(2, 3, dtype=torch.bfloat16), "max")
-            handle = comm.broadcast(
-                torch.ones((), dtype=torch.int64), src=comm.size - 1, async_op=True
-            )
-            assert handle is not None
-            handle.wait()
+            comm.broadcast(torch.ones(()).long(), src=comm.size - 1, async_op=True).wait()
         return events
 
     for rank, (first, second) in enumerate(world.run(call)):
@@ -246,7 +225,7 @@ def test_the_source_is_the_line_of_the_caller(world2: World) -> None:
     def call() -> tuple[list[str], int]:
         comm = Comm()
         with listen() as events:
-            line = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+            line = inspect.currentframe().f_lineno
             comm.all_reduce(torch.ones(3))
             comm.reduce_scatter_tensor(torch.ones(1), torch.ones(2))
             comm.all_gather_object("x")
@@ -262,38 +241,31 @@ def test_the_source_is_the_line_of_the_caller(world2: World) -> None:
 
 
 def test_the_source_inside_a_strategy_names_the_users_line_too(world2: World) -> None:
-    from labkit.parallel.common.agreement import broadcast_tensors
+    from labkit.parallel.common.ownership import broadcast_tensors
 
     def call() -> tuple[str, int]:
         with listen() as events:
-            line = inspect.currentframe().f_lineno  # type: ignore[union-attr]
+            line = inspect.currentframe().f_lineno
             broadcast_tensors([torch.ones(3)], Comm())
         return events[0].source, line
 
     for source, line in world2.run(call):
-        assert source.startswith("agreement.py:")
+        assert source.startswith("ownership.py:")
         assert source.endswith(f"broadcast_tensors, from {FILE}:{line + 1} in call")
 
 
 def test_an_operation_that_cannot_even_begin_is_a_comm_error() -> None:
-    def on_a_broken_pair() -> list[str]:
-        comm, said = Comm(), []
-        gone = RuntimeError("Connection closed by peer\nand much more")
-        for noted in (False, True):
-            with (
-                patch.object(Wire, "isend", side_effect=gone),
-                listen() if noted else nullcontext(),
-                pytest.raises(CommError) as raised,
-            ):
-                comm.send(torch.ones(3), 1 - comm.rank)
-            said.append(str(raised.value))
-        return said
+    gone = RuntimeError("Connection closed by peer\nand much more")
+
+    def on_a_broken_pair(noted: bool) -> str:
+        comm = Comm()
+        with patch.object(Wire, "isend", side_effect=gone), listen() if noted else nullcontext():
+            return str(raises("", comm.send, torch.ones(3), 1 - comm.rank, error=CommError))
 
     for checked in (False, True):
         with World(2, backend="gloo", check=checked) as world:
-            for plain, noted in world.run(on_a_broken_pair):
-                assert plain.startswith("send") and plain.endswith(": Connection closed by peer")
-                assert noted.startswith("send") and noted.endswith(": Connection closed by peer")
+            for told in (*world.run(on_a_broken_pair, False), *world.run(on_a_broken_pair, True)):
+                assert told.startswith("send") and told.endswith(": Connection closed by peer")
 
 
 @on_each_rank("world2")
@@ -310,7 +282,6 @@ def test_listening_nests_and_ends() -> None:
             handle = comm.all_reduce(x, async_op=True)
         comm.all_reduce(x)
     comm.all_reduce(x)
-    assert handle is not None
     handle.wait()  # nobody listens any more, but the event has its end
     assert outer[1] is inner[0] and broken == [inner[1]] and inner[2].wait_ended_s > 0
     assert [len(outer), len(inner), len(broken)] == [5, 3, 1] and len(here.listeners) == 0
@@ -338,7 +309,6 @@ def test_torchs_own_operations_are_not_events_and_disturb_none() -> None:
             receives = [dist.irecv(arriving[0], peer), comm.irecv(arriving[1], peer)]
             plain = dist.isend(given(comm.rank, 100, salt=200 + k), peer)  # tag 0, as ours
             comm.send(given(comm.rank, 100, salt=300 + k), peer)
-            assert handle is not None
             for one in (work, plain, *receives, handle):
                 one.wait()
             for got, salt in ((ours, k), (theirs, 100 + k)):
@@ -350,51 +320,45 @@ def test_torchs_own_operations_are_not_events_and_disturb_none() -> None:
     assert len(events) == 15
 
 
-# --- what users do to it -----------------------------------------------------------------------
-
-
 @on_each_rank("world2")
 def test_all_comms_of_a_group_share_its_numbers() -> None:
-    x = torch.ones(3)
-    if attach().rank == 0:
-        first, second = Comm(), Comm(dist.group.WORLD)
-        for comm in (first, second, first, Comm(), second):
-            comm.all_reduce(x)
-    else:
-        comm = Comm()
-        for _ in range(5):
-            comm.all_reduce(x)
+    x, first = torch.ones(3), Comm()
+    comms = [first] * 5
+    if first.rank == 0:
+        second = Comm(dist.group.WORLD)
+        comms = [first, second, first, Comm(), second]
+    for comm in comms:
+        comm.all_reduce(x)
     assert x.tolist() == [32.0] * 3
+
+
+def in_threads(
+    target: Callable[[Any], Any], values: Iterable[Any], meanwhile: Callable[[], Any] = lambda: None
+) -> None:
+    """`target(value)` in a thread for each value, beside `meanwhile`; raises the first error."""
+    with ThreadPoolExecutor(len(values := list(values))) as pool:
+        running = [pool.submit(target, value) for value in values]
+        meanwhile()
+    for one in running:
+        one.result()
 
 
 @on_each_rank("world2")
 def test_two_threads_in_two_groups_at_once() -> None:
     comm = Comm()
+
+    def use(group: Comm) -> None:
+        for part in (comm_contract.in_flight, comm_contract.point_to_point) * 2:
+            part(group)
+
     groups = [comm.subgroup([0, 1]) for _ in range(2)]
-    errors: list[BaseException] = []
-
-    def use(group: Comm | None) -> None:
-        try:
-            assert group is not None
-            for part in (comm_contract.in_flight, comm_contract.point_to_point) * 2:
-                part(group)
-        except BaseException as error:
-            errors.append(error)
-
-    running = [threading.Thread(target=use, args=(group,)) for group in groups]
-    for thread in running:
-        thread.start()
-    comm_contract.in_flight(comm)
-    for thread in running:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(use, groups, lambda: comm_contract.in_flight(comm))
 
 
 @on_each_rank("world2")
 def test_threads_share_a_comm_for_messages_of_different_tags() -> None:
     comm = Comm()
-    peer, wrong = 1 - comm.rank, []
+    peer = 1 - comm.rank
 
     def exchange(tag: int) -> None:
         for k in range(30):
@@ -402,16 +366,11 @@ def test_threads_share_a_comm_for_messages_of_different_tags() -> None:
             receive = comm.irecv(arriving, peer, tag)
             comm.send(given(comm.rank, 100, salt=100 * tag + k), peer, tag)
             receive.wait()
-            if not torch.equal(arriving, given(peer, 100, salt=100 * tag + k)):
-                wrong.append((tag, k))
+            assert torch.equal(arriving, given(peer, 100, salt=100 * tag + k)), (tag, k)
 
-    running = [threading.Thread(target=exchange, args=(tag,)) for tag in range(4)]
     with listen() as events:
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join()
-    assert not wrong and len(events) == 240
+        in_threads(exchange, range(4))
+    assert len(events) == 240
     for op in ("send", "recv"):
         numbers = {(event.tag, event.seq) for event in events if event.op == op}
         assert len(numbers) == 120
@@ -421,9 +380,7 @@ def test_threads_share_a_comm_for_messages_of_different_tags() -> None:
 def test_hundreds_of_operations_in_flight() -> None:
     comm = Comm()
     xs = [given(comm.rank, 11, salt=k) for k in range(200)]
-    handles = [comm.all_reduce(x, async_op=True) for x in xs]
-    for handle in reversed(handles):
-        assert handle is not None
+    for handle in reversed([comm.all_reduce(x, async_op=True) for x in xs]):
         handle.wait()
     for k, x in enumerate(xs):
         assert torch.equal(x, reduced([given(r, 11, salt=k) for r in range(2)], "sum"))
@@ -452,12 +409,9 @@ def test_groups_come_and_go_and_leave_nothing_behind(tmp_path: Path) -> None:
             first(x := torch.ones(k + 1))
             assert x.sum() == (k + 1) * (2 if k % 2 else 1)
             half = comm.subgroup([0, 1])
-            assert half is not None
-            handle = half.all_reduce(torch.ones(k + 1), async_op=True)
-            assert handle is not None
-            handle.wait()
+            half.all_reduce(torch.ones(k + 1), async_op=True).wait()
             name = repr(comm)
-            del comm, half, first, handle
+            del comm, half, first
             dist.destroy_process_group()
         while sockets_and_threads() != before:  # threads end a moment later
             time.sleep(0.01)
@@ -471,14 +425,11 @@ def test_groups_come_and_go_and_leave_nothing_behind(tmp_path: Path) -> None:
 
 @on_each_rank("world2")
 def test_a_handle_keeps_what_it_needs() -> None:
-    """Nobody else keeps the tensors, nor the Comm."""
     kept = torch.zeros(1000, 2)
     handle = Comm().all_reduce(kept[:, 0], async_op=True)
     handles = [Comm().all_reduce(torch.ones(50_000), async_op=True) for _ in range(10)]
     torch.ones(1_000_000)
-    assert handle is not None
     for one in (handle, *handles):
-        assert one is not None
         one.wait()
     assert float(kept.sum()) == 0.0
 
@@ -489,31 +440,20 @@ def test_a_subgroup_gives_up_when_the_world_does() -> None:
 
     def alone() -> None:
         both = Comm().subgroup([0, 1])
-        assert both is not None
-        if both.rank == 0:
-            both.all_reduce(torch.ones(3))
-        else:
-            time.sleep(1000)
+        both.all_reduce(torch.ones(3)) if both.rank == 0 else time.sleep(1000)
 
-    told = pytest.raises(RankError, match="(?s)rank 0.*all_reduce")
-    with World(2, timeout_s=1, check=False) as world, told:
-        world.run(alone)
+    with World(2, timeout_s=1, check=False) as world:
+        raises("(?s)rank 0.*all_reduce", world.run, alone, error=RankError)
 
 
-# --- what is refused ---------------------------------------------------------------------------
-
-
-def refused(calls: dict[str, Callable[[Comm], Any]]) -> dict[str, str]:
-    """The error message of each call; nothing has moved."""
-    comm, messages = Comm(), {}
+def check_refused(calls: dict[str, Callable[[Comm], Any]]) -> None:
+    """Each call raises an error with these words; nothing has moved."""
+    comm = Comm()
     with listen() as events:
-        for name, call in calls.items():
-            with pytest.raises((ValueError, TypeError)) as raised:
-                call(comm)
-            messages[name] = str(raised.value)
+        for words, call in calls.items():
+            raises(re.escape(words), call, comm, error=(ValueError, TypeError))
     assert not events
     comm.barrier()  # the communicator works as before
-    return messages
 
 
 def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
@@ -594,100 +534,88 @@ def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
             ),
         }
 
-    for messages in world2.run(lambda: refused(calls | of_roots(Comm().rank))):
-        for words, text in messages.items():
-            assert words in text, text
+    world2.run(lambda: check_refused(calls | of_roots(Comm().rank)))
 
 
 def test_a_communicator_needs_ranks_and_membership(world2: World) -> None:
-    with pytest.raises(RuntimeError, match="not a rank yet. Run the function with World"):
-        Comm()
+    raises("not a rank yet. Run the function with World", Comm, error=RuntimeError)
 
-    def outside() -> tuple[str, bool]:
+    def outside() -> bool:
         comm = Comm()
         group = dist.new_group([0])
-        if comm.rank == 0:
-            return "", comm.subgroup([1]) is None
-        with pytest.raises(ValueError) as raised:
-            Comm(group)
-        return str(raised.value), comm.subgroup([1]) is None
+        if comm.rank == 1:
+            raises("this rank is not a member of the group", Comm, group)
+        return comm.subgroup([1]) is None
 
-    (_, member), (text, other) = world2.run(outside)
-    assert "this rank is not a member of the group" in text
-    assert member and not other
+    assert world2.run(outside) == [True, False]
 
 
-def test_a_subgroup_has_no_subgroups(world4: World) -> None:
+@on_each_rank("world4")
+def test_a_subgroup_has_no_subgroups() -> None:
     """torch would need the ranks outside, and hang."""
-
-    def nested() -> str:
-        half = Comm().subgroup([0, 1])
-        if half is None:
-            return ""
-        with pytest.raises(ValueError) as raised:
-            half.subgroup([0])
-        return str(raised.value)
-
-    assert "has 2 of 4 ranks; call it on the Comm of all ranks" in world4.run(nested)[0]
+    comm = Comm()
+    half = comm.subgroup([0, 1])
+    assert (half is not None) == (comm.rank < 2)
+    if half is not None:
+        raises("has 2 of 4 ranks; call it on the Comm of all ranks", half.subgroup, [0])
 
 
 def sized(comm: Comm, times: int = 1) -> torch.Tensor:
-    """2 elements on rank 0, 3 on rank 1."""
     return torch.ones(times * (2 + comm.rank))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda comm: comm.all_reduce(torch.ones(2 + comm.rank)),
-        lambda comm: comm.all_reduce(torch.ones(2, dtype=(torch.int64, torch.float32)[comm.rank])),
-        lambda comm: comm.all_reduce(torch.ones(2), ("sum", "max")[comm.rank]),
-        lambda comm: comm.broadcast(torch.ones(2), src=comm.rank),
-        lambda comm: (comm.all_reduce, comm.broadcast)[comm.rank](torch.ones(2)),
-        lambda comm: comm.all_gather([torch.ones(2), sized(comm)], sized(comm)),
-        lambda comm: comm.all_gather_into_tensor(sized(comm, times=2), sized(comm)),
-        lambda comm: comm.reduce_scatter_tensor(sized(comm), sized(comm, times=2)),
-        lambda comm: comm.send(torch.ones(2), 1) if comm.rank == 0 else comm.recv(torch.ones(3), 0),
-        lambda comm: comm.subgroup([comm.rank]),
-        lambda comm: comm.subgroup([0, 1]) if comm.rank else comm.barrier(),
-    ],
-    ids=["shape", "dtype", "reduction", "root", "operation", "a part of a list", "gathered size",
-         "scattered size", "message", "members", "subgroup against barrier"],
-)  # fmt: skip
-def test_ranks_that_disagree_are_named(world2: World, call: Callable[[Comm], Any]) -> None:
+DISAGREE: dict[str, Callable[[Comm], Any]] = {
+    "shape": lambda c: c.all_reduce(torch.ones(2 + c.rank)),
+    "dtype": lambda c: c.all_reduce(torch.ones(2, dtype=(torch.int64, torch.float32)[c.rank])),
+    "reduction": lambda c: c.all_reduce(torch.ones(2), ("sum", "max")[c.rank]),
+    "root": lambda c: c.broadcast(torch.ones(2), src=c.rank),
+    "operation": lambda c: (c.all_reduce, c.broadcast)[c.rank](torch.ones(2)),
+    "a part of a list": lambda c: c.all_gather([torch.ones(2), sized(c)], sized(c)),
+    "gathered size": lambda c: c.all_gather_into_tensor(sized(c, times=2), sized(c)),
+    "scattered size": lambda c: c.reduce_scatter_tensor(sized(c), sized(c, times=2)),
+    "message": lambda c: c.recv(torch.ones(3), 0) if c.rank else c.send(torch.ones(2), 1),
+    "members": lambda c: c.subgroup([c.rank]),
+    "subgroup against barrier": lambda c: c.subgroup([0, 1]) if c.rank else c.barrier(),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+def test_ranks_that_disagree_are_named(world2: World, what: str) -> None:
     words = f"(?s)disagree about.*rank 0: .* at {FILE}.*rank 1: .* at {FILE}"
-    with pytest.raises(RankError, match=words) as told:
-        world2.run(lambda: call(Comm()))
-    assert told.value.kind == "disagree"
+    call = DISAGREE[what]
+    told = raises(words, world2.run, lambda: call(Comm()), error=RankError)
+    assert told.kind == "disagree"
 
 
 def test_a_rank_missing_from_a_subgroup_call_is_named(world2: World) -> None:
-    with pytest.raises(RankError, match="rank 1 returned without calling what rank 0 waits for"):
-        world2.run(lambda: Comm().rank or Comm().subgroup([0, 1]))
+    words = "rank 1 returned without calling what rank 0 waits for"
+    raises(words, world2.run, lambda: Comm().rank or Comm().subgroup([0, 1]), error=RankError)
 
 
-# --- a modelled wire ---------------------------------------------------------------------------
 # Lower bounds only: a wire of 0.1 Gb/s carries no megabyte in less than 80 ms, on any machine.
 
 MEGABYTE_S = 0.080
-
-
 slow_wire = world_fixture(2, link=Link(gbps=0.1))
 
 
-def test_a_message_arrives_no_sooner_than_the_wire_delivers(slow_wire: World) -> None:
-    def pass_on() -> tuple[float, float]:
-        comm = Comm()
-        x = torch.zeros(1_000_000, dtype=torch.uint8)
-        comm.barrier()
-        began_s = time.monotonic()
-        if comm.rank == 0:
-            comm.send(x, 1)
-        else:
-            comm.recv(x, 0)
-        return began_s, time.monotonic()
+def send_on(comm: Comm, x: torch.Tensor, source: int = 0) -> None:
+    comm.send(x, 1 - source) if comm.rank == source else comm.recv(x, source)
 
-    (sent_s, _), (_, arrived_s) = slow_wire.run(pass_on)
+
+def timed(use: Callable[[Comm], Any]) -> tuple[float, float]:
+    """On a rank, after a barrier: when `use` began and ended."""
+    comm = Comm()
+    comm.barrier()
+    began_s = time.monotonic()
+    use(comm)
+    return began_s, time.monotonic()
+
+
+X = torch.zeros(1_000_000, dtype=torch.uint8)
+
+
+def test_a_message_arrives_no_sooner_than_the_wire_delivers(slow_wire: World) -> None:
+    (sent_s, _), (_, arrived_s) = slow_wire.run(timed, lambda comm: send_on(comm, X))
     assert arrived_s - sent_s >= MEGABYTE_S
 
 
@@ -695,56 +623,35 @@ def test_all_messages_of_a_rank_share_its_wire(slow_wire: World) -> None:
     """Whatever their group, tag or operation: four quarters take as long as the whole."""
 
     def four() -> tuple[float, float]:
-        comm = Comm()
-        other = comm.subgroup([0, 1])
-        assert other is not None
-        quarters = [torch.zeros(250_000, dtype=torch.uint8) for _ in range(4)]
-        comm.barrier()
-        began_s = time.monotonic()
-        if comm.rank == 0:
-            handles = [comm.isend(quarters[0], 1), comm.isend(quarters[1], 1, tag=1)]
-            handles += [other.isend(quarters[2], 1)]
-        else:
-            handles = [comm.irecv(quarters[0], 0), comm.irecv(quarters[1], 0, tag=1)]
-            handles += [other.irecv(quarters[2], 0)]
-        last = other.broadcast(quarters[3], async_op=True)
-        assert last is not None
-        for handle in (*handles, last):
-            handle.wait()
-        return began_s, time.monotonic()
+        other = Comm().subgroup([0, 1])
+        first, second, third, fourth = X.clone().split(250_000)
+
+        def use(comm: Comm) -> None:
+            peer = 1 - comm.rank
+            move, move_other = (getattr(x, ("isend", "irecv")[comm.rank]) for x in (comm, other))
+            handles = [move(first, peer), move(second, peer, tag=1), move_other(third, peer)]
+            for handle in (*handles, other.broadcast(fourth, async_op=True)):
+                handle.wait()
+
+        return timed(use)
 
     (sent_s, _), (_, arrived_s) = slow_wire.run(four)
     assert arrived_s - sent_s >= MEGABYTE_S
 
 
 def test_collectives_take_what_their_bytes_take(slow_wire: World) -> None:
-    def ring() -> float:
-        comm = Comm()
-        x = torch.zeros(1_000_000, dtype=torch.uint8)
-        comm.barrier()
-        began_s = time.monotonic()
-        comm.all_reduce(x)  # on two ranks, each sends 2 x 1/2 of it
-        return time.monotonic() - began_s
-
-    assert min(slow_wire.run(ring)) >= MEGABYTE_S
+    """On two ranks, each sends 2 x 1/2 of it."""
+    for began_s, ended_s in slow_wire.run(timed, lambda comm: comm.all_reduce(X)):
+        assert ended_s - began_s >= MEGABYTE_S
 
 
 def test_latency_is_paid_by_every_message() -> None:
-    def rounds() -> float:
-        comm = Comm()
-        x = torch.zeros(1)
-        comm.barrier()
-        began_s = time.monotonic()
-        for _ in range(3):  # there and back again
-            for sender in (0, 1):
-                if comm.rank == sender:
-                    comm.send(x, 1 - sender)
-                else:
-                    comm.recv(x, sender)
-        return time.monotonic() - began_s
+    def rounds(comm: Comm) -> None:
+        for sender in (0, 1) * 3:  # there and back again
+            send_on(comm, torch.zeros(1), sender)
 
     with World(2, link=Link(gbps=1000, latency_us=10_000)) as world:
-        assert max(world.run(rounds)) >= 6 * 0.010
+        assert max(ended_s - began_s for began_s, ended_s in world.run(timed, rounds)) >= 6 * 0.010
 
 
 @on_each_rank("slow_wire")
@@ -754,12 +661,8 @@ def test_an_asynchronous_operation_returns_before_the_wire_delivers() -> None:
     comm.barrier()
     with listen() as events:
         handle = comm.all_reduce(x, async_op=True)
-        assert handle is not None
         busy = not handle.is_completed()  # else the call took the 320 ms
-        if comm.rank == 0:
-            message = comm.isend(y, 1)
-        else:
-            message = comm.irecv(y, 0)
+        message = comm.isend(y, 1) if comm.rank == 0 else comm.irecv(y, 0)
         message_busy = not message.is_completed()
         computed_s = time.monotonic()
         handle.wait()
@@ -770,8 +673,8 @@ def test_an_asynchronous_operation_returns_before_the_wire_delivers() -> None:
 def test_an_unreceived_message_does_not_block_the_others() -> None:
     """The wire is in order, the receivers need not be."""
 
-    def out_of_order() -> bool:
-        comm = Comm()
+    def out_of_order() -> tuple[float, float]:
+        comm, handles = Comm(), []
         x, y = torch.full((200_000,), 1.0), torch.full((200_000,), 2.0)
         if comm.rank == 0:
             handles = [comm.isend(x, 1, tag=1), comm.isend(y, 1, tag=2), comm.isend(y, 2)]
@@ -779,28 +682,23 @@ def test_an_unreceived_message_does_not_block_the_others() -> None:
             comm.recv(x, 2, tag=3)  # rank 2 sends it when it has heard from rank 0
             comm.recv(x, 0, tag=2)
             comm.recv(y, 0, tag=1)
-            handles = []
         else:
             comm.recv(x, 0)
             handles = [comm.isend(x, 1, tag=3)]
         for handle in handles:
             handle.wait()
-        return comm.rank != 1 or (x[0] == 2 and y[0] == 1)  # type: ignore[return-value]
+        return x[0].item(), y[0].item()
 
     with World(3, link=Link(gbps=1)) as world:
-        assert all(world.run(out_of_order))
+        assert world.run(out_of_order)[1] == (2, 1)
 
 
 def test_a_link_without_bandwidth_is_refused() -> None:
     assert Link(gbps=8).seconds(1_000_000_000) == 1.0
     for gbps in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="a wire needs a bandwidth above 0 gigabits"):
-            Link(gbps=gbps)
-    with pytest.raises(ValueError, match="latency cannot be negative"):
-        Link(gbps=1, latency_us=-1)
+        raises("a wire needs a bandwidth above 0 gigabits", Link, gbps=gbps)
+    raises("latency cannot be negative", Link, gbps=1, latency_us=-1)
 
-
-# --- a world on paper --------------------------------------------------------------------------
 
 ON_PAPER = """
 import torch, torch.distributed as dist
@@ -884,10 +782,5 @@ assert events[-1].payload_bytes == 20_000_000_000, "more than this machine holds
     ids=["tensors", "fake tensors"],
 )  # fmt: skip
 def test_a_world_on_paper_records_and_moves_nothing(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script + "\nprint('as it should be')"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.stdout == "as it should be\n", done.stderr
+    done = python("-W", "error", "-c", script + "\nprint('as it should be')")
+    assert done.stdout == "as it should be\n"

@@ -1,13 +1,12 @@
 """The formulas of the bytes, without ranks and without torch."""
 
 import csv
-import subprocess
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 
+from command import python
 from labkit.events import (
     CommEvent,
     all_gather_bus_bytes,
@@ -16,10 +15,11 @@ from labkit.events import (
     reduce_scatter_bus_bytes,
 )
 from places import PUBLISHED
+from tables import raises
 
-# Bus bandwidth over algorithm bandwidth on n ranks. Source: nccl-tests, doc/PERFORMANCE.md (the
-# rows of shared/published/bus_bandwidth_factors.csv). For all-gather and reduce-scatter, S is the
-# total size.
+# Bus bandwidth over algorithm bandwidth on n ranks (nccl-tests, doc/PERFORMANCE.md; the rows of
+# tests/data/published/bus_bandwidth_factors.csv). For all-gather and reduce-scatter, S is the total
+# size.
 FACTORS: dict[str, Callable[[int], Fraction]] = {
     "AllReduce": lambda n: Fraction(2 * (n - 1), n),
     "ReduceScatter": lambda n: Fraction(n - 1, n),
@@ -72,9 +72,10 @@ def test_a_rank_sends_the_chunks_that_a_ring_makes_it_send() -> None:
             for rank in range(n):
                 inwards = [chunk_bytes[(rank - step) % n] for step in range(1, n)]
                 outwards = [chunk_bytes[(rank - step) % n] for step in range(n - 1)]
+                both = sum(inwards) + sum(outwards)
                 assert reduce_scatter_bus_bytes(chunk_bytes, rank) == sum(inwards)
                 assert all_gather_bus_bytes(chunk_bytes, rank) == sum(outwards)
-                assert all_reduce_bus_bytes(chunk_bytes, rank) == sum(inwards) + sum(outwards)
+                assert all_reduce_bus_bytes(chunk_bytes, rank) == both
 
 
 def test_the_factors_are_those_published() -> None:
@@ -90,10 +91,10 @@ def test_events_are_plain_data_that_need_no_torch() -> None:
     code = """
 import sys
 from labkit.events import CommEvent, chunk_sizes
-assert "torch" not in sys.modules and chunk_sizes(10, 4) == [3, 3, 2, 2]
+assert chunk_sizes(10, 4) == [3, 3, 2, 2] and "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
     event = CommEvent("all_reduce", "default", (0, 1), 0, 1, "float32", (4,), 16, 16, True)
     assert (event.wire_bytes, event.peer, event.source) == (0, None, "")
-    with pytest.raises(AttributeError):
-        event.bytes = 3  # type: ignore[attr-defined]  # a misspelt count must not pass silently
+    # A misspelt count must not pass silently.
+    raises("", setattr, event, "bytes", 3, error=AttributeError)

@@ -1,5 +1,6 @@
 """Meshes: who stands where, who is in whose group, and what wrong sizes are told."""
 
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -11,7 +12,8 @@ from matplotlib.collections import LineCollection
 from labkit import Comm, Mesh, World, plot
 from labkit.comm.mesh import check_sizes, coordinates, factorisations, lines, rank_at
 from labkit.events import ranks_in_words
-from worlds import on_each_rank
+from tables import raises
+from worlds import on_each_rank, world_fixture
 
 SHAPES = [{"dp": 1}, {"dp": 6}, {"pp": 2, "dp": 2, "tp": 2}, {"a": 3, "b": 1, "c": 4, "d": 2}]
 
@@ -43,10 +45,8 @@ def test_planes_take_every_rank_once_and_differ_on_their_axes() -> None:
         assert sorted(rank for plane in found for rank in plane) == list(range(12))
         for plane in found:
             assert plane == sorted(plane) and len(plane) == prod(sizes[axis] for axis in axes)
-            others = {
-                tuple(coordinates(sizes, r)[x] for x in sizes if x not in axes) for r in plane
-            }
-            assert len(others) == 1
+            where = [coordinates(sizes, rank) for rank in plane]
+            assert len({tuple(one[x] for x in sizes if x not in axes) for one in where}) == 1
     assert list(lines(sizes, "a", "c"))[1] == [2, 3, 8, 9], "the last axis varies fastest"
 
 
@@ -55,13 +55,10 @@ def test_a_mesh_that_is_made_again_has_the_groups_of_the_first() -> None:
     """Those of gloo have threads that wake up all the time: cells that run again add none."""
     first, count = Mesh(dp=2, tp=2), dist.get_pg_count()
     again, turned = Mesh(dp=2, tp=2), Mesh(tp=2, dp=2)
-    same = again.tp.group is first.tp.group and turned.dp.group is first.tp.group
+    assert again.tp.group is first.tp.group and turned.dp.group is first.tp.group
     anew = Comm().subgroup(first.tp.ranks if Comm().rank < 2 else [0, 1])
-    assert (
-        same
-        and (anew is None or anew.group is not first.tp.group)
-        and dist.get_pg_count() - count == 1
-    )
+    assert anew is None or anew.group is not first.tp.group
+    assert dist.get_pg_count() - count == 1
 
 
 def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, int]]:
@@ -77,56 +74,47 @@ def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], 
 
 
 def test_megatrons_eight_ranks() -> None:
+    def joint_groups() -> dict[tuple[str, ...], tuple[int, ...]]:
+        mesh, found = Mesh(pp=2, dp=2, tp=2), {}
+        for axes in (("pp", "dp"), ("pp", "tp"), ("dp", "tp")):
+            comm = mesh[axes]
+            assert comm is mesh[axes[::-1]], "in whatever order, one group"
+            x = torch.tensor([float(mesh.comm.rank)])
+            comm.all_reduce(x)
+            assert x.item() == sum(comm.ranks)
+            here, (outer, inner) = mesh.coordinates(), axes
+            assert comm.rank == 2 * here[outer] + here[inner], "the last axis varies fastest"
+            found[axes] = comm.ranks
+        assert mesh["tp", "pp", "dp"] is mesh.comm and mesh["dp",] is mesh.dp
+        return found
+
     with World(8) as world:
         found = world.run(groups, pp=2, dp=2, tp=2)
-        ranks, sums, where = found[5]
-        assert ranks == {"pp": (1, 5), "dp": (5, 7), "tp": (4, 5)}
-        assert sums == {"pp": 6.0, "dp": 12.0, "tp": 9.0}
-        assert where == {"pp": 1, "dp": 0, "tp": 1}
-        for rank, (of_rank, _, _) in enumerate(found):
-            for axis, members in of_rank.items():
-                assert rank in members and found[members[0]][0][axis] == members
         joint = world.run(joint_groups)
-    assert joint[5] == {
-        ("pp", "dp"): (1, 3, 5, 7),
-        ("pp", "tp"): (0, 1, 4, 5),
-        ("dp", "tp"): (4, 5, 6, 7),
-    }
-    for rank, of_rank in enumerate(joint):
-        for axes, members in of_rank.items():
-            assert rank in members and joint[members[0]][axes] == members
+    ranks, sums, where = found[5]
+    assert ranks == {"pp": (1, 5), "dp": (5, 7), "tp": (4, 5)}
+    assert sums == {"pp": 6.0, "dp": 12.0, "tp": 9.0}
+    assert where == {"pp": 1, "dp": 0, "tp": 1}
+    of_pairs = {("pp", "dp"): (1, 3, 5, 7), ("pp", "tp"): (0, 1, 4, 5), ("dp", "tp"): (4, 5, 6, 7)}
+    assert joint[5] == of_pairs
+    for groups_of in ([of_rank for of_rank, _, _ in found], joint):
+        for rank, of_rank in enumerate(groups_of):
+            for axes, members in of_rank.items():
+                assert rank in members and groups_of[members[0]][axes] == members
 
 
-def joint_groups() -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The ranks of each, of which one sum is taken."""
-    mesh, found = Mesh(pp=2, dp=2, tp=2), {}
-    for axes in (("pp", "dp"), ("pp", "tp"), ("dp", "tp")):
-        comm = mesh[axes]
-        assert comm is mesh[axes[::-1]], "in whatever order, one group"
-        x = torch.tensor([float(mesh.comm.rank)])
-        comm.all_reduce(x)
-        assert x.item() == sum(comm.ranks)
-        here, (outer, inner) = mesh.coordinates(), axes
-        assert comm.rank == 2 * here[outer] + here[inner], "the last axis varies fastest"
-        found[axes] = comm.ranks
-    assert mesh["tp", "pp", "dp"] is mesh.comm and mesh["dp",] is mesh.dp
-    return found
+def test_axes_of_one_rank_and_of_all(world3: World) -> None:
+    for rank, (ranks, sums, _) in enumerate(world3.run(groups, dp=3, tp=1)):
+        assert ranks == {"dp": (0, 1, 2), "tp": (rank,)}
+        assert sums == {"dp": 3.0, "tp": float(rank)}
 
 
-def test_axes_of_one_rank_and_of_all() -> None:
-    with World(3) as world:
-        for rank, (ranks, sums, _) in enumerate(world.run(groups, dp=3, tp=1)):
-            assert ranks == {"dp": (0, 1, 2), "tp": (rank,)}
-            assert sums == {"dp": 3.0, "tp": float(rank)}
-
-
-def test_a_mesh_over_ranks_at_a_place() -> None:
+def test_a_mesh_over_ranks_at_a_place(world4: World) -> None:
     def play() -> tuple[int, str]:
         mesh = Mesh(dp=2, tp=2)
         return mesh.rank_at(dp=1), repr(mesh)
 
-    with World(4) as world:
-        found = world.run(play)
+    found = world4.run(play)
     assert [rank for rank, _ in found] == [2, 3, 2, 3]
     assert found[3][1] == "Mesh(dp=2, tp=2; this is rank 3 at {'dp': 1, 'tp': 1})"
 
@@ -135,64 +123,49 @@ def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
     with pytest.raises(ValueError, match=r"takes 6 ranks, and there are 8: \(dp=2, tp=4\) or") as e:
         check_sizes({"dp": 2, "tp": 3}, 8)
     assert "(dp=4, tp=2)" in str(e.value)
-    with pytest.raises(ValueError, match=r"\(dp=7\) would do"):
-        check_sizes({"dp": 4}, 7)
+    raises(r"\(dp=7\) would do", check_sizes, {"dp": 4}, 7)
     for wrong in ({}, {"coordinates": 2}, {"_x": 2}, {"comm": 2}):
-        with pytest.raises(ValueError, match="names of their own"):
-            check_sizes(wrong, 2)
+        raises("names of their own", check_sizes, wrong, 2)
     for size in (0, -2, 1.5, "2"):
-        with pytest.raises(ValueError, match="at least 1 rank"):
-            check_sizes({"dp": size}, 2)  # type: ignore[dict-item]
+        raises("at least 1 rank", check_sizes, {"dp": size}, 2)
 
 
-def test_places_that_are_not_there() -> None:
+def test_a_mesh_too_large_to_read_is_not_drawn() -> None:
+    raises("512 ranks cannot be read", plot.mesh, {"dp": 8, "tp": 64})
+
+
+alone = world_fixture(1)
+
+
+def test_places_that_are_not_there(alone: World) -> None:
     sizes = {"dp": 2, "tp": 3}
-    with pytest.raises(ValueError, match="rank 6 is not in a mesh of 6"):
-        coordinates(sizes, 6)
-    with pytest.raises(ValueError, match="no axis 'pp'"):
-        rank_at(sizes, {"dp": 0, "tp": 0, "pp": 0})
-    with pytest.raises(ValueError, match="tp=3: this axis has 0 to 2"):
-        rank_at(sizes, {"dp": 0, "tp": 3})
+    raises("rank 6 is not in a mesh of 6", coordinates, sizes, 6)
+    raises("no axis 'pp'", rank_at, sizes, {"dp": 0, "tp": 0, "pp": 0})
+    raises("tp=3: this axis has 0 to 2", rank_at, sizes, {"dp": 0, "tp": 3})
 
-    def play() -> list[str]:
-        mesh = Mesh(dp=1)
-        told = []
-        for ask in (lambda: mesh["pp"], lambda: mesh.pp, lambda: mesh["dp", "pp"]):
-            try:
-                ask()
-            except (KeyError, AttributeError) as error:
-                told.append(str(error))
-        return told
+    def play() -> None:
+        mesh, words = Mesh(dp=1), "no axis 'pp'; it has dp"
+        raises(words, mesh.__getitem__, "pp", error=KeyError)
+        raises(words, getattr, mesh, "pp", error=AttributeError)
+        raises(words, mesh.__getitem__, ("dp", "pp"), error=KeyError)
 
-    with World(1) as world:
-        (told,) = world.run(play)
-    assert len(told) == 3 and all("no axis 'pp'; it has dp" in one for one in told)
+    alone.run(play)
 
 
+@on_each_rank("world2")
 def test_axes_of_one_rank_add_nothing_to_a_group() -> None:
-    def play() -> tuple[bool, list[str]]:
-        mesh, told = Mesh(dp=2, cp=1, tp=1), []
-        for wrong in ((), ("dp", "dp")):
-            with pytest.raises(KeyError) as caught:
-                mesh[wrong]
-            told.append(str(caught.value))
-        same = mesh["dp", "cp"] is mesh.dp and mesh["cp", "tp"].ranks == (mesh.comm.rank,)
-        return same, told
-
-    with World(2) as world:
-        for same, told in world.run(play):
-            assert same and all("name at least one axis, each once" in one for one in told)
+    mesh = Mesh(dp=2, cp=1, tp=1)
+    for wrong in ((), ("dp", "dp")):
+        raises("name at least one axis, each once", mesh.__getitem__, wrong, error=KeyError)
+    assert mesh["dp", "cp"] is mesh.dp and mesh["cp", "tp"].ranks == (mesh.comm.rank,)
 
 
-def test_one_rank_is_one_rank() -> None:
+def test_one_rank_is_one_rank(alone: World) -> None:
     assert [ranks_in_words(size) for size in (1, 2, 1024)] == ["1 rank", "2 ranks", "1,024 ranks"]
-    with pytest.raises(ValueError, match="rank 1 is not in a mesh of 1 rank$"):
-        coordinates({"dp": 1}, 1)
-    with pytest.raises(ValueError, match=r"takes 1 rank, and there are 2"):
-        check_sizes({"dp": 1}, 2)
-    with World(1) as world:
-        assert world.picked.startswith("1 rank, ")
-        (told,) = world.run(lambda: str(Comm().explain("all_reduce", 8)))
+    raises("rank 1 is not in a mesh of 1 rank$", coordinates, {"dp": 1}, 1)
+    raises(r"takes 1 rank, and there are 2", check_sizes, {"dp": 1}, 2)
+    assert alone.picked.startswith("1 rank, ")
+    (told,) = alone.run(lambda: str(Comm().explain("all_reduce", 8)))
     assert " 1 ranks" not in told
 
 
@@ -207,18 +180,19 @@ def drawn(sizes: dict[str, int], ranks_per_node: int | None = None) -> tuple[Any
     return figure, figure.axes[0]
 
 
+def links_of(axes: Any) -> list[LineCollection]:
+    return [one for one in axes.collections if isinstance(one, LineCollection)]
+
+
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_the_picture_has_every_rank_apart_and_every_link(sizes: dict[str, int]) -> None:
     figure, axes = drawn(sizes)
     size = prod(sizes.values())
     assert [text.get_text() for text in axes.texts] == [str(rank) for rank in range(size)]
-    places = [text.get_position() for text in axes.texts]
-    apart = [
-        max(abs(x - u), abs(y - v)) for i, (x, y) in enumerate(places) for u, v in places[i + 1 :]
-    ]
+    places = combinations([text.get_position() for text in axes.texts], 2)
+    apart = [max(abs(x - u), abs(y - v)) for (x, y), (u, v) in places]
     assert min(apart, default=1) > 0.9
-    links = [one for one in axes.collections if isinstance(one, LineCollection)]
-    assert [len(one.get_segments()) for one in links] == [
+    assert [len(one.get_segments()) for one in links_of(axes)] == [
         size // n * (n - 1) for n in reversed(sizes.values())
     ]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -226,27 +200,19 @@ def test_the_picture_has_every_rank_apart_and_every_link(sizes: dict[str, int]) 
 
 
 def test_links_between_nodes_are_dashed() -> None:
-    _, axes = drawn({"pp": 2, "dp": 2, "tp": 2}, 4)
-    tp, dp, pp = [one for one in axes.collections if isinstance(one, LineCollection)]
+    tp, dp, pp = links_of(drawn({"pp": 2, "dp": 2, "tp": 2}, 4)[1])
     dashed = [[bool(on) for _, on in one.get_linestyle()] for one in (tp, dp, pp)]
     assert dashed == [[False] * 4, [False] * 4, [True] * 4]
 
 
 def test_an_axis_keeps_its_colour_in_every_order() -> None:
     def colours(**sizes: int) -> dict[str, Any]:
-        figure, _ = drawn(sizes)
-        (legend,) = figure.legends
+        (legend,) = drawn(sizes)[0].legends
         names = [text.get_text().split()[0] for text in legend.get_texts()]
-        return {
-            name: line.get_color() for name, line in zip(names, legend.get_lines(), strict=True)
-        }
+        lines = [line.get_color() for line in legend.get_lines()]
+        return dict(zip(names, lines, strict=True))
 
     usual = colours(pp=2, dp=2, tp=2)
     assert colours(tp=2, pp=2, dp=2) == usual and len(set(usual.values())) == 3
     mixed = colours(ep=2, tp=2, cp=2)
     assert mixed["tp"] == usual["tp"] and len(set(mixed.values())) == 3
-
-
-def test_a_mesh_too_large_to_read_is_refused() -> None:
-    with pytest.raises(ValueError, match="512 ranks cannot be read"):
-        plot.mesh({"dp": 8, "tp": 64})

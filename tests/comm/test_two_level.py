@@ -4,26 +4,23 @@ import time
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 from labkit import Comm, Link, TwoLevel, World, listen, plot, record
 from labkit.comm import paced_bytes
 from labkit.comm.collectives.costs import hierarchical_cost
 from labkit.runtime.transports.wire import PacedWire, nodes_of
+from tables import cases
 from worlds import on_each_rank, world_fixture
 
 WIRES = TwoLevel(inside=Link(gbps=1000), between=Link(gbps=0.1), ranks_per_node=2)
-
-
 cluster = world_fixture(4, backend="gloo", device="cpu", link=WIRES)
 
 
-def test_neighbours_share_a_node_and_its_fast_wire() -> None:
+def test_neighbours_share_a_node_and_its_fast_wire_and_no_node_is_empty() -> None:
     for pair, fast in {(0, 1): True, (2, 3): True, (1, 2): False, (3, 0): False}.items():
         assert WIRES.joining(*pair) is (WIRES.inside if fast else WIRES.between), pair
     assert Link(gbps=1).joining(0, 7) == Link(gbps=1)
-
-
-def test_a_node_without_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ranks_per_node=0.*at least 1 rank"):
         TwoLevel(Link(gbps=1), Link(gbps=1), ranks_per_node=0)
 
@@ -52,25 +49,20 @@ def test_levels_of_one_speed_are_two_wires() -> None:
     link = Link(gbps=500)
     wire = PacedWire(Comm().group, TwoLevel(link, link, ranks_per_node=2))
     neighbour = wire.rank ^ 1
-    works = [
-        wire.isend(torch.zeros(1000), neighbour, 7),
-        wire.irecv(torch.ones(1000), neighbour, 7),
-    ]
-    for work in works:
+    x = torch.zeros(2, 1000)
+    for work in [wire.isend(x[0], neighbour, 7), wire.irecv(x[1], neighbour, 7)]:
         work.wait()
     outs = [wire._out[neighbour], wire._out[(wire.rank + 2) % 4]]
-    occupied = [out._free_at_s > 0 for out in outs]
-    by_wire = [out.sent_bytes for out in outs]
-    sent_bytes = paced_bytes(link)
-    assert by_wire == [4000, 0] and occupied == [True, False] and sent_bytes == 4000
+    assert [out.sent_bytes for out in outs] == [4000, 0] and paced_bytes(link) == 4000
+    assert [out._free_at_s > 0 for out in outs] == [True, False]
 
 
 def test_a_message_between_nodes_takes_the_slow_wire(cluster: World) -> None:
     """A megabyte takes at least 80 ms at 0.1 Gb/s."""
+    x = torch.zeros(1_000_000, dtype=torch.uint8)
 
     def pass_on() -> float:
         comm = Comm()
-        x = torch.zeros(1_000_000, dtype=torch.uint8)
         comm.barrier()
         began_s = time.monotonic()
         if comm.rank == 1:
@@ -82,17 +74,14 @@ def test_a_message_between_nodes_takes_the_slow_wire(cluster: World) -> None:
     assert cluster.run(pass_on)[1] >= 0.080
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "inside", "between"),
-    [
-        # The ring goes 0 -> 1 => 2 -> 3 => 0: each hop carries 2(n-1)/n S, two of them between.
-        ("ring", [1.5, 0, 1.5, 0], [0, 1.5, 0, 1.5]),
-        # 2(k-1)/k S inside, and 2(m-1)/m S/k between, from each rank.
-        ("hierarchical", [1, 1, 1, 1], [0.5, 0.5, 0.5, 0.5]),
-    ],
+@cases(
+    # The ring goes 0 -> 1 => 2 -> 3 => 0: each hop carries 2(n-1)/n S, two of them between.
+    ("ring", [1.5, 0, 1.5, 0], [0, 1.5, 0, 1.5]),
+    # 2(k-1)/k S inside, and 2(m-1)/m S/k between, from each rank.
+    ("hierarchical", [1, 1, 1, 1], [0.5, 0.5, 0.5, 0.5]),
 )
 def test_bytes_on_each_wire_and_the_same_sum(
-    cluster: World, algorithm: str, inside: list[float], between: list[float]
+    algorithm: str, inside: list[float], between: list[float], cluster: World
 ) -> None:
     def reduce() -> tuple[torch.Tensor, list[int], int]:
         x = torch.arange(1000.0) * (Comm().rank + 1)
@@ -121,9 +110,5 @@ def test_a_recorded_run_says_both_speeds(cluster: World) -> None:
     with record() as trace:
         cluster.run(lambda: Comm().barrier())
     assert trace.about["link"]["ranks_per_node"] == 2
-    title = " ".join(text.get_text() for text in plot.timeline(trace).findobj(match=_is_text))
+    title = " ".join(text.get_text() for text in plot.timeline(trace).findobj(Text))
     assert "paced to 1000 Gbit/s inside nodes, 0.1 Gbit/s between" in title
-
-
-def _is_text(artist: object) -> bool:
-    return hasattr(artist, "get_text")

@@ -1,12 +1,10 @@
-"""What the door must do, as functions that run on every rank of a `Comm` and raise AssertionError.
-
-Every rank can compute what every other was given, so each result is compared with plain
-computation on the spot. The numbers are small integers: exact in every dtype, no tolerances.
-"""
+"""What the communicator must do, on every rank. Each rank can compute what every other was given,
+so results are compared on the spot. All numbers are small integers: exact in every dtype."""
 
 import time
 from collections.abc import Callable, Iterator
 from functools import reduce as fold
+from typing import Any
 
 import psutil
 import torch
@@ -55,14 +53,12 @@ def given(
 
 
 def reduced(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
-    """Their reduction, by plain computation."""
     total = fold(PLAIN[op], tensors)
     return total / len(tensors) if op == "mean" else total
 
 
 def layouts(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, Callable[[], bool]]]:
-    """`x` with the same values in other places of memory, each with a function that says whether
-    the memory between its elements is as it was."""
+    """`x` in several layouts, each with a check that the memory between is untouched."""
     yield x.clone(), lambda: True
     yield x.t().contiguous().t() if x.dim() == 2 else x.clone(), lambda: True
 
@@ -86,7 +82,6 @@ def layouts(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, Callable[[], bool]]
 
 
 def one_for_all(x: torch.Tensor) -> torch.Tensor:
-    """An expanded tensor: all its elements stand in one place. It can be read, not written."""
     return x.view(1).expand(6)
 
 
@@ -313,11 +308,8 @@ def objects_and_barrier(comm: Comm) -> None:
     things = comm.all_gather_object({"rank": comm.rank, "long": "x" * 1000 * comm.rank, 1: None})
     assert things == [{"rank": r, "long": "x" * 1000 * r, 1: None} for r in range(comm.size)]
     for src in range(comm.size):
-        assert comm.broadcast_object(["of", comm.rank, "x" * comm.rank], src) == [
-            "of",
-            src,
-            "x" * src,
-        ]
+        found = comm.broadcast_object(["of", comm.rank, "x" * comm.rank], src)
+        assert found == ["of", src, "x" * src]
     for late in range(comm.size):
         if comm.rank == late:
             time.sleep(0.01)
@@ -432,7 +424,6 @@ def completion(comm: Comm) -> None:
 
 
 def in_pieces(comm: Comm) -> None:
-    """Long tensors, which travel in pieces of two megabytes, of odd sizes."""
     n, rank = comm.size, comm.rank
     numel = n * 600_000 + 1  # 2.4 MB a chunk: two pieces
     for way in WAYS:
@@ -449,34 +440,20 @@ def in_pieces(comm: Comm) -> None:
     equal(out, reduced([given(r, uneven[rank]) for r in range(n)], "sum"))
 
 
-SWEPT = 9  # of these take `sweep`
-CONTRACT: tuple[Callable[..., None], ...] = (
-    all_reduce,
-    reduce,
-    reduce_scatter,
-    broadcast,
-    all_gather,
-    gather_and_scatter,
-    all_to_all,
-    ring_exchange,
-    point_to_point,
-    objects_and_barrier,
-    in_flight,
-    completion,
-    in_pieces,
-)
+MOVING = (broadcast, all_gather, gather_and_scatter, all_to_all, ring_exchange, point_to_point)
+SWEPT = (all_reduce, reduce, reduce_scatter, *MOVING)  # those that take `sweep`
+CONTRACT: Any = (*SWEPT, objects_and_barrier, in_flight, completion, in_pieces)
 
 
 def check(comm: Comm) -> None:
-    """All of it."""
     for part in CONTRACT:
         part(comm)
 
 
 def check_thoroughly(comm: Comm) -> None:
     """Every operation, reduction, dtype and size with each other."""
-    for part in CONTRACT[:SWEPT]:
-        part(comm, True)
+    for part in SWEPT:
+        part(comm, sweep=True)
 
 
 # --- bytes -------------------------------------------------------------------------------------
@@ -558,8 +535,7 @@ def check_bytes(ranks: list[dict[str, CommEvent]], numel: int) -> None:
 
 
 def copied_bytes(op: str, n: int, rank: int, whole_bytes: int, own_bytes: int) -> int:
-    """Through shared memory, of tensors that are small enough to be reduced by all: what a rank
-    copies into its slot (or ring), and what it copies out."""
+    """What a rank copies into and out of shared memory, of tensors small enough that all reduce."""
     into_and_out = {
         **dict.fromkeys(("all_reduce", "reduce"), (whole_bytes, 0)),
         "reduce_scatter": (whole_bytes - own_bytes, 0),
@@ -617,7 +593,6 @@ def _uneven(n: int) -> list[list[int]]:
 
 
 def _slanted(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`x` with gaps between its elements."""
     layout = list(layouts(x))[3][0]
     assert layout.numel() < 2 or not layout.is_contiguous()
     yield layout

@@ -1,5 +1,4 @@
-"""What context parallelism promises, as functions on ranks that raise AssertionError: they run on
-the real one in test_context_parallel.py, and on faulty ones in test_context_mutations.py."""
+"""What context parallelism promises, on ranks: for its tests and its mutations."""
 
 import copy
 import time
@@ -55,14 +54,10 @@ def shards(whole: list[Tensor], strided: bool = False) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in found]
 
 
-# ---- exact
-
-
 def attention_is_exact(
     way: str, heads: int, groups: int, length: int, dtype: torch.dtype = torch.float64,
     limit: float = AGREE, scale: float = 1.0, strided: bool = True,
 ) -> None:  # fmt: skip
-    """Values and gradients are those of causal attention in one process, in float64."""
     whole = some(heads, groups, length, dtype)
     whole[0] *= scale
     mine = shards(whole, strided)
@@ -76,9 +71,6 @@ def attention_is_exact(
         there = zigzag.sequence_shard(y, Comm(), dim=2)
         off = ((x - there).abs().max() / there.abs().max().clamp(min=1)).item()
         assert off < limit, f"{name} is off by {off:.1e}"
-
-
-# ---- the weights of single-process training
 
 
 def training_equals_one_process(
@@ -122,9 +114,6 @@ def training_equals_one_process(
     assert off < AGREE, f"weights are off by {off:.1e}"
 
 
-# ---- bytes
-
-
 def bytes_are_those_predicted(way: str, dtype: torch.dtype = torch.float32) -> None:
     comm, size = Comm(), Comm().size
     heads, groups, length = 24, 12, LENGTH
@@ -148,9 +137,6 @@ def bytes_are_those_predicted(way: str, dtype: torch.dtype = torch.float32) -> N
         assert sent == nbytes, f"{sent} bytes sent, {nbytes} predicted"
 
 
-# ---- what the ring is for
-
-
 @contextmanager
 def around_compute(note: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """Each piece of attention that the ring computes is handed to `note`, which calls it."""
@@ -166,8 +152,7 @@ def around_compute(note: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 
 
 def every_rank_computes_as_much(length: int = 96) -> None:
-    """Counted in operations: of the whole, and of each step, which is what goes on between two
-    blocks. A single process computes n times as much, but for the diagonal."""
+    """In FLOPs, in all and in each step. One process has n times as much, but the diagonal."""
     comm = Comm()
     block, tile = length // comm.size, length // comm.size // 4
     mine = shards(some(4, 2, length))
@@ -194,8 +179,8 @@ def every_rank_computes_as_much(length: int = 96) -> None:
 
 
 def blocks_travel_while_the_rank_computes() -> None:
-    """Each exchange is asked for before a step's computing and waited for after it, in forward and
-    backward; the gradients on their way home, the last, have nothing beside them."""
+    """Exchanges are issued before a step computes, awaited after it, in forward and backward; the
+    last gradients have nothing beside them."""
     comm = Comm()
     mine = shards(some(4, 2, LENGTH))
     spans: list[tuple[float, float]] = []
@@ -228,8 +213,7 @@ def blocks_travel_while_the_rank_computes() -> None:
 
 
 def memory_is_linear_in_the_shard(tile: int = 8) -> None:
-    """To the byte: what is kept; and the peaks of forward and backward, of so many tensors as large
-    as a shard. What is at work of a tile is small beside them."""
+    """To the byte: what is kept, and both peaks, as so many tensors of a shard's size."""
     comm = Comm()
     rows, heads, groups, width = 2, 2, 1, 16
     for shard in (64, 128):

@@ -1,6 +1,4 @@
-"""What DDP promises beyond equal weights, as functions on ranks that raise AssertionError: they run
-on the real one in test_ddp.py, and on faulty ones in test_ddp_mutations.py.
-"""
+"""What DDP promises beyond equal weights, on ranks: for test_ddp.py and test_ddp_mutations.py."""
 
 import copy
 import time
@@ -13,7 +11,8 @@ from torch import nn
 from labkit import DDP, Comm, listen
 from labkit.events import CommEvent
 from labkit.parallel.ddp.comm_hooks import Hook
-from small_models import Custom, difference, refused
+from small_models import Custom, difference
+from tables import raises
 
 Strategy = Callable[..., DDP]
 SMALL = 0.02  # MiB: one layer of `Layers`
@@ -41,12 +40,11 @@ def terms(order: list[int]) -> Any:
 
 
 def buckets_follow_the_order_of_arrival(strategy: Strategy) -> None:
-    """Registered in the reverse of the order of use, the bucket of the last layer registered is
-    full last. From the second step on, three of four leave before the last gradient is made."""
+    """Registered in reverse: from step 2 on, three of four leave before the last gradient."""
     module = layers(order=[3, 2, 1, 0])
     made: list[float] = []
     first_used = module.layers[3].weight
-    first_used.register_post_accumulate_grad_hook(lambda _: made.append(time.monotonic()))  # type: ignore[union-attr]
+    first_used.register_post_accumulate_grad_hook(lambda _: made.append(time.monotonic()))
     model = strategy(module, bucket_mb=SMALL)
     left, others = [], []
     for _ in range(3):
@@ -58,7 +56,7 @@ def buckets_follow_the_order_of_arrival(strategy: Strategy) -> None:
         left.append(sum(event.issued_s < made[-1] for event in reduced))
         others.append(len(events) - len(reduced))
         flats = {bucket.flat.untyped_storage().data_ptr() for bucket in model._buckets}
-        grads = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}  # type: ignore[union-attr]
+        grads = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
         assert flats == grads, "a gradient is no view of its bucket"
     assert left == [0, 3, 3], f"all-reduces before the last gradient: {left}"
     assert others == [2, 0, 0], "the order is agreed upon once: its length, and itself"
@@ -79,15 +77,13 @@ def ranks_with_other_orders_agree(strategy: Strategy) -> None:
         reference(inputs[step].flatten(0, 1)).square().mean().backward()
         for name, p in module.named_parameters():
             expected = reference.get_parameter(name)
-            assert torch.allclose(p.grad, expected.grad, atol=1e-12), f"{name} in step {step}"  # type: ignore[arg-type]
+            assert torch.allclose(p.grad, expected.grad, atol=1e-12), f"{name} in step {step}"
             with torch.no_grad():
-                p -= 0.1 * p.grad  # type: ignore[operator]
-                expected -= 0.1 * expected.grad  # type: ignore[operator]
+                p -= 0.1 * p.grad
+                expected -= 0.1 * expected.grad
 
 
 def branching() -> Any:
-    """`always`, `sometimes` and `never` used."""
-
     def forward(model: Any, x: torch.Tensor, deep: bool = True) -> Any:
         x = model.always(x)
         return model.sometimes(x) if deep else x
@@ -115,21 +111,19 @@ def a_static_graph_sends_what_is_used(strategy: Strategy) -> None:
 
 def a_static_graph_may_not_change(strategy: Strategy) -> None:
     """Whether it grows, shrinks, or differs between ranks: an error that names the parameter."""
+
+    def step(model: DDP, deep: bool) -> None:
+        model(torch.ones(1, 64), deep=deep).sum().backward()
+
     for first in (True, False):
         model = strategy(branching(), bucket_mb=SMALL, static_graph=True)
-        model(torch.ones(1, 64), deep=first).sum().backward()
-        refused(
-            lambda: model(torch.ones(1, 64), deep=not first).sum().backward(),  # noqa: B023
-            "sometimes.",
-            "static_graph=True",
-        )
+        step(model, first)
+        raises(("sometimes.", "static_graph=True"), step, model, not first)
         model.zero_grad()
-        model(torch.ones(1, 64), deep=first).sum().backward()  # and training may go on
+        step(model, first)  # and training may go on
     model = strategy(branching(), static_graph=True)
-    refused(
-        lambda: model(torch.ones(1, 64), deep=Comm().rank == 1).sum().backward(),
-        "sometimes.weight got a gradient on rank 1 and none on rank 0",
-    )
+    words = "sometimes.weight got a gradient on rank 1 and none on rank 0"
+    raises((words,), step, model, Comm().rank == 1)
 
 
 def a_hook_halves_the_bytes(strategy: Strategy, hook: Hook, dtype: torch.dtype) -> None:
@@ -173,7 +167,7 @@ def accumulation_equals_one_batch(strategy: Strategy) -> None:
             (model(x).square().sum() * comm.size / count).backward()
     (reference(inputs).square().sum() / count).backward()
     for p, expected in zip(module.parameters(), reference.parameters()):
-        assert torch.allclose(p.grad, expected.grad, atol=1e-14)  # type: ignore[arg-type]
+        assert torch.allclose(p.grad, expected.grad, atol=1e-14)
     assert sum(event.bus_bytes for event in events) == 8 * 8, "the gradients, once"
     assert model._synchronise
 
@@ -181,8 +175,7 @@ def accumulation_equals_one_batch(strategy: Strategy) -> None:
 def ranks_whose_data_ends_join(
     strategy: Strategy, steps: list[int], divide_by_active: bool, **how: Any
 ) -> None:
-    """Rank r has steps[r] batches, as a single process that knows who is there: after it, all ranks
-    have its weights. With momentum, which a joined rank has no share in."""
+    """Rank r has steps[r] batches: with momentum, all end with the weights of one process."""
     comm = Comm()
     module = nn.Sequential(branching().double(), nn.Tanh(), nn.Linear(64, 1).double())
     alone = copy.deepcopy(module)
@@ -200,7 +193,7 @@ def ranks_whose_data_ends_join(
         active = [rank for rank in range(comm.size) if step < steps[rank]]
         losses = [alone(inputs[step, rank]).square().mean() for rank in active]
         alone.zero_grad()
-        (sum(losses) / (len(active) if divide_by_active else comm.size)).backward()  # type: ignore[union-attr]
+        (sum(losses) / (len(active) if divide_by_active else comm.size)).backward()
         _step(alone, velocity)
     assert difference(module.state_dict(), alone.state_dict()) < 1e-12
 

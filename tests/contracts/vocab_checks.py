@@ -1,8 +1,6 @@
-"""What a vocabulary cut over ranks must do, as functions that run on a rank and raise
-AssertionError: values and gradients are torch's, to 1e-10 in float64, and bytes the formula's.
-
-`made` has the three parts, as labkit.parallel.tensor.vocab does; or faulty ones.
-"""
+"""What a vocabulary cut over ranks must do, on a rank: torch's values and gradients to 1e-10 in
+float64, the formula's bytes. `made` has the three parts as labkit.parallel.tensor.vocab, or faulty
+ones."""
 
 import math
 from typing import Any
@@ -52,7 +50,7 @@ def embedding_is_torchs(made: Any, vocab: int) -> None:
     near(x, expected, "x")
     (expected * weights).sum().backward()
     (x * weights).sum().backward()
-    near(cut.weight.grad, own_rows(table.weight.grad, comm), "the gradient")  # type: ignore[arg-type]
+    near(cut.weight.grad, own_rows(table.weight.grad, comm), "the gradient")
     shard = shard_of(cut.weight)
     assert shard is not None and shard.whole == vocab
     near(cut.weight[: shard.stop - shard.start], table.weight[shard.start : shard.stop], "shard")
@@ -77,9 +75,9 @@ def head_is_torchs(made: Any, vocab: int, gather: bool) -> None:
         assert (logits[..., real.shape[-1] :] == -math.inf).all()
         own = slopes[..., start : start + logits.shape[-1]]
         (logits[..., : own.shape[-1]] * own).sum().backward()
-    near(here.grad, there.grad, "the gradient of x")  # type: ignore[arg-type]
-    near(cut.weight.grad, own_rows(head.weight.grad, comm), "the gradient of the weight")  # type: ignore[arg-type]
-    near(cut.bias.grad, own_rows(head.bias.grad, comm), "the gradient of the bias")  # type: ignore[arg-type]
+    near(here.grad, there.grad, "the gradient of x")
+    near(cut.weight.grad, own_rows(head.weight.grad, comm), "the gradient of the weight")
+    near(cut.bias.grad, own_rows(head.bias.grad, comm), "the gradient of the bias")
 
 
 def own_logits(whole: Tensor, comm: Comm) -> Tensor:
@@ -124,7 +122,7 @@ class Tiny(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.middle(self.tokens(tokens))))  # type: ignore[no-any-return]
+        return self.head(torch.tanh(self.middle(self.tokens(tokens))))
 
 
 def tied_weights_train_as_one(made: Any, vocab: int) -> None:
@@ -212,6 +210,6 @@ def sequence_parts_are_torchs(made: Any, vocab: int) -> None:
     near(loss, expected, "the loss")
     expected.backward()
     loss.backward()
-    near(embedding.weight.grad, own_rows(table.weight.grad, comm), "the table's gradient")  # type: ignore[arg-type]
-    near(cut.weight.grad, own_rows(head.weight.grad, comm), "the head's gradient")  # type: ignore[arg-type]
-    near(cut.bias.grad, own_rows(head.bias.grad, comm), "the bias's gradient")  # type: ignore[arg-type]
+    near(embedding.weight.grad, own_rows(table.weight.grad, comm), "the table's gradient")
+    near(cut.weight.grad, own_rows(head.weight.grad, comm), "the head's gradient")
+    near(cut.bias.grad, own_rows(head.bias.grad, comm), "the bias's gradient")

@@ -1,45 +1,157 @@
-"""Wrong answers to the exercises of the labs, each with words that its check must say.
+"""Answers to the exercises of the labs: wrong ones with words that the check must say, right ones.
 
 In `wrong_answers.py` in the lab's folder:
 
     @wrong("00.average", "15.0 is right")
     def forgets_to_divide(comm, value): ...
 
-tests/course/test_checks.py runs them all. An exercise has at least two. `@right("00.average")`
+A slip in the lab's own solution is written as what stands there, and what a student has instead:
+
+    average = Solution("00.average")
+    average.wrong("forgets_to_divide", "15.0 is right", {"x.item() / comm.size": "x.item()"})
+
+tests/course/test_checks.py runs them all. An exercise has at least two wrong answers. `right`
 enters another right answer than the solution, which must pass.
 """
 
+import ast
+import linecache
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from textwrap import dedent, indent
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Wrong:
+class Answer:
     exercise: str  # "00.average"
-    says: str  # in the message of the check
-    answer: Callable[..., Any]
+    name: str
+    make: Callable[[], Any]  # returns a function or class, as a student's
+    says: str = ""  # in the message of the check, if it is wrong
+
+    def __str__(self) -> str:
+        return f"{self.exercise}-{self.name}"
 
 
-WRONG: list[Wrong] = []
-RIGHT: list[tuple[str, Callable[..., Any]]] = []  # the exercise, an answer
+WRONG: list[Answer] = []
+RIGHT: list[Answer] = []
+Enter = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def wrong(exercise: str, says: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def wrong(exercise: str, says: str) -> Enter:
     """Enter a function or class as a wrong answer."""
-
-    def enter(answer: Callable[..., Any]) -> Callable[..., Any]:
-        WRONG.append(Wrong(exercise, says, answer))
-        return answer
-
-    return enter
+    return partial(_enter, WRONG, exercise, says)
 
 
-def right(exercise: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def right(exercise: str) -> Enter:
     """Enter a function or class as a right answer."""
+    return partial(_enter, RIGHT, exercise, "")
 
-    def enter(answer: Callable[..., Any]) -> Callable[..., Any]:
-        RIGHT.append((exercise, answer))
-        return answer
 
-    return enter
+def _enter(answers: list[Answer], exercise: str, says: str, answer: Any) -> Any:
+    answers.append(Answer(exercise, answer.__name__, lambda: answer, says))
+    return answer
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The solution of an exercise in the lab's source, to enter answers that differ in one thing.
+
+    `changes`: pieces of its text, each there exactly once, and the text in their place, one after
+    the other. New text that begins with a line break is indented as the line of the old one.
+    """
+
+    exercise: str
+
+    def wrong(self, name: str, says: str, changes: dict[str, str]) -> None:
+        """Enter the solution with these changes as a wrong answer."""
+        WRONG.append(Answer(self.exercise, name, partial(self.changed, changes), says))
+
+    def right(self, name: str, changes: dict[str, str]) -> None:
+        """Enter it as a right answer."""
+        RIGHT.append(Answer(self.exercise, name, partial(self.changed, changes)))
+
+    def returns(self, name: str, says: str, value: str) -> None:
+        """Enter a wrong answer that only returns this expression of the solution's parameters."""
+        WRONG.append(Answer(self.exercise, name, partial(self.returning, value), says))
+
+    def changed(self, changes: dict[str, str]) -> Any:
+        text = self._text()
+        for old, new in changes.items():
+            if (count := text.count(old)) != 1:
+                raise LookupError(f"{old!r} is {count} times in the solution of {self.exercise}")
+            if new.startswith("\n"):
+                line = text.partition(old)[0].rpartition("\n")[2]
+                margin = " " * (len(line) - len(line.lstrip()))
+                new = indent(dedent(new).strip(), margin).lstrip()
+            text = text.replace(old, new)
+        return self._defined(text)
+
+    def returning(self, value: str) -> Any:
+        (function,) = ast.parse(self._text()).body
+        assert isinstance(function, ast.FunctionDef), f"{self.exercise} is no function"
+        function.body = [ast.Return(ast.parse(value, mode="eval").body)]
+        return self._defined(ast.unparse(function))
+
+    def _text(self) -> str:
+        start = re.compile(rf"^(?:def|class) {handed(self.exercise)}\b", re.MULTILINE)
+        (text,) = (x for x in cells_of(self.exercise[:2], "solved") if start.search(x))
+        return text
+
+    def _defined(self, text: str) -> Any:
+        names = dict(names_of(self.exercise[:2], "solved"))
+        define(text, f"<{self.exercise}, changed>", names)
+        return names[handed(self.exercise)]
+
+
+# ---- what a notebook hands to a check
+
+
+def answer(exercise: str, edition: str) -> Any:
+    """What the notebook hands to the check: `average` of `check.average(average)`."""
+    return names_of(exercise[:2], edition)[handed(exercise)]
+
+
+def handed(exercise: str) -> str:
+    """Its name."""
+    from labkit.course.build import checked
+
+    lab, name = exercise.split(".")
+    (call,) = (text for text in cells_of(lab, "solved") if checked(text) == name)
+    return next(re.finditer(rf"^check\.{name}\((\w+)\)", call, re.MULTILINE))[1]
+
+
+@cache
+def names_of(lab: str, edition: str) -> dict[str, Any]:
+    """The functions and classes of an edition, with its imports and constants, nothing run."""
+    names: dict[str, Any] = {"__name__": f"{edition} edition of lab {lab}"}
+    for number, text in enumerate(cells_of(lab, edition)):
+        define(text, f"<{edition} {lab}, cell {number}>", names)
+    return names
+
+
+@cache
+def cells_of(lab: str, edition: str) -> list[str]:
+    """The cells of code in the "student" or "solved" edition, without magics."""
+    from labkit.course import build
+
+    (folder,) = (folder for folder in build.labs() if folder.name.startswith(lab))
+    cells = [cell for cell in getattr(build, edition)(folder).cells if cell.cell_type == "code"]
+    texts = [cell.source for cell in cells if not cell.source.startswith("%%")]
+    return [re.sub(r"^[%!].*", "pass", text, flags=re.MULTILINE) for text in texts]
+
+
+def define(text: str, file: str, names: dict[str, Any]) -> None:
+    """Put into `names` what a cell imports and defines, and its constants, like `SIZE = 4`."""
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    tree = ast.parse(text)
+    tree.body = [one for one in tree.body if _is_definition(one)]
+    exec(compile(tree, file, "exec"), names)
+
+
+def _is_definition(one: ast.stmt) -> bool:
+    if isinstance(one, ast.Assign):
+        return isinstance(one.value, ast.Constant)
+    return isinstance(one, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef))

@@ -26,9 +26,6 @@ def test_the_largest_parameters_first_each_to_the_server_that_has_least() -> Non
     assert servers.busiest_link_bytes(server_of, nbytes) == servers.BEST_BYTES
 
 
-# ---- 05.choose_buckets
-
-
 def test_no_buckets_leave_less_to_wait_for() -> None:
     least_us = [least_wait_us(*buckets.gradients_of(x)) for x in (buckets.SLOW, buckets.FAST)]
     assert round(sum(least_us)) == buckets.BEST_US
@@ -46,8 +43,6 @@ def least_wait_us(nbytes: Sequence[int], ready_us: Sequence[float]) -> float:
         )
     return ends[-1] - ready_us[-1]
 
-
-# ---- 07.choose_buckets
 
 SEEDS = 17, 23  # of 60 random cuts that were tried, those that lead to the lowest peaks
 
@@ -78,9 +73,6 @@ def after_moves(case: peaks.Backward, ends: list[int]) -> int:
     return best
 
 
-# ---- 09.codebook, 10.Chooser
-
-
 def test_lloyds_algorithm_finds_the_best_codebook_known() -> None:
     """Lloyd, "Least squares quantization in PCM", 1982."""
     x = codebooks.sample(seed=0).sort().values
@@ -101,9 +93,6 @@ def test_following_the_largest_gradient_loses_the_fewest_known() -> None:
         for steps, room in ways
     ]
     assert min(lost) == scales.BEST_LOST
-
-
-# ---- 12.plan
 
 
 def test_exchanging_blocks_finds_the_fastest_plan_known() -> None:
@@ -135,9 +124,6 @@ def after_exchanges(model: offload.Offloaded, keep: set[int], ahead: int) -> flo
                 if pass_us < best - 1e-6:
                     best, keep, better = pass_us, changed, True
     return best
-
-
-# ---- 13.choose_cuts
 
 
 def test_of_all_cuts_of_the_chain_none_sends_fewer_bytes() -> None:

@@ -1,16 +1,9 @@
-"""Every check of a lab fails on the stub and on each listed wrong answer, in the words listed,
-and passes on the solution. The framework's own promises are tested below that.
-"""
+"""A lab's check fails the stub and each wrong answer, in its words, and passes the solution."""
 
-import ast
-import linecache
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -21,13 +14,15 @@ import torch
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 
 import labkit.course.ranks
-from answers import RIGHT, WRONG, Wrong
+from answers import RIGHT, WRONG, Answer, Solution, answer, names_of
+from command import python
 from labkit.comm import CommError
 from labkit.course import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
-from labkit.course.editions import checked, labs, solved, student
+from labkit.course.build import labs, solved
 from labkit.course.exercise import Passed
 from labkit.memory.peak import PeakMemory
 from labkit.runtime.world import World
+from tables import cases, raises
 
 pytestmark = pytest.mark.slow
 
@@ -38,46 +33,9 @@ for lab in LABS:
     import_module(f"labkit.labs.lab_{lab}.wrong_answers")
 
 
-# ---- each exercise of each lab
-
-
-@cache
-def names_of(lab: str, edition: str) -> dict[str, Any]:
-    """The functions and classes of an edition, with its imports and constants, nothing run."""
-    notebook = (student if edition == "student" else solved)(LABS[lab])
-    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-    names: dict[str, Any] = {"__name__": f"{edition} edition of lab {lab}"}
-    for number, cell in enumerate(notebook.cells):
-        if cell.cell_type != "code" or cell.source.startswith("%%"):
-            continue
-        file = f"<{edition} {lab}, cell {number}>"
-        text = re.sub(r"^[%!].*", "pass", cell.source, flags=re.MULTILINE)
-        linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-        tree = ast.parse(text)
-        tree.body = [one for one in tree.body if isinstance(one, kinds) or is_constant(one)]
-        exec(compile(tree, file, "exec"), names)
-    return names
-
-
-def is_constant(statement: ast.stmt) -> bool:
-    """Whether it is like `SIZE = 4`."""
-    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
-
-
-def answer(exercise: str, edition: str) -> Any:
-    """What the notebook hands to the check: `average` of `check.average(average)`."""
-    lab, name = exercise.split(".")
-    for cell in solved(LABS[lab]).cells:
-        if cell.cell_type == "code" and checked(cell.source) == name:
-            call = next(n for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Call))
-            return eval(ast.unparse(call.args[0]), names_of(lab, edition))
-    raise AssertionError(f"no cell of lab {lab} calls check.{name}(...)")
-
-
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_stub_is_told_that_it_is_the_stub(name: str):
-    with pytest.raises(CheckFailed, match="you left the stub"):
-        EXERCISES[name](answer(name, "student"))
+    raises("you left the stub", EXERCISES[name], answer(name, "student"), error=CheckFailed)
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -87,12 +45,25 @@ def test_the_solution_passes(name: str):
     assert EXERCISES[name].passed is passed
 
 
-@pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case.exercise}-{case.answer.__name__}")
-def test_a_wrong_answer_is_told_what_is_wrong(case: Wrong):
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_exercise_has_two_wrong_answers_or_more(name: str) -> None:
+    count = sum(case.exercise == name for case in WRONG)
+    assert count >= 2, f"{name} has {count} wrong answers: list more that it catches"
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_a_wrong_answer_is_told_what_is_wrong(case: Answer):
+    student = case.make()
     with pytest.raises(CheckFailed) as caught:
-        EXERCISES[case.exercise](case.answer)
+        EXERCISES[case.exercise](student)
     assert case.says in str(caught.value)
     assert "you left the stub" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("old", "count"), [("not there", 0), ("x", 3)])
+def test_a_slip_must_fit_the_solution_once(old: str, count: int):
+    with pytest.raises(LookupError, match=f"{old!r} is {count} times in the solution of 00.avera"):
+        Solution("00.average").changed({old: "y"})
 
 
 def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -117,17 +88,9 @@ def test_after_the_death_of_the_server_the_next_check_runs():
         assert run(size, lambda comm: comm.rank).values == list(range(size))
 
 
-@pytest.mark.parametrize(
-    ("name", "play"), RIGHT, ids=[f"{name}-{play.__name__}" for name, play in RIGHT]
-)
-def test_another_right_answer_passes(name: str, play: Any):
-    assert EXERCISES[name](play).proven
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_an_exercise_has_two_wrong_answers_or_more(name: str):
-    count = sum(case.exercise == name for case in WRONG)
-    assert count >= 2, f"{name} has {count} wrong answers: list more that it catches"
+@pytest.mark.parametrize("case", RIGHT, ids=str)
+def test_another_right_answer_passes(case: Answer):
+    assert EXERCISES[case.exercise](case.make()).proven
 
 
 def test_every_lab_with_checks_has_its_notebook():
@@ -202,51 +165,49 @@ def test_the_recipes_of_lab_02_draw_what_the_solutions_do():
             assert eval(recipe, names_of("02", "solved") | {"world": world}).axes
 
 
-# ---- what goes wrong on a rank, in words
-
-
 def message(play: Any, size: int = 2) -> str:
     with pytest.raises(CheckFailed) as caught:
         run(size, play)
     return str(caught.value)
 
 
-def test_an_exception_shows_the_students_own_line():
-    def play(comm: Any) -> float:
-        return 1 / comm.rank  # the line
+def divides(comm: Any) -> float:
+    return 1 / comm.rank  # the line
 
+
+def both_fail(comm: Any) -> None:
+    if comm.rank == 0:
+        raise ValueError("zero")  # line of rank 0
+    raise ValueError("one")  # line of rank 1
+
+
+def no_kernel(comm: Any) -> None:
+    raise NotImplementedError("torch has no such kernel")
+
+
+def fails_under_way(comm: Any) -> None:
+    raise CommError("all_reduce failed: no such dtype")
+
+
+@cases(
+    (
+        divides,
+        r"rank 0 raised ZeroDivisionError: (float )?division by zero\.",
+        "1 / comm.rank  # the line",
+        "ranks.py",
+    ),
+    (both_fail, r"rank 0 raised ValueError: zero\.", "line of rank 0", "line of rank 1"),
+    (no_kernel, "ranks 0 and 1 raised NotImplementedError: torch has no", "", "your turn"),
+    (fails_under_way, "ranks 0 and 1 raised CommError", 'CommError("all_reduce', "hang"),
+)
+def test_an_error_is_shown_with_the_students_own_line(
+    play: Any, begins: str, shows: str, not_shown: str
+) -> None:
+    """Of the rank whose error it is; what is not implemented is not always the stub, and an
+    operation that fails under way is no hang."""
     text = message(play)
-    assert text.startswith("rank 0 raised ZeroDivisionError: float division by zero.") or (
-        text.startswith("rank 0 raised ZeroDivisionError: division by zero.")
-    )
-    assert "1 / comm.rank  # the line" in text and "ranks.py" not in text
-
-
-def test_the_line_shown_is_of_the_rank_that_is_told_of():
-    def play(comm: Any) -> None:
-        if comm.rank == 0:
-            raise ValueError("zero")  # line of rank 0
-        raise ValueError("one")  # line of rank 1
-
-    text = message(play)
-    assert text.startswith("rank 0 raised ValueError: zero.")
-    assert "line of rank 0" in text and "line of rank 1" not in text
-
-
-def test_what_is_not_implemented_is_not_always_the_stub():
-    def play(comm: Any) -> None:
-        raise NotImplementedError("torch has no such kernel")
-
-    assert message(play).startswith("ranks 0 and 1 raised NotImplementedError: torch has no")
-
-
-def test_an_operation_that_fails_under_way_is_no_hang():
-    def play(comm: Any) -> None:
-        raise CommError("all_reduce failed: no such dtype")
-
-    text = message(play)
-    assert text.startswith("ranks 0 and 1 raised CommError") and "hang" not in text
-    assert 'CommError("all_reduce' in text and "Each receive" not in text
+    assert re.match(begins, text)
+    assert shows in text and not_shown not in text and "Each receive" not in text
 
 
 def test_ranks_are_fresh_after_a_message_that_nobody_waited_for():
@@ -309,11 +270,10 @@ def test_measuring_memory_does_not_load_the_compiler():
         "with PeakMemory():\n    torch.ones(3)\n"
         "print('torch._dynamo' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert python("-c", code).stdout.strip() == "False"
 
 
-def test_memory_is_counted_by_storage_and_falls_when_tensors_go():
+def test_memory_is_counted_by_storage_and_falls_when_tensors_go_or_are_resized() -> None:
     before = torch.zeros(50)
     with PeakMemory() as memory:
         before.add_(1)
@@ -323,9 +283,6 @@ def test_memory_is_counted_by_storage_and_falls_when_tensors_go():
         assert memory.held_bytes == memory.peak_bytes == 400
         del x
         assert (memory.held_bytes, memory.peak_bytes) == (0, 400)
-
-
-def test_memory_of_a_storage_that_is_resized_is_what_it_has():
     with PeakMemory() as memory:
         x = torch.zeros(100)
         x.untyped_storage().resize_(0)
@@ -335,32 +292,26 @@ def test_memory_of_a_storage_that_is_resized_is_what_it_has():
         assert memory.peak_bytes == 1004
 
 
-# ---- comparing values
-
-
-@pytest.mark.parametrize(
-    ("found", "right", "says"),
-    [
-        (None, 1.0, "rank 1 returned None"),
-        (2.0, 1.5, "rank 1 returned 2.0, but 1.5 is right"),
-        ("x", 1.5, "a str, but a number is right"),
-        (3, 4, "3, but 4 is right"),
-        (torch.ones(2), 1.5, "a tensor of shape (2,), but a number is right"),
-        (1.5, torch.ones(2), "a float, but a tensor of shape (2,) is right"),
-        (torch.ones(3), torch.ones(2), "shape (3,), but (2,) is right"),
-        (torch.ones(2), torch.ones(2, dtype=torch.int64), "torch.float32, but torch.int64"),
-        (
-            torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]),
-            "differs in 1 of 2 elements: element [1] is 5, but 2 is right",
-        ),
-        (torch.tensor([float("nan")]), torch.tensor([0.0]), "element [0] is nan"),
-        (float("nan"), 0.0, "nan, but 0.0 is right"),
-        ((1, 2, 3), (1, 2), "3 values, but 2 are right"),
-        ((1, 3), (1, 2), "(1, 3), but (1, 2) is right"),
-        ([0] * 30, [*[0] * 29, 1], "0, but 1 is right (at place 29)"),
-        (7, (7, 0), "an int, but a tuple is right"),
-        ("b", "a", "'b', but 'a' is right"),
-    ],
+@cases(
+    (None, 1.0, "rank 1 returned None"),
+    (2.0, 1.5, "rank 1 returned 2.0, but 1.5 is right"),
+    ("x", 1.5, "a str, but a number is right"),
+    (3, 4, "3, but 4 is right"),
+    (torch.ones(2), 1.5, "a tensor of shape (2,), but a number is right"),
+    (1.5, torch.ones(2), "a float, but a tensor of shape (2,) is right"),
+    (torch.ones(3), torch.ones(2), "shape (3,), but (2,) is right"),
+    (torch.ones(2), torch.ones(2, dtype=torch.int64), "torch.float32, but torch.int64"),
+    (
+        torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]),
+        "differs in 1 of 2 elements: element [1] is 5, but 2 is right",
+    ),
+    (torch.tensor([float("nan")]), torch.tensor([0.0]), "element [0] is nan"),
+    (float("nan"), 0.0, "nan, but 0.0 is right"),
+    ((1, 2, 3), (1, 2), "3 values, but 2 are right"),
+    ((1, 3), (1, 2), "(1, 3), but (1, 2) is right"),
+    ([0] * 30, [*[0] * 29, 1], "0, but 1 is right (at place 29)"),
+    (7, (7, 0), "an int, but a tuple is right"),
+    ("b", "a", "'b', but 'a' is right"),
 )  # fmt: skip
 def test_a_difference_is_told(found: Any, right: Any, says: str):
     with pytest.raises(CheckFailed) as caught:
@@ -368,19 +319,16 @@ def test_a_difference_is_told(found: Any, right: Any, says: str):
     assert says in str(caught.value) and "rank 1" in caught.value.sentence
 
 
-@pytest.mark.parametrize(
-    ("found", "right"),
-    [
-        (1.5 + 1e-9, 1.5),
-        (torch.tensor([1.5]), 1.5),
-        (2, 2.0),
-        ([1, 2], (1, 2)),
-        (None, None),
-        (torch.tensor([1.0 + 1e-7]), torch.tensor([1.0])),
-        (np.float32(1.5), 1.5),
-        (np.array([1.5]), 1.5),
-        ((np.int64(1), torch.tensor(2)), (1, 2)),
-    ],
+@cases(
+    (1.5 + 1e-9, 1.5),
+    (torch.tensor([1.5]), 1.5),
+    (2, 2.0),
+    ([1, 2], (1, 2)),
+    (None, None),
+    (torch.tensor([1.0 + 1e-7]), torch.tensor([1.0])),
+    (np.float32(1.5), 1.5),
+    (np.array([1.5]), 1.5),
+    ((np.int64(1), torch.tensor(2)), (1, 2)),
 )
 def test_what_is_equal_passes(found: Any, right: Any):
     equal([found], [right])
@@ -394,9 +342,6 @@ def test_a_hint_about_the_value_is_for_who_has_the_right_kind(found: Any, right:
     assert "look there" not in str(caught.value)
 
 
-# ---- how it is shown
-
-
 def passing(student: Any) -> Any:
     """A check."""
     student()
@@ -404,7 +349,7 @@ def passing(student: Any) -> Any:
     yield Score(48, 21, "bytes sent")
 
 
-def test_a_pass_is_a_short_box():
+def test_a_pass_is_a_short_box_with_a_score_where_there_is_one() -> None:
     passed = Exercise("00.example", 2, passing)(lambda: None)
     assert repr(passed).splitlines() == [
         "✓ 00.example passed: 2 points",
@@ -412,9 +357,7 @@ def test_a_pass_is_a_short_box():
         "  - your score: 48 bytes sent, the best known: 21",
     ]
     assert "<li>it ran</li>" in passed._repr_html_()
-
-
-def test_a_score_below_the_best_known_is_welcome():
+    assert Passed(Exercise("00.x", 1, passing), ["a"]).score is None
     assert "you have beaten it" in str(Score(20, 21, "bytes sent"))
     assert "you have beaten it" not in str(Score(21, 21, "bytes sent"))
 
@@ -446,11 +389,7 @@ def test_the_report_adds_up_what_has_passed(monkeypatch: pytest.MonkeyPatch):
     assert text[0] == "77.one    0 of 1"
     assert text[1].startswith("77.two  ✓ 3 of 3   your score: 48")
     assert text[2] == "in all    3 of 4"
-    with pytest.raises(ValueError, match="no exercise is known"):
-        report("78")
-
-
-# ---- predictions
+    raises("no exercise is known", report, "78")
 
 
 def test_a_prediction_stands_beside_what_was_measured():
@@ -461,18 +400,13 @@ def test_a_prediction_stands_beside_what_was_measured():
     assert lines[2].endswith("✗ measured is 1.5 × the prediction")
     assert "✗" in repr(predict(x=0).beside(x=1))
     assert "<td" in guess.beside(messages=3, sent_bytes=4096)._repr_html_()
-
-
-def test_what_stands_beside_a_prediction_says_where_it_is_from():
     beside = predict(sent_bytes=4096).beside("the formula's", sent_bytes=8192)
     head, row = repr(beside).splitlines()
     assert head.split() == ["predicted", "the", "formula's"]
     assert row.endswith("✗ the formula's is 2 × the prediction")
     assert "<th>the formula&#x27;s</th>" in beside._repr_html_()
     assert "measured" not in repr(beside) + beside._repr_html_()
-
-
-def test_a_whole_number_has_no_decimals_however_it_was_computed():
+    # A whole number has no decimals, however it was computed.
     guess = predict(sent_bytes=2 * 4096 / 2, s=0.5)
     assert repr(guess) == "predicted: sent (bytes) = 4,096, s = 0.5"
     assert "4,096.0" not in repr(guess.beside(sent_bytes=4096, s=float("inf")))
@@ -483,15 +417,10 @@ def test_a_prediction_must_be_made():
         predict(sent_bytes=...)  # type: ignore[arg-type]
     with pytest.raises(CheckFailed, match="sent_bytes is a str, but a number is wanted"):
         predict(sent_bytes="4 MB")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="give the same names"):
-        predict(sent_bytes=4).beside(messages=3)
+    raises("give the same names", predict(sent_bytes=4).beside, messages=3)
     with pytest.raises(CheckFailed, match="no name: 3, 2") as unnamed:
         predict(3, 2)
     assert "Name each, as in" in unnamed.value.hint
     with pytest.raises(CheckFailed, match="nothing is predicted yet") as nothing:
         predict().beside(sent_bytes=4)
     assert "in step 3 first" in nothing.value.hint
-
-
-def test_a_pass_without_a_score_has_none():
-    assert Passed(Exercise("00.x", 1, passing), ["a"]).score is None

@@ -1,5 +1,4 @@
-"""Checks of exercises: a student's values are compared as what they are, whatever they say of
-themselves; no answer runs for ever; and a prediction that was skipped is named."""
+"""Values that lie about themselves, answers without an end, and skipped predictions are caught."""
 
 import inspect
 import os
@@ -18,15 +17,13 @@ import labkit.course.ranks as check_ranks
 import liars
 import test_checks
 from labkit.course import EXERCISES, CheckFailed, equal, predict, run
-from labkit.course.editions import labs, solved, student
+from labkit.course.build import labs, solved, student
 from labkit.course.findings import difference, honest
 from labkit.schedules.actions import Action
 from liars import LIARS, LyingTensor, changed, wrong
+from tables import cases
 
 cloudpickle.register_pickle_by_value(liars)
-
-
-# ---- values that say that they are equal to anything
 
 
 class Point(tuple):
@@ -35,23 +32,20 @@ class Point(tuple):
     __hash__ = tuple.__hash__
 
 
-@pytest.mark.parametrize(
-    ("liar", "right"),
-    [
-        (LIARS[float](2.0), 1.5),
-        (LIARS[int](3), 4),
-        (LIARS[int](3), 4.0),
-        (LIARS[str]("x"), "y"),
-        (LIARS[tuple]((1, 2)), (1, 3)),
-        (LIARS[list]([1, 2]), [1, 3]),
-        (LIARS[dict]({"a": 1}), {"a": 2}),
-        ([LIARS[float](2.0)], [1.5]),
-        ({"a": (LIARS[int](1),)}, {"a": (2,)}),
-        (torch.ones(2).as_subclass(LyingTensor), torch.zeros(2)),
-        ([torch.ones(2).as_subclass(LyingTensor)], [torch.zeros(2)]),
-        (torch.ones(()).as_subclass(LyingTensor), 2.0),
-        (Point((1, 2)), (1, 3)),
-    ],
+@cases(
+    (LIARS[float](2.0), 1.5),
+    (LIARS[int](3), 4),
+    (LIARS[int](3), 4.0),
+    (LIARS[str]("x"), "y"),
+    (LIARS[tuple]((1, 2)), (1, 3)),
+    (LIARS[list]([1, 2]), [1, 3]),
+    (LIARS[dict]({"a": 1}), {"a": 2}),
+    ([LIARS[float](2.0)], [1.5]),
+    ({"a": (LIARS[int](1),)}, {"a": (2,)}),
+    (torch.ones(2).as_subclass(LyingTensor), torch.zeros(2)),
+    ([torch.ones(2).as_subclass(LyingTensor)], [torch.zeros(2)]),
+    (torch.ones(()).as_subclass(LyingTensor), 2.0),
+    (Point((1, 2)), (1, 3)),
 )
 def test_a_liar_is_compared_as_what_it_is(liar: Any, right: Any) -> None:
     assert difference(liar, right, 1e-6)
@@ -95,11 +89,9 @@ def wrong_answer(solution: Any, lies: bool) -> Any:
 FEW = ("02.crossover_bytes", "10.update", "17.global_norm", "00.average", "14.choose")
 
 
-def of_all() -> list[Any]:
-    return [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in EXERCISES]
-
-
-@pytest.mark.parametrize("name", of_all())
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in FEW else pytest.mark.slow) for x in EXERCISES]
+)
 def test_no_exercise_falls_for_a_liar(name: str) -> None:
     """Where a wrong value in exact types fails, the same value fails that lies."""
     solution = test_checks.answer(name, "solved")
@@ -119,9 +111,6 @@ def test_a_type_that_lies_passes_no_exercise_of_types() -> None:
     for value in ("torch.float32", 1.0, 1):
         with pytest.raises(CheckFailed):
             EXERCISES["10.runs_in"](lambda *_, value=value: LIARS[type(value)](value))
-
-
-# ---- the limit of time
 
 
 def endless_when_watched(comm: Any, x: torch.Tensor) -> None:
@@ -166,9 +155,6 @@ def test_a_watched_loop_is_ended_on_another_thread_too(monkeypatch: pytest.Monke
     thread.start()
     thread.join(120)
     assert not thread.is_alive() and not errors, errors
-
-
-# ---- predictions that were skipped
 
 
 def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:

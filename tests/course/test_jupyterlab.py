@@ -1,21 +1,16 @@
-"""Labs in the JupyterLab that students use, in a real browser: they run from top to bottom, a
-slider changes its picture, and the stop button ends a hang.
-
-Runs where a chromium or Google Chrome is installed. LABKIT_SCREENSHOTS=some/folder keeps a
-picture of every screen of every lab there.
-"""
+"""Labs in JupyterLab, in a chromium or Google Chrome: they run, sliders work, a hang is stopped.
+LABKIT_SCREENSHOTS=some/folder keeps a picture of every screen of every lab there."""
 
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from command import python
 from devtools import HEIGHT, WIDTH, Browser, Page, browser, missing
 from lab_page import Cell, JupyterLab, LabPage, jupyterlab, notebook
 from places import SUPPORT
@@ -60,10 +55,6 @@ def write_notebooks(root: Path) -> None:
         (root / lab.name).write_text(json.dumps(content), encoding="utf-8")
 
 
-def pictures_folder(otherwise: Path) -> Path:
-    return Path(os.environ.get("LABKIT_SCREENSHOTS") or otherwise).resolve()
-
-
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
     folder = tmp_path_factory.mktemp("jupyterlab")
@@ -76,7 +67,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
 @pytest.fixture(scope="module")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     folder = tmp_path_factory.mktemp("browser")
-    with browser(folder, pictures_folder(folder)) as running:
+    pictures = Path(os.environ.get("LABKIT_SCREENSHOTS") or folder).resolve()
+    with browser(folder, pictures) as running:
         yield running
 
 
@@ -95,9 +87,6 @@ def keep_pictures(opened: LabPage, folder: Path) -> None:
         opened.theme("JupyterLab Dark")
         opened.photograph_all(folder / "dark")
         opened.theme("JupyterLab Light")
-
-
-# ---- every lab
 
 
 # The sliders with a picture in the same output. They are remembered: a picture may be away for a
@@ -148,9 +137,6 @@ def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
         keep_pictures(opened, chrome.pictures)
 
 
-# ---- the stop button
-
-
 def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chrome: Browser):
     with notebook(lab, chrome, "hanging_lab.ipynb") as opened:
         opened.run_all()
@@ -168,27 +154,13 @@ def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chr
         keep_pictures(opened, chrome.pictures)
 
 
-# ---- a notebook as a picture
-
-
 def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
     write_notebooks(tmp_path / "notebooks")
     out = tmp_path / "lab.png"
-    done = subprocess.run(
-        [
-            *(sys.executable, str(ROOT / "tests/support/browser.py")),
-            *(str(tmp_path / "notebooks/sample_lab.ipynb"), str(out), "--dark"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    sample = tmp_path / "notebooks/sample_lab.ipynb"
+    python(SUPPORT / "browser.py", sample, out, "--dark", timeout=120)
     width, height = struct.unpack(">II", out.read_bytes()[16:24])  # of PNG's first chunk
     assert width == WIDTH and height > HEIGHT
-
-
-# ---- what is left
 
 
 def test_nothing_is_left_of_server_kernel_ranks_and_browser(tmp_path: Path):

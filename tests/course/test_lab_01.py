@@ -1,6 +1,4 @@
-"""Lab 01: each of the six classic bugs is named by labkit's error, with rank, operation and line;
-the clinic tells apart what plain torch does; the best known placement is the best there is.
-"""
+"""Lab 01: six classic bugs by labkit's errors, the clinic on plain torch, the best placement."""
 
 import ast
 import os
@@ -12,15 +10,13 @@ import pytest
 import torch
 
 from labkit.course import CheckFailed
-from labkit.course.clinic import Clinic, Finding, clinic, through_labkit, through_torch
 from labkit.labs import FOLDERS
 from labkit.labs.lab_01 import checks, scenarios
+from labkit.labs.lab_01.clinic import Clinic, Finding, clinic, through_labkit, through_torch
 from labkit.runtime.plain import LauncherStore
+from tables import cases, raises
 
 LAB = FOLDERS["01"] / "lab.py"
-
-
-# ---- the six, as they stand in the notebook
 
 
 def program(name: str) -> tuple[Callable[[Any], Any], int]:
@@ -32,65 +28,46 @@ def program(name: str) -> tuple[Callable[[Any], Any], int]:
     return names[name], found.lineno
 
 
-DISAGREE = "the ranks disagree about collective 1 of group default:"
-STUCK = "Where each rank was:"
+SAYS = {
+    "skips": """
+        rank 1 returned without calling what rank 0 waits for
+        Where each rank was:
+        rank 0: waits in all_reduce(sum) float32 [8]
+        1 of group default, at +3
+        rank 1: has returned""",
+    "other_order": """
+        the ranks disagree about collective 1 of group default:
+        rank 0: all_reduce(sum) float32 [8]  at +3
+        rank 1: broadcast(src=0) float32 [8]  at +6""",
+    "other_shape": """
+        the ranks disagree about collective 1 of group default:
+        rank 0: all_reduce(sum) float32 [4]  at +2
+        rank 1: all_reduce(sum) float32 [8]  at +2""",
+    "other_dtype": """
+        the ranks disagree about collective 1 of group default:
+        rank 0: all_reduce(sum) float32 [4]  at +2
+        rank 1: all_reduce(sum) int32 [4]  at +2""",
+    "sends_to_nobody": """
+        rank 2 returned without calling what rank 0 waits for
+        Where each rank was:
+        rank 0: waits in send(to 2) float32 [4]
+        group default 0->2 tag 0, at +2
+        rank 2: has returned""",
+    "other_group": """
+        ranks 0, 1 and 2 wait for each other: none can go on
+        Where each rank was:
+        collective 1 of group 1 (ranks 0, 1), at +4
+        rank 1: waits in all_reduce(sum) float32 [4]
+        2 of group default, at +6""",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        (
-            "skips",
-            [
-                "rank 1 returned without calling what rank 0 waits for", STUCK,
-                "rank 0: waits in all_reduce(sum) float32 [8]", "1 of group default, at +3",
-                "rank 1: has returned",
-            ],
-        ),
-        (
-            "other_order",
-            [
-                DISAGREE, "rank 0: all_reduce(sum) float32 [8]  at +3",
-                "rank 1: broadcast(src=0) float32 [8]  at +6",
-            ],
-        ),
-        (
-            "other_shape",
-            [
-                DISAGREE, "rank 0: all_reduce(sum) float32 [4]  at +2",
-                "rank 1: all_reduce(sum) float32 [8]  at +2",
-            ],
-        ),
-        (
-            "other_dtype",
-            [
-                DISAGREE, "rank 0: all_reduce(sum) float32 [4]  at +2",
-                "rank 1: all_reduce(sum) int32 [4]  at +2",
-            ],
-        ),
-        (
-            "sends_to_nobody",
-            [
-                "rank 2 returned without calling what rank 0 waits for", STUCK,
-                "rank 0: waits in send(to 2) float32 [4]", "group default 0->2 tag 0, at +2",
-                "rank 2: has returned",
-            ],
-        ),
-        (
-            "other_group",
-            [
-                "ranks 0, 1 and 2 wait for each other: none can go on", STUCK,
-                "collective 1 of group 1 (ranks 0, 1), at +4",
-                "rank 1: waits in all_reduce(sum) float32 [4]", "2 of group default, at +6",
-            ],
-        ),
-    ],
-)  # fmt: skip
-def test_each_classic_is_named_with_rank_operation_and_line(name: str, says: list[str]):
+@pytest.mark.parametrize("name", SAYS)
+def test_each_classic_is_named_with_rank_operation_and_line(name: str) -> None:
     play, first = program(name)
     text = through_labkit(play, 3)
-    for words in says:
-        words, plus, lines = words.partition("+")
+    for line in SAYS[name].split("\n")[1:]:
+        words, plus, lines = line.strip().partition("+")
         where = f"{LAB.name}:{first + int(lines)} in {name}" if plus else ""
         assert words + where in text, text
 
@@ -103,9 +80,6 @@ def test_a_program_that_is_right_is_left_alone():
 
     assert through_labkit(right, 3) == ""
     assert through_torch(right, 3) == ("silent", ["ranks 0, 1 and 2: returns [3.0, 3.0]"])
-
-
-# ---- what plain torch does
 
 
 @pytest.mark.slow
@@ -164,9 +138,6 @@ def test_messages_have_their_two_ends_on_plain_torch_too():
     assert says == ["ranks 0 and 2: returns [5.0]", "rank 1: returns [1.0]"]
 
 
-# ---- the table
-
-
 def test_the_clinic_runs_each_and_compares_the_guesses(capsys: pytest.CaptureFixture[str]):
     def passes(comm: Any) -> None:
         comm.barrier()
@@ -188,27 +159,17 @@ def test_a_guess_must_be_one_of_the_three():
     assert caught.value.expected == "hang or crash or silent"
 
 
-@pytest.mark.parametrize(
-    ("guesses", "says"),
-    [
-        ({}, "no guess yet for passes, waits"),
-        ({"passes": "silent", "waits": ...}, "no guess yet for waits"),
-        (
-            {"passes": "silent", "waits": "hang", "deadlock": "hang"},
-            "no program is called 'deadlock'",
-        ),
-    ],
+@cases(
+    ({}, "no guess yet for passes, waits"),
+    ({"passes": "silent", "waits": ...}, "no guess yet for waits"),
+    ({"passes": "silent", "waits": "hang", "deadlock": "hang"}, "no program is called 'deadlock'"),
 )
 def test_guesses_that_are_missing_or_of_no_program_are_refused(guesses: Any, says: str):
     def passes(comm: Any) -> None: ...
 
     def waits(comm: Any) -> None: ...
 
-    with pytest.raises(CheckFailed, match=says):
-        clinic([passes, waits], guesses)
-
-
-# ---- a launcher's store
+    raises(says, clinic, [passes, waits], guesses, error=CheckFailed)
 
 
 def test_a_launchers_store_reads_the_addresses_that_gloo_writes():
@@ -224,9 +185,6 @@ def test_a_table_shows_words_as_they_are():
     html = Clinic([Finding("p", "hang", ["a < b"], "c & d")])._repr_html_()
     assert "a &lt; b" in html and "c &amp; d" in html and ">hang<" in html
     assert ">nothing<" in Clinic([Finding("p", "silent", [], "")])._repr_html_()
-
-
-# ---- the open exercise
 
 
 def test_the_best_known_placement_is_the_best_of_all():

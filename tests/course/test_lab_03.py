@@ -1,5 +1,7 @@
 """Lab 03's rings: the wires of a DGX-1, what an order of ranks costs, the ring itself."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -49,7 +51,9 @@ def test_the_check_says_when_nobody_can_do_better() -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
-def test_a_ring_in_any_order_sums_and_sends_along_its_hops(order: list[int]) -> None:
+def test_a_ring_in_any_order_sums_and_sends_along_its_hops(
+    worlds: Callable[..., World], order: list[int]
+) -> None:
     def play() -> tuple[torch.Tensor, list[object]]:
         comm = Comm()
         x = torch.arange(8.0) * (comm.rank + 1)
@@ -57,8 +61,7 @@ def test_a_ring_in_any_order_sums_and_sends_along_its_hops(order: list[int]) -> 
             ring_in_order(comm, x, order)
         return x, events
 
-    with World(4, backend="gloo", device="cpu") as world:
-        results = world.run(play)
+    results = worlds(4, backend="gloo", device="cpu").run(play)
     assert all(torch.equal(x, 10 * torch.arange(8.0)) for x, _ in results)
     sent_bytes = bytes_by_pair([events for _, events in results])
     hops = set(zip(order, order[1:] + order[:1]))

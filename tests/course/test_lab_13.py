@@ -1,5 +1,4 @@
-"""Lab 13's chain of layers: however it is cut, it is the chain of one process, and a rank sends
-what the table says."""
+"""Lab 13's chain of layers: any cut equals one process, and a rank sends what the table says."""
 
 from collections.abc import Sequence
 from itertools import pairwise

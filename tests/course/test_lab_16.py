@@ -12,10 +12,12 @@ from labkit.labs.lab_16.scenarios import (
     held,
     idle,
     interleaved_after,
+    layers,
     replayed_bubble,
     trained_alone,
 )
 from labkit.schedules import interleaved, one_f_one_b, peak_in_flight, zero_bubble_h1
+from tables import raises
 
 
 def test_a_list_of_warm_ups_is_a_schedule() -> None:
@@ -52,18 +54,12 @@ def test_weights_that_are_off_lost_or_twice_are_told() -> None:
     assert furthest(off, right) == f"{names[9]} on rank 1 is off by 0.001"
     assert furthest(halves[:1], right) == "8 weights on all ranks, and the model has 16"
     assert furthest([*halves, halves[0]], right).startswith("24 weights")
-    with pytest.raises(CheckFailed, match="for this job, run on 4 ranks: "):
-        check._weights("this job", off)
+    raises("for this job, run on 4 ranks: ", check._weights, "this job", off, error=CheckFailed)
 
 
 def test_a_step_changes_what_is_compared() -> None:
-    assert any(not torch.equal(p, q) for p, q in zip(trained_alone().values(), _before()))
-
-
-def _before() -> list[torch.Tensor]:
-    from labkit.labs.lab_16.scenarios import layers
-
-    return list(layers().parameters())
+    pairs = zip(trained_alone().values(), layers().parameters())
+    assert any(not torch.equal(after, before) for after, before in pairs)
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from labkit.labs.lab_17.scenarios import (
 )
 from labkit.labs.lab_17.wrong_answers import best, layouts
 from labkit.models import GPT
+from tables import cases
 
 
 def test_places_are_those_of_megatron() -> None:
@@ -112,17 +113,14 @@ def test_the_rule_of_thumb_can_be_beaten_but_not_always() -> None:
     assert round(of_the_rule({name: best(job) for name, job in JOBS.items()})) == BEST_PERCENT
 
 
-@pytest.mark.parametrize(
-    ("axes", "says"),
-    [
-        ({"pp": 2, "dp": 2}, "has not the axes"),
-        ({"pp": 16, "dp": 2, "tp": 0.5}, "a whole number each"),
-        ({"pp": 4, "dp": 2, "tp": 2}, "takes 16 GPUs of 32"),
-        ({"pp": 32, "dp": 1, "tp": 1}, "divides 24 layers by 32"),
-        ({"pp": 2, "dp": 8, "tp": 2}, "GB on a GPU, of 32"),
-        ({"pp": 8, "dp": 4, "tp": 1}, "GB on a GPU, of 32"),
-        ({"pp": 8, "dp": 2, "tp": 2}, ""),
-    ],
+@cases(
+    ({"pp": 2, "dp": 2}, "has not the axes"),
+    ({"pp": 16, "dp": 2, "tp": 0.5}, "a whole number each"),
+    ({"pp": 4, "dp": 2, "tp": 2}, "takes 16 GPUs of 32"),
+    ({"pp": 32, "dp": 1, "tp": 1}, "divides 24 layers by 32"),
+    ({"pp": 2, "dp": 8, "tp": 2}, "GB on a GPU, of 32"),
+    ({"pp": 8, "dp": 4, "tp": 1}, "GB on a GPU, of 32"),
+    ({"pp": 8, "dp": 2, "tp": 2}, ""),
 )
 def test_a_layout_that_does_not_fit_is_told_why(axes: dict[str, int], says: str) -> None:
     found = why_not(JOBS["nodes of two"], axes)

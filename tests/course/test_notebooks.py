@@ -1,6 +1,4 @@
-"""The labs: editions in step with their source, written in the form that every lab has, and
-running as they are shown.
-"""
+"""The labs: editions in step with their source, the form of a lab, and outputs as shown."""
 
 import ast
 import re
@@ -18,20 +16,22 @@ pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import nbformat
 
-from labkit.course import EXERCISES, Exercise, build, editions
-from labkit.course.build import out_of_step
-from labkit.course.editions import (
+from labkit.course import EXERCISES, Exercise, build
+from labkit.course.build import (
     BEGIN,
     END,
     checked,
     exercises,
     labs,
+    out_of_step,
     solved,
     solved_path,
     student,
+    student_path,
     without_solutions,
 )
 from labkit.course.source import show
+from tables import cases, raises
 
 LABS = labs()
 each_lab = pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.name)
@@ -45,16 +45,13 @@ MOST_WORDS = 130  # of the prose of a cell
 CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
-# ---- in step
-
-
 @each_lab
 def test_the_editions_are_in_step_with_the_source(lab: Path):
     assert out_of_step(lab) == []
 
 
 @each_lab
-def test_building_twice_gives_the_same(lab: Path):
+def test_building_twice_gives_the_same(lab: Path) -> None:
     assert nbformat.writes(student(lab)) == nbformat.writes(student(lab))
     assert nbformat.writes(solved(lab)) == nbformat.writes(solved(lab))
 
@@ -82,9 +79,6 @@ def test_all_the_code_that_it_shows_is_there(lab: Path):
             of_show = [one for one in calls if getattr(one.func, "id", "") == "show"]
             shown += [eval(ast.unparse(one), {"show": show}) for one in of_show]
     assert all(code.text for code in shown)
-
-
-# ---- the form of a lab (one sentence for each thing that is wrong)
 
 
 def form_problems(lab: Path) -> list[str]:
@@ -160,9 +154,6 @@ def test_the_solved_edition_has_outputs_and_no_trace_of_its_machine(lab: Path):
         assert trace not in outputs, f"an output has {trace}"
 
 
-# ---- running
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @each_lab
@@ -183,7 +174,7 @@ def run_nbval(*paths: Path) -> "subprocess.CompletedProcess[str]":
 def test_nbval_sees_a_tagged_output_that_changed(tmp_path: Path):
     pytest.importorskip("nbval", reason="compares the outputs of notebooks")
     for name, output in (("same", "2"), ("changed", "3")):
-        notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
+        notebook = nbformat.v4.new_notebook(metadata=build.METADATA)
         cell = nbformat.v4.new_code_cell(
             "1 + 1", execution_count=1, metadata={"tags": ["nbval-check-output"]}
         )
@@ -193,8 +184,6 @@ def test_nbval_sees_a_tagged_output_that_changed(tmp_path: Path):
     said = run_nbval(tmp_path / "same.ipynb", tmp_path / "changed.ipynb").stdout
     assert "Cell outputs differ" in said and "1 failed, 1 passed" in said, said
 
-
-# ---- the builder, on a lab of its own
 
 LAB = '''# %% [markdown]
 # # Lab 99: A test
@@ -222,7 +211,6 @@ half(8) if callable(half) else guess
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(editions, "NOTEBOOKS", tmp_path / "notebooks")
     monkeypatch.setattr(build, "NOTEBOOKS", tmp_path / "notebooks")
     folder = tmp_path / "notebooks" / "src" / "99_test"
     folder.mkdir(parents=True)
@@ -292,38 +280,31 @@ def test_a_build_writes_both_editions_and_then_has_nothing_to_do(
     assert outputs[3][0].text == "the answer is 4\n" and outputs[4][0].data["text/plain"] == "4.0"
 
 
+WIDGET_AND_BAR = (
+    "import ipywidgets\nipywidgets.IntSlider()",
+    "from time import sleep\nfrom labkit import progress\n"
+    "for _ in progress(range(4)):\n    sleep(0.3)\nprint('on')",
+)
+
+
 @pytest.mark.slow
-def test_a_widget_is_kept_as_its_picture_alone():
+def test_a_widget_is_kept_as_its_picture_alone_and_a_bar_not_at_all() -> None:
     pytest.importorskip("ipywidgets", reason="makes the widget")
-    notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
-    notebook.cells = [nbformat.v4.new_code_cell("import ipywidgets\nipywidgets.IntSlider()")]
-    (output,) = build.execute(notebook).cells[0].outputs
-    assert list(output.data) == ["text/plain"]
-    assert notebook.metadata.keys() == editions.METADATA.keys()
-
-
-@pytest.mark.slow
-def test_a_bar_is_gone_from_what_is_kept():
-    lines = [
-        "from time import sleep",
-        "from labkit import progress",
-        "for _ in progress(range(4)):",
-    ]
-    notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
-    notebook.cells = [
-        nbformat.v4.new_code_cell("\n".join([*lines, "    sleep(0.3)", "print('on')"]))
-    ]
-    (output,) = build.execute(notebook).cells[0].outputs
-    assert output.text == "on\n"
+    notebook = nbformat.v4.new_notebook(metadata=build.METADATA)
+    notebook.cells = [nbformat.v4.new_code_cell(text) for text in WIDGET_AND_BAR]
+    (widget,), (bar,) = (cell.outputs for cell in build.execute(notebook).cells)
+    assert list(widget.data) == ["text/plain"]
+    assert bar.text == "on\n"
+    assert notebook.metadata.keys() == build.METADATA.keys()
 
 
 @pytest.mark.parametrize("edition", ["student", "solved"])
 @pytest.mark.parametrize("change", ["source", "metadata", "id", "cells"])
 def test_an_edition_that_was_edited_by_hand_is_found(lab: Path, edition: str, change: str):
-    for make, path in [(student, editions.student_path), (solved, solved_path)]:
+    for make, path in [(student, student_path), (solved, solved_path)]:
         build.write(make(lab), path(lab))
     assert out_of_step(lab) == []
-    path = (editions.student_path if edition == "student" else solved_path)(lab)
+    path = (student_path if edition == "student" else solved_path)(lab)
     notebook = nbformat.read(path, as_version=4)
     if change == "source":
         notebook.cells[0].source += " by hand"
@@ -340,7 +321,7 @@ def test_an_edition_that_was_edited_by_hand_is_found(lab: Path, edition: str, ch
 
 
 def test_outputs_do_not_put_an_edition_out_of_step(lab: Path):
-    build.write(student(lab), editions.student_path(lab))
+    build.write(student(lab), student_path(lab))
     notebook = solved(lab)
     notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", text="at 12:31")]
     build.write(notebook, solved_path(lab))
@@ -348,8 +329,7 @@ def test_outputs_do_not_put_an_edition_out_of_step(lab: Path):
 
 
 def test_a_lab_that_is_not_there_is_refused(lab: Path):
-    with pytest.raises(ValueError, match="no source for all of 42; there are 99_test"):
-        build.build(["42"])
+    raises("no source for all of 42; there are 99_test", build.build, ["42"])
 
 
 @pytest.mark.parametrize(
@@ -363,8 +343,7 @@ def test_a_lab_that_is_not_there_is_refused(lab: Path):
     ],
 )
 def test_markers_that_do_not_pair_are_refused(text: str):
-    with pytest.raises(ValueError, match=BEGIN):
-        without_solutions(text)
+    raises(BEGIN, without_solutions, text)
 
 
 def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
@@ -379,9 +358,6 @@ def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
         "no glossary", "1 exercises: a lab has three", "check.gone is not declared", "0 headings",
     ]:  # fmt: skip
         assert words in text, words
-
-
-# ---- the library's own code
 
 
 def test_code_is_shown_from_the_library_as_it_is():
@@ -407,14 +383,10 @@ def test_a_whole_module_begins_at_line_1():
     assert "lines 1 to " in show("comm/handle.py").caption
 
 
-@pytest.mark.parametrize(
-    ("place", "words", "says"),
-    [
-        ("comm/gone.py:f", "", "labkit has no file 'comm/gone.py'"),
-        ("comm/collectives/broadcast.py:gone", "", "has no 'gone'"),
-        ("comm/collectives/steps.py:run", "not there", "no line has 'not there'"),
-    ],
+@cases(
+    ("comm/gone.py:f", "", "labkit has no file 'comm/gone.py'"),
+    ("comm/collectives/broadcast.py:gone", "", "has no 'gone'"),
+    ("comm/collectives/steps.py:run", "not there", "no line has 'not there'"),
 )
-def test_code_that_is_gone_is_an_error(place: str, words: str, says: str):
-    with pytest.raises(ValueError, match=says):
-        show(place, since=words)
+def test_code_that_is_gone_is_an_error(place: str, words: str, says: str) -> None:
+    raises(says, show, place, since=words)

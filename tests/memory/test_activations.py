@@ -1,39 +1,29 @@
-"""The bill of a layer, the chooser of what to compute again, and that both say what the recorder
-counts."""
+"""The bill of a layer and the choice of what to recompute, beside what the recorder counts."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.text import Text
 from torch import nn
 
 from labkit import GPT, choose_activations, offload_activations, plot, predict, record
-from labkit.memory.chooser import (
-    Cost,
-    Costs,
-    front,
-    least_recompute,
-    plan_of,
-    smallest_budget,
-)
+from labkit.memory.chooser import Cost, Costs, front, least_recompute, plan_of, smallest_budget
 from labkit.memory.edits import CHOICES, Choices
 from labkit.memory.measuring import measure
 from labkit.memory.saved import saved_by
-from labkit.models import PlainAttention
 from labkit.trace.measures import peak_memory
+from recorded_memory import use_core
+from small_models import Custom
+from tables import raises
 
 SIZES = {"sequence": 64, "rows": 2, "width": 64, "heads": 4}
 
 
 def gpt(dtype: torch.dtype = torch.float32) -> GPT:
     torch.manual_seed(0)
-    model = GPT(32, 64, 3, 4, 64, dropout=0.1).to(dtype)
-    for block in model.blocks:
-        block.attn.core = PlainAttention(0.1)
-    return model
-
-
-# ---- the bill
+    return use_core(GPT(32, 64, 3, 4, 64, dropout=0.1).to(dtype))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -65,48 +55,35 @@ def test_what_no_term_is_for_is_seen():
     assert by_term["other"].measured_bytes == 8 * 64 * 2 * 64
 
 
-def test_saving_is_forgotten_afterwards():
-    """Nothing stays hooked, and no graph alive."""
+def test_saving_leaves_out_sparse_tensors_and_is_forgotten_afterwards() -> None:
     block, x = gpt().blocks[0], torch.randn(2, 64, 64, requires_grad=True)
     first = saved_by(block, x)
     assert saved_by(block, x) == first
     assert not any(module._forward_pre_hooks for module in block.modules())
-
-
-def test_sparse_tensors_are_left_out():
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("how", torch.eye(4).to_sparse())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.sparse.mm(self.how * 2, x).exp()
-
-    (kept,) = saved_by(Mixed(), torch.randn(4, 3, requires_grad=True))
+    mixed = Custom(lambda self, x: torch.sparse.mm(self.how * 2, x).exp())
+    mixed.register_buffer("how", torch.eye(4).to_sparse())
+    (kept,) = saved_by(mixed, torch.randn(4, 3, requires_grad=True))
     assert kept.nbytes == 4 * 3 * 4
-
-
-# ---- the search, on made-up blocks
 
 
 def drawn(seed: int, blocks: int) -> Costs:
     """Blocks that differ; what a choice needs is no less than what it keeps."""
     numbers = torch.randint(1, 50, (blocks, 4), generator=torch.Generator().manual_seed(seed))
-    made = []
-    for kept, less, work, extra in numbers.tolist():
-        made.append({
+    made = [
+        {
             "none": Cost(kept + less, kept + less + extra),
             "selective": Cost(kept, kept + less + extra, again_flops=work),
             "full": Cost(kept // 3, kept + less + 2 * extra, again_flops=3 * work),
             "offload": Cost(0, less + extra, moved_bytes=kept + less),
-        })  # fmt: skip
+        }
+        for kept, less, work, extra in numbers.tolist()
+    ]
     return Costs(made, 10, 20, 15, leaving_bytes=7, step_flops=1000)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("most_moved", [0, 60])
 def test_the_choice_is_the_best_of_all(seed: int, most_moved: int):
-    """Every one of the 256 is tried."""
     costs = drawn(seed, 4)
     every = [plan_of(costs, names) for names in product(CHOICES, repeat=4)]
     every = [plan for plan in every if plan.moved_bytes <= most_moved]
@@ -116,32 +93,28 @@ def test_the_choice_is_the_best_of_all(seed: int, most_moved: int):
         best = min(plan.again_flops for plan in every if plan.peak_bytes <= budget)
         plan = least_recompute(costs, budget, most_moved)
         assert plan.again_flops == best and plan.peak_bytes <= budget
-    beaten = {
-        one
-        for one, other in product(every, repeat=2)
-        if (other.again_flops, other.peak_bytes) != (one.again_flops, one.peak_bytes)
-        and other.again_flops <= one.again_flops
-        and other.peak_bytes <= one.peak_bytes
-    }
-    best_of_all = {(plan.again_flops, plan.peak_bytes) for plan in set(every) - beaten}
-    assert {(plan.again_flops, plan.peak_bytes) for plan in front(costs, most_moved)} == best_of_all
+    ends = {(plan.again_flops, plan.peak_bytes) for plan in every}
+    beaten = {x for x, y in product(ends, repeat=2) if y != x and y[0] <= x[0] and y[1] <= x[1]}
+    found = front(costs, most_moved)
+    assert {(plan.again_flops, plan.peak_bytes) for plan in found} == ends - beaten
 
 
-def test_a_budget_that_is_too_small_gets_the_smallest_possible():
+def test_what_cannot_be_chosen_or_measured_is_refused() -> None:
     costs = drawn(0, 3)
     least = smallest_budget(costs)
-    with pytest.raises(ValueError, match=f"the smallest that can be met is {least:,} bytes"):
-        least_recompute(costs, least - 1)
-
-
-def test_a_plan_for_other_blocks_is_refused():
-    with pytest.raises(ValueError, match="2 choices for 3 blocks"):
-        plan_of(drawn(0, 3), ["none"] * 2)
-    with pytest.raises(ValueError, match="'twice' is no choice of this block"):
-        plan_of(drawn(0, 3), ["none", "none", "twice"])
-
-
-# ---- measured, and held against the recorder
+    raises(f"the smallest that can be met is {least:,} bytes", least_recompute, costs, least - 1)
+    raises("2 choices for 3 blocks", plan_of, drawn(0, 3), ["none"] * 2)
+    raises("'twice' is no choice of this block", plan_of, drawn(0, 3), ["none", "none", "twice"])
+    model = gpt()
+    backwards = list(model.blocks)[::-1]
+    with pytest.raises(ValueError, match="was not called once and in its turn"):
+        measure(model, lambda: loss_of(model), blocks=backwards, choices=["none"])
+    loss_of(model).backward()
+    raises("call zero_grad", measure, model, lambda: loss_of(model))
+    model = gpt()
+    model.blocks.append(model.blocks[0])
+    with pytest.raises(ValueError, match=r"blocks \[0, 3\] are one module, a Block that forward"):
+        choose_activations(model, lambda: loss_of(model), 10**9)
 
 
 TOKENS = torch.randint(32, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -194,16 +167,6 @@ def test_a_budget_is_met_with_the_least_recomputation():
         choose_activations(model, lambda: loss_of(model), least - 10_000)
 
 
-def test_a_block_that_is_not_called_in_its_turn():
-    model = gpt()
-    backwards = list(model.blocks)[::-1]
-    with pytest.raises(ValueError, match="was not called once and in its turn"):
-        measure(model, lambda: loss_of(model), blocks=backwards, choices=["none"])
-    loss_of(model).backward()
-    with pytest.raises(ValueError, match="call zero_grad"):
-        measure(model, lambda: loss_of(model))
-
-
 def test_frozen_blocks_have_no_backward():
     model = gpt()
     for part in (model.embed, model.blocks[0]):
@@ -214,20 +177,8 @@ def test_frozen_blocks_have_no_backward():
     assert recorded_peak(model) <= chosen.plan.peak_bytes
 
 
-def test_a_block_that_is_in_the_list_twice():
-    model = gpt()
-    model.blocks.append(model.blocks[0])
-    with pytest.raises(ValueError, match=r"blocks \[0, 3\] are one module, a Block that forward"):
-        choose_activations(model, lambda: loss_of(model), 10**9)
-
-
-# ---- pictures
-
-
-def texts(figure: object) -> str:
-    from matplotlib.text import Text
-
-    return " ".join(one.get_text() for one in figure.findobj(Text))  # type: ignore[attr-defined]
+def texts(figure: Any) -> str:
+    return " ".join(one.get_text() for one in figure.findobj(Text))
 
 
 def test_the_bill_is_drawn_to_the_byte():
@@ -237,8 +188,7 @@ def test_the_bill_is_drawn_to_the_byte():
     widths = [patch.get_width() for patch in axes.patches]
     assert sum(widths) * 1e3 == pytest.approx(bill.measured_bytes)
     assert "4as/w" in texts(axes.figure) and "GELU" in texts(axes.figure)
-    with pytest.raises(ValueError, match="no bill to draw"):
-        plot.bill({})
+    raises("no bill to draw", plot.bill, {})
 
 
 def test_the_front_has_every_choice_and_the_pick():
@@ -251,5 +201,4 @@ def test_the_front_has_every_choice_and_the_pick():
     assert list(best.get_ydata()) == sorted(best.get_ydata(), reverse=True)
     assert (*chosen.get_xdata(), *chosen.get_ydata()) == (100 * pick.again, pick.peak_bytes)
     assert "full" in texts(axes.figure) and "budget" in texts(axes.figure)
-    with pytest.raises(ValueError, match="no plans to draw"):
-        plot.front([])
+    raises("no plans to draw", plot.front, [])

@@ -1,12 +1,9 @@
-"""A paced bus: real bytes, in order, no sooner than it would have delivered them; by a clock of
-the test's own, so that no time is measured. On a GPU: a stream of its own.
-"""
+"""A paced bus carries real bytes in order and never early, on a clock that the test controls."""
 
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ import torch
 from labkit.memory import bus as module
 from labkit.memory.bus import LISTED, PIECES, Bus, StreamBus, sleep_until
 from labkit.runtime.clock import HOST_CLOCK
+from tables import raises, refusals
 
 LIMIT_S = 20  # of waiting for something that must come
 
@@ -34,15 +32,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
     monkeypatch.setattr(module, "time", one)
-    yield one
+    return one
 
 
 class HeldBus(Bus):
-    """Carries nothing before it is let go."""
-
     def __init__(self, **options: Any):
         super().__init__(**options)
         self.go = threading.Event()
@@ -74,13 +70,8 @@ def test_copies_leave_one_after_the_other(clock: Clock):
 
 
 def test_half_of_the_bytes_are_there_at_half_of_the_time(clock: Clock):
-    target, seen = torch.zeros(16 * PIECES), []
-    clock.sleep = lambda seconds: (
-        seen.append(int(target.sum()))
-        or setattr(  # type: ignore
-            clock, "now_s", clock.now_s + seconds
-        )
-    )
+    target, seen, sleep = torch.zeros(16 * PIECES), [], clock.sleep
+    clock.sleep = lambda seconds: (seen.append(int(target.sum())), sleep(seconds))
     Bus(gbps=1e-6).copy(target, torch.ones(16 * PIECES)).wait()
     assert seen == [16 * i for i in range(PIECES)]
 
@@ -93,9 +84,13 @@ def test_reading_takes_the_bus_and_moves_nothing(clock: Clock):
     assert arrival.event.op == "read" and bus.moved_bytes == 3000
 
 
-def test_a_bus_without_a_rate_does_not_sleep(clock: Clock):
+def test_no_bus_sleeps_without_need(clock: Clock) -> None:
     Bus().copy(torch.zeros(9), torch.ones(9)).wait()
     assert clock.now_s == 100.0
+    sleep_until(99.0)
+    assert clock.now_s == 100.0
+    sleep_until(101.5)
+    assert clock.now_s == 101.5
 
 
 def test_what_is_read_too_early_is_what_was_there():
@@ -107,15 +102,15 @@ def test_what_is_read_too_early_is_what_was_there():
     assert arrival.done() and target.sum() == 100
 
 
-def test_a_failed_copy_raises_in_every_waiter():
+def test_errors_of_a_copy_raise_in_the_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     bus = HeldBus()
-    bus.go.wait = lambda _: False  # type: ignore[method-assign, assignment]
+    bus.go.wait = lambda _: False
     arrival = bus.copy(torch.zeros(1), torch.ones(1))
-    with pytest.raises(AssertionError):
-        arrival.wait()
-    with pytest.raises(RuntimeError, match="this copy failed"):
-        arrival.wait()
+    raises("", arrival.wait, error=AssertionError)
+    raises("this copy failed", arrival.wait, error=RuntimeError)
     assert arrival.done()
+    monkeypatch.setattr(module, "sleep_until", lambda when_s: 1 / 0)
+    raises("", Bus().copy(torch.zeros(9), torch.ones(9)).wait, error=ZeroDivisionError)
 
 
 @pytest.mark.slow
@@ -131,9 +126,7 @@ def test_a_copy_that_is_over_keeps_no_tensor_alive():
     ends = [torch.zeros(100), torch.ones(100)]
     storages = [weakref.ref(x.untyped_storage()) for x in ends]
     arrival = bus.copy(*ends)
-    arrival.future.add_done_callback(  # type: ignore[attr-defined]
-        lambda _: alive.extend(one() for one in storages)
-    )
+    arrival.future.add_done_callback(lambda _: alive.extend(one() for one in storages))
     ends.clear()
     assert all(one() is not None for one in storages), "the engine holds what it is to copy"
     bus.go.set()
@@ -169,31 +162,17 @@ def test_a_bus_writes_to_any_tensor_and_leaves_no_graph(block: Any):
     assert weight.sum() == 0 and weight.is_leaf
 
 
-@pytest.mark.parametrize(
-    ("target", "source", "says"),
-    [
-        (torch.zeros(4), torch.zeros(5), r"float32 \[5\], the target .*float32 \[4\]"),
-        (torch.zeros(4).half(), torch.zeros(4), "cast before or after the copy"),
-        (torch.zeros(4, 4).T, torch.zeros(4, 4), "call x.contiguous()"),
-    ],
+test_what_a_bus_cannot_carry_is_refused = refusals(
+    Bus().copy,
+    (torch.zeros(4), torch.zeros(5), r"float32 \[5\], the target .*float32 \[4\]"),
+    (torch.zeros(4).half(), torch.zeros(4), "cast before or after the copy"),
+    (torch.zeros(4, 4).T, torch.zeros(4, 4), "call x.contiguous()"),
 )
-def test_what_a_bus_cannot_carry_is_refused(target: Any, source: Any, says: str):
-    with pytest.raises(ValueError, match=says):
-        Bus().copy(target, source)
-
-
-def test_an_error_in_flight_raises_in_the_waiter(monkeypatch: pytest.MonkeyPatch):
-    bus = Bus()
-    monkeypatch.setattr(module, "sleep_until", lambda when_s: 1 / 0)
-    arrival = bus.copy(torch.zeros(9), torch.ones(9))
-    with pytest.raises(ZeroDivisionError):
-        arrival.wait()
 
 
 @pytest.mark.parametrize("options", [{"gbps": 0}, {"gbps": -1}, {"gbps": 1, "latency_us": -1}])
 def test_a_bus_that_cannot_be_is_refused(options: dict[str, float]):
-    with pytest.raises(ValueError):
-        Bus(**options)
+    raises("", Bus, **options)
 
 
 def test_a_bus_that_is_gone_leaves_no_thread():
@@ -205,16 +184,8 @@ def test_a_bus_that_is_gone_leaves_no_thread():
     assert not its.is_alive()
 
 
-def test_the_moment_that_is_past_is_not_slept_for(clock: Clock):
-    sleep_until(99.0)
-    assert clock.now_s == 100.0
-    sleep_until(101.5)
-    assert clock.now_s == 101.5
-
-
 @pytest.mark.parametrize("waits", [True, False])
 def test_on_a_gpu_memory_is_let_go_after_a_wait_only(waits: bool, monkeypatch: pytest.MonkeyPatch):
-    """Whether somebody waits for the copy, or nobody ever does."""
     log: list[str] = []
 
     class Stream:
@@ -247,7 +218,7 @@ def test_the_bus_of_a_gpu_carries_beside_the_program():
     assert total.item() == pytest.approx(source.double().sum().item())
     back = torch.empty(1 << 20).pin_memory()
     returned = bus.copy(back, target)
-    returned.there.synchronize()  # type: ignore[attr-defined]
+    returned.there.synchronize()
     assert returned.done() and torch.equal(back, source)
     bus.clock.settle(1.0)
     assert 0 < arrival.event.began_s <= arrival.event.ended_s <= returned.event.ended_s

@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit import predict, record
 from labkit.memory import flash_attention
@@ -16,8 +17,11 @@ from labkit.memory.flash_attention import FlashAttention, flash
 from labkit.models import GPT, PlainAttention
 from labkit.precision.autocasting import autocast
 from labkit.trace import CATEGORIES
+from recorded_memory import ACTIVATIONS, layer_bytes, recorded_step, use_core
+from small_models import Custom
+from tables import raises, refusals
 
-ACTIVATIONS, OTHER = CATEGORIES.index("activations"), CATEGORIES.index("other")
+OTHER = CATEGORIES.index("other")
 
 
 def some(
@@ -71,25 +75,22 @@ def test_autocast_rounds_nothing_on_the_way(region: Callable[..., Any]) -> None:
     assert all(map(torch.equal, its, torch.autograd.grad(without, given, dout)))
 
 
-def test_without_keys_the_result_is_zero_as_torchs() -> None:
-    given = some(4, 2, 5, 0)
-    out = flash(*given)
-    (dq,) = torch.autograd.grad(out.sum(), given[:1])
-    expected = F.scaled_dot_product_attention(*given, enable_gqa=True)
-    assert torch.equal(out, expected) and not dq.any()
-
-
 def test_shapes_alone_can_be_computed() -> None:
     given = [x.detach().to("meta").requires_grad_() for x in some(4, 2, 9, 9)]
     out = flash(*given, tile=4)
     assert out.shape == given[0].shape and torch.autograd.grad(out.sum(), given)
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow_and_without_keys_the_result_is_zero() -> None:
     q, k, v = some(2, 2, 40, 40)
     given = [(200 * q).detach().requires_grad_(), k, v]
     assert off(given, False, 16) < 1e-12
     assert flash(*given).isfinite().all()
+    given = some(4, 2, 5, 0)
+    out = flash(*given)
+    (dq,) = torch.autograd.grad(out.sum(), given[:1])
+    expected = F.scaled_dot_product_attention(*given, enable_gqa=True)
+    assert torch.equal(out, expected) and not dq.any()
 
 
 def test_numerical_derivatives() -> None:
@@ -101,9 +102,7 @@ def test_numerical_derivatives() -> None:
 def test_the_model_trains_as_with_its_own_core() -> None:
     torch.manual_seed(0)
     model = GPT.preset("tiny", kv_heads=2).double()
-    edited = copy.deepcopy(model)
-    for block in edited.blocks:
-        block.attn.core = FlashAttention(tile=5)  # type: ignore[union-attr]
+    edited = use_core(copy.deepcopy(model), lambda: FlashAttention(tile=5))
     tokens = torch.randint(256, (2, 16))
     for one in (model, edited):
         one(tokens).square().mean().backward()
@@ -118,32 +117,18 @@ def test_on_a_gpu_as_on_a_cpu(dtype: torch.dtype) -> None:
     assert off(given, True, 32) < (1e-12 if dtype == torch.float64 else 2**-7)
 
 
-# ---- memory, counted
-
-
 def held_bytes(core: Callable[..., Tensor], s: int) -> tuple[int, int, int]:
     """What is kept from forward to backward, and the peaks of forward and of both, in bytes."""
-
-    class Core(nn.Module):
-        def forward(self, *given: Tensor) -> Tensor:
-            return core(*given)
-
-    module = Core()
+    module = Custom(lambda self, *given: core(*given))
     given = [torch.randn(1, 2, s, 8, requires_grad=True) for _ in range(3)]
     with record(detail_step=0) as trace:
         module(*given).sum().backward()
-    points = [
-        (x.when_s, x.held_bytes[ACTIVATIONS] + x.held_bytes[OTHER]) for x in trace.ranks[0].memory
-    ]
-    (ended_s,) = (
-        x.ended_s for x in trace.ranks[0].spans if x.kind == "Core" and x.phase == "forward"
-    )
+    (one,) = trace.ranks.values()
+    points = [(x.when_s, x.held_bytes[ACTIVATIONS] + x.held_bytes[OTHER]) for x in one.memory]
+    (ended_s,) = (x.ended_s for x in one.spans if x.kind == "Custom" and x.phase == "forward")
     before = [held for when_s, held in points if when_s <= ended_s]
-    return (
-        before[-1] - points[0][1],
-        max(before) - points[0][1],
-        max(held for _, held in points) - points[0][1],
-    )
+    every = [held for _, held in points]
+    return before[-1] - every[0], max(before) - every[0], max(every) - every[0]
 
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -170,82 +155,43 @@ def test_that_of_plain_attention_is_not() -> None:
 def test_a_layer_keeps_what_the_formula_says() -> None:
     """As with torch's kernel: 34sbh, and 4 bytes for each row of scores."""
     b, s, w, h = 1, 128, 256, 8
-
-    def kept_bytes(depth: int) -> int:
-        torch.manual_seed(0)
-        model = GPT(64, w, depth, h, s, dropout=0.1).bfloat16()
-        for block in model.blocks:
-            block.attn.core = FlashAttention()  # type: ignore[union-attr]
-        with record(detail_step=0) as trace:
-            model(torch.randint(64, (b, s))).logsumexp(-1).sum().backward()
-        one = trace.ranks[0]
-        (end_s,) = (x.ended_s for x in one.spans if x.kind == "GPT" and x.phase == "forward")
-        return [x for x in one.memory if x.when_s <= end_s][-1].held_bytes[ACTIVATIONS]
-
+    found = layer_bytes(recorded_step, s, b, w, h, edit=lambda m: use_core(m, FlashAttention))
     expected = predict.flash_activation_bytes(sequence=s, rows=b, width=w, heads=h)
     statistics = 2 * 2 * 2 * s * b
-    assert (kept_bytes(3) - kept_bytes(1)) / 2 - expected in (statistics, 2 * statistics)
+    assert found - expected in (statistics, 2 * statistics)
 
 
-# ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (((2, 4, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)), "4 heads do not divide over 3"),
-        (((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 6, 8)), "do not fit together"),
-        (((2, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 8)), "do not fit together"),
-        (((2, 4, 5, 8), (2, 4, 5, 6), (2, 4, 5, 6)), "do not fit together"),
-        (((4, 5, 8), (4, 5, 8), (4, 5, 8)), "do not fit together"),
-    ],
+test_shapes_that_do_not_fit_are_refused = refusals(
+    lambda shapes: flash(*(torch.zeros(shape) for shape in shapes)),
+    (((2, 4, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)), "4 heads do not divide over 3"),
+    (((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 6, 8)), "do not fit together"),
+    (((2, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 8)), "do not fit together"),
+    (((2, 4, 5, 8), (2, 4, 5, 6), (2, 4, 5, 6)), "do not fit together"),
+    (((4, 5, 8), (4, 5, 8), (4, 5, 8)), "do not fit together"),
 )
-def test_shapes_that_do_not_fit_are_refused(shapes: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        flash(*(torch.zeros(shape) for shape in shapes))
 
 
 def test_invalid_types_and_tiles_are_refused() -> None:
     q, k, v = (x.detach() for x in some(2, 2, 4, 4))
-    with pytest.raises(ValueError, match="one floating-point type"):
-        flash(q, k.float(), v)
-    with pytest.raises(ValueError, match="one floating-point type"):
-        flash(q.int(), k.int(), v.int())
-    with pytest.raises(ValueError, match="tile=0"):
-        flash(q, k, v, tile=0)
+    raises("one floating-point type", flash, q, k.float(), v)
+    raises("one floating-point type", flash, q.int(), k.int(), v.int())
+    raises("tile=0", flash, q, k, v, tile=0)
 
 
-# ---- the proofs can fail
+FAULTS = {
+    "without rescaling": ("smaller = torch.exp(highest - higher)", "smaller = 1.0"),
+    "without row sums": ("dweights - _folded(along, rows, groups)", "dweights"),
+    "looks ahead": ("keys > queries", "keys > 1 + queries"),
+    "skips the diagonal": ("columns.stop <= rows.start + 1", "columns.start <= rows.start"),
+    "unscaled": ("q.shape[1]) * scale", "q.shape[1])"),
+}
 
 
-def without_rescaling(source: str) -> str:
-    return source.replace("smaller = torch.exp(highest - higher)", "smaller = 1.0")
-
-
-def without_row_sums(source: str) -> str:
-    return source.replace("dweights - _folded(along, rows, groups)", "dweights")
-
-
-def looks_ahead(source: str) -> str:
-    return source.replace("keys > queries", "keys > 1 + queries")
-
-
-def skips_the_diagonal(source: str) -> str:
-    return source.replace("columns.stop <= rows.start + 1", "columns.start <= rows.start")
-
-
-def unscaled(source: str) -> str:
-    return source.replace("q.shape[1]) * scale", "q.shape[1])")
-
-
-@pytest.mark.parametrize(
-    "fault", [without_rescaling, without_row_sums, looks_ahead, skips_the_diagonal, unscaled]
-)
-def test_a_fault_is_seen(fault: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(flash_attention.__file__, encoding="utf-8") as file:
-        source = file.read()
-    assert fault(source) != source
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(flash_attention.__file__).read_text(encoding="utf-8")
+    assert source.count(FAULTS[fault][0]) == 1
     faulty: dict[str, Any] = {"__name__": "faulty"}
-    exec(compile(fault(source), "faulty", "exec"), faulty)
+    exec(compile(source.replace(*FAULTS[fault]), "faulty", "exec"), faulty)
     monkeypatch.setitem(globals(), "flash", faulty["flash"])
     assert off(some(4, 2, 37, 37), True, 16) > 1e-3

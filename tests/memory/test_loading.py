@@ -1,18 +1,17 @@
-"""Weights that wait in CPU memory: three ways to compute with them give the same, hold what they
-must, and overlap where they say so. What overlaps is proven by blocks that will not finish before
-the bus has done something: no time is asserted.
-"""
+"""Weights in CPU memory: all ways to run compute the same, hold what they promise, and overlap.
+Blocks that wait for the bus prove the overlap; no time is asserted."""
 
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from labkit import predict
+from labkit import plot, predict
 from labkit.memory import loading
 from labkit.memory.bus import Arrival, Bus, StreamBus
 from labkit.memory.loading import (
@@ -29,6 +28,8 @@ from labkit.memory.peak import PeakMemory
 from labkit.models import GPT
 from labkit.replaying import Compute, Issue, Wait, run
 from laws import broken_laws
+from small_models import Custom
+from tables import raises, refusals
 
 LIMIT_S = 20  # of waiting for something that must come
 
@@ -56,9 +57,6 @@ def plain(modules: list[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
-# ---- the same numbers
-
-
 @each_way
 @pytest.mark.parametrize("gbps", [None, 0.02])
 def test_every_way_computes_the_same(way: Any, gbps: float | None):
@@ -84,9 +82,6 @@ def test_a_gpt_runs_without_its_weights_on_the_device(way: Any):
     assert model.head.weight.grad is not None
 
 
-# ---- what is held, and moved
-
-
 def test_bytes_held_and_moved_are_as_predicted():
     waiting = Waiting(blocks(), Bus())
     largest, every = max(waiting.nbytes), sum(waiting.nbytes)
@@ -106,33 +101,11 @@ def test_no_other_memory_is_taken_for_weights(name: str):
     assert 0 <= memory.peak_bytes - found.held_bytes < 16_000  # activations: 512 numbers, some
 
 
-# ---- the order of events
-
-
-class Patient(nn.Module):
-    """A block that is not done before the bus has begun (or ended) the load of the next but
-    `later` one; then it uses its weight."""
-
-    def __init__(self, number: int, watch: "Watched", until: str, later: int = 0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((100,), 2.0 + number))
-        self.number, self.watch, self.until, self.later = number, [watch], until, later
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.watch[0].wait_for(self.until, self.number + 1 + self.later)
-        return x + self.weight.mean()
-
-
 class Watched(Bus):
-    """Says when each load has begun and ended."""
-
-    def __init__(self, loads: int, **options: Any):
-        super().__init__(**options)
-        self.loads, self.overdue = loads, False
-        self.moments = {
-            (what, k): threading.Event() for what in ("began", "ended") for k in range(loads)
-        }
-        self.limit_s = LIMIT_S
+    def __init__(self, loads: int, limit_s: float = LIMIT_S):
+        super().__init__()
+        self.loads, self.overdue, self.limit_s = loads, False, limit_s
+        self.moments = {(x, k): threading.Event() for x in ("began", "ended") for k in range(loads)}
 
     def _carry(self, event: Any, *args: Any) -> None:
         self.moments["began", event.seq].set()
@@ -147,25 +120,24 @@ class Watched(Bus):
 def patient_run(
     way: Callable[[Waiting, Tensor], Run], until: str, later: int = 0, limit_s: float = LIMIT_S
 ) -> tuple[bool, bool]:
-    """Whether a load was overdue, and whether the sum of all weights came out."""
-    bus = Watched(5)
-    bus.limit_s = limit_s
-    modules = [Patient(k, bus, until, later) for k in range(5)]
-    found = way(Waiting(modules, bus), torch.zeros(()))
+    """Blocks wait until the bus began or ended a later load: was it overdue, is the sum right?"""
+    bus = Watched(5, limit_s)
+
+    def block(k: int) -> nn.Module:
+        def forward(self: Any, x: Tensor) -> Tensor:
+            bus.wait_for(until, k + 1 + later)
+            return x + self.weight.mean()
+
+        return Custom(forward, weight=nn.Parameter(torch.full((100,), 2.0 + k)))
+
+    found = way(Waiting([block(k) for k in range(5)], bus), torch.zeros(()))
     return bus.overdue, found.value.item() == sum(2.0 + k for k in range(5))
 
 
-@pytest.mark.parametrize("until", ["began", "ended"])
-def test_the_next_block_is_loaded_while_this_one_computes(until: str):
-    """It begins before this one has ended, even ends; and overwrites no weight in use."""
-    assert patient_run(run_pipelined, until) == (False, True)
-
-
-def test_three_ahead_are_three_ahead():
+def test_as_many_blocks_as_asked_for_are_loaded_while_one_computes_and_no_more() -> None:
+    for until in ("began", "ended"):
+        assert patient_run(run_pipelined, until) == (False, True)
     assert patient_run(partial(run_pipelined, ahead=3), "ended", later=2) == (False, True)
-
-
-def test_no_more_than_asked_for_are_loaded_ahead():
     overdue, right = patient_run(run_pipelined, "began", later=1, limit_s=0.05)
     assert overdue and right
 
@@ -181,47 +153,27 @@ def test_load_then_run_computes_nothing_before_all_is_there():
     load_then_run(Waiting([Last(3, 3) for _ in range(5)], bus), torch.ones(3))
 
 
-# ---- deliberate faults: each of them must show
+begin, under_test = loading._Course.__init__, SimpleNamespace(pipelined=run_pipelined)
+FAULTS = {
+    "one buffer too few": (
+        loading._Course,
+        "__init__",
+        lambda self, waiting, n: begin(self, waiting, max(1, n - 1)),
+    ),
+    "nobody waits": (Arrival, "wait", lambda self: None),
+    "loads when needed": (under_test, "pipelined", partial(run_pipelined, ahead=0)),
+    "always the same buffer": (loading._Course, "_buffer", lambda self, k: self.buffers[0]),
+}
 
 
-def one_buffer_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = loading._Course.__init__
-    monkeypatch.setattr(
-        loading._Course, "__init__", lambda self, waiting, n: begin(self, waiting, max(1, n - 1))
-    )
-
-
-def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arrival, "wait", lambda self: None)
-
-
-def loads_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
-        return run_pipelined(waiting, x, ahead=0)
-
-    monkeypatch.setitem(globals(), "pipelined_under_test", late)
-
-
-def always_the_same_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading._Course, "_buffer", lambda self, k: self.buffers[0])
-
-
-pipelined_under_test = run_pipelined
-
-
-@pytest.mark.parametrize(
-    "fault", [one_buffer_too_few, nobody_waits, loads_when_needed, always_the_same_buffer]
-)
-def test_a_fault_turns_a_proof_red(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
-    fault(monkeypatch)
-    overdue, right = patient_run(pipelined_under_test, "ended", limit_s=0.1)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_turns_a_proof_red(fault: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(*FAULTS[fault])
+    overdue, right = patient_run(under_test.pipelined, "ended", limit_s=0.1)
     slow = Waiting(blocks(), Bus(gbps=1e-4))  # 0.4 s in all: who does not wait reads too early
     x = torch.randn(3, 6)
-    same = torch.equal(pipelined_under_test(slow, x).value, plain(slow.blocks, x))
+    same = torch.equal(under_test.pipelined(slow, x).value, plain(slow.blocks, x))
     assert overdue or not right or not same
-
-
-# ---- packing
 
 
 def test_packed_weights_are_the_modules_own():
@@ -231,33 +183,22 @@ def test_packed_weights_are_the_modules_own():
     for name, x in block.named_parameters():
         assert torch.equal(x, before[name])
         assert x.untyped_storage().data_ptr() == packed.flat.untyped_storage().data_ptr()
-        assert packed.places[name].start % ALIGN_BYTES == 0
+        assert packed.places[name][0].start % ALIGN_BYTES == 0
     packed.flat.zero_()
     assert not any(x.any() for x in block.parameters())
 
 
 def test_dtypes_buffers_and_ties_inside_a_block_are_kept():
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(3, 3).to(torch.bfloat16)
-            self.b = nn.Linear(3, 3).to(torch.bfloat16)
-            self.b.weight = self.a.weight
-            self.register_buffer("count", torch.tensor(7))
-            self.empty = nn.Parameter(torch.zeros(0, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x)) * self.count
-
-    block, x = Mixed(), torch.ones(3, dtype=torch.bfloat16)
+    a, b = (nn.Linear(3, 3).to(torch.bfloat16) for _ in range(2))
+    b.weight = a.weight
+    empty, x = nn.Parameter(torch.zeros(0, 4)), torch.ones(3, dtype=torch.bfloat16)
+    block = Custom(lambda self, x: self.b(self.a(x)) * self.count, a=a, b=b, empty=empty)
+    block.register_buffer("count", torch.tensor(7))
     right = plain([block], x)
     waiting = Waiting([block], Bus())
     assert block.a.weight is block.b.weight
     for way in WAYS.values():
         assert torch.equal(way(waiting, x).value, right)
-
-
-# ---- what is recorded
 
 
 @each_way
@@ -271,38 +212,28 @@ def test_a_run_records_its_events(way: Any):
     assert sum(x.bus_bytes for x in rank.comms) == found.moved_bytes
     assert trace.about["link"] == {"gbps": 0.1}
     assert all(x.wait_ended_s for x in rank.comms), "each was waited for"
-    if way is run_in_place:
-        for read, span in zip(rank.comms, rank.spans):
-            assert span.began_s <= read.began_s and read.ended_s <= span.ended_s
-    else:
-        for load, span in zip(rank.comms, rank.spans):
+    for load, span in zip(rank.comms, rank.spans, strict=True):
+        if way is run_in_place:
+            assert span.began_s <= load.began_s and load.ended_s <= span.ended_s
+        else:
             assert load.ended_s <= span.began_s, "no block begins before its weights are there"
 
 
 def test_a_run_can_be_drawn():
-    from labkit import plot
-
     found = run_pipelined(Waiting(blocks(), Bus(gbps=0.1)), torch.randn(3, 6))
     assert "paced to 0.1 Gbit/s" in plot.timeline(found.trace).axes[0].get_title(loc="left")
 
 
-# ---- what cannot be
-
-
 def test_weights_that_cannot_wait_are_refused():
     one, other = blocks((8, 8))
-    other[0].weight = one[0].weight  # type: ignore[index]
-    with pytest.raises(ValueError, match="blocks 0 and 1 share a weight"):
-        Waiting([one, other], Bus())
+    other[0].weight = one[0].weight
+    raises("blocks 0 and 1 share a weight", Waiting, [one, other], Bus())
     with pytest.raises(ValueError, match="weight is on meta, but weights wait in CPU memory"):
         Waiting([nn.Linear(2, 2, device="meta")], Bus())
-    with pytest.raises(ValueError, match="there is no block to run"):
-        load_then_run(Waiting([], Bus()), torch.ones(1))
+    raises("there is no block to run", load_then_run, Waiting([], Bus()), torch.ones(1))
     with pytest.raises(ValueError, match="ahead=-1: give how many"):
         run_pipelined(Waiting(blocks(), Bus()), torch.ones(6), ahead=-1)
 
-
-# ---- the formulas, by the clock of the replays
 
 LOADS = ([2.0] * 5, [1.0, 4.0, 2.0, 7.0, 1.0])
 COMPUTES = ([3.0] * 5, [1.0] * 5, [5.0, 1.0, 3.0, 1.0, 6.0])
@@ -331,22 +262,14 @@ def test_blocks_alike_have_a_closed_formula():
     assert predict.in_place_s([2.0] * 5, [3.0] * 5, reads=2) == 20.0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (lambda: predict.load_then_run_s([1.0], []), "load_s has 1 blocks, compute_s 0"),
-        (lambda: predict.pipelined_loading_s([], []), "give both for each block"),
-        (lambda: predict.pipelined_loading_s([1.0], [1.0], ahead=0), "ahead=0: give a whole"),
-        (lambda: predict.in_place_s([-1.0], [1.0]), "load_s=-1.0: give 0 or more"),
-        (lambda: predict.in_place_s([1.0], [1.0], reads=0), "reads=0: give a whole"),
-    ],
+test_a_formula_refuses_what_cannot_be = refusals(
+    lambda wrong: wrong(),
+    (lambda: predict.load_then_run_s([1.0], []), "load_s has 1 blocks, compute_s 0"),
+    (lambda: predict.pipelined_loading_s([], []), "give both for each block"),
+    (lambda: predict.pipelined_loading_s([1.0], [1.0], ahead=0), "ahead=0: give a whole"),
+    (lambda: predict.in_place_s([-1.0], [1.0]), "load_s=-1.0: give 0 or more"),
+    (lambda: predict.in_place_s([1.0], [1.0], reads=0), "reads=0: give a whole"),
 )
-def test_a_formula_refuses_what_cannot_be(wrong: Callable[[], float], says: str):
-    with pytest.raises(ValueError, match=says):
-        wrong()
-
-
-# ---- on a GPU
 
 
 @pytest.mark.gpu

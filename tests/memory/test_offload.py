@@ -1,9 +1,9 @@
-"""Activations that wait in the host's memory: the gradients are those without, each memory goes
-once, and copies run beside computing. No clock: a bus that moves when it is told shows the order.
-"""
+"""Activations in host memory: the same gradients, copies beside computing."""
 
 import copy
 import gc
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +13,16 @@ from labkit import GPT, Link, offload_activations
 from labkit.memory.buffers import ConstantBuffer, is_host_memory
 from labkit.memory.bus import Arrival, Bus, bus_for
 from labkit.memory.edits import Choices
+from labkit.memory.offload import Offload
 from labkit.memory.peak import PeakMemory
 from labkit.memory.saved import saved_by
-from labkit.models import PlainAttention
+from recorded_memory import use_core
+from tables import raises
 
 
-def gpt(dropout: float = 0.1) -> GPT:
+def gpt() -> GPT:
     torch.manual_seed(0)
-    model = GPT(32, 32, 3, 4, 16, dropout=dropout)
-    for block in model.blocks:
-        block.attn.core = PlainAttention(dropout)
-    return model
+    return use_core(GPT(32, 32, 3, 4, 16, dropout=0.1))
 
 
 TOKENS = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -40,6 +39,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
+@cache
 def without() -> list[torch.Tensor]:
     model = gpt()
     value_of(model).backward()
@@ -48,9 +48,6 @@ def without() -> list[torch.Tensor]:
 
 def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
-
-
-# ---- the same gradients
 
 
 @pytest.mark.parametrize(("in_flight", "smallest_bytes"), [(1, 0), (2, 0), (3, 1000), (50, 0)])
@@ -67,10 +64,16 @@ def test_gradients_are_those_without(in_flight: int, smallest_bytes: int):
     assert offload.moved_bytes > 0
 
 
-def test_a_graph_may_be_walked_twice():
+def offloaded(**options: Any) -> tuple[GPT, Offload, torch.Tensor]:
+    """A model and its offload, after a forward in it."""
     model = gpt()
-    with offload_activations(model, smallest_bytes=0):
-        value = value_of(model)
+    offload = offload_activations(model, **{"smallest_bytes": 0, **options})
+    with offload:
+        return model, offload, value_of(model)
+
+
+def test_a_graph_may_be_walked_twice():
+    model, _, value = offloaded()
     value.backward(retain_graph=True)
     assert equal(gradients(model), without())
     value.backward()
@@ -102,16 +105,10 @@ def test_a_copy_of_an_edited_model_is_a_model_of_its_own():
 
 
 def test_what_finds_no_room_stays():
-    model = gpt()
-    offload = offload_activations(model, smallest_bytes=0, host_bytes=20_000)
-    with offload:
-        value = value_of(model)
+    model, offload, value = offloaded(host_bytes=20_000)
     assert offload.no_room_bytes > 0 and 0 < offload.moved_bytes <= 20_000
     value.backward()
     assert equal(gradients(model), without())
-
-
-# ---- what goes
 
 
 def test_each_memory_goes_once_and_parameters_stay():
@@ -136,20 +133,19 @@ def test_a_view_comes_back_as_it_was():
     assert torch.equal(x.grad, right)
 
 
-def complex_gradients(context: object) -> list[torch.Tensor]:
+def complex_gradient(context: Any) -> torch.Tensor:
     """Of functions that save x.conj() and a view with its sign turned: the memory is that of x."""
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(4, 4, dtype=torch.complex64, generator=numbers).requires_grad_()
-    with context:  # type: ignore[attr-defined]
+    with context:
         kept = (x.mH @ x).real.square().sum() + (x._neg_view() * x).real.sum()
         value = kept + x.conj().imag.square().sum()  # both: turned, and of a complex memory
-    value.backward()
-    return [x.grad]
+    return torch.autograd.grad(value, x)[0]
 
 
 def test_what_is_conjugated_or_turned_comes_back_so():
     offload = offload_activations(nn.Linear(1, 1), smallest_bytes=0, in_flight=1)
-    assert equal(complex_gradients(offload), complex_gradients(torch.enable_grad()))
+    assert torch.equal(complex_gradient(offload), complex_gradient(torch.enable_grad()))
     assert offload.moved_bytes > 0
 
 
@@ -194,9 +190,6 @@ def test_small_memory_that_stays_does_not_keep_its_graph_alive():
         assert memory.held_bytes < 10_000
 
 
-# ---- beside computing: the order of events
-
-
 class ToldBus(Bus):
     """Copies only when somebody waits, and writes down what happens."""
 
@@ -224,8 +217,7 @@ class Told(Arrival):
 
 
 def test_copies_run_ahead_in_both_directions():
-    """Four layers, two tensors under way: nothing is waited for before it must be, and what was
-    made last comes first."""
+    """Two tensors under way: nothing is awaited too early, and the last made comes first."""
     layers = [nn.Linear(8, 8, bias=False) for _ in range(5)]
     model, bus = nn.Sequential(*layers), ToldBus()
     for i, layer in enumerate(layers):
@@ -267,17 +259,13 @@ def test_memory_of_no_bytes_stays():
     assert offload.bus.moved_bytes == 0 and not offload.bus.events
 
 
-# ---- bad input
-
-
 def test_a_change_in_place_is_found():
     model = nn.Linear(4, 4, bias=False)
     with offload_activations(model, smallest_bytes=0):
         x = torch.ones(2, 4)
         y = model(x)
         x.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place after it had been saved"):
-        y.sum().backward()
+    raises("changed in place after it had been saved", y.sum().backward, error=RuntimeError)
 
 
 @pytest.mark.parametrize("stays", [{"smallest_bytes": 10**9}, {"host_bytes": 0}])
@@ -291,8 +279,7 @@ def test_a_change_of_what_stays_is_found(stays: dict[str, int]):
         small.mul_(2)
         model.weight.mul_(2)
     for one in (value, of_weight):
-        with pytest.raises(RuntimeError, match="changed in place after it had been saved"):
-            one.backward()
+        raises("changed in place after it had been saved", one.backward, error=RuntimeError)
 
 
 def test_what_cannot_be_copied_leaves_no_memory_taken():
@@ -314,17 +301,11 @@ def test_what_cannot_be_copied_leaves_no_memory_taken():
 
 
 def test_arguments_that_cannot_be():
-    with pytest.raises(ValueError, match="at least one tensor must be able to travel"):
-        offload_activations(nn.Linear(1, 1), in_flight=0)
-    with pytest.raises(ValueError, match="cuda:0 has a bus of its own"):
-        bus_for(torch.device("cuda:0"), Link(gbps=1))
-    with pytest.raises(ValueError, match="give offload=offload_activations"):
-        Choices(gpt(), "offload")
-    with pytest.raises(ValueError, match="for each of the 3 blocks"):
-        Choices(gpt(), ["full", "none"])
-
-
-# ---- the host's block of memory
+    refused = "at least one tensor must be able to travel"
+    raises(refused, offload_activations, nn.Linear(1, 1), in_flight=0)
+    raises("cuda:0 has a bus of its own", bus_for, torch.device("cuda:0"), Link(gbps=1))
+    raises("give offload=offload_activations", Choices, gpt(), "offload")
+    raises("for each of the 3 blocks", Choices, gpt(), ["full", "none"])
 
 
 def test_a_buffer_is_a_stack_of_constant_size():
@@ -334,15 +315,11 @@ def test_a_buffer_is_a_stack_of_constant_size():
     assert buffer.take(1000) is None, "no room"
     buffer.give_back(one)
     assert buffer.used_bytes == 384, "below the top it waits"
-    with pytest.raises(ValueError, match="give back each piece once"):
-        buffer.give_back(one)
+    raises("give back each piece once", buffer.give_back, one)
     buffer.give_back(two)
     assert buffer.used_bytes == 0
     again = buffer.take(1024)
     assert again is not None and again.data_ptr() == one.data_ptr(), "the same memory"
-
-
-# ---- a real bus
 
 
 @pytest.mark.gpu

@@ -60,8 +60,6 @@ def test_zero3_may_be_edited_when_it_is_wrapped(world2: World) -> None:
 
 
 def test_a_dry_run_computes_again_too() -> None:
-    """So it works without numbers."""
-
     def train(edit: Callable[[GPT], object]) -> None:
         model = GPT.preset("tiny", dropout=0.1)
         edit(model)

@@ -1,6 +1,4 @@
-"""Ways to move a tensor: what each goes through, what that predicts, and that it moves the numbers.
-No time is asserted: rates are given, and who waits is held by a bus that carries when it is told.
-"""
+"""Ways to move a tensor: parts, predicted time, values; a held bus shows who waits."""
 
 import threading
 from typing import Any
@@ -12,6 +10,7 @@ from labkit.memory import timing
 from labkit.memory.bus import Bus
 from labkit.memory.timing import Buffers, Measured, Rig, measure, rates_of
 from labkit.memory.transfers import PACED, Part, Rates, Transfer, short, ways
+from tables import cases, refusals
 from test_bus import LIMIT_S, HeldBus
 
 HALF, FULL = torch.float16, torch.float32
@@ -21,38 +20,23 @@ def to_device(cast: str | None, **options: Any) -> Transfer:
     return Transfer("cpu", "cuda:0", FULL, HALF, cast, **options)
 
 
-# ---- what a way goes through
-
-
-@pytest.mark.parametrize(
-    ("way", "parts"),
-    [
-        (Transfer("cpu", "cpu"), [("copy", "cpu", 800)]),
-        (Transfer("cpu", "cpu", FULL, HALF), [("cast", "cpu", 600)]),
-        (
-            Transfer("cpu", "cpu", FULL, HALF, "before"),
-            [("cast", "cpu", 600), ("copy", "cpu", 400)],
-        ),
-        (Transfer("cpu", "cpu", FULL, HALF, "after"), [("copy", "cpu", 800), ("cast", "cpu", 600)]),
-        (Transfer("cpu", "cuda:0", pinned=True), [("bus", "cpu → cuda:0", 400)]),
-        (Transfer("cpu", "cuda:0"), [("stage", "cpu", 800), ("bus", "cpu → cuda:0", 400)]),
-        (
-            to_device("before", pinned=True),
-            [("cast", "cpu", 600), ("bus", "cpu → cuda:0", 200)],
-        ),
-        (
-            to_device("after", pinned=True),
-            [("bus", "cpu → cuda:0", 400), ("cast", "cuda:0", 600)],
-        ),
-        (
-            Transfer("paced", "cpu", FULL, HALF, "before"),
-            [("cast", "paced", 600), ("stage", "cpu", 400), ("bus", "paced → cpu", 200)],
-        ),
-        (
-            Transfer("cuda:0", "cuda:1", FULL, HALF, "after"),
-            [("bus", "cuda:0 → cuda:1", 400), ("cast", "cuda:1", 600)],
-        ),
-    ],
+@cases(
+    (Transfer("cpu", "cpu"), [("copy", "cpu", 800)]),
+    (Transfer("cpu", "cpu", FULL, HALF), [("cast", "cpu", 600)]),
+    (Transfer("cpu", "cpu", FULL, HALF, "before"), [("cast", "cpu", 600), ("copy", "cpu", 400)]),
+    (Transfer("cpu", "cpu", FULL, HALF, "after"), [("copy", "cpu", 800), ("cast", "cpu", 600)]),
+    (Transfer("cpu", "cuda:0", pinned=True), [("bus", "cpu → cuda:0", 400)]),
+    (Transfer("cpu", "cuda:0"), [("stage", "cpu", 800), ("bus", "cpu → cuda:0", 400)]),
+    (to_device("before", pinned=True), [("cast", "cpu", 600), ("bus", "cpu → cuda:0", 200)]),
+    (to_device("after", pinned=True), [("bus", "cpu → cuda:0", 400), ("cast", "cuda:0", 600)]),
+    (
+        Transfer("paced", "cpu", FULL, HALF, "before"),
+        [("cast", "paced", 600), ("stage", "cpu", 400), ("bus", "paced → cpu", 200)],
+    ),
+    (
+        Transfer("cuda:0", "cuda:1", FULL, HALF, "after"),
+        [("bus", "cuda:0 → cuda:1", 400), ("cast", "cuda:1", 600)],
+    ),
     ids=str,
 )
 def test_the_parts_of_a_way(way: Transfer, parts: list[tuple[str, str, int]]):
@@ -61,51 +45,46 @@ def test_the_parts_of_a_way(way: Transfer, parts: list[tuple[str, str, int]]):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "non_blocking", "casts"),
+    ("source", "target", "blocking", "non_blocking"),
     [
-        ("cpu", "cuda:0", False, "before"),
-        ("cpu", "cuda:0", True, "after"),
-        ("cuda:0", "cpu", False, "after"),
-        ("cuda:0", "cpu", True, "before"),
-        ("cuda:0", "cuda:1", False, "before"),
-        ("cuda:0", "cuda:1", True, "before"),
+        ("cpu", "cuda:0", "before", "after"),
+        ("cuda:0", "cpu", "after", "before"),
+        ("cuda:0", "cuda:1", "before", "before"),
     ],
 )
 def test_a_cast_left_to_torch_is_where_its_source_says(
-    source: str, target: str, non_blocking: bool, casts: str
+    source: str, target: str, blocking: str, non_blocking: str
 ):
     """pytorch, aten/src/ATen/native/cuda/Copy.cu: `conversion_device`."""
-    way = Transfer(source, target, FULL, HALF, non_blocking=non_blocking)
-    said = Transfer(source, target, FULL, HALF, casts, non_blocking=non_blocking)
-    assert list(way.parts(100)) == list(said.parts(100))
+    for casts, asked in ((blocking, False), (non_blocking, True)):
+        way = Transfer(source, target, FULL, HALF, non_blocking=asked)
+        said = Transfer(source, target, FULL, HALF, casts, non_blocking=asked)
+        assert list(way.parts(100)) == list(said.parts(100))
 
 
-# ---- what that predicts
-
-
-def rates(bus: float, here: float, there: float) -> Rates:
-    return Rates({("bus", "cpu → cuda:0"): bus, ("cast", "cpu"): here, ("cast", "cuda:0"): there})
-
-
-def test_the_prediction_is_the_sum_of_the_parts():
+def test_the_prediction_is_the_sum_of_the_parts_and_paced_memory_is_the_cpus():
     given = Rates({("copy", "cpu"): 100.0, ("cast", "cpu"): 50.0, ("bus", "cpu → cuda:0"): 10.0})
     assert given.predict_s(Transfer("cpu", "cpu"), 100) == 8.0
     assert given.predict_s(Transfer("cpu", "cuda:0"), 100) == 8.0 + 40.0
     assert given.predict_s(to_device("before", pinned=True), 100) == 12.0 + 20.0
+    given = Rates({("cast", "cpu"): 50.0, ("copy", "cpu"): 100.0, ("bus", "cpu → paced"): 10.0})
+    assert given.predict_s(Transfer("cpu", PACED, FULL, HALF, "after"), 100) == 8.0 + 40.0 + 12.0
 
 
 @pytest.mark.parametrize("here", [6.0, 12.0])
 @pytest.mark.parametrize("there", [24.0, 60.0, 6000.0])
 def test_casting_before_is_best_on_a_slow_bus_only(here: float, there: float):
     """Where 2 / bus > 6 / here - 6 / there; at the bus where both are equal, they are."""
+
+    def seconds(bus: float, cast: str) -> float:
+        casts = {("cast", "cpu"): here, ("cast", "cuda:0"): there}
+        rates = Rates({("bus", "cpu → cuda:0"): bus, **casts})
+        return rates.predict_s(to_device(cast, pinned=True), 100)
+
     even = 2 / (6 / here - 6 / there)
-    for bus, best in ((0.99 * even, "before"), (1.01 * even, "after")):
-        its = rates(bus, here, there)
-        seconds = {c: its.predict_s(to_device(c, pinned=True), 100) for c in ("before", "after")}
-        assert min(seconds, key=seconds.__getitem__) == best
-    its = rates(even, here, there)
-    both = [its.predict_s(to_device(cast, pinned=True), 100) for cast in ("before", "after")]
-    assert both[0] == pytest.approx(both[1])
+    assert seconds(0.99 * even, "before") < seconds(0.99 * even, "after")
+    assert seconds(1.01 * even, "before") > seconds(1.01 * even, "after")
+    assert seconds(even, "before") == pytest.approx(seconds(even, "after"))
 
 
 def test_rates_come_from_ways_of_one_part():
@@ -121,14 +100,6 @@ def test_rates_come_from_ways_of_one_part():
     assert paced["bus", "cpu → paced"] == paced["bus", "paced → cpu"] == 2e9
     with pytest.raises(ValueError, match="no rate is known for a cast in cpu; measure ways"):
         found.predict_s(to_device("before"), 100)
-
-
-def test_the_paced_devices_memory_is_the_cpus():
-    given = Rates({("cast", "cpu"): 50.0, ("copy", "cpu"): 100.0, ("bus", "cpu → paced"): 10.0})
-    assert given.predict_s(Transfer("cpu", PACED, FULL, HALF, "after"), 100) == 8.0 + 40.0 + 12.0
-
-
-# ---- that it moves the numbers
 
 
 EVERY = ways(Bus())
@@ -148,15 +119,12 @@ def test_every_way_of_this_machine_brings_the_numbers(way: Transfer):
 def test_the_ways_of_a_machine():
     over_bus = [way for way in EVERY if way.ends == ("cpu", PACED)]
     assert len(over_bus) == 3 * 2 * 2
-    assert [
-        way for way in ways(Bus(), pinned_only=True) if PACED in way.ends and not way.pinned
-    ] == []
+    paced = [way for way in ways(Bus(), pinned_only=True) if PACED in way.ends]
+    assert paced and [way for way in paced if not way.pinned] == []
     assert not any(PACED in way.ends for way in ways())
     assert len(set(EVERY)) == len(EVERY)
-    inside = [way for way in ways() if way.ends == ("cpu", "cpu")]
-    assert [(way.to, way.cast) for way in inside] == [
-        (FULL, None), (HALF, "before"), (HALF, "after"), (HALF, None),
-    ]  # fmt: skip
+    inside = [(way.to, way.cast) for way in ways() if way.ends == ("cpu", "cpu")]
+    assert inside == [(FULL, None), (HALF, "before"), (HALF, "after"), (HALF, None)]
 
 
 @pytest.mark.parametrize("ends", [("cpu", PACED), (PACED, "cpu")])
@@ -167,16 +135,10 @@ def test_only_a_pinned_non_blocking_call_returns_before(
 ):
     """What is pageable is staged by the program itself, whatever it asks for."""
     bus = HeldBus()
-    way = Transfer(*ends, pinned=pinned, non_blocking=non_blocking)
-    rig = Rig(way, Buffers(100), bus)
+    rig = Rig(Transfer(*ends, pinned=pinned, non_blocking=non_blocking), Buffers(100), bus)
     rig.landed.zero_()
     early: list[bool] = []
-
-    def program() -> None:
-        landed = rig.run()
-        early.append(not landed.any())
-
-    thread = threading.Thread(target=program)
+    thread = threading.Thread(target=lambda: early.append(not rig.run().any()))
     thread.start()
     if pinned and non_blocking:
         thread.join(LIMIT_S)
@@ -192,9 +154,6 @@ def test_only_a_pinned_non_blocking_call_returns_before(
         assert early == [False]
 
 
-# ---- how it is timed
-
-
 def test_ways_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch):
     order: list[Transfer] = []
     first, second = Transfer("cpu", "cpu"), Transfer("cpu", "cpu", FULL, HALF)
@@ -207,9 +166,11 @@ def test_ways_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing.Rig, "timed", timed)
     found = measure([first, second], 10, turns=3)
     assert order == [first, second, second, first, first, second, second, first]
-    assert [one.done_s for one in found] == [3.0, 6.0], "without the first, cold turn"
-    assert [one.returned_s for one in found] == [0.5, 0.5]
-    assert [one.way for one in found] == [first, second]
+    # The median without the first, cold turn.
+    assert [(one.way, one.done_s, one.returned_s) for one in found] == [
+        (first, 3.0, 0.5),
+        (second, 6.0, 0.5),
+    ]
 
 
 def test_buffers_are_shared_by_the_ways_and_not_by_roles():
@@ -219,22 +180,14 @@ def test_buffers_are_shared_by_the_ways_and_not_by_roles():
     assert one.source is not one.landed and buffers.numel == 10
 
 
-# ---- what cannot be
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: Transfer("cpu", "cpu", cast="first"), "choose 'before', 'after' or None"),
-        (lambda: Transfer("cpu", "cpu", cast="after"), "is wanted as it is: give None"),
-        (lambda: Transfer("cpu", PACED, FULL, HALF), "say cast='before' or cast='after'"),
-        (lambda: Transfer("cpu", "cpu", pinned=True), "only memory of the CPU can be pinned"),
-        (lambda: measure([Transfer("cpu", PACED)], 10), "needs a paced bus"),
-    ],
+test_a_way_that_cannot_be_is_refused = refusals(
+    lambda make: make(),
+    (lambda: Transfer("cpu", "cpu", cast="first"), "choose 'before', 'after' or None"),
+    (lambda: Transfer("cpu", "cpu", cast="after"), "is wanted as it is: give None"),
+    (lambda: Transfer("cpu", PACED, FULL, HALF), "say cast='before' or cast='after'"),
+    (lambda: Transfer("cpu", "cpu", pinned=True), "only memory of the CPU can be pinned"),
+    (lambda: measure([Transfer("cpu", PACED)], 10), "needs a paced bus"),
 )
-def test_a_way_that_cannot_be_is_refused(make: Any, says: str):
-    with pytest.raises(ValueError, match=says):
-        make()
 
 
 def test_a_way_in_words():
@@ -243,9 +196,6 @@ def test_a_way_in_words():
     assert str(Transfer("cpu", "cpu")) == "cpu → cpu, fp32 → fp32"
     assert str(Transfer("cpu", PACED)) == "cpu → paced, fp32 → fp32, pageable"
     assert short(torch.bfloat16) == "bf16"
-
-
-# ---- on a GPU
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from torch.nn.utils import parameters_to_vector
 from labkit.data import Batch, Text, loss
 from labkit.models import GPT
 from places import ROOT, SUPPORT
+from tables import raises
 
 KINDS = ["byte", "bpe"]
 
@@ -25,9 +26,6 @@ KINDS = ["byte", "bpe"]
 @pytest.fixture(scope="module", params=KINDS)
 def text(request: pytest.FixtureRequest) -> Text:
     return Text(tokens=request.param)
-
-
-# ---------------------------------------------------------------- text and tokens
 
 
 def test_default_text_is_the_documentation_of_python(text: Text) -> None:
@@ -39,8 +37,14 @@ def test_default_text_is_the_documentation_of_python(text: Text) -> None:
     assert text.vocab == (256 if len(text) > len(content) else 1024)
 
 
-def test_pieces_are_fewer_than_bytes() -> None:
+def test_pieces_are_fewer_than_bytes_also_of_small_texts_and_long_lines(tmp_path: Path) -> None:
     assert len(Text()) / 2 > len(Text(tokens="bpe")) > len(Text(tokens="bpe", vocab=2048))
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 4)
+    text = Text(tmp_path / "a.txt", tokens="bpe", vocab=1024)
+    assert 256 < text.vocab < 1024
+    assert text.ids.max() < text.vocab
+    (tmp_path / "a.txt").write_text("abcabc " * 30_000 + "z" * 100_000)
+    assert len(Text(tmp_path, tokens="bpe", vocab=300)) < 100_000
 
 
 STRINGS = [
@@ -95,25 +99,19 @@ def test_a_file_keeps_its_line_ends_and_characters(tmp_path: Path, kind: str) ->
 def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
-    (tmp_path / "b.txt").write_text("B")
-    (tmp_path / "a.md").write_text("A")
-    (tmp_path / "sub" / "c.py").write_text("C")
-    (tmp_path / ".git" / "config").write_text("hidden")
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for name, content in {
+        "b.txt": b"B",
+        "a.md": b"A",
+        "sub/c.py": b"C",
+        ".git/config": b"hidden",
+        "empty.txt": b"",
+        "image.png": b"\x89PNG\0\0",
+        "latin.txt": b"caf\xe9",
+    }.items():
+        (tmp_path / name).write_bytes(content)
     os.symlink(tmp_path / "gone", tmp_path / "broken")
     text = Text(tmp_path)
     assert text.decode(text.ids) == "A\nB\nC"
-
-
-def test_small_text_has_fewer_pieces_and_long_lines_are_learned_from(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 4)
-    text = Text(tmp_path / "a.txt", tokens="bpe", vocab=1024)
-    assert 256 < text.vocab < 1024
-    assert text.ids.max() < text.vocab
-    (tmp_path / "a.txt").write_text("abcabc " * 30_000 + "z" * 100_000)
-    assert len(Text(tmp_path, tokens="bpe", vocab=300)) < 100_000
 
 
 def test_a_pipe_is_a_text() -> None:
@@ -125,29 +123,19 @@ def test_a_pipe_is_a_text() -> None:
 
 
 def test_clear_errors(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
+    for name, content in {"empty.txt": b"", "binary": b"ab\0cd", "latin.txt": b"caf\xe9"}.items():
+        (tmp_path / name).write_bytes(content)
+        raises(f"{name} is empty, or not UTF-8 text", Text, tmp_path / name)
+    nowhere = tmp_path / "nowhere"
+    raises(r"no file or folder .*nowhere", Text, nowhere, error=FileNotFoundError)
+    raises('"byte" or "bpe", not \'word\'', Text, tokens="word")
+    raises("vocab of 100 cannot hold 256 bytes", Text, tokens="bpe", vocab=100)
     (tmp_path / "short.txt").write_text("abcd")
-    (tmp_path / "binary").write_bytes(b"ab\0cd")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(FileNotFoundError, match=r"no file or folder .*nowhere"):
-        Text(tmp_path / "nowhere")
-    for name in ("empty.txt", "binary", "latin.txt"):
-        with pytest.raises(ValueError, match=f"{name} is empty, or not UTF-8 text"):
-            Text(tmp_path / name)
-    with pytest.raises(ValueError, match='"byte" or "bpe", not \'word\''):
-        Text(tokens="word")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="vocab of 100 cannot hold 256 bytes"):
-        Text(tokens="bpe", vocab=100)
     short = Text(tmp_path / "short.txt")
     assert short.batch(0, rows=2, length=3).x.shape == (2, 3)
-    with pytest.raises(ValueError, match="5 tokens, the text has 4"):
-        short.batch(0, rows=2, length=4)
+    raises("5 tokens, the text has 4", short.batch, 0, rows=2, length=4)
     for bad in ({"rows": 0}, {"length": 0}, {"step": -1}, {"seed": -1}):
-        with pytest.raises(ValueError, match="at least"):
-            short.batch(**{"step": 0, "rows": 1, "length": 2, **bad})
-
-
-# ---------------------------------------------------------------- batches
+        raises("at least", short.batch, **{"step": 0, "rows": 1, "length": 2, **bad})
 
 
 def test_targets_are_the_next_tokens(text: Text) -> None:
@@ -181,7 +169,7 @@ def test_a_batch_depends_on_step_and_seed_alone() -> None:
 
 
 def digest(kind: str) -> str:
-    text = Text(tokens=kind)  # type: ignore[arg-type]
+    text = Text(tokens=kind)
     batch = text.batch(7, rows=4, length=32, seed=5)
     return hashlib.sha256(text.ids.numpy().tobytes() + batch.y.numpy().tobytes()).hexdigest()
 
@@ -201,15 +189,10 @@ def test_hold_out_parts_the_tokens() -> None:
     assert torch.equal(torch.cat([train.ids, held.ids]), text.ids)
     assert len(held) == round(0.1 * len(text))
     assert held.vocab == text.vocab and held.batch(0, 2, 8).x.shape == (2, 8)
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        text.hold_out(1.0)
-
-
-# ---------------------------------------------------------------- exactness of slices
+    raises("between 0 and 1", text.hold_out, 1.0)
 
 
 def gradient(model: GPT, *batches: Batch) -> Tensor:
-    """The gradient after a backward through each batch, added up as `.grad` does."""
     model.zero_grad()
     for batch in batches:
         loss(model(batch.x), batch).backward()
@@ -289,15 +272,9 @@ def test_loss_runs_on_shapes_alone() -> None:
 def test_wrong_cuts_and_shapes_are_refused() -> None:
     batch = Text().batch(0, rows=2, length=4)
     for rank, size in [(-1, 2), (2, 2), (0, 0)]:
-        with pytest.raises(ValueError, match="is not one of"):
-            batch.slice(rank, size)
-    with pytest.raises(ValueError, match="at least 1 micro-batch"):
-        batch.split(0)
-    with pytest.raises(ValueError, match=r"logits \[3, 4, 256\] do not fit targets \[2, 4\]"):
-        loss(torch.zeros(3, 4, 256), batch)
-
-
-# ---------------------------------------------------------------- and it learns
+        raises("is not one of", batch.slice, rank, size)
+    raises("at least 1 micro-batch", batch.split, 0)
+    raises(r"logits \[3, 4, 256\] do not fit targets \[2, 4\]", loss, torch.zeros(3, 4, 256), batch)
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Deliberate faults of the communicator. (Apart from the tests that use them: the ranks import this
-file, and it should cost them little.)"""
+"""Deliberate faults of the communicator, apart from the tests: the ranks import this file."""
 
 import sys
 from collections.abc import Iterator
@@ -52,9 +51,6 @@ def _collectives() -> list[ModuleType]:
     return [module for name, module in [*sys.modules.items()] if name.startswith(package)]
 
 
-# ---- wrong results
-
-
 @algorithm("ring_reduce_scatter")
 def skips_a_step(
     real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
@@ -81,7 +77,7 @@ def skips_a_step(
 def forgets_the_division(
     real: Any, wire: Wire, chunks: Chunks, reduce: Any, divide_by: int, tag: int
 ) -> Algorithm:
-    return real(wire, chunks, reduce, 1, tag)  # type: ignore[no-any-return]
+    return real(wire, chunks, reduce, 1, tag)
 
 
 @algorithm("ring_all_reduce")
@@ -97,11 +93,10 @@ def divides_every_chunk(
 
 
 @algorithm("ring_reduce_scatter")
-def overwrites_its_input(
-    real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
-) -> Algorithm:
+def overwrites_its_input(real: Any, wire: Wire, chunks: Chunks, *how: Any) -> Algorithm:
     """The sums are right, but the input holds partial ones afterwards."""
-    sent_bytes = yield from real(wire, chunks, out, reduce, tag)
+    out = how[0]
+    sent_bytes = yield from real(wire, chunks, *how)
     for chunk in chunks:
         if chunk.data_ptr() != out.data_ptr():
             chunk.add_(1)
@@ -132,9 +127,9 @@ def stops_a_round_early(real: Any, wire: Wire, x: torch.Tensor, root: int, tag: 
 
 @algorithm("flat_scatter")
 def scatters_the_first_chunk_to_all(
-    real: Any, wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
+    real: Any, wire: Wire, x: torch.Tensor, chunks: Chunks | None, *how: Any
 ) -> Algorithm:
-    return real(wire, x, [chunks[0]] * wire.size if chunks else None, root, tag)  # type: ignore[no-any-return]
+    return real(wire, x, [chunks[0]] * wire.size if chunks else None, *how)
 
 
 @algorithm("flat_gather")
@@ -198,9 +193,6 @@ def does_not_wait(real: Any, self: Handle) -> None:
     self._work = None
 
 
-# ---- wrong byte counts
-
-
 @algorithm("ring_reduce_scatter")
 def is_an_all_reduce(
     real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
@@ -212,10 +204,8 @@ def is_an_all_reduce(
 
 
 @algorithm("ring_reduce_scatter")
-def is_an_all_reduce_and_hides_it(
-    real: Any, wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Any, tag: int
-) -> Algorithm:
-    yield from is_an_all_reduce.make(real)(wire, chunks, out, reduce, tag)
+def is_an_all_reduce_and_hides_it(real: Any, wire: Wire, chunks: Chunks, *how: Any) -> Algorithm:
+    yield from is_an_all_reduce.make(real)(wire, chunks, *how)
     return sum(chunk.nbytes for chunk in chunks) - chunks[wire.rank].nbytes
 
 

@@ -1,15 +1,9 @@
-"""One harness for all deliberate faults: a test that cannot fail proves nothing.
-
-A file of mutations is a table of `Mutation(fault, check, *args)` and one line that turns it into a
-test:
-
-    test_faulty_rings = noticed(FAULTS, on_ranks, size=3)
-
-Each fault must make its check fail. A fault is whatever the check is run against: a faulty class
-or function that the check takes (`given`), or a change to the library (`Replacement`, `Edit`, any
-function that returns a context manager) under which the check runs: on each rank (`on_ranks`), in
-this process while the change is in force on the ranks (`around`), or without ranks (`here`).
-"""
+"""One harness for all deliberate faults: a test that cannot fail proves nothing. A file of
+mutations is a table of `Mutation(fault, check, *args)` and one line that makes it a test, such as
+`test_faulty_rings = noticed(FAULTS, on_ranks, size=3)`. A fault is a faulty class or function that
+the check takes (`given`), or a change to the library: a `Replacement`, an `Edit`, any function that
+returns a context manager. The check runs under a change on each rank (`on_ranks`), in this process
+while it is in force on the ranks (`around`), or without ranks (`here`)."""
 
 import importlib
 import inspect
@@ -117,12 +111,10 @@ def _swap(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def given(world: World, fault: Any, check: Callable[..., Any], *args: Any) -> None:
-    """`check(world, fault, ...)`: the fault is a faulty strategy, say."""
     check(world, fault, *args)
 
 
 def given_on_ranks(world: World, fault: Any, check: Callable[..., Any], *args: Any) -> None:
-    """`check(fault, ...)` on each rank."""
     world.run(check, fault, *args)
 
 

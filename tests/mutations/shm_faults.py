@@ -16,8 +16,6 @@ from labkit.runtime.transports.shm.slots import Slots
 from labkit.runtime.transports.shm.transport import Shared
 from labkit.runtime.transports.wire import Lane, LaneWork
 
-# ---- checks
-
 
 def fast_root(comm: Comm) -> None:
     """Rank 0 broadcasts one tensor after the other while the others are still asleep."""
@@ -42,9 +40,6 @@ def send_ends_when_received(comm: Comm) -> None:
         comm.recv(torch.ones(3), 0, tag=1)
     else:
         comm.barrier()
-
-
-# ---- collectives
 
 
 @replaces(collectives, "_reduce")
@@ -80,9 +75,6 @@ def never_sees_shared_memory(real: Any, x: torch.Tensor, *others: torch.Tensor) 
     return False
 
 
-# ---- slots
-
-
 @replaces(Slots, "wait")
 def does_not_wait(real: Any, self: Slots, ranks: Any, stage: int) -> None:
     pass
@@ -106,9 +98,6 @@ def knows_its_own_length_only(real: Any, self: Slots) -> int:
 @replaces(slots, "copy")
 def counts_half(real: Any, target: int, source: int, nbytes: int) -> Any:
     return real(target, source, nbytes) // 2
-
-
-# ---- messages
 
 
 @replaces(Inbox, "receive")

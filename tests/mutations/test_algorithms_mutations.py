@@ -1,5 +1,4 @@
-"""A faulty algorithm must turn the tests of the algorithms red; so must every message that is
-lost, or sent twice."""
+"""Faulty algorithms, and messages lost or sent twice, turn the tests of the algorithms red."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from labkit.comm.collectives import ALGORITHMS
 from labkit.comm.collectives.steps import Algorithm
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import Wire
+from tables import raises
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,6 @@ def messages_of(collective: str, name: str, n: int) -> int:
 
 @pytest.mark.parametrize(("collective", "name"), [one for one in EVERY if one[0] != "barrier"])
 def test_every_message_of_every_algorithm_matters(collective: str, name: str) -> None:
-    """One that is lost, or sent twice, whichever it is, is found."""
     for n in filter(lambda n: serves(collective, name, n), (3, 4, 5)):
         for k in range(messages_of(collective, name, n)):
             for fault in ("lost", "doubled"):
@@ -37,8 +36,7 @@ def test_every_message_of_every_algorithm_matters(collective: str, name: str) ->
                 for rank, x in enumerate(case.whole):  # no zeros, which would not be missed
                     x.copy_(torch.arange(len(x)) + 100.0 * (rank + 1))
                 setattr(case.mailbox, fault, k)
-                with pytest.raises(AssertionError):
-                    case.check()
+                raises("", case.check, error=AssertionError)
 
 
 def passes(wire: Wire, late: int, algorithm: Callable[..., Algorithm]) -> Algorithm:
@@ -92,8 +90,7 @@ def test_an_order_of_adding_that_depends_on_the_rank_is_noticed() -> None:
     """The sums are right; only bits show it."""
     with adds_its_own_first():
         Case("all_reduce", "recursive_doubling", chunk_sizes(23, 4)).check()
-        with pytest.raises(AssertionError):
-            same_bits("recursive_doubling", "min", 4)
+        raises("", same_bits, "recursive_doubling", "min", 4, error=AssertionError)
 
 
 def ring_case(collective: str) -> None:
@@ -137,8 +134,7 @@ def test_the_mailbox_finds_what_is_read_or_written_too_early() -> None:
 
     assert drive(Mailbox(2, late=True), lambda wire: swap(wire, "nothing")) == [12, 12]
     for early in ("read", "write"):
-        with pytest.raises(AssertionError):
-            drive(Mailbox(2, late=True), partial(swap, early=early))
+        raises("", drive, Mailbox(2, late=True), partial(swap, early=early), error=AssertionError)
 
 
 def test_the_mailbox_finds_deadlocks_and_messages_left_over() -> None:
@@ -152,7 +148,6 @@ def test_the_mailbox_finds_deadlocks_and_messages_left_over() -> None:
         yield from ()
         return 4
 
-    with pytest.raises(Deadlock, match="wait for each other"):
-        drive(Mailbox(2, late=False), all_receive_first)
+    raises("wait for each other", drive, Mailbox(2, late=False), all_receive_first, error=Deadlock)
     with pytest.raises(AssertionError, match="only one of the two knows"):
         drive(Mailbox(2, late=False), sends_to_nobody)

@@ -18,21 +18,21 @@ pytestmark = pytest.mark.slow
 
 
 class NeverRebuilds(DDP):
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
-        self._came = None
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
+        self._arrived = None
 
 
 class RebuildsEachTime(DDP):
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
-        super()._rebuild(came)
-        self._came = []
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
+        super()._rebuild(arrived)
+        self._arrived = []
 
 
 class EachRankHasItsOwnOrder(DDP):
     """The ranks agree on an order and do not use it."""
 
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
-        mine = list(came)
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
+        mine = list(arrived)
 
         def own(*args: Any) -> Any:
             agreed_order(*args)
@@ -41,7 +41,7 @@ class EachRankHasItsOwnOrder(DDP):
 
         DDP._rebuild.__globals__["agreed_order"] = own
         try:
-            super()._rebuild(came)
+            super()._rebuild(arrived)
         finally:
             DDP._rebuild.__globals__["agreed_order"] = agreed_order
 
@@ -54,16 +54,16 @@ class LeavesGradientsInOldBuckets(DDP):
             bucket.__dict__["take_over"] = lambda: None
         super()._set_buckets(buckets)
 
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
         grads = {p: p.grad for p in self._parameters_to_average}
-        super()._rebuild(came)
+        super()._rebuild(arrived)
         for p, grad in grads.items():
             p.grad = None if grad is None else grad.clone()
 
 
 class TakesOverNothing(DDP):
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
-        super()._rebuild(came)
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
+        super()._rebuild(arrived)
         for bucket in self._buckets:
             bucket.flat.zero_()
 
@@ -85,10 +85,10 @@ class StaticWithoutACheck(DDP):
 class StaticOfOneRank(DDP):
     """Rank 0's used parameters count for all, unasked."""
 
-    def _rebuild(self, came: list[nn.Parameter]) -> None:
+    def _rebuild(self, arrived: list[nn.Parameter]) -> None:
         every = Comm().all_gather_object
-        self.comm.all_gather_object = lambda thing: [every(thing)[0]] * self.comm.size  # type: ignore[method-assign]
-        super()._rebuild(came)
+        self.comm.all_gather_object = lambda thing: [every(thing)[0]] * self.comm.size
+        super()._rebuild(arrived)
 
 
 class SendsEachMicroBatch(DDP):
@@ -113,9 +113,6 @@ FAULTS = [
 some_ranks_wait = {"timeout_s": 5}  # under some of the faults
 
 
-# ---- hooks
-
-
 def forgets_to_cast_back(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
     return comm.all_reduce(flat.to(torch.bfloat16), async_op=async_op)
 
@@ -126,12 +123,10 @@ def halves_nothing(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay |
 
 
 class DividesAfterwards(DDP):
-    """By a hook's time the gradients are whole: bf16 bears it, and rounds as before; fp16 would
-    overflow."""
+    """A hook sees whole gradients: bf16 bears it and rounds as before; fp16 would overflow."""
 
     def _send(self, bucket: Bucket, async_op: bool) -> None:
         super()._send(bucket, async_op)
-        assert bucket.flat is not None
         bucket.handle = _Divided(bucket.flat, bucket.handle, self.comm.size)
 
 
@@ -151,9 +146,6 @@ FAULTS += [
                            (DividesAfterwards, bf16_compress_hook))
 ]  # fmt: skip
 test_a_fault_turns_its_check_red = noticed(FAULTS, given_on_ranks, size=2, **some_ranks_wait)
-
-
-# ---- joining
 
 
 class DividesByTheOthers(DDP):

@@ -66,7 +66,6 @@ def leaves_before_the_copy_is_over(real: Any, self: Moved) -> None:
 def misses_changes(real: Any, self: Moved) -> torch.Tensor:
     if self._seen is None:
         self._trip.wait()
-    assert self._here is not None
     return self._here
 
 
@@ -102,8 +101,7 @@ FAULTS = [
     Mutation(leaves_before_the_copy_is_over, proofs.test_copies_run_ahead_in_both_directions),
     Mutation(misses_changes, proofs.test_a_change_in_place_is_found),
     Mutation(
-        keeps_the_output_itself,
-        proofs.test_small_memory_that_stays_does_not_keep_its_graph_alive,
+        keeps_the_output_itself, proofs.test_small_memory_that_stays_does_not_keep_its_graph_alive
     ),
 ]
 test_a_fault_turns_its_proof_red = noticed(

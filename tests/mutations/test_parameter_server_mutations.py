@@ -97,10 +97,9 @@ class LosesAPush(AsyncParameterServer):
 
     def _take(self, worker: int, made_with: int, there: list[int]) -> None:
         if self.version == 5:
-            assert self.optimizer is not None
-            self.optimizer.step, step = lambda: None, self.optimizer.step  # type: ignore[method-assign]
+            self.optimizer.step, step = lambda: None, self.optimizer.step
             super()._take(worker, made_with, there)
-            self.optimizer.step = step  # type: ignore[method-assign]
+            self.optimizer.step = step
         else:
             super()._take(worker, made_with, there)
 

@@ -19,8 +19,6 @@ from labkit.parallel.pipeline.virtual_stage import VirtualStage, WeightVersions
 
 pytestmark = pytest.mark.slow
 
-# ---- gradients
-
 
 @replaces(VirtualStage, "_backward")
 def drops_a_gradient(real: Any, self: Any, flight: Any, dy: Any, k: int) -> Any:
@@ -71,9 +69,6 @@ def copies_begin_apart(real: Any, *_: Any, **__: Any) -> None:
     pass
 
 
-# ---- messages
-
-
 @replaces(P2PChannel, "_post_send")
 def swaps_two_messages(real: Any, self: Any, x: Tensor, message: Any) -> None:
     """Activations leave in pairs, the second first."""
@@ -118,9 +113,6 @@ def sends_late(real: Any, self: Any, x: Tensor, message: Any) -> None:
             real(self, *held.pop(0))
 
 
-# ---- what is kept
-
-
 @replaces(VirtualStage, "_forward")
 def keeps_activations(real: Any, self: Any, k: int, x: Tensor) -> Tensor:
     """The end of each graph, in a list that outlives the step."""
@@ -155,9 +147,6 @@ def retains_what_is_saved() -> Any:
 def keeps_outputs(real: Any, self: Any, message: Any, x: Any) -> None:
     self.__dict__.setdefault("kept", []).append(x)
     real(self, message, x)
-
-
-# ---- replicas, recompute, versions
 
 
 synchronises_on_every_micro_batch = instead(

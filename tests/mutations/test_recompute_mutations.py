@@ -19,8 +19,6 @@ from labkit.memory.policies import Kept
 pytestmark = pytest.mark.slow
 
 
-# ---- faults
-
 draws_new_masks = instead("draws_new_masks", Conditions, "again", lambda self: nullcontext())
 
 
@@ -120,11 +118,10 @@ def edits_every_second_block(real: Any, model: Any) -> Any:
     return real(model)[::2]
 
 
-# ---- the proofs that notice them
-
 once_more = proofs.test_one_backward_runs_it_once_more_and_a_policy_runs_less
 changes = proofs.test_a_function_that_changes_between_its_runs_is_reported
 functions = proofs.test_any_function_and_any_number_of_backwards
+batched = proofs.test_a_batched_matmul_that_the_user_changed_is_reported
 
 
 def gradients(edit: str = "full") -> None:
@@ -139,12 +136,10 @@ FAULTS = [
     Mutation(draws_new_masks, gradients),
     Mutation(draws_new_masks, proofs.test_the_same_masks_are_drawn_again, None),
     Mutation(
-        does_not_restore_the_generator,
-        proofs.test_what_is_drawn_later_is_what_it_would_have_been,
+        does_not_restore_the_generator, proofs.test_what_is_drawn_later_is_what_it_would_have_been
     ),
     Mutation(
-        does_not_restore_the_generator,
-        proofs.test_the_generator_is_put_back_after_an_error_too,
+        does_not_restore_the_generator, proofs.test_the_generator_is_put_back_after_an_error_too
     ),
     Mutation(forgets_every_state, gradients),
     Mutation(forgets_casts, casts, partial(torch.autocast, "cpu")),
@@ -172,15 +167,9 @@ FAULTS = [
     Mutation(a_policy_keeps_all, proofs.test_a_policy_keeps_its_results_and_no_more),
     Mutation(a_policy_keeps_nothing, once_more),
     Mutation(keeps_what_is_overwritten, functions, "in place inside", "keep all"),
-    Mutation(
-        takes_shared_memory_for_new,
-        proofs.test_a_batched_matmul_that_the_user_changed_is_reported,
-        False,
-    ),
+    Mutation(takes_shared_memory_for_new, batched, False),
     Mutation(takes_shared_memory_for_new, functions, "in place behind a product", "keep all"),
     Mutation(edits_every_second_block, once_more),
 ]
-
-
 ERRORS = (AssertionError, ValueError, RuntimeError, pytest.fail.Exception)
 test_a_fault_turns_its_proof_red = noticed(FAULTS, here, ERRORS)

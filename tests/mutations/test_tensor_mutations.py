@@ -1,18 +1,17 @@
 """Deliberate faults in tensor and sequence parallelism; each must turn its check red."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness import Mutation, around, given, noticed, replaces
+from harness import Mutation, around, given, instead, noticed, replaces
 from labkit import Comm, World
 from labkit.parallel.common.conjugate import (
     all_gather_sequence,
@@ -34,7 +33,6 @@ def of_kind(model: nn.Module, kind: Any) -> list[Any]:
 
 
 def with_forward(model: nn.Module, kind: Any, forward: Callable[..., Tensor]) -> nn.Module:
-    """Every layer of this kind computes `forward(layer, x)`."""
     for layer in of_kind(model, kind):
         layer.forward = partial(forward, layer)
     return model
@@ -42,9 +40,6 @@ def with_forward(model: nn.Module, kind: Any, forward: Callable[..., Tensor]) ->
 
 def local(layer: Any, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight, layer.bias)
-
-
-# ---- tensor parallelism
 
 
 def f_and_g_swapped(model: nn.Module, comm: Comm) -> nn.Module:
@@ -68,7 +63,7 @@ def f_left_out(model: nn.Module, comm: Comm) -> nn.Module:
 def f_left_out_of_one_layer(model: nn.Module, comm: Comm) -> nn.Module:
     """The first block's MLP: what differs is the gradient of what comes before."""
     tensor_parallel(model, comm)
-    up: Any = model.blocks[0].mlp.up  # type: ignore[union-attr, index]
+    up: Any = model.blocks[0].mlp.up
     up.forward = partial(local, up)
     return model
 
@@ -97,8 +92,8 @@ def another_ranks_keys(model: nn.Module, comm: Comm) -> nn.Module:
     """Query heads meet the keys of other heads."""
     tensor_parallel(model, comm)
     with torch.no_grad():
-        for block in model.blocks:  # type: ignore[union-attr]
-            k = block.attn.k.weight  # type: ignore[union-attr]
+        for block in model.blocks:
+            k = block.attn.k.weight
             parts = [torch.empty_like(k) for _ in range(comm.size)]
             comm.all_gather(parts, k.detach())
             k.copy_(parts[(comm.rank + 1) % comm.size])
@@ -126,9 +121,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-# ---- sequence parallelism
-
-
 def norm_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
     for norm in of_kind(model, nn.LayerNorm):
@@ -138,7 +130,7 @@ def norm_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
 
 def one_norm_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
-    del model.norm.forward  # type: ignore[union-attr]
+    del model.norm.forward
     return model
 
 
@@ -152,18 +144,17 @@ def bias_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
 
 def positions_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
-    table = model.embed.positions  # type: ignore[union-attr]
-    table.forward = lambda positions: F.embedding(  # type: ignore[union-attr]
-        positions.chunk(comm.size, -1)[comm.rank],
-        table.weight,  # type: ignore[union-attr, arg-type]
+    table = model.embed.positions
+    table.forward = lambda positions: F.embedding(
+        positions.chunk(comm.size, -1)[comm.rank], table.weight
     )
     return model
 
 
 def every_rank_has_the_first_positions(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
-    edit = model.embed.positions.forward  # type: ignore[union-attr]
-    edit.comm = type("First", (), {"rank": 0, "size": comm.size, "all_reduce": comm.all_reduce})()  # type: ignore[union-attr]
+    edit = model.embed.positions.forward
+    edit.comm = type("First", (), {"rank": 0, "size": comm.size, "all_reduce": comm.all_reduce})()
     return model
 
 
@@ -197,9 +188,6 @@ FAULTS += [
 ]  # fmt: skip
 
 
-# ---- overlap
-
-
 class WaitsAtOnce(ColumnParallelLinear):
     """The all-reduce is waited for before the weight's gradient is begun."""
 
@@ -217,9 +205,6 @@ pair = {"size": 2, "timeout_s": 5}
 test_a_fault_turns_its_check_red = noticed(FAULTS, given, AssertionError, **pair)
 
 
-# ---- dropout
-
-
 @replaces(tensor, "own_numbers")
 def ranks_draw_the_same(real: Any, comm: Comm, *xs: Any) -> Any:
     """All ranks draw for their shards as rank 0 does."""
@@ -233,24 +218,17 @@ def replicas_differ(real: Any, comm: Comm, *_: Tensor) -> Any:
     return nullcontext()
 
 
-@contextmanager
-def shards_share_the_generator() -> Iterator[None]:
-    """Shards draw from the generator that replicas draw from."""
-    with ExitStack() as stack:
-        for name in ("DrawsItsOwn", "DrawsItsOwnBetween"):
-            stack.enter_context(patch.object(tensor, name, lambda module, *_: module.forward))
-        yield
+# Shards draw from the generator that replicas draw from.
+shards_share_the_generator = instead(
+    "shards_share_the_generator", tensor, "DrawsItsOwn", lambda module, *_: module.forward
+)
 
 
 DROPOUT = [
     Mutation(fault, check_masks, way)
-    for fault, way in (
-        (ranks_draw_the_same, "tensor"),
-        (ranks_draw_the_same, "sequence"),
-        (replicas_differ, "tensor"),  # with a cut sequence, there are only shards
-        (shards_share_the_generator, "tensor"),
-        (shards_share_the_generator, "sequence"),
-    )
+    for fault in (ranks_draw_the_same, replicas_differ, shards_share_the_generator)
+    for way in ("tensor", "sequence")
+    if fault is not replicas_differ or way == "tensor"  # else there are only shards
 ]
 # Without checks, which would find that random states differ before a mask is drawn.
 test_faulty_dropout_turns_its_check_red = noticed(

@@ -10,7 +10,7 @@ import pytest
 import three_d_cases as cases
 from harness import Change, Mutation, instead, noticed, on_ranks, replaces
 from labkit import DDP, Comm, GradScaler, World
-from labkit.parallel.common import agreement, clipping
+from labkit.parallel.common import clipping, ownership
 from labkit.parallel.common.shards import Shard
 from labkit.parallel.pipeline import pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
@@ -54,7 +54,7 @@ def decides_by_its_own_stage() -> Iterator[None]:
 
     with (
         patch.object(cases, "GradScaler", scaler),
-        patch.object(pipeline, "check_scaler", lambda *_: None),
+        patch.object(pipeline.validation, "check_scaler", lambda *_: None),
     ):
         yield
 
@@ -70,7 +70,7 @@ def averages_over_the_wrong_ranks() -> Iterator[None]:
     both = cases.mesh_of(2, 2, 2)["dp", "tp"]
     with (
         patch.object(Shard, "check", lambda *_: None),
-        patch.object(agreement, "_described", lambda name, x: name),
+        patch.object(ownership, "_described", lambda name, x: name),
         patch.object(cases, "DDP", lambda stage, comm: DDP(stage, both)),
     ):
         yield
@@ -106,7 +106,7 @@ def trains(world: World, change: Change, check: Any, case: Case) -> None:
     check(case, on_ranks(world, change, cases.train, case))
 
 
-NUMBERS = "losses|norm of step|is off by"
+NUMBERS, TENSOR = "losses|norm of step|is off by", "tensor .* bytes, not"
 ZERO_1 = Case(2, 2, 1, "zero-1")
 FAULTS = [
     Mutation(fault, cases.check, case, match=match)
@@ -123,11 +123,7 @@ FAULTS = [
         (synchronises_on_every_micro_batch, DEEP, "data .* bytes, not"),
         (sends_in_every_micro_batch, ZERO_1, "data .* bytes, not"),
         (averages_over_the_wrong_ranks, Case(), NUMBERS),
-        (
-            sends_whole_activations_from_each_rank,
-            Case(2, 1, 2, scatter_gather=True),
-            "tensor .* bytes, not",
-        ),
+        (sends_whole_activations_from_each_rank, Case(2, 1, 2, scatter_gather=True), TENSOR),
         (never_averages, DEEP, NUMBERS),
         (weighs_all_replicas_alike, Case(2, 2, 1, rows=7), NUMBERS),
         (scales_not_the_first_micro_batch, DEEP, "norm of step|is off by"),

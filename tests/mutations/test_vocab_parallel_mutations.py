@@ -1,4 +1,4 @@
-"""Deliberate faults in the vocabulary cut over ranks, each an edited line of vocab.py."""
+"""Deliberate faults in the vocabulary cut over ranks, each an edited line of its source."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import vocab_checks as checks
 from harness import Edit, Mutation, noticed, on_ranks
 from labkit import RankError
 from labkit.parallel.common.conjugate import copy_to_ranks
-from labkit.parallel.tensor import vocab
+from labkit.parallel.tensor import linear, vocab
 
 pytestmark = pytest.mark.slow
 
@@ -36,44 +36,30 @@ def sent_bytes() -> None:
 
 FAULTS = [
     (embedding, "others' tokens look up row 0",
-     "x = x.masked_fill(~mine.unsqueeze(-1), 0)",
-     ""),
+     "x = x.masked_fill(~mine.unsqueeze(-1), 0)", ""),
     (embedding, "what others looked up is not summed",
-     "return reduce_from_ranks(x, self.comm)",
-     "return x"),
+     "return reduce_from_ranks(x, self.comm)", "return x"),
     (embedding, "f in the place of g: the gradient is summed, x is not",
-     "return reduce_from_ranks(x, self.comm)",
-     "return copy_to_ranks(x, self.comm)"),
-    (embedding, "all ranks have the first rows",
-     "start = min(comm.rank * height, vocab)",
-     "start = 0"),
+     "return reduce_from_ranks(x, self.comm)", "return copy_to_ranks(x, self.comm)"),
     (head, "the gradient of the head's x is one rank's",
-     "logits = super().forward(x)",
-     "logits = F.linear(x, self.weight, self.bias)"),
+     "logits = super().forward(x)", "logits = F.linear(x, self.weight, self.bias)"),
     (head, "padding is seen among all logits",
-     "[..., : self.out_features]",
-     ""),
+     "[..., : self.out_features]", ""),
     (tied_weights, "padding counts in the sum of exponentials",
-     "value=-math.inf",
-     "value=0.0"),
+     "value=-torch.inf", "value=0.0"),
     (loss, "each rank takes off its own highest logit",
      'comm.all_reduce(peak, op="max")',
      ""),
     (loss, "each rank has its own sum",
-     "reduce_from_ranks(both, comm)",
-     "both"),
+     "reduce_from_ranks(both, comm)", "both"),
     (loss, "f, g: the gradient of the loss is counted on every rank",
-     "reduce_from_ranks(both, comm)",
-     "reduce_from_ranks(copy_to_ranks(both, comm), comm)"),
+     "reduce_from_ranks(both, comm)", "reduce_from_ranks(copy_to_ranks(both, comm), comm)"),
     (loss, "every rank has the target",
-     ".squeeze(-1).masked_fill(~mine, 0)",
-     ".squeeze(-1)"),
+     ".squeeze(-1).masked_fill(~mine, 0)", ".squeeze(-1)"),
     (loss, "the mean is over all targets",
-     "losses.sum() / counts.sum()",
-     "losses.mean()"),
+     "losses.sum() / counts.sum()", "losses.mean()"),
     (loss, "exponentials of the logits as they are",
-     "shifted = logits - peak.unsqueeze(-1)",
-     "shifted = logits + 0 * peak.unsqueeze(-1)"),
+     "shifted = logits - peak.unsqueeze(-1)", "shifted = logits + 0 * peak.unsqueeze(-1)"),
     (sent_bytes, "the sum and the target travel one by one",
      "total, picked = reduce_from_ranks(both, comm)",
      "total, picked = (reduce_from_ranks(one, comm) for one in both)"),
@@ -85,6 +71,10 @@ NAMES = {"copy_to_ranks": copy_to_ranks}  # that a faulty line needs
 MUTATIONS = [
     Mutation(Edit(label, vocab.__name__, old, new, NAMES), check)
     for check, label, old, new in FAULTS
+]
+start = "start = min(comm.rank * length, size)"
+MUTATIONS += [
+    Mutation(Edit("all ranks have the first rows", linear.__name__, start, "start = 0"), embedding)
 ]
 
 pair = {"size": 2, "timeout_s": 5}  # some of the faults let ranks wait for each other

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 def skips_a_reduce(real: Any, self: Flat, async_op: bool) -> None:
     real(self, async_op)
     if len(self.places) <= 2:
-        assert self._handle is not None
         self._handle.wait()
         self._arriving = self.partition.share_of(self.unreduced.flat, self.comm.rank).clone()
         self._are_new = False

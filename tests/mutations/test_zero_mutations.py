@@ -42,7 +42,7 @@ class SkipsAReduce(Faulty):
 
 class SkipsAGather(Faulty):
     def spoil(self) -> None:
-        self._buckets[1].gather = lambda async_op: None  # type: ignore[method-assign]
+        self._buckets[1].gather = lambda async_op: None
 
 
 class DividesTwice(Faulty):
@@ -73,7 +73,7 @@ class StepsOnOneShareOnly(Faulty):
 
     def spoil(self) -> None:
         if self.comm.rank == 1:
-            self.inner.step = lambda *_: None  # type: ignore[method-assign]
+            self.inner.step = lambda *_: None
 
 
 class KeepsWholeState(Faulty):
@@ -91,7 +91,7 @@ class Forgetful(Faulty):
 
     def spoil(self) -> None:
         for bucket in self._buckets:
-            bucket._used_elsewhere = lambda _, bucket=bucket: [  # type: ignore[method-assign,misc]
+            bucket._used_elsewhere = lambda _, bucket=bucket: [
                 bucket.parameters[piece.index] for piece in bucket.pieces
             ]
 

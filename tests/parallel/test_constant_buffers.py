@@ -1,6 +1,4 @@
-"""Buffers for the wire do not grow with the model: ZeRO-R's C_B (arXiv 1910.02054, section 5.2),
-counted by the recorder on two ranks. And where a fused buffer is as large as the model, it is seen.
-"""
+"""Communication buffers do not grow with the model: ZeRO-R's C_B (arXiv 1910.02054, 5.2)."""
 
 from functools import cache
 
@@ -60,11 +58,9 @@ def test_one_bucket_for_everything_would_be_seen():
 
 
 class CountedSGD(torch.optim.SGD):
-    """How many fp32 bytes of gradients it is given at once."""
-
     most_bytes = 0
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         found = [p.grad for group in self.param_groups for p in group["params"]]
         nbytes = sum(g.nbytes for g in found if g is not None)
         CountedSGD.most_bytes = max(CountedSGD.most_bytes, nbytes)

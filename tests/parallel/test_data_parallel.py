@@ -1,8 +1,4 @@
-"""Every data-parallel strategy in a training loop, against one process; and what is DDP's alone.
-
-The contract is tested through `check_equal_to_single`, which the tests of mutations turn on faulty
-strategies: it must turn red there.
-"""
+"""Every data-parallel strategy in a training loop, against one process; and what is DDP's alone."""
 
 import copy
 import gc
@@ -39,7 +35,8 @@ from labkit import (
 )
 from labkit.parallel.common.flat import cut
 from labkit.parallel.common.held import held
-from small_models import difference, refused
+from small_models import difference
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 
@@ -83,9 +80,6 @@ def test_losses_agree_in_float32(world2: World) -> None:
     assert mean == pytest.approx(oracle.losses, rel=1e-4)
 
 
-# ---- every strategy: what a loop does
-
-
 def built(strategy: str, module: nn.Module, cls: Any = torch.optim.SGD, **options: Any) -> Any:
     """The model and its optimizer, which has what holds gradients back."""
     if strategy in ("zero-1", "zero-2"):
@@ -104,8 +98,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_accumulation(strategy: str, held_back: int) -> None:
-    """Four backwards before each of two steps, the first of them held back (`no_sync`) or not: on
-    a rank, the weights of one process, and nothing sent while gradients are held back."""
+    """Two steps of four backwards, the first ones held back (`no_sync`): sent only afterwards."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     oracle = copy.deepcopy(module)
@@ -205,17 +198,14 @@ def test_what_cannot_be_trained_is_refused(strategy: str) -> None:
         optimizer.step()
 
     nothing = "empty parameter list" if strategy[:5] == "zero-" else "no trainable parameter"
-    refused(lambda: wrap(nn.ReLU()), nothing)
-    refused(lambda: wrap(nn.Linear(2, 2 + Comm().rank)), "parameter 0 is weight", "on rank 0 and ")
+    raises((nothing,), wrap, nn.ReLU())
+    raises(("parameter 0 is weight", "on rank 0 and "), wrap, nn.Linear(2, 2 + Comm().rank))
     module = nn.Linear(2, 2)
     model, optimizer = wrap(module)
     owner = type(optimizer if model is module else model).__name__
-    refused(lambda: wrap(nn.Sequential(module)), f"weight belongs to a {owner} already")
+    raises((f"weight belongs to a {owner} already",), wrap, nn.Sequential(module))
     if WRAPPERS.get(strategy) not in (one_unit, kept_whole):
-        refused(sparse, "sparse=False", error=(TypeError, ValueError))
-
-
-# ---- replicas
+        raises("sparse=False", sparse, error=(TypeError, ValueError))
 
 
 def test_batch_norm_buffers_follow_rank_0(world2: World) -> None:
@@ -291,7 +281,7 @@ def test_gradients_are_views_of_their_bucket_and_held_once() -> None:
     model = DDP(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
-    storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}  # type: ignore[union-attr]
+    storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
     sizes = [bucket.flat.nbytes for bucket in model._buckets]
     assert len(storages) == 1
     assert sizes == [held(module, optimizer).gradient_bytes] == [(15 + 5 + 10 + 2) * 4]
@@ -329,6 +319,8 @@ def test_buckets_leave_while_backward_still_runs() -> None:
 @replicas
 @on_each_rank("world2")
 def test_replicas_start_as_rank_0s(strategy: Any) -> None:
+    """From the moment of wrapping: before any forward."""
+
     def made(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -353,9 +345,6 @@ def test_plain_torch_loop_works_unchanged_and_without_warnings() -> None:
     assert [str(one.message) for one in caught] == []
 
 
-# ---- bad input, of both strategies
-
-
 @both
 @pytest.mark.parametrize("kind", ["shape", "order", "frozen"])
 def test_ranks_with_different_models_are_refused_before_anything_is_sent(
@@ -367,7 +356,7 @@ def test_ranks_with_different_models_are_refused_before_anything_is_sent(
             setattr(module, name, nn.Linear(2, 3 if kind == "shape" and rank else 2))
         module.requires_grad_(kind != "frozen" or not rank)
         before = [p.detach().clone() for p in module.parameters()]
-        said = refused(lambda: strategy(module))
+        said = str(raises("", strategy, module))
         assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))
         return said
 
@@ -380,23 +369,20 @@ def test_ranks_with_different_models_are_refused_before_anything_is_sent(
 def test_a_module_is_wrapped_once_and_its_parameters_stay(strategy: type[nn.Module]) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = strategy(module)
-    refused(
-        lambda: strategy(nn.Sequential(model)),
-        f"0.module.0.weight belongs to a {strategy.__name__} already",
-    )
+    words = f"0.module.0.weight belongs to a {strategy.__name__} already"
+    raises((words,), strategy, nn.Sequential(model))
     del model
     model = strategy(module)
     module[1].bias = nn.Parameter(torch.zeros(2))
     with torch.no_grad():
         model(torch.ones(1, 2))
-    refused(
-        lambda: model(torch.ones(1, 2)), "1.bias is another tensor after the module was wrapped"
-    )
+    words = "1.bias is another tensor after the module was wrapped"
+    raises((words,), model, torch.ones(1, 2))
 
 
 @on_each_rank("world2")
 def test_single_refuses_a_larger_world() -> None:
-    refused(lambda: Single(nn.Linear(1, 1), attach().comm), "2 ranks")
+    raises("2 ranks", Single, nn.Linear(1, 1), attach().comm)
 
 
 @on_each_rank("world2")

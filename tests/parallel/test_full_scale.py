@@ -1,9 +1,6 @@
-"""What a rank holds at full scale, counted without data, beside what the ZeRO paper says it holds.
-
-The model is a GPT of 7.5 billion parameters in two wide layers: few tensors, for what takes time
-without data is their number. With 36 layers of width 4096, the model of that size in
-arXiv 2104.04473, Table 1, a rank holds as much; recording it takes minutes.
-"""
+"""What a rank holds at full scale, counted without data, beside the ZeRO paper. The GPT has 7.5
+billion parameters in two wide layers: what takes time without data is the number of tensors. In 36
+layers of width 4096 (arXiv 2104.04473, Table 1) a rank holds as much."""
 
 from functools import cache
 from typing import Any
@@ -23,7 +20,6 @@ STATES = ("parameters", "gradients", "optimizer state")
 
 
 def train(stage: int) -> None:
-    """Two steps; in stage 0 with DDP."""
     if stage == 3:
         with ZeRO3.init():
             model: Any = GPT(**SIZES)
@@ -64,8 +60,7 @@ def test_after_a_step_a_rank_holds_what_the_paper_says(stage: int) -> None:
 
 @pytest.mark.slow
 def test_built_and_wrapped_no_rank_holds_the_whole() -> None:
-    """While it is built, a rank holds its share and one parameter (2.4 GB of 30); while it is
-    wrapped, a unit besides, in the dtype of computation."""
+    """Built: a share and one parameter (2.4 GB of 30); wrapped: a unit in compute dtype, too."""
 
     def build() -> None:
         with ZeRO3.init():

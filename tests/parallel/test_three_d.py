@@ -1,17 +1,18 @@
 """Pipeline, data and tensor parallelism together, against one process (three_d_cases.py)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import three_d_cases as cases
 from labkit import DDP, Comm, GradScaler, Mesh, RankError, World, ZeRO3, ZeroOptimizer
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
-from small_models import refused
+from tables import raises
 from three_d_cases import Case
 from worlds import on_each_rank, world_fixture
 
@@ -56,69 +57,63 @@ def test_what_does_not_divide_or_is_not_trained(eight: World) -> None:
     held_to_one_process(eight, [case for case in hard if case.pp < 3])
 
 
-# ---- what is refused, on every rank
-
-
 X = torch.ones(2, 4, dtype=torch.int64)
 
 
-def tied_stages() -> Any:
-    return split(cases.model(Case()), 2)
-
-
-def mean(out: Tensor, y: Tensor) -> Tensor:
-    return cases.Weighted()(out, y)
-
-
-def stages_in_zero3(mesh: Mesh) -> None:
-    Pipeline(tied_stages(), mesh.pp, "1f1b", 2, mean, wrap=lambda one: ZeRO3(one, mesh.dp))
+def pipe_of(mesh: Mesh, stages: Any = None, schedule: str = "1f1b", **how: Any) -> Pipeline:
+    """A tied GPT, if no stages are given."""
+    stages = stages or split(cases.model(Case()), 2)
+    return Pipeline(stages, mesh.pp, schedule, 2, cases.Weighted(), **how)
 
 
 def stage_2_in_halves(mesh: Mesh) -> None:
-    pipe = Pipeline(tied_stages(), mesh.pp, "zb-h1", 2, mean)
+    pipe = pipe_of(mesh, schedule="zb-h1")
     zero = ZeroOptimizer(pipe.parameters(), torch.optim.SGD, 2, mesh.dp, lr=0.1)
     pipe.step(X, X)
     zero.step()
 
 
 def stage_1_without_a_flush(mesh: Mesh) -> None:
-    stages = split(cases.model(Case(tied=False)), 2)
-    Pipeline(
-        stages, mesh.pp, "pipedream", 2, mean,
-        optimizer=lambda some: ZeroOptimizer(some, torch.optim.SGD, 1, mesh.dp, lr=0.1),
-    )  # fmt: skip
-
-
-def scaler_of_a_stage(mesh: Mesh) -> None:
-    pipe = Pipeline(tied_stages(), mesh.pp, "1f1b", 2, mean)
-    pipe.step(X, X, scaler=GradScaler(comm=mesh.dp))
+    zero = partial(ZeroOptimizer, optimizer_cls=torch.optim.SGD, stage=1, comm=mesh.dp, lr=0.1)
+    pipe_of(mesh, split(cases.model(Case(tied=False)), 2), "pipedream", optimizer=zero)
 
 
 def two_owners_on_a_rank(mesh: Mesh) -> None:
     tied = nn.Linear(3, 3)
     stages = [tied, nn.Linear(3, 3), nn.Sequential(nn.ReLU(), tied), nn.Linear(3, 3)]
-    Pipeline(
-        stages, mesh.pp, "interleaved", 2, mean, chunks=2, wrap=lambda one: DDP(one, mesh.dp)
-    )  # fmt: skip
+    pipe_of(mesh, stages, "interleaved", chunks=2, wrap=lambda one: DDP(one, mesh.dp))
 
 
 ALL = "ranks 0, 1, 2 and 3 raised ValueError: "
-REFUSED: list[tuple[Callable[[Mesh], None], str]] = [
-    (stages_in_zero3, f"{ALL}head.weight [11, 8] of stage 1 is tied over stages, and one of them"),
-    (stage_2_in_halves, f"{ALL}a ZeroOptimizer of stage 2 sends gradients in every backward"),
-    (stage_1_without_a_flush, f"{ALL}a ZeroOptimizer averages once in a step, and this schedule"),
-    (two_owners_on_a_rank, f"{ALL}stages 0 and 2 are both on rank 0 and have a parameter in"),
-    (scaler_of_a_stage, "the scaler only [0, 1]: some stages would skip a step"),
-]
+REFUSED: dict[str, tuple[Callable[[Mesh], Any], str]] = {
+    "stages_in_zero3": (
+        lambda mesh: pipe_of(mesh, wrap=lambda one: ZeRO3(one, mesh.dp)),
+        ALL + "head.weight [11, 8] of stage 1 is tied over stages, and one of them",
+    ),
+    "stage_2_in_halves": (
+        stage_2_in_halves,
+        ALL + "a ZeroOptimizer of stage 2 sends gradients in every backward",
+    ),
+    "stage_1_without_a_flush": (
+        stage_1_without_a_flush,
+        ALL + "a ZeroOptimizer averages once in a step, and this schedule",
+    ),
+    "two_owners_on_a_rank": (
+        two_owners_on_a_rank,
+        ALL + "stages 0 and 2 are both on rank 0 and have a parameter in",
+    ),
+    "scaler_of_a_stage": (
+        lambda mesh: pipe_of(mesh).step(X, X, scaler=GradScaler(comm=mesh.dp)),
+        "the scaler only [0, 1]: some stages would skip a step",
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "told"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
-def test_what_makes_no_sense_is_refused(world4: World, run: Any, told: str) -> None:
-    refused(lambda: world4.run(lambda: run(cases.mesh_of(2, 2, 1))), told, error=RankError)
-
-
-# ---- groups
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_is_refused(world4: World, name: str) -> None:
+    run, words = REFUSED[name]
+    raises((words,), world4.run, lambda: run(cases.mesh_of(2, 2, 1)), error=RankError)
 
 
 @on_each_rank("eight")

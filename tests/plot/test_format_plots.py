@@ -12,12 +12,10 @@ from matplotlib.text import Text
 from labkit import FORMATS, Format, plot
 from labkit.plot.bit_patterns import CLEAR, SET, formula
 from labkit.plot.format_ranges import lost
+from tables import cases, raises
+from test_plot import words
 
 ipywidgets = pytest.importorskip("ipywidgets", reason="the widget needs it")
-
-
-def words(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
 
 
 def overlaps(figure: Figure) -> list[tuple[str, str]]:
@@ -37,9 +35,6 @@ def colours(figure: Figure) -> list[list[str]]:
     return [[to_hex(x).upper() for x in row.get_facecolor()] for row in axes.collections]
 
 
-# ---- bits
-
-
 def test_each_bit_is_a_box_in_the_colour_of_its_field():
     figure = plot.bits(-1.5, "fp16", "e4m3")
     kinds = ["sign"] + 5 * ["exponent"] + 10 * ["fraction"]
@@ -57,17 +52,14 @@ def test_texts_of_bits_do_not_lie_on_each_other(names: list[str]):
     assert overlaps(plot.bits(Fraction(1, 3), *names)) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern", "says"),
-    [
-        ("fp16", 0x0001, "+ $2^{1-15}$ × (0 + 1/1024) = 5.9604645e-8   (subnormal)"),
-        ("fp16", 0x8000, "− 0"),
-        ("fp16", 0xFC00, "− infinity"),
-        ("fp16", 0x7E00, "NaN: not a number"),
-        ("e4m3", 0x7F, "NaN: not a number"),
-        ("e4m3", 0x7E, "+ $2^{15-7}$ × (1 + 6/8) = 448"),
-        ("x87", 0x3FFF << 64 | 3 << 62, "+ $2^{16383-16383}$ × 1.5 = 1.5"),
-    ],
+@cases(
+    ("fp16", 0x0001, "+ $2^{1-15}$ × (0 + 1/1024) = 5.9604645e-8   (subnormal)"),
+    ("fp16", 0x8000, "− 0"),
+    ("fp16", 0xFC00, "− infinity"),
+    ("fp16", 0x7E00, "NaN: not a number"),
+    ("e4m3", 0x7F, "NaN: not a number"),
+    ("e4m3", 0x7E, "+ $2^{15-7}$ × (1 + 6/8) = 448"),
+    ("x87", 0x3FFF << 64 | 3 << 62, "+ $2^{16383-16383}$ × 1.5 = 1.5"),
 )
 def test_the_formula_says_what_a_pattern_is(name: str, pattern: int, says: str):
     assert formula(FORMATS[name], pattern) == says
@@ -77,17 +69,14 @@ def test_the_error_of_rounding_is_told():
     text = " ".join(words(plot.bits(0.1, "bf16")))
     assert "0.10009766   off by 9.8e-5, 0.00098 of it" in text
     assert "infinity" in " ".join(words(plot.bits(1e9, "fp16")))
-    with pytest.raises(ValueError, match="in which format?"):
-        plot.bits(1.0)
-
-
-# ---- the widget
+    raises("in which format?", plot.bits, 1.0)
 
 
 def test_flipping_a_bit_gives_the_number_of_that_pattern():
     shown = plot.flip_bits(1.0, "fp16")
     assert shown.pattern == 0x3C00 and len(shown.buttons) == 16
     before = shown.picture.value
+    assert shown._repr_mimebundle_()["image/png"], "the picture, where no kernel runs"
     shown.buttons[15].value = True  # the lowest bit
     assert shown.pattern == 0x3C01 and shown.step.value == 0x3C01
     assert shown.picture.value != before
@@ -113,17 +102,25 @@ def test_another_format_shows_the_nearest_number():
     assert FORMATS["bf16"].decode(shown.pattern) == FORMATS["e4m3"].round(0.1)
 
 
+def test_another_format_is_drawn_once(monkeypatch: pytest.MonkeyPatch):
+    from labkit.plot import widgets
+
+    shown, drawn = plot.flip_bits(0.1, "fp32"), []
+    monkeypatch.setattr(widgets, "bits", lambda *args, **kwargs: drawn.append(args))
+    monkeypatch.setattr(widgets, "png", lambda figure: b"")
+    for name in ("e4m3", "bf16", "fp32"):  # fewer bits, then more
+        shown.format.value = FORMATS[name]
+        assert [format.name for _, format in drawn] == [name]
+        drawn.clear()
+    shown.step.value = 0
+    drawn.clear()
+    shown.format.value = FORMATS["fp16"]  # the same pattern: the slider does not move
+    assert len(drawn) == 1 and len(shown.buttons) == 16
+
+
 def test_a_format_of_your_own_and_one_that_is_too_long():
     assert len(plot.flip_bits(1, Format("mine", 3, 2)).buttons) == 6
-    with pytest.raises(ValueError, match="fp64 has 64 bits, too many for buttons"):
-        plot.flip_bits(1.0, "fp64")
-
-
-def test_the_widget_leaves_a_picture_where_no_kernel_runs():
-    assert plot.flip_bits(1.0, "e5m2")._repr_mimebundle_()["image/png"]
-
-
-# ---- the number line
+    raises("fp64 has 64 bits, too many for buttons", plot.flip_bits, 1.0, "fp64")
 
 
 def test_bars_reach_from_the_smallest_to_the_largest_number():
@@ -140,8 +137,7 @@ def test_every_number_near_zero_is_a_line():
     figure = plot.number_line(["e4m3"], near_zero=["e4m3"], upto=2**-4)
     lines = [segment[0][0] for one in figure.axes[-1].collections for segment in one.get_segments()]
     assert sorted(lines) == [float(x) for x in FORMATS["e4m3"].numbers() if x <= 2**-4]
-    with pytest.raises(ValueError, match="fp16 has 11,265 numbers up to 0.0625"):
-        plot.number_line(near_zero=["fp16"])
+    raises("fp16 has 11,265 numbers up to 0.0625", plot.number_line, near_zero=["fp16"])
 
 
 def test_values_are_counted_that_become_zero():

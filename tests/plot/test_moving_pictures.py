@@ -1,6 +1,4 @@
-"""The bench of transfers and its pictures: what is saved is read again, and drawn is what was
-measured. Times are given, none is measured.
-"""
+"""The bench of transfers and its pictures, with given times: saved, read again, and drawn."""
 
 import json
 from pathlib import Path
@@ -12,6 +10,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 from torch import nn
 
+from command import command
 from labkit import plot
 from labkit.bench import show_stored
 from labkit.bench.harness import StepTimes, save
@@ -23,12 +22,12 @@ from labkit.bench.transfers import (
     read_transfers,
     table,
 )
-from labkit.cli import app
 from labkit.memory.bus import Bus
 from labkit.memory.loading import Waiting, load_then_run, run_in_place, run_pipelined
 from labkit.memory.timing import Measured
 from labkit.memory.transfers import Transfer, ways
 from labkit.plot.style import OTHER_OPERATIONS
+from tables import raises
 
 ABOUT = {"device": "a device", "torch": "2.11", "date": "2026-01-01", "paced_gbps": 16.0}
 
@@ -43,12 +42,12 @@ def found() -> TransferTimes:
     return TransferTimes(dict(ABOUT), measured)
 
 
-def test_what_is_saved_is_read_again(found: TransferTimes, tmp_path: Path):
+def test_what_is_saved_is_read_again_as_are_the_results_that_labkit_brings(
+    found: TransferTimes, tmp_path: Path
+) -> None:
+    """They say on what they were measured."""
     path = found.save(tmp_path / "folder" / "transfers-here.json")
     assert read_transfers(path) == found
-
-
-def test_results_that_labkit_brings_say_on_what_they_were_measured():
     for path in RESULTS.glob("transfers-*.json"):
         stored = read_transfers(path)
         assert {"device", "torch", "date", "turns"} <= stored.about.keys() and stored.measured
@@ -57,8 +56,7 @@ def test_results_that_labkit_brings_say_on_what_they_were_measured():
 @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"measured": [{"done_s": 1}]}'])
 def test_another_file_is_refused(text: str, tmp_path: Path):
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(ValueError, match="is no file of `labkit bench transfers --save`"):
-        read_transfers(tmp_path / "other.json")
+    raises("is no file of `labkit bench transfers --save`", read_transfers, tmp_path / "other.json")
 
 
 def test_a_table_has_a_row_for_each_way(found: TransferTimes):
@@ -84,19 +82,15 @@ def test_a_bench_of_nothing_is_refused(options: dict[str, float]):
 
 
 def test_the_command_measures_saves_and_draws(tmp_path: Path):
-    from typer.testing import CliRunner
-
-    files = {"--save": tmp_path / "found.json", "--plot": tmp_path / "found.png"}
-    options = [str(word) for pair in files.items() for word in pair]
-    arguments = ["bench", "transfers", "--mb", "0.1", "--turns", "3", "--gbps", "1", *options]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    measured = json.loads(files["--save"].read_text())
+    saved, picture = tmp_path / "found.json", tmp_path / "found.png"
+    command(f"bench transfers --mb 0.1 --turns 3 --gbps 1 --save {saved} --plot {picture}")
+    measured = json.loads(saved.read_text())
     assert measured["numel"] == 25_000 and measured["about"]["paced_gbps"] == 1.0
-    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: TransferTimes):
+    raises("measure at least one way", plot.transfers, [])
     over_bus = [one for one in found.measured if one.way.ends == ("cpu", "paced")]
     axes = plot.transfers(over_bus, found.rates).axes[0]
     widths = {round(bar.get_width(), 6) for bar in axes.patches}  # type: ignore[attr-defined]
@@ -107,7 +101,8 @@ def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: Trans
     assert len(axes.get_yticklabels()) == len(over_bus) == 12
 
 
-def test_the_picture_of_loads_has_two_lanes_for_each_run():
+def test_the_picture_of_loads_has_two_lanes_for_each_run_and_one_colour_for_the_bus() -> None:
+    raises("give a run with its name", plot.loading, {})
     waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
     ways_to_run = (load_then_run, run_pipelined, run_in_place)
     figure = plot.loading({way.__name__: way(waiting, x) for way in ways_to_run})
@@ -116,14 +111,10 @@ def test_the_picture_of_loads_has_two_lanes_for_each_run():
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert any("holds 0 MB" in text for text in texts) and "run_pipelined" in texts
     assert "paced to 0.1 Gbit/s" in figure.axes[0].get_title(loc="left")
-
-
-def test_the_bus_has_one_colour_in_every_run():
-    waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
-    figure = plot.loading({"one": run_pipelined(waiting, x), "other": run_in_place(waiting, x)})
     bars = [bar for bar in figure.axes[0].patches if isinstance(bar, Rectangle)]
     on_bus = {bar.get_facecolor() for bar in bars if bar.get_y() % 3 < 1.3}
-    assert on_bus <= {to_rgba(colour) for colour in OTHER_OPERATIONS}, "brown, two shades of it"
+    brown = {to_rgba(colour) for colour in OTHER_OPERATIONS}
+    assert on_bus and on_bus <= brown, "two shades of it"
 
 
 def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(
@@ -146,12 +137,4 @@ def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(
     assert [label.get_text() for label in milliseconds.get_yticklabels()] == ["bf16", "fp32"]
     assert [bar.get_width() for bar in milliseconds.patches] == [1000, 2000]
     assert len(shown) == 2 and capsys.readouterr().out == ""
-    with pytest.raises(ValueError, match="choose one of precision, transfers"):
-        show_stored("speed")
-
-
-def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match="measure at least one way"):
-        plot.transfers([])
-    with pytest.raises(ValueError, match="give a run with its name"):
-        plot.loading({})
+    raises("choose one of precision, transfers", show_stored, "speed")

@@ -1,9 +1,6 @@
-"""A schedule's picture shows what each stage does when, of what it would take and of what a
-recorded run of it took, in one way.
+"""A schedule's picture shows what each stage does when, predicted or recorded."""
 
-Tests look at the corners of the boxes in units of time, their colours, and the words.
-"""
-
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -12,27 +9,26 @@ import torch
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from labkit import Comm, PacedStage, Pipeline, World, plot, record
 from labkit.plot.lettering import Lettering
 from labkit.plot.pipelines import LIGHTEST
 from labkit.plot.style import PHASES, contrast, text_on, tint
 from labkit.replaying import by_microbatch, pipeline_trace
-from labkit.replaying.microbatches import KIND, action_of, timed_actions
+from labkit.replaying.pipeline import KIND, action_of, timed_actions
 from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws
+from tables import cases, raises
 from test_plot import assert_readable as no_words_overlap
+from test_plot import title
+from test_plot import words as figure_words
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
 
 
 APART = [parse("F0 F1 I0 W0 I1 W1"), parse("F0 I0 F1 I1 W0 W1")]
-CHUNKS = [
-    parse("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"),
-    parse("F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"),
-]
+CHUNKS = [parse("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"), parse("F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1")]
 
 
 def boxes(figure: Figure, panel: int = 0) -> list[tuple[int, float, float, str]]:
@@ -50,16 +46,11 @@ def lettering(figure: Figure) -> list[Lettering]:
 
 
 def words(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(Text)] + [
-        name.text for one in lettering(figure) for name in one.names
-    ]
+    return figure_words(figure) + [name.text for one in lettering(figure) for name in one.names]
 
 
 def assert_readable(figure: Figure) -> None:
     no_words_overlap(figure, *lettering(figure))
-
-
-# ---- from costs
 
 
 def test_every_action_is_drawn_when_the_replay_has_it() -> None:
@@ -77,16 +68,17 @@ def test_every_action_is_drawn_when_the_replay_has_it() -> None:
         assert found[1:3] == pytest.approx(right[1:3])
     length_ms = max(x[2] for x in expected)
     bubble = 1 - sum(x[2] - x[1] for x in expected) / (3 * length_ms)
-    title = figure.axes[0].get_title(loc="left")
-    assert title == (
+    assert title(figure) == (
         f"1F1B  ·  3 stages, 4 micro-batches  ·  {length_ms:.4g} ms  ·  "
         f"bubble {bubble:.1%} of the total"
     )
+    by_stage = plot.schedule(one_f_one_b(2, 1), lambda stage, action: 1e-3 * (stage + 1))
+    assert [round(end - begin, 9) for _, begin, end, _ in boxes(by_stage)] == [1, 1, 2, 2]
 
 
 def test_without_costs_a_backward_is_two_forwards_and_chunks_share_them() -> None:
     figure = plot.schedule(one_f_one_b(4, 8))
-    assert "bubble 27.3% of the total" in figure.axes[0].get_title(loc="left")  # 3/11
+    assert "bubble 27.3% of the total" in title(figure)  # 3/11
     assert {round(end - begin, 9) for _, begin, end, _ in boxes(figure)} == {1.0, 2.0}
     halves = boxes(plot.schedule(CHUNKS))
     assert {round(end - begin, 9) for _, begin, end, _ in halves} == {0.5, 1.0}
@@ -100,26 +92,27 @@ def test_without_costs_a_backward_is_two_forwards_and_chunks_share_them() -> Non
 def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: float) -> None:
     """Of F = 1 and B = 2, or F = I = W = 1: (p-1)/(v m+p-1), (p-1)/(3m+p-1), 0."""
     figure = plot.schedule(schedule(name, 4, 8, chunks))
-    assert f"bubble {bubble:.1%} of the total" in figure.axes[0].get_title(loc="left")
+    assert f"bubble {bubble:.1%} of the total" in title(figure)
     idle, _ = (x for x in figure.axes[0].collections if isinstance(x, PolyCollection))
     sizes = [np.ptp(path.vertices[:, 0]) for path in idle.get_paths()]
     busy = sum(end - begin for _, begin, end, _ in boxes(figure))
     assert 1 - busy / sum(sizes) == pytest.approx(bubble), "what is seen is what is said"
 
 
-def test_numbers_stand_in_their_boxes_and_what_is_held_beside() -> None:
-    figure = plot.schedule(one_f_one_b(4, 8))
-    numbers = [name.text for name in lettering(figure)[0].names]
-    assert sorted(map(int, numbers)) == sorted([*range(8)] * 8)
-    held = [text for text in words(figure) if text.startswith("holds")]
-    assert held == ["holds 4", "holds 3", "holds 2", "holds 1"]
-
-
-def test_what_is_held_is_told_in_whole_micro_batches() -> None:
+@cases(
+    (one_f_one_b(4, 8), ["holds 4", "holds 3", "holds 2", "holds 1"]),
+    (APART, ["holds 2", "holds 2"]),
+    (CHUNKS, ["holds 2", "holds 1.5"]),
+    ids=["1f1b", "zb", "v2"],
+)
+def test_numbers_stand_in_their_boxes_and_what_is_held_beside(
+    schedule: Schedule, held: list[str]
+) -> None:
     """A weight's gradient needs the activations; those of one chunk of two are half as many."""
-    assert [x for x in words(plot.schedule(APART)) if x.startswith("holds")] == ["holds 2"] * 2
-    held = [x for x in words(plot.schedule(CHUNKS)) if x.startswith("holds")]
-    assert held == ["holds 2", "holds 1.5"]
+    figure = plot.schedule(schedule)
+    numbers = [int(name.text) for name in lettering(figure)[0].names]
+    assert sorted(numbers) == sorted(x.microbatch for actions in schedule for x in actions)
+    assert [text for text in words(figure) if text.startswith("holds")] == held
 
 
 def test_phases_and_chunks_are_told_apart() -> None:
@@ -128,7 +121,7 @@ def test_phases_and_chunks_are_told_apart() -> None:
     assert {"forward", "backward: input", "backward: weights", "idle"} <= set(words(apart))
     chunks = plot.schedule(CHUNKS)
     assert len({x[3] for x in boxes(chunks)}) == 4
-    assert "2 chunks" in chunks.axes[0].get_title(loc="left")
+    assert "2 chunks" in title(chunks)
     assert "later chunks: lighter" in words(chunks)
     for colour in [*PHASES.values(), *(tint(x, LIGHTEST) for x in PHASES.values())]:
         assert contrast(colour, text_on(colour)) > 4.5
@@ -138,7 +131,7 @@ def test_a_gallery_is_on_one_axis_of_time() -> None:
     many = {"1F1B": one_f_one_b(4, 8), "apart": APART, "chunks": CHUNKS}
     figure = plot.schedules(many)
     assert len({axes.get_xlim() for axes in figure.axes}) == 1
-    titles = [axes.get_title(loc="left").split("  ·  ")[0] for axes in figure.axes]
+    titles = [title(figure, i).split("  ·  ")[0] for i in range(3)]
     assert titles == list(many)
     assert_readable(figure)
 
@@ -149,14 +142,6 @@ def test_no_words_overlap(stages: int, microbatches: int) -> None:
     given = Figure(figsize=(6, 3), dpi=100)
     plot.schedule(one_f_one_b(stages, microbatches), figure=given)
     assert given.axes
-
-
-def test_a_cost_may_depend_on_the_stage() -> None:
-    figure = plot.schedule(one_f_one_b(2, 1), lambda stage, action: 1e-3 * (stage + 1))
-    assert [round(end - begin, 9) for _, begin, end, _ in boxes(figure)] == [1, 1, 2, 2]
-
-
-# ---- a recorded run
 
 
 def recorded(schedule: Schedule, slower: float = 1.0, steps: int = 2) -> Trace:
@@ -189,8 +174,7 @@ def test_a_recorded_run_is_drawn_as_its_schedule_was_before_it_ran(schedule: Sch
     assert [x.text for x in lettering(before)[0].names] == [
         x.text for x in lettering(after)[0].names
     ]
-    title = before.axes[0].get_title(loc="left")
-    assert after.axes[0].get_title(loc="left") == f"{title}  ·  paced"
+    assert title(after) == f"{title(before)}  ·  paced"
     named = by_microbatch(recorded(schedule), schedule)
     assert boxes(plot.schedule(named)) == boxes(after)
     slower = plot.schedule(schedule, recorded=recorded(schedule, 2.0))
@@ -219,11 +203,8 @@ def test_spans_are_named_after_their_actions() -> None:
     assert plot.timeline(trace).axes, "the usual timeline shows them too"
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), CHUNKS], ids=["1f1b", "v2"])
-def test_a_loss_that_is_a_module_belongs_to_the_last_forward(schedule: Schedule) -> None:
-    trace = recorded(schedule)
-    last = trace.ranks[1]
-    chunks = chunks_of(schedule)
+def loss_is_a_module(trace: Trace, schedule: Schedule) -> None:
+    last, chunks = trace.ranks[1], chunks_of(schedule)
     forwards = [x for x in last.spans if (x.phase, x.depth, x.kind) == ("forward", 0, "Stage")]
     order = [x for x in schedule[1] if x.phase == "forward"] * 2
     for span, action in zip(forwards, order, strict=True):
@@ -231,14 +212,9 @@ def test_a_loss_that_is_a_module_belongs_to_the_last_forward(schedule: Schedule)
             middle_s = (span.began_s + span.ended_s) / 2
             last.spans.append(Span("forward", "", span.step, middle_s, span.ended_s, 0, "MSELoss"))
             span.ended_s = middle_s
-    found = boxes(plot.schedule(schedule, recorded=trace))
-    for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
-        assert one[1:3] == pytest.approx(other[1:3])
 
 
-def test_the_loss_before_a_backward_belongs_to_the_last_forward() -> None:
-    schedule = one_f_one_b(2, 3)
-    trace = recorded(schedule)
+def loss_before_backward(trace: Trace, schedule: Schedule) -> None:
     for one in trace.ranks.values():  # on stage 0 it is a wait
         for span, following in pairwise(
             [x for x in one.spans if x.depth == 0 and x.kind != "loss"]
@@ -248,6 +224,19 @@ def test_the_loss_before_a_backward_belongs_to_the_last_forward() -> None:
                 began_s = span.ended_s
                 loss = Span("forward", "loss", span.step, began_s, following.began_s, 0, "loss")
                 one.spans.append(loss)
+
+
+@cases(
+    (loss_is_a_module, one_f_one_b(2, 3)),
+    (loss_is_a_module, CHUNKS),
+    (loss_before_backward, one_f_one_b(2, 3)),
+    ids=["a module, 1f1b", "a module, v2", "before the backward, 1f1b"],
+)
+def test_a_loss_belongs_to_the_last_forward(
+    add_loss: Callable[[Trace, Schedule], None], schedule: Schedule
+) -> None:
+    trace = recorded(schedule)
+    add_loss(trace, schedule)
     found = boxes(plot.schedule(schedule, recorded=trace))
     for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
         assert one[1:3] == pytest.approx(other[1:3])
@@ -256,34 +245,22 @@ def test_the_loss_before_a_backward_belongs_to_the_last_forward() -> None:
 def test_a_run_by_another_schedule_is_refused() -> None:
     trace, schedule = recorded(one_f_one_b(2, 3)), one_f_one_b(2, 3)
     swapped = [[schedule[0][0], schedule[0][2], schedule[0][1], *schedule[0][3:]], schedule[1]]
-    with pytest.raises(
-        ValueError, match="rank 0: action 1 of its list is B0, and what was recorded is forward"
-    ):
-        by_microbatch(trace, swapped)
-    with pytest.raises(ValueError, match="is not of steps by this schedule"):
-        by_microbatch(trace, one_f_one_b(2, 4))
-    with pytest.raises(ValueError, match=r"3 stages, and a trace of ranks \[0, 1\]"):
-        by_microbatch(trace, one_f_one_b(3, 3))
-    with pytest.raises(ValueError, match="named after a micro-batch"):
-        plot.schedule(trace)
+    words = "rank 0: action 1 of its list is B0, and what was recorded is forward"
+    raises(words, by_microbatch, trace, swapped)
+    raises("is not of steps by this schedule", by_microbatch, trace, one_f_one_b(2, 4))
+    raises(r"3 stages, and a trace of ranks \[0, 1\]", by_microbatch, trace, one_f_one_b(3, 3))
+    raises("named after a micro-batch", plot.schedule, trace)
 
 
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: plot.schedule([[], []]), "no action"),
-        (lambda: plot.schedules({}), "nothing to draw"),
-        (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
-        (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
-        (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
-    ],
+@cases(
+    (lambda: plot.schedule([[], []]), "no action"),
+    (lambda: plot.schedules({}), "nothing to draw"),
+    (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
+    (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
+    (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
 )
-def test_what_cannot_be_drawn_is_told(draw, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        draw()
-
-
-# ---- a pipeline on ranks
+def test_what_cannot_be_drawn_is_told(draw: Callable[[], Figure], message: str) -> None:
+    raises(message, draw)
 
 
 def run_paced(given: Schedule) -> None:
@@ -309,6 +286,6 @@ def test_a_paced_pipeline_is_recorded_and_drawn_as_its_schedule(world2: World) -
         assert [len(done) for done in timed_actions(named)] == [2 * len(own) for own in given]
         before, after = plot.schedule(given), plot.schedule(given, recorded=trace)
         assert [(x[0], x[3]) for x in boxes(before)] == [(x[0], x[3]) for x in boxes(after)]
-        title = after.axes[0].get_title(loc="left")
-        assert title.startswith("2 stages, 4 micro-batches") and title.endswith("  ·  paced")
+        assert title(after).startswith("2 stages, 4 micro-batches")
+        assert title(after).endswith("  ·  paced")
         assert_readable(after)

@@ -1,28 +1,25 @@
-"""Gradients of micro-batches added up in fp32: what bf16 loses, they keep; what they hold and send
-is what is said."""
+"""Gradients of micro-batches summed in fp32 keep what bf16 loses."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from labkit import DDP, MLP, Fp32Gradients, MasterWeights, World, ZeroOptimizer, attach, listen
+from tables import raises
 from worlds import on_each_rank
 
 K = 1024
 
 
 def summed(k: int, keep: bool) -> torch.Tensor:
-    """k gradients of 2⁻⁸ each, of a parameter in bf16."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     gradients = Fp32Gradients([p]) if keep else None
     for _ in range(k):
         (p.sum() * 2.0**-8).backward()
     if gradients:
         gradients.hand_over()
-    assert p.grad is not None
     return p.grad
 
 
@@ -30,16 +27,6 @@ def test_a_sum_in_bf16_stands_still_and_in_fp32_is_exact() -> None:
     assert summed(K, keep=False).tolist() == [1.0] * 3  # 256 of them; 1 + 2⁻⁸ is rounded to 1
     kept = summed(K, keep=True)
     assert kept.dtype == torch.float32 and kept.tolist() == [K * 2.0**-8] * 3
-
-
-def micro_steps(
-    model: nn.Module, gradients: Any, optimizer: Any, parts: list[torch.Tensor]
-) -> None:
-    for part in parts:
-        (model(part).square().sum() / len(parts)).backward()
-    gradients.hand_over()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_steps_with_master_weights_are_those_on_the_exact_sum() -> None:
@@ -51,19 +38,19 @@ def test_steps_with_master_weights_are_those_on_the_exact_sum() -> None:
     gradients = Fp32Gradients(low.parameters())
     theirs = MasterWeights(other.parameters(), torch.optim.AdamW, lr=0.01)
     for _ in range(3):  # the second step must begin from zero
-        micro_steps(low, gradients, ours, parts)
         total = [torch.zeros(p.shape) for p in other.parameters()]
         for part in parts:
-            found = torch.autograd.grad(
-                other(part).square().sum() / len(parts), list(other.parameters())
-            )
-            for x, g in zip(total, found, strict=True):
+            (low(part).square().sum() / len(parts)).backward()
+            loss = other(part).square().sum() / len(parts)
+            for x, g in zip(total, torch.autograd.grad(loss, other.parameters()), strict=True):
                 x += g
+        gradients.hand_over()
         for p, x in zip(other.parameters(), total, strict=True):
             p.grad_dtype = None
             p.grad = x
-        theirs.step()
-        theirs.zero_grad()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
     for one, right in zip(ours.state, theirs.state, strict=True):
         assert torch.equal(one, right)
 
@@ -73,19 +60,23 @@ def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them() -> None:
     gradients = Fp32Gradients(model.parameters())
     model(torch.ones(1, 4).bfloat16()).sum().backward()
     assert all(p.grad is None for p in model.parameters())
-    count = sum(p.numel() for p in model.parameters())
-    assert gradients.flat.nbytes == 4 * count
+    assert gradients.flat.nbytes == 4 * sum(p.numel() for p in model.parameters())
     gradients.hand_over()
-    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}  # type: ignore[union-attr]
+    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
     assert storages == {gradients.flat.untyped_storage().data_ptr()}, "handed over, not copied"
 
 
-def test_a_parameter_that_nobody_used_has_no_gradient() -> None:
+def test_a_parameter_that_nobody_used_has_no_gradient_and_one_given_twice_counts_once() -> None:
     used, not_used = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = Fp32Gradients([used, not_used])
     used.sum().backward()
     gradients.hand_over()
     assert used.grad is not None and not_used.grad is None
+    p = nn.Parameter(torch.ones(2))
+    gradients = Fp32Gradients([p, p])
+    (3 * p).sum().backward()
+    gradients.hand_over()
+    assert p.grad.tolist() == [3.0, 3.0]
 
 
 def test_gradients_of_the_last_step_that_are_still_there_are_an_error() -> None:
@@ -94,29 +85,15 @@ def test_gradients_of_the_last_step_that_are_still_there_are_an_error() -> None:
     p.sum().backward()
     gradients.hand_over()
     told = r"call optimizer.zero_grad\(\) after each step, not with set_to_none=False"
-    with pytest.raises(RuntimeError, match=told):
-        p.sum().backward()
+    raises(told, p.sum().backward, error=RuntimeError)
     torch.optim.SGD([p]).zero_grad(set_to_none=False)
-    with pytest.raises(RuntimeError, match=told):
-        p.sum().backward()
+    raises(told, p.sum().backward, error=RuntimeError)
 
 
-def test_a_parameter_given_twice_counts_once() -> None:
-    p = nn.Parameter(torch.ones(2))
-    gradients = Fp32Gradients([p, p])
-    (3 * p).sum().backward()
-    gradients.hand_over()
-    assert p.grad is not None and p.grad.tolist() == [3.0, 3.0]
-
-
-def test_gradients_of_more_digits_are_refused() -> None:
+def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be() -> None:
     with pytest.raises(ValueError, match="would round gradients of torch.float64"):
         Fp32Gradients([nn.Parameter(torch.ones(2, dtype=torch.float64))])
-
-
-def test_nothing_to_train_is_an_error_and_removed_it_lets_gradients_be() -> None:
-    with pytest.raises(ValueError, match="nothing to add up"):
-        Fp32Gradients([nn.Parameter(torch.ones(2), requires_grad=False)])
+    raises("nothing to add up", Fp32Gradients, [nn.Parameter(torch.ones(2), requires_grad=False)])
     p = nn.Parameter(torch.ones(2))
     Fp32Gradients([p]).remove()
     p.sum().backward()
@@ -129,8 +106,7 @@ def test_a_strategy_that_sends_gradients_as_they_come_is_an_error() -> None:
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters(), comm)
     row = torch.ones(1, 2).bfloat16()
-    with pytest.raises(ValueError, match="DDP sends these gradients as they come; with DDP run"):
-        ddp(row).sum().backward()
+    raises("DDP sends these gradients as they come; with DDP run", ddp(row).sum().backward)
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters())
     told = "gradients are not averaged over the 2 ranks of DDP.*give its comm"
@@ -139,48 +115,45 @@ def test_a_strategy_that_sends_gradients_as_they_come_is_an_error() -> None:
     layer = nn.Linear(2, 1).bfloat16()
     zero = ZeroOptimizer(layer.parameters(), torch.optim.SGD, stage=1, lr=0.1)
     gradients = Fp32Gradients(layer.parameters())
-    with pytest.raises(ValueError, match="a ZeroOptimizer sends .* ZeRO adds up its own shares"):
-        layer(row).sum().backward()
+    raises("a ZeroOptimizer sends .* ZeRO adds up its own shares", layer(row).sum().backward)
     del zero, gradients
-
-
-def where_rank_1_has_no_micro_batch() -> list[list[float]]:
-    me = attach()
-    p = nn.Parameter(torch.ones(2, device=me.device))
-    gradients, found = Fp32Gradients([p], me.comm), []
-    for step in range(2):
-        if me.rank == 0 or step == 0:
-            (2 * p).sum().backward()
-        gradients.hand_over()
-        assert p.grad is not None
-        found.append(p.grad.tolist())
-        p.grad = None
-    return found
 
 
 def test_a_rank_without_micro_batches_adds_nothing(world2: World) -> None:
     """Nor what it handed over the step before."""
+
+    def where_rank_1_has_no_micro_batch() -> list[list[float]]:
+        me = attach()
+        p = nn.Parameter(torch.ones(2, device=me.device))
+        gradients, found = Fp32Gradients([p], me.comm), []
+        for step in range(2):
+            if me.rank == 0 or step == 0:
+                (2 * p).sum().backward()
+            gradients.hand_over()
+            found.append(p.grad.tolist())
+            p.grad = None
+        return found
+
     assert world2.run(where_rank_1_has_no_micro_batch) == [[[2.0, 2.0], [1.0, 1.0]]] * 2
-
-
-def with_ddp() -> tuple[list[float], int]:
-    """Each rank's micro-batches give gradients of (rank + 1) · 2⁻⁸, K of them."""
-    me = attach()
-    model = nn.Linear(2, 1, bias=False).to(me.device, torch.bfloat16)
-    ddp = DDP(model, me.comm)
-    gradients = Fp32Gradients(model.parameters(), me.comm)
-    row = torch.full((1, 2), (me.rank + 1) * 2.0**-8, device=me.device).bfloat16()
-    with listen() as events:
-        for _ in range(K):
-            with ddp.no_sync():
-                ddp(row).sum().backward()
-        gradients.hand_over()
-    assert model.weight.grad is not None
-    return model.weight.grad.flatten().tolist(), sum(e.bus_bytes for e in events)
 
 
 @pytest.mark.slow
 def test_with_ddp_the_exact_sums_are_averaged_in_one_message(world2: World) -> None:
+    """Each rank's micro-batches give gradients of (rank + 1) · 2⁻⁸, K of them."""
+
+    def with_ddp() -> tuple[list[float], int]:
+        me = attach()
+        model = nn.Linear(2, 1, bias=False).to(me.device, torch.bfloat16)
+        ddp = DDP(model, me.comm)
+        gradients = Fp32Gradients(model.parameters(), me.comm)
+        row = torch.full((1, 2), (me.rank + 1) * 2.0**-8, device=me.device).bfloat16()
+        with listen() as events:
+            for _ in range(K):
+                with ddp.no_sync():
+                    ddp(row).sum().backward()
+            gradients.hand_over()
+        return model.weight.grad.flatten().tolist(), sum(e.bus_bytes for e in events)
+
     for found, sent_bytes in world2.run(with_ddp):
         assert found == [1.5 * K * 2.0**-8] * 2
         assert sent_bytes == 2 * 4, "2(n-1)/n · 4 bytes a parameter, of 2 parameters"

@@ -1,5 +1,4 @@
-"""autocast does what torch's does: the same ops cast, the same numbers, the same gradients; and its
-lists are those of torch's dispatcher."""
+"""autocast beside torch's: the same casts, values and gradients, and the dispatcher's lists."""
 
 import copy
 import threading
@@ -16,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from labkit import GPT, MLP, autocast
 from labkit.precision.autocasting import _open_regions, check_low_type
 from labkit.precision.op_policy import CPU, CUDA, OF_PRODUCTS, POLICIES, OpPolicy
+from tables import cases, raises
 
 LOW = torch.bfloat16
 
@@ -24,12 +24,8 @@ def alike(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-# ---- whole models
-
-
 class WithoutTorchs(TorchFunctionMode):
-    """Around a region of ours: what that passes on runs without torch's own autocast, which would
-    otherwise make up for a cast that ours forgot."""
+    """Runs without torch's own autocast, which would make up for a cast that ours forgot."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C._DisableAutocast():
@@ -67,11 +63,8 @@ def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtyp
     assert alike(mine, its) and alike(mine_loss, its_loss)
     mine_loss.backward(), its_loss.backward()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
         assert p.grad.dtype == torch.float32 and torch.equal(p.grad, q.grad)
 
-
-# ---- single ops
 
 torch.manual_seed(0)
 A, B = torch.randn(4, 4), torch.randn(4, 4)
@@ -159,9 +152,6 @@ def test_an_op_gives_what_it_does_under_torchs(name: str) -> None:
     assert alike(mine, its), (mine.dtype, its.dtype)
 
 
-# ---- the lists
-
-
 def named_in(policy: OpPolicy) -> set[str]:
     return set(policy.low | policy.fp32 | policy.promote | policy.refused)
 
@@ -186,7 +176,6 @@ def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str) ->
 
 @contextmanager
 def torchs_for_cuda(dtype: torch.dtype) -> Iterator[None]:
-    """torch.autocast("cuda") where there is none: by its switches."""
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
     try:
@@ -209,10 +198,8 @@ def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str) -> None:
     found = []
     for region in (torchs_for_cuda(LOW), autocast(LOW)):
         with FakeTensorMode() as mode:
-            things = {
-                key: mode.from_tensor(globals()[key]) for key in ("A", "B", "V", "IMAGE", "CLASSES")
-            }
-            things = {key: torch.empty_like(x, device="cuda") for key, x in things.items()}
+            fakes = {key: mode.from_tensor(globals()[key]) for key in GIVEN}
+            things = {key: torch.empty_like(x, device="cuda") for key, x in fakes.items()}
             op = type(OPS[name])(OPS[name].__code__, {**globals(), **things})
             with region:
                 found.append(op().dtype)
@@ -237,9 +224,6 @@ def test_on_a_gpu_the_gpt_computes_what_it_does_under_torchs(dtype: torch.dtype)
         assert alike(mine, model(x))
 
 
-# ---- regions
-
-
 def types_of_products(*regions: Any) -> list[torch.dtype]:
     found = [(A @ B).dtype]
     if regions:
@@ -249,10 +233,14 @@ def types_of_products(*regions: Any) -> list[torch.dtype]:
     return found
 
 
-def test_the_innermost_region_decides_and_then_the_one_around_it_again() -> None:
+def test_the_innermost_region_decides_also_of_one_that_is_entered_again() -> None:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     ours = [autocast(bf16), autocast(enabled=False), autocast(fp16)]
     assert types_of_products(*ours) == [fp32, bf16, fp32, fp16, fp32, bf16, fp32]
+    region = autocast(LOW)
+    for _ in range(2):
+        found = types_of_products(region, autocast(enabled=False), region)
+        assert found == [fp32, LOW, fp32, LOW, fp32, LOW, fp32]
 
 
 def test_an_error_inside_ends_the_region() -> None:
@@ -278,19 +266,7 @@ def test_a_function_can_be_a_region() -> None:
     assert [decorated(), decorated(), (A @ B).dtype] == [LOW, LOW, torch.float32]
 
 
-def test_a_region_can_be_entered_again_also_inside_itself() -> None:
-    region = autocast(LOW)
-    for _ in range(2):
-        assert types_of_products(region, autocast(enabled=False), region) == [
-            torch.float32, LOW, torch.float32, LOW, torch.float32, LOW, torch.float32
-        ]  # fmt: skip
-
-
-# ---- casts of weights
-
-
 def casts(function: Callable[[], Any]) -> int:
-    """How many tensors became bf16."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -316,11 +292,10 @@ def test_every_use_of_a_cast_weight_adds_to_its_gradient() -> None:
     w = nn.Parameter(A.clone())
     with autocast(LOW):
         ((B @ w).float().sum() + (B @ w).float().sum()).backward()
-    twice = w.grad
-    w.grad = None
+    twice, w.grad = w.grad, None
     with autocast(LOW):
         (B @ w).float().sum().backward()
-    assert twice is not None and w.grad is not None and torch.equal(twice, 2 * w.grad)
+    assert torch.equal(twice, 2 * w.grad)
 
 
 def test_a_weight_first_used_without_gradient_gets_one_afterwards() -> None:
@@ -373,23 +348,16 @@ def test_in_a_long_region_a_weight_has_one_copy() -> None:
         assert len(region.casts) == 1
 
 
-# ---- what cannot be
-
-
 @pytest.mark.parametrize("given", [("cpu", LOW), ("cuda",)])
 def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"first: autocast\(torch.bfloat16, '{given[0]}'\)"):
-        autocast(*given)
+    raises(rf"first: autocast\(torch.bfloat16, '{given[0]}'\)", autocast, *given)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "says"),
-    [
-        (torch.float8_e4m3fn, None, "use_fp8"),
-        (torch.float32, None, "take torch.bfloat16"),
-        (torch.int8, None, "take torch.bfloat16"),
-        (torch.bfloat16, "mps", "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"),
-    ],
+@cases(
+    (torch.float8_e4m3fn, None, "use_fp8"),
+    (torch.float32, None, "take torch.bfloat16"),
+    (torch.int8, None, "take torch.bfloat16"),
+    (torch.bfloat16, "mps", "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"),
 )
 def test_a_type_or_device_that_cannot_be_is_refused(
     dtype: torch.dtype, device: str | None, says: str

@@ -12,16 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.precision.formats import (
-    FORMATS,
-    Exact,
-    Format,
-    decimal,
-    floor_log2,
-    format_of,
-    rounded,
-)
+from labkit.precision.formats import FORMATS, Exact, Format, decimal, floor_log2, format_of, rounded
 from labkit.precision.int8_blocks import Int8Blocks
+from tables import raises
 
 INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 WITH_DTYPE = [one for one in FORMATS.values() if one.dtype is not None]
@@ -45,14 +38,12 @@ def is_negative(x: Exact) -> bool:
 
 
 def torch_values(one: Format, patterns: list[int]) -> list[float]:
-    """What torch says that these patterns are."""
     width = one.width_bits
     signed = [p - (1 << width) if width > 8 and p >> (width - 1) else p for p in patterns]
     return torch.tensor(signed, dtype=INTEGERS[width]).view(one.dtype).double().tolist()
 
 
 def torch_patterns(one: Format, x: torch.Tensor) -> list[int]:
-    """The patterns of `x` in torch's dtype."""
     raw = x.to(one.dtype).view(INTEGERS[one.width_bits]).tolist()
     return [p % (1 << one.width_bits) for p in raw]
 
@@ -64,9 +55,7 @@ def saturates(one: Format) -> bool:
 
 def edges(one: Format) -> list[int]:
     """Patterns where something changes, with their neighbours, and of both signs."""
-    f, e = one.fraction_bits, one.exponent_bits
-    if one.leading_bit:
-        f += 1
+    f, e = one.fraction_bits + bool(one.leading_bit), one.exponent_bits
     places = [0, 1 << f, 1 << (f - 1), ((1 << e) - 1) << f, ((1 << e) - 2) << f, one.bias << f]
     sign = 1 << (one.width_bits - 1)
     every = {(p + d) % sign + s for p in places for d in (-2, -1, 0, 1, 2) for s in (0, sign)}
@@ -78,7 +67,9 @@ def drawn(one: Format, how_many: int, seed: int = 0) -> list[int]:
     return edges(one) + [generator.getrandbits(one.width_bits) for _ in range(how_many)]
 
 
-# ---- bits to number
+def check_decoded(one: Format, patterns: list[int]) -> None:
+    for pattern, theirs in zip(patterns, torch_values(one, patterns), strict=True):
+        assert same(one.decode(pattern), theirs), f"{one.name} {pattern:#x}"
 
 
 @pytest.mark.parametrize(
@@ -90,20 +81,12 @@ def drawn(one: Format, how_many: int, seed: int = 0) -> list[int]:
     ],
 )
 def test_every_pattern_is_the_number_that_torch_has(one: Format):
-    patterns = list(range(1 << one.width_bits))
-    for pattern, theirs in zip(patterns, torch_values(one, patterns)):
-        assert same(one.decode(pattern), theirs), f"{one.name} {pattern:#x}"
+    check_decoded(one, list(range(1 << one.width_bits)))
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16"])
 def test_drawn_patterns_are_the_numbers_that_torch_has(name: str):
-    one = FORMATS[name]
-    patterns = drawn(one, 2000)
-    for pattern, theirs in zip(patterns, torch_values(one, patterns)):
-        assert same(one.decode(pattern), theirs), f"{pattern:#x}"
-
-
-# ---- number to bits
+    check_decoded(FORMATS[name], drawn(FORMATS[name], 2000))
 
 
 @each_dtype
@@ -142,26 +125,17 @@ def test_fp64_is_rounded_to_fp32_as_torch_does():
         assert mine == theirs or math.isnan(value), value
 
 
-# ---- what arithmetic in those formats gives: decode, compute exactly, encode
-
-
 def exact_results(one: Format, a: int, b: int) -> list[int]:
     """Patterns of a + b, a × b and a / b; finite and not zero, both of them."""
     x, y = Fraction(one.decode(a)), Fraction(one.decode(b))
-    products = [
-        (x * y, is_negative(x) != is_negative(y)),
-        (x / y, is_negative(x) != is_negative(y)),
-    ]
-    found = [one.encode(x + y)]
-    for exact, negative in products:  # what is rounded to zero keeps its sign
-        pattern = one.encode(exact)
+    found = [one.encode(exact) for exact in (x + y, x * y, x / y)]
+    negative = is_negative(x) != is_negative(y)
+    for pattern in found[1:]:  # what is rounded to zero keeps its sign
         assert pattern >> (one.width_bits - 1) == negative
-        found.append(pattern)
     return found
 
 
 def operands(one: Format, how_many: int = 500) -> list[tuple[int, int]]:
-    """Pairs that are near each other, or anywhere, or at the edges."""
     generator = random.Random(1)
     patterns = [p for p in drawn(one, how_many) if one.kind(p) in ("normal", "subnormal")]
     if one.leading_bit:  # what a register never holds: no exponent and a leading bit
@@ -228,9 +202,6 @@ def test_the_c_compiler_computes_so_in_128_bits(tmp_path: Path):
         assert exact_results(quad, a, b) == [int(word, 16) for word in line.split()], (
             f"{a:#x} {b:#x}"
         )
-
-
-# ---- range, step, count
 
 
 @each_dtype
@@ -312,20 +283,15 @@ def test_a_nan_has_many_patterns_and_one_is_made():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="choose one of binary128, x87"):
-        format_of("half")
-    with pytest.raises(ValueError, match="0x100 is no pattern of e4m3: it has 8 bits"):
-        FORMATS["e4m3"].decode(256)
-    with pytest.raises(ValueError, match="fp16 has no step at inf: its numbers end at 6.55e"):
-        FORMATS["fp16"].ulp(math.inf)
-    with pytest.raises(ValueError, match="fp16 has no step at 70000"):
-        FORMATS["fp16"].ulp(70000)
-    with pytest.raises(ValueError, match="give at least 2 and 1"):
-        Format("mine", 1, 4)
-    with pytest.raises(ValueError, match="only floating-point tensors"):
-        rounded(torch.arange(3), "fp16")
-    with pytest.raises(ValueError, match="mine has 11 exponent bits, and its steps may be too"):
-        rounded(torch.ones(3), Format("mine", 11, 20))
+    fp16, mine = FORMATS["fp16"], Format("mine", 11, 20)
+    raises("choose one of binary128, x87", format_of, "half")
+    raises("0x100 is no pattern of e4m3: it has 8 bits", FORMATS["e4m3"].decode, 256)
+    raises("fp16 has no step at inf: its numbers end at 6.55e", fp16.ulp, math.inf)
+    raises("fp16 has no step at 70000", fp16.ulp, 70000)
+    raises("give at least 2 and 1", Format, "mine", 1, 4)
+    raises("only floating-point tensors", rounded, torch.arange(3), "fp16")
+    too_fine = "mine has 11 exponent bits, and its steps may be too"
+    raises(too_fine, rounded, torch.ones(3), mine)
 
 
 def test_the_logarithm_is_exact():
@@ -334,17 +300,18 @@ def test_the_logarithm_is_exact():
         assert Fraction(2) ** exponent <= value < Fraction(2) ** (exponent + 1)
 
 
-# ---- tensors
-
-
 def tensors(dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of every size, ties of every format, and what is no number."""
     generator = torch.Generator().manual_seed(0)
     size = 2.0 ** torch.randint(-160, 130, (4000,), generator=generator)
     x = torch.randn(4000, generator=generator).double() * size
     ties = [1 + n * 2.0**-k for k in range(2, 26) for n in (1, 3, 5)]
     odd = [0.0, -0.0, math.inf, -math.inf, math.nan, 464.0, 465.0, 65519.99, 65520.0, 1e300, 2e-45]
     return torch.cat([x, torch.tensor(ties + odd, dtype=torch.float64)]).to(dtype)
+
+
+def check_rounded(one: Format, before: torch.Tensor, after: torch.Tensor, *saturate: bool) -> None:
+    for x, y in zip(before.tolist(), after.tolist(), strict=True):
+        assert same(one.round(x, *saturate), y), (one.name, x)
 
 
 @each_format
@@ -356,9 +323,8 @@ def test_a_tensor_is_rounded_as_its_numbers_are(one: Format, dtype: torch.dtype,
     assert y.dtype == dtype and y.data_ptr() != x.data_ptr()
     if one.fraction_bits >= 52:
         assert torch.equal(y.view(torch.uint8), x.view(torch.uint8))
-        return
-    for before, after in zip(x.tolist()[-250:], y.tolist()[-250:]):
-        assert same(one.round(before, saturate), after), before
+    else:
+        check_rounded(one, x[-250:], y[-250:], saturate)
 
 
 @each_small
@@ -372,8 +338,7 @@ def test_a_tensor_is_rounded_as_torch_does(one: Format):
 def test_a_tensor_is_rounded_to_formats_that_nobody_has():
     x = tensors(torch.float64)
     for one in (Format("e2m1", 2, 1), Format("e10m40", 10, 40), Format("e5m60", 5, 60)):
-        for before, after in zip(x.tolist()[-100:], rounded(x, one).tolist()[-100:]):
-            assert same(one.round(before), after), (one.name, before)
+        check_rounded(one, x[-100:], rounded(x, one)[-100:])
 
 
 def test_tf32_keeps_10_bits_of_the_fraction_of_fp32():
@@ -390,9 +355,6 @@ def test_a_gpu_rounds_as_the_cpu_does():
     for one in FORMATS.values():
         mine, theirs = rounded(x.cuda(), one).cpu(), rounded(x, one)
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
-
-
-# ---- int8 blocks
 
 
 def test_blocks_keep_their_bound_and_their_bytes():
@@ -417,7 +379,7 @@ def test_blocks_are_the_nearest_levels_ties_to_even():
     assert Int8Blocks(8).step(x).unique().tolist() == [1.0]
 
 
-def test_small_numbers_suffer_from_their_own_block_only():
+def test_small_numbers_suffer_from_their_own_block_only() -> None:
     x = torch.cat([torch.full((8,), 1e-3), torch.tensor([100.0] + 7 * [1e-3])])
     blocks = Int8Blocks(8).rounded(x)
     assert torch.allclose(blocks[:8], x[:8]) and (blocks[9:] == 0).all()
@@ -438,7 +400,5 @@ def test_blocks_of_zeros_and_of_tiny_numbers():
     tiny = torch.full((4,), 1e-44)
     assert torch.equal(Int8Blocks(4).rounded(tiny), tiny)
     assert Int8Blocks(4).rounded(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="at least 1 number"):
-        Int8Blocks(0)
-    with pytest.raises(ValueError, match="floating-point tensors only"):
-        Int8Blocks(4).encode(torch.arange(4))
+    raises("at least 1 number", Int8Blocks, 0)
+    raises("floating-point tensors only", Int8Blocks(4).encode, torch.arange(4))

@@ -1,5 +1,4 @@
-"""Products of 8 bits: errors within the steps of their formats, scales that fit, and a model that
-learns what it learns in bf16."""
+"""8-bit products: errors within the formats' steps, scales that fit, and learning as in bf16."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from labkit import GPT, MLP, Fp8Linear, Text, autocast, loss, use_fp8
 from labkit.memory.edits import recompute
 from labkit.precision import fp8
 from labkit.precision.fp8 import E4M3, E5M2, Scaled, check_has_fp8, fp8_product
+from tables import raises
+from test_autocast import alike
 
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # of a number's size, at most
 TOLERANCE = 0.02  # in loss, nats, of a tiny GPT in 8 bits against bf16
@@ -22,9 +23,7 @@ TOLERANCE = 0.02  # in loss, nats, of a tiny GPT in 8 bits against bf16
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e5])
-def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(
-    dtype: torch.dtype, size: float
-) -> None:
+def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(dtype: Any, size: float) -> None:
     x = torch.linspace(0.1, 1, 1000) * size
     x8, scale = Scaled(dtype)(x)
     assert x8.dtype == dtype and torch.frexp(scale).mantissa == 0.5, "a power of two"
@@ -34,10 +33,12 @@ def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(
     assert most / 2 < x.max() * scale <= most, "as large as it goes"
 
 
-def test_zeros_and_nothing_are_cast_as_they_are() -> None:
+def test_zeros_are_cast_as_they_are_and_amax_is_of_magnitudes() -> None:
     for x in (torch.zeros(3), torch.zeros(0, 3)):
         x8, scale = Scaled(E4M3)(x)
         assert scale == 1 and torch.equal(x8.float(), x)
+    x8, scale = Scaled(E4M3)(torch.tensor([-96.0, 1.0]))
+    assert scale == 4 and x8.float().tolist() == [-384.0, 4.0]
 
 
 @pytest.mark.parametrize("history", [0, 2])
@@ -61,18 +62,11 @@ def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
-def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(
-    dtype: torch.dtype,
-) -> None:
+def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(dtype: Any) -> None:
     cast, most = Scaled(dtype, history=2), torch.finfo(dtype).max
     cast(torch.tensor([1.0]))
     x8, _ = cast(torch.tensor([100.0, -100.0]))
     assert x8.float().tolist() == [most, -most]
-
-
-def test_amax_is_of_magnitudes() -> None:
-    x8, scale = Scaled(E4M3)(torch.tensor([-96.0, 1.0]))
-    assert scale == 4 and x8.float().tolist() == [-384.0, 4.0]
 
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
@@ -98,9 +92,6 @@ def test_evaluation_leaves_the_history_as_it_is() -> None:
     assert cast.amaxes.tolist() == [0.0, 0.0]
 
 
-# ---- the layer
-
-
 def pair(k: int, n: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     torch.manual_seed(0)
     linear = nn.Linear(k, n).to(dtype)
@@ -109,7 +100,6 @@ def pair(k: int, n: int, dtype: torch.dtype = torch.float32, **options: Any) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype) -> None:
-    """Of each product of two rounded numbers at most a few half steps, so of their sum."""
     linear, ours = pair(24, 7, dtype)
     x = torch.randn(2, 5, 24).to(dtype)
     g = torch.randn(2, 5, 7).to(dtype)
@@ -129,12 +119,17 @@ def test_gradients_are_within_the_steps_of_the_formats(dtype: torch.dtype) -> No
     assert torch.equal(results[0][3], results[1][3]), "the bias is not rounded"
 
 
-def test_gradients_have_the_range_of_e5m2() -> None:
+def test_gradients_have_the_range_of_e5m2_and_activations_the_digits_of_e4m3() -> None:
     """Beside 1, e4m3 has nothing as small as 2⁻²⁰."""
     _, ours = pair(1, 1)
     x = torch.zeros(2, 1, requires_grad=True)
     ours(x).backward(torch.tensor([[1.0], [2.0**-20]]))
     assert x.grad is not None and x.grad[1] / x.grad[0] == 2.0**-20
+    # 1.125 is a number of e4m3, and lies in the middle of two of e5m2.
+    layer = Fp8Linear(nn.Linear(1, 1, bias=False))
+    for x, w in ((1.125, 1.0), (1.0, 1.125)):
+        nn.init.constant_(layer.weight, w)
+        assert layer(torch.tensor([[x]])).item() == 1.125
 
 
 def test_x_and_w_are_kept_for_backward_in_1_byte_each() -> None:
@@ -158,18 +153,6 @@ def test_within_autocast_products_stay_in_8_bits_and_come_out_in_16() -> None:
                 assert alike(ours(x), right)
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def test_activations_and_weights_have_the_digits_of_e4m3() -> None:
-    """1.125 is a number of e4m3, and lies in the middle of two of e5m2."""
-    layer = Fp8Linear(nn.Linear(1, 1, bias=False))
-    for x, w in ((1.125, 1.0), (1.0, 1.125)):
-        nn.init.constant_(layer.weight, w)
-        assert layer(torch.tensor([[x]])).item() == 1.125
-
-
 def layer_gradient(history: int, again: Callable[..., Any] | None) -> Tensor | None:
     _, layer = pair(16, 16, history=history)
     layer(torch.randn(4, 16))
@@ -184,8 +167,7 @@ def test_delayed_scaling_is_refused_where_forward_runs_again(again: Callable[...
     """It would be scaled by the calls since, and gradients were those of another forward."""
     right, found = layer_gradient(0, None), layer_gradient(0, again)
     assert right is not None and found is not None and torch.equal(right, found)
-    with pytest.raises(ValueError, match=r"runs this layer's forward once more \(recompute\)"):
-        layer_gradient(1, again)
+    raises(r"runs this layer's forward once more \(recompute\)", layer_gradient, 1, again)
 
 
 def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +186,7 @@ def test_a_second_derivative_is_refused() -> None:
     _, layer = pair(3, 3)
     x = torch.ones(1, 3, requires_grad=True)
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    raises("once_differentiable", dx.sum().backward, error=RuntimeError)
 
 
 @pytest.mark.parametrize("shape", [(16, 32, 48), (3, 5, 7)])
@@ -235,9 +216,6 @@ def test_a_gpus_products_are_the_simulated_ones() -> None:
         results.append([its.grad, layer.weight.grad])
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2 * float(other.abs().max()))
-
-
-# ---- a model
 
 
 def losses(dtype: torch.dtype, steps: int, only: str = "", history: int = 0) -> list[float]:
@@ -288,7 +266,7 @@ def test_only_the_layers_that_were_named_are_replaced_and_parameters_stay() -> N
     after = dict(model.named_parameters())
     assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
     assert model.state_dict().keys() == state, "checkpoints stay as they are"
-    assert "simulated" in repr(model.blocks[0].mlp.up)  # type: ignore[union-attr]
+    assert "simulated" in repr(model.blocks[0].mlp.up)
 
 
 def test_a_layer_with_two_names_stays_one() -> None:
@@ -297,15 +275,7 @@ def test_a_layer_with_two_names_stays_one() -> None:
     model.eval()
     assert use_fp8(model) == ["one", "other"]
     assert isinstance(model["one"], Fp8Linear) and model["one"] is model["other"]
-    assert not model["one"].training and not model["one"].cast_x.training  # type: ignore[union-attr]
-
-
-def test_a_layer_with_hooks_is_refused() -> None:
-    model = MLP([3, 3, 3])
-    linear = next(part for part in model.modules() if isinstance(part, nn.Linear))
-    linear.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="has hooks, which an Fp8Linear in its place would not"):
-        use_fp8(model)
+    assert not model["one"].training and not model["one"].cast_x.training
 
 
 def test_what_cannot_be_is_said() -> None:
@@ -313,6 +283,10 @@ def test_what_cannot_be_is_said() -> None:
         use_fp8(MLP([3, 3]), only="blocks.*")
     with pytest.raises(ValueError, match="on CUDA devices only, not on cpu; take simulate=True"):
         Fp8Linear(nn.Linear(3, 3), simulate=False)
+    model = MLP([3, 3, 3])
+    linear = next(part for part in model.modules() if isinstance(part, nn.Linear))
+    linear.register_forward_hook(lambda *_: None)
+    raises("has hooks, which an Fp8Linear in its place would not", use_fp8, model)
 
 
 def test_a_gpu_without_8_bits_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,22 @@
 """Histograms of magnitudes: what the picture says of a cast is what the cast does."""
 
-from typing import Any
-
 import pytest
 import torch
+from matplotlib.colors import to_rgba
 
 from labkit import plot
 from labkit.plot.style import ORANGE
-
-
-def titles(picture: Any) -> list[str]:
-    return [axes.get_title(loc="left") for axes in picture.axes]
+from tables import raises
 
 
 def test_the_shares_are_those_of_the_cast() -> None:
     x = torch.tensor([2.0**-26, 2.0**-20, 1.0, 1e5])
     both = plot.magnitudes({"as it is": x, "scaled": [x[:3] * 4, None, torch.zeros(1)]})
-    assert titles(both) == [
+    zeros_alone = plot.magnitudes({"x": torch.zeros(4)})
+    assert [axes.get_title(loc="left") for axes in (*both.axes, *zeros_alone.axes)] == [
         "as it is:  25.0% become 0, 25.0% become inf",
         "scaled:  0.0% become 0, 25.0% are 0 already",
+        "x:  0.0% become 0, 100.0% are 0 already",
     ]
 
 
@@ -35,25 +33,11 @@ def test_the_lines_stand_where_the_type_ends() -> None:
 def test_every_number_is_in_the_histogram_and_panels_share_their_axis() -> None:
     picture = plot.magnitudes({"x": torch.randn(500), "y": torch.randn(500) * 1e-6})
     for axes in picture.axes:
-        bars = axes.patches
-        hill = [p for p in bars if p.get_facecolor() == rgba(ORANGE)]
-        assert sum(p.get_height() for p in hill) == 500
+        hill = [bar for bar in axes.patches if bar.get_facecolor() == to_rgba(ORANGE)]
+        assert sum(bar.get_height() for bar in hill) == 500
     assert picture.axes[0].get_xlim() == picture.axes[1].get_xlim()
-
-
-def rgba(colour: str) -> tuple[float, ...]:
-    from matplotlib.colors import to_rgba
-
-    return to_rgba(colour)
 
 
 @pytest.mark.parametrize("nothing", [{}, {"x": torch.zeros(0)}, {"x": [None]}])
 def test_nothing_to_draw_is_said(nothing: dict) -> None:
-    with pytest.raises(ValueError, match="there are no numbers to draw"):
-        plot.magnitudes(nothing)
-
-
-def test_zeros_alone_are_drawn() -> None:
-    assert titles(plot.magnitudes({"x": torch.zeros(4)})) == [
-        "x:  0.0% become 0, 100.0% are 0 already"
-    ]
+    raises("there are no numbers to draw", plot.magnitudes, nothing)

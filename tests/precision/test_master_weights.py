@@ -1,8 +1,6 @@
-"""Master weights: a model in 16 bits learns what is lost without them, and its optimizer holds 12
-bytes for each parameter."""
+"""Master weights: a 16-bit model learns what is lost without them, in 12 bytes a parameter."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +10,13 @@ from torch import nn
 from labkit import DDP, GPT, MasterWeights, dry_run
 from labkit.parallel.common.held import held
 from labkit.precision import master as master_weights
-from labkit.trace import CATEGORIES, Trace
+from tables import raises
 
-PARAMETERS, GRADIENTS, OPTIMIZER = range(3)
 both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def ones() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
 
 
 @both
@@ -56,7 +57,7 @@ def test_many_chunks_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter a chunk of its own: all are stepped on, once, and no fp32 gradient stays."""
     monkeypatch.setattr(master_weights, "CHUNK_BYTES", 1)
     test_the_masters_are_those_of_fp32_training_with_the_same_gradients()
-    some = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
+    some = [ones() for _ in range(3)]
     optimizer = MasterWeights(some, torch.optim.SGD, lr=2.0**-12)
     for p in some:
         p.grad = torch.ones_like(p)
@@ -66,19 +67,17 @@ def test_many_chunks_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_parameter_thawed_later_is_an_error_and_not_left_untrained() -> None:
-    frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
-    other = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    frozen, other = ones().requires_grad_(False), ones()
     optimizer = MasterWeights([frozen, other], torch.optim.SGD, lr=0.1)
     other.grad = torch.ones_like(other)
     optimizer.step()
     frozen.requires_grad_().grad = torch.ones_like(frozen)
-    with pytest.raises(ValueError, match=r"1 parameters.*shape \[2\], were frozen when"):
-        optimizer.step()
+    raises(r"1 parameters.*shape \[2\], were frozen when", optimizer.step)
 
 
 def test_a_model_in_fp32_is_stepped_on_itself() -> None:
-    models = [nn.Linear(3, 3) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    model = nn.Linear(3, 3)
+    models = [model, copy.deepcopy(model)]
     optimizers = [
         MasterWeights(models[0].parameters(), torch.optim.Adam, lr=0.1),
         torch.optim.Adam(models[1].parameters(), lr=0.1),
@@ -93,7 +92,7 @@ def test_a_model_in_fp32_is_stepped_on_itself() -> None:
 
 
 def test_what_is_written_to_the_model_the_masters_take_and_keep_the_rest_exact() -> None:
-    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    p = ones()
     optimizer = MasterWeights([p], torch.optim.SGD, lr=2.0**-12)
     p.grad = torch.ones_like(p)
     optimizer.step()
@@ -109,11 +108,10 @@ def test_an_optimizer_that_counts_in_its_group_is_refused() -> None:
         def step(self, closure: Any = None) -> None:
             self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
 
-    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    p = ones()
     optimizer = MasterWeights([p], Counts, lr=0.1)
     p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match="Counts cannot .* changes the option 'step'"):
-        optimizer.step()
+    raises("Counts cannot .* changes the option 'step'", optimizer.step)
 
 
 def test_its_state_is_loaded_into_another_run() -> None:
@@ -142,8 +140,7 @@ def test_its_state_is_loaded_into_another_run() -> None:
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.7
     with pytest.raises(ValueError, match="this state is of another model than this optimizer"):
         MasterWeights(nn.Linear(2, 2).half().parameters(), torch.optim.Adam).load_state_dict(saved)
-    with pytest.raises(ValueError, match="added later"):
-        resumed.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    raises("added later", resumed.add_param_group, {"params": [nn.Parameter(torch.ones(1))]})
 
 
 def test_a_dry_run_of_ddp_with_masters_holds_16_bytes_a_parameter() -> None:
@@ -156,19 +153,13 @@ def test_a_dry_run_of_ddp_with_masters_holds_16_bytes_a_parameter() -> None:
             wrapped(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
             optimizer.step()
 
-    _check_held(dry_run(train, ranks=4), lambda numbers: (2, 2, 12))
-
-
-def _check_held(trace: Trace, expected: Callable[[int], tuple[float, ...]]) -> None:
-    numbers = GPT.preset("1M").parameter_count
-    last = trace.ranks[0].memory[-1].held_bytes
-    for category, per_number in zip((PARAMETERS, GRADIENTS, OPTIMIZER), expected(numbers)):
-        assert last[category] == pytest.approx(per_number * numbers, rel=0.02), CATEGORIES[category]
+    elements = GPT.preset("1M").parameter_count
+    parameters, gradients, optimizer, *_ = dry_run(train, ranks=4).ranks[0].memory[-1].held_bytes
+    expected = [2 * elements, 2 * elements, 12 * elements]
+    assert [parameters, gradients, optimizer] == pytest.approx(expected, rel=0.02)
 
 
 class UpdatedInBf16(MasterWeights):
-    """Masters of 4 bytes that are no better than the model's 2."""
-
     def step(self, closure: Any = None) -> Any:
         value = super().step(closure)
         for master in self._masters():
@@ -178,7 +169,6 @@ class UpdatedInBf16(MasterWeights):
 
 def test_a_master_that_is_updated_in_bf16_turns_red(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "MasterWeights", UpdatedInBf16)
-    with pytest.raises(AssertionError):
-        test_small_updates_add_up(torch.bfloat16)
-    with pytest.raises(AssertionError):
-        test_the_masters_are_those_of_fp32_training_with_the_same_gradients()
+    raises("", test_small_updates_add_up, torch.bfloat16, error=AssertionError)
+    masters = test_the_masters_are_those_of_fp32_training_with_the_same_gradients
+    raises("", masters, error=AssertionError)

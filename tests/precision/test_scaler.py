@@ -1,7 +1,6 @@
 """The loss scaler in one process: as torch's, and what it says where torch is silent."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,9 @@ import torch
 from torch import nn
 
 from labkit import Fp8Linear, GradScaler, MasterWeights, clip_grad_norm, find_nonfinite
-from scaler_contract import check_as_torch
+from scaler_contract import check_as_torch, scaled_step
+from small_models import Custom
+from tables import raises, refusals
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -17,9 +18,15 @@ def test_random_sequences_end_as_torchs(seed: int) -> None:
     check_as_torch(GradScaler, seed)
 
 
-def linear(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.Tensor]:
+def fresh(
+    dtype: torch.dtype = torch.float32, scale: float = 2.0**16, lr: float = 0.1
+) -> tuple[nn.Linear, torch.Tensor, Any, GradScaler]:
     torch.manual_seed(0)
-    return nn.Linear(3, 2).to(dtype), torch.randn(4, 3).to(dtype)
+    model, x = nn.Linear(3, 2).to(dtype), torch.randn(4, 3).to(dtype)
+    if dtype == torch.float32:
+        return model, x, torch.optim.SGD(model.parameters(), lr=lr), GradScaler(scale)
+    masters = MasterWeights(model.parameters(), torch.optim.SGD, lr=lr)
+    return model, x, masters, GradScaler(scale)
 
 
 def test_a_step_waits_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,12 +45,8 @@ def test_a_step_waits_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(waits) == 1
 
 
-# --- 16 bits: unscaled in fp32, as the optimizer makes fp32 gradients ---
-
-
 def low_and_exact(max_norm: float | None, scale: float) -> tuple[list[torch.Tensor], ...]:
-    """Masters of a model in fp16 with tiny gradients, and fp32 weights stepped on with the exact
-    ones; also the norms that were clipped."""
+    """fp16 masters with tiny gradients, fp32 weights with the exact ones, and the clipped norms."""
     torch.manual_seed(0)
     low = nn.Sequential(nn.Linear(3, 4).half(), nn.Linear(4, 2))  # the second half is fp32
     exact = copy.deepcopy(low).float()
@@ -83,11 +86,10 @@ def test_they_are_clipped_without_a_rounding_to_fp16(max_norm: float) -> None:
 
 def test_fp32_gradients_of_16_bit_parameters_are_unscaled_once() -> None:
     """As where the gradients of micro-batches are added up in fp32."""
-    model, _ = linear(torch.float16)
-    model.weight.grad_dtype = None  # type: ignore[assignment]
+    model, _, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
+    model.weight.grad_dtype = None
     model.weight.grad = torch.full((2, 3), 8.0)
     model.bias.grad = torch.full((2,), 8.0, dtype=torch.float16)
-    optimizer, scaler = MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0), GradScaler(8.0)
     scaler.scale(torch.zeros(()))
     before = [piece.tensor.clone() for piece in optimizer.owned(model)]
     scaler.step(optimizer)
@@ -95,31 +97,8 @@ def test_fp32_gradients_of_16_bit_parameters_are_unscaled_once() -> None:
         assert torch.equal(piece.tensor, x - 1)
 
 
-def test_a_factor_is_used_once() -> None:
-    """A step without the scaler, after one with it, takes gradients for what they are."""
-    model, x = linear(torch.float16)
-    optimizer, scaler = MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0), GradScaler(8.0)
-    for bad in (False, True):
-        scaler.scale(model(x).float().sum()).backward()
-        if bad:
-            model.weight.grad[0] = torch.nan  # type: ignore[index]
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        before = optimizer.owned(model)[1].tensor.clone()
-        model(x).float().sum().backward()
-        optimizer.step()
-        assert torch.equal(optimizer.owned(model)[1].tensor, before - 4)
-
-
-def test_a_factor_does_not_outlive_update() -> None:
-    """Unscaled and not stepped, as where a user looks at the norm and leaves the step out."""
-    model, x = linear(torch.float16)
-    optimizer, scaler = MasterWeights(model.parameters(), torch.optim.SGD, lr=1.0), GradScaler(8.0)
-    scaler.scale(model(x).float().sum()).backward()
-    scaler.unscale_(optimizer)
-    scaler.update()
-    assert optimizer.gradient_factor is None
+def check_a_plain_step(model: nn.Linear, x: torch.Tensor, optimizer: MasterWeights) -> None:
+    """It takes gradients for what they are."""
     optimizer.zero_grad()
     before = optimizer.owned(model)[1].tensor.clone()
     model(x).float().sum().backward()
@@ -127,87 +106,88 @@ def test_a_factor_does_not_outlive_update() -> None:
     assert torch.equal(optimizer.owned(model)[1].tensor, before - 4)
 
 
+def test_a_factor_is_used_once() -> None:
+    model, x, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
+    for bad in (False, True):
+        scaler.scale(model(x).float().sum()).backward()
+        if bad:
+            model.weight.grad[0] = torch.nan
+        scaler.step(optimizer)
+        scaler.update()
+        check_a_plain_step(model, x, optimizer)
+
+
+def test_a_factor_does_not_outlive_update() -> None:
+    """Unscaled and not stepped, as where a user looks at the norm and leaves the step out."""
+    model, x, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
+    scaler.scale(model(x).float().sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert optimizer.gradient_factor is None
+    check_a_plain_step(model, x, optimizer)
+
+
 def test_an_optimizer_without_gradients_does_not_hold_the_others_up() -> None:
-    model, x = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, x, optimizer, _ = fresh()
     idle = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     scaler = GradScaler(init_scale=4.0, growth_interval=1)
+    without = "no parameter of this optimizer has a gradient"
     for scale in (4.0, 8.0):
         optimizer.zero_grad()
         scaler.scale(model(x).sum()).backward()
         scaler.unscale_(idle)
         scaler.step(optimizer)
-        with pytest.raises(ValueError, match="no parameter of this optimizer has a gradient"):
-            scaler.step(idle)
+        raises(without, scaler.step, idle)
         scaler.update()
         assert scaler.get_scale() == 2 * scale
     scaler.scale(model(x).sum()).backward()
     scaler.unscale_(idle)
-    with pytest.raises(ValueError, match="no parameter of this optimizer has a gradient"):
-        scaler.update()
+    raises(without, scaler.update)
     optimizer.zero_grad()
-    scaler.scale(model(x).sum()).backward()  # and the next step begins anew
-    scaler.step(optimizer)
-    scaler.update()
+    scaled_step(scaler, model(x).sum(), optimizer)  # and the next step begins anew
 
 
-def test_fp16_gradients_of_another_optimizer_are_refused() -> None:
-    model, x = linear(torch.float16)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler()
+def test_16_bit_gradients_of_another_optimizer_or_changed_while_scaled_are_refused() -> None:
+    model, x, _, scaler = fresh(torch.float16)
     scaler.scale(model(x).float().mean()).backward()
-    with pytest.raises(ValueError, match=r"SGD has float16 gradients.*MasterWeights\(params"):
-        scaler.step(optimizer)
-
-
-def test_16_bit_gradients_that_were_changed_while_scaled_are_refused() -> None:
-    model, x = linear(torch.float16)
-    optimizer, scaler = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1), GradScaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises(r"SGD has float16 gradients.*MasterWeights\(params", scaler.step, optimizer)
+    model, x, optimizer, scaler = fresh(torch.float16)
     scaler.scale(model(x).float().mean()).backward()
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(ValueError, match=r"changed after unscale_.*labkit's clip_grad_norm"):
-        scaler.step(optimizer)
-
-
-# --- bad input ---
+    raises(r"changed after unscale_.*labkit's clip_grad_norm", scaler.step, optimizer)
 
 
 def test_the_order_of_calls_is_held() -> None:
-    model, x = linear()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler()
+    model, x, optimizer, scaler = fresh()
     again = r"unscaled since the last update\(\)"
-
-    def refused(call: Callable[..., Any], words: str, *args: Any) -> None:
-        with pytest.raises(ValueError, match=words):
-            call(*args)
-
-    refused(scaler.update, r"no step since the last one; call step before")
+    raises(r"no step since the last one; call step before", scaler.update)
     model(x).sum().backward()
-    refused(scaler.step, r"step: nothing has been scaled", optimizer)
-    refused(scaler.unscale_, r"unscale_: nothing has been scaled", optimizer)
-    refused(scaler.scale, r"scale\(float\): the loss is a tensor", 1.0)
+    raises(r"step: nothing has been scaled", scaler.step, optimizer)
+    raises(r"unscale_: nothing has been scaled", scaler.unscale_, optimizer)
+    raises(r"scale\(float\): the loss is a tensor", scaler.scale, 1.0)
     for given in (model, optimizer):  # unscaled by either, it is unscaled
         optimizer.zero_grad()
         scaler.scale(model(x).sum()).backward()
         scaler.unscale_(given)
         expected = torch.full((2,), 4.0)
-        assert torch.equal(model.bias.grad, expected)  # type: ignore[arg-type]
-        refused(scaler.unscale_, again, optimizer)
-        refused(scaler.unscale_, again, model)
-        refused(scaler.step, "a closure", optimizer, lambda: None)
+        assert torch.equal(model.bias.grad, expected)
+        raises(again, scaler.unscale_, optimizer)
+        raises(again, scaler.unscale_, model)
+        raises("a closure", scaler.step, optimizer, lambda: None)
         before = model.bias.detach().clone()
         scaler.step(optimizer)
         assert torch.equal(model.bias, before - 0.1 * expected)
-        refused(scaler.step, r"has stepped since the last update\(\)", optimizer)
-        refused(scaler.unscale_, again, optimizer)
+        raises(r"has stepped since the last update\(\)", scaler.step, optimizer)
+        raises(again, scaler.unscale_, optimizer)
         scaler.update()
-    refused(scaler.step, "nothing has been scaled", optimizer)
+    raises("nothing has been scaled", scaler.step, optimizer)
 
 
 @pytest.mark.parametrize("by", ["model", "optimizer"])
 def test_clipping_before_unscaling_is_refused(by: str) -> None:
-    model, x = linear()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(1024.0)
+    model, x, optimizer, scaler = fresh(scale=1024.0)
     for _ in range(2):  # the second time, what was clipped in the first is not held against it
         scaler.scale(model(x).sum()).backward()
         scaler.unscale_(optimizer)
@@ -216,37 +196,29 @@ def test_clipping_before_unscaling_is_refused(by: str) -> None:
         scaler.update()
     scaler.scale(torch.zeros(()))
     for p in model.parameters():  # as a collective may write: past torch's count of what is written
-        p.grad.numpy().fill(1024.0)  # type: ignore[union-attr]
+        p.grad.numpy().fill(1024.0)
     scaler.step(optimizer)
     scaler.update()
     clip_grad_norm(optimizer, 0.1)  # then a backward adds to what was clipped
-    scaler.scale(model(x).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    scaled_step(scaler, model(x).sum(), optimizer)
     scaler.scale(model(x).sum()).backward()
     clip_grad_norm(model if by == "model" else optimizer, 0.1)
     for call in (scaler.unscale_, scaler.step):
-        with pytest.raises(ValueError, match="multiplied by the scale, 1024.*unscale_"):
-            call(optimizer)
+        raises("multiplied by the scale, 1024.*unscale_", call, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"init_scale": 0.0}, "scale=0.0: finite and more than 0"),
-        ({"init_scale": "cuda"}, "goes by the device of the gradients; leave it out"),
-        ({"init_scale": -1.0}, "scale=-1.0: finite"),
-        ({"init_scale": float("nan")}, "scale=nan: finite"),
-        ({"init_scale": float("inf")}, "scale=inf: finite"),
-        ({"growth_factor": 1.0}, "growth_factor=1.0: more than 1"),
-        ({"backoff_factor": 1.0}, "backoff_factor=1.0: between 0 and 1"),
-        ({"backoff_factor": 0.0}, "backoff_factor=0.0: between 0 and 1"),
-        ({"growth_interval": 0}, "growth_interval=0: 1 step or more"),
-    ],
+test_arguments_that_cannot_be_are_refused = refusals(
+    lambda options: GradScaler(**options),
+    ({"init_scale": 0.0}, "scale=0.0: finite and more than 0"),
+    ({"init_scale": "cuda"}, "goes by the device of the gradients; leave it out"),
+    ({"init_scale": -1.0}, "scale=-1.0: finite"),
+    ({"init_scale": float("nan")}, "scale=nan: finite"),
+    ({"init_scale": float("inf")}, "scale=inf: finite"),
+    ({"growth_factor": 1.0}, "growth_factor=1.0: more than 1"),
+    ({"backoff_factor": 1.0}, "backoff_factor=1.0: between 0 and 1"),
+    ({"backoff_factor": 0.0}, "backoff_factor=0.0: between 0 and 1"),
+    ({"growth_interval": 0}, "growth_interval=0: 1 step or more"),
 )
-def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        GradScaler(**options)
 
 
 def test_foreign_state_is_refused_and_changes_nothing() -> None:
@@ -259,15 +231,13 @@ def test_foreign_state_is_refused_and_changes_nothing() -> None:
         ({**before, "scale": -2.0}, "scale=-2.0"),
         ({**before, "_growth_tracker": -1}, "_growth_tracker=-1"),
     ):
-        with pytest.raises(ValueError, match=words):
-            scaler.load_state_dict(state)  # type: ignore[arg-type]
+        raises(words, scaler.load_state_dict, state)
         assert scaler.state_dict() == before
 
 
 def test_a_scaler_that_is_not_enabled_does_nothing() -> None:
-    model, x = linear()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(enabled=False)
-    value = model(x).sum()
+    model, x, optimizer, _ = fresh()
+    scaler, value = GradScaler(enabled=False), model(x).sum()
     assert scaler.scale(value) is value and scaler.get_scale() == 1.0
     value.backward()
     before = model.bias.detach().clone()
@@ -286,15 +256,10 @@ def test_scaling_many_and_a_new_scale() -> None:
     assert scaler.scale(torch.tensor(1e4).half()).item() == 80_000  # fp16 ends at 65504
     scaler.update(16.0)
     assert scaler.get_scale() == 16.0
-    with pytest.raises(ValueError, match="scale=-1.0"):
-        scaler.update(-1.0)
-
-
-# --- whose fault it is ---
+    raises("scale=-1.0", scaler.update, -1.0)
 
 
 def run_bad(scaler: GradScaler, gradient: float, value: float = 1.0) -> torch.Tensor:
-    """A step with this gradient and loss; returns the parameter."""
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=0.1)
     scaler.scale(torch.tensor(value))
@@ -325,14 +290,12 @@ def test_a_scale_that_backs_off_for_ever_is_told() -> None:
     for _ in range(19):
         run_bad(scaler, torch.inf)
     assert scaler.get_scale() == 2.0**-3
-    with pytest.raises(ValueError, match="20 steps in a row.*down to 0.0625.*same autocast region"):
-        run_bad(scaler, torch.inf)
+    raises("20 steps in a row.*down to 0.0625.*same autocast region", run_bad, scaler, torch.inf)
     large = GradScaler(init_scale=2.0**100)
     for _ in range(30):
         run_bad(large, torch.inf)  # it still has far to go
     run_bad(GradScaler(init_scale=0.5), torch.inf)  # below 1, and the first
-    with pytest.raises(ValueError, match="21 steps in a row"):
-        run_bad(scaler, torch.inf)
+    raises("21 steps in a row", run_bad, scaler, torch.inf)
     run_bad(scaler, 1.0)
     run_bad(scaler, torch.inf)  # in a row: one good step, and it counts anew
 
@@ -345,60 +308,48 @@ class Divides(nn.Module):
 class Between(nn.Sequential):
     """What goes wrong does so in no module's forward but this one's own."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(3, 3), nn.Linear(3, 3))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[1](self[0](x).abs() / 0)  # type: ignore[no-any-return]
+        return self[1](self[0](x).abs() / 0)
 
 
 def test_where_nan_begins_is_named() -> None:
+    def told(*given: Any, **named: Any) -> str:
+        return find_nonfinite(*given, **named) or ""
+
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3)))
     x = torch.ones(2, 3)
     assert find_nonfinite(model, x) is None
     bad = x.clone()
     bad[1, 2] = torch.nan
-    told = find_nonfinite(model, bad) or ""
-    assert told.startswith("argument 0 of the model has 1 NaN among 6 numbers, the first at [1, 2]")
-    assert "input of the model has 1 NaN" in (find_nonfinite(model, input=bad) or "")
+    argument = "argument 0 of the model has 1 NaN among 6 numbers, the first at [1, 2]"
+    assert told(model, bad).startswith(argument)
+    assert "input of the model has 1 NaN" in told(model, input=bad)
     with torch.no_grad():
-        model[1][1].weight[0, 1] = torch.inf  # type: ignore[index,union-attr]
-    assert "the parameter 1.1.weight has 1 inf among 9" in (find_nonfinite(model, x) or "")
+        model[1][1].weight[0, 1] = torch.inf
+    assert "the parameter 1.1.weight has 1 inf among 9" in told(model, x)
     broken = nn.Sequential(nn.Linear(3, 3), Divides())
-    told = find_nonfinite(broken, x) or ""
-    assert told.startswith("the output of 1 (Divides) has 6 inf among 6 numbers")
+    assert told(broken, x).startswith("the output of 1 (Divides) has 6 inf among 6 numbers")
     large = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).half()
     with torch.no_grad():
         large[0].bias.fill_(6e4), large[0].weight.fill_(6e4)
-    assert "the output of 0 (Linear)" in (find_nonfinite(large, x.half()) or "")
-    assert "float16 ends at 6.55e+04" in (find_nonfinite(large, x.half()) or "")
-    between = find_nonfinite(Between(), x) or ""
+    assert "the output of 0 (Linear)" in told(large, x.half())
+    assert "float16 ends at 6.55e+04" in told(large, x.half())
+    between = told(Between(nn.Linear(3, 3), nn.Linear(3, 3)), x)
     assert between.startswith("the input of 1 (Linear) has 6 inf") and "no module" in between
     assert not model._forward_hooks and not broken[1]._forward_hooks
     masked = nn.Linear(3, 3)
     masked.register_buffer("mask", torch.full((2,), -torch.inf))
     assert find_nonfinite(masked, x) is None
-    masked.mask.fill_(torch.nan)  # type: ignore[operator,union-attr]
-    assert "the buffer mask has 2 NaN" in (find_nonfinite(masked, x) or "")
-
-
-class Noted(nn.Module):
-    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
-        return x + shift.nan_to_num()
-
-
-class Notes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Noted()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.part(x, shift=x / 0)  # type: ignore[no-any-return]
+    masked.mask.fill_(torch.nan)
+    assert "the buffer mask has 2 NaN" in told(masked, x)
 
 
 def test_keyword_arguments_of_modules_are_looked_at() -> None:
-    told = find_nonfinite(Notes(), torch.ones(2)) or ""
-    assert told.startswith("the input of part (Noted) has 2 inf")
+    part = Custom(lambda self, x, *, shift: x + shift.nan_to_num())
+    told = find_nonfinite(
+        Custom(lambda self, x: self.part(x, shift=x / 0), part=part), torch.ones(2)
+    )
+    assert (told or "").startswith("the input of part (Custom) has 2 inf")
 
 
 def test_looking_leaves_the_model_and_the_random_numbers_as_they_were() -> None:
@@ -417,23 +368,20 @@ def test_looking_leaves_the_model_and_the_random_numbers_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# --- on a GPU ---
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_on_a_gpu_it_decides_as_on_the_cpu(dtype: torch.dtype) -> None:
     ends: list[Any] = []
     for device in ("cpu", "cuda"):
-        model, x = linear(dtype)
-        model, x = model.to(device), x.to(device)
+        model, x, *_ = fresh()
+        model, x = model.to(device, dtype), x.to(device, dtype)
         optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)
         scaler = GradScaler(init_scale=64.0, growth_interval=2)
         for step in range(6):
             optimizer.zero_grad()
             scaler.scale(model(x).float().square().mean()).backward()
             if step == 3:
-                model.weight.grad[0, 0] = torch.inf  # type: ignore[index]
+                model.weight.grad[0, 0] = torch.inf
             scaler.unscale_(optimizer)
             clip_grad_norm(optimizer, 0.1)
             scaler.step(optimizer)

@@ -11,7 +11,6 @@ from labkit import (
     DDP,
     Comm,
     GradScaler,
-    MasterWeights,
     World,
     ZeRO3,
     ZeroOptimizer,
@@ -21,7 +20,8 @@ from labkit import (
     save_checkpoint,
 )
 from labkit.runtime.errors import RankError
-from scaler_contract import check_equal_to_single
+from scaler_contract import build, check_equal_to_single, scaled_step
+from tables import raises
 from worlds import on_each_rank
 
 STRATEGIES = ("ddp", "zero-1", "zero-2", "zero-3")
@@ -47,16 +47,28 @@ def test_three_ranks_decide_as_a_single_process(
     check_equal_to_single(world3, strategy, dtype, parts=2, max_norm=0.05, culprit=1)
 
 
-def model_and_loss() -> tuple[nn.Module, torch.Tensor]:
+def fresh(**options: Any) -> tuple[nn.Linear, torch.Tensor, torch.optim.Optimizer, GradScaler]:
     torch.manual_seed(0)
-    return nn.Linear(3, 2), torch.randn(4, 3)
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    return model, x, torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(**options)
+
+
+def spoiled_step(comm: Comm, scaler: GradScaler) -> tuple[bool, float]:
+    """A step with an inf on rank 1: whether the weights stayed, and the next scale."""
+    model, x, optimizer, _ = fresh()
+    scaler.scale(model(x).sum()).backward()
+    if comm.rank == 1:
+        model.bias.grad[0] = torch.inf
+    before = model.weight.detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    return torch.equal(before, model.weight), scaler.get_scale()
 
 
 @on_each_rank("world2")
 def test_one_number_travels_in_a_step() -> None:
-    model, x = model_and_loss()
+    model, x, _, scaler = fresh()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
-    scaler = GradScaler()
     scaler.scale(model(x).sum()).backward()
     with listen() as events:
         scaler.unscale_(optimizer)
@@ -67,40 +79,26 @@ def test_one_number_travels_in_a_step() -> None:
 
 
 def test_the_ranks_of_a_smaller_group_decide_for_themselves(world2: World) -> None:
-    """As tensor or pipeline parallel ranks do in groups of their own."""
-
     def run() -> tuple[bool, float]:
         comm = Comm()
-        mine = [comm.subgroup([rank]) for rank in range(comm.size)][comm.rank]
-        model, x = model_and_loss()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = GradScaler(comm=mine)
-        scaler.scale(model(x).sum()).backward()
-        if comm.rank == 1:
-            model.weight.grad.fill_(torch.inf)  # type: ignore[union-attr]
-        before = model.weight.detach().clone()
-        scaler.step(optimizer)
-        scaler.update()
+        scaler = GradScaler(comm=[comm.subgroup([rank]) for rank in range(comm.size)][comm.rank])
+        stayed, _ = spoiled_step(comm, scaler)
         wrapped = ZeRO3(nn.Linear(3, 3))
-        scaler.scale(wrapped(x).sum()).backward()
-        with pytest.raises(ValueError, match=r"ZeRO3 spans ranks \[0, 1\], the scaler only"):
-            scaler.step(torch.optim.SGD(wrapped.parameters(), lr=0.1))
-        return torch.equal(before, model.weight), scaler.get_scale()
+        scaler.scale(wrapped(fresh()[1]).sum()).backward()
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        raises(r"ZeRO3 spans ranks \[0, 1\], the scaler only", scaler.step, optimizer)
+        return stayed, scaler.get_scale()
 
     assert world2.run(run) == [(False, 65536.0), (True, 32768.0)]
 
 
 @on_each_rank("world2")
 def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path) -> None:
-    model, x = model_and_loss()
-    wrapped = DDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler, other = GradScaler(growth_interval=5), GradScaler()
+    model, x, optimizer, scaler = fresh(growth_interval=5)
+    wrapped, other = DDP(model), GradScaler()
     for step in range(3):
         optimizer.zero_grad()
-        scaler.scale(wrapped(x).sum() * (1e38 if step == 0 else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(scaler, wrapped(x).sum() * (1e38 if step == 0 else 1.0), optimizer)
     save_checkpoint(tmp_path, wrapped, optimizer, extra={"scaler": scaler.state_dict()})
     other.load_state_dict(load_checkpoint(tmp_path, wrapped, optimizer).extra["scaler"])
     assert other.get_scale() == 32768.0
@@ -110,9 +108,8 @@ def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path) -> None
 
 def test_ranks_that_step_differently_are_told(world2: World) -> None:
     def scales_differ() -> str:
-        model, x = model_and_loss()
-        wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = GradScaler(init_scale=2.0 ** (10 + Comm().rank))
+        model, x, optimizer, scaler = fresh(init_scale=2.0 ** (10 + Comm().rank))
+        wrapped = DDP(model)  # kept alive: its hooks average in backward
         scaler.scale(wrapped(x).sum()).backward()
         try:
             scaler.step(optimizer)
@@ -127,25 +124,21 @@ def test_ranks_that_step_differently_are_told(world2: World) -> None:
     ]
 
     def one_steps_alone() -> None:
-        model, x = model_and_loss()
-        wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = GradScaler()
+        model, x, optimizer, scaler = fresh()
+        wrapped = DDP(model)
         scaler.scale(wrapped(x).sum()).backward()
         if Comm().rank == 0:
             scaler.step(optimizer)
         wrapped(x).sum().backward()
 
-    with pytest.raises(RankError, match="all_reduce"):
-        world2.run(one_steps_alone)
+    raises("all_reduce", world2.run, one_steps_alone, error=RankError)
 
 
 def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World) -> None:
     def run() -> bool:
-        model, x = model_and_loss()
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler()
+        model, x, optimizer, scaler = fresh()
         scaler.scale(x.sum())
-        with pytest.raises(ValueError, match="no parameter of this optimizer has a gradient"):
-            scaler.step(optimizer)
+        raises("no parameter of this optimizer has a gradient", scaler.step, optimizer)
         scaler = GradScaler()
         value = scaler.scale(model(x).sum())
         if Comm().rank == 0:
@@ -160,48 +153,32 @@ def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World) -
 
 def test_a_scaler_made_before_there_were_ranks_decides_with_them(world2: World) -> None:
     scaler = GradScaler()
-
-    def run() -> float:
-        model, x = model_and_loss()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler.scale(model(x).sum()).backward()
-        if Comm().rank == 1:
-            model.bias.grad[0] = torch.inf  # type: ignore[index]
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale()
-
-    assert world2.run(run) == [32768.0, 32768.0]
+    found = world2.run(lambda: spoiled_step(Comm(), scaler))
+    assert [scale for _, scale in found] == [32768.0, 32768.0]
 
 
 @on_each_rank("world2")
 def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it() -> None:
-    model, x = model_and_loss()
+    model, x, _, scaler = fresh()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
-    scaler = GradScaler()
     scaler.scale(model(x).sum()).backward()
-    with pytest.raises(ValueError, match="a ZeroOptimizer has the gradients of this model"):
-        scaler.unscale_(model)
+    raises("a ZeroOptimizer has the gradients of this model", scaler.unscale_, model)
     optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(ValueError, match="clipped while they were multiplied by the scale"):
-        scaler.step(optimizer)
+    raises("clipped while they were multiplied by the scale", scaler.step, optimizer)
 
 
 def test_a_factor_is_used_once(world2: World) -> None:
-    """A step without the scaler, after one with it, takes gradients for what they are."""
-
     def run(stage: int) -> bool:
-        model, x = model_and_loss()
+        model, x, _, scaler = fresh(init_scale=8.0)
         model.half()
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, stage, lr=1.0)
-        scaler = GradScaler(init_scale=8.0)
         for scaled in (True, False):
             optimizer.zero_grad()
             before = model.bias.detach().clone()
             loss = model(x.half()).float().sum()
             scaler.scale(loss).backward() if scaled else loss.backward()
             scaler.step(optimizer) if scaled else optimizer.step()
-        return torch.allclose(model.bias, before - 4, rtol=0, atol=0.01)  # type: ignore[operator]
+        return torch.allclose(model.bias, before - 4, rtol=0, atol=0.01)
 
     for stage in (1, 2):
         assert world2.run(run, stage) == [True, True]
@@ -209,21 +186,9 @@ def test_a_factor_is_used_once(world2: World) -> None:
 
 @on_each_rank("world2")
 def test_clipping_of_one_step_is_not_taken_for_that_of_the_next() -> None:
-    for strategy in range(4):
-        model, x = model_and_loss()
-        model.half()
-        if strategy < 2:
-            wrapped, clipped = model, ZeroOptimizer(
-                model.parameters(), torch.optim.SGD, strategy + 1, lr=0.1
-            )  # fmt: skip
-            optimizer: Any = clipped
-        elif strategy == 2:
-            wrapped = clipped = ZeRO3(model.float(), compute_dtype=torch.float16)  # type: ignore[assignment]
-            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        else:
-            wrapped = DDP(model)
-            clipped = optimizer = MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1)  # type: ignore[assignment]
-        scaler = GradScaler(init_scale=16.0)
+    for strategy in ("zero-1", "zero-2", "zero-3", "ddp"):
+        model, x, _, scaler = fresh(init_scale=16.0)
+        wrapped, optimizer, clipped = build(strategy, model, torch.float16)
         for _ in range(3):
             scaler.scale(wrapped(x.half()).float().sum()).backward()
             scaler.unscale_(optimizer)
@@ -235,10 +200,10 @@ def test_clipping_of_one_step_is_not_taken_for_that_of_the_next() -> None:
 
 def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(world2: World) -> None:
     def run() -> tuple[str, bool, float]:
-        model, x = model_and_loss()
-        wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler, told = GradScaler(), ""
+        model, x, optimizer, scaler = fresh()
+        told = ""
         x[0] = torch.nan if Comm().rank else 1.0
+        wrapped = DDP(model)
         scaler.scale(wrapped(x).sum()).backward()
         before = model.weight.detach().clone()
         try:

@@ -1,12 +1,13 @@
-"""The closed formulas: equal to the published figures (tests/data/published), to what a replay
-finds, and to labkit's own counts. What is recorded stands in test_predict_recorded.py."""
+"""The closed formulas beside published figures (tests/data/published), replays and counts."""
 
+import ast
 import csv
 import doctest
 import re
 from collections.abc import Callable
 from importlib import import_module
 from inspect import isfunction, signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from labkit.events import all_gather_bus_bytes, all_reduce_bus_bytes, chunk_size
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel import NaiveDDP
-from labkit.replaying import Compute, Issue, Wait, bubble, pipeline_programs, run
+from labkit.replaying import Compute, Issue, Wait, pipeline_programs, run
 from labkit.replaying.planning.published import MEGATRON
-from labkit.schedules import Action, Schedule, gpipe, one_f_one_b
+from labkit.schedules import one_f_one_b
 from places import PUBLISHED
+from tables import raises, refusals
 
 
 def rows_of(name: str) -> list[tuple[str, ...]]:
@@ -33,8 +35,6 @@ def value(expression: str, **numbers: float) -> float:
     product = re.sub(r"\)\(", ")*(", re.sub(r"(\d)([a-zA-Z(])", r"\1*\2", expression))
     return eval(product, {"min": min}, numbers)
 
-
-# --- model states --------------------------------------------------------------------------------
 
 # Billions of parameters, ranks, GB with stage 1, 2, 3: arXiv 1910.02054, Table 1.
 ZERO = rows_of("zero_memory.csv")
@@ -50,19 +50,14 @@ def test_model_states_are_those_of_zero(row: tuple[str, ...]) -> None:
         assert abs(found - float(printed)) < unit
 
 
-def test_stage_0_holds_everything_on_every_rank() -> None:
+def test_model_states_of_ddp_are_16_bytes_and_what_its_own_footprint_says() -> None:
     assert predict.model_state_bytes(7.5e9, dp=64) == 120e9
-
-
-def test_model_states_of_ddp_are_what_its_own_footprint_says() -> None:
     model = GPT.preset("1M")
     held = NaiveDDP.predict(model, 4)
     step_counts = 4 * len(list(model.parameters()))
     total = held.parameter_bytes + held.gradient_bytes + held.optimizer_bytes - step_counts
     assert predict.model_state_bytes(model.parameter_count, 4, each=predict.FP32_ADAM) == total
 
-
-# --- activations ---------------------------------------------------------------------------------
 
 # arXiv 2205.05198, Table 2; test_predict_tensor.py asks for each of its rows.
 ACTIVATIONS = rows_of("activation_bytes_per_layer.csv")
@@ -79,12 +74,9 @@ def test_the_first_stage_holds_the_worth_of_all_layers(stages: int, chunks: int)
 
 def test_the_kernel_keeps_a_number_for_each_row_of_scores() -> None:
     sizes = dict(sequence=128, rows=4, width=256, heads=8)
-    plain, flash = predict.activation_bytes(**sizes), predict.flash_activation_bytes(**sizes)  # type: ignore[arg-type]
+    plain, flash = predict.activation_bytes(**sizes), predict.flash_activation_bytes(**sizes)
     scores = 8 * 4 * 128 * 128
     assert plain - flash == 5 * scores - 4 * scores / 128
-
-
-# --- transformer ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_heads", [None, 1, 2])
@@ -115,8 +107,8 @@ def test_parameters_and_operations_are_those_of_megatron(one: Any) -> None:
 
 def test_six_n_d_is_all_but_attention_and_small_things() -> None:
     sizes = dict(vocab=51200, width=12288, depth=96, heads=96)
-    dense = predict.dense_flops(predict.parameters(**sizes, context=2048), 2 * 2048)  # type: ignore[arg-type]
-    step = predict.step_flops(**sizes, rows=2, sequence=2048)  # type: ignore[arg-type]
+    dense = predict.dense_flops(predict.parameters(**sizes, context=2048), 2 * 2048)
+    step = predict.step_flops(**sizes, rows=2, sequence=2048)
     attention = 3 * 96 * 4 * 2 * 2048**2 * 12288
     not_products = 6 * 2 * 2048 * (2048 * 12288 + 96 * 13 * 12288 + 2 * 12288)
     assert step - attention == dense - not_products
@@ -124,12 +116,9 @@ def test_six_n_d_is_all_but_attention_and_small_things() -> None:
 
 def test_what_a_machine_does_more_than_the_model_asks() -> None:
     sizes = dict(vocab=512, width=64, depth=3, heads=4, rows=2, sequence=32)
-    asked = predict.step_flops(**sizes)  # type: ignore[arg-type]
-    flash = predict.step_flops(**sizes, flash=True)  # type: ignore[arg-type]
+    asked = predict.step_flops(**sizes)
+    flash = predict.step_flops(**sizes, flash=True)
     assert flash - asked == 3 * 2 * 2 * 32**2 * 64
-
-
-# --- volumes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -161,33 +150,33 @@ def test_a_pipeline_sends_the_messages_of_its_schedule(depth: int, layers_per_st
     assert predict.stage_boundary_bytes(128, rows, 64) == 2 * 128 * rows * 64
 
 
-VOLUMES: list[tuple[Callable[[int, int, int, int, int], float], dict[str, int]]] = [
-    (
+LAYER = {"w": 1, "b": 1, "s": 1, "layers": 1}
+VOLUMES: dict[str, tuple[Callable[..., float], dict[str, int]]] = {
+    "data": (
         lambda w, b, s, layers, k: predict.data_parallel_bytes(
             predict.parameters(1, w, layers, 1, 1), ranks=8
         ),
         {"w": 2, "b": 0, "s": 0, "layers": 1, "k": 0},
     ),
-    (
+    "tensor": (
         lambda w, b, s, layers, k: predict.tensor_parallel_bytes(s, b, w, layers, ranks=8),
-        {"w": 1, "b": 1, "s": 1, "layers": 1, "k": 0},
+        {**LAYER, "k": 0},
     ),
-    (
+    "pipeline": (
         lambda w, b, s, layers, k: predict.pipeline_parallel_bytes(s, b, w, layers, k),
-        {"w": 1, "b": 1, "s": 1, "layers": 1, "k": -1},
+        {**LAYER, "k": -1},
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("volume", "powers"), VOLUMES, ids=["data", "tensor", "pipeline"])
-def test_volumes_have_their_orders(volume: Callable[..., float], powers: dict[str, int]) -> None:
+@pytest.mark.parametrize("axis", VOLUMES)
+def test_volumes_have_their_orders(axis: str) -> None:
+    volume, powers = VOLUMES[axis]
     sizes = {"w": 4096, "b": 8, "s": 1024, "layers": 4096, "k": 4}
     for name, power in powers.items():
         grown = volume(**sizes | {name: 2 * sizes[name]}) / volume(**sizes)
         assert grown == pytest.approx(2.0**power, rel=0.002), name
 
-
-# --- wires ---------------------------------------------------------------------------------------
 
 FACTORS = rows_of("bus_bandwidth_factors.csv")  # nccl-tests, doc/PERFORMANCE.md
 OURS = (
@@ -234,8 +223,6 @@ def test_a_ring_is_the_least_time_and_its_latencies() -> None:
     assert adding == pytest.approx(6 * 1e-3 + 3 * 1e-2)
 
 
-# --- pipelines -----------------------------------------------------------------------------------
-
 # arXiv 2104.04473 and 2401.10241; in the ZB rows B is the input gradient.
 BUBBLES = rows_of("pipeline_bubbles.csv")
 
@@ -263,32 +250,6 @@ def test_bubbles_are_the_published_formulas(row: tuple[str, ...], p: int, m: int
         assert step.of_total == pytest.approx(value("(p-1)/(m+p-1)", **sizes))
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 4), (4, 9), (8, 2)])
-@pytest.mark.parametrize(
-    ("schedule_of", "formula"),
-    [(one_f_one_b, predict.one_f_one_b), (gpipe, predict.gpipe)],
-)
-def test_a_replay_finds_the_same(
-    schedule_of: Callable[[int, int], Schedule],
-    formula: Callable[..., predict.PipelineStep],
-    p: int,
-    m: int,
-) -> None:
-    def seconds(stage: int, action: Action) -> float:
-        return 1.0 if action.phase == "forward" else 2.5
-
-    schedule, step = schedule_of(p, m), formula(p, m, 1.0, 2.5)
-    times = run(pipeline_programs(schedule, seconds))
-    step_s = max(one[-1].ended_s for one in times.values())
-    assert step_s == pytest.approx(step.step_s)
-    assert bubble(schedule, step_s, seconds) == pytest.approx(step.of_total)
-    held, most = 0, 0
-    for action in schedule[0]:
-        held += 1 if action.phase == "forward" else -1
-        most = max(most, held)
-    assert most == step.peak_microbatches
-
-
 def test_one_chunk_is_1f1b_and_no_bubble_is_below_zero() -> None:
     assert predict.interleaved(4, 9, 1, 2, chunks=1) == predict.one_f_one_b(4, 9, 1, 2)
     assert predict.interleaved(4, 4, 1, 2, chunks=2).peak_microbatches == 4, "all there are"
@@ -298,22 +259,15 @@ def test_one_chunk_is_1f1b_and_no_bubble_is_below_zero() -> None:
     assert (nothing.of_ideal, nothing.of_total) == (0, 0)
 
 
-# --- steps ---------------------------------------------------------------------------------------
-
-
-def replayed_ddp_s(forward_s: float, backward_s: float, comm_s: float, buckets: int) -> float:
-    program: list[Compute | Issue | Wait] = [Compute(forward_s)]
-    for k in range(buckets):
-        program += [Compute(backward_s / buckets), Issue(k, (0, 1), comm_s / buckets)]
-    program += [Wait(buckets - 1), Compute(0.5)]
-    return run({0: program, 1: program})[0][-1].ended_s
-
-
 @pytest.mark.parametrize("buckets", [1, 2, 10])
 @pytest.mark.parametrize("communication_s", [0.0, 1.0, 2.0, 7.0])
 def test_the_step_of_ddp_is_the_replayed_one(communication_s: float, buckets: int) -> None:
+    program: list[Compute | Issue | Wait] = [Compute(1.0)]
+    for k in range(buckets):
+        program += [Compute(2.0 / buckets), Issue(k, (0, 1), communication_s / buckets)]
+    program += [Wait(buckets - 1), Compute(0.5)]
     found = predict.ddp_step_s(1.0, 2.0, communication_s, buckets, optimizer_s=0.5)
-    assert found == pytest.approx(replayed_ddp_s(1.0, 2.0, communication_s, buckets))
+    assert found == pytest.approx(run({0: program, 1: program})[0][-1].ended_s)
     shortest = 1.0 + max(2.0, communication_s) + 0.5
     longest = predict.ddp_step_without_overlap_s(1.0, 2.0, communication_s, optimizer_s=0.5)
     assert longest == 3.5 + communication_s
@@ -335,18 +289,20 @@ def test_a_step_that_only_computes_has_an_mfu_of_one() -> None:
         assert step_s == 40 / ranks and predict.mfu(6e15, step_s, 150e12, ranks) == 1
 
 
-# --- examples ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "name", ["loading", "pipelines", "states", "steps", "tables", "three_d", "transformer"]
+    "name", ["pipelines", "states", "steps", "tables", "three_d", "transformer"]
 )
 def test_examples_are_true(name: str) -> None:
     tried = doctest.testmod(import_module(f"labkit.predict.{name}"))
     assert tried.attempted and not tried.failed
 
 
-# --- sizes that cannot be ------------------------------------------------------------------------
+def test_every_formula_is_imported_by_name_so_that_it_has_its_type() -> None:
+    """A module-level `__getattr__` would make each of them `Any` for mypy."""
+    tree = ast.parse(Path(predict.__file__).read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert sorted(x.name for node in imports for x in node.names) == sorted(predict.__all__)
+    assert "__getattr__" not in vars(predict)
 
 
 GOOD = {  # values that all functions take, by the names of arguments
@@ -374,47 +330,39 @@ def test_no_size_may_be_less_than_nothing(name: str) -> None:
     for argument, number in good.items():
         wrong = [-1, 0, 1.5, float("inf"), True] if isinstance(number, int) else [-1, float("nan")]
         for one in wrong if not isinstance(number, str) else ():
-            with pytest.raises(ValueError, match=f"{argument}={one}: give"):
-                function(**good | {argument: one})
+            raises(f"{argument}={one}: give", function, **good | {argument: one})
 
 
 THREE_D = {"vocab": 2, "width": 4, "context": 8, "rows": 1, "sequence": 8, "pp": 2}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda: predict.model_state_bytes(1e9, stage=4), "stage=4: ZeRO has stage 1"),
-        (lambda: predict.activation_bytes(8, 1, 10, 3), "width=10 does not divide over heads=3"),
-        (
-            lambda: predict.activation_bytes(8, 1, 12, 3, tensor_parallel=2),
-            "heads=3 does not divide over tensor_parallel=2; choose a tensor_parallel that",
-        ),
-        (lambda: predict.activation_bytes(8, 1, 12, 3, recompute="half"), "selective, full"),
-        (lambda: predict.first_stage_activation_bytes(1, 6, 4), "stages x chunks=4"),
-        (lambda: predict.parameters(9, 12, 1, 4, 8, kv_heads=3), "kv_heads=3; choose"),
-        (lambda: predict.parameters(9, 10, 1, 4, 8), "width=10 does not divide over heads=4"),
-        (lambda: predict.pipeline_parallel_bytes(8, 1, 8, 6, 4), "layers_per_stage=4"),
-        (lambda: predict.bytes_by_axis(**THREE_D, depth=3, chunks=2), "depth=3: 4 stages"),  # type: ignore[arg-type]
-        (
-            lambda: predict.bytes_by_axis(**THREE_D, depth=4, zero=4),
-            "zero=4: 0 for DDP, or a stage",
-        ),  # type: ignore[arg-type]
-        (lambda: predict.bus_factor("all_sum", 2), "'all_sum' has no factor; choose one of all_r"),
-        (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: give more than 0"),
-        (lambda: predict.algorithm_s("all_reduce", "star", 2, 1, 0, 1), "all_reduce by 'star'"),
-        (lambda: predict.interleaved(4, 6, 1, 1, 2), "microbatches=6 does not divide over stages"),
-        (lambda: predict.zero_bubble_h2(4, 6, 1, 1, 1), "4 stages, this schedule needs 7"),
-        (lambda: predict.mfu(1, 0, 1), "step_s=0: give more than 0"),
-        (lambda: predict.table(), "table.. has no numbers; name each source"),
-    ],
+test_sizes_that_cannot_be_are_told = refusals(
+    lambda wrong: wrong(),
+    (lambda: predict.model_state_bytes(1e9, stage=4), "stage=4: ZeRO has stage 1"),
+    (lambda: predict.activation_bytes(8, 1, 10, 3), "width=10 does not divide over heads=3"),
+    (
+        lambda: predict.activation_bytes(8, 1, 12, 3, tensor_parallel=2),
+        "heads=3 does not divide over tensor_parallel=2; choose a tensor_parallel that",
+    ),
+    (lambda: predict.activation_bytes(8, 1, 12, 3, recompute="half"), "selective, full"),
+    (lambda: predict.first_stage_activation_bytes(1, 6, 4), "stages x chunks=4"),
+    (lambda: predict.parameters(9, 12, 1, 4, 8, kv_heads=3), "kv_heads=3; choose"),
+    (lambda: predict.parameters(9, 10, 1, 4, 8), "width=10 does not divide over heads=4"),
+    (lambda: predict.pipeline_parallel_bytes(8, 1, 8, 6, 4), "layers_per_stage=4"),
+    (lambda: predict.bytes_by_axis(**THREE_D, depth=3, chunks=2), "depth=3: 4 stages"),
+    (lambda: predict.bytes_by_axis(**THREE_D, depth=4, zero=4), "zero=4: 0 for DDP, or a stage"),
+    (
+        lambda: predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True),
+        "kept_whole is of sequence parallelism",
+    ),
+    (lambda: predict.bus_factor("all_sum", 2), "'all_sum' has no factor; choose one of all_r"),
+    (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: give more than 0"),
+    (lambda: predict.algorithm_s("all_reduce", "star", 2, 1, 0, 1), "all_reduce by 'star'"),
+    (lambda: predict.interleaved(4, 6, 1, 1, 2), "microbatches=6 does not divide over stages"),
+    (lambda: predict.zero_bubble_h2(4, 6, 1, 1, 1), "4 stages, this schedule needs 7"),
+    (lambda: predict.mfu(1, 0, 1), "step_s=0: give more than 0"),
+    (lambda: predict.table(), "table.. has no numbers; name each source"),
 )
-def test_sizes_that_cannot_be_are_told(wrong: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        wrong()
-
-
-# --- tables --------------------------------------------------------------------------------------
 
 
 def test_formula_replay_and_measurement_stand_side_by_side() -> None:
@@ -435,15 +383,12 @@ def test_formula_replay_and_measurement_stand_side_by_side() -> None:
     assert '<td style="text-align: right">12,346</td>' in page
 
 
-def test_counts_are_equal_or_not_and_sums_of_floats_may_round() -> None:
+def test_a_row_says_what_is_equal_and_what_is_a_multiple() -> None:
     tenths = sum([0.1] * 10)
     near = predict.table(formula={"a_s": 1.0, "a_bytes": 1e12}, replayed={"a_s": tenths})
     assert tenths != 1 and near.rows[0][-1] == "✓ equal"
     off = predict.table(formula={"a_bytes": 10**12}, measured={"a_bytes": 10**12 + 1})
     assert off.rows[0][-1] == "measured 1 × the formula"
-
-
-def test_nothing_is_no_multiple_of_nothing() -> None:
     zeros = predict.table(formula={"a_s": 0, "b_s": 0}, measured={"a_s": 0, "b_s": 2})
     assert [row[-1] for row in zeros.rows] == ["✓ equal", ""]
     assert predict.table(measured={"a_s": 1}).rows == [("a (s)", "1", "")]

@@ -1,6 +1,4 @@
-"""What context parallelism sends, and when it is hidden: the published bound, and a replay of ring
-attention itself on a described cluster. That the bytes are those sent is tested on ranks
-(test_context_parallel.py)."""
+"""What context parallelism sends, and when it is hidden: the published bound, and a replay."""
 
 from functools import cache
 from typing import Any
@@ -19,6 +17,7 @@ from labkit.predict.context import (
     ulysses_bytes,
 )
 from labkit.trace import Trace
+from tables import raises
 
 HEADS, GROUPS, WIDTH, ROWS = 4, 2, 8, 2
 FLOPS_PER_S = 1e9
@@ -58,44 +57,35 @@ def test_the_block_from_which_on_the_ring_hides_is_the_published_one() -> None:
     shape = {"flops_per_s": 312e12, "bytes_per_s": 300e9}  # an A100 over NVLink, table 2
     found = ring_hides_from(heads=32, kv_heads=32, head_width=128, **shape)
     assert found == pytest.approx(2 * 312e12 / 300e9)
-    assert found == pytest.approx(ring_hides_from(32, 32, 64, rows=7, **shape)), (
-        "whatever the width"
-    )
+    whatever_the_width = ring_hides_from(32, 32, 64, rows=7, **shape)
+    assert found == pytest.approx(whatever_the_width)
     assert found / 4 == pytest.approx(ring_hides_from(32, 8, 128, **shape)), "grouped queries"
     assert found < ring_hides_from(32, 32, 128, alpha_s=1e-5, **shape)
 
 
-# ---- held to a replay
-
-
-def cluster(bytes_per_s: float, alpha_s: float, ranks: int) -> Cluster:
-    """Products take their operations, and all else no time."""
+def exposed_s(ranks: int, bytes_per_s: float, alpha_s: float) -> list[float]:
+    """Of a rank, in forward and in backward, where products alone take time."""
     device = Device("plain", {"float32": FLOPS_PER_S}, 1e9, 1e30, 0.0)
-    level = Level("wire", bytes_per_s, alpha_s, ranks)
-    return Cluster("plain", "one node", device, 1, ranks, level, level)
+    wire = Level("wire", bytes_per_s, alpha_s, ranks)
+    on = replay(recorded(ranks), Cluster("plain", "one node", device, 1, ranks, wire, wire))
+    waits = [event.wait_ended_s - event.wait_began_s for event in on.ranks[0].comms]
+    assert len(waits) == 3 * (ranks - 1)
+    return [sum(waits[: ranks - 1]), sum(waits[ranks - 1 :])]
 
 
 BLOCK = 4
 
 
-def attend() -> None:
-    """One layer's attention. Tiles of one query and one key: none computes what a mask hides."""
-    shapes = (HEADS, GROUPS, GROUPS)
-    q, k, v = (torch.zeros(ROWS, h, BLOCK, WIDTH, requires_grad=True) for h in shapes)
-    ring_attention(q, k, v, Comm(), tile=1).sum().backward()
-
-
 @cache
 def recorded(ranks: int) -> Trace:
+    """One layer's attention. Tiles of one query and one key: none computes what a mask hides."""
+
+    def attend() -> None:
+        shapes = (HEADS, GROUPS, GROUPS)
+        q, k, v = (torch.zeros(ROWS, h, BLOCK, WIDTH, requires_grad=True) for h in shapes)
+        ring_attention(q, k, v, Comm(), tile=1).sum().backward()
+
     return dry_run(attend, ranks=ranks, step=0)
-
-
-def exposed_s(ranks: int, bytes_per_s: float, alpha_s: float) -> list[float]:
-    """Seconds that a rank stands still in a replay, in forward and in backward."""
-    on = replay(recorded(ranks), cluster(bytes_per_s, alpha_s, ranks))
-    waits = [event.wait_ended_s - event.wait_began_s for event in on.ranks[0].comms]
-    assert len(waits) == 3 * (ranks - 1)
-    return [sum(waits[: ranks - 1]), sum(waits[ranks - 1 :])]
 
 
 SHAPE: dict[str, Any] = {
@@ -112,28 +102,28 @@ def test_what_is_exposed_in_a_replay_is_what_is_predicted(
     ranks: int, of_the_way: float, alpha_s: float
 ) -> None:
     """With wires so fast that a step's computing is so much of a block's way."""
-    block = BLOCK
-    step_s = ring_step_scores(block, HEADS, ROWS) * 4 * WIDTH / FLOPS_PER_S
-    elements = 2 * ROWS * GROUPS * block * WIDTH
+    step_s = ring_step_scores(BLOCK, HEADS, ROWS) * 4 * WIDTH / FLOPS_PER_S
+    elements = 2 * ROWS * GROUPS * BLOCK * WIDTH
     bytes_per_s = elements * 4 / (step_s / of_the_way - alpha_s)
     how = {**SHAPE, "bytes_per_s": bytes_per_s, "alpha_s": alpha_s}
     found = exposed_s(ranks, bytes_per_s, alpha_s)
-    predicted = [ring_exposed_s(block, ranks=ranks, **how, backward=b) for b in (False, True)]
+    predicted = [ring_exposed_s(BLOCK, ranks=ranks, **how, backward=b) for b in (False, True)]
     assert found == pytest.approx(predicted, rel=1e-6, abs=1e-12)
-    hidden = block >= ring_hides_from(**how) * (1 - 1e-9)
+    hidden = ring_hides_from(**how) * (1 - 1e-9) <= BLOCK
     assert hidden == (of_the_way >= 1)
     if ranks > 2 or hidden:  # of two ranks the one block has the own step, which is longer
         assert (found[0] < 1e-12) == hidden, "zero where it says so"
 
 
-# ---- sizes that cannot be
-
-GOOD = {"rows": 1, "kv_heads": 2, "head_width": 4, "element_bytes": 2}
-
-
 def test_what_does_not_divide_is_told() -> None:
-    for what, changes in [
-        ("sequence=9", {"sequence": 9}), ("heads=3", {"heads": 3}), ("kv_heads=1", {"kv_heads": 1})
-    ]:  # fmt: skip
-        with pytest.raises(ValueError, match=f"{what} does not divide over ranks=2"):
-            ulysses_bytes(**{**GOOD, "sequence": 8, "ranks": 2, "heads": 2, **changes})
+    good = {
+        "rows": 1,
+        "kv_heads": 2,
+        "head_width": 4,
+        "element_bytes": 2,
+        "sequence": 8,
+        "heads": 2,
+    }
+    for name, value in (("sequence", 9), ("heads", 3), ("kv_heads", 1)):
+        words = f"{name}={value} does not divide over ranks=2"
+        raises(words, ulysses_bytes, **{**good, "ranks": 2, name: value})

@@ -1,31 +1,29 @@
-"""The closed formulas beside what recording really counts of labkit.GPT: every operation, and the
-bytes of activations, all but those that the formula says it leaves out."""
+"""The closed formulas beside the operations and activation bytes that a recording of GPT counts."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
-import torch
 from torch import nn
+from torch.optim import SGD
 
-from labkit import predict, record
-from labkit.models import GPT, PlainAttention
-from labkit.trace import CATEGORIES, RankTrace
+from labkit import predict
+from labkit.models import GPT
+from labkit.trace import RankTrace
+from recorded_memory import layer_bytes, recorded_step, use_core
 
 ROWS, SEQUENCE, WIDTH, HEADS, VOCAB = 1, 128, 256, 8, 64
 SIZES = {"sequence": SEQUENCE, "rows": ROWS, "width": WIDTH, "heads": HEADS}
 
 
 def plain(model: GPT) -> None:
-    """Attention written out, with dropout in it."""
-    for block in model.blocks:
-        block.attn.core = PlainAttention(0.1)  # type: ignore[union-attr]
+    use_core(model)
 
 
 def kernel(model: GPT) -> None:
     """The model's own core; torch's CPU has a kernel only without dropout in it."""
     for block in model.blocks:
-        block.attn.core.dropout = 0.0  # type: ignore[union-attr]
+        block.attn.core.dropout = 0.0
 
 
 def with_torchs_dropout(model: GPT) -> None:
@@ -33,34 +31,20 @@ def with_torchs_dropout(model: GPT) -> None:
     plain(model)
     for block in model.blocks:
         block.dropout = nn.Dropout(0.1)
-        block.attn.core.dropout = nn.Dropout(0.1)  # type: ignore[union-attr]
+        block.attn.core.dropout = nn.Dropout(0.1)
 
 
 @cache
-def recorded(depth: int, edit: Callable[[GPT], None], kv_heads: int | None) -> RankTrace:
-    """One training step in bfloat16, counted."""
-    torch.manual_seed(0)
-    model = GPT(VOCAB, WIDTH, depth, HEADS, SEQUENCE, kv_heads=kv_heads, dropout=0.1).bfloat16()
-    edit(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = torch.randint(VOCAB, (ROWS, SEQUENCE))
-    with record(detail_step=0) as trace:
-        model(tokens).logsumexp(-1).sum().backward()
-        optimizer.step()
-    return trace.ranks[0]
-
-
-def activation_bytes_at_end_of_forward(one: RankTrace) -> int:
-    (end_s,) = (x.ended_s for x in one.spans if x.kind == "GPT" and x.phase == "forward")
-    last = [point for point in one.memory if point.when_s <= end_s][-1]
-    return last.held_bytes[CATEGORIES.index("activations")]
+def recorded(depth: int, edit: Callable[[GPT], None], kv_heads: int | None = None) -> RankTrace:
+    """One whole training step."""
+    sgd = partial(SGD, lr=0.1)
+    return recorded_step(
+        **SIZES, depth=depth, edit=edit, kv_heads=kv_heads, vocab=VOCAB, optimizer=sgd
+    )
 
 
 def of_one_layer(edit: Callable[[GPT], None]) -> float:
-    deep, shallow = (
-        activation_bytes_at_end_of_forward(recorded(depth, edit, None)) for depth in (3, 1)
-    )
-    return (deep - shallow) / 2
+    return layer_bytes(recorded, edit=edit)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +56,14 @@ def test_activations_of_a_layer_are_what_is_recorded(
 ) -> None:
     found, expected = of_one_layer(edit), formula(**SIZES)
     assert found == pytest.approx(expected, rel=0.02)
-    statistics = (
-        2 * 2 * ROWS * SEQUENCE
-    )  # mean and deviation, two norms: what the formula leaves out
+    statistics = 2 * 2 * ROWS * SEQUENCE  # mean and deviation, two norms: not in the formula
     assert found - expected in (2 * statistics, 4 * statistics), "2 bytes each, or 4"
 
 
 def test_masks_of_two_bytes_would_be_seen() -> None:
     masks = ROWS * SEQUENCE * (2 * WIDTH + HEADS * SEQUENCE)
     assert of_one_layer(with_torchs_dropout) - of_one_layer(plain) == masks
-    assert of_one_layer(with_torchs_dropout) > 1.11 * predict.activation_bytes(**SIZES)  # type: ignore[arg-type]
+    assert of_one_layer(with_torchs_dropout) > 1.11 * predict.activation_bytes(**SIZES)
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])

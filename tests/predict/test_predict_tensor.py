@@ -1,5 +1,4 @@
-"""What tensor parallelism keeps and sends: equal to the published formulas, row by row, and to what
-ranks really keep and send."""
+"""What tensor parallelism keeps and sends: the published formulas, and what ranks keep and send."""
 
 from typing import Any
 
@@ -9,10 +8,10 @@ import torch
 from labkit import GPT, Comm, World, listen, predict
 from labkit.memory.edits import Choices
 from labkit.memory.saved import SavedTensor, saved_by
-from labkit.models import PlainAttention
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.predict.bills import OTHERS, STATISTICS
+from recorded_memory import use_core
 from test_predict import ACTIVATIONS, value
 from worlds import world_fixture
 
@@ -32,25 +31,15 @@ ROWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def expression(name: str) -> str:
-    """Of that row; test_predict.py holds the rows to the file."""
-    whole, _, sharded = dict(ACTIVATIONS)[name.removesuffix(", sharded")].partition(" (2")
-    return "2" + sharded.split(" if")[0] if name.endswith("sharded") else whole
-
-
-def asked(name: str, t: int) -> dict[str, Any]:
-    how = dict(ROWS[name])
-    return {"tensor_parallel": t if how.pop("t", False) else 1, **how}
-
-
-# ---- kept
-
-
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int) -> None:
-    sizes = {"sequence": 2048, "rows": 4, "width": 6144, "heads": 64, **asked(name, t)}
-    expected = value(expression(name), **PAPER, t=t)
+    """test_predict.py holds the rows to the file."""
+    sizes = {"sequence": 2048, "rows": 4, "width": 6144, "heads": 64, **ROWS[name]}
+    sizes["tensor_parallel"] = t if sizes.pop("t", False) else 1
+    whole, _, sharded = dict(ACTIVATIONS)[name.removesuffix(", sharded")].partition(" (2")
+    printed = "2" + sharded.split(" if")[0] if name.endswith("sharded") else whole
+    expected = value(printed, **PAPER, t=t)
     assert predict.activation_bytes(**sizes) == pytest.approx(expected, rel=1e-12)
     terms = predict.activation_terms(**sizes)
     assert sum(terms.values()) == pytest.approx(expected, rel=1e-12), "summand by summand"
@@ -63,8 +52,6 @@ def test_what_is_outside_of_the_matrices_is_ten_of_thirty_four() -> None:
     assert all(cut[name] == one[name] / 4 for name in one if name not in whole)
 
 
-# ---- what ranks keep
-
 S, B, W, A = 64, 2, 64, 4
 SIZES = {"sequence": S, "rows": B, "width": W, "heads": A}
 
@@ -73,12 +60,10 @@ world = world_fixture(sizes=[1, 2, 4])
 
 
 def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
-    """On a rank: what the second block of a GPT keeps, cut over all ranks."""
     comm = Comm()
     torch.manual_seed(0)
     model = GPT(32, W, 3, A, S, dropout=0.1).bfloat16()
-    for block in model.blocks:
-        block.attn.core = PlainAttention(0.1)  # type: ignore[union-attr]
+    use_core(model)
     tensor_parallel(model, comm, sequence=sequence)
     length = S // comm.size if sequence else S
     x = torch.randn(B, length, W, dtype=torch.bfloat16, requires_grad=True)
@@ -106,9 +91,6 @@ def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute
         assert rest.get(OTHERS, 0) == 0, bill
 
 
-# ---- sent
-
-
 @pytest.mark.parametrize("t", [1, 2, 3, 8])
 def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
     """8 b s h (t-1)/t elements: arXiv 2104.04473, section 3.2. Two inputs gathered again: arXiv
@@ -127,11 +109,6 @@ def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
     assert layer(sequence_parallel=True, recompute=True) == printed(14)
 
 
-def test_inputs_are_kept_whole_without_sequence_parallelism() -> None:
-    with pytest.raises(ValueError, match="kept_whole"):
-        predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True)
-
-
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
 def test_of_the_vocabulary_three_numbers_a_token_travel(t: int) -> None:
     sizes = {"sequence": 128, "rows": 3, "ranks": t}
@@ -142,7 +119,6 @@ def test_of_the_vocabulary_three_numbers_a_token_travel(t: int) -> None:
 
 
 def sent(sequence: bool, gather: bool) -> int:
-    """On a rank: bus bytes of a step, without those of the parameters seen in part."""
     comm = Comm()
     torch.manual_seed(0)
     model = tensor_parallel(GPT(50, 24, 3, 12, 24), comm, sequence=sequence, gather_logits=gather)

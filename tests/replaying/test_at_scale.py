@@ -1,5 +1,4 @@
-"""Steps of large models on large clusters, from recordings of their layers: each short way held to
-the long one, and the whole to its sums."""
+"""Steps of large models on large clusters: each shortcut beside the full computation."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,34 +11,24 @@ from labkit import plot
 from labkit.clusters import cluster
 from labkit.predict import bytes_by_axis
 from labkit.replaying.costs import Costs
-from labkit.replaying.microbatches import timed_actions
-from labkit.replaying.pipeline import pipeline_trace
+from labkit.replaying.pipeline import pipeline_trace, timed_actions
 from labkit.replaying.planning.clock import pipeline_timing, schedule_of
 from labkit.replaying.planning.layers import Layer, record_layers, recorded, shape_of
 from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.published import GPT3, MEGATRON
 from labkit.replaying.planning.report import StepReport
-from labkit.replaying.planning.stages import (
-    data_groups,
-    pipeline_groups,
-    tensor_groups,
-    virtual_stages,
-)
+from labkit.replaying.planning.stages import rank_groups, virtual_stages
 from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
+from tables import raises, refusals
 
 SELENE = cluster("selene")
 SMALL = Sizes(width=48, depth=4, heads=4, context=32, vocab=100)
 PARTS = ("compute_s", "tensor_s", "optimizer_s", "data_s", "pipeline_s", "bubble_s")
 
 
-# ---- the clock
-
-
-def engine_times(
-    microbatches: int, forward: Any, backward: Any, messages: Any
-) -> tuple[Any, Any, Any]:
+def engine_times(microbatches: int, forward: Any, backward: Any, messages: Any) -> list[Any]:
     """Of each stage when it ended, how long it was idle, and when the last backward of each chunk
     began: by the engine that runs everything."""
     stages, chunks = forward.shape
@@ -51,13 +40,12 @@ def engine_times(
         return float(messages[min(message.source, message.target) % stages])
 
     trace = pipeline_trace(schedule_of(stages, microbatches, chunks), seconds, message_s)
-    ended, idle, lasts = [], [], []
+    times = []
     for done in timed_actions(trace):
-        ended.append(done[-1].ended_s)
-        idle.append(done[-1].ended_s - sum(x.ended_s - x.began_s for x in done))
+        idle_s = done[-1].ended_s - sum(x.ended_s - x.began_s for x in done)
         began = {x.action.chunk: x.began_s for x in done if x.action.phase == "backward"}
-        lasts.append([began[chunk] for chunk in range(chunks)])
-    return np.array(ended), np.array(idle), np.array(lasts)
+        times.append((done[-1].ended_s, idle_s, [began[chunk] for chunk in range(chunks)]))
+    return [np.array(each) for each in zip(*times, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -94,22 +82,14 @@ def test_a_thousand_micro_batches_are_the_bubble_of_the_formula() -> None:
         assert not found.pipeline_s.any()
 
 
-# ---- layers
-
-
 def operations(layer: Layer) -> Counter[Any]:
-    return Counter(
-        one._replace(when_s=0.0) for phase in (layer.forward, layer.backward)
-        for one in phase.all_of("compute")
-    )  # fmt: skip
+    both = [*layer.forward.all_of("compute"), *layer.backward.all_of("compute")]
+    return Counter(one._replace(when_s=0.0) for one in both)
 
 
 def sent(layer: Layer) -> Counter[Any]:
-    return Counter(
-        (one.op, one.payload_bytes, one.bus_bytes, one.blocking)
-        for phase in (layer.forward, layer.backward)
-        for one in phase.all_of("issue")
-    )
+    both = [*layer.forward.all_of("issue"), *layer.backward.all_of("issue")]
+    return Counter((one.op, one.payload_bytes, one.bus_bytes, one.blocking) for one in both)
 
 
 LAYOUTS = [
@@ -135,30 +115,15 @@ def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
     assert 0 <= most - (report.peak_bytes - states) <= 8
 
 
-def test_a_recording_is_made_once() -> None:
-    """GPT-3 on 1,024 ranks: three layers; other schedules, replicas and clusters need no more."""
-    recorded.cache_clear()
-    pod = replace(cluster("dgx-h100"), nodes=128)
-    for layout in (Layout(8, 8, 16), Layout(8, 8, 16, chunks=2), Layout(8, 12, 4, zero=1)):
-        assert step_report(GPT3, layout, 1536, SELENE) != step_report(GPT3, layout, 1536, pod)
-    assert recorded.cache_info().misses == 3
-
-
-# ---- places
-
-
 def test_groups_stand_where_the_mesh_has_them() -> None:
-    """Nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2 ranks has one
-    neighbour on its node, and one on the next."""
-    assert tensor_groups(Layout(tp=8, pp=2, dp=2), 1, 8) == (tuple(range(16, 24)),)
-    assert tensor_groups(Layout(tp=16, pp=2), 1, 8) == (tuple(range(16, 32)),)
-    assert tensor_groups(Layout(tp=6, dp=4), 0, 8) == (tuple(range(6)), tuple(range(6, 12)))
-    assert data_groups(Layout(tp=2, pp=2, dp=2), 1, 8) == ((4, 6),)
-    assert pipeline_groups(Layout(tp=2, pp=4, dp=1), (0, 1), 8) == ((0, 2),)
-    assert pipeline_groups(Layout(tp=2, pp=8, dp=1), (3, 4), 8) == ((6, 8),)
-
-
-# ---- the report
+    """pp, dp and tp on nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2
+    ranks has one neighbour on its node, and one on the next."""
+    assert rank_groups(2, 2, 8, "tp", (1,), 8) == (tuple(range(16, 24)),)
+    assert rank_groups(2, 1, 16, "tp", (1,), 8) == (tuple(range(16, 32)),)
+    assert rank_groups(1, 4, 6, "tp", (0,), 8) == (tuple(range(6)), tuple(range(6, 12)))
+    assert rank_groups(2, 2, 2, "dp", (1,), 8) == ((4, 6),)
+    assert rank_groups(4, 1, 2, "pp", (0, 1), 8) == ((0, 2),)
+    assert rank_groups(8, 1, 2, "pp", (3, 4), 8) == ((6, 8),)
 
 
 def check_sums(report: StepReport) -> None:
@@ -232,16 +197,13 @@ class TwiceAsSlow(Costs):
 
 
 def test_constants_of_ones_own() -> None:
-    layout = Layout(tp=2, pp=2)
     plain, slow = (
-        step_report(SMALL, layout, 8, SELENE, costs=kind(SELENE)) for kind in (Costs, TwiceAsSlow)
+        step_report(SMALL, Layout(tp=2, pp=2), 8, SELENE, costs=kind(SELENE))
+        for kind in (Costs, TwiceAsSlow)
     )
     assert slow.compute_s == pytest.approx(2 * plain.compute_s)
     assert slow.optimizer_s == pytest.approx(2 * plain.optimizer_s)
     assert slow.sent_bytes == plain.sent_bytes and slow.memory_bytes == plain.memory_bytes
-
-
-# ---- the trace
 
 
 @pytest.mark.parametrize(
@@ -267,40 +229,38 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
     assert plot.timeline(trace) is not None
 
 
-# ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("layout", "batch", "says"),
-    [
-        (Layout(dp=3), 16, "choose a multiple of 3"),
-        (Layout(pp=8), 16, "choose at most 4"),
-        (Layout(dp=4096), 4096, "nodes="),
-        (Layout(tp=3), 16, "divide"),
-        (Layout(pp=2, chunks=2), 5, "whole"),
-        (Layout(chunks=2), 4, "several stages"),
-        (Layout(zero=2, dp=2), 4, "zero=2: here are 0 .DDP. and 1"),
-        (Layout(zero=3), 4, "zero=3"),
-        (Layout(tp=8), 16, "4 heads do not divide over tp=8"),
-        (Layout(tp=0), 16, "tp=0: give a whole number"),
-        (Layout(chunks=-1), 16, "chunks=-1: give a whole number"),
-        (Layout(), 0, "global_batch=0: give a whole number"),
-        (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
-    ],
+test_a_layout_that_cannot_be_is_told = refusals(
+    lambda layout, batch: step_report(SMALL, layout, batch, SELENE),
+    (Layout(dp=3), 16, "choose a multiple of 3"),
+    (Layout(pp=8), 16, "choose at most 4"),
+    (Layout(dp=4096), 4096, "nodes="),
+    (Layout(tp=3), 16, "divide"),
+    (Layout(pp=2, chunks=2), 5, "whole"),
+    (Layout(chunks=2), 4, "several stages"),
+    (Layout(zero=2, dp=2), 4, "zero=2: here are 0 .DDP. and 1"),
+    (Layout(zero=3), 4, "zero=3"),
+    (Layout(tp=8), 16, "4 heads do not divide over tp=8"),
+    (Layout(tp=0), 16, "tp=0: give a whole number"),
+    (Layout(chunks=-1), 16, "chunks=-1: give a whole number"),
+    (Layout(), 0, "global_batch=0: give a whole number"),
+    (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
 )
-def test_a_layout_that_cannot_be_is_told(layout: Layout, batch: int, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        step_report(SMALL, layout, batch, SELENE)
 
 
 def test_positions_and_cores_that_cannot_be_are_told() -> None:
-    odd = replace(SMALL, context=SMALL.context + 1)
-    with pytest.raises(ValueError, match="positions do not divide over tp=2"):
-        step_report(odd, Layout(tp=2, sequence=True), 4, SELENE)
-    with pytest.raises(ValueError, match="choose 'fused' or 'plain'"):
-        step_report(SMALL, Layout(), 4, SELENE, core="flash")
+    odd, positions = replace(SMALL, context=SMALL.context + 1), "positions do not divide over tp=2"
+    raises(positions, step_report, odd, Layout(tp=2, sequence=True), 4, SELENE)
+    raises("choose 'fused' or 'plain'", step_report, SMALL, Layout(), 4, SELENE, core="flash")
 
 
 def test_shapes_leave_out_what_does_not_matter() -> None:
     one = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
     assert one == shape_of("embedding", SMALL, Layout(tp=2))
+
+
+def test_a_recording_is_made_once() -> None:
+    recorded.cache_clear()
+    pod = replace(cluster("dgx-h100"), nodes=128)
+    for layout in (Layout(8, 8, 16), Layout(8, 8, 16, chunks=2), Layout(8, 12, 4, zero=1)):
+        assert step_report(GPT3, layout, 1536, SELENE) != step_report(GPT3, layout, 1536, pod)
+    assert recorded.cache_info().misses == 3

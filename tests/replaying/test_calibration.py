@@ -1,11 +1,12 @@
-"""The calibration: constants are recovered from rows made with them, the stored fit has the errors
-that are stated, and a wrong table is refused by its line."""
+"""The calibration recovers known constants, has the stated errors, and refuses invalid tables."""
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -30,7 +31,8 @@ from calibrate import (
 from labkit import plot
 from labkit.clusters import cluster
 from labkit.replaying.costs import Costs
-from labkit.replaying.planning.calibration import (
+from labkit.replaying.planning.layout import Layout, Sizes
+from labkit.replaying.planning.published import (
     FILES,
     STORED,
     TABLES,
@@ -39,9 +41,9 @@ from labkit.replaying.planning.calibration import (
     calibration,
     step_rows,
 )
-from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.steps import step_report
 from robust_fit import Bounds, fit, refit
+from tables import cases, raises
 
 TRUE = np.array([0.6, 0.8, 5e-5, 4e-3])
 
@@ -159,39 +161,34 @@ def test_the_frozen_constants_are_those_that_were_found() -> None:
     assert cluster("selene-fitted").device == where.device
 
 
-ALL, WITHOUT_MODEL, WITHOUT_LAYOUT = ("6.8%", "3.8%"), ("7.8%", "5.1%"), ("7.1%", "4.0%")
-
-
 def test_what_is_stated_is_what_the_rows_say() -> None:
     """The errors that texts state; the aim is 5 %, on models that were not fitted on."""
     summary = calibration().summary()
     assert {name: rows for name, (rows, _, _) in summary.items()}["all rows"] == 225
-    stated = {name: (f"{mean:.1%}", f"{median:.1%}") for name, (_, mean, median) in summary.items()}
-    assert stated["all rows"] == ALL
-    assert stated["each width, fitted to the others"] == WITHOUT_MODEL
-    assert stated["each layout, fitted to the others"] == WITHOUT_LAYOUT
+    stated = {name: f"{mean:.1%} {median:.1%}" for name, (_, mean, median) in summary.items()}
+    assert stated["all rows"] == "6.8% 3.8%"
+    assert stated["each width, fitted to the others"] == "7.8% 5.1%"
+    assert stated["each layout, fitted to the others"] == "7.1% 4.0%"
 
 
-def around_s(found: Calibration) -> float:
-    return found.constants["microbatch_s"][0]
+def check_stored_seconds(rows: Iterable[int]) -> None:
+    found, rows = calibration(), list(rows)
+    around_s = found.constants["microbatch_s"][0]
+    again = seconds_of([found.rows[i] for i in rows], cluster(CLUSTER), around_s)
+    assert again == pytest.approx(found.predicted_s[rows], rel=1e-4)
 
 
 def test_the_stored_seconds_are_those_of_the_frozen_constants() -> None:
-    """On the rows that are quick to record."""
-    found = calibration()
-    quick = [i for i, one in enumerate(found.rows) if one.layout.tp == 1 and one.sizes.depth == 24]
-    quick = quick[:1]
-    again = seconds_of([found.rows[i] for i in quick], cluster(CLUSTER), around_s(found))
-    assert again == pytest.approx(found.predicted_s[quick], rel=1e-4)
+    """On the first row that is quick to record."""
+    quick = (x.layout.tp == 1 and x.sizes.depth == 24 for x in calibration().rows)
+    check_stored_seconds([list(quick).index(True)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stored_seconds_of_all_kinds_are_those_of_the_frozen_constants() -> None:
     """Every sixth row; all of them take minutes to record."""
-    found = calibration()
-    again = seconds_of(found.rows[::6], cluster(CLUSTER), around_s(found))
-    assert again == pytest.approx(found.predicted_s[::6], rel=1e-4)
+    check_stored_seconds(range(0, len(calibration().rows), 6))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -199,47 +196,38 @@ def test_the_tables_are_those_that_were_published(name: str) -> None:
     assert (TABLES / name).read_text() == (places.PUBLISHED / name).read_text()
 
 
-@pytest.mark.parametrize(
-    ("was", "then", "message"),
-    [
-        ("372.160408", "-3", "line 2: step_ms = '-3'; a number above 0"),
-        ("372.160408", "soon", "line 2: step_ms = 'soon'"),
-        ("2,16,8,1024", "2,16.5,8,1024", "line 2: global_batch = '16.5'; a whole number"),
-        ("2,16,8,1024", "4,16,8,1024", "line 2: tp x pp x dp is 2, and gpus 4"),
-        ("2,16,8,1024", "2,17,8,1024", "line 2: a batch of 17 rows does not divide"),
-        ("hidden", "width", "line 2: hidden = None"),
-    ],
+@cases(
+    ("372.160408", "-3", "line 2: step_ms = '-3'; a number above 0"),
+    ("372.160408", "soon", "line 2: step_ms = 'soon'"),
+    ("2,16,8,1024", "2,16.5,8,1024", "line 2: global_batch = '16.5'; a whole number"),
+    ("2,16,8,1024", "4,16,8,1024", "line 2: tp x pp x dp is 2, and gpus 4"),
+    ("2,16,8,1024", "2,17,8,1024", "line 2: a batch of 17 rows does not divide"),
+    ("hidden", "width", "line 2: hidden = None"),
 )
-def test_a_table_that_is_wrong_is_named(tmp_path: Path, was: str, then: str, message: str) -> None:
+def test_a_table_that_is_wrong_is_named(was: str, then: str, message: str, tmp_path: Path) -> None:
     for name in FILES:
         text = (TABLES / name).read_text()
         (tmp_path / name).write_text(text.replace(was, then, 1))
-    with pytest.raises(ValueError, match=message):
-        step_rows(tmp_path)
+    raises(message, step_rows, tmp_path)
 
 
 def test_a_missing_table_and_a_calibration_of_other_rows_are_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="name the folder that has a100_step"):
-        step_rows(tmp_path)
+    raises("name the folder that has a100_step", step_rows, tmp_path, error=FileNotFoundError)
     told = json.loads(STORED.read_text())
     told["rows"].pop()
     (tmp_path / "other.json").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match="is of other rows"):
-        calibration(tmp_path / "other.json")
+    raises("is of other rows", calibration, tmp_path / "other.json")
 
 
 def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
     found = calibration()
     again = calibration(save_calibration(found, tmp_path / "again.json"))
+    assert isinstance(again, Calibration)
     assert again.constants == found.constants and again.dated == found.dated
-    figure = plot.calibration(found)
-    both, errors = figure.axes
+    both, errors = plot.calibration(found).axes
     assert sum(len(line.get_xdata()) for line in both.lines[1:]) >= 225
     labels = [text.get_text() for text in errors.get_xticklabels()]
     assert labels[0] == "width 1,024\n82 steps" and len(labels) == 4
-    assert isinstance(again, Calibration)
-    import matplotlib.pyplot as plt
-
     plt.close("all")
 
 

@@ -14,6 +14,7 @@ from labkit.clusters import (
     read_clusters,
     write_clusters,
 )
+from tables import cases, raises
 
 
 @pytest.mark.parametrize("name", known_clusters())
@@ -45,22 +46,18 @@ def test_ranks_stand_node_by_node_and_share_the_wires_between() -> None:
     assert one.level_of([0, 3, 7]).name == "NVLink 2"
     assert one.level_of([7, 8]).name == one.level_of(range(128)).name == "Ethernet"
     assert one.share_bytes_per_s(one.inside) == 150e9
-    assert one.between is not None
     assert one.share_bytes_per_s(one.between) == 25e9 / 8 / 8
     assert cluster("selene").share_bytes_per_s(cluster("selene").level_of([0, 8])) == 25e9
 
 
-def test_what_is_not_there_is_told_with_what_is() -> None:
-    with pytest.raises(ValueError, match="no cluster 'frontier'; there are h200-node, dgx-h100"):
-        cluster("frontier")
-    with pytest.raises(ValueError, match="8 devices .1 nodes of 8., and none for rank 8"):
-        cluster("h200-node").level_of([0, 8])
+def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
+    raises("no cluster 'frontier'; there are h200-node, dgx-h100", cluster, "frontier")
+    raises("8 devices .1 nodes of 8., and none for rank 8", cluster("h200-node").level_of, [0, 8])
     with pytest.raises(ValueError, match="no rate for bfloat16; it has float64, float32, float16"):
         cluster("v100-cloud").device.peak_flops_of("bfloat16")
-    with pytest.raises(ValueError, match="2 nodes, and no level between"):
-        replace(cluster("workstation"), nodes=2)
-    with pytest.raises(ValueError, match="nodes=0"):
-        replace(cluster("selene"), nodes=0)
+    raises("2 nodes, and no level between", replace, cluster("workstation"), nodes=2)
+    raises("nodes=0", replace, cluster("selene"), nodes=0)
+    raises("none.toml", read_clusters, tmp_path / "none.toml", error=FileNotFoundError)
 
 
 OWN = """
@@ -106,7 +103,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 RATE, DELAY = '[12e9, "measured"]', '[1e-4, "ping"]'
 NO_SOURCE = "a number and its source are needed"
-WRONG = [
+
+
+@cases(
     ('"v100"', '"v1000"', "clusters.mine: no device 'v1000'; there are h200"),
     ("nodes = 2", "nodes = 2.5", "nodes = 2.5; a whole number"),
     ("nodes = 2", "", "nodes = None"),
@@ -144,22 +143,19 @@ WRONG = [
     ('peak_flops.bfloat16 = [312e12, "printed on it"]', "", "peak_flops: a table is needed"),
     ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no rate of any dtype; give one"),
     ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it is a part"),
-]
-
-
-@pytest.mark.parametrize(("was", "then", "message"), WRONG)
+)
 def test_what_is_wrong_in_a_file_is_named(
-    tmp_path: Path, was: str, then: str, message: str
+    was: str, then: str, message: str, tmp_path: Path
 ) -> None:
     text = OWN if was in OWN else OWN.replace('"v100"', '"own"') + DEVICE
     assert was in text
-    with pytest.raises(ValueError, match=message):
-        own(tmp_path, text.replace(was, then, 1))
+    raises(message, own, tmp_path, text.replace(was, then, 1))
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="none.toml"):
-        read_clusters(tmp_path / "none.toml")
+@cases(("nodes = 2", "nodes = 0"), ("devices = 2", "devices = 0"))
+def test_a_wrong_device_is_named_before_a_wrong_count(was: str, then: str, tmp_path: Path) -> None:
+    text = OWN.replace('"v100"', '"own"') + DEVICE.replace("[5e-6", "[5")
+    raises("launch_s = 5, .*seconds", own, tmp_path, text.replace(was, then, 1))
 
 
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
@@ -181,7 +177,7 @@ def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path) -> N
     wires = Level(told, 100000.1, 0.0, 3, sources={"bytes_per_s": told, "latency_s": told})
     rest = {"nodes": 2, "devices_per_node": 3, "inside": wires, "between": wires}
     both = {
-        name: Cluster(name, told, one, **rest)  # type: ignore[arg-type]
+        name: Cluster(name, told, one, **rest)
         for name, one in {"": device, 'a "b".c': twin}.items()
     }
     write_clusters(tmp_path / "odd.toml", both)
@@ -193,27 +189,24 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     wires = one.inside
 
     def refused(message: str, changed: Cluster, name: str = "workstation") -> None:
-        with pytest.raises(ValueError, match=message):
-            write_clusters(path, {name: changed})
+        raises(message, write_clusters, path, {name: changed})
         assert not path.exists()
 
     refused("under 'here' is called 'workstation'", one, "here")
     without = {name: said for name, said in wires.sources.items() if name != "reached"}
-    refused("PCIe.*: reached has no source", replace(one, inside=replace(wires, sources=without)))
-    refused(
-        "RTX 4090: memory_bytes has no source", replace(one, device=replace(one.device, sources={}))
-    )
-    more = wires.sources | {"weight": "none"}
-    refused("would not read back", replace(one, inside=replace(wires, sources=more)))
-    for number, message in (
-        (float("nan"), "a number and"),
-        (float("inf"), "a number and"),
-        (-1, "0"),
+    more, numbers = wires.sources | {"weight": "none"}, "a number and"
+    for message, changes in (
+        ("PCIe.*: reached has no source", {"sources": without}),
+        ("would not read back", {"sources": more}),
+        (numbers, {"bytes_per_s": float("nan")}),
+        (numbers, {"bytes_per_s": float("inf")}),
+        ("0", {"bytes_per_s": -1}),
     ):
-        refused(message, replace(one, inside=replace(wires, bytes_per_s=number)))
+        refused(message, replace(one, inside=replace(wires, **changes)))
+    unknown = replace(one, device=replace(one.device, sources={}))
+    refused("RTX 4090: memory_bytes has no source", unknown)
     refused("encode", replace(one, title="\ud800"))
-    with pytest.raises(ValueError, match="no cluster to write"):
-        write_clusters(path, {})
+    raises("no cluster to write", write_clusters, path, {})
     own = replace(wires, reached=1.0, sources=without)  # what need not be there
     write_clusters(path, {"workstation": replace(one, inside=own)})
     assert read_clusters(path)["workstation"].inside == own

@@ -3,6 +3,7 @@
 import gc
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from labkit.recipes import rows as rows_of
 from labkit.replaying import dry_runs
 from labkit.trace import Trace
 from labkit.trace.measures import peak_memory
+from tables import raises
 
 RANKS = 3
 
@@ -38,19 +40,15 @@ def train(strategy: str = "ddp", steps: int = 3, rows: int = 2, dtype: str = "fl
 
 def told(trace: Trace) -> list[tuple[object, ...]]:
     """What rank 0 did in step 1, in its order, without times."""
-    one = trace.ranks[0]
-    things: list[tuple[float, tuple[object, ...]]] = []
-    for span in one.spans:
-        if span.step == 1:
-            things.append((span.began_s, ("begin", span.phase, span.module, span.kind, span.flops)))
-    for event in one.comms:
-        if event.step == 1:
-            key = (event.op, event.group, event.seq, event.dtype, event.payload_bytes)
-            things.append((event.issued_s, ("issue", *key, event.bus_bytes, event.ranks)))
-            things.append((event.wait_ended_s, ("waited", *key)))
-    for x in one.operations:
-        if x.step == 1:
-            things.append((x.when_s, (x.name, x.dtype, x.flops, x.moved_bytes, x.sides)))
+    one, things = trace.ranks[0], []
+    for x in (x for x in one.spans if x.step == 1):
+        things.append((x.began_s, ("begin", x.phase, x.module, x.kind, x.flops)))
+    for x in (x for x in one.comms if x.step == 1):
+        key = (x.op, x.group, x.seq, x.dtype, x.payload_bytes)
+        things.append((x.issued_s, ("issue", *key, x.bus_bytes, x.ranks)))
+        things.append((x.wait_ended_s, ("waited", *key)))
+    for x in (x for x in one.operations if x.step == 1):
+        things.append((x.when_s, (x.name, x.dtype, x.flops, x.moved_bytes, x.sides)))
     return [thing for _, thing in sorted(things, key=lambda x: x[0])]
 
 
@@ -101,8 +99,7 @@ def test_one_rank_stands_for_all_and_can_be_drawn_as_any() -> None:
     assert len(every.ranks) == 1024 and every.complete
     assert every.ranks[7].spans is dry.ranks[0].spans, "shared, not copied"
     assert [event.rank for event in every.ranks[7].comms] == [7] * len(dry.ranks[0].comms)
-    with pytest.raises(ValueError, match="rank 1024 has no record"):
-        dry.expanded([1024])
+    raises("rank 1024 has no record", dry.expanded, [1024])
 
 
 def test_ranks_of_several_kinds_each_have_their_record() -> None:
@@ -116,12 +113,17 @@ def test_ranks_of_several_kinds_each_have_their_record() -> None:
 
     dry = dry_run(work, ranks=4, alike={0: [0, 1], 2: [3]}, step=0)
     assert {rank: one.alike for rank, one in dry.ranks.items()} == {0: (1,), 2: (3,)}
-    assert dry.ranks[2].spans[0].flops == 2 * dry.ranks[0].spans[0].flops == 2 * 2 * 16  # type: ignore[operator]
+    assert dry.ranks[2].spans[0].flops == 2 * dry.ranks[0].spans[0].flops == 2 * 2 * 16
     replayed = replay(dry, cluster("workstation"))
     assert replayed.ranks[0].comms[0].ended_s == replayed.ranks[2].comms[0].ended_s
     for wrong in ({0: [0, 1]}, {0: range(4), 1: [1]}, {0: range(5)}):
-        with pytest.raises(ValueError, match="each of the ranks 0 to 3 once"):
-            dry_run(work, ranks=4, alike=wrong, step=0)
+        raises("each of the ranks 0 to 3 once", dry_run, work, ranks=4, alike=wrong, step=0)
+
+
+def take_steps(model: nn.Module, optimizer: Any, x: torch.Tensor, steps: int) -> None:
+    for _ in range(steps):
+        model(x).sum().backward()
+        optimizer.step()
 
 
 def test_a_model_of_another_dtype_is_converted_and_stays_tied() -> None:
@@ -131,8 +133,7 @@ def test_a_model_of_another_dtype_is_converted_and_stays_tied() -> None:
         assert model.to(torch.bfloat16).head.weight is model.head.weight
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-        optimizer.step()
+        take_steps(model, optimizer, torch.zeros(1, 8, dtype=torch.long), 1)
 
     (one,) = dry_run(work, ranks=1, step=0).ranks.values()
     assert peak_memory(one)["parameters"] == 2 * GPT.preset("tiny").parameter_count
@@ -155,9 +156,7 @@ def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters(
         model = nn.Linear(8, 8)
         optimizer = torch.optim.AdamW(model.parameters())
         model.to(torch.bfloat16)
-        for _ in range(2):
-            model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
+        take_steps(model, optimizer, torch.ones(1, 8, dtype=torch.bfloat16), 2)
 
     held = peak_memory(dry_run(work, ranks=1).ranks[0])
     assert (held["parameters"], held["optimizer state"]) == (2 * 72, 2 * 2 * 72 + 2 * 4)
@@ -171,19 +170,16 @@ def test_it_leaves_the_process_as_it_was() -> None:
         if torch.ones(1).sum() > 0:
             raise AssertionError("there is no data")
 
-    with pytest.raises(ValueError, match="looks at a number .*loss.item"):
-        dry_run(looks, ranks=4)
-    with pytest.raises(KeyError):
-        dry_run(lambda: {}["missing"], ranks=4)
+    raises("looks at a number .*loss.item", dry_run, looks, ranks=4)
+    raises("", dry_run, lambda: {}["missing"], ranks=4, error=KeyError)
     assert not dist.is_initialized() and nn.Module._apply is conversion
     assert type(torch.ones(1)) is torch.Tensor
     first, second = dry_run(train, ranks=4), dry_run(train, ranks=4)
     assert [e.group for e in first.ranks[0].comms] == [e.group for e in second.ranks[0].comms]
-    assert replay(first, cluster("selene")) == replay(second, cluster("selene")), (
-        "to the last digit"
-    )
-    with World(1) as world, pytest.raises(RankError, match="a rank already"):
-        world.run(lambda: dry_run(train, ranks=4))
+    replays = [replay(one, cluster("selene")) for one in (first, second)]
+    assert replays[0] == replays[1], "to the last digit"
+    with World(1) as world:
+        raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
 
 
 def test_what_was_there_before_is_none_of_its_memory() -> None:
@@ -208,31 +204,29 @@ def test_what_cannot_be_recorded_is_told() -> None:
             for one in optimizers:
                 one.step()
 
-    with pytest.raises(ValueError, match="looks at a number .*shape that depends on numbers"):
-        dry_run(chooses, ranks=2)
-    with pytest.raises(ValueError, match="in step 1 there is no forward: .* give step=2"):
-        dry_run(two_optimizers, ranks=2)
+    raises("looks at a number .*shape that depends on numbers", dry_run, chooses, ranks=2)
+    raises("in step 1 there is no forward: .* give step=2", dry_run, two_optimizers, ranks=2)
     assert dry_run(two_optimizers, ranks=2, step=2).ranks[0].spans
-    with pytest.raises(ValueError, match="made 1 training steps, and step 1 is to be kept"):
-        dry_run(train, steps=1, ranks=2)
-    with pytest.raises(ValueError, match="ranks=0; at least 1 is needed"):
-        dry_run(train, ranks=0)
+    raises("made 1 training steps, and step 1 is to be kept", dry_run, train, steps=1, ranks=2)
+    raises("ranks=0; at least 1 is needed", dry_run, train, ranks=0)
 
 
 def test_a_model_that_no_laptop_holds() -> None:
     """One layer of 175B parameters as DDP trains it: 1.8 billion in fp32."""
 
+    def gpt() -> GPT:
+        return GPT(vocab=1024, width=12288, depth=1, heads=96, context=2048)
+
     def work() -> None:
-        model = DDP(GPT(vocab=1024, width=12288, depth=1, heads=96, context=2048))
+        model = DDP(gpt())
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             optimizer.zero_grad()
-            model(torch.zeros(1, 2048, dtype=torch.long)).sum().backward()
-            optimizer.step()
+            take_steps(model, optimizer, torch.zeros(1, 2048, dtype=torch.long), 1)
 
     dry = dry_run(work, ranks=1024)
     with torch.device("meta"):
-        numbers = GPT(vocab=1024, width=12288, depth=1, heads=96, context=2048).parameter_count
+        numbers = gpt().parameter_count
     held = peak_memory(dry.ranks[0])
     assert held["parameters"] == 4 * numbers > 7e9
     assert held["optimizer state"] == pytest.approx(8 * numbers, rel=1e-6)

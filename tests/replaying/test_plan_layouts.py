@@ -1,18 +1,18 @@
 """Which layouts there are: all that factor and no others, and what is said where none does."""
 
+from dataclasses import replace
 from itertools import product
-
-import pytest
 
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
 from labkit.replaying.planning.ranking import least_bytes
 from plan_cases import SMALL
+from tables import cases, raises, refusals
 
 GPT3 = Sizes(width=12288, depth=96, heads=96)
+ODD = Sizes(width=64, depth=4, heads=4, context=7)
 
 
 def by_trying(sizes: Sizes, ranks: int, rows: int) -> set[Layout]:
-    """Every combination of small numbers, those kept that keep the rules."""
     found = set()
     numbers = range(1, max(ranks, rows, sizes.depth) + 1)
     twos = [1, 2, 4, 8, 16]
@@ -29,16 +29,10 @@ def by_trying(sizes: Sizes, ranks: int, rows: int) -> set[Layout]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "rows"),
-    [
-        (SMALL, 1, 1),
-        (SMALL, 8, 16),
-        (SMALL, 12, 12),
-        (SMALL, 3, 9),
-        (Sizes(width=60, depth=6, heads=5, context=7), 30, 30),
-        (Sizes(width=64, depth=16, heads=4, context=6), 16, 24),
-    ],
+@cases(
+    *((SMALL, *one) for one in ((1, 1), (8, 16), (12, 12), (3, 9))),
+    (Sizes(width=60, depth=6, heads=5, context=7), 30, 30),
+    (Sizes(width=64, depth=16, heads=4, context=6), 16, 24),
 )
 def test_all_layouts_that_factor_and_no_others(sizes: Sizes, ranks: int, rows: int) -> None:
     found = layouts(sizes, ranks, rows)
@@ -62,48 +56,39 @@ def test_named_values_are_those_alone() -> None:
     assert {one.chunks for one in layouts(GPT3, 1024, 1536, pp=8, chunks=(3, 6))} == {3, 6}
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"tp": 5}, "tp=5: 96 heads do not divide by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
-        ({"pp": (2, 7)}, "pp=7: 96 blocks do not divide by 7; 1, 2, 3"),
-        ({"dp": 5}, "dp=5: 1536 rows do not divide by 5"),
-        ({"microbatch": 7}, "microbatch=7: 1536 rows"),
-        ({"chunks": 9}, "chunks=9: 96 blocks"),
-        ({"tp": 0}, "tp=0: give a whole number, 1 or more"),
-        ({"tp": ()}, "tp has no numbers to choose from"),
-        ({"zero": 3}, "zero=3: a plan knows 0 or 1"),
-        ({"recompute": "selective"}, "recompute='selective': a plan knows none and full"),
-        ({"tp": 3}, "no layout of 1024 ranks: .*with tp 3; 864 and 1152 ranks would do"),
-        ({"ranks": 1000}, "no layout of 1000 ranks: .*; 864 and 1024 ranks would do"),
-        ({"ranks": 7}, "no layout of 7 ranks: .*; 6 and 8 ranks would do"),
-        ({"ranks": 0}, "ranks=0: give a whole number"),
-        ({"global_batch": -1}, "global_batch=-1: give a whole number"),
-    ],
+test_what_does_not_factor_is_told_with_what_would = refusals(
+    lambda asked: layouts(**{"sizes": GPT3, "ranks": 1024, "global_batch": 1536, **asked}),
+    ({"tp": 5}, "tp=5: 96 heads do not divide by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
+    ({"pp": (2, 7)}, "pp=7: 96 blocks do not divide by 7; 1, 2, 3"),
+    ({"dp": 5}, "dp=5: 1536 rows do not divide by 5"),
+    ({"microbatch": 7}, "microbatch=7: 1536 rows"),
+    ({"chunks": 9}, "chunks=9: 96 blocks"),
+    ({"tp": 0}, "tp=0: give a whole number, 1 or more"),
+    ({"tp": ()}, "tp has no numbers to choose from"),
+    ({"zero": 3}, "zero=3: a plan knows 0 or 1"),
+    ({"recompute": "selective"}, "recompute='selective': a plan knows none and full"),
+    ({"tp": 3}, "no layout of 1024 ranks: .*with tp 3; 864 and 1152 ranks would do"),
+    ({"ranks": 1000}, "no layout of 1000 ranks: .*; 864 and 1024 ranks would do"),
+    ({"ranks": 7}, "no layout of 7 ranks: .*; 6 and 8 ranks would do"),
+    ({"ranks": 0}, "ranks=0: give a whole number"),
+    ({"global_batch": -1}, "global_batch=-1: give a whole number"),
+    (
+        {"sizes": ODD, "ranks": 8, "global_batch": 8, "tp": (2, 4), "sequence": True},
+        "sequence=True: 7 positions divide over none of these tp",
+    ),
+    ({"sizes": replace(ODD, width=100, heads=3)}, "width=100 does not divide over heads=3"),
 )
-def test_what_does_not_factor_is_told_with_what_would(asked: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        layouts(GPT3, **{"ranks": 1024, "global_batch": 1536, **asked})
 
 
 def test_positions_that_do_not_divide_leave_no_sequence_parallelism() -> None:
-    odd = Sizes(width=64, depth=4, heads=4, context=7)
-    assert not any(one.sequence for one in layouts(odd, 8, 8))
-    with pytest.raises(ValueError, match="sequence=True: 7 positions divide over none of these tp"):
-        layouts(odd, 8, 8, tp=(2, 4), sequence=True)
+    assert not any(one.sequence for one in layouts(ODD, 8, 8))
 
 
 def test_the_ranks_that_would_do_do() -> None:
     for ranks in (864, 1024):
         assert layouts(GPT3, ranks, 1536)
     for ranks in range(865, 1024):
-        with pytest.raises(ValueError, match="864 and 1024"):
-            layouts(GPT3, ranks, 1536)
-
-
-def test_heads_that_do_not_divide_the_width_are_told() -> None:
-    with pytest.raises(ValueError, match="width=100 does not divide over heads=3"):
-        layouts(Sizes(width=100, depth=4, heads=3), 8, 8)
+        raises("864 and 1024", layouts, GPT3, ranks, 1536)
 
 
 def test_the_formulas_count_what_each_choice_is_for() -> None:

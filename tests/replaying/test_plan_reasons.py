@@ -8,6 +8,7 @@ from labkit.clusters import cluster
 from labkit.replaying.planning.layout import Layout
 from labkit.replaying.planning.report import PARTS, cause, reached, seconds, why, why_not
 from plan_cases import step_of
+from tables import cases
 
 SELENE = cluster("selene")
 BEST = step_of(
@@ -17,46 +18,27 @@ BEST = step_of(
 AS_BEST = {"compute": 8, "tensor": 1, "bubble": 0.5, "data": 0.25, "pipeline": 0.25}
 
 
-@pytest.mark.parametrize(
-    ("layout", "seconds", "part", "words"),
-    [
-        (
-            Layout(tp=16, pp=1, dp=4), {"tensor": 7}, "tensor",
-            "tp 16 leaves the node of 8: its collectives go over InfiniBand HDR and stand exposed "
-            "44% of the step (the best: 10%)",
-        ),
-        (
-            Layout(tp=4, pp=4, dp=4), {"tensor": 3}, "tensor",
-            "collectives of tp 4 stand exposed 25% of the step (the best: 10%); a rank sends 8.0 "
-            "GB, 2.0 × the best's",
-        ),
-        (
-            Layout(tp=2, pp=8, dp=4), {"bubble": 5.5}, "bubble",
-            "bubble 37%: pp - 1 = 7 over 16 micro-batches (the best: 5.0%, pp - 1 = 1 over 16 "
-            "micro-batches)",
-        ),
-        (
-            Layout(tp=2, pp=8, dp=4, microbatch=16, chunks=2), {"bubble": 5.5}, "bubble",
-            "pp - 1 = 7 over 1 micro-batch in 2 chunks",
-        ),
-        (
-            Layout(tp=1, pp=1, dp=64), {"data": 2.75}, "data",
-            "gradients of dp 64 stand exposed 22% of the step (the best: 2.5%); a rank sends 8.0 "
-            "GB, 4.0 × the best's",
-        ),
-        (
-            Layout(tp=1, pp=16, dp=4, chunks=2), {"pipeline": 1.25}, "pipeline",
-            "messages between 32 pieces of the model on 16 stages stand exposed 11% of the step",
-        ),
-        (
-            Layout(tp=8, pp=2, dp=4, recompute="full"), {"compute": 10.6}, "compute",
-            "computes every block's forward twice: 10.60 s of computing instead of 8.00",
-        ),
-        (
-            Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
-            "the optimizer takes 400 ms, the best's 0",
-        ),
-    ],
+@cases(
+    (Layout(tp=16, pp=1, dp=4), {"tensor": 7}, "tensor",
+     "tp 16 leaves the node of 8: its collectives go over InfiniBand HDR and stand exposed 44% of "
+     "the step (the best: 10%)"),
+    (Layout(tp=4, pp=4, dp=4), {"tensor": 3}, "tensor",
+     "collectives of tp 4 stand exposed 25% of the step (the best: 10%); a rank sends 8.0 GB, 2.0 "
+     "× the best's"),
+    (Layout(tp=2, pp=8, dp=4), {"bubble": 5.5}, "bubble",
+     "bubble 37%: pp - 1 = 7 over 16 micro-batches (the best: 5.0%, pp - 1 = 1 over 16 "
+     "micro-batches)"),
+    (Layout(tp=2, pp=8, dp=4, microbatch=16, chunks=2), {"bubble": 5.5}, "bubble",
+     "pp - 1 = 7 over 1 micro-batch in 2 chunks"),
+    (Layout(tp=1, pp=1, dp=64), {"data": 2.75}, "data",
+     "gradients of dp 64 stand exposed 22% of the step (the best: 2.5%); a rank sends 8.0 GB, 4.0 "
+     "× the best's"),
+    (Layout(tp=1, pp=16, dp=4, chunks=2), {"pipeline": 1.25}, "pipeline",
+     "messages between 32 pieces of the model on 16 stages stand exposed 11% of the step"),
+    (Layout(tp=8, pp=2, dp=4, recompute="full"), {"compute": 10.6}, "compute",
+     "computes every block's forward twice: 10.60 s of computing instead of 8.00"),
+    (Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
+     "the optimizer takes 400 ms, the best's 0"),
 )  # fmt: skip
 def test_the_largest_difference_is_the_reason(
     layout: Layout, seconds: dict, part: str, words: str
@@ -105,11 +87,8 @@ def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -
 
 
 def test_what_does_not_fit_is_told_by_how_much_and_by_what_holds_the_most() -> None:
+    assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS
     held = {"parameters": 20e9, "activations": 61e9, "gradients": 15.3e9}
     assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0"
     barely = why_not(held, sum(held.values()) - 2e7)
     assert barely == "does not fit: 96.300 GB of 96.280 GB, activations 61.0"
-
-
-def test_the_parts_are_the_step() -> None:
-    assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS

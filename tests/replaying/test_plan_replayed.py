@@ -1,9 +1,6 @@
-"""The takeaways of arXiv 2104.04473, sections 3.2 to 3.4, out of replayed steps.
-
-They are of GPT with 39.1B parameters on 512 A100, the second model of
-shared/published/a100_step_times_cluster.csv, in the ways that were measured: 1F1B and full
-recomputation. Each claim is a comparison of two reports, and the reason that `why` gives for it.
-"""
+"""The takeaways of arXiv 2104.04473, sections 3.2 to 3.4, from replayed steps of its second model
+(tests/data/published/a100_step_times_cluster.csv): 39.1B parameters on 512 A100, 1F1B and full
+recomputation as measured."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -41,9 +38,7 @@ def at(planned: Plan, tp: int, pp: int, dp: int, chunks: int = 1) -> StepReport:
     return planned.report(Layout(tp, pp, dp, 2, chunks, recompute="full"))
 
 
-def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(
-    planned: Plan,
-) -> None:
+def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(planned: Plan) -> None:
     for inside, outside in (
         (at(planned, 8, 2, 32), at(planned, 16, 1, 32)),
         (at(planned, 8, 4, 16), at(planned, 16, 2, 16)),
@@ -57,7 +52,6 @@ def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(
 
 
 def test_where_a_replica_fits_the_rest_is_for_data_parallelism(planned: Plan) -> None:
-    """With fewer replicas come more stages, and a longer bubble."""
     steps = [at(planned, 8, 512 // 8 // dp, dp) for dp in (32, 16, 8, 4)]
     for more, fewer in pairwise(steps):
         assert more.step_s < fewer.step_s and cause(more, fewer) == "bubble"

@@ -1,10 +1,6 @@
-"""Replays beside step times that others have measured on A100s: nothing is fitted to them.
-
-Megatron-DeepSpeed, mixed precision, full recompute, attention that stores its scores: written here
-with labkit's own GPT and DDP, and torch's checkpoint. What is not alike: ours has its parameters
-and moments in bf16, theirs in fp32 as well; their Adam is one kernel.
-Source: vTrain (MIT licence), ground truth; rows of data parallelism alone (tp 1, pp 1).
-"""
+"""Replays beside step times measured on A100s (vTrain, MIT licence; rows of data parallelism
+alone): nothing is fitted. Megatron-DeepSpeed, mixed precision, full recompute, scores of attention
+stored. Unlike theirs, our parameters and moments are in bf16 only; their Adam is one kernel."""
 
 from functools import partial
 
@@ -14,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit import DDP, GPT, Batch, cluster, dry_run, loss, replay, split_of
 from labkit.models import PlainAttention
-from labkit.replaying.planning.calibration import Row, step_rows
+from labkit.replaying.planning.published import Row, step_rows
 
 # Over all 24 such rows of up to 4 micro-batches, the replay takes 0.58 to 1.15 of the time that
 # was measured, 0.95 in the mean; the least where a GPU has 1 short sequence at a time.

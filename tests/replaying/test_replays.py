@@ -1,8 +1,7 @@
-"""Replaying a recorded run on a described cluster: by hand, against the full replay of every rank,
-against the laws that hold for every run, and against published times.
-"""
+"""Recorded runs replayed on described clusters: by hand, by laws, and beside published times."""
 
 import csv
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
@@ -29,6 +28,7 @@ from labkit.trace.graph import groups_like
 from labkit.trace.measures import communicating, length_s
 from laws import broken_laws
 from places import PUBLISHED
+from tables import cases, raises
 
 PLAIN = Device("plain", {"float32": 1e9}, 1e9, 1e9, 0.0)
 
@@ -46,10 +46,10 @@ def event(op: str, seq: int, at_s: float, rank: int, size: int = 2, **more: obje
     one = CommEvent(
         op, "default", tuple(range(size)), rank, seq, "float32", (), 10**9, 10**9,
         blocking=False, issued_s=at_s, began_s=at_s, ended_s=at_s, wait_began_s=at_s,
-        **more,  # type: ignore[arg-type]
+        **more,
     )  # fmt: skip
     if wait_s is not None:
-        one.wait_began_s, one.wait_ended_s = wait_s, wait_s + 0.1  # type: ignore[assignment,operator]
+        one.wait_began_s, one.wait_ended_s = wait_s, wait_s + 0.1
     return one
 
 
@@ -59,33 +59,32 @@ def computed(at_s: float, flops: int) -> Operation:
 
 def rank_of(number: int, size: int, *things: object, until_s: float = 100.0) -> RankTrace:
     one = RankTrace(number, size, steps=[Step(0, 0.0, until_s, detail=True)])
+    kinds = {CommEvent: one.comms, Operation: one.operations, Span: one.spans}
     for thing in things:
-        kinds = {CommEvent: one.comms, Operation: one.operations, Span: one.spans}
-        kinds[type(thing)].append(thing)  # type: ignore[index,attr-defined]
+        kinds[type(thing)].append(thing)
     one.operations.append(computed(until_s, 0))
     one.memory.append(MemoryPoint(until_s / 2, 0, (1, 0, 0, 0, 0, 0)))
     return one
+
+
+def trace_of(*ranks: list[object], until_s: float = 100.0) -> Trace:
+    size = len(ranks)
+    return Trace(
+        {r: rank_of(r, size, *of_rank, until_s=until_s) for r, of_rank in enumerate(ranks)}
+    )
 
 
 def step_s(trace: Trace) -> float:
     return max(one.steps[-1].ended_s for one in trace.ranks.values())
 
 
-# --- by hand ---
-
-
 def test_communication_runs_beside_computing_and_is_waited_for_where_the_program_waits() -> None:
     """2 s of computing, an all-reduce of 1 s beside 0.25 s more, then a wait, then 0.5 s."""
-    things = [
-        Span("backward", "", 0, 1.0, 20.0),
-        computed(2, 2 * 10**9),
-        computed(12, 25 * 10**7),
-        computed(30, 5 * 10**8),
-    ]
-    ranks = {
-        r: rank_of(r, 2, *things, event("all_reduce", 1, 10.0, r, wait_s=15.0)) for r in (0, 1)
-    }
-    replayed = replay(Trace(ranks), plain())
+    things = [Span("backward", "", 0, 1.0, 20.0), computed(2, 2 * 10**9)]
+    things += [computed(12, 25 * 10**7), computed(30, 5 * 10**8)]
+    reduces = [event("all_reduce", 1, 10.0, rank, wait_s=15.0) for rank in (0, 1)]
+    trace = trace_of(*([*things, reduced] for reduced in reduces))
+    replayed = replay(trace, plain())
     assert broken_laws(replayed) == []
     one = replayed.ranks[0]
     (comm,), (span,) = one.comms, one.spans
@@ -96,26 +95,23 @@ def test_communication_runs_beside_computing_and_is_waited_for_where_the_program
     assert one.memory[0].when_s == 3.5
     split = split_of(replayed)
     assert (split.step_s, split.compute_s, split.exposed_s, split.bubble_s) == (3.5, 2.75, 0.75, 0)
-    assert split_of(replay(Trace(ranks), plain())) == split, "to the last digit"
+    assert split_of(replay(trace, plain())) == split, "to the last digit"
 
 
 def test_a_rank_that_is_slower_makes_the_others_wait() -> None:
-    ranks = {
-        rank: rank_of(
-            rank, 2, computed(1, (1 + 2 * rank) * 10**9),
-            event("all_reduce", 1, 5.0, rank, wait_s=5.0),
-        )
-        for rank in (0, 1)
-    }  # fmt: skip
-    split = split_of(replay(Trace(ranks), plain()))
+    reduces = [event("all_reduce", 1, 5.0, rank, wait_s=5.0) for rank in (0, 1)]
+    trace = trace_of([computed(1, 10**9), reduces[0]], [computed(1, 3 * 10**9), reduces[1]])
+    split = split_of(replay(trace, plain()))
     # Rank 0 waits 2 s for rank 1, and both for 1 s of all-reduce: 2 s x 2/2 on a wire of 1 GB/s.
     assert (split.step_s, split.compute_s, split.exposed_s, split.bubble_s) == (4, 2, 1, 1)
 
 
 def test_what_is_handed_to_one_wire_leaves_in_that_order() -> None:
-    things = [event("all_reduce", k, float(k), 0, wait_s=50.0 + k) for k in (1, 2, 3)]
-    ranks = {r: rank_of(r, 2, *(replace(one, rank=r) for one in things)) for r in (0, 1)}
-    replayed = replay(Trace(ranks), plain())
+    of_rank = [
+        [event("all_reduce", k, float(k), rank, wait_s=50.0 + k) for k in (1, 2, 3)]
+        for rank in (0, 1)
+    ]
+    replayed = replay(trace_of(*of_rank), plain())
     times = [(one.began_s, one.ended_s) for one in replayed.ranks[1].comms]
     assert times == [(0, 1), (1, 2), (2, 3)]
 
@@ -123,38 +119,30 @@ def test_what_is_handed_to_one_wire_leaves_in_that_order() -> None:
 def test_a_message_arrives_where_it_is_waited_for() -> None:
     send = event("send", 1, 5.0, 0, peer=1, wait_s=6.0)
     receive = event("recv", 1, 1.0, 1, peer=0, wait_s=2.0)
-    ranks = {
-        0: rank_of(0, 2, computed(1, 10**9), send),
-        1: rank_of(1, 2, receive, computed(9, 10**9)),
-    }
-    replayed = replay(Trace(ranks), plain(latency_s=0.5))
+    trace = trace_of([computed(1, 10**9), send], [receive, computed(9, 10**9)])
+    replayed = replay(trace, plain(latency_s=0.5))
     assert broken_laws(replayed) == []
     assert [(x.began_s, x.ended_s) for x in replayed.ranks[1].comms] == [(1.0, 2.5)]
     assert replayed.ranks[1].steps[0].ended_s == 3.5
 
 
 def test_ranks_that_wait_for_each_other_are_told_with_the_cycle() -> None:
-    ranks = {
-        rank: rank_of(
-            rank, 2,
-            event("recv", 1, 1.0, rank, peer=1 - rank, wait_s=1.0),
-            event("send", 1, 5.0, rank, peer=1 - rank, wait_s=5.0),
-        )
+    ends = [("recv", 1.0), ("send", 5.0)]
+    of_rank = [
+        [event(op, 1, at_s, rank, peer=1 - rank, wait_s=at_s) for op, at_s in ends]
         for rank in (0, 1)
-    }  # fmt: skip
+    ]
     words = "rank 0 waits for message 1 from rank 1 to 0, which rank 1 has yet to issue"
-    with pytest.raises(Deadlock, match=words) as found:
-        replay(Trace(ranks), plain())
-    assert sorted(found.value.cycle) == [0, 1]
+    found = raises(words, replay, trace_of(*of_rank), plain(), error=Deadlock)
+    assert sorted(found.cycle) == [0, 1]
 
 
 def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster() -> None:
-    things = [event("all_reduce", 1, 2.0, 0, wait_s=3.0), Span("forward", "", 0, 0.5, 1.5)]
-    ranks = {rank: rank_of(rank, 2, *(replace(x) for x in things), until_s=4.0) for rank in (0, 1)}
-    for rank, one in ranks.items():
+    reduces = [event("all_reduce", 1, 2.0, rank, wait_s=3.0) for rank in (0, 1)]
+    trace = trace_of(*([x, Span("forward", "", 0, 0.5, 1.5)] for x in reduces), until_s=4.0)
+    for one in trace.ranks.values():
         one.steps[0].detail = False
-        one.comms[0].rank = rank
-    replayed = replay(Trace(ranks), plain(), computing="measured")
+    replayed = replay(trace, plain(), computing="measured")
     one = replayed.ranks[0]
     # 2 s until the issue, 1 s until the wait, by which the second of communication is over; the
     # 0.1 s that were waited are no computing; 0.9 s remain.
@@ -163,27 +151,19 @@ def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster()
     assert step_s(replayed) == pytest.approx(3.9)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"trace": Trace({0: RankTrace(0, 2)})}, "operations counted"),
-        ({"cluster": plain(nodes=1, devices=1)}, "2 ranks are to run on .* 1 x 1 devices; take"),
-        ({"computing": "guessed"}, "'counted' or 'measured'"),
-        ({"computing": "measured"}, "no step of this trace was timed"),
-        ({"steps": [3]}, "step 3 cannot be replayed counted; \\[0\\] can"),
-    ],
+@cases(
+    ({"trace": Trace({0: RankTrace(0, 2)})}, "operations counted"),
+    ({"cluster": plain(nodes=1, devices=1)}, "2 ranks are to run on .* 1 x 1 devices; take"),
+    ({"computing": "guessed"}, "'counted' or 'measured'"),
+    ({"computing": "measured"}, "no step of this trace was timed"),
+    ({"steps": [3]}, "step 3 cannot be replayed counted; \\[0\\] can"),
 )
 def test_what_cannot_be_replayed_is_told(change: dict[str, object], message: str) -> None:
-    things = computed(1, 1), event("all_reduce", 1, 2.0, 0, wait_s=2.0)
-    trace = Trace({r: rank_of(r, 2, things[0], replace(things[1], rank=r)) for r in (0, 1)})
-    with pytest.raises(ValueError, match=message):
-        replay(**{"trace": trace, "cluster": plain(), **change})  # type: ignore[arg-type]
+    reduces = [event("all_reduce", 1, 2.0, rank, wait_s=2.0) for rank in (0, 1)]
+    trace = trace_of(*([computed(1, 1), reduced] for reduced in reduces))
+    raises(message, replay, **{"trace": trace, "cluster": plain(), **change})
     del trace.ranks[1]
-    with pytest.raises(ValueError, match="rank 1 takes part in all_reduce 1 .* is missing"):
-        replay(trace, plain())
-
-
-# --- recorded runs ---
+    raises("rank 1 takes part in all_reduce 1 .* is missing", replay, trace, plain())
 
 
 def train(strategy: str = "ddp", steps: int = 2, width: int = 60) -> None:
@@ -196,7 +176,6 @@ def train(strategy: str = "ddp", steps: int = 2, width: int = 60) -> None:
 
 
 def ring_of_messages() -> None:
-    """Each rank sends to the next, odd sizes, and reduces in a subgroup at the end."""
     comm = Comm()
     model, x = nn.Linear(7, 7), torch.ones(3, 7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -215,8 +194,9 @@ def ring_of_messages() -> None:
 @pytest.mark.parametrize(
     "name", ["ddp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("naive-ddp", "messages"))]
 )
-def test_real_ranks_replayed_keep_every_law(name: str) -> None:
-    with World(3, backend="gloo") as world, record(detail_step=1) as trace:
+def test_real_ranks_replayed_keep_every_law(worlds: Callable[..., World], name: str) -> None:
+    world = worlds(3, backend="gloo")
+    with record(detail_step=1) as trace:
         world.run(ring_of_messages) if name == "messages" else world.run(train, name)
     for where in (plain(devices=3), replace(cluster("v100-cloud"), nodes=3, devices_per_node=1)):
         replayed = replay(trace, where)
@@ -251,7 +231,6 @@ def test_one_rank_for_all_gives_the_times_of_all(strategy: str) -> None:
 
 
 def neighbours() -> None:
-    """Messages around the ring of all ranks, and a sum over each three neighbours."""
     comm = Comm()
     groups = [comm.subgroup(range(k, k + 3)) for k in range(0, comm.size, 3)]
     x = torch.ones(10**6)
@@ -290,17 +269,14 @@ def test_groups_lie_as_those_of_a_mesh() -> None:
 def test_a_record_that_was_cut_off_is_not_replayed() -> None:
     trace = dry_run(train, ranks=2).expanded()
     trace.ranks[1].complete = False
-    with pytest.raises(ValueError, match="record of rank 1 was cut off"):
-        replay(trace, plain())
+    raises("record of rank 1 was cut off", replay, trace, plain())
 
 
 def test_more_of_anything_is_faster_where_it_is_what_holds_up() -> None:
     dry = dry_run(lambda: train(width=600), ranks=8)
     one = plain(devices=8)
     two = plain(nodes=2, devices=4, latency_s=1e-3)
-    assert two.between is not None
     slow = replace(two, between=replace(two.between, bytes_per_s=1e8))
-    assert slow.between is not None
     for base, better in [
         (one, replace(one, inside=replace(one.inside, bytes_per_s=4e9))),
         (slow, two),
@@ -311,9 +287,6 @@ def test_more_of_anything_is_faster_where_it_is_what_holds_up() -> None:
         assert step_s(replay(dry, better)) < step_s(replay(dry, base))
 
 
-# --- costs ---
-
-
 def test_a_ring_costs_its_alpha_and_beta() -> None:
     inside = Level("inside", 10e9, 2e-6, 8, reached=0.5, start_s=1e-5)
     one = replace(plain(devices=8), inside=inside)
@@ -321,6 +294,14 @@ def test_a_ring_costs_its_alpha_and_beta() -> None:
     assert found.seconds == pytest.approx(1e-5 + 7 * 2e-6 + 7 / 8 * 8e6 / 5e9)
     assert (found.algorithm, found.port) == ("ring", "inside")
     assert Costs(one).collective("all_reduce", 8_000_000, (3,)).seconds == 0
+
+
+def test_small_tensors_take_a_tree_and_long_ones_a_ring() -> None:
+    costs = Costs(cluster("internet"))
+    ranks = tuple(range(64))
+    small, large = (costs.collective("all_reduce", n, ranks) for n in (100, 10**10))
+    assert (small.algorithm, large.algorithm) == ("double_tree", "ring")
+    assert small.seconds == pytest.approx(12 * 0.05, rel=0.01), "2 log2(64) steps of 50 ms"
 
 
 def test_a_ring_over_whole_nodes_has_all_their_ports() -> None:
@@ -337,18 +318,14 @@ def test_a_ring_over_whole_nodes_has_all_their_ports() -> None:
 
 def test_steps_inside_a_node_and_between_nodes_have_their_own_latency() -> None:
     where = plain(nodes=2, devices=2)
-    assert where.between is not None
     inside, between = replace(where.inside, latency_s=1.0), replace(where.between, latency_s=100.0)
-    costs = Costs(replace(where, inside=inside, between=between))
-    ranks = (0, 1, 2, 3)
-    # A ring passes both ranks of a node before it leaves it: every second of its 3 steps.
-    assert costs.collective("all_gather", 0, ranks).seconds == 1.5 * 100 + 1.5 * 1
-    # Dissemination doubles its reach: of 2 steps, one leaves the node.
-    assert costs.collective("barrier", 0, ranks).seconds == 100 + 1
-    # Straight to each other, all at once.
-    assert costs.collective("all_to_all", 0, ranks).seconds == 100
-    with pytest.raises(ValueError, match="no collective 'allreduce'; there are all_reduce"):
-        costs.collective("allreduce", 0, ranks)
+    costs, ranks = Costs(replace(where, inside=inside, between=between)), (0, 1, 2, 3)
+    # A ring passes both ranks of a node before it leaves it: every second of its 3 steps;
+    # dissemination doubles its reach: of 2 steps, one leaves the node; all to all is one step.
+    for name, seconds in (("all_gather", 151.5), ("barrier", 101), ("all_to_all", 100)):
+        assert costs.collective(name, 0, ranks).seconds == seconds
+    words = "no collective 'allreduce'; there are all_reduce"
+    raises(words, costs.collective, "allreduce", 0, ranks)
 
 
 def test_a_node_with_few_ranks_holds_up_the_others() -> None:
@@ -367,30 +344,19 @@ def test_a_node_with_few_ranks_holds_up_the_others() -> None:
 def test_a_ring_goes_no_faster_than_the_wires_inside() -> None:
     where = plain(nodes=2, devices=4)
     slow = replace(where, inside=replace(where.inside, bytes_per_s=1e8))
-    ranks = tuple(range(8))
-    assert Costs(where).collective("all_gather", 8 * 10**8, ranks).seconds == pytest.approx(0.7)
-    assert Costs(slow).collective("all_gather", 8 * 10**8, ranks).seconds == pytest.approx(7.0)
-    # To 3 of 7 others inside, at 0.1 GB/s; to 4 between, at 1 GB/s.
-    assert Costs(slow).collective("all_to_all", 8 * 10**8, ranks).seconds == pytest.approx(3.0)
-    assert Costs(where).collective("all_to_all", 8 * 10**8, ranks).seconds == pytest.approx(0.4)
+    # All to all: to 3 of 7 others inside, at 0.1 GB/s; to 4 between, at 1 GB/s.
+    for name, fast_s, slow_s in (("all_gather", 0.7, 7.0), ("all_to_all", 0.4, 3.0)):
+        for at, seconds in ((where, fast_s), (slow, slow_s)):
+            found = Costs(at).collective(name, 8 * 10**8, tuple(range(8)))
+            assert found.seconds == pytest.approx(seconds)
 
 
 def test_where_ranks_give_unequally_the_largest_part_decides() -> None:
-    ranks = {}
-    for rank in (0, 1):
-        one = event("all_to_all", 1, 1.0, rank, wait_s=1.0)
-        one.payload_bytes = (1 + rank) * 10**9
-        ranks[rank] = rank_of(rank, 2, one)
+    gives = [event("all_to_all", 1, 1.0, rank, wait_s=1.0) for rank in (0, 1)]
+    gives[1].payload_bytes *= 2
+    ranks = trace_of(*([one] for one in gives)).ranks
     for trace in (Trace(ranks), Trace(dict(reversed(ranks.items())))):
         assert [x.steps[0].ended_s for x in replay(trace, plain()).ranks.values()] == [1.0, 1.0]
-
-
-def test_small_tensors_take_a_tree_and_long_ones_a_ring() -> None:
-    costs = Costs(cluster("internet"))
-    ranks = tuple(range(64))
-    small, large = (costs.collective("all_reduce", n, ranks) for n in (100, 10**10))
-    assert (small.algorithm, large.algorithm) == ("double_tree", "ring")
-    assert small.seconds == pytest.approx(12 * 0.05, rel=0.01), "2 log2(64) steps of 50 ms"
 
 
 def test_long_all_reduces_in_a_node_of_a100_take_what_was_measured() -> None:
@@ -415,8 +381,7 @@ def test_an_operation_is_bound_by_what_it_needs_most() -> None:
     assert seconds(10**9, 8, (100, 100, 100)) == pytest.approx(8 * 1e9 / 0.5e12)
     assert seconds(8, 8 * 10**9) == pytest.approx(1.0)
     assert seconds(8, 8) == 1e-6
-    with pytest.raises(ValueError, match="no rate for float64"):
-        costs.compute_s(Operation(0.0, 0, "mm", "float64", 8, 8))
+    raises("no rate for float64", costs.compute_s, Operation(0.0, 0, "mm", "float64", 8, 8))
 
 
 def test_waiting_for_another_rank_is_bubble_whatever_else_is_on_the_wire() -> None:
@@ -425,16 +390,9 @@ def test_waiting_for_another_rank_is_bubble_whatever_else_is_on_the_wire() -> No
     late = event("recv", 1, 2.0, 0, size=3, peer=1, wait_s=2.0)
     at_last = event("send", 1, 5.0, 1, size=3, peer=0)
     taken = event("recv", 1, 1.0, 2, size=3, peer=0, wait_s=1.0)
-    ranks = {
-        0: rank_of(0, 3, sending, late), 1: rank_of(1, 3, computed(1, 2 * 10**9), at_last),
-        2: rank_of(2, 3, taken),
-    }  # fmt: skip
-    replayed = replay(Trace(ranks), plain())
-    one = split_of(Trace({0: replace(replayed.ranks[0], size=1)}))
+    trace = trace_of([sending, late], [computed(1, 2 * 10**9), at_last], [taken])
+    one = split_of(Trace({0: replace(replay(trace, plain()).ranks[0], size=1)}))
     assert (one.step_s, one.exposed_s, one.bubble_s) == (3, 1, 2)
-
-
-# --- pipelines and memory, from what was recorded ---
 
 
 def test_a_pipeline_is_tiled_from_one_micro_batch() -> None:
@@ -479,8 +437,7 @@ def test_the_largest_model_that_fits_is_the_largest() -> None:
     least = RankTrace(1, 2, memory=[MemoryPoint(0.0, 0, (9, 0, 0, 0, 0, 0))])
     most = RankTrace(0, 2, memory=[MemoryPoint(0.0, 0, (1, 9, 0, 0, 0, 0))])
     assert peak_of(Trace({0: most, 1: least}))["gradients"] == 9
-    with pytest.raises(ValueError, match="no memory"):
-        peak_of(Trace({0: RankTrace(0, 1)}))
+    raises("no memory", peak_of, Trace({0: RankTrace(0, 1)}))
 
 
 def test_model_flops_utilization_is_counted_operations_over_possible_ones() -> None:

@@ -1,6 +1,4 @@
-"""Every pipeline schedule keeps the rules of a pipeline and holds what it promises; and sizes that
-it cannot do are refused with the rule. That the rules find faults stands in
-test_schedules_rules.py, bubbles in test_schedules_bubbles.py."""
+"""Every pipeline schedule keeps the rules and its promised peak; invalid sizes are refused."""
 
 import doctest
 import re
@@ -29,14 +27,12 @@ from labkit.schedules import (
     virtual_stage,
 )
 from schedule_cases import Case, can_end, cases, made, own_order, promised_peaks
-
-# --- the rules -----------------------------------------------------------------------------------
+from tables import raises, refusals
 
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
 def test_a_schedule_keeps_the_rules(case: Case) -> None:
-    """By `check`, and by an oracle that knows nothing of it."""
     name, p, m, v = case
     found = made(case)
     check(found, microbatches=m)
@@ -61,21 +57,18 @@ def test_a_schedule_holds_what_it_promises(case: Case) -> None:
 def test_what_one_stage_sends_another_needs(case: Case) -> None:
     """Each message once, between neighbours, with the last before the first."""
     _, p, m, v = case
-    ways = {"sent": Counter(), "received": Counter()}  # type: ignore[var-annotated]
+    ways = {"source": Counter(), "target": Counter()}
     for stage, actions in enumerate(made(case)):
         for action in actions:
-            for what, message in (
-                ("sent", sent(action, stage, p, v)),
-                ("received", received(action, stage, p, v)),
-            ):
+            for here, message_of in (("source", sent), ("target", received)):
+                message = message_of(action, stage, p, v)
                 if message is not None:
-                    ways[what][message] += 1
-                    here = message.source if what == "sent" else message.target
-                    assert stage_and_chunk(here, p) == (stage, action.chunk)
+                    ways[here][message] += 1
+                    assert stage_and_chunk(getattr(message, here), p) == (stage, action.chunk)
                     assert abs(message.source - message.target) == 1
-    assert ways["sent"] == ways["received"]
-    assert set(ways["sent"].values()) <= {1}
-    assert len(ways["sent"]) == 2 * m * (p * v - 1)
+    assert ways["source"] == ways["target"]
+    assert set(ways["source"].values()) <= {1}
+    assert len(ways["source"]) == 2 * m * (p * v - 1)
 
 
 def test_virtual_stages_go_round() -> None:
@@ -87,9 +80,6 @@ def test_virtual_stages_go_round() -> None:
     assert round_again == sent(Action("forward", 4, chunk=0), stage=2, stages=3, chunks=2)
     assert round_again is not None and round_again.source % 3 == 2
     assert sent(Action("weight", 0), 1, 3) is received(Action("update", 0), 1, 3) is None
-
-
-# --- what each is ---------------------------------------------------------------------------------
 
 
 def test_1f1b_alternates_after_its_warm_up() -> None:
@@ -121,35 +111,24 @@ def test_pipedream_is_some_updates_behind(case: Case) -> None:
             known += action.phase == "update"
 
 
-# --- sizes that cannot be -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_wrong_sizes_are_named(name: str) -> None:
     chunks = 2 if name == "interleaved" else 1
-    with pytest.raises(ValueError, match="stages=0: a pipeline has"):
-        schedule(name, 0, 3, chunks)
-    with pytest.raises(ValueError, match="microbatches=-1"):
-        schedule(name, 3, -1, chunks)
-    with pytest.raises(ValueError, match=r"microbatches=2.5: a pipeline has a whole number"):
-        schedule(name, 1, 2.5, chunks)  # type: ignore[arg-type]
+    raises("stages=0: a pipeline has", schedule, name, 0, 3, chunks)
+    raises("microbatches=-1", schedule, name, 3, -1, chunks)
+    raises(r"microbatches=2.5: a pipeline has a whole number", schedule, name, 1, 2.5, chunks)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (("1f2b", 2, 2), f"'1f2b': there are {', '.join(SCHEDULES)}"),
-        (("interleaved", 4, 6, 2), "microbatches=6 with 4 stages.*multiple of 4"),
-        (("interleaved", 4, 8), "chunks=1: interleaved needs at least 2"),
-        (("interleaved", 4, 8, 0), "chunks=0: interleaved needs at least 2"),
-        (("1f1b", 4, 8, 2), "chunks=2: 1f1b has one piece.*interleaved"),
-        (("zb-h1", 4, 3), "microbatches=3 with 4 stages: zb-h1 needs 4 or more"),
-        (("zb-h2", 4, 6), "microbatches=6 with 4 stages: zb-h2 needs 7 or more"),
-    ],
+test_inadmissible_sizes_are_refused_with_the_rule = refusals(
+    lambda sizes: schedule(*sizes),
+    (("1f2b", 2, 2), f"'1f2b': there are {', '.join(SCHEDULES)}"),
+    (("interleaved", 4, 6, 2), "microbatches=6 with 4 stages.*multiple of 4"),
+    (("interleaved", 4, 8), "chunks=1: interleaved needs at least 2"),
+    (("interleaved", 4, 8, 0), "chunks=0: interleaved needs at least 2"),
+    (("1f1b", 4, 8, 2), "chunks=2: 1f1b has one piece.*interleaved"),
+    (("zb-h1", 4, 3), "microbatches=3 with 4 stages: zb-h1 needs 4 or more"),
+    (("zb-h2", 4, 6), "microbatches=6 with 4 stages: zb-h2 needs 7 or more"),
 )
-def test_inadmissible_sizes_are_refused_with_the_rule(sizes: tuple, message: str) -> None:  # type: ignore[type-arg]
-    with pytest.raises(ValueError, match=message):
-        schedule(*sizes)
 
 
 def test_each_size_is_admitted_or_refused_as_the_closed_forms_do() -> None:
@@ -166,15 +145,13 @@ def test_each_size_is_admitted_or_refused_as_the_closed_forms_do() -> None:
                 assert _refused(schedule, name, p, m, chunks) == _refused(formula, p, m)
 
 
-def _refused(function, *args) -> bool:  # type: ignore[no-untyped-def]
+def _refused(function, *args) -> bool:
     try:
         function(*args)
     except ValueError:
         return True
     return False
 
-
-# --- the tables in the files ----------------------------------------------------------------------
 
 SIZES = re.compile(r"(\d+) stages, (\d+) micro-batches(?:, (\d+) chunks)?")
 FILES: dict[str, list[str]] = {}  # file -> the schedules in it, each under a table
@@ -183,7 +160,6 @@ for _name, _function in SCHEDULES.items():
 
 
 def tables(text: str) -> list[tuple[tuple[int, ...], str]]:
-    """The sizes above each table of a docstring, and its lines."""
     found: list[tuple[tuple[int, ...], list[str]]] = []
     for line in text.splitlines():
         if sizes := SIZES.search(line):
@@ -202,8 +178,7 @@ def test_the_table_in_a_file_is_what_the_code_makes(file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    [*(f"schedules.{file}" for file in (*FILES, "actions", "text")), "parallel.splitting"],
+    "module", [*(f"schedules.{file}" for file in (*FILES, "actions", "text")), "parallel.splitting"]
 )
 def test_the_examples_in_a_file_are_right(module: str) -> None:
     found = doctest.testmod(import_module(f"labkit.{module}"))

@@ -1,8 +1,6 @@
-"""What schedules cost: the replay of each is the closed form of labkit/predict/pipelines.py, and
-that the published one (test_predict.py holds the forms to the papers, test_replay.py
-the replay of 1F1B to the rates that were measured). And the layers that stages get."""
+"""Replayed schedules cost what closed forms and papers say; and the layers that stages get."""
 
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +19,7 @@ from labkit.schedules import (
 )
 from laws import broken_laws
 from schedule_cases import PROMISES, Case, cases, made
+from tables import refusals
 
 UNIT = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update": 0.0}
 times = st.integers(1, 40).map(lambda k: k / 8)  # exact in binary
@@ -39,6 +38,12 @@ def holds(case: Case, seconds: dict[str, float]) -> None:
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 4), (3, 6), (4, 8), (8, 16)])
 def test_with_unit_costs_the_bubble_is_the_closed_form(name: str, p: int, m: int) -> None:
     holds((name, p, m, 3 if name == "interleaved" else 1), UNIT)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 4), (4, 9), (8, 2)])
+def test_for_any_number_of_micro_batches_too(name: str, p: int, m: int) -> None:
+    holds((name, p, m, 1), {"forward": 1.0, "backward": 2.5})
 
 
 @given(cases(), times, times, times)
@@ -95,18 +100,12 @@ STEPS_AND_PEAKS = {
 
 def test_each_improves_on_the_one_before() -> None:
     """At 4 stages and 8 micro-batches, F = I = W: what a step takes, and what it holds."""
-    found = {}
-    for name in STEPS_AND_PEAKS:
+    for name, (step_s, peak) in STEPS_AND_PEAKS.items():
         v = 2 if name == "interleaved" else 1
         one = schedule(name, 4, 8, v)
         each = {phase: one_s / v for phase, one_s in UNIT.items()}
-        found[name] = (
-            pipeline_step_s(pipeline_trace(one, each)), max(peak_in_flight(one)) / v,
-        )  # fmt: skip
-    assert found == STEPS_AND_PEAKS
-
-
-# --- the replay itself ----------------------------------------------------------------------------
+        assert pipeline_step_s(pipeline_trace(one, each)) == step_s, name
+        assert max(peak_in_flight(one)) / v == peak, name
 
 
 @given(cases(largest=9))
@@ -132,14 +131,11 @@ def test_messages_go_round_between_chunks() -> None:
     trace = pipeline_trace(schedule("interleaved", 3, 3, 2), UNIT, message_s=0.5)
     to_first = [x for x in trace.ranks[2].comms if x.op == "send" and x.peer == 0]
     assert len(to_first) == 3, "the activations of 3 micro-batches, for chunk 1 of stage 0"
-    names = [span.module for span in trace.ranks[0].spans[:4]]
-    assert names == ["0.0", "1.0", "2.0", "0.1"]
+    assert [x.module for x in trace.ranks[0].spans[:4]] == ["0.0", "1.0", "2.0", "0.1"]
     arrives_s = 3 * 1 + 3 * 0.5  # three forwards and three messages
     assert trace.ranks[0].spans[3].began_s == arrives_s
-    assert [s.module for s in pipeline_trace(one_f_one_b(1, 2), UNIT).ranks[0].spans[:2]] == [
-        "0",
-        "0",
-    ]
+    spans = pipeline_trace(one_f_one_b(1, 2), UNIT).ranks[0].spans
+    assert [x.module for x in spans[:2]] == ["0", "0"]
 
 
 def test_a_schedule_is_checked_before_it_is_costed() -> None:
@@ -151,34 +147,21 @@ def test_a_schedule_is_checked_before_it_is_costed() -> None:
         pipeline_step_s(type(pipeline_trace(one_f_one_b(1, 1), UNIT))({}))
 
 
-# --- layers over stages ---------------------------------------------------------------------------
-
-
-def all_ways(costs: list[int], stages: int) -> list[list[int]]:
-    cuts = combinations(range(1, len(costs)), stages - 1)
-    return [[j - i for i, j in pairwise([0, *cut, len(costs)])] for cut in cuts]
-
-
-def sums(costs: list[int], counts: list[int]) -> list[int]:
-    found, begin = [], 0
-    for count in counts:
-        found.append(sum(costs[begin : begin + count]))
-        begin += count
-    return found
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 @settings(max_examples=120, deadline=None)
 def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
 
     def worth(counts: list[int]) -> tuple[int, int]:
-        each = sums(costs, counts)
+        ends = [0, *accumulate(counts)]
+        each = [sum(costs[i:j]) for i, j in pairwise(ends)]
         return max(each), sum(one * one for one in each)
 
     counts = balance(costs, stages)
     assert len(counts) == stages and sum(counts) == len(costs) and min(counts) >= 1
-    assert worth(counts) == min(worth(one) for one in all_ways(costs, stages))
+    cuts = combinations(range(1, len(costs)), stages - 1)
+    all_ways = [[j - i for i, j in pairwise([0, *cut, len(costs)])] for cut in cuts]
+    assert worth(counts) == min(map(worth, all_ways))
 
 
 def test_equal_layers_are_cut_evenly_and_dear_ones_stand_alone() -> None:
@@ -189,16 +172,11 @@ def test_equal_layers_are_cut_evenly_and_dear_ones_stand_alone() -> None:
     assert balance([2.5], 1) == [1]
 
 
-@pytest.mark.parametrize(
-    ("costs", "stages", "message"),
-    [
-        ([1, 1], 3, "stages=3 and 2 layers.*at most 2"),
-        ([1, 1], 0, "stages=0"),
-        ([1, -1], 2, r"costs\[1\]=-1"),
-        ([float("nan"), 1], 2, r"costs\[0\]=nan"),
-        ([1, float("inf")], 2, r"costs\[1\]=inf"),
-    ],
+test_layers_that_cannot_be_cut_are_told = refusals(
+    balance,
+    ([1, 1], 3, "stages=3 and 2 layers.*at most 2"),
+    ([1, 1], 0, "stages=0"),
+    ([1, -1], 2, r"costs\[1\]=-1"),
+    ([float("nan"), 1], 2, r"costs\[0\]=nan"),
+    ([1, float("inf")], 2, r"costs\[1\]=inf"),
 )
-def test_layers_that_cannot_be_cut_are_told(costs: list[float], stages: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        balance(costs, stages)

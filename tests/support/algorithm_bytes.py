@@ -1,9 +1,6 @@
-"""The exact bytes that a rank sends in each algorithm, for any number of ranks and any sizes.
-Tests hold the algorithms of labkit/comm/collectives to them, to the byte.
-
-    sizes       elements of each rank's chunk: n of them, their sum is the whole tensor
-    position    the rank counted from the root
-"""
+"""The exact bytes that a rank sends in each algorithm of labkit/comm/collectives: for any `sizes`
+(the elements of each rank's chunk, whose sum is the whole tensor) and `position` (the rank counted
+from the root)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +36,6 @@ class Call:
 
     @property
     def after(self) -> int:
-        """The next rank's chunk."""
         return self.sizes[(self.rank + 1) % self.n]
 
 
@@ -152,13 +148,10 @@ SENT: dict[str, dict[str, Callable[[Call], int]]] = {
     },
     "all_gather": {
         "ring": lambda call: call.whole - call.after,
-        "recursive_doubling": lambda call: doubled(call.sizes, call.rank),
         "bruck": bruck,
+        "recursive_doubling": lambda call: doubled(call.sizes, call.rank),
     },
-    "reduce_scatter": {
-        "ring": lambda call: call.whole - call.mine,
-        "recursive_halving": halved,
-    },
+    "reduce_scatter": {"ring": lambda call: call.whole - call.mine, "recursive_halving": halved},
     "all_reduce": {
         "naive": lambda call: call.whole * (call.n - 1 if call.rank == 0 else 1),
         "tree": lambda call: call.whole * ((call.rank > 0) + below(call)),

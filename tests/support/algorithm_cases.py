@@ -1,5 +1,4 @@
-"""One operation on simulated ranks (fake_wire.py): what each brings, what must come out, and the
-bytes that each must send. For the tests of labkit/comm/collectives."""
+"""One operation on simulated ranks (fake_wire.py): inputs, results and bytes of each rank."""
 
 from collections.abc import Callable, Iterator
 from functools import reduce as fold

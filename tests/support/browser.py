@@ -28,7 +28,6 @@ FORMULAS_LEFT = "!window.MathJax?.Hub && document.body.innerText.includes('$')"
 
 
 def export(file: Path, folder: Path, dark: bool) -> Path:
-    """The notebook `file` as a page in `folder`."""
     theme = "dark" if dark else "light"
     subprocess.run(
         [

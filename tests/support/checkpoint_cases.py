@@ -1,6 +1,6 @@
 """What the tests of checkpoints train: one model under every strategy, on some of the ranks."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+import shard_cases
 from data_parallel_contract import Awkward
-from labkit import (
-    DDP,
-    Comm,
-    MasterWeights,
-    NaiveDDP,
-    ZeRO3,
-    ZeroOptimizer,
-    load_checkpoint,
-    save_checkpoint,
-)
+from labkit import Comm, load_checkpoint, save_checkpoint
+from shard_cases import optimizer_of, wrapped
 
 ROWS = 12  # divides over 1, 2, 3 and 4 ranks
 
@@ -47,7 +40,6 @@ def fresh(seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
 
 
 def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Two groups with different hyperparameters."""
     named = list(model.named_parameters())
     return [
         {"params": [p for name, p in named if "bias" not in name], "lr": lr},
@@ -55,38 +47,14 @@ def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     ]
 
 
-def replicated(strategy: Any) -> Any:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
-        return strategy(module, comm), torch.optim.AdamW(groups_of(module, lr))
-
-    return build
-
-
-def sharded(stage: int) -> Any:
-    def build(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
-        groups = groups_of(module, lr)
-        return module, ZeroOptimizer(groups, torch.optim.AdamW, stage, comm, bucket_mb=0.01)
-
-    return build
+def under(strategy: str, module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
+    model = wrapped(strategy, module, comm, persist_below=20)
+    adam = partial(torch.optim.AdamW)
+    return model, optimizer_of(strategy, groups_of(model, lr), adam, comm, 0.01)
 
 
-def zero_3(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
-    model = ZeRO3(module, comm, persist_below=20)
-    return model, torch.optim.AdamW(groups_of(model, lr))
-
-
-def masters(module: nn.Module, comm: Comm, lr: float) -> tuple[nn.Module, Any]:
-    return DDP(module, comm), MasterWeights(groups_of(module, lr), torch.optim.AdamW)
-
-
-STRATEGIES: dict[str, Callable[[nn.Module, Comm, float], tuple[nn.Module, Any]]] = {
-    "naive-ddp": replicated(NaiveDDP),
-    "ddp": replicated(DDP),
-    "zero-1": sharded(stage=1),
-    "zero-2": sharded(stage=2),
-    "zero-3": zero_3,
-    "masters": masters,
-}
+NAMES = ("naive-ddp", "ddp", "zero-1", "zero-2", "zero-3", "masters")
+STRATEGIES = {name: partial(under, name) for name in NAMES}
 MEETING: dict[int, Comm | None] = {}  # on a rank: the first n ranks of its world
 
 
@@ -100,19 +68,12 @@ def first_ranks(n: int) -> Comm | None:
     return MEETING[n]
 
 
-def train(model: nn.Module, optimizer: Any, comm: Comm, steps: range) -> list[float]:
-    """The global losses of some steps; a step's batch is the same wherever it is run."""
-    losses = []
-    for step in steps:
-        rows = torch.randint(0, 256, (ROWS,), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        value = model(rows.chunk(comm.size)[comm.rank]).square().mean()
-        value.backward()
-        optimizer.step()
-        total = value.detach().clone()
-        comm.all_reduce(total, "mean")
-        losses.append(total.item())
-    return losses
+def loss_of(model: nn.Module, step: int, comm: Comm) -> torch.Tensor:
+    rows = torch.randint(0, 256, (ROWS,), generator=torch.Generator().manual_seed(step))
+    return model(rows.chunk(comm.size)[comm.rank]).square().mean()
+
+
+train = partial(shard_cases.train, loss_of=loss_of)
 
 
 def save_and_go_on(
@@ -150,8 +111,7 @@ def written_by(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def check_written(folder: Path, expected: dict[str, torch.Tensor]) -> Metadata:
-    """Names, shapes and numbers are as expected; each element is there once, and no padding, as
-    torch's own reader sees it. Returns the metadata."""
+    """Each element is there once, and no padding, as torch's own reader sees it; the metadata."""
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     entries = metadata.state_dict_metadata

@@ -58,7 +58,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def another_value(data: bytes, chance: Random) -> bytes:
-    """JSON with a hostile value somewhere in it."""
     try:
         value = json.loads(data)
     except ValueError:
@@ -219,7 +218,7 @@ def show(shown: Any) -> None:
 
     console = Console(file=io.StringIO(), width=120)
     console.print(shown)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     text.encode()
     if any(not x.isprintable() and x != "\n" for x in text):
         raise AssertionError("a control character reaches the terminal")
@@ -310,7 +309,7 @@ def read_damaged_files(sweep: Path, first: int, count: int) -> Outcomes:
                 shutil.copy(source, path)
                 damage(path, outside, Random(seed))
                 names = (path.name, "nodes, and no level between them", "ranks cannot be read")
-                outcomes.of(what, seed, names, lambda use=use, path=path: use(path))  # type: ignore[misc]
+                outcomes.of(what, seed, names, lambda use=use, path=path: use(path))
     return outcomes
 
 

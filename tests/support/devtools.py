@@ -59,8 +59,7 @@ class BrowserError(AssertionError):
 
 
 class Browser:
-    """A chromium whose profile lies in `folder`. Its pictures of what went wrong go to
-    `pictures`."""
+    """A chromium with its profile in `folder`; pictures of failures go to `pictures`."""
 
     def __init__(self, folder: Path, pictures: Path):
         if reason := missing():
@@ -130,8 +129,7 @@ class Browser:
 
 
 class Page:
-    """One tab. What it writes on its console and the errors that it does not catch are in
-    `console`."""
+    """One tab; `console` has what it logs and the errors that it does not catch."""
 
     def __init__(self, chrome: Browser, target: dict[str, str]):
         self.chrome, self.target = chrome, target["id"]
@@ -183,10 +181,7 @@ class Page:
         return got["result"].get("value")
 
     def until(self, script: str, what: str, within_s: float = WITHIN_S) -> Any:
-        """Poll `script` until it is true, and return what it is. `what` names it in the error.
-
-        A page on its way to being there may throw; only the last error is told.
-        """
+        """Poll `script` until it is true; returns its value. Pages that still load may throw."""
         end_s = time.monotonic() + within_s
         while True:
             try:
@@ -208,8 +203,7 @@ class Page:
         return BrowserError(f"{what}\npicture: {picture}\nend of the console:\n{console}")
 
     def click(self, selector: str, what: str = "") -> None:
-        """A click of the mouse in the middle of what a CSS selector or an expression finds, once
-        it is in view, stands still and nothing covers it."""
+        """Click what a CSS selector or an expression finds, once it is still and uncovered."""
         spot = self.until(_SPOT % _element(selector), f"a place to click: {what or selector}")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
@@ -231,8 +225,7 @@ class Page:
         )
 
     def photograph(self, file: Path, part: tuple[int, int] | None = None) -> Path:
-        """What the page shows, as PNG; or `part` of it, from one height in pixels to another,
-        whether it is in view or not."""
+        """What the page shows, as PNG; or `part` of it, from one height in pixels to another."""
         options: dict[str, Any] = {}
         if part is not None:
             top, bottom = part
@@ -263,7 +256,6 @@ _SPOT = """(async () => {
 
 
 def _element(selector: str) -> str:
-    """JavaScript that finds an element: `selector` itself where it is an expression."""
     if selector.startswith("("):
         return selector
     return f"document.querySelector({json.dumps(selector)})"

@@ -1,14 +1,8 @@
-"""Wires between ranks that are generators in one process: no sockets, no threads, no chance.
-
-A message is handed over when the sender has posted it and the receiver has posted its place, as
-gloo does it: a send that nobody receives is never done. When the bytes are copied is up to `late`:
-
-    late=False   as soon as both are posted: what is overwritten too early shows at the receiver
-    late=True    when one of the two waits for it: what is read, or changed, before waiting shows
-
-`drive` runs the ranks in rounds, and raises AssertionError when no one can go on, or when a message
-was left over.
-"""
+"""Wires between ranks that are generators in one process: no sockets, no threads, no chance. As
+with gloo, a send that nobody receives is never done. Bytes are copied as soon as both ends are
+posted (late=False: overwriting too early shows), or when one end waits (late=True: reading early
+shows). `drive` runs the ranks in rounds, and raises AssertionError at a deadlock or a message left
+over."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -27,8 +21,8 @@ class Deadlock(AssertionError):
 class Message:
     """One half of a message: the send, or the receive. Both halves are done together."""
 
-    def __init__(self, x: torch.Tensor):
-        self.x = x
+    def __init__(self, x: torch.Tensor, sends: bool):
+        self.x, self.sends = x, sends
         self.other: Message | None = None
         self.copied = self.is_lost = False
 
@@ -37,14 +31,10 @@ class Message:
 
     def wait(self) -> None:
         assert self.other is not None, "an algorithm waits by itself; it must yield the work"
-        self.deliver()
+        (self if self.sends else self.other).deliver()
 
     def deliver(self) -> None:
-        raise NotImplementedError
-
-
-class Send(Message):
-    def deliver(self) -> None:
+        """Of a send that has met its receive."""
         if not self.copied and self.other is not None:
             assert self.other.x.nbytes == self.x.nbytes, "a message is received as it was sent"
             place = self.other.x.view(-1).view(torch.uint8)
@@ -55,19 +45,13 @@ class Send(Message):
             self.copied = True
 
 
-class Receive(Message):
-    def deliver(self) -> None:
-        assert self.other is not None
-        self.other.deliver()
-
-
 class Mailbox:
     """What has been posted and not met: from, to, tag -> halves in order."""
 
     def __init__(self, size: int, late: bool, nodes: Sequence[Sequence[int]] | None = None):
         self.size, self.late = size, late
-        self.sends: defaultdict[tuple[int, int, int], deque[Send]] = defaultdict(deque)
-        self.receives: defaultdict[tuple[int, int, int], deque[Receive]] = defaultdict(deque)
+        self.sends: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
+        self.receives: defaultdict[tuple[int, int, int], deque[Message]] = defaultdict(deque)
         self.nodes = nodes or [list(range(size))]
         self.posted_bytes = [0] * size
         self.sent = 0  # messages so far, of all ranks
@@ -91,20 +75,20 @@ class FakeWire(Wire):
         self.nodes = mailbox.nodes
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._post(self.mailbox.sends, Send(x), (self.rank, peer, tag))
+        return self._post(self.mailbox.sends, Message(x, True), (self.rank, peer, tag))
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Any:
-        return self._post(self.mailbox.receives, Receive(x), (peer, self.rank, tag))
+        return self._post(self.mailbox.receives, Message(x, False), (peer, self.rank, tag))
 
     def _post(self, place: Any, message: Any, ends: tuple[int, int, int]) -> Any:
         assert 0 <= ends[0] < self.size and 0 <= ends[1] < self.size and ends[0] != ends[1], ends
         assert message.x.is_contiguous()
         box = self.mailbox
-        if isinstance(message, Send):
+        if message.sends:
             message.is_lost = box.sent == box.lost
             copies, box.sent = 1 + (box.sent == box.doubled), box.sent + 1
             box.posted_bytes[self.rank] += copies * message.x.nbytes
-            place[ends].extend(Send(message.x) for _ in range(copies - 1))
+            place[ends].extend(Message(message.x, True) for _ in range(copies - 1))
         place[ends].append(message)
         box.meet(ends)
         return message

@@ -1,8 +1,6 @@
-"""JupyterLab as its users have it: a server of its own, and a notebook open in a browser.
-
-What is done is done as a user does it, with the mouse and the keys. What is read (counts, outputs)
-is read from JupyterLab's own model of the notebook, since a page holds only the cells in view.
-"""
+"""JupyterLab as its users have it: a server of its own, and a notebook open in a browser. Actions
+are real clicks and keys; counts and outputs are read from JupyterLab's model, since a page holds
+only the cells in view."""
 
 import json
 import os
@@ -10,8 +8,8 @@ import secrets
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,7 @@ SETTINGS = {
 
 
 class JupyterLab:
-    """The server, with configuration, settings and data of its own in `folder`; it serves the
-    notebooks of `root`."""
+    """The server of the notebooks in `root`, with settings and data of its own in `folder`."""
 
     def __init__(self, folder: Path, root: Path):
         self.folder, self.root, self.token = folder, root, secrets.token_hex(16)
@@ -59,13 +56,12 @@ class JupyterLab:
         self.url = self._url()
 
     def _url(self) -> str:
-        """Where it listens, once it answers."""
         until(lambda: self._written() or self.process.poll() is not None, WITHIN_S)
         if self._written():
             self.url = self._written()
             if until(self._answers, WITHIN_S):
                 return self.url
-        self.stop()
+        self.close()
         log = (self.folder / "server.log").read_text()[-3000:]
         raise BrowserError(f"JupyterLab did not start within {WITHIN_S} s; it said:\n{log}")
 
@@ -83,33 +79,23 @@ class JupyterLab:
     def ask(self, method: str, what: str) -> Any:
         """The server's REST interface: `ask("GET", "sessions")`."""
         request = urllib.request.Request(
-            f"{self.url}api/{what}",
-            method=method,
-            headers={"Authorization": f"token {self.token}"},
+            f"{self.url}api/{what}", method=method, headers={"Authorization": f"token {self.token}"}
         )
         with urllib.request.urlopen(request, timeout=WITHIN_S) as got:
             text = got.read().decode()
         return json.loads(text) if text else None
 
-    def stop(self) -> None:
-        """End it, with its kernels and their ranks; `left` names those that did not end by
-        themselves."""
+    def close(self) -> None:
+        """End it, its kernels and their ranks; `left` names those that had to be killed."""
         self.left = stop_tree(self.process)
 
 
-@contextmanager
-def jupyterlab(folder: Path, root: Path) -> Iterator[JupyterLab]:
-    lab = JupyterLab(folder, root)
-    try:
-        yield lab
-    finally:
-        lab.stop()
+def jupyterlab(folder: Path, root: Path) -> closing[JupyterLab]:
+    return closing(JupyterLab(folder, root))
 
 
 @dataclass
 class Cell:
-    """A code cell as JupyterLab has it now."""
-
     source: str
     tags: list[str]
     count: int | None  # None: not run
@@ -190,7 +176,6 @@ class LabPage:
         return [Cell(**fields) for fields in self.page.value(CELLS)]
 
     def menu(self, title: str, command: str) -> None:
-        """Choose from the menu bar."""
         self.page.click(
             "([...document.querySelectorAll('.lm-MenuBar-item')]"
             f".find(item => item.textContent.trim() === {json.dumps(title)}))",
@@ -199,7 +184,6 @@ class LabPage:
         self.page.click(f".lm-Menu-item[data-command='{command}']", f"{command} in its menu")
 
     def tool(self, command: str) -> None:
-        """A button of the notebook's toolbar."""
         self.page.click(f".jp-NotebookPanel-toolbar [data-command='{command}']")
 
     def run_all(self) -> None:
@@ -253,10 +237,5 @@ class LabPage:
                 self.lab.ask("DELETE", f"sessions/{session['id']}")
 
 
-@contextmanager
-def notebook(lab: JupyterLab, chrome: Browser, name: str) -> Iterator[LabPage]:
-    opened = LabPage(lab, chrome, name)
-    try:
-        yield opened
-    finally:
-        opened.close()
+def notebook(lab: JupyterLab, chrome: Browser, name: str) -> closing[LabPage]:
+    return closing(LabPage(lab, chrome, name))

@@ -1,8 +1,6 @@
-"""What is true of every recorded run. A trace that breaks a law was recorded or read wrongly.
-
-Times that are compared come from one clock, that of the rank's machine, but not always from one
-thread, and a GPU's are brought to it by measurement: TOLERANCE_S is what that may cost.
-"""
+"""What is true of every recorded run. A trace that breaks a law was recorded or read wrongly. Times
+come from one clock of the rank's machine, but from several threads and GPUs: TOLERANCE_S covers
+that."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,44 +16,31 @@ EQUAL_BYTES = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gathe
 
 
 def broken_laws(trace: Trace) -> list[str]:
-    """A sentence for each law that the trace breaks, naming rank, event and numbers.
-
-    What a damaged trace has lost is not held against it.
-    """
+    """A sentence for each broken law. What a damaged trace has lost is not held against it."""
     found: list[str] = []
     for one in trace.ranks.values():
-        found += _steps_follow_each_other(one)
-        found += _ends_follow_begins(one)
-        found += _spans_nest(one)
-        found += _spans_lie_in_their_step(one)
-        found += _events_go_forward(one)
-        found += _carriers_do_one_at_a_time(one)
-        found += _memory_is_in_order(one)
-        if one.complete:
-            found += _nothing_is_open(one)
-    found += _collectives_have_all_ranks(trace)
-    found += _messages_have_both_ends(trace)
-    found += _numbers_have_no_holes(trace)
+        times = (_steps_follow_each_other, _ends_follow_begins, _events_go_forward)
+        spans = (_spans_nest, _spans_lie_in_their_step, _nothing_is_open)
+        for law in (*times, *spans, _carriers_do_one_at_a_time, _memory_is_in_order):
+            found += [f"rank {one.rank}: {what}" for what in law(one)]
+    for law in (_collectives_have_all_ranks, _messages_have_both_ends, _numbers_have_no_holes):
+        found += law(trace)
     return found
 
 
 def _steps_follow_each_other(one: RankTrace) -> Iterator[str]:
     for last, step in pairwise(one.steps):
         if step.index <= last.index or _later(last.ended_s or last.began_s, step.began_s):
-            yield (
-                f"rank {one.rank}: {_name(step)}, from {_at(step.began_s)} on, does not follow "
-                f"{_name(last)}, which goes to {_at(last.ended_s)}"
-            )
+            where = f"{_name(last)}, which goes to {_at(last.ended_s)}"
+            yield f"{_name(step)}, from {_at(step.began_s)} on, does not follow {where}"
 
 
 def _ends_follow_begins(one: RankTrace) -> Iterator[str]:
     things: list[Step | Span] = [*one.steps, *one.spans]
     for thing in things:
         if thing.ended_s and _later(thing.began_s, thing.ended_s):
-            yield (
-                f"rank {one.rank}: {_name(thing)} ends at {_at(thing.ended_s)}, before it begins "
-                f"at {_at(thing.began_s)}"
-            )
+            begins = f"before it begins at {_at(thing.began_s)}"
+            yield f"{_name(thing)} ends at {_at(thing.ended_s)}, {begins}"
 
 
 def _spans_nest(one: RankTrace) -> Iterator[str]:
@@ -65,10 +50,8 @@ def _spans_nest(one: RankTrace) -> Iterator[str]:
         while around and not _later(around[-1].ended_s, span.began_s):
             around.pop()
         if around and _later(span.ended_s, around[-1].ended_s):
-            yield (
-                f"rank {one.rank}: {_name(span)}, {_from_to(span)}, lies half inside "
-                f"{_name(around[-1])}, {_from_to(around[-1])}"
-            )
+            outer = f"{_name(around[-1])}, {_from_to(around[-1])}"
+            yield f"{_name(span)}, {_from_to(span)}, lies half inside {outer}"
         around.append(span)
 
 
@@ -79,14 +62,12 @@ def _spans_lie_in_their_step(one: RankTrace) -> Iterator[str]:
         step = steps.get(span.step)
         if step is None:
             if one.complete:
-                yield f"rank {one.rank}: {_name(span)} is of step {span.step}, which is not there"
+                yield f"{_name(span)} is of step {span.step}, which is not there"
         elif _later(step.began_s, span.began_s) or (
             step.ended_s and _later(span.ended_s, step.ended_s)
         ):
-            yield (
-                f"rank {one.rank}: {_name(span)}, {_from_to(span)}, lies outside {_name(step)}, "
-                f"{_from_to(step)}"
-            )
+            outer = f"{_name(step)}, {_from_to(step)}"
+            yield f"{_name(span)}, {_from_to(span)}, lies outside {outer}"
 
 
 def _events_go_forward(one: RankTrace) -> Iterator[str]:
@@ -99,10 +80,9 @@ def _events_go_forward(one: RankTrace) -> Iterator[str]:
             order += [("ended_s", "wait_ended_s")]
         for before, after in order:
             if _later(getattr(event, before), getattr(event, after)):
-                yield (
-                    f"rank {one.rank}: {_name(event)} has {after} = {_at(getattr(event, after))}, "
-                    f"earlier than {before} = {_at(getattr(event, before))}"
-                )
+                late_s, early_s = getattr(event, before), getattr(event, after)
+                earlier = f"earlier than {before} = {_at(late_s)}"
+                yield f"{_name(event)} has {after} = {_at(early_s)}, {earlier}"
 
 
 def _carriers_do_one_at_a_time(one: RankTrace) -> Iterator[str]:
@@ -115,38 +95,28 @@ def _carriers_do_one_at_a_time(one: RankTrace) -> Iterator[str]:
     for by, events in carried.items():
         for last, event in pairwise(sorted(events, key=lambda x: (x.began_s, x.ended_s))):
             if _later(last.ended_s, event.began_s):
-                yield (
-                    f"rank {one.rank}: {by} carries {_name(event)} from {_at(event.began_s)} on, "
-                    f"while {_name(last)} lasts to {_at(last.ended_s)}"
-                )
+                other = f"while {_name(last)} lasts to {_at(last.ended_s)}"
+                yield f"{by} carries {_name(event)} from {_at(event.began_s)} on, {other}"
 
 
 def _memory_is_in_order(one: RankTrace) -> Iterator[str]:
     for last, point in pairwise(one.memory):
         if point.when_s < last.when_s:
-            yield (
-                f"rank {one.rank}: memory at {_at(point.when_s)} comes after memory at "
-                f"{_at(last.when_s)}"
-            )
+            yield f"memory at {_at(point.when_s)} comes after memory at {_at(last.when_s)}"
     for point in one.memory:
         held = point.held_bytes
         if len(held) != len(CATEGORIES):
-            yield (
-                f"rank {one.rank}: memory at {_at(point.when_s)} has {len(held)} categories, "
-                f"not {len(CATEGORIES)}"
-            )
+            counts = f"{len(held)} categories, not {len(CATEGORIES)}"
+            yield f"memory at {_at(point.when_s)} has {counts}"
         for category, nbytes in zip(CATEGORIES, held):
             if nbytes < 0:
-                yield (
-                    f"rank {one.rank}: {category} hold {nbytes} bytes at {_at(point.when_s)}, "
-                    "less than none"
-                )
+                yield f"{category} hold {nbytes} bytes at {_at(point.when_s)}, less than none"
 
 
 def _nothing_is_open(one: RankTrace) -> Iterator[str]:
     for thing in one.things():
-        if not thing.ended_s:
-            yield f"rank {one.rank}: {_name(thing)} never ended, though the rank's record is whole"
+        if one.complete and not thing.ended_s:
+            yield f"{_name(thing)} never ended, though the rank's record is whole"
 
 
 def _collectives_have_all_ranks(trace: Trace) -> Iterator[str]:
@@ -185,14 +155,12 @@ def _messages_have_both_ends(trace: Trace) -> Iterator[str]:
 
 
 def _numbers_have_no_holes(trace: Trace) -> Iterator[str]:
-    """But among collectives: making a subgroup takes a number, too, and so does comparing notes (a
-    pipeline's batch, the input of a layer that is cut). What one rank has lost, the others have.
-    """
+    """Except among collectives, where subgroups and compared notes take numbers, too. What one rank
+    has lost, the others have."""
     for one in trace.ranks.values():
         numbers: dict[tuple[str, bool], list[int]] = defaultdict(list)
         for event in one.comms if one.complete else ():
             if event.op in ("send", "recv"):
-                assert event.peer is not None
                 way = f"{'to' if event.op == 'send' else 'from'} rank {event.ranks[event.peer]}"
                 what = f"messages {way}, tag {event.tag}, group {event.group}"
                 numbers[what, False].append(event.seq)

@@ -1,6 +1,4 @@
-"""What a pipeline promises, as functions on ranks that raise AssertionError: they run on the real
-one in test_pipeline.py, and under faults in test_pipeline_mutations.py.
-"""
+"""What a pipeline promises, on ranks: for test_pipeline.py and test_pipeline_mutations.py."""
 
 import copy
 import gc
@@ -21,7 +19,7 @@ from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
 from labkit.schedules import Action, Schedule, peak_in_flight, run_order, schedule
 from labkit.schedules.actions import chunks_of
-from small_models import Custom
+from small_models import Custom, difference
 
 SYNCHRONOUS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1}
 DATA = {"activation": 101, "gradient": 102}  # tags
@@ -57,7 +55,6 @@ def descend(module: nn.Module) -> None:
 
 
 def trained(module: nn.Module, x: Tensor, y: Tensor, loss_fn: Any, steps: int) -> list[float]:
-    """By one process; its losses."""
     losses = []
     for _ in range(steps):
         module.zero_grad()
@@ -69,7 +66,6 @@ def trained(module: nn.Module, x: Tensor, y: Tensor, loss_fn: Any, steps: int) -
 
 
 def piped(pipe: Pipeline, x: Tensor, y: Tensor, steps: int) -> list[float]:
-    """By the pipeline; its losses on the last rank."""
     losses = []
     for _ in range(steps):
         pipe.zero_grad()
@@ -80,12 +76,10 @@ def piped(pipe: Pipeline, x: Tensor, y: Tensor, steps: int) -> list[float]:
 
 
 def assert_same(pipe: Pipeline, whole: nn.Module, mine: Any, losses: Any, told: Any) -> None:
+    found = dict(pipe.module.named_parameters())
     named = dict(whole.named_parameters(remove_duplicate=False))
-    found = list(pipe.module.named_parameters())
-    assert found
-    for name, p in found:
-        off = (p - named[name]).abs().max().item()
-        assert off <= 1e-10, f"{told}: {name} is off by {off:.2g}"
+    off = difference(found, {name: named[name] for name in found})
+    assert found and off <= 1e-10, f"{told}: off by {off}"
     for one, other in zip(mine, losses):
         assert abs(one - other) <= 1e-10, f"{told}: loss {one} instead of {other}"
 
@@ -97,8 +91,7 @@ def admissible(name: str, size: int) -> list[int]:
 
 
 def equals_one_process(sizes: Sequence[int], names: Sequence[str], ms: Any = None) -> int:
-    """Every admissible number of micro-batches, 9 rows: weights and losses of two steps to
-    1e-10. Returns how many pipelines were compared."""
+    """Weights and losses of two steps, to 1e-10; returns how many pipelines were compared."""
     compared = 0
     x, y = batch()
     for size in sizes:
@@ -156,8 +149,7 @@ def a_gpt_with_a_tied_embedding(
 
 
 def sends_exactly_its_bytes(name: str) -> None:
-    """rows x rest x itemsize for each boundary, direction and micro-batch, and nothing else but, in
-    the first step, what travels looks like."""
+    """rows x rest x itemsize a boundary, direction, micro-batch; shapes in the first step."""
     comm = Comm()
     size, chunks, m = comm.size, SYNCHRONOUS[name], 6
     x, y = batch(rows=8)  # micro-batches of 2, 2, 1, 1, 1, 1
@@ -197,8 +189,6 @@ def without_collector() -> Iterator[None]:
 
 
 class SavedBox:
-    """A tensor that autograd saved, as long as its graph lives."""
-
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
@@ -264,9 +254,9 @@ class _Watched(torch.autograd.Function):
 
 
 def frees_activations(name: str, m: int) -> None:
-    """At no time are the graphs of more micro-batches alive than the schedule says, and none after
-    the step: counted with the collector of cycles off. (Where backward comes in halves, a graph
-    goes with the first, and what the second needs, with it.)"""
+    """No more graphs live than the schedule says, and none after the step, without the collector of
+    cycles. (Where backward comes in halves, a graph goes with the first, and what the second needs,
+    with it.)"""
     comm = Comm()
     chunks = SYNCHRONOUS[name]
     torch.manual_seed(0)
@@ -291,8 +281,7 @@ def frees_activations(name: str, m: int) -> None:
 
 
 def frees_what_is_saved(name: str, m: int) -> None:
-    """Of all that linear layers save, inputs and gradients for the second half too, no more lives
-    than the micro-batches in flight have; nothing but the weights after the step."""
+    """Only inputs and gradients of micro-batches in flight live, and none after the step."""
     comm = Comm()
     torch.manual_seed(0)
     stages = [nn.Linear(3, 3).double() for _ in range(comm.size)]
@@ -336,16 +325,15 @@ def outputs_go_when_they_are_sent() -> None:
             held.append(sum(one() is not None for one in made) - len(mail._leaving))
         return receive(message)
 
-    mail.receive = counting  # type: ignore[method-assign]
+    mail.receive = counting
     pipe.step(*batch(rows=8))
     if comm.rank == 0:
         assert max(held) <= 1, f"{held} outputs are kept after they were sent"
 
 
 def sends_overlap_compute() -> None:
-    """By the order of events: a stage begins its next forward before the message of the last is
-    waited for, receives are posted before the compute they arrive behind, and no send is waited for
-    while there is something to compute."""
+    """By the order of events: receives are posted ahead, results leave at once, and no send is
+    waited for while there is something to compute."""
     comm = Comm()
     m = 6
     log: list[Any] = []
@@ -361,19 +349,17 @@ def sends_overlap_compute() -> None:
     log.clear()
     with listen_with(lambda event: log.append((event.op, event))):
         pipe.step(x, y)
-    kinds = [what for what, *_ in log]
-    events = [one[1] for one in log if one[0] in ("send", "recv")]
-    sends = [one for one in events if one.op == "send"]
-    receives = [one for one in events if one.op == "recv"]
-    assert all(not one.blocking for one in events), "a message is waited for where it is posted"
+    sends, receives = ([x for op, x in log if op == what] for what in ("send", "recv"))
+    assert not any(one.blocking for one in sends + receives), "a message is waited for at once"
+    place = [i for i, (op, _) in enumerate(log) if op == "forward"]
+    out, posts = (
+        [i for i, (op, x) in enumerate(log) if op == what and x.tag == DATA["activation"]]
+        for what in ("send", "recv")
+    )
     if comm.rank < comm.size - 1:  # the first forwards of gpipe wait for nobody on stage 0
-        place = [i for i, what in enumerate(kinds) if what == "forward"]
-        out = [i for i, one in enumerate(log) if one[0] == "send" and one[1].tag == 101]
-        assert all(a < b for a, b in zip(place, out)), "what is sent is computed first"
+        assert len(out) == m and all(a < b for a, b in zip(place, out)), "sent after its compute"
         assert all(b < c for b, c in zip(out, place[1:])), "the result leaves at once"
     if comm.rank > 0:  # the receive of k + 1 is posted before the forward of k
-        place = [i for i, what in enumerate(kinds) if what == "forward"]
-        posts = [i for i, one in enumerate(log) if one[0] == "recv" and one[1].tag == 101]
         assert all(posts[k + 1] < place[k] for k in range(m - 1)), "no receive is posted ahead"
     for one in sends:
         assert one.wait_ended_s, "every send is known to have arrived when the step ends"
@@ -384,8 +370,7 @@ def sends_overlap_compute() -> None:
 
 
 def does_not_wait_for_sends() -> None:
-    """Stage 0 has done all its forwards before stage 1 takes the first message: it never waits to
-    send. (Messages here stay under way until they are taken.)"""
+    """Stage 0 ends its forwards before stage 1 takes the first message, which stays under way."""
     comm = Comm()
     m = 4
     done: list[bool] = []
@@ -428,8 +413,7 @@ def recompute_is_equal_to_the_bit(name: str) -> None:
 
 
 def replicas_synchronise_once(name: str) -> None:
-    """2 stages x 2 replicas: each bucket of a stage is reduced once in a step, and weights are
-    those of one process with both replicas' rows."""
+    """2 stages x 2 replicas: a bucket is reduced once a step; weights are those of one process."""
     mesh = Mesh(pp=2, dp=2)
     chunks, m = SYNCHRONOUS[name], 4
     x, y = batch(rows=8)
@@ -452,8 +436,8 @@ def replicas_synchronise_once(name: str) -> None:
 
 
 def pipedream_equals_stale_weights(m: int) -> None:
-    """One process does what the schedule says, micro-batch by micro-batch, each at the weights
-    that its stage had in its forward; and these are stale: a synchronous run ends elsewhere."""
+    """One process computes each micro-batch at the weights that its stage had in its forward; a
+    synchronous run ends elsewhere."""
     comm = Comm()
     size = comm.size
     x, y = batch(rows=m)
@@ -464,18 +448,14 @@ def pipedream_equals_stale_weights(m: int) -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.5),
     )  # fmt: skip
     versions = pipe._stages[0].versions
-    assert versions is not None
     kept: list[int] = []
     after_each_action(pipe._stages[0], lambda: kept.append(versions.in_use))
     pipe.step(x, y)
     loss = pipe.step(x, y)
 
     stale, losses = oracle_of_pipedream(made, schedule("pipedream", size, m), x, y, rounds=2)
-    for name, p in pipe.module.named_parameters():
-        off = (p - dict(nn.Sequential(*stale).named_parameters())[name]).abs().max().item()
-        assert off <= 1e-10, f"{name} is off by {off:.2g}"
-    if loss is not None:
-        assert abs(loss.item() - sum(losses[-m:]) / m) <= 1e-10
+    last = [] if loss is None else [loss.item()]
+    assert_same(pipe, nn.Sequential(*stale), last, [sum(losses[-m:]) / m], "pipedream")
     most = size - comm.rank  # a version for each micro-batch in flight
     assert max(kept) == most or m <= 2 * size, f"{max(kept)} versions are kept, not {most}"
     assert max(kept) <= most and kept[-1] == 0, f"{kept} versions are kept, for {most} in flight"
@@ -526,7 +506,6 @@ def oracle_of_pipedream(
 
 
 def own_schedule(lists: Schedule) -> None:
-    """A student's lists give what one process does."""
     comm = Comm()
     x, y = batch()
     count = comm.size * chunks_of(lists)

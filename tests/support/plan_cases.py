@@ -1,8 +1,5 @@
-"""Reports of steps for tests of planning: by hand, and by formulas that stand in for a replay.
-
-`formula_step` has the trades of arXiv 2104.04473, section 3, and nothing of their exact size: it
-is for what a plan does with reports. What a replay says is tested where a replay is asked.
-"""
+"""Reports of steps for tests of planning: by hand, and by `formula_step`, which has the trades of
+arXiv 2104.04473, section 3, and nothing of their exact size, in place of a replay."""
 
 from typing import Any
 

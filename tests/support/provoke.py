@@ -1,5 +1,4 @@
-"""What the tests of worlds and their failures share: processes looked at from outside, and
-drivers run as scripts of their own, so that they can be killed."""
+"""Processes looked at from outside, and drivers run as scripts that can be killed."""
 
 import os
 import signal
@@ -40,8 +39,7 @@ def gone(pids: list[int], within_s: float = 20.0) -> bool:
 
 
 def stop_tree(process: subprocess.Popen[Any], within_s: float = 60.0) -> list[str]:
-    """Ask a process to end; returns the command lines of those in its tree that had not ended
-    `within_s` later, and had to be killed."""
+    """End a process tree; the command lines of those that had to be killed."""
     if process.poll() is not None:
         return []
     parent = psutil.Process(process.pid)
@@ -136,7 +134,6 @@ def ones():
 
     def hear(self) -> str:
         """The next thing it says; everything else that it prints goes to the log."""
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line)
             if line.startswith("SAID"):

@@ -1,5 +1,5 @@
-"""Schedules for the tests: all there are, at every admissible size up to 8 stages, 32 micro-batches
-and 4 chunks, what each promises to hold, and an oracle that shares nothing with `check`."""
+"""All schedules at every admissible size up to 8 stages, 32 micro-batches and 4 chunks, what each
+promises to hold, and an oracle that shares nothing with `check`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ Case = tuple[str, int, int, int]  # name, stages p, micro-batches m, chunks v
 
 @st.composite
 def cases(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES), largest: int = 32) -> Case:
-    """One that the schedule admits."""
     name = draw(st.sampled_from(names))
     p = draw(st.integers(1, 8 if name != "zb-h2" else min(8, (largest + 1) // 2)))
     if name == "interleaved":
@@ -42,12 +41,10 @@ class Promise:
 
 PROMISES = {
     "naive": Promise(
-        lambda p, m, v, r: 1,
-        lambda p, m, v, s: predict.naive(p, m, s["forward"], s["backward"]),
+        lambda p, m, v, r: 1, lambda p, m, v, s: predict.naive(p, m, s["forward"], s["backward"])
     ),
     "gpipe": Promise(
-        lambda p, m, v, r: m,
-        lambda p, m, v, s: predict.gpipe(p, m, s["forward"], s["backward"]),
+        lambda p, m, v, r: m, lambda p, m, v, s: predict.gpipe(p, m, s["forward"], s["backward"])
     ),
     "1f1b": Promise(
         lambda p, m, v, r: min(p - r, m),
@@ -98,8 +95,7 @@ def own_order(actions: list[Action]) -> set[str]:
 
 
 def can_end(schedule: Schedule) -> bool:
-    """Whether there is an order of all things that every stage's own order and all messages fit
-    into: a graph without a circle. Its nodes are (virtual stage, "forward" or gradient, k)."""
+    """Whether the graph of (virtual stage, forward or gradient, k) and messages has no cycle."""
     p = len(schedule)
     last = max(one.chunk for actions in schedule for one in actions) * p + p - 1
     graph: TopologicalSorter[object] = TopologicalSorter()

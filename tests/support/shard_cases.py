@@ -8,7 +8,6 @@ Every parameter has the name that it has whole; those that are cut have a mark (
     norm, down.bias           whole on every rank
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,16 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit import DDP, Comm, MasterWeights, Mesh, ZeRO3, ZeroOptimizer
+from labkit import DDP, Comm, MasterWeights, Mesh, NaiveDDP, ZeRO3, ZeroOptimizer
 from labkit.parallel.common.conjugate import copy_to_ranks, gather_from_ranks, reduce_from_ranks
 from labkit.parallel.common.shards import Shard, mark_shard, shard_of
+from labkit.parallel.pipeline.pipeline import Pipeline
 
 VOCAB, WIDTH, HIDDEN = 5, 6, 12  # 5 rows on 4 ranks: 2, 2, 1 and none
 
 
 class Part(nn.Module):
-    """A layer that may be cut over `comm`."""
-
     comm: Comm | None = None
 
     def f(self, x: Tensor) -> Tensor:
@@ -59,7 +57,6 @@ class Columns(Part):
 
 class Down(Columns):
     def forward(self, x: Tensor) -> Tensor:
-        assert self.bias is not None
         return self.g(F.linear(x, self.weight)) + self.bias
 
 
@@ -96,7 +93,7 @@ def cut(model: Model, comm: Comm) -> Model:
     model.rows.weight = model.cuts.weight = tied
     model.up.weight = cut_along(model.up.weight, 0, comm)
     model.down.weight = cut_along(model.down.weight, 1, comm)
-    model.up.bias = cut_along(model.up.bias, 0, comm)  # type: ignore[arg-type]
+    model.up.bias = cut_along(model.up.bias, 0, comm)
     return model
 
 
@@ -127,40 +124,31 @@ def joined(x: Tensor, shard: Shard | None) -> Tensor:
     return torch.cat(parts, shard.dim).narrow(shard.dim, 0, shard.whole)
 
 
-Build = Callable[[nn.Module, Comm, Any], tuple[nn.Module, Any]]
+def wrapped(strategy: str, module: nn.Module, comm: Comm | None = None, **zero_3: Any) -> Any:
+    """The module under a data-parallel strategy; `zero_3`: options for ZeRO3."""
+    wraps: dict[str, Any] = {"naive-ddp": NaiveDDP, "ddp": DDP, "masters": DDP, "zero-3": ZeRO3}
+    if strategy in ("plain", "zero-1", "zero-2"):
+        return module
+    return wraps[strategy](module, comm=comm, **(zero_3 if strategy == "zero-3" else {}))
 
 
-def replicated(wrap: Any) -> Build:
-    return lambda module, comm, make: (wrap(module, comm), make(module.parameters()))
+def optimizer_of(strategy: str, params: Any, make: Any, comm: Comm, bucket_mb: float) -> Any:
+    """`make` is a partial of a torch optimizer."""
+    if strategy in ("zero-1", "zero-2"):
+        stage = int(strategy[-1])
+        return ZeroOptimizer(params, make.func, stage, comm, bucket_mb=bucket_mb, **make.keywords)
+    if strategy == "masters":
+        return MasterWeights(params, make.func, **make.keywords)
+    return make(params)
 
 
-def sharded(stage: int) -> Build:
-    def build(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
-        optimizer = ZeroOptimizer(
-            module.parameters(), make.func, stage, comm, bucket_mb=0.0005, **make.keywords
-        )
-        return module, optimizer
-
-    return build
+def under(strategy: str, module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
+    model = wrapped(strategy, module, comm, persist_below=10)
+    return model, optimizer_of(strategy, model.parameters(), make, comm, 0.0005)
 
 
-def zero_3(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
-    model = ZeRO3(module, comm, persist_below=10)
-    return model, make(model.parameters())
-
-
-def masters(module: nn.Module, comm: Comm, make: Any) -> tuple[nn.Module, Any]:
-    return DDP(module, comm), MasterWeights(module.parameters(), make.func, **make.keywords)
-
-
-STRATEGIES: dict[str, Build] = {
-    "plain": replicated(lambda module, comm: module),
-    "ddp": replicated(DDP),
-    "zero-1": sharded(stage=1),
-    "zero-2": sharded(stage=2),
-    "zero-3": zero_3,
-    "masters": masters,
-}
+NAMES = ("plain", "ddp", "zero-1", "zero-2", "zero-3", "masters")
+STRATEGIES = {name: partial(under, name) for name in NAMES}
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
@@ -173,18 +161,23 @@ def loss_of(model: nn.Module, step: int, dp: Comm | None) -> Tensor:
     return F.cross_entropy(model(tokens), targets)
 
 
-def train(model: nn.Module, optimizer: Any, dp: Comm | None, steps: range) -> list[float]:
-    """The global losses of some steps; a step's batch is the same in any layout."""
+def train(
+    model: nn.Module, optimizer: Any, dp: Comm | None, steps: range, loss_of: Any = loss_of
+) -> list[float]:
+    """The global losses of some steps, on the ranks that have them: `loss_of(model, step, dp)`. A
+    step's batch is the same in any layout."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
         loss = loss_of(model, step, dp)
-        loss.backward()
+        if not isinstance(model, Pipeline):  # whose step goes backward, too
+            loss.backward()
         optimizer.step()
-        total = loss.detach().clone()
-        if dp is not None:
-            dp.all_reduce(total, "mean")
-        losses.append(total.item())
+        if loss is not None:
+            total = loss.detach().double().reshape(1).clone()
+            if dp is not None:
+                dp.all_reduce(total, "mean")
+            losses.append(total.item())
     return losses
 
 
@@ -196,6 +189,5 @@ def built(
 
 
 def alone(make: Any = ADAM, seed: int = 0) -> tuple[Model, torch.optim.Optimizer]:
-    """The same in one process."""
     model = fresh(seed)
     return model, make(model.parameters())

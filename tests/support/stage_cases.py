@@ -1,18 +1,18 @@
 """What the tests of checkpoints in three dimensions train: a GPT in any layout of a mesh."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit import DDP, GPT, MasterWeights, Mesh, ZeRO3, ZeroOptimizer, split
+import shard_cases
+from labkit import GPT, Comm, Mesh, split
 from labkit import tensor_parallel as cut_over
 from labkit.models.gpt import Block
 from labkit.parallel.pipeline.pipeline import Pipeline
 from pipeline_cases import tokens_loss
-from shard_cases import ADAM, STRATEGIES
+from shard_cases import ADAM, STRATEGIES, optimizer_of, wrapped
 
 ROWS, LENGTH, BLOCKS = 8, 6, 4
 
@@ -57,48 +57,26 @@ def built(
     if layout.pp == layout.chunks == 1:
         return mesh, *STRATEGIES[layout.strategy](model, mesh.dp, make)
     stages = split(model, layout.pp * layout.chunks)
-    zero_3: Any = partial(ZeRO3, units=Block, persist_below=10)
-    wrap = {"ddp": DDP, "masters": DDP, "zero-3": zero_3}.get(layout.strategy)
     for index in range(mesh.pp.rank, len(stages), layout.pp):
-        if wrap is not None:
-            stages[index] = wrap(stages[index], comm=mesh.dp)
+        zero_3 = {"units": Block, "persist_below": 10}
+        stages[index] = wrapped(layout.strategy, stages[index], mesh.dp, **zero_3)
     pipe = Pipeline(
         stages, mesh.pp, "interleaved" if layout.chunks > 1 else "1f1b", 2, tokens_loss,
         scatter_gather=mesh.tp if layout.scatter_gather else None,
     )  # fmt: skip
-    trained = pipe.parameters()
-    if layout.strategy in ("zero-1", "zero-2"):
-        stage = int(layout.strategy[-1])
-        zero = ZeroOptimizer(trained, make.func, stage, mesh.dp, bucket_mb=0.0005, **make.keywords)
-        return mesh, pipe, zero
-    if layout.strategy == "masters":
-        return mesh, pipe, MasterWeights(trained, make.func, **make.keywords)
-    return mesh, pipe, make(trained)
+    return mesh, pipe, optimizer_of(layout.strategy, pipe.parameters(), make, mesh.dp, 0.0005)
 
 
 def train(mesh: Mesh | None, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
     """The global losses of some steps, where the loss is: on the last stage."""
-    losses = []
-    for step in steps:
-        x = tokens(step)
-        if mesh is not None:
-            x = x.chunk(mesh.dp.size)[mesh.dp.rank]
-        optimizer.zero_grad()
-        if isinstance(model, Pipeline):
-            loss = model.step(x, x)
-        else:
-            loss = tokens_loss(model(x), x)
-            loss.backward()
-        optimizer.step()
-        if loss is not None:
-            total = loss.detach().double().reshape(1).clone()
-            if mesh is not None:
-                mesh.dp.all_reduce(total, "mean")
-            losses.append(total.item())
-    return losses
+
+    def loss_of(model: Any, step: int, dp: Comm | None) -> Tensor | None:
+        x = tokens(step) if dp is None else tokens(step).chunk(dp.size)[dp.rank]
+        return model.step(x, x) if isinstance(model, Pipeline) else tokens_loss(model(x), x)
+
+    return shard_cases.train(model, optimizer, None if mesh is None else mesh.dp, steps, loss_of)
 
 
 def alone(tied: bool = True, seed: int = 0, make: Any = ADAM) -> tuple[GPT, torch.optim.Optimizer]:
-    """The same in one process."""
     model = gpt(seed, tied)
     return model, make(model.parameters())

@@ -11,7 +11,6 @@ ABOUT = {"backend": "gloo", "host": "made up", "cores": 2, "torch": "2", "turns"
 def points_of(
     op: str, ranks: int, algorithm: str, seconds: dict[int, float], own: bool = False
 ) -> list[Point]:
-    """As if they had been measured."""
     names = ("float32", "", algorithm, algorithm, own)
     return [
         Point(op, ranks, size, size // 4, *names, time_s, 1.0, 0, 1.0)
@@ -22,7 +21,6 @@ def points_of(
 def modelled(
     op: str, ranks: int, algorithm: str, alpha_s: float, beta: float, own: bool = False
 ) -> list[Point]:
-    """As the model says they would be."""
     cost_at = {size: cost_of(op, algorithm, ranks, size) for size in SIZES}
     seconds = {size: cost.seconds(alpha_s, beta) for size, cost in cost_at.items()}
     return points_of(op, ranks, algorithm, seconds, own)

@@ -1,10 +1,7 @@
-"""The wires of fake_wire.py with a clock on each rank: what a schedule takes in the alpha-beta
-model, found by running it.
-
-A message leaves when the program sends it and the rank's outgoing wire is free, occupies that wire
-and then the receiver's incoming one for bytes x beta, and is there alpha later. A rank's program
-is at the time of what it has waited for; computing takes none. Nothing here knows the formulas.
-"""
+"""The wires of fake_wire.py with a clock on each rank: a schedule's time in the alpha-beta model,
+found by running it. A message leaves when the sender's wire is free, occupies it and then the
+receiver's for bytes x beta, and arrives alpha later. Computing takes no time, and no formula is
+known here."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,17 +32,17 @@ class TimedWire(FakeWire):
         box.out_free_s[self.rank] = begins_s + x.nbytes * box.beta_s_per_byte
         message = super().isend(x, peer, tag)
         message.left_s = box.out_free_s[self.rank]
-        return Timed(message, box, self.rank, sends=True)
+        return Timed(message, box, self.rank)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Any:
-        return Timed(super().irecv(x, peer, tag), self.mailbox, self.rank, sends=False)
+        return Timed(super().irecv(x, peer, tag), self.mailbox, self.rank)
 
 
 class Timed:
     """A message of one rank, which waits on its clock."""
 
-    def __init__(self, message: Any, box: TimedMailbox, rank: int, sends: bool):
-        self.message, self.box, self.rank, self.sends = message, box, rank, sends
+    def __init__(self, message: Any, box: TimedMailbox, rank: int):
+        self.message, self.box, self.rank = message, box, rank
 
     def is_completed(self) -> bool:
         return bool(self.message.is_completed())
@@ -53,7 +50,7 @@ class Timed:
     def wait(self) -> None:
         self.message.wait()
         box, rank = self.box, self.rank
-        if self.sends:
+        if self.message.sends:
             done_s = self.message.left_s
         else:
             taken_s = self.message.x.nbytes * box.beta_s_per_byte

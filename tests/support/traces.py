@@ -79,11 +79,8 @@ def gpt() -> Module:
 
 
 def sample_trace(ranks: int = 4, steps: int = 3, detail_step: int | None = 1) -> Trace:
-    """`steps` steps of DDP on `ranks` ranks; step `detail_step` has memory and operations.
-
-    Rank 0 deals out the batch by messages, gradients travel in three buckets while backward
-    runs, and the last rank is a little slower than the others.
-    """
+    """`steps` steps of DDP on `ranks` ranks; step `detail_step` has memory and operations. Rank 0
+    deals the batch by messages, three buckets travel in backward, the last rank is slower."""
     traces = {r: RankTrace(r, ranks, "cpu", "laptop") for r in range(ranks)}
     recorders = [_Rank(traces[r], 1 + 0.1 * (r == ranks - 1 > 0)) for r in range(ranks)]
     for index in range(steps):
@@ -106,8 +103,6 @@ def sample_trace(ranks: int = 4, steps: int = 3, detail_step: int | None = 1) ->
 
 
 class _Rank:
-    """What one rank does, and its clock `now_s`."""
-
     def __init__(self, trace: RankTrace, slower: float):
         self.trace, self.usual = trace, slower
         self.model = gpt()

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 def world_fixture(size: int = 0, sizes: Sequence[Any] | None = None, **options: Any) -> Any:
-    """A fixture: `World(size, **options)` for the tests of one file, or one for each of `sizes`. A
-    run that fails leaves a world with new ranks."""
+    """A fixture: `World(size, **options)` for the tests of a file, or one for each of `sizes`."""
 
     @pytest.fixture(scope="module", params=sizes, ids=sizes and (lambda n: f"{n} ranks"))
     def world(request: pytest.FixtureRequest) -> "Iterator[World]":
@@ -37,7 +36,7 @@ def on_each_rank(fixture: str) -> Callable[[Callable[..., None]], Callable[..., 
             given = signature.bind(*args, **kwargs).arguments
             given.pop(fixture).run(body, **given)
 
-        test.__signature__ = signature  # type: ignore[attr-defined]
+        test.__signature__ = signature
         return test
 
     return decorate

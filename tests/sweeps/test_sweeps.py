@@ -12,6 +12,7 @@ from labkit.comm.collectives.costs import Cost
 from labkit.sweeps import alpha_beta, sweep
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, PARTED, Sweep, read_sweep
 from sweep_cases import ABOUT, OPS, SIZES, modelled, points_of
+from tables import raises
 from test_plot import assert_readable, words
 
 
@@ -38,8 +39,7 @@ def test_sizes_are_read_counted_and_refused() -> None:
         12, 4096, 4096, 2 << 20, 1 << 30, 3 << 20
     ]  # fmt: skip
     for text in ("", "x", "4T", "0", "-4", "1.5K"):
-        with pytest.raises(ValueError, match="is no size; write bytes as 4096, 4K"):
-            sweep.parse_bytes(text)
+        raises("is no size; write bytes as 4096, 4K", sweep.parse_bytes, text)
     assert sweep.sizes_between(4096, 1 << 18, 4) == [4096, 16384, 65536, 262144]
     assert sweep.sizes_between(4096, 70000, 4) == [4096, 16384, 65536]
     for op in OPS:  # as nccl-tests: rounded down, and counted for one rank where there are parts
@@ -52,11 +52,7 @@ def test_sizes_are_read_counted_and_refused() -> None:
 )  # fmt: skip
 def test_what_is_no_sweep_is_said_to_be_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match="holds no sweep that this labkit can read"):
-        read_sweep(tmp_path / "x.json")
-
-
-# ---- the fit
+    raises("holds no sweep that this labkit can read", read_sweep, tmp_path / "x.json")
 
 
 @pytest.mark.parametrize(
@@ -124,8 +120,7 @@ def test_gloos_own_all_reduce_is_a_ring_and_what_is_unknown_a_straight_line() ->
 def test_a_fit_needs_two_sizes_of_one_algorithm() -> None:
     ring = modelled("all_reduce", 4, "ring", 1e-5, 1e-9)
     for points in ([], ring[:1], ring + modelled("all_reduce", 4, "tree", 1e-5, 1e-9)):
-        with pytest.raises(ValueError, match="give the points of one, at two sizes or more"):
-            alpha_beta.fit(points)
+        raises("give the points of one, at two sizes or more", alpha_beta.fit, points)
     default = [replace(point, algorithm=DEFAULT) for point in ring]
     single = modelled("all_gather", 4, "ring", 1e-5, 1e-9)[:1]
     assert [one.algorithm for one in alpha_beta.fit_sweep(Sweep(default + ring + single))] == [
@@ -145,9 +140,6 @@ def test_lines_cross_where_their_times_are_equal() -> None:
     assert (before, after) == ("recursive_doubling", "halving_doubling")
     assert size == pytest.approx(4 * alpha_s / beta, rel=0.01)
     assert alpha_beta.crossovers(both, SIZES[0], SIZES[2]) == []
-
-
-# ---- the picture
 
 
 def pictured() -> Sweep:
@@ -193,5 +185,4 @@ def test_a_part_of_a_sweep_is_drawn_and_what_is_not_there_refused() -> None:
     assert len(plot.bandwidth(pictured(), op="all_gather").axes) == 2  # the lines, the legend
     with pytest.raises(ValueError, match="it has all_reduce on 4 ranks, all_gather on 2 ranks"):
         plot.bandwidth(pictured(), "all_reduce", ranks=2)
-    with pytest.raises(ValueError, match="it has nothing"):
-        plot.bandwidth(Sweep([]))
+    raises("it has nothing", plot.bandwidth, Sweep([]))

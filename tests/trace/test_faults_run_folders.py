@@ -1,26 +1,23 @@
-"""Run folders and other files that somebody else made: whatever is in them, they are read or
-refused in one sentence, shown as plain text, and nothing is written outside of them."""
+"""Foreign run folders and files are read, or refused in one sentence; nothing else is written."""
 
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from command import command, python
 from damage import SECRET, damage
 from labkit import Link, World, plot, read_run, record, write_run
-from labkit.cli import app
 from labkit.sweeps.sweep import Point, Sweep
 from labkit.trace.chrome import to_chrome, write_chrome
 from labkit.trace.nccl_log import parse_nccl_log
 from labkit.training import Task, train
 from places import ROOT
+from tables import raises
 from traces import sample_trace
 
 EVIL = "\x1b]0;title\x07\x1b[31m[/x][nope]"
@@ -62,19 +59,8 @@ def change_lines(file: Path, **changes: Any) -> int:
     return len(events)
 
 
-def labkit(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "labkit", *args]
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=300, **options
-    )  # fmt: skip
-
-
 def fuzz(*args: object) -> dict[str, Any]:
-    program = [sys.executable, str(ROOT / "tests" / "support" / "damage.py"), *map(str, args)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python(ROOT / "tests/support/damage.py", *args, timeout=1500)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["faults"] == []
     assert found["peak_mb"] < 2000
@@ -132,8 +118,7 @@ def test_missing_ranks_are_counted_and_not_all_listed(tmp_path: Path) -> None:
 def test_view_writes_through_no_link(picture: str, folder: Path, tmp_path: Path) -> None:
     (outside := tmp_path / "outside").write_text(SECRET)
     (folder / picture).symlink_to(outside)
-    done = CliRunner().invoke(app, ["view", str(folder)])
-    assert done.exit_code == 2 and "is a link" in " ".join(done.output.split())
+    assert "is a link" in command(f"view {folder}", 2)
     assert outside.read_text() == SECRET
 
 
@@ -141,14 +126,10 @@ def test_replay_and_chrome_write_through_no_link(folder: Path, tmp_path: Path) -
     (outside := tmp_path / "outside").write_text(SECRET)
     for name in ("replay-selene.png", "chrome.json", "chrome.json.gz"):
         (folder / name).symlink_to(outside)
-    common = ["replay", str(folder), "--on", "selene", "--measured"]
-    for args in (
-        common,
-        [*common, "--chrome", str(folder / "chrome.json")],
-        ["view", str(folder), "--chrome", str(folder / "chrome.json.gz")],
-    ):
-        done = CliRunner().invoke(app, args)
-        assert done.exit_code == 2 and "is a link" in " ".join(done.output.split())
+    replay = f"replay {folder} --on selene --measured"
+    view = f"view {folder} --chrome {folder}/chrome.json.gz"
+    for line in (replay, f"{replay} --chrome {folder}/chrome.json", view):
+        assert "is a link" in command(line, 2)
         assert outside.read_text() == SECRET
 
 
@@ -161,10 +142,8 @@ def test_a_cluster_whose_name_is_a_path_draws_into_the_folder_of_the_run(
         '[[clusters."../../../up".levels]]\ndevices = 2\nports = 1\n'
         'bytes_per_s = [1e9, "a guess"]\nlatency_s = [0, "a guess"]\n'
     )
-    args = ["replay", str(folder), "--clusters", str(tmp_path / "mine.toml"), "--measured"]
-    done = CliRunner().invoke(app, args)
-    assert done.exit_code == 0, done.output
-    assert (folder / "replay-..-..-..-up.png").is_file() and "\x1b" not in done.output
+    shown = command(f"replay {folder} --clusters {tmp_path}/mine.toml --measured")
+    assert (folder / "replay-..-..-..-up.png").is_file() and "\x1b" not in shown
     assert {x.name for x in tmp_path.iterdir()} == {"run", "mine.toml"}
 
 
@@ -178,9 +157,8 @@ def test_names_and_texts_of_a_run_reach_the_terminal_as_plain_text(tmp_path: Pat
     folder = write_run(trace, tmp_path / f"run[nope]{chr(27)}[31m")
     change_json(folder / "run.json", command="\ud800\u202e")
     change_lines(folder / "rank1.jsonl", rank=-1)
-    done = labkit("view", str(folder), "--chrome", str(tmp_path / "chrome.json"))
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout
+    args = ("-m", "labkit", "view", folder, "--chrome", tmp_path / "chrome.json")
+    shown = python(*args, timeout=300).stdout
     assert not set(shown) & {"\x1b", "\x07", "\ud800", "\u202e"}
     assert "\\x1b]0;title\\x07\\x1b[31m[/x][nope]" in shown and "\\ud800\\u202e" in shown
     assert (folder / "timeline.png").stat().st_size > 1000
@@ -193,7 +171,7 @@ def test_formulas_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
             event.op, event.group = "$\\frac{$", " "
     trace.about["replayed"] = "$\\frac{$"
     folder = write_run(trace, tmp_path / "run")
-    assert CliRunner().invoke(app, ["view", str(folder)]).exit_code == 0
+    command(f"view {folder}")
     assert (folder / "timeline.png").stat().st_size > 1000
 
 
@@ -211,9 +189,8 @@ def test_an_irregular_file_is_named_and_does_not_block(name: str, what: str, fol
         case _:
             file.symlink_to(file)
     if name == "run.json":
-        with pytest.raises((ValueError, OSError), match="run.json"):
-            read_run(folder)
-        assert CliRunner().invoke(app, ["view", str(folder)]).exit_code == 2
+        raises("run.json", read_run, folder, error=(ValueError, OSError))
+        command(f"view {folder}", 2)
     else:
         trace = read_run(folder)
         assert any(name in problem for problem in trace.about["problems"])
@@ -243,10 +220,8 @@ def test_a_non_numeric_loss_or_step_is_left_out_by_its_line(
     trace = read_run(folder)
     assert trace.about["problems"] == ["metrics.jsonl: line 2 cannot be read and is left out"]
     assert len(trace.metrics) == len(lines) - 1
-    done = CliRunner().invoke(app, ["view", str(folder)])
-    assert done.exit_code == 0 and "5.5000 -> 5.0000" in done.output
-    measured = ["replay", str(folder), "--on", "selene", "--measured"]
-    assert CliRunner().invoke(app, measured).exit_code == 0
+    assert "5.5000 -> 5.0000" in command(f"view {folder}")
+    command(f"replay {folder} --on selene --measured")
 
 
 @pytest.mark.parametrize("losses", [[float("inf"), float("-inf")], [1e308, 1e308]])
@@ -254,8 +229,7 @@ def test_a_diverged_loss_is_shown(losses: list[float], tmp_path: Path) -> None:
     trace = sample_trace(2)
     trace.metrics = [{"step": 0, "rank": rank, "loss": loss} for rank, loss in enumerate(losses)]
     folder = write_run(trace, tmp_path / "run")
-    done = CliRunner().invoke(app, ["view", str(folder)])
-    assert done.exit_code == 0 and ("nan" if losses[0] > 1e308 else "inf") in done.output
+    assert ("nan" if losses[0] > 1e308 else "inf") in command(f"view {folder}")
 
 
 @pytest.mark.parametrize("time_s", [1e300, -1e300, 5e9, 10**400, True, "1"])
@@ -325,11 +299,9 @@ def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -
         (outside := tmp_path / "outside").write_text(SECRET)
         damage(chance.choice(sorted(folder.iterdir())), outside, chance)
         (folder / "memory.png").symlink_to(outside)
-        for args in (
-            ("view", str(folder), "--chrome", str(tmp_path / "chrome.json")),
-            ("replay", str(folder), "--on", "dgx-h100", "--measured"),
-        ):
-            done = labkit(*args)
+        view = f"view {folder} --chrome {tmp_path}/chrome.json"
+        for line in (view, f"replay {folder} --on dgx-h100 --measured"):
+            done = python("-m", "labkit", *line.split(), status=None, timeout=300)
             assert done.returncode in (0, 2), (seed, done.stdout, done.stderr)
             assert "Traceback" not in done.stdout + done.stderr and "\x1b" not in done.stdout
             assert done.returncode == 0 or "labkit: " in done.stdout
@@ -357,7 +329,8 @@ def test_a_log_that_claims_a_million_million_ranks_is_not_believed(tmp_path: Pat
     text = (ROOT / "labkit/trace/nccl_log/examples/one_node.log").read_text()
     (tmp_path / "nccl.log").write_text(text.replace("nranks 4", f"nranks {10**12}").replace(
         "nRanks 4", f"nRanks {10**12}").replace("nranks 8", f"nranks {10**12}"))  # fmt: skip
-    done = labkit("nccl-log", "nccl.log", cwd=tmp_path)
+    args = ("-m", "labkit", "nccl-log", "nccl.log")
+    done = python(*args, status=None, timeout=300, cwd=tmp_path)
     assert done.returncode in (0, 2) and "Traceback" not in done.stderr
 
 

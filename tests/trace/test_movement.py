@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from matplotlib.patches import FancyArrowPatch
 
 from labkit import World, plot, watch_collective
 from labkit.comm.collectives.costs import cost
-from labkit.course.movements import in_words
+from labkit.labs.lab_02.movements import in_words
 from labkit.plot.movements import RANKS
 from labkit.plot.style import FAINT
 from labkit.trace.movement import Content, Movement, Note, content_of, movement_of, number
+from labkit.trace.recording.movement import WatchedComm
+from tables import cases, raises
 from worlds import world_fixture
 
 ALL = tuple(range(8))
@@ -30,9 +33,6 @@ def ranks_in(held: tuple[tuple[Content, ...], ...]) -> list[list[tuple[int, ...]
 def ends(movement: Movement) -> list[set[tuple[int, int]]]:
     """(from, to) of the messages of each step."""
     return [{(one.source, one.target) for one in frame.messages} for frame in movement.frames]
-
-
-# ---- numbers that can be taken apart again
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -57,9 +57,6 @@ def test_chunks_that_are_not_sums_are_distinguished() -> None:
     assert not content_of(2 * number(0, 1, 4), 4).is_right_in(1)
 
 
-# ---- labkit's algorithms
-
-
 def test_a_ring_reduces_in_half_of_its_steps_and_gathers_in_the_other(world: World) -> None:
     n = world.size
     movement = watch_collective(world, "all_reduce", "ring")
@@ -77,8 +74,7 @@ def test_a_ring_reduces_in_half_of_its_steps_and_gathers_in_the_other(world: Wor
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    ["ring", "tree", "naive", "recursive_doubling", "halving_doubling", "double_tree"],
+    "algorithm", ["ring", "tree", "naive", "recursive_doubling", "halving_doubling", "double_tree"]
 )
 def test_every_all_reduce_ends_with_the_sum_everywhere(world: World, algorithm: str) -> None:
     n = world.size
@@ -142,9 +138,6 @@ def test_the_same_picture_on_every_run(world4: World) -> None:
     assert others == [first] * 3
 
 
-# ---- a student's function
-
-
 def my_ring(comm: Any, x: torch.Tensor, steps: int | None = None, add_always: bool = False) -> None:
     n = comm.size
     right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
@@ -178,12 +171,11 @@ def test_a_step_that_is_missing_leaves_holes(world: World) -> None:
     assert len(holes) == n
 
 
-def adds_always(comm: Any, x: torch.Tensor) -> None:
-    my_ring(comm, x, add_always=True)
+ADDS_ALWAYS = partial(my_ring, add_always=True)
 
 
 def test_a_number_that_is_added_twice_is_counted_twice(world: World) -> None:
-    last = watch_collective(world, "all_reduce", adds_always).frames[-1]
+    last = watch_collective(world, "all_reduce", ADDS_ALWAYS).frames[-1]
     wrong = [c for row in last.held for i, c in enumerate(row) if not c.is_right_in(i)]
     assert wrong and all(max(content.counts) >= 2 for content in wrong)
 
@@ -217,18 +209,35 @@ def test_an_unawaited_message_has_its_step_too() -> None:
     assert ends(movement_of("test", logs)) == [{(0, 1)}]
 
 
-def test_what_cannot_be_watched_is_refused(world4: World) -> None:
+def test_a_watched_send_passes_its_own_tensor_on_and_a_watched_isend_a_copy() -> None:
+    comm, x = MagicMock(rank=0, size=2, ranks=(0, 1)), torch.tensor([1, 2])
+    watched = WatchedComm(comm, x)
+    watched.send(x, 1)
+    watched.isend(x, 1).wait()
+    (sent, *_), (copied, *_) = comm.send.call_args.args, comm.isend.call_args.args
+    assert sent is x and copied is not x and copied.tolist() == [1, 2]
+    assert [note.kind for note in watched.notes] == ["send", "wait"] * 2
+
+
+def test_a_watched_recv_blocks_as_the_communicators_does() -> None:
+    comm, x = MagicMock(rank=1, size=2, ranks=(0, 1)), torch.tensor([0, 0])
+    comm.recv.side_effect = lambda arrived, src, tag: arrived.copy_(torch.tensor([1, 2]))
+    watched = WatchedComm(comm, x)
+    watched.recv(x, 0)
+    assert comm.recv.called and not comm.irecv.called
+    assert x.tolist() == [1, 2] and [note.kind for note in watched.notes] == ["recv", "wait"]
+    assert [note.buffer for note in watched.notes] == [(0, 0)] * 2  # as the room was until then
+
+
+def test_what_cannot_be_watched_is_refused(world3: World, world4: World) -> None:
     with pytest.raises(ValueError, match="'all_to_all' cannot be watched; choose one of"):
         watch_collective(world4, "all_to_all", "pairwise")
     with pytest.raises(ValueError, match="no algorithm 'rong'; choose one of naive, tree, ring"):
         watch_collective(world4, "all_reduce", "rong")
     with pytest.raises(ValueError, match="sent nothing through comm.send"):
         watch_collective(world4, "all_reduce", lambda comm, x: comm.all_reduce(x))
-    with World(3) as three, pytest.raises(ValueError, match="no algorithm 'recursive_doubling'"):
-        watch_collective(three, "all_gather", "recursive_doubling")
-
-
-# ---- the picture
+    with pytest.raises(ValueError, match="no algorithm 'recursive_doubling'"):
+        watch_collective(world3, "all_gather", "recursive_doubling")
 
 
 def test_an_arrow_for_each_run_of_chunks_and_a_panel_for_each_step(world4: World) -> None:
@@ -240,8 +249,7 @@ def test_an_arrow_for_each_run_of_chunks_and_a_panel_for_each_step(world4: World
     assert sum(isinstance(patch, FancyArrowPatch) for patch in axes.patches) == 6 * 4
     (axes,) = plot.movement(movement, [7]).axes
     assert not any(isinstance(patch, FancyArrowPatch) for patch in axes.patches)
-    with pytest.raises(ValueError, match="steps 1 to 6, and 7 is its end"):
-        plot.movement(movement, [8])
+    raises("steps 1 to 6, and 7 is its end", plot.movement, movement, [8])
 
 
 @pytest.mark.parametrize("step", [1, 4, 7])
@@ -261,7 +269,7 @@ def test_the_stripes_of_a_panel_are_what_the_ranks_hold_before_its_step(
 
 
 def test_a_mistake_is_marked(world4: World) -> None:
-    wrong = plot.movement(watch_collective(world4, "all_reduce", adds_always))
+    wrong = plot.movement(watch_collective(world4, "all_reduce", ADDS_ALWAYS))
     right = plot.movement(watch_collective(world4, "all_reduce", my_ring))
     marks = [[text.get_text() for text in figure.axes[0].texts] for figure in (wrong, right)]
     assert "2×" in marks[0] and "2×" not in marks[1]
@@ -276,19 +284,13 @@ def test_a_slider_walks_through_the_steps(world4: World) -> None:
     assert steps.step.max == 3 and "image/png" in steps._repr_mimebundle_()
 
 
-# ---- in the words of a check
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (Content((0, 0, 0), None), "nothing"),
-        (Content((), None), "what is no sum of the ranks' numbers"),
-        (Content((1, 0, 1), 1), "the numbers of ranks 0 and 2"),
-        (Content((0, 1, 0), 2), "the numbers of rank 1 for chunk 2"),
-        (Content((1, 3, 1), 1), "the numbers of ranks 0, 1 and 2, those of rank 1 3 times,"),
-        (Content((1, 1, 0), None), "the numbers of ranks 0 and 1, from several chunks,"),
-    ],
+@cases(
+    (Content((0, 0, 0), None), "nothing"),
+    (Content((), None), "what is no sum of the ranks' numbers"),
+    (Content((1, 0, 1), 1), "the numbers of ranks 0 and 2"),
+    (Content((0, 1, 0), 2), "the numbers of rank 1 for chunk 2"),
+    (Content((1, 3, 1), 1), "the numbers of ranks 0, 1 and 2, those of rank 1 3 times,"),
+    (Content((1, 1, 0), None), "the numbers of ranks 0 and 1, from several chunks,"),
 )
 def test_a_check_says_what_is_in_chunk_1(content: Content, words: str) -> None:
     assert in_words(content, 1) == words

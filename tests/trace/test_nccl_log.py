@@ -8,13 +8,13 @@ import matplotlib.colors
 import pytest
 from matplotlib.patches import Circle, FancyArrowPatch
 from rich.console import Console
-from typer.testing import CliRunner
 
+from command import command
 from labkit import plot, read_nccl_log
-from labkit.cli import app
 from labkit.plot.nccl_logs import COLOURS
 from labkit.trace.nccl_log import EXAMPLES, Connection, NcclLog, TreeNode, parse_nccl_log
 from labkit.trace.nccl_log.summary import kinds, remarks, table
+from tables import cases, raises
 
 INIT = "comm 0x5{rank} rank {rank} nranks {size} cudaDev {rank} busId {rank}000{id} - Init {state}"
 
@@ -32,9 +32,6 @@ def shown(log: NcclLog) -> str:
     text = StringIO()
     Console(width=160, file=text).print(table(log))
     return text.getvalue()
-
-
-# ---- the examples
 
 
 def test_two_nodes_are_read_whole() -> None:
@@ -91,27 +88,21 @@ def test_slow_links_are_remarked() -> None:
     assert "no GPUDirect RDMA" in "\n".join(remarks(parse_nccl_log(text)))
 
 
-# ---- forms of lines
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", Connection(0, 0, 1, "P2P/CUMEM")),
-        (
-            "Channel 03 : 3[b000] -> 0[6000] via P2P/direct pointer",
-            Connection(3, 3, 0, "P2P/direct pointer"),
-        ),
-        ("Ring 00 : 155[3d000] -> 157[b2000] via P2P/IPC", Connection(0, 155, 157, "P2P/IPC")),
-        (
-            "Channel 07/0 : 15[7] -> 6[6] [send] via NET/IBext_v8/3(5)/GDRDMA",
-            Connection(7, 15, 6, "NET/IBext_v8/3(5)/GDRDMA", "send"),
-        ),
-        (
-            "Channel 00/0 : 2[0] -> 0[0] [receive] via NET/Socket/1 comm 0x55 nRanks 04",
-            Connection(0, 2, 0, "NET/Socket/1", "receive"),
-        ),
-    ],
+@cases(
+    ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", Connection(0, 0, 1, "P2P/CUMEM")),
+    (
+        "Channel 03 : 3[b000] -> 0[6000] via P2P/direct pointer",
+        Connection(3, 3, 0, "P2P/direct pointer"),
+    ),
+    ("Ring 00 : 155[3d000] -> 157[b2000] via P2P/IPC", Connection(0, 155, 157, "P2P/IPC")),
+    (
+        "Channel 07/0 : 15[7] -> 6[6] [send] via NET/IBext_v8/3(5)/GDRDMA",
+        Connection(7, 15, 6, "NET/IBext_v8/3(5)/GDRDMA", "send"),
+    ),
+    (
+        "Channel 00/0 : 2[0] -> 0[0] [receive] via NET/Socket/1 comm 0x55 nRanks 04",
+        Connection(0, 2, 0, "NET/Socket/1", "receive"),
+    ),
 )
 def test_each_versions_connection_is_read(text: str, expected: Connection) -> None:
     assert parse_nccl_log(line(text)).main.connections == [expected]
@@ -124,19 +115,16 @@ PLACED = "h1:1:2 [3] misc/socket.cc:484 (ncclSocketConnect) NCCL WARN closed by 
 TREES = {0: {2: TreeNode(None, (3, 10))}, 1: {2: TreeNode(1, ())}}
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "expected"),
-    [
-        (line("Trees [0] 3/10/-1->2->-1 [1] -1/-1/-1->2->1"), "main.trees", TREES),
-        ("[155] " + RING, "main.rings", {0: (0, 1)}),
-        ("3: " + RING, "main.rings", {0: (0, 1)}),
-        ("[2026-01-02 03:04:05] " + RING, "main.rings", {0: (0, 1)}),
-        (PLACED, "warnings", ["h1 [3]: closed by peer (misc/socket.cc:484)"]),
-        ("h1:1:2 [3] NCCL WARN bad", "warnings", ["h1 [3]: bad"]),
-        (line("24 coll channels, 0 collnet channels"), "main.channels", 24),
-        (line("Using network AWS Libfabric"), "networks", ["AWS Libfabric"]),
-        (line("Using network IB"), "networks", ["IB"]),
-    ],
+@cases(
+    (line("Trees [0] 3/10/-1->2->-1 [1] -1/-1/-1->2->1"), "main.trees", TREES),
+    ("[155] " + RING, "main.rings", {0: (0, 1)}),
+    ("3: " + RING, "main.rings", {0: (0, 1)}),
+    ("[2026-01-02 03:04:05] " + RING, "main.rings", {0: (0, 1)}),
+    (PLACED, "warnings", ["h1 [3]: closed by peer (misc/socket.cc:484)"]),
+    ("h1:1:2 [3] NCCL WARN bad", "warnings", ["h1 [3]: bad"]),
+    (line("24 coll channels, 0 collnet channels"), "main.channels", 24),
+    (line("Using network AWS Libfabric"), "networks", ["AWS Libfabric"]),
+    (line("Using network IB"), "networks", ["IB"]),
 )
 def test_a_line_is_read(text: str, name: str, expected: object) -> None:
     assert attrgetter(name)(parse_nccl_log(text)) == expected
@@ -259,9 +247,6 @@ def test_ranks_mixed_in_any_order_are_the_same_log() -> None:
     assert set(one.connections) == set(other.connections)
 
 
-# ---- the picture, the table and the command
-
-
 def arrows(axes: object) -> list[str]:
     """The colours of the arrows in a panel."""
     found = axes.findobj(FancyArrowPatch)  # type: ignore[attr-defined]
@@ -289,22 +274,16 @@ def test_a_connection_that_the_log_lacks_is_grey() -> None:
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match="no ring and no tree"):
-        plot.nccl(parse_nccl_log(init(0)))
+    raises("no ring and no tree", plot.nccl, parse_nccl_log(init(0)))
     ring = "Channel 00/01 : " + " ".join(map(str, range(65)))
     with pytest.raises(ValueError, match="65 ranks cannot be read"):
         plot.nccl(parse_nccl_log("\n".join([init(0, 65), line(ring)])))
 
 
 def test_the_command_describes_and_draws(tmp_path: Path) -> None:
-    runner, out = CliRunner(), tmp_path / "drawn.png"
-    done = runner.invoke(app, ["nccl-log", str(EXAMPLES["sockets"]), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert "NET/Socket" in done.output and out.read_bytes().startswith(b"\x89PNG")
-    for wrong, says in [([], "give a file"), (["--example", "x"], "no example 'x'; there are")]:
-        done = runner.invoke(app, ["nccl-log", *wrong])
-        assert done.exit_code == 2 and says in done.output
-    assert runner.invoke(app, ["nccl-log", str(tmp_path / "gone")]).exit_code == 2
+    out = tmp_path / "drawn.png"
+    assert "NET/Socket" in command(f"nccl-log {EXAMPLES['sockets']} --out {out}")
+    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_takes_one_file_of_each_process(tmp_path: Path) -> None:
@@ -315,26 +294,22 @@ def test_the_command_takes_one_file_of_each_process(tmp_path: Path) -> None:
         own = [line for line in lines if line.startswith(process)]
         parts[-1].write_text("\n".join(own))  # NCCL's may lack its last newline, cut off
     out = tmp_path / "drawn.png"
-    command = ["nccl-log", *map(str, parts[:3]), "-", "--out", str(out)]
-    done = CliRunner().invoke(app, command, input=parts[3].read_text())
-    assert done.exit_code == 0, done.output
-    for words in ("4 logs", "node0: 0, 1; node1: 2, 3"):
-        assert words in done.output
-    assert "no start-up line" not in done.output and out.exists()
+    files = " ".join(map(str, parts[:3]))
+    shown = command(f"nccl-log {files} - --out {out}", input=parts[3].read_text())
+    assert "4 logs" in shown and "node0: 0, 1; node1: 2, 3" in shown
+    assert "no start-up line" not in shown and out.exists()
 
 
 def test_the_command_reads_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     log = EXAMPLES["two_nodes"].read_bytes() + b"\xff\n"
-    done = CliRunner().invoke(app, ["nccl-log", "-"], input=log)
-    assert done.exit_code == 0, done.output
-    assert "standard input" in done.output and Path("nccl.png").exists()
+    assert "standard input" in command("nccl-log -", input=log)
+    assert Path("nccl.png").exists()
 
 
 def test_the_command_describes_many_ranks_without_a_picture(tmp_path: Path) -> None:
     file, out = tmp_path / "big.log", tmp_path / "big.png"
     ring = line("Channel 00/01 : " + " ".join(map(str, range(65))))
     file.write_text("\n".join([*(init(rank, 65) for rank in range(65)), ring]))
-    done = CliRunner().invoke(app, ["nccl-log", str(file), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert "No picture: 65 ranks" in done.output and not out.exists()
+    assert "No picture: 65 ranks" in command(f"nccl-log {file} --out {out}")
+    assert not out.exists()

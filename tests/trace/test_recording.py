@@ -1,5 +1,4 @@
-"""record(): what it writes down is what happened, of any model and loop, and nothing is left of
-it afterwards."""
+"""record() writes down what happened, of any model and loop, and leaves nothing behind."""
 
 import gc
 import os
@@ -32,6 +31,8 @@ from labkit.trace import CATEGORIES, Span, Trace
 from labkit.trace.folder import read_run
 from labkit.trace.recording.recorder import Recorder
 from laws import broken_laws
+from small_models import Custom
+from tables import raises
 from worlds import world_fixture
 
 pytestmark = pytest.mark.slow
@@ -81,9 +82,6 @@ def spans_of(trace: Trace, phase: str, step: int = 0) -> list[Span]:
     return sorted(spans, key=lambda span: (span.began_s, span.depth))
 
 
-# --- spans --------------------------------------------------------------------------------------
-
-
 def test_forward_has_every_module_inside_its_parent() -> None:
     loop = Loop()
     trace = recorded(loop.step)
@@ -114,19 +112,17 @@ def test_backward_goes_through_the_modules_in_reverse() -> None:
     }
 
 
-class Functional(nn.Module):
+def functional() -> nn.Module:
     """Computes between its children, in forward itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x)) * 2)
+
+    return Custom(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
 
 
 def test_what_a_parent_computes_between_its_children_is_its_own() -> None:
-    model = Functional()
+    model = functional()
     trace = recorded(lambda: model(torch.ones(2, 8)).sum().backward(), detail_step=0)
     backward = [x.module for x in spans_of(trace, "backward")[1:]]
     assert backward == ["second", "", "first"]
@@ -163,20 +159,14 @@ def test_accumulation_is_one_step_and_evaluation_another() -> None:
     assert spans_of(trace, "backward", 1) == []
 
 
-class TwiceAndTied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.head.weight = self.body.weight
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+def test_modules_used_twice_tied_and_frozen() -> None:
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         x = self.body(self.body(x))
         return self.frozen(self.head(x)), {"aux": [x]}
 
-
-def test_modules_used_twice_tied_and_frozen() -> None:
-    model = TwiceAndTied()
+    body, head, frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+    head.weight = body.weight
+    model = Custom(forward, body=body, head=head, frozen=frozen)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
     def step() -> None:
@@ -197,7 +187,7 @@ def test_modules_used_twice_tied_and_frozen() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
-    model = Functional()
+    model = functional()
 
     def step() -> None:
         x = torch.ones(2, 8, requires_grad=True)
@@ -212,14 +202,12 @@ def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
 
 
 def test_an_error_in_forward_ends_the_spans_and_passes_through() -> None:
-    class Broken(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise KeyError("mine")
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
 
-    model = nn.Sequential(nn.Linear(2, 2), Broken())
+    model = nn.Sequential(nn.Linear(2, 2), Custom(forward))
     with record() as trace:
-        with pytest.raises(KeyError, match="mine"):
-            model(torch.ones(1, 2))
+        raises("mine", model, torch.ones(1, 2), error=KeyError)
         model[0](torch.ones(1, 2))
     assert broken_laws(trace) == []
     assert [(x.module, x.depth) for x in spans_of(trace, "forward")] == [
@@ -267,9 +255,6 @@ def test_mistakes_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a labkit run"), record(tmp_path):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-# --- what a detailed step counts ------------------------------------------------------------------
 
 
 def test_memory_by_category_is_the_formula_to_the_byte() -> None:
@@ -402,13 +387,10 @@ class FakeGpu:
                 assert end.query(), "a time is asked for before it is known"
                 return 1e4 * (gpu.enqueued.index(end) - gpu.enqueued.index(self))
 
-        for name, fake in {
-            "Event": Event,
-            "Stream": lambda: None,
-            "synchronize": self.synchronize,
-            "stream": lambda stream: nullcontext(),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
 
     def synchronize(self) -> None:
         self.passed = len(self.enqueued)
@@ -430,9 +412,6 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     assert clock.settle(patience_s=0)
     assert [x.ended_s - x.began_s for x in spans] == pytest.approx([10, 10, 10])
     assert spans[2].began_s - spans[0].began_s == pytest.approx(40)
-
-
-# --- ranks ----------------------------------------------------------------------------------------
 
 
 def train(wrap: Callable[[nn.Module], nn.Module] | None, steps: int = 3) -> Any:
@@ -520,14 +499,12 @@ def test_one_block_records_one_run_and_a_mistake_leaves_the_world_alone(world: W
         other.run(lambda: setattr(labkit.attach().state, "kept", 42))
         with record():
             world.run(train, None, 1)
-            with pytest.raises(RuntimeError, match="another world"):
-                other.run(train, None, 1)
+            raises("another world", other.run, train, None, 1, error=RuntimeError)
         assert other.run(lambda: labkit.attach().state.kept) == [42]
     loop = Loop()
     with record():
         loop.step()
-        with pytest.raises(RuntimeError, match="a block of its own"):
-            world.run(train, None, 1)
+        raises("a block of its own", world.run, train, None, 1, error=RuntimeError)
 
 
 def test_cells_are_recorded_too_and_outside_the_block_nothing(world: World) -> None:
@@ -600,20 +577,14 @@ def test_on_a_rank_itself(world: World, tmp_path: Path) -> None:
     assert trace.complete and sorted(trace.ranks) == [0, 1, 2] and broken_laws(trace) == []
 
 
-class Many(nn.Module):
+def test_user_modules_of_every_kind() -> None:
     """Outputs of other kinds, and an RNN."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.mlp = nn.LSTM(4, 4, batch_first=True), MLP([4, 4])
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+    def forward(self: Any, x: torch.Tensor) -> dict[str, Any]:
         y, (h, c) = self.rnn(x)
         return {"y": self.mlp(y), "state": (h, c), "none": None, "n": 3}
 
-
-def test_user_modules_of_every_kind() -> None:
-    model = Many()
+    model = Custom(forward, rnn=nn.LSTM(4, 4, batch_first=True), mlp=MLP([4, 4]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
@@ -622,9 +593,6 @@ def test_user_modules_of_every_kind() -> None:
 
     trace = recorded(step, step, detail_step=1)
     assert {"rnn", "mlp.layers.0"} <= {x.module for x in spans_of(trace, "backward", 1)}
-
-
-# --- found by readers -----------------------------------------------------------------------------
 
 
 def test_other_threads_are_not_mixed_in() -> None:
@@ -675,15 +643,10 @@ def test_an_optimizer_step_that_fails_does_not_swallow_the_next() -> None:
 
 
 def test_nothing_is_kept_or_recorded_after_the_block() -> None:
-    class WithView(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.ones(4, 3))
+    def forward(self: Any, n: int) -> torch.Tensor:
+        return self.table[:n]
 
-        def forward(self, n: int) -> torch.Tensor:
-            return self.table[:n]
-
-    model, inner = WithView(), nn.Linear(3, 1)
+    model, inner = Custom(forward, table=nn.Parameter(torch.ones(4, 3))), nn.Linear(3, 1)
     keep = model(3).sum()
     with record() as trace:
         keep = inner(model(3)).sum()
@@ -746,8 +709,7 @@ def test_after_a_failure_the_block_says_that_it_records_no_more(world: World) ->
 
 def test_after_an_exception_that_keeps_the_ranks_recording_goes_on(world: World) -> None:
     with record() as trace:
-        with pytest.raises(RankError, match="All ranks keep"):
-            world.run(lambda: 1 / 0)
+        raises("All ranks keep", world.run, lambda: 1 / 0, error=RankError)
         world.run(lambda: Comm().all_reduce(torch.ones(2)))
     assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
 

@@ -14,6 +14,7 @@ from labkit.events import CommEvent
 from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace, rankfile
 from labkit.trace.folder import FORMAT, add_about, add_metrics, begin_run
 from labkit.trace.rankfile import RankFile, read_rank_file
+from tables import cases, raises
 from traces import sample_trace
 
 
@@ -37,9 +38,6 @@ def small(rank: int = 0) -> RankTrace:
 
 def things(one: RankTrace) -> list[Any]:
     return [*one.things(), *one.memory]
-
-
-# ---- whole
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
@@ -97,12 +95,8 @@ def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
     begin_run(tmp_path)
 
 
-# ---- while it runs
-
-
 def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1, host="n1")
+    file = RankFile(begin_run(tmp_path / "run"), RankTrace(0, 1, host="n1"))
     step, sent = Step(0, 1.0, 0.0), event(1, 1.5)
     file.append([step, sent])
     file.append([Span("user", "x", 0, 1.0, 1.25)])
@@ -134,8 +128,7 @@ def test_a_thing_that_ends_while_it_is_written_is_not_lost(
             one.op, one.wire_bytes, one.ended_s = "reduce", 5, 2.5
         return packed(value)
 
-    begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1)
+    file = RankFile(begin_run(tmp_path / "run"), RankTrace(0, 1))
     monkeypatch.setattr(rankfile, "_packed", another_thread_comes_between)
     file.append([one])
     file.close()
@@ -144,8 +137,7 @@ def test_a_thing_that_ends_while_it_is_written_is_not_lost(
 
 
 def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
-    file = RankFile(tmp_path / "run", 0, 1)
+    file = RankFile(begin_run(tmp_path / "run"), RankTrace(0, 1))
     file.append([Step(0, 1.0, 2.0)])
     file.mark_end()
     assert read_run(tmp_path / "run").complete
@@ -159,9 +151,8 @@ def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_rank_are_refused(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
-    RankFile(tmp_path / "run", 0, 1).close()
-    with pytest.raises(ValueError, match="another rank 0 writes it"):
-        RankFile(tmp_path / "run", 0, 1)
+    RankFile(tmp_path / "run", RankTrace(0, 1)).close()
+    raises("another rank 0 writes it", RankFile, tmp_path / "run", RankTrace(0, 1))
 
 
 def test_metrics_are_appended_by_all(tmp_path: Path) -> None:
@@ -170,51 +161,37 @@ def test_metrics_are_appended_by_all(tmp_path: Path) -> None:
     assert [x["loss"] for x in read_run(tmp_path / "run").metrics] == [2.5, 1.5]
 
 
-# ---- one clock
-
-
 def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
     """Each rank has one step, its monotonic clock's next second."""
     begin_run(path)
     for rank, (host, monotonic_s, unix_s) in enumerate(clocks):
-        file = RankFile(path, rank, len(clocks), "cpu", host, (monotonic_s, unix_s))
+        file = RankFile(path, RankTrace(rank, len(clocks), host=host), (monotonic_s, unix_s))
         file.append([Step(0, monotonic_s, monotonic_s + 1)])
         file.append([event(1, monotonic_s + 0.5)])
         file.close()
     return read_run(path)
 
 
-@pytest.mark.parametrize(
-    ("clocks", "began_s"),
-    [
-        ([("n1", 80.0, 1.7e9), ("n1", 81.0, 1.7e9 + 40)], [0.0, 1.0]),  # one monotonic clock
-        (
-            [("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2), ("n2", 5.5, 1.7e9 + 99)],
-            [0.0, 2.0, 2.5],
-        ),
-        ([("n1", 80.0, 1.7e9 + 4), ("n2", 500.0, 1.7e9)], [4.0, 0.0]),  # switched on later
-    ],
+@cases(
+    ([("n1", 80.0, 1.7e9), ("n1", 81.0, 1.7e9 + 40)], [0.0, 1.0]),  # one monotonic clock
+    ([("n1", 80.0, 1.7e9), ("n2", 5.0, 1.7e9 + 2), ("n2", 5.5, 1.7e9 + 99)], [0.0, 2.0, 2.5]),
+    ([("n1", 80.0, 1.7e9 + 4), ("n2", 500.0, 1.7e9)], [4.0, 0.0]),  # switched on later
 )
 def test_ranks_share_the_clock_of_their_host_and_hosts_unix_time(
-    tmp_path: Path, clocks: list[tuple[str, float, float]], began_s: list[float]
+    clocks: list[tuple[str, float, float]], began_s: list[float], tmp_path: Path
 ) -> None:
     trace = hosts_run(tmp_path / "run", clocks)
     ranks = trace.ranks.values()
-    assert [rank.steps[0].began_s for rank in ranks] == began_s
-    assert [rank.steps[0].ended_s for rank in ranks] == [x + 1 for x in began_s]
-    assert [rank.comms[0].issued_s for rank in ranks] == [x + 0.5 for x in began_s]
+    times = [(x.steps[0].began_s, x.comms[0].issued_s, x.steps[0].ended_s) for x in ranks]
+    assert times == [(x, x + 0.5, x + 1) for x in began_s]
     assert {rank.comms[0].ended_s for rank in ranks} == {0.0}  # open on all
     assert read_run(write_run(trace, tmp_path / "again")).ranks == trace.ranks
 
 
-# ---- cut off, spoilt, missing
-
-
 def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
-    write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run")
-    file = tmp_path / "run" / "rank0.jsonl"
+    file = write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run") / "rank0.jsonl"
     whole = file.read_bytes()
-    full = read_rank_file(file)
+    full, _, _ = read_rank_file(file)
     header = whole.index(b"\n")
     counts = []
     for cut in range(len(whole) + 1):
@@ -227,18 +204,18 @@ def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
                 "rank0.jsonl breaks off in its first line, nothing of it is read"
             ]
             continue
-        one = read_rank_file(file)
+        one, _, problems = read_rank_file(file)
         for kind in ("steps", "spans", "comms", "memory"):
-            here, all_of_it = getattr(one.trace, kind), getattr(full.trace, kind)
+            here, all_of_it = getattr(one, kind), getattr(full, kind)
             assert here == all_of_it[: len(here)]
-        counts.append(len(things(one.trace)))
+        counts.append(len(things(one)))
         ended = cut >= len(whole) - 1  # all but the last newline
-        assert one.trace.complete == trace.ranks[0].complete == trace.complete == ended
-        assert len(one.problems) == (not ended)
+        assert one.complete == trace.ranks[0].complete == trace.complete == ended
+        assert len(problems) == (not ended)
         assert trace.size == 2
         if whole[cut - 1 : cut] not in (b"\n", b"]", b"}"):
             line = whole[:cut].count(b"\n") + 1
-            assert f"breaks off in line {line}:" in one.problems[0]
+            assert f"breaks off in line {line}:" in problems[0]
     assert counts == sorted(counts)
     assert set(counts) == set(range(7))
 
@@ -273,8 +250,7 @@ def test_other_files_cut_off_at_every_byte(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_line_is_left_out_and_reported(line: bytes, tmp_path: Path) -> None:
-    write_run(Trace({0: small()}), tmp_path / "run")
-    file = tmp_path / "run" / "rank0.jsonl"
+    file = write_run(Trace({0: small()}), tmp_path / "run") / "rank0.jsonl"
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(b"\n".join([*lines[:2], line, *lines[3:]]))
     trace = read_run(tmp_path / "run")
@@ -287,8 +263,7 @@ def test_a_damaged_line_is_left_out_and_reported(line: bytes, tmp_path: Path) ->
 @pytest.mark.slow
 def test_flipped_bytes_never_crash_it(tmp_path: Path) -> None:
     chance = random.Random(0)
-    write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run")
-    file = tmp_path / "run" / "rank0.jsonl"
+    file = write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run") / "rank0.jsonl"
     whole = file.read_bytes()
     for _ in range(1500):
         spoilt = bytearray(whole)
@@ -300,8 +275,7 @@ def test_flipped_bytes_never_crash_it(tmp_path: Path) -> None:
 
 
 def test_a_lost_line_and_lost_ranks_are_reported(tmp_path: Path) -> None:
-    write_run(sample_trace(4, steps=1), tmp_path / "run")
-    file = tmp_path / "run" / "rank0.jsonl"
+    file = write_run(sample_trace(4, steps=1), tmp_path / "run") / "rank0.jsonl"
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(b"\n".join(lines[:5] + lines[7:]))
     (tmp_path / "run" / "rank2.jsonl").unlink()
@@ -322,9 +296,6 @@ def test_a_run_made_in_memory_is_not_complete(tmp_path: Path) -> None:
     trace = read_run(tmp_path / "run")
     assert not trace.complete
     assert trace.about["problems"] == ["no rank has written anything"]
-
-
-# ---- other formats, other programs, other files
 
 
 def test_what_a_later_labkit_adds_is_passed_over(tmp_path: Path) -> None:
@@ -351,8 +322,7 @@ def test_what_a_later_labkit_adds_is_passed_over(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
     add_about(tmp_path / "run", format=FORMAT + 1, labkit="9.1")
-    with pytest.raises(ValueError, match=r"labkit 9\.1 in a newer format.*pip install -U labkit"):
-        read_run(tmp_path / "run")
+    raises(r"labkit 9\.1 in a newer format.*pip install -U labkit", read_run, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -366,11 +336,9 @@ def test_a_foreign_folder_is_refused_and_kept(text: str | None, words: str, tmp_
     if text is not None:
         (tmp_path / "run.json").write_text(text)
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=f"is not a labkit run.*{words}"):
-        read_run(tmp_path)
+    raises(f"is not a labkit run.*{words}", read_run, tmp_path)
     for replace in (False, True):
-        with pytest.raises(ValueError, match=words):
-            begin_run(tmp_path, replace=replace)
+        raises(words, begin_run, tmp_path, replace=replace)
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 
 
@@ -381,8 +349,7 @@ def test_an_existing_run_is_replaced_only_on_request_and_the_users_files_stay(
     kept = ["notes.txt", "rank1.jsonl.bak", "rank01.jsonl", "rankings.jsonl"]
     for name in kept:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(ValueError, match="holds a run already"):
-        write_run(sample_trace(1), tmp_path)
+    raises("holds a run already", write_run, sample_trace(1), tmp_path)
     assert len(read_run(tmp_path).ranks) == 3
     write_run(sample_trace(1), tmp_path, replace=True)
     assert list(read_run(tmp_path).ranks) == [0]
@@ -392,12 +359,10 @@ def test_an_existing_run_is_replaced_only_on_request_and_the_users_files_stay(
 
 
 def test_no_folder_and_no_folder_but_a_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read_run(tmp_path / "nowhere")
+    raises("nowhere", read_run, tmp_path / "nowhere", error=FileNotFoundError)
     (tmp_path / "file").write_text("mine")
     for function in (read_run, begin_run):
-        with pytest.raises(ValueError, match="file"):
-            function(tmp_path / "file")
+        raises("file", function, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -146,27 +146,6 @@ def test_open_shows_the_pictures(
     assert pictures[-1] == ("timeline", 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["nowhere"], "there is no run folder nowhere"),
-        (["."], ". is not a labkit run: it has no run.json"),
-        (["run", "--step", "9"], "no step 9 in this trace; it has 0 to 2"),
-        (["run", "--chrome", "no/such/folder.json"], "no/such/folder.json"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_status_2(
-    options: list[str], words: str, tmp_path: Path, pictures: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    write_run(sample_trace(2), tmp_path / "run")
-    done = view(*options)
-    assert done.exit_code == 2, done.output
-    assert words in done.output.replace("\n", " ")
-    assert "Traceback" not in done.output
-
-
 def test_the_real_pictures(tmp_path: Path) -> None:
     for picture in draw(sample_trace(2), tmp_path):
         assert len(picture.read_bytes()) > 10_000

@@ -1,6 +1,6 @@
 """What several strategies are made of.
 
-agreement.py          do the ranks train the same? is a parameter another strategy's?
+ownership.py          a module taken over: the same on all ranks, of one strategy, unchanged
 data_parallel.py      replicas; when buckets of gradients leave, while backward runs
 flat.py               tensors in one flat buffer, cut into equal shares; gradients collected there
 elementwise.py        can an optimizer be sharded? tried before it is

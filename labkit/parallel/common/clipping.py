@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import owner_of, pipeline_with
+from labkit.parallel.common.ownership import owner_of, pipeline_with
 from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils
-from labkit.parallel.common.shards import comms_of, shard_of
+from labkit.parallel.common.shards import shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
@@ -51,7 +51,6 @@ def clip_grad_norm(
 
     Under a loss scaler call `scaler.unscale_(optimizer)` first, and give the optimizer, not the
     model, where it is MasterWeights: gradients in 16 bits are clipped as its step unscales them.
-
     Raises ValueError without parameters; and where gradients are in pieces, for a norm that is no
     power sum, and for other parameters than those of the strategy that has the pieces.
     """
@@ -59,7 +58,7 @@ def clip_grad_norm(
     groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
     comm, stages = None, pipeline.comm if pipeline else None
     owners = _owners_of_pieces(trained, parameters)
-    optimizer = next((one for one in (trained, *owners) if isinstance(one, ShadowOptimizer)), None)
+    optimizer = next((x for x in (trained, *owners) if isinstance(x, ShadowOptimizer)), None)
     factor = optimizer.gradient_factor if optimizer else None
     if owners:
         every = [owner.gradient_pieces() for owner in owners]
@@ -95,10 +94,16 @@ class ClipsItsPieces:
         return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]
 
 
+def comms_of(parameters: Iterable[Tensor]) -> list[Comm]:
+    """The groups over which some of these are sharded, in the order of the parameters."""
+    comms = [shard.comm for p in parameters if (shard := shard_of(p)) is not None]
+    return list({comm.ranks: comm for comm in comms}.values())
+
+
 def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
     """The pipeline that `trained` is, or that has `parameters`, over more than one rank."""
     pipelines = [trained] if isinstance(trained, InStages) else map(pipeline_with, parameters)
-    pipeline = next((one for one in pipelines if one is not None), None)
+    pipeline = next((x for x in pipelines if x is not None), None)
     return pipeline if pipeline is not None and pipeline.comm.size > 1 else None
 
 
@@ -115,11 +120,11 @@ def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradie
     ValueError where these have other parameters: `gradient_pieces` are of all."""
     if fulfils(trained, OwnsGradientPieces):
         return [trained]
-    every = {id(one): one for one in map(owner_of, parameters)}.values()
-    owners: list[Any] = [one for one in every if fulfils(one, OwnsGradientPieces)]
-    own = {p for one in owners for p in _parameters_of(one) if p.requires_grad and p.numel()}
+    every = {id(owner): owner for owner in map(owner_of, parameters)}.values()
+    owners: list[Any] = [owner for owner in every if fulfils(owner, OwnsGradientPieces)]
+    own = {p for owner in owners for p in _parameters_of(owner) if p.requires_grad and p.numel()}
     others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
-    kinds = {one if isinstance(one, ShadowOptimizer) else one.comm.ranks for one in owners}
+    kinds = {owner if isinstance(owner, ShadowOptimizer) else owner.comm.ranks for owner in owners}
     if len(kinds) > 1 or (owners and others):
         name = type(owners[0]).__name__
         raise ValueError(
@@ -138,7 +143,6 @@ def norm_of_pieces(
     stages: Comm | None = None,
 ) -> Tensor:
     """The norm of all ranks' pieces together, those in 16 bits times `factor`; 0 without any.
-
     `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
     those over which parameters are shards, `stages` those of a pipeline. A rank without pieces may
     give an empty one: its dtype and device are those of the result.

@@ -8,8 +8,8 @@
     all_gather_sequence           all-gather              reduce-scatter
     reduce_scatter_sequence       reduce-scatter          all-gather
 
-Each line and the next are a pair: one's backward is the other's forward. Around the two products
-of an MLP, whose weights A and B are cut, stand f and g:
+Each line and the next are a pair: one's backward is the other's forward. Around the two matmuls
+of an MLP, whose weights A and B are cut, are f and g:
 
     x ── f ──▶ x A₁ ── gelu ──▶ · B₁ ── g ──▶ y          rank 0 of 2
     x ── f ──▶ x A₂ ── gelu ──▶ · B₂ ── g ──▶ y          rank 1
@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import Comm, Handle
 
-Way = Callable[..., Tensor]
+Exchanged = Callable[..., Tensor]
 
 
 def copy_to_ranks(x: Tensor, comm: Comm) -> Tensor:
@@ -75,36 +76,31 @@ def reduce_scatter_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
     return x if comm.size == 1 else Exchange.apply(x, own_sum, gathered, comm, dim)
 
 
-# ---- the pairs: the gradient goes the other way
-
-
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Comm, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.comm = comm
-        ys = [x.view_as(x) for x in xs]
+        ys = tuple(x.view_as(x) for x in xs)
         needed = ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(y for y, is_needed in zip(ys, needed) if not is_needed))
-        return tuple(ys)
+        return ys
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        wanted = [g for g, needed in zip(grads, ctx.needs_input_grad[1:]) if needed]
+        needed = ctx.needs_input_grad[1:]
+        wanted = [g for g, is_needed in zip(grads, needed) if is_needed]
         flat = torch.cat([g.reshape(-1) for g in wanted])
         ctx.comm.all_reduce(flat)
-        parts = iter(flat.split([g.numel() for g in wanted]))
-        return None, *(
-            next(parts).view(g.shape) if needed else None
-            for g, needed in zip(grads, ctx.needs_input_grad[1:])
-        )
+        sums = iter(_unflatten_dense_tensors(flat, wanted))
+        return None, *(next(sums) if is_needed else None for is_needed in needed)
 
 
 class Exchange(torch.autograd.Function):
     """`there(x, *others)` in forward, and `back(gradient, *others)` in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Way, back: Way, *others: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Exchanged, back: Exchanged, *others: Any) -> Tensor:
         ctx.back, ctx.others = back, others
         return there(x, *others)
 
@@ -114,35 +110,29 @@ class Exchange(torch.autograd.Function):
         return ctx.back(grads[0], *ctx.others), None, None, *(None for _ in ctx.others)
 
 
-# ---- what they send; the handle is None where the call has waited
-
-
 def summed(x: Tensor, comm: Comm) -> Tensor:
+    """The sum of all ranks' `x`, any shape, in memory of its own."""
     x = x.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(x)
     return x
 
 
 def gathered(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    return torch.cat(gather_parts(x, comm)[0], dim)
-
-
-def gather_parts(
-    x: Tensor, comm: Comm, async_op: bool = False
-) -> tuple[list[Tensor], Handle | None]:
-    """All ranks' `x`, of one shape."""
+    """All ranks' `x`, of one shape, concatenated along `dim`."""
     parts = list(x.new_empty([comm.size, *x.shape]))
-    return parts, comm.all_gather(parts, x, async_op)
+    comm.all_gather(parts, x)
+    return torch.cat(parts, dim)
 
 
 def own_sum(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum of all ranks' `x`."""
     return sum_scattered(x, comm, dim)[0]
 
 
 def sum_scattered(
     x: Tensor, comm: Comm, dim: int, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
-    """This rank's part along `dim` of the sum of all ranks' `x`."""
+    """As `own_sum`, with the handle of the reduce-scatter, or None where it has been waited for."""
     parts = list(x.detach().chunk(comm.size, dim))
     own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
     return own, comm.reduce_scatter(own, parts, async_op=async_op)

@@ -1,37 +1,31 @@
 """Replicas, and the averaging of their gradients while backward runs: DDP, ZeRO-1 and 2.
 
-    backward     g5 g4 g3 | g2 g1 g0 | wait
-                          [ bucket 0 ][ bucket 1 ]
-
-Buckets leave in the same order on all ranks, whatever order their gradients come in: a complete
-bucket waits for those before it, and one that misses a gradient leaves when backward is over.
+Buckets leave in the same order on all ranks: a complete one waits for those before it, and one that
+misses a gradient leaves when backward is over.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import (
+from labkit.parallel.common.flat import at_end_of_backward, register_grad_ready_hook
+from labkit.parallel.common.ownership import (
     ParamSnapshot,
     broadcast_tensors,
     check_same_on_all_ranks,
     claim,
     trainable,
 )
-from labkit.parallel.common.flat import (
-    at_end_of_backward,
-    check_dense,
-    register_grad_ready_hook,
-)
 
 Part = TypeVar("Part")
 
 
 class NoSync:
+    """Gradients that accumulate over several backwards before they are sent."""
+
     _synchronise = True
 
     @contextmanager
@@ -90,18 +84,6 @@ class Replica(NoSync, nn.Module):
         self._set_up()
 
 
-def flagged_gradient(p: Tensor, divisor: float = 1) -> Tensor:
-    """The gradient of `p`, divided in place; -0.0 everywhere where this rank did not use it."""
-    if p.grad is None:
-        return torch.full_like(p, -0.0)
-    check_dense(p.grad)
-    if divisor != 1:
-        p.grad.div_(divisor)
-    if p.grad.numel():
-        p.grad.as_strided((1,), (1,)).add_(0.0)
-    return p.grad
-
-
 class GradReducer(NoSync):
     """Says when a bucket of gradients leaves; a strategy says how, in `_send`."""
 
@@ -112,6 +94,7 @@ class GradReducer(NoSync):
         """Each has `parameters`, those `missing` gradients, `take`, `receive` and `reset`."""
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self._last = len(buckets) - 1  # it is left to `_finish`
         self._sent = self._received = 0  # buckets, in this backward
         self._in_backward = False
 
@@ -127,11 +110,9 @@ class GradReducer(NoSync):
             self._in_backward = True
             at_end_of_backward(self._end_backward)
         self._bucket_of[p].take(p)
-        while self._synchronise and self.overlap and self._next_is_complete():
-            self._send_next(async_op=True)
-
-    def _next_is_complete(self) -> bool:  # the last one is left to `_finish`
-        return self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].missing
+        if self._synchronise and self.overlap:
+            while self._sent < self._last and not self._buckets[self._sent].missing:
+                self._send_next(async_op=True)
 
     def _send_next(self, async_op: bool) -> None:
         if self.max_in_flight and self._sent - self._received >= self.max_in_flight:
@@ -151,7 +132,7 @@ class GradReducer(NoSync):
 
     def _finish(self) -> None:
         while self._sent < len(self._buckets):
-            self._send_next(async_op=self.overlap and self._sent < len(self._buckets) - 1)
+            self._send_next(async_op=self.overlap and self._sent < self._last)
         self._reset()
 
     def _reset(self) -> None:

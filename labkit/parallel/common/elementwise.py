@@ -1,7 +1,5 @@
-"""Can an optimizer be sharded? Only if it treats each element of a tensor by itself, as SGD and
-Adam do; Adafactor, Muon and LBFGS do not. Each is tried, on a small matrix whole and on the same
-elements in two flat pieces. Nor may it count in its groups: ZeRO steps bucket by bucket.
-"""
+"""Can an optimizer be sharded? Only if it treats each element by itself, as SGD and Adam do, and
+Adafactor, Muon and LBFGS do not; and counts nothing in its groups: ZeRO steps bucket by bucket."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 def check_elementwise(
     optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> None:
-    """Raises ValueError, naming the optimizer, when its pieces do not do what the whole does."""
+    """Try it on a small matrix, whole and in two flat pieces; ValueError where these differ."""
     # In a thread of its own: what records this one, or runs it without data, is not there.
     with ThreadPoolExecutor(1) as thread:
         name, why = thread.submit(_difference, optimizer_cls, options, device).result()

@@ -4,11 +4,9 @@
     shares    |     rank 0      |     rank 1      |     rank 2      |
 
 Shares are equal, so a tensor may be cut within a row: optimizers must treat each element by itself.
-A rank that did not use a parameter contributes -0.0 to the sum of its gradients. A sum is -0.0 only
-where all its terms are: then no rank used the parameter, and its gradient stays None. Gradients are
-divided before they are summed, so that fp16 sums do not overflow; a quotient may underflow to
--0.0, and + 0.0 makes that 0.0.
-
+A rank that did not use a parameter contributes -0.0 to the sum of its gradients, which is -0.0 only
+where all terms are: then its gradient stays None. Gradients are divided before they are summed, so
+that fp16 sums do not overflow; + 0.0 undoes a -0.0 from underflow.
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1; DeepSpeed's flat fp16 groups.
 """
 
@@ -70,8 +68,7 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
     """The parameters, last first, in lists of one dtype and device: of at most `bucket_bytes`, or
     of one parameter."""
     if not bucket_bytes > 0:
-        mb = bucket_bytes / MB
-        raise ValueError(f"bucket_mb={mb:g}: a bucket holds more than 0 MiB; 25 is usual")
+        raise ValueError(f"bucket_mb={bucket_bytes / MB:g}: a bucket holds over 0 MiB; 25 is usual")
     full: list[list[P]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[P]] = {}
     for parameter in reversed(parameters):
@@ -144,22 +141,26 @@ def nobody_used(flat: Tensor) -> bool:
 
 
 def check_dense(gradient: Tensor) -> None:
+    """Raises TypeError for a sparse gradient."""
     if gradient.layout != torch.strided:
         raise TypeError(
-            f"a gradient is {gradient.layout}; only dense ones are reduced: make the layer with "
-            "sparse=False"
+            f"a gradient is {gradient.layout}; only dense ones are reduced: give sparse=False"
         )
+
+
+def while_alive(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`method` as a hook of a tensor, without a cycle through torch's C++, which keeps it alive."""
+    weak = WeakMethod(method)
+
+    def hook(x: Any) -> Any:
+        return None if (alive := weak()) is None else alive(x)
+
+    return hook
 
 
 def register_grad_ready_hook(parameter: Tensor, method: Callable[[Any], None]) -> None:
     """Have autograd call `method(parameter)` when it has finished the gradient of `parameter`."""
-    weak = WeakMethod(method)  # else a cycle through torch's C++, which Python does not find
-
-    def hook(finished: Tensor) -> None:
-        if (alive := weak()) is not None:
-            alive(finished)
-
-    parameter.register_post_accumulate_grad_hook(hook)
+    parameter.register_post_accumulate_grad_hook(while_alive(method))
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

@@ -79,7 +79,7 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
 @runtime_checkable
 class InStages(Protocol):
     """Has a model in stages, one or more on each rank of `comm`: a Pipeline. Parameters of its
-    stages have it as a weak attribute (agreement.py): without it they are like others."""
+    stages have it as a weak attribute (ownership.py): without it they are like others."""
 
     comm: Comm
     module: nn.Module  # what is here, under the names of the whole model

@@ -1,7 +1,5 @@
-"""A model whose parameters are cut, put together again: for a look, or to compare.
-
-Checkpoints do without: there each rank writes its part (labkit/checkpoints).
-"""
+"""A model whose parameters are cut, put together again: for a look, or to compare. Checkpoints do
+without: there each rank writes its part (labkit/checkpoints)."""
 
 from typing import Any
 
@@ -14,12 +12,9 @@ from labkit.parallel.common.shards import Shard, shard_of
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """`state_dict()` as of the plain model: every cut parameter is whole, and the same on all
-    ranks, which call it together. One with two names is put together once.
-
-    Args:
-        model: edited by `tensor_parallel`, or a strategy around one; names are those of the module
-            inside. Of a Pipeline, the model of all stages, on the CPU. After steps of a
-            ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
+    ranks, which call it together. `model`: edited by `tensor_parallel`, or a strategy around one;
+    of a Pipeline, that of all stages, on the CPU. After steps of a ZeroOptimizer that gathers in
+    forward (`gather_in`), call its `wait()` first.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     if isinstance(model, InStages):

@@ -16,8 +16,11 @@ Embedding, norms, MLP and loss look at one token at a time: a rank does 1/n of t
     F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # and gradients are averaged
 
 On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data-parallel and the context-parallel ranks
-together, `mesh["dp", "cp"]`: every parameter is marked with `comm` (common/shards.py), and
-strategies over fewer ranks refuse it.
+together, `mesh["dp", "cp"]`: every parameter is marked with `comm`, and strategies over fewer ranks
+refuse it:
+
+    ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 come apart
+                                  over mesh["dp", "cp"]      0, 1, 2, 3      right
 
 Dropout draws from the random numbers of each rank: seed the ranks differently after the model is
 built, as for rows. Inside attention, the tiles of "ring" draw no masks (ValueError).
@@ -27,13 +30,14 @@ Llama Team, arXiv 2407.21783, section 3.3.2.
 """
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import owner_of
-from labkit.parallel.common.shards import mark_sequence
+from labkit.parallel.common.ownership import owner_of
+from labkit.parallel.common.shards import CopiedMark
 from labkit.parallel.context.ring_attention import RingAttention
 from labkit.parallel.context.ulysses import Ulysses, check_heads
 from labkit.parallel.context.zigzag import positions_of
@@ -51,11 +55,9 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
             and the key-value heads.
 
     Returns the model, its weights and names unchanged. Where `model(tokens)` is called without
-    `positions`, those of this rank's shard are filled in.
-
-    Raises ValueError where there is no `attn.core`, or it cannot be replaced; where a strategy that
-    has the parameters already is over fewer ranks; in forward where a sequence does not split, or
-    is longer than the model's context.
+    `positions`, those of this rank's shard are filled in. Raises ValueError where there is no
+    `attn.core`, or it cannot be replaced; where a strategy that has the parameters already is over
+    fewer ranks; in forward where a sequence does not split, or is longer than the model's context.
     """
     comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):
@@ -75,9 +77,31 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
     for attention, core in zip(attentions, cores, strict=True):
         attention.core = core
     for parameter in model.parameters():
-        mark_sequence(parameter, comm)
+        SequenceParts(comm).attach_to(parameter)
     model.register_forward_pre_hook(_PositionsFilledIn(model, comm), with_kwargs=True)
     return model
+
+
+@dataclass(frozen=True)
+class SequenceParts(CopiedMark):
+    """Each rank of `comm` has the parameter whole and uses it on its own part of the sequences."""
+
+    comm: Comm
+
+    name = "_labkit_sequence"
+
+    def __str__(self) -> str:
+        return ""  # the parameter itself is the same on all
+
+    def check(self, name: str, comm: Comm, averaged: bool) -> None:
+        if averaged and not {*self.comm.ranks} <= {*comm.ranks}:
+            raise ValueError(
+                f"{name} is used by ranks {list(self.comm.ranks)} on parts of the same sequences "
+                f"(context_parallel), and ranks {list(comm.ranks)} are not all of them: its "
+                "replicas would come apart; give the strategy the data-parallel and the "
+                "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, mesh["
+                '"dp", "cp"])'
+            )
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:

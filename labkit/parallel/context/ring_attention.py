@@ -67,8 +67,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int = TILE
             and are computed in float32.
         tile: queries and keys whose scores are computed at once; memory grows with its square.
 
-    Returns [b, h, s/n, e], in the dtype of q. Has a first derivative, no second.
-    Raises ValueError for shapes or types that do not fit together, or a shard without two halves.
+    Returns [b, h, s/n, e], in the dtype of q; it has a first derivative, no second. Raises
+    ValueError for shapes or types that do not fit together, or a shard without two halves.
     """
     check_fit(q, k, v, tile)
     check_splits(q.shape[2] * comm.size, comm.size)

@@ -1,18 +1,13 @@
-"""Which tokens of a sequence a rank holds: zig-zag, so that causal attention is the same work for
-all.
-
-The sequence is cut into 2n chunks, and rank r has two of them, r and 2n-1-r:
+"""Which tokens of a sequence a rank holds: of 2n chunks, rank r has r and 2n-1-r (zig-zag), so that
+causal attention is the same work for all.
 
     chunk                    0     1     2     3     4     5          n = 3 ranks
     rank                     0     1     2     2     1     0
-    chunks of keys it sees   1     2     3     4     5     6
+    chunks of keys it sees   1     2     3     4     5     6          7 for any rank together
 
-A query sees the keys before it, so late chunks are more work than early ones. The early and the
-late one of any rank see 2n+1 chunks of keys together, 7 here. Had rank r the chunks 2r and 2r+1,
-the last rank would see 11, and the others would wait for it.
-
+A query sees the keys before it: a rank's early chunk has as many fewer as its late one has more.
 Source: Llama Team, arXiv 2407.21783, section 3.3.2. "Striped Attention", Brandon et al., arXiv
-2311.09431, balances the same work by other shards: rank r has every n-th token, from r on.
+2311.09431, balances by other shards: rank r has every n-th token, from r on.
 """
 
 from collections.abc import Sequence

@@ -14,9 +14,8 @@ Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 6.2.3 (gradi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +23,8 @@ from labkit.comm import Comm
 
 
 class UnderWay(Protocol):
+    """A reduction; `wait()` returns when the sum is in the tensor given to the hook."""
+
     def wait(self) -> None: ...
 
 
@@ -31,6 +32,7 @@ Hook = Callable[[torch.Tensor, Comm, bool], UnderWay | None]
 
 
 def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
+    """The default hook: `flat` is summed over the ranks in its own dtype."""
     return comm.all_reduce(flat, async_op=async_op)
 
 
@@ -51,8 +53,7 @@ def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bo
     return _CastBack(small, numbers, comm.all_reduce(small, async_op=async_op))
 
 
-@dataclass
-class _CastBack:
+class _CastBack(NamedTuple):
     small: torch.Tensor
     numbers: torch.Tensor
     handle: UnderWay | None

@@ -23,9 +23,9 @@ from torch import nn
 
 from labkit.comm import Comm
 from labkit.holdings import replicated
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.data_parallel import GradReducer, Replica
 from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
 from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_order, agreed_used
 
@@ -96,7 +96,7 @@ class DDP(GradReducer, Replica):
     def _attach(self) -> None:
         super()._attach()
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        self._came: list[torch.Tensor] | None = None  # the first backward's gradients, in order
+        self._arrived: list[torch.Tensor] | None = None  # the first backward's gradients, in order
         self._join = JoinCoordinator(self.comm)
         self._set_buckets([])
 
@@ -107,7 +107,7 @@ class DDP(GradReducer, Replica):
     def _make_buckets(self, comm: Comm | None) -> None:
         groups = cut(self._parameters_to_average, self._bucket_bytes)
         self._set_buckets([Bucket(group, comm, self._names) for group in groups])
-        self._came = [] if len(self._buckets) > 1 or self.static_graph else None
+        self._arrived = [] if len(self._buckets) > 1 or self.static_graph else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._in_backward:  # the last one was cut short by an error
@@ -128,19 +128,19 @@ class DDP(GradReducer, Replica):
             self._refuse(parameter, "got a gradient, and had none in the first backward")
         if self._synchronise:
             super()._on_grad_ready(parameter)
-            if self._came is not None:
-                self._came.append(parameter)
+            if self._arrived is not None:
+                self._arrived.append(parameter)
 
     def _begin_backward(self) -> None:
         self._join.announce(Phase.BACKWARD)
-        if self._came is not None:
-            self._came = []
+        if self._arrived is not None:
+            self._arrived = []
 
     def _send(self, bucket: Bucket, async_op: bool) -> None:
         bucket.handle = self.hook(bucket.fill(self._join.divisor), self.comm, async_op)
 
     def _end_backward(self) -> None:
-        if self.static_graph and self._came is None:
+        if self.static_graph and self._arrived is None:
             for parameter, bucket in self._bucket_of.items():
                 if parameter in bucket.missing:
                     self._refuse(parameter, "got no gradient, and had one in the first backward")
@@ -148,16 +148,16 @@ class DDP(GradReducer, Replica):
 
     def _finish(self) -> None:
         super()._finish()
-        if self._came is not None:
-            self._rebuild(self._came)
+        if self._arrived is not None:
+            self._rebuild(self._arrived)
 
     def _refuse(self, parameter: torch.Tensor, what: str) -> NoReturn:
         self._reset()
         raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
 
-    def _rebuild(self, came: list[Any]) -> None:
-        self._came = None  # once, after the first backward
-        order = agreed_order(self._parameters_to_average, came, self.comm, self._join.first)
+    def _rebuild(self, arrived: list[Any]) -> None:
+        self._arrived = None  # once, after the first backward
+        order = agreed_order(self._parameters_to_average, arrived, self.comm, self._join.first)
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}
             mine = {*order} - unused if self.comm.rank in self._join.active else None

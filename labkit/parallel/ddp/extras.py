@@ -23,11 +23,11 @@ STATIC = "leave out static_graph=True: its ranks use the same parameters in ever
 
 
 def agreed_order(
-    parameters: Sequence[nn.Parameter], came: Sequence[nn.Parameter], comm: Comm, src: int = 0
+    parameters: Sequence[nn.Parameter], arrived: Sequence[nn.Parameter], comm: Comm, src: int = 0
 ) -> list[nn.Parameter]:
-    """The order in which gradients came on rank `src`. Those that did not come are last."""
+    """The order in which gradients arrived on rank `src`. Those that did not come are last."""
     place = {parameter: i for i, parameter in enumerate(parameters)}
-    order = comm.broadcast_object([place[p] for p in came], src)
+    order = comm.broadcast_object([place[p] for p in arrived], src)
     others = sorted(set(place.values()) - set(order), reverse=True)
     return [parameters[i] for i in [*order, *others]]
 
@@ -49,7 +49,9 @@ def agreed_used(
     return {parameter for parameter, name in names.items() if name in every[first]}
 
 
-class Phase(IntEnum):  # what a rank is about to do
+class Phase(IntEnum):
+    """What a rank is about to do."""
+
     DONE = 0
     FORWARD = 1  # in which buffers are broadcast
     BACKWARD = 2

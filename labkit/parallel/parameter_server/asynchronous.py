@@ -11,7 +11,7 @@ other. Its gradient may be *stale*: computed with weights that others have chang
         rank 0                         step -> w1    w2  w3
 
     staleness of an update = version it is applied to - version its gradient was made with:
-    0 for rank 1 above, 1 for rank 3 (made with w0, applied to w1), 2 for rank 2.
+    0 for rank 1 above, 1 for rank 3 (made with w0, applied to w1), 2 for rank 2
 
 With `max_staleness=s` (*stale synchronous parallel*) a worker gets its next weights only when it is
 at most s steps ahead of the slowest; then no update is staler than (n-2)(2s + 1) on n ranks.
@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.agreement import broadcast_tensors
 from labkit.parallel.common.data_parallel import Replica
 from labkit.parallel.common.flat import check_dense
+from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.parameter_server.synchronous import SERVER
 
 DONE = -1  # in place of the version: this worker pushes no more
@@ -51,6 +51,7 @@ class Update:
 
     @property
     def staleness(self) -> int:
+        """How many updates the server had made since the worker got its weights."""
         return self.applied_to - self.made_with
 
 

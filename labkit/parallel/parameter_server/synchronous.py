@@ -3,21 +3,16 @@
     rank 0, the server  parameters P, gradients G, Adam 2G; its share of the batch
     the n-1 others      parameters P, and gradients G until they are sent; their shares
     travels             G from each of the others to the server and G back, every step: over the
-                        server's link 2(n-1) G, over each other's 2 G
+                        server's link 2(n-1) G, over each other's 2 G; in a ring 4 (n-1)/n G
 
         rank 1  forward | backward | push g --.               .--> new w | forward
         rank 2  forward | backward | push g --+               +--> new w | forward
         rank 0  forward | backward |          '-> g+g+g | step '          | forward
 
-In a ring (ddp.py) no link carries more than 4 (n-1)/n G in and out, however many ranks there are;
-here one link carries it all, so that each further rank makes a step longer. But only the server
-holds gradients and state after backward.
-
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
+Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
 section 3; `torch.nn.DataParallel` does the same with threads of one process.
 """
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -25,9 +20,10 @@ import torch
 from torch import nn
 
 from labkit.holdings import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.common.agreement import broadcast_tensors
-from labkit.parallel.common.data_parallel import Replica, flagged_gradient
-from labkit.parallel.common.flat import at_end_of_backward, nobody_used
+from labkit.parallel.common.data_parallel import Replica
+from labkit.parallel.common.flat import at_end_of_backward, nobody_used, while_alive
+from labkit.parallel.common.ownership import broadcast_tensors
+from labkit.parallel.naive_ddp import flagged_gradient
 
 SERVER = 0
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
@@ -43,19 +39,16 @@ class ParameterServer(Replica):
     the others none: their `optimizer.step()` finds nothing to do, keeps no state, and ends when the
     new weights are there. Clipping acts on rank 0.
 
-    Args:
-        module: any module; the copies start as rank 0's.
-        comm: the ranks that hold copies; all by default.
-
-    Raises ValueError, on every rank, when the ranks have different models, when a parameter
-    belongs to another strategy, or changed after wrapping; and without `pull_after`.
+    `module`: any, whose copies start as rank 0's; `comm`: the ranks that hold copies, all by
+    default. Raises ValueError, on every rank, when the ranks have different models, when a
+    parameter belongs to another strategy, or changed after wrapping; and without `pull_after`.
     """
 
     def _attach(self) -> None:
         super()._attach()
         self._scheduled, self._pulls = False, False  # a copy, too, needs `pull_after`
         for parameter in self._parameters_to_average:
-            _when_gradient_is_made(parameter, self._share)
+            parameter.register_hook(while_alive(self._share))
 
     @property
     def is_server(self) -> bool:
@@ -126,15 +119,3 @@ class ParameterServer(Replica):
         bus_bytes = 2 * (size - 1) * grads
         state = adam_bytes(module)
         return Footprint(parameter_bytes(module), grads / size, state / size, bus_bytes)
-
-
-def _when_gradient_is_made(
-    parameter: nn.Parameter, method: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Have autograd replace each new gradient of `parameter` by `method(gradient)`."""
-    weak = WeakMethod(method)
-
-    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-        return None if (alive := weak()) is None else alive(gradient)
-
-    parameter.register_hook(hook)

@@ -3,10 +3,10 @@
     backward of y = x Wᵀ + b      input    dx = dy W                 the stage before waits for it
                                   weight   dW = dyᵀ x, db = Σ dy     no stage waits for it
 
-Inside `deferring`, each plain nn.Linear (and any module with a `_labkit_later`) puts its second
-half on a list instead of computing it, with the x and dy that it needs. Other parameters, of norms
-and embeddings, get their gradients with the first half: they cost little. `run_later` runs the list
-as a backward, with every hook. The first half runs inside `deferring`, too, for recompute.
+Inside `deferring`, each plain nn.Linear, and any module with a `_labkit_later`, puts its second
+half on a list, with the x and dy that it needs; `run_later` runs the list as a backward, with every
+hook. The first half runs inside `deferring`, too, for recompute. Norms and embeddings get their
+gradients with the first half: they cost little.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """

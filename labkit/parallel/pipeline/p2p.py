@@ -5,9 +5,6 @@
     rank 1        F0 │ F1  B0      F2               posts its receives in that order, the next one
                      └ posted before F0 runs        before it computes
 
-A message arrives while its receiver computes, and no two ranks wait for each other. A send starts
-at once and keeps its tensor until it has completed.
-
 What travels is [rows, ...]: the rows of each micro-batch are known to all; the rest (shape, dtype,
 whether a gradient comes back) is sent once for each boundary, before its first message.
 """
@@ -21,7 +18,7 @@ from torch import Tensor
 
 from labkit.comm import Comm, CommError, Handle
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
-from labkit.schedules.actions import Action, Message, Schedule, chunks_of, sent
+from labkit.schedules.actions import Message, Schedule, chunks_of, sent
 
 TAGS = {"activation": 101, "gradient": 102, "meta": 103}
 MOST_DIMS = 8
@@ -82,19 +79,15 @@ class P2PChannel:
 
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
         self.comm, self._parts = comm, parts
-        self._orders = {
-            source: self._from(source, actions, chunks_of(schedule))
-            for source, actions in enumerate(schedule)
-        }
+        size, chunks = comm.size, chunks_of(schedule)
+        self._orders: dict[int, list[Message]] = {}  # from each rank to this one, as it sends them
+        for source, actions in enumerate(schedule):
+            messages = [sent(action, source, size, chunks) for action in actions]
+            own = [m for m in messages if m and m.target % size == comm.rank != source]
+            self._orders[source] = own
         self._metas: dict[int, TensorMeta] = {}  # by boundary: that behind virtual stage 0, 1, ...
         self._leaving: deque[PendingSend] = deque()
         self._in_step = False
-
-    def _from(self, source: int, actions: Sequence[Action], chunks: int) -> list[Message]:
-        """The messages from that rank to this one, in the order in which it sends them."""
-        size, rank = self.comm.size, self.comm.rank
-        messages = [sent(action, source, size, chunks) for action in actions]
-        return [m for m in messages if m and m.target % size == rank != source]
 
     def begin(self, rows: Sequence[int], device: torch.device, afresh: bool) -> None:
         """A step, with so many rows in each micro-batch; `afresh`: shapes or dtypes have changed.
@@ -116,8 +109,6 @@ class P2PChannel:
             self._leaving.popleft().wait()
         self._in_step = False
 
-    # --- sending ------------------------------------------------------------------------------
-
     def send(self, message: Message, x: Tensor | None) -> None:
         """Start to send `x`; None: there is no gradient."""
         self._let_go()
@@ -134,21 +125,20 @@ class P2PChannel:
 
     def _post_send(self, x: Tensor, message: Message) -> None:
         kind = "output" if message.what == "activation" else "gradient"
-        what = f"{kind} of stage {message.source} (rank {self.comm.rank}), micro-batch "
-        what += f"{message.microbatch},"
+        at = f"stage {message.source} (rank {self.comm.rank}), micro-batch {message.microbatch},"
         if self._parts:
-            x = self._parts.own_part(x, what)
-        self._start(x, message, message.what, f"the {what}")
-
-    def _start(self, x: Tensor, message: Message, tag: str, what: str) -> None:
-        version = _version(x)
-        handle = self.comm.isend(x, message.target % self.comm.size, TAGS[tag])
-        self._leaving.append(PendingSend(handle, x, version, what))
+            x = self._parts.own_part(x, f"{kind} of {at}")
+        self._start(x, message, message.what, f"the {kind} of {at}")
 
     def _let_go(self) -> None:
         """Of tensors that have arrived."""
         while self._leaving and self._leaving[0].handle.is_completed():
             self._leaving.popleft().wait()
+
+    def _start(self, x: Tensor, message: Message, tag: str, what: str) -> None:
+        version = _version(x)
+        handle = self.comm.isend(x, message.target % self.comm.size, TAGS[tag])
+        self._leaving.append(PendingSend(handle, x, version, what))
 
     def _send_meta(self, message: Message, x: Tensor) -> None:
         boundary, k = message.source, message.microbatch
@@ -171,17 +161,14 @@ class P2PChannel:
                 "the same shape and type for every micro-batch, but for its rows"
             )
 
-    # --- receiving ----------------------------------------------------------------------------
-
     def has_gradient(self, boundary: int) -> bool:
         """Whether one goes back over it: known after its first message."""
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
         """Returns [rows, ...], an activation with `requires_grad` where the stage before needs a
-        gradient; None for a gradient that it does not need.
-
-        Raises CommError where the message does not arrive: its sender died, or was too late.
+        gradient; None for a gradient that it does not need. Raises CommError where the message does
+        not arrive: its sender died, or was too late.
         """
         if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None

@@ -1,7 +1,6 @@
 """Pipeline parallelism: each rank has some layers, and micro-batches go from rank to rank.
 
     a batch of rows, cut into m micro-batches; 3 stages, 4 micro-batches, schedule "1f1b"
-
         rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x goes in here
         rank 1   layers 2 3       F0 F1 .. B0 F2 B1 F3 B2 .. B3
         rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y, and the loss
@@ -12,13 +11,10 @@
                       gradient back, b s h elements each of a GPT
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
-What each rank computes, and when, is data: a schedule (labkit.schedules), a list of actions for
-each rank. The loop in `step` runs them all: it waits for the one message that an action needs,
-computes, starts to send the result and goes on. With v chunks, chunk c of rank r is virtual stage
-c p + r of p v.
-
-Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2;
-the runner over lists of actions: torch.distributed.pipelining.
+What each rank computes, and when, is a schedule (labkit.schedules), a list of actions for each
+rank, which `step` runs. With v chunks, chunk c of rank r is virtual stage c p + r of p v. Sources:
+Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2; the runner
+over lists of actions: torch.distributed.pipelining.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,31 +28,11 @@ from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import WeakMark
 from labkit.parallel.common.sharder import LossScaler
-from labkit.parallel.common.whole import full_state_dict
+from labkit.parallel.pipeline import synchronising, validation
 from labkit.parallel.pipeline.p2p import P2PChannel
 from labkit.parallel.pipeline.scatter_gather import scatter_gather_over
-from labkit.parallel.pipeline.stages import Layers, further_names, layers_in, prefix_of
-from labkit.parallel.pipeline.synchronising import (
-    Tied,
-    check_ties,
-    last_backward,
-    optimizers_that_send_once,
-    owners_of,
-    wrapped,
-)
-from labkit.parallel.pipeline.validation import (
-    agreed_schedule,
-    check_alike,
-    check_batch,
-    check_has_gradient,
-    check_loss,
-    check_phases,
-    check_scaler,
-    check_stages,
-    optimizer_of,
-)
+from labkit.parallel.pipeline.stages import StagedModel
 from labkit.parallel.pipeline.virtual_stage import VirtualStage
 from labkit.schedules.actions import Action, Schedule, received, sent, virtual_stage
 
@@ -64,16 +40,15 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class Pipeline(nn.Module):
+class Pipeline(StagedModel):
     """This rank's part of a pipeline of `stages`.
 
     Args:
-        stages: the modules of all virtual stages in order, p v of them for p ranks, as `split`
-            makes them, or your own. Every rank gives all, built alike, and keeps its own. Each maps
-            one tensor [rows, ...] to one tensor [rows, ...].
+        stages: the modules of all virtual stages in order, p v for p ranks, of `split` or your
+            own. Every rank gives all, built alike. Each maps one tensor [rows, ...] to another.
         comm: the ranks, as `mesh.pp`; all by default.
-        schedule: a name ("gpipe", "1f1b", "interleaved", "zb-h1", ... of `labkit.schedules`), or
-            your own valid list of actions for each rank.
+        schedule: a name of `labkit.schedules`, as "gpipe", "1f1b", "interleaved", "zb-h1", or your
+            own valid list of actions for each rank.
         microbatches: m; 8 by default, or as many as your own schedule has.
         loss_fn: loss_fn(output, y) -> the mean over the rows, a scalar; called on the last stage.
         chunks: v, to be checked against the number of stages.
@@ -83,14 +58,13 @@ class Pipeline(nn.Module):
         scatter_gather: the tensor-parallel ranks of this stage, as `mesh.tp`, each of which sends
             1/t of what all have (scatter_gather.py). Not where the sequence is cut, too.
         wrap: what to put around each of this rank's stages that has something to train, as
-            `lambda stage: DDP(stage, mesh.dp)`; or give stages that are wrapped already.
+            `lambda stage: DDP(stage, mesh.dp)`; or give stages that are wrapped.
 
-    Data parallelism and tied parameters: see synchronising.py. (Make a ZeroOptimizer after the
-    pipeline.) `clip_grad_norm` of the pipeline, or of an optimizer of its parameters, is by the
-    norm of all stages. `save_checkpoint` writes all stages as one model.
-
-    Raises ValueError, on every rank, where stages, ranks and micro-batches do not fit, or differ
-    between the ranks; ScheduleError, which is a ValueError, for an invalid schedule.
+    Data parallelism and tied parameters: see synchronising.py (make a ZeroOptimizer after it).
+    `clip_grad_norm` of it, or of an optimizer of its parameters, is by the norm of all stages;
+    `save_checkpoint` writes all stages as one model. Raises ValueError, on every rank, where
+    stages, ranks and micro-batches do not fit, or differ between ranks; ScheduleError, which is a
+    ValueError, for an invalid schedule.
     """
 
     def __init__(
@@ -109,57 +83,41 @@ class Pipeline(nn.Module):
     ):
         super().__init__()
         self.comm = comm = Comm.of(comm)
-        self.chunks = check_stages(stages, comm, chunks)
-        self.schedule, self.microbatches = agreed_schedule(
-            schedule, comm, microbatches, self.chunks
-        )
-        owners = owners_of(stages, comm.size)
-        check_loss(loss_fn, comm, len(stages))
+        self.chunks = validation.check_stages(stages, comm, chunks)
+        agreed = validation.agreed_schedule(schedule, comm, microbatches, self.chunks)
+        self.schedule, self.microbatches = agreed
+        owners = synchronising.owners_of(stages, comm.size)
+        validation.check_loss(loss_fn, comm, len(stages))
         own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
-        stages = wrapped(stages, own, comm.size, wrap)
-        check_phases(stages, self.schedule, comm)
-        check_ties(stages, owners, comm)
-        self._tied = Tied(owners, comm)
-        self._owners: dict[Any, tuple[int, ...]] = {**owners}
-        self.further_names = further_names(stages)
-
-        self.module = Layers.together(stages, own)
-        for p in self.module.parameters():
-            p._labkit_pipeline = WeakMark(self)  # type: ignore[attr-defined]
+        stages = synchronising.wrapped(stages, own, comm.size, wrap)
+        validation.check_phases(stages, self.schedule, comm)
+        synchronising.check_ties(stages, owners, comm)
+        self._tied = synchronising.Tied(owners, comm)
+        self._take(stages, own, owners)
+        modules, last = [stages[index] for index in own], len(stages) - 1
+        self._optimizer = validation.optimizer_of(optimizer, modules, self.schedule, owners)
         actions, place = self.schedule[comm.rank], (comm.rank, comm.size, self.chunks)
         self._program = [  # each action, the message it needs and the one it sends
             (action, received(action, *place), sent(action, *place)) for action in actions
         ]
-        self._optimizer = optimizer_of(
-            optimizer, [stages[index] for index in own], self.schedule, owners
-        )
-        me = cast(Pipeline, proxy(self))  # weakly: the stages do not keep it
-        loss_of = partial(Pipeline._loss_of, me)
-        self._last_index = len(stages) - 1
+        loss_of = partial(Pipeline._loss_of, cast(Pipeline, proxy(self)))  # stages do not keep it
         self._stages = [
             VirtualStage(
                 stages[index], index, comm.rank, [a for a in actions if a.chunk == chunk],
-                recompute, self._optimizer, loss_of if index == self._last_index else None,
+                recompute, self._optimizer, loss_of if index == last else None,
             )
             for chunk, index in enumerate(own)
         ]  # fmt: skip
-        self._last_backward = last_backward(actions, self._stages)
-        self._send_once: list[Any] = []  # optimizers that hold gradients back until then
-        self._has_first, self._has_last = own[0] == 0, own[-1] == self._last_index
-        self._scaler: LossScaler | None = None
+        self._last_backward = synchronising.last_backward(actions, self._stages)
+        self._has_first, self._has_last = own[0] == 0, own[-1] == last
+        self._xs = self._ys = cast(tuple[Tensor, ...], ())  # micro-batches, on first and last stage
         self._loss_fn = loss_fn
-        parts = scatter_gather_over(scatter_gather, comm, [stages[index] for index in own])
+        parts = scatter_gather_over(scatter_gather, comm, modules)
         self._p2p = P2PChannel(comm, self.schedule, parts)
-        self._xs: tuple[Tensor, ...] = ()  # micro-batches of the step, on the first stage ...
-        self._ys: tuple[Tensor, ...] = ()  # ... and on the last
         self._alike: Any = None  # what all ranks had in common in the last step
-
-    copy_advice = "copy pipeline.module, save pipeline.full_state_dict() or a labkit checkpoint"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
-
-    # --- the runner ---------------------------------------------------------------------------
 
     def step(self, x: Tensor, y: Tensor, scaler: LossScaler | None = None) -> Tensor | None:
         """Forward and backward of one batch; afterwards the gradients are in `.grad`.
@@ -193,8 +151,7 @@ class Pipeline(nn.Module):
         return self._loss if self._has_last else None
 
     def _without_sync(self, action: Action) -> ExitStack:
-        """A ZeroOptimizer has the parameters of all chunks, and sends in their last backward. (A
-        wrapper of one stage sends in that stage's last.)"""
+        """A ZeroOptimizer has the parameters of all chunks, and sends in their last backward."""
         stack = ExitStack()
         for optimizer in self._send_once if action != self._last_backward else ():
             stack.enter_context(optimizer.no_sync())
@@ -204,10 +161,8 @@ class Pipeline(nn.Module):
         """The rows of a forward of the first stage; None for other actions without a message."""
         return self._xs[action.microbatch] if action.phase == "forward" else None
 
-    # --- around it ----------------------------------------------------------------------------
-
     def _begin(self, x: Tensor, y: Tensor, scaler: LossScaler | None) -> None:
-        check_batch(x, y, self.microbatches, self.comm, self._has_last)
+        validation.check_batch(x, y, self.microbatches, self.comm, self._has_last)
         for stage in self._stages:
             stage.unchanged.check()
         rows = events.chunk_sizes(len(x), self.microbatches)
@@ -215,31 +170,26 @@ class Pipeline(nn.Module):
         self._xs = x.detach().split(rows) if self._has_first else ()
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
-        alike = check_alike(x, self, self._alike)
+        alike = validation.check_alike(x, self, self._alike)
         self._p2p.begin(rows, x.device, afresh=alike != self._alike)
         self._alike = alike
         self._scaler = scaler if torch.is_grad_enabled() else None
         if self._scaler is not None:
-            check_scaler(self._scaler, self)
+            validation.check_scaler(self._scaler, self)
             if not self._has_last:
                 self._scaler.scale(torch.zeros(()))  # in place of a loss
         self._tied.begin()
-        self._send_once = optimizers_that_send_once(self.module, self.schedule)
+        self._send_once = synchronising.optimizers_that_send_once(self.module, self.schedule)
 
     def _loss_of(self, output: Tensor, k: int) -> Tensor:
         """The part of the batch's mean that micro-batch k has. (PipeDream updates by each alone,
         as if it were a batch: there it counts whole.)"""
         assert self._loss_fn is not None
-        loss = self._loss_fn(output, self._ys[k])
-        at = f"stage {self._last_index} (rank {self.comm.rank}), micro-batch {k}"
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"{at}: loss_fn gave {what}; it returns a scalar, the mean over the rows"
-            )
-        needed = self._p2p.has_gradient(self._last_index - 1)  # by stages before this one
-        needed |= any(p.requires_grad for p in self._stages[-1].module.parameters())
-        check_has_gradient(loss, needed, at)
+        last, loss = self._stages[-1], self._loss_fn(output, self._ys[k])
+        needed = self._p2p.has_gradient(last.index - 1)  # by stages before this one
+        needed |= any(p.requires_grad for p in last.module.parameters())
+        at = f"stage {last.index} (rank {self.comm.rank}), micro-batch {k}"
+        validation.check_loss_of(loss, needed, at)
         loss = loss.reshape(())
         self._loss += loss.detach() * self._shares[k]
         if self._optimizer:
@@ -247,37 +197,6 @@ class Pipeline(nn.Module):
         share = loss * self._shares[k]
         return share if self._scaler is None else self._scaler.scale(share)
 
-    def owners(self, parameter: Tensor) -> tuple[int, ...]:
-        """The ranks that have it."""
-        return self._owners.get(parameter, (self.comm.rank,))
-
-    def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first, or only one that has it."""
-        return self.owners(parameter)[0] == self.comm.rank
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"a Pipeline cannot be copied or pickled; {self.copy_advice}")
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._alike = None  # as pipeline.bfloat16(): on all ranks other dtypes travel now
         return super()._apply(fn, recurse)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """That of a schedule that updates weights on its way, as `save_checkpoint` wants it."""
-        return self._optimizer
-
-    def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """The stages of this rank, as they were given (see common/sharder.py)."""
-        return [(prefix_of(stage.index, stage.module), stage.module) for stage in self._stages]
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The state of the whole model, on every rank, on the CPU; all ranks call it together, of
-        a mesh all. What is cut over further ranks (tensor parallelism, ZeRO3) is whole."""
-        own: dict[str, Tensor] = {}
-        for stage in self._stages:
-            names = Layers(layers_in(stage.index, stage.module)).state_dict()
-            whole = full_state_dict(stage.module).values()  # in the same order
-            own |= {name: x.detach().cpu() for name, x in zip(names, whole, strict=True)}
-        states = self.comm.all_gather_object(own)
-        return {name: x for state in states for name, x in state.items()}

@@ -1,31 +1,28 @@
-"""Scatter/gather: tensor-parallel ranks do not all send the next stage the same tensor.
+"""Scatter/gather: tensor-parallel ranks, which have the same x, send the next stage a part each.
 
     stage 0, 2 tensor-parallel ranks                       stage 1
         tp 0   x = | a b | c d |    ── a b ─────────▶    | a b | . . | ╲ all-gather   | a b | c d |
         tp 1   x = | a b | c d |    ──────── c d ──▶    | . . | c d | ╱ over tp      | a b | c d |
 
-After g (common/conjugate.py) all t ranks of a stage have the same x. Sent whole, it goes t times
-over the slow wires between the stages; so each rank sends a part to the rank of the same tp index,
-and the parts are gathered over the wires inside a node. Gradients go back likewise.
+Sent whole, x goes t times over the slow wires between the stages; so each rank sends a part to the
+rank of the same tp index, and the parts are gathered over the wires inside a node. Gradients go
+back likewise. A part is a range of x lying flat, so any shape is cut.
 
     travels     b s h / t elements a boundary, direction, micro-batch and rank, instead of b s h;
                 and an all-gather over tp where it arrives: b s h (t-1)/t (bus bytes)
-
-A part is a range of x lying flat, so any shape is cut. With sequence parallelism x is cut already,
-and scatter/gather is refused.
 
 Legend: b rows of a micro-batch, s positions, h width, t tensor-parallel ranks.
 Source: Narayanan et al., arXiv 2104.04473, section 4.1.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from labkit import events
 from labkit.comm import Comm
-from labkit.parallel.common.shards import check_same, checksum, comms_of, sequence_comm_of
+from labkit.parallel.common.ownership import marks_of
+from labkit.parallel.common.shards import Shard, check_same
 
 
 class ScatterGather:
@@ -40,7 +37,7 @@ class ScatterGather:
         Raises ValueError, naming `what`, where calls are compared (`World(check=True)`) and x is
         not the same on all."""
         advice = "scatter_gather sends a part of each and needs them equal to the bit"
-        check_same(self.comm, what, lambda: checksum([x]), advice)
+        check_same(self.comm, what, lambda: [x], advice)
         return self.room(x.contiguous())
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
@@ -91,21 +88,17 @@ def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
         )
     for stage in stages:
         for path, part in stage.named_modules():
-            if getattr(part, "sequence", False) is True and _ranks_of(part) == ranks:
+            over = getattr(getattr(part, "comm", None), "ranks", ())
+            if getattr(part, "sequence", False) is True and list(over) == ranks:
                 return (
                     f"{path} is cut along the sequence (sequence=True), so each rank has a part of "
                     "its own, 1/t of x, and that is all it sends; leave scatter_gather out"
                 )
-        cut = [list(other.ranks) for other in comms_of(stage.parameters())]
-        if others := [other for other in cut if other != ranks]:
-            return (
-                f"parameters are cut over ranks {others[0]}, and it is over {ranks}; give mesh.tp"
-            )
-        sequences = [c.ranks for p in stage.parameters() if (c := sequence_comm_of(p)) is not None]
-        if any(len({*shared} & {*ranks}) > 1 for shared in sequences):
+        marks = [mark for p in stage.parameters() for mark in marks_of(p)]
+        for over in (list(mark.comm.ranks) for mark in marks if isinstance(mark, Shard)):
+            if over != ranks:
+                return f"parameters are cut over ranks {over}, and it is over {ranks}; give mesh.tp"
+        others = [mark.comm.ranks for mark in marks if not isinstance(mark, Shard)]
+        if any(len({*over} & {*ranks}) > 1 for over in others):
             return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
     return ""
-
-
-def _ranks_of(part: Any) -> list[int]:
-    return list(getattr(getattr(part, "comm", None), "ranks", ()))

@@ -37,23 +37,20 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import owner_of
+from labkit.parallel.common.ownership import owner_of
 from labkit.parallel.common.sharder import Sharder, TiedGradient, fulfils, shards_parameters
 from labkit.schedules.actions import Action, Schedule
 
 TAG = 104
-
-# ---- replicas
 
 
 def wrapped(
     stages: Sequence[nn.Module], own: Sequence[int], size: int,
     wrap: Callable[[nn.Module], nn.Module] | None,
 ) -> list[nn.Module]:  # fmt: skip
-    """`stages`, those of this rank that have something to train inside what `wrap` returns.
-
-    Raises ValueError, on all ranks, where two stages of one rank share a parameter: each wrapper
-    would average it for itself."""
+    """`stages`, those of this rank that have something to train inside what `wrap` returns. Raises
+    ValueError, on all ranks, where two stages of one rank share a parameter, which each wrapper
+    would average for itself."""
     stages = list(stages)
     if wrap is None:
         return stages
@@ -94,9 +91,6 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
                 "a step"
             )
     return [sharder for sharder in sharders if sharder.sends_once]
-
-
-# ---- tied parameters
 
 
 def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tuple[int, ...]]:

@@ -228,8 +228,7 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
 
 def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
     """What decides the shapes and dtypes that travel in this step: the batch but for its rows,
-    modes, dtypes of parameters. `before`: that of the last step.
-
+    modes, dtypes of parameters; `before`: that of the last step.
     Raises CollectiveMismatch where ranks have other batches or modes, or only some have what they
     had `before`: those would wait for messages that no rank sends.
     """
@@ -246,10 +245,13 @@ def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
     return alike
 
 
-def check_has_gradient(loss: Tensor, wanted: bool, at: str) -> None:
-    """Raises RuntimeError, as backward in one process does, for a loss without a gradient, where
-    one is needed."""
-    if wanted and torch.is_grad_enabled() and not loss.requires_grad:
+def check_loss_of(loss: Any, needed: bool, at: str) -> None:
+    """Raises ValueError for what is no scalar; RuntimeError, as backward in one process does, for a
+    loss without a gradient where one is `needed`."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"{at}: loss_fn gave {what}; it returns a scalar, the mean over the rows")
+    if needed and torch.is_grad_enabled() and not loss.requires_grad:
         raise RuntimeError(
             f"{at}: the loss has no gradient, though parameters want one: the stage or loss_fn "
             "detaches it, or computes it under no_grad; to evaluate, call step inside "

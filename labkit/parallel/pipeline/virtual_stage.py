@@ -1,18 +1,14 @@
 """One stage on its rank: what it computes for a micro-batch, and keeps until its backward.
 
-    forward    x ─▶ module ─▶ y      kept: x, and the end of autograd's graph, which has the
-                                     activations
+    forward    x ─▶ module ─▶ y      kept: x, and y's place in the graph (torch's GradientEdge); y
+                                     itself is freed when it is sent, if no operation saved it
     backward   dx ◀─────────── dy    and the graph is freed
     input      dx ◀─────────── dy    the gradients of weights are deferred (deferred_weights.py)
     weight     dW                    ... until here
     update                           PipeDream: one step by this micro-batch
 
-Of y only its place in the graph is kept (torch's GradientEdge), from which backward begins: its
-memory is freed when it is sent, if no operation has saved it.
-
-PipeDream's weight versions (weight stashing): each micro-batch goes back through the weights of its
-forward, so its gradient is a true one, of the loss at weights of some updates ago. The price is a
-copy of the weights for each version in use.
+PipeDream's weight stashing: each micro-batch goes back through the weights of its forward, at the
+price of a copy of the weights for each version in use:
 
     stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 by the first weights, F3 by those after
                v0 v0 v0 v0   v1 v0            the first update; B1 by v0, still
@@ -33,7 +29,7 @@ from torch.func import functional_call
 
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
-from labkit.parallel.common.agreement import ParamSnapshot, owner_of
+from labkit.parallel.common.ownership import ParamSnapshot, owner_of
 from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.schedules.actions import Action

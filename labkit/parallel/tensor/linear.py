@@ -7,16 +7,13 @@
     forward sends                     -                               all-reduce of y
     backward sends                    all-reduce of dx                -
 
-A column-parallel layer's output is a row-parallel one's input, so the pair sends one all-reduce
-forward and one backward, which hides behind the other matmul. (torch stores A transposed, weight
-[out, in]: the columns of A are the rows of `weight`.)
-
-    dx = g Aᵀ │ all-reduce of dx ................... │ wait
-              │ dA = xᵀ g                            │
+torch stores A transposed, weight [out, in]: its columns are the rows of `weight`. A column-parallel
+layer's output is a row-parallel one's input, so the pair sends one all-reduce forward and one
+backward, which hides behind dA = xᵀ dy.
 
 With `sequence=True` x is cut along the sequence outside of the two, [b, s/t, in]: the first gathers
 it, the second reduce-scatters y, together as many bytes as the all-reduce. The shard of x is saved
-for backward, and gathered again there, behind dx = g Aᵀ.
+for backward, and gathered again there, behind dx = dy Aᵀ.
 
 Legend: b rows, s positions, in and out features, t ranks.
 Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
@@ -35,9 +32,7 @@ from labkit.comm import Comm
 from labkit.dispatch import low_type_around
 from labkit.parallel.common.conjugate import (
     copy_to_ranks,
-    gather_parts,
     gathered,
-    own_part,
     reduce_from_ranks,
     reduce_scatter_sequence,
     sum_scattered,
@@ -46,10 +41,8 @@ from labkit.parallel.common.shards import Shard, mark_shard, marked_as
 
 
 class ShardedLinear(nn.Module):
-    """What both layers share: they are made from sizes, or by `from_linear`."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    """A linear layer of which each rank has a shard: made by `from_linear`, or from sizes of the
+    nn.Linear that all ranks, with one seed, would make."""
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
@@ -70,9 +63,8 @@ class ShardedLinear(nn.Module):
         self.train(linear.training)
         self.comm, self.sequence = Comm.of(comm), sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = self._shard_of(linear.weight), None
-        if linear.bias is not None:
-            self.bias = self._shard_of(linear.bias)
+        self.weight = self._shard_of(linear.weight)
+        self.bias = None if linear.bias is None else self._shard_of(linear.bias)
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
         raise NotImplementedError
@@ -83,18 +75,15 @@ class ShardedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t].
-
-    sequence  this rank's shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]
-
-    Built from sizes, it has the shard of the nn.Linear that all ranks, with one seed, would make.
-    Raises ValueError where `out` does not divide over the ranks.
+    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t]; with
+    `sequence` a shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]. Raises ValueError
+    where `out` does not divide over the ranks.
     """
 
     one_input: "OneInput | None" = None
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        return piece_of(parameter, self.comm, dim=0)  # [out/t, in] or [out/t]
+        return shard_parameter(parameter, self.comm, dim=0)  # [out/t, in] or [out/t]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.one_input is not None:
@@ -108,19 +97,16 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out], on all ranks.
-
-    sequence  [b, s, in/t] -> this rank's shard of the sequence, [b, s/t, out]
-
-    Every rank has the whole bias. Raises ValueError where `in` does not divide over the ranks or,
-    with `sequence`, s does not.
+    """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out] on all ranks; with
+    `sequence` [b, s, in/t] -> a shard of it, [b, s/t, out]. Every rank has the whole bias. Raises
+    ValueError where `in` does not divide over the ranks or, with `sequence`, s does not.
     """
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
         if parameter.ndim == 1:
             copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)  # [out]
             return marked_as(parameter, copy)
-        return piece_of(parameter, self.comm, dim=1)  # [out, in/t]
+        return shard_parameter(parameter, self.comm, dim=1)  # [out, in/t]
 
     def forward(self, x: Tensor) -> Tensor:
         summand = F.linear(x, self.weight)  # [b, s, out]
@@ -133,8 +119,8 @@ class RowParallelLinear(ShardedLinear):
 
 
 class OneInput:
-    """Column-parallel layers that get the same x, as q, k and v do: the first call multiplies for
-    all of them, so that x is gathered once, and its gradient sent once."""
+    """Column-parallel layers of the same x, as q, k and v: the first call multiplies for all of
+    them, so that x is gathered once, and its gradient sent once."""
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]):
         self.layers = list(layers)
@@ -186,15 +172,15 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (x, *weights), comm = ctx.saved_tensors, ctx.comm
         needs_dx, _, _, *needed = ctx.needs_input_grad
-        parts, gather = [x], None
-        if ctx.sequence and any(needed[::2]):  # x arrives while its gradient is computed, ...
-            parts, gather = gather_parts(x, comm, async_op=True)
+        parts, gather, reduction = [x], None, None
         dx: Any = None
-        reduction = None
+        if ctx.sequence and any(needed[::2]):  # x arrives while its gradient is computed, ...
+            parts = list(x.new_empty([comm.size, *x.shape]))
+            gather = comm.all_gather(parts, x, async_op=True)
         if needs_dx:
-            for g, w in zip(grads, weights):
-                if g is not None:
-                    summand = g @ w.to(g.dtype)  # [b, s, in]
+            for dy, w in zip(grads, weights):
+                if dy is not None:
+                    summand = dy @ w.to(dy.dtype)  # [b, s, in]
                     dx = summand if dx is None else dx.add_(summand)
             if ctx.sequence:  # ... which is sent while those of the weights are
                 dx, reduction = sum_scattered(dx, comm, dim=1, async_op=True)
@@ -204,10 +190,10 @@ class _Columns(torch.autograd.Function):
             gather.wait()
         x_rows = _rows(torch.cat(parts, dim=1) if len(parts) > 1 else x)  # [b s, in]
         shards: list[Tensor | None] = []
-        for g, needs_dw, needs_db in zip(grads, needed[::2], needed[1::2], strict=True):
-            rows = None if g is None else _rows(g)  # [b s, out/t]
-            shards.append(None if rows is None or not needs_dw else rows.t() @ x_rows)
-            shards.append(None if rows is None or not needs_db else rows.sum(0))
+        for dy, needs_dw, needs_db in zip(grads, needed[::2], needed[1::2], strict=True):
+            rows = None if dy is None else _rows(dy)  # [b s, out/t]
+            shards.append(rows.t() @ x_rows if rows is not None and needs_dw else None)
+            shards.append(rows.sum(0) if rows is not None and needs_db else None)
         if reduction:
             reduction.wait()
         return dx, None, None, *shards
@@ -217,16 +203,26 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def piece_of(parameter: Tensor, comm: Comm, dim: int) -> nn.Parameter:
-    """This rank's of t equal shards along `dim`, in memory of its own."""
-    if (whole := parameter.shape[dim]) % comm.size:
-        fits = ", ".join(str(size) for size in range(1, whole + 1) if whole % size == 0)
+def shard_parameter(
+    whole: Tensor, comm: Comm, dim: int, *, padded_to: int | None = None
+) -> nn.Parameter:
+    """This rank's of t equal shards along `dim`, marked, in memory of its own; `padded_to`: of so
+    many elements, of which those behind the whole's are zeros. Raises ValueError where these do not
+    divide over the ranks."""
+    size, shape = whole.shape[dim], [*whole.shape]
+    if (padded := padded_to or size) % comm.size:
+        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise ValueError(
-            f"dim {dim} of a weight {list(parameter.shape)} is {whole} long, which does not divide "
-            f"over {comm.size} tensor-parallel ranks; sizes that would: {fits}"
+            f"dim {dim} of a weight {shape} is {size} long, which does not divide over "
+            f"{comm.size} tensor-parallel ranks; sizes that would: {fits}"
         )
-    length = whole // comm.size
-    start = comm.rank * length
-    own = nn.Parameter(own_part(parameter.detach(), comm, dim), parameter.requires_grad)
-    mark_shard(marked_as(parameter, own), Shard(comm, dim, start, start + length, whole))
-    return own
+    shape[dim] = length = padded // comm.size
+    start = min(comm.rank * length, size)
+    stop = min(start + length, size)
+    own = whole.detach().new_empty(shape)
+    own.narrow(dim, 0, stop - start).copy_(whole.detach().narrow(dim, start, stop - start))
+    if stop - start < length:
+        own.narrow(dim, stop - start, length - (stop - start)).zero_()
+    shard = marked_as(whole, nn.Parameter(own, whole.requires_grad))
+    mark_shard(shard, Shard(comm, dim, start, stop, size))
+    return shard

@@ -31,13 +31,14 @@ Random numbers are the same where ranks hold replicas, and differ where they hol
 
 Legend: b rows, s positions, w width, h heads, t ranks.
 Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2 (with one more
-generator there); Korthikanti et al., arXiv 2205.05198, section 4. Ranks of one group belong inside
-a node: Narayanan et al., arXiv 2104.04473.
+generator there); Korthikanti et al., arXiv 2205.05198, section 4; a group belongs inside a node:
+Narayanan et al., arXiv 2104.04473.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,25 +46,19 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
 from labkit.dispatch import no_modes
-from labkit.parallel.common.agreement import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.common.conjugate import copies_to_ranks, own_part
+from labkit.parallel.common.ownership import broadcast_tensors, check_same_on_all_ranks
+from labkit.parallel.tensor import validation
 from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
-from labkit.parallel.tensor.validation import (
-    SameInput,
-    check_fits,
-    columns_and_rows,
-    draws,
-    generators,
-    is_attention,
-    is_mlp,
-)
 from labkit.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelHead
 
 
 def tensor_parallel(
     model: nn.Module, comm: Comm, *, sequence: bool = False, gather_logits: bool = True
 ) -> nn.Module:
-    """Cut `model` over the ranks of `comm`, in place, and return it.
+    """Cut `model` over the ranks of `comm`, in place, and return it: edit first, then make the
+    optimizer and wrap the model in DDP or ZeRO, as its parameters are new. With one rank it
+    computes what it did.
 
     Args:
         model: it starts as rank 0's. Cut are, by name: attention, a module with `q`, `k`, `v`,
@@ -74,59 +69,43 @@ def tensor_parallel(
         sequence: cut what is between `tokens` and `head` along the sequence, dim 1.
         gather_logits: every rank gets all logits; False: those of its part of the vocabulary.
 
-    Edit a model first, then make its optimizer and wrap it in DDP or ZeRO: its parameters are new.
-    With one rank it computes what it did. A `World` that checks compares the ranks' inputs.
-
-    Raises ValueError where heads or widths do not divide over the ranks; where there is nothing to
-    cut, a layer was cut before, has unknown parameters, or computes something else on a slice of
-    its features (as with a fused gate), or tied parameters would not stay so; in forward where a
-    sequence does not divide or inputs differ.
+    Raises ValueError where heads or widths do not divide; where there is nothing to cut, a layer
+    was cut before, has unknown parameters, or computes something else on a slice of its features
+    (as with a fused gate), or tied parameters would not stay so; in forward where a sequence does
+    not divide or, in a `World` that checks, inputs differ.
     """
     comm = Comm.of(comm)
-    trials = check_fits(model, comm)
+    trials = validation.check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     broadcast_tensors([*model.parameters(), *model.buffers()], comm)
-    tied = _tied_names(model)
-    layers = [module for module in model.modules() if is_attention(module) or is_mlp(module)]
+    tied = validation.tied_names(model)
     for trial in trials:
-        if trial.pending:
-            trial.layer.forward = trial
-    for layer in layers:
-        _cut_layer(layer, comm, sequence)
-    layers += _cut_vocabulary(model, comm, sequence, gather_logits)
-    ends = {VocabParallelEmbedding, VocabParallelHead}
-    if sequence and comm.size > 1 and not ends <= {*map(type, layers)}:
-        raise ValueError(
-            "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
-            "together again; this model lacks one, so ranks would take all of x for their part"
-        )
-    if untied := tied - _tied_names(model):
-        raise ValueError(
-            f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
-            "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
-        )
+        _cut_layer(trial, comm, sequence)
+    cut = [*(x.layer for x in trials), *_cut_vocabulary(model, comm, sequence, gather_logits)]
+    has_ends = {VocabParallelEmbedding, VocabParallelHead} <= {*map(type, cut)}
+    validation.check_edited(model, tied, lacks_ends=sequence and comm.size > 1 and not has_ends)
     if sequence:
-        _cut_sequence(model, comm, {part for layer in layers for part in layer.modules()})
-    model.register_forward_pre_hook(SameInput(comm, sequence), with_kwargs=True)
+        _cut_sequence(model, comm, {part for layer in cut for part in layer.modules()})
+    check = partial(validation.check_same_input, comm, sequence)
+    model.register_forward_pre_hook(check, with_kwargs=True)
     return model
 
 
-def _cut_layer(layer: nn.Module, comm: Comm, sequence: bool) -> None:
-    """Columns, then rows. What is drawn between the two is drawn for this rank's shard."""
-    first, last = columns_and_rows(layer)
-    columns = [
-        ColumnParallelLinear.from_linear(getattr(layer, name), comm, sequence=sequence)
-        for name in first
-    ]
-    for name, column in zip(first, columns, strict=True):
-        setattr(layer, name, column)
+def _cut_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None:
+    """Columns, then rows, all made before any is put in place: a refused layer stays whole. What is
+    drawn between the two is drawn for this rank's shard."""
+    layer, options = trial.layer, dict[str, Any](comm=comm, sequence=sequence)
+    linears = [getattr(layer, name) for name in trial.columns]
+    columns = [ColumnParallelLinear.from_linear(linear, **options) for linear in linears]
+    row = RowParallelLinear.from_linear(getattr(layer, trial.row), **options)
+    for name, part in zip(trial.names, (*columns, row), strict=True):
+        setattr(layer, name, part)
     if len(columns) > 1:
         OneInput(columns)
-    row = RowParallelLinear.from_linear(getattr(layer, last), comm, sequence=sequence)
-    setattr(layer, last, row)
+    if trial.pending:
+        layer.forward = trial
     # With a cut sequence all that is drawn here is for a shard.
-    inside = DrawsItsOwn(layer, comm) if sequence else DrawsItsOwnBetween(layer, comm, columns, row)
-    layer.forward = inside
+    layer.forward = DrawsItsOwn(layer, comm, *(() if sequence else (columns, row)))
 
 
 def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
@@ -149,93 +128,71 @@ def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool)
     return cut
 
 
-def _tied_names(model: nn.Module) -> set[frozenset[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, set()).add(name)
-    return {frozenset(several) for several in names.values() if len(several) > 1}
-
-
-# ---- random numbers: the same for replicas, others for shards
-
-
 @contextmanager
 def own_numbers(comm: Comm) -> Iterator[None]:
-    """Inside, what torch draws is this rank's own. One number, the same on all ranks, and the rank
-    seed the generators; afterwards they go on as those of the others, with no state beside torch's.
-    """
+    """What torch draws inside is this rank's own: one number, the same on all ranks, and the rank
+    seed the generators. Afterwards they go on as those of the others. One rank: nothing."""
     if comm.size == 1:
         yield
         return
     with no_modes():  # a seed is no part of the model: real in a dry run, too
         seed = int(torch.randint(2**62, ())) + comm.rank
-    with torch.random.fork_rng(range(len(generators()) - 1)):
-        for generator in generators():
+    with torch.random.fork_rng(range(len(validation.generators()) - 1)):
+        for generator in validation.generators():
             generator.manual_seed(seed)
         yield
 
 
 class DrawsItsOwn:
-    """In place of `module.forward`: the same, with random numbers of the rank's own."""
+    """In place of `module.forward`: the same, with random numbers of the rank's own; all of it, or
+    from where one of `starts` is called to where `end` is, as from columns to rows."""
 
-    def __init__(self, module: nn.Module, comm: Comm):
+    def __init__(self, module: nn.Module, comm: Comm, starts: Sequence[Any] = (), end: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
+        self._runs, self._inside = False, cast(ExitStack | None, None)
+        self._begins_at_once = not starts
+        for start in starts:
+            start.register_forward_pre_hook(self._begin)
+        if end is not None:
+            end.register_forward_pre_hook(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not draws(self.module):
-            return self.forward(*args, **kwargs)
-        with own_numbers(self.comm):
-            return self.forward(*args, **kwargs)
-
-
-class DrawsItsOwnBetween(DrawsItsOwn):
-    """... from where one of `begins` is called to where `end` is, as from columns to rows."""
-
-    def __init__(self, layer: nn.Module, comm: Comm, begins: Sequence[nn.Module], end: nn.Module):
-        super().__init__(layer, comm)
-        self._inside: ExitStack | None = None
-        for module in begins:
-            module.register_forward_pre_hook(self._begin)
-        end.register_forward_pre_hook(self._end)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        nested, self._runs = self._runs, True
+        outer, self._inside = (self._inside, None) if nested else (None, self._inside)
         try:
+            if self._begins_at_once:
+                self._begin()
             return self.forward(*args, **kwargs)
         finally:
             self._end()
+            self._runs, self._inside = nested, outer
 
     def _begin(self, *_: Any) -> None:
-        if self._inside is None and draws(self.module):
-            self._inside = ExitStack()
-            self._inside.enter_context(own_numbers(self.comm))
+        if self._inside is None and validation.draws(self.module):
+            inside = ExitStack()
+            inside.enter_context(own_numbers(self.comm))
+            self._inside = inside
 
     def _end(self, *_: Any) -> None:
-        if self._inside is not None:
-            self._inside.close()
-            self._inside = None
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.close()
 
 
-# ---- sequence parallelism: the rest of the model, on a shard of the sequence
-
-
-def _cut_sequence(model: nn.Module, comm: Comm, cut: set[nn.Module]) -> None:
+def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:
     """From the embedding to the head, x is [b, s/t, w], but for what is `cut` already."""
-    for module in model.modules():
-        edit: Any = None
+    for module in (module for module in model.modules() if module not in cut):
         if isinstance(module, _DropoutNd):
-            edit = DrawsItsOwn
+            module.forward = DrawsItsOwn(module, comm)
         elif isinstance(module, nn.Embedding):
-            edit = _OwnPositions
+            module.forward = _OwnPositions(module, comm)  # type: ignore[method-assign, assignment]
         elif module._parameters:
-            edit = SummedGradients
-        if edit and module not in cut:
-            module.forward = edit(module, comm)
+            module.forward = SummedGradients(module, comm)
 
 
 class SummedGradients:
-    """In place of the forward of a norm, say, that sees a shard of the sequence: backward sums the
-    gradients of its own parameters over the ranks, in one all-reduce."""
+    """In place of the forward of a module, as a norm, that sees a shard of the sequence: backward
+    sums the gradients of its own parameters over the ranks, in one all-reduce."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm

@@ -1,17 +1,15 @@
 """Which layers can be cut, asked before anything is, and whether the ranks compute on the same.
 
-Layers are known by name, and their sizes must divide. Then each is tried, in one process, with
-random numbers in place of what its linear layers compute:
+Each layer is tried, in one process, with random numbers for what its linear layers compute. No
+weight is read, so models without memory are tried, too.
 
     whole     x ─▶ columns ─▶ random h ───────▶ the layer's code ─▶ rows ─▶ random y ─▶ ... output
     rank r    x ─▶ columns ─▶ slice r of h ───▶ the layer's code ─▶ rows ─▶ the same y ─▶ ... output
                                                                 ▲                          ▲
                                                 must be slice r of the whole's      must be equal
-
-What mixes features (chunk, softmax, a norm), or orders heads differently, gives other numbers,
-whatever its name. No weight is read, so models without memory are tried, too.
 """
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import copy, deepcopy
 from functools import partial
@@ -27,41 +25,30 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from labkit.comm import Comm
 from labkit.dispatch import no_modes
 from labkit.events import ranks_in_words
-from labkit.parallel.common.shards import check_same, checksum
+from labkit.parallel.common.shards import check_same
 from labkit.parallel.tensor.linear import ShardedLinear
 
 SAME_BATCH = "give all of them the same batch, chosen by the rank along the data-parallel axis"
-SAME_SEED = "call torch.manual_seed with the same seed on all of them"
+LAYERS = (["q", "k", "v"], "out"), (["gate", "up"], "down"), (["up"], "down")
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Whether it has the layers of attention, by name."""
-    return all(hasattr(module, name) for name in ("q", "k", "v", "out"))
-
-
-def is_mlp(module: nn.Module) -> bool:
-    """Whether it has the layers of an MLP, by name."""
-    return all(hasattr(module, name) for name in ("up", "down"))
-
-
-def columns_and_rows(layer: Any) -> tuple[list[str], str]:
-    """The names of the linear layers that are cut by columns, and of the one by rows. An MLP may be
-    gated, as Llama's: down(act(gate(x)) * up(x)); its `gate` has the columns that `up` has."""
-    if is_attention(layer):
-        return ["q", "k", "v"], "out"
-    return ["gate", "up"] if hasattr(layer, "gate") else ["up"], "down"
+def layers_to_cut(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]:
+    """Attention and MLPs, gated or not, by the names of their linear layers: (path, layer, columns,
+    row)."""
+    for path, layer in model.named_modules():
+        for columns, row in LAYERS:
+            if all(hasattr(layer, name) for name in (*columns, row)):
+                yield path, layer, columns, row
+                break
 
 
 def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
     """Raises ValueError where a layer cannot be cut, or there is none. Returns the layers' trials;
     pending ones are to be made on the first real input."""
-    layers = {path: m for path, m in model.named_modules() if is_attention(m) or is_mlp(m)}
-    for path, layer in layers.items():
-        columns, row = columns_and_rows(layer)
-        for name in (*columns, row):
-            _check_plain(f"{path}.{name}".lstrip("."), getattr(layer, name))
-        _check_parameters(path, layer, [*columns, row])
-        counts = _counts_of(path, layer)
+    layers = list(layers_to_cut(model))
+    for path, layer, columns, row in layers:
+        _check_layer(path and f"{path}.", layer, [*columns, row])
+        counts = _counts_of(path and f"{path}.", layer, row)
         for what, count in counts.items():
             if count % comm.size:
                 fits = gcd(*counts.values())
@@ -76,81 +63,94 @@ def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
             "q, k, v and out (attention) or with up and down, and gate where it is gated (an MLP); "
             "give its layers these names"
         )
-    return [SplitTrial(path, layer, comm.size) for path, layer in layers.items()]
+    return [SplitTrial(comm.size, *layer) for layer in layers]
 
 
-def _check_plain(path: str, layer: nn.Module) -> None:
-    if isinstance(layer, ShardedLinear):
-        raise ValueError(
-            f"{path} is cut over {ranks_in_words(layer.comm.size)} already; edit a model "
-            "once, or build a new one"
-        )
-    if type(layer) is not nn.Linear:
-        raise ValueError(
-            f"{path} is a {type(layer).__name__}; tensor_parallel cuts plain nn.Linear: cut first, "
-            "and edit in other ways afterwards"
-        )
-    changed = any(hooks for key, hooks in vars(layer).items() if key.endswith("_hooks"))
-    if changed or "forward" in vars(layer):
-        raise ValueError(
-            f"{path} has hooks or a forward of its own, which the layers that take its place would "
-            "not call; cut first, then add these"
-        )
-
-
-def _check_parameters(path: str, layer: nn.Module, known: list[str]) -> None:
-    """A parameter between columns and rows would get a part of its gradient, one before or after
-    them all of it."""
-    for name, _ in layer.named_parameters():
-        if name.partition(".")[0] not in known:
+def _check_layer(prefix: str, layer: nn.Module, names: list[str]) -> None:
+    """Its linear layers must be plain. Another parameter would get a part of its gradient between
+    columns and rows, and all of it elsewhere."""
+    for name in names:
+        linear = getattr(layer, name)
+        if isinstance(linear, ShardedLinear):
             raise ValueError(
-                f"{path}.{name}".lstrip(".") + " is a parameter inside a layer that is cut, and "
-                f"tensor_parallel knows {', '.join(known)} there: whether each rank has all of its "
-                "gradient depends on where it is used; move it out of the layer, or cut by hand "
-                "with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
+                f"{prefix}{name} is cut over {ranks_in_words(linear.comm.size)} already; edit a "
+                "model once, or build a new one"
+            )
+        if type(linear) is not nn.Linear:
+            raise ValueError(
+                f"{prefix}{name} is a {type(linear).__name__}; tensor_parallel cuts plain "
+                "nn.Linear: cut first, and edit in other ways afterwards"
+            )
+        hooks = [x for key, x in vars(linear).items() if key.endswith("_hooks") and x]
+        if hooks or "forward" in vars(linear):
+            raise ValueError(
+                f"{prefix}{name} has hooks or a forward of its own, which the layers that take its "
+                "place would not call; cut first, then add these"
+            )
+    for name, _ in layer.named_parameters():
+        if name.partition(".")[0] not in names:
+            raise ValueError(
+                f"{prefix}{name} is a parameter inside a layer that is cut, and tensor_parallel "
+                f"knows {', '.join(names)} there: whether each rank has all of its gradient "
+                "depends on where it is used; move it out of the layer, or cut by hand with "
+                "ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
             )
 
 
-def _counts_of(path: str, layer: Any) -> dict[str, int]:
+def _counts_of(prefix: str, layer: Any, row: str) -> dict[str, int]:
     """What must divide over the ranks, by its name."""
-    if is_attention(layer):
+    if row == "out":
         if not isinstance(width := getattr(layer, "head_width", None), int):
             raise ValueError(
-                f"{path} has q, k, v and out, and no head_width: attention is cut by heads; give "
-                "it `head_width`, the features of one head"
+                f"{prefix[:-1]} has q, k, v and out, and no head_width: attention is cut by heads; "
+                "give it `head_width`, the features of one head"
             )
         heads = {"query heads": layer.q, "key-value heads": layer.k}
         return {what: linear.out_features // width for what, linear in heads.items()}
     hidden: int = layer.up.out_features
     if hasattr(layer, "gate") and layer.gate.out_features != hidden:
         raise ValueError(
-            f"{path}.gate".lstrip(".") + f" has {layer.gate.out_features} features and up {hidden}:"
-            " a gate is cut as what it is multiplied with; make them equal, or give it another name"
+            f"{prefix}gate has {layer.gate.out_features} features and up {hidden}: a gate is cut "
+            "as what it is multiplied with; make them equal, or give it another name"
         )
     return {"hidden features": hidden}
 
 
-# ---- what the ranks compute with
+def tied_names(model: nn.Module) -> set[frozenset[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, set()).add(name)
+    return {frozenset(several) for several in names.values() if len(several) > 1}
 
 
-class SameInput:
-    """A hook before each forward: where a `World` checks, all tensors of the input must be the same
-    on all ranks and, with dropout on, the random state."""
+def check_edited(model: nn.Module, tied: set[frozenset[str]], lacks_ends: bool) -> None:
+    """Raises ValueError where nothing cuts or joins the sequence; where parameters that were `tied`
+    before the edit are not any more."""
+    if lacks_ends:
+        raise ValueError(
+            "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
+            "together again; this model lacks one, so ranks would take all of x for their part"
+        )
+    if untied := tied - tied_names(model):
+        raise ValueError(
+            f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
+            "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
+        )
 
-    def __init__(self, comm: Comm, sequence: bool):
-        self.comm, self.sequence = comm, sequence
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        def inputs() -> int:
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            # With a cut sequence, x of a later stage of the model is a shard, and tokens are whole.
-            return checksum(x for x in tensors if not (self.sequence and x.is_floating_point()))
+def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Before each forward: where a `World` checks, raises ValueError unless all tensors of the
+    input are the same on all ranks and, with dropout on, the random state."""
 
-        def state() -> int:
-            return random_state(model) if draws(model) else 0
+    def inputs() -> list[Tensor]:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        # With a cut sequence, x of a later stage of the model is a shard, and tokens are whole.
+        return [x for x in tensors if not (sequence and x.is_floating_point())]
 
-        check_same(self.comm, "input", inputs, SAME_BATCH)
-        check_same(self.comm, "random state", state, SAME_SEED)
+    check_same(comm, "input", inputs, SAME_BATCH)
+    advice = "call torch.manual_seed with the same seed on all of them"
+    check_same(comm, "random state", partial(random_states, model), advice)
 
 
 def generators() -> list[torch.Generator]:
@@ -158,10 +158,12 @@ def generators() -> list[torch.Generator]:
     return [torch.default_generator, *torch.cuda.default_generators]
 
 
-def random_state(model: nn.Module) -> int:
-    """A checksum of the generators from which `model` draws: the CPU's and its device's."""
+def random_states(model: nn.Module) -> list[Tensor]:
+    """Of the generators from which `model` draws, the CPU's and its device's; none where dropout is
+    off."""
     devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
-    return checksum(g.get_state() for g in generators() if g.device in devices)
+    drawn_from = generators() if draws(model) else []
+    return [g.get_state() for g in drawn_from if g.device in devices]
 
 
 def draws(module: nn.Module) -> bool:
@@ -176,24 +178,21 @@ def _dropout_of(module: nn.Module) -> float:
     return p if isinstance(p, float) else 0
 
 
-# ---- the trial
-
-
 class SplitTrial:
     """Tries one layer on a small input; while `pending`, as its forward takes other inputs, it
     takes the place of `layer.forward` and tries the first real one. Raises ValueError if the layer
     cannot be cut."""
 
-    def __init__(self, path: str, layer: Any, size: int) -> None:
-        self.path, self.layer, self.size = path or "the model", layer, size
+    def __init__(self, size: int, path: str, layer: Any, columns: list[str], row: str) -> None:
+        self.size, self.path, self.layer = size, path or "the model", layer
+        self.columns, self.row, self.names = columns, row, [*columns, row]
         self.forward = layer.forward
-        self.columns, self.row = columns_and_rows(layer)
         # A part that another strategy has edited exchanges data in its forward.
         attributes = [x for module in layer.modules() for x in vars(module).values()]
         self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
         if self.pending:  # on a copy without the weights: a forward may change its module
             memo: Any = {id(x): x for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
-            memo |= {id(getattr(layer, name)): None for name in (*self.columns, self.row)}
+            memo |= {id(getattr(layer, name)): None for name in self.names}
             try:
                 self.copy = deepcopy(layer, memo).eval()
             except Exception as error:
@@ -235,24 +234,26 @@ class SplitTrial:
             traced = x.requires_grad or (x.is_floating_point() and args and x is args[0])
             return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
 
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.random.fork_rng(range(len(generators()) - 1)))
-            before = random_state(self.layer)
-            for name in (*self.columns, self.row):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.random.fork_rng(range(len(generators()) - 1)),
+            ExitStack() as stack,
+        ):
+            before = random_states(self.layer)
+            for name in self.names:
                 self.copy._modules[name] = linear = copy(getattr(self.layer, name))
                 linear.forward, linear._forward_pre_hooks = partial(compute, name), {}
                 stack.callback(self.copy._modules.__setitem__, name, None)
-            copies = tree_map_only(Tensor, fresh, (args, kwargs))
-            output = tree_leaves(self.copy.forward(*copies[0], **copies[1]))
+            args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
+            output = tree_leaves(self.copy.forward(*args, **kwargs))
             # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
-            self.draws = before != random_state(self.layer) and draws(self.layer)
+            self.draws = not all(map(torch.equal, before, random_states(self.layer)))
         return names, [*tensors, *(x for x in output if isinstance(x, Tensor))]
 
     def _compare(self, whole: Any, args: Any, kwargs: Any) -> None:
         names, tensors = whole
-        if unused := {*self.columns, self.row} - {*names}:
+        if unused := {*self.names} - {*names}:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
         if any(n == self.row and x.requires_grad for n, x in zip(names, tensors)):
             raise self._refusal("its forward computes with more than their outputs there")

@@ -3,7 +3,6 @@
     rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for others' tokens
     rank 1   rows 3, 4, 5                                │ all-reduce: one rank has each token
     rank 2   rows 6, 7, padding                          x  [b, s, w]
-                                                         :
              the same rows as the head        x ──> own logits [b, s, V/t] ──> loss
 
     each rank holds   V/t rows of w elements, V = v rounded up to a multiple of t
@@ -12,14 +11,13 @@
                       loss       forward an all-reduce (max) of b s elements, one (sum) of 2 b s
 
 The loss of a token is log(sum of exp(its logits)) - the logit of its target. Each rank has a part
-of the sum, and one has the target. Rows of padding are zeros, and so are their gradients: no token
-looks them up, their logits are -inf or cut off.
+of the sum, and one has the target. Rows of padding, and their gradients, are zeros: no token looks
+them up, and their logits are -inf or cut off.
 
 Legend: b rows, s positions, w width, v vocabulary, t ranks.
 Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 (embedding, fused cross-entropy).
 """
 
-import math
 from typing import Any, Literal, Self
 
 import torch
@@ -32,8 +30,8 @@ from labkit.parallel.common.conjugate import (
     reduce_from_ranks,
     reduce_scatter_sequence,
 )
-from labkit.parallel.common.shards import Shard, check_same, checksum, mark_shard, marked_as
-from labkit.parallel.tensor.linear import ColumnParallelLinear
+from labkit.parallel.common.shards import check_same
+from labkit.parallel.tensor.linear import ColumnParallelLinear, shard_parameter
 from labkit.parallel.tensor.validation import SAME_BATCH
 
 IGNORED = -100  # a target that does not count, as in F.cross_entropy
@@ -48,27 +46,18 @@ def padded_vocab(vocab: int, size: int) -> int:
     return -(-vocab // size) * size
 
 
-def cut_rows(whole: Tensor, comm: Comm) -> nn.Parameter:
+def shard_rows(whole: Tensor, comm: Comm) -> nn.Parameter:
     """This rank's rows of `whole` [v, ...], as a parameter [V/t, ...] with zeros for padding."""
-    vocab = whole.shape[0]
-    height = padded_vocab(vocab, comm.size) // comm.size  # V/t
-    start = min(comm.rank * height, vocab)
-    stop = min(start + height, vocab)
-    own = whole.detach().new_zeros(height, *whole.shape[1:])
-    own[: stop - start] = whole.detach()[start:stop]
-    cut = marked_as(whole, nn.Parameter(own, requires_grad=whole.requires_grad))
-    mark_shard(cut, Shard(comm, dim=0, start=start, stop=stop, whole=vocab))
-    return cut
+    return shard_parameter(whole, comm, 0, padded_to=padded_vocab(len(whole), comm.size))
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding, its rows cut over the ranks of `comm`.
+    """nn.Embedding, its rows cut over the ranks of `comm`; built from sizes, those that all ranks,
+    with one seed, would make.
 
     tokens [b, s] integers, the same on all ranks -> [b, s, w], the same on all ranks; with
-    `sequence`, this rank's shard of the positions, [b, s/t, w], by a reduce-scatter.
-
-    Built from sizes, it has the rows that all ranks, with one seed, would make. Raises ValueError
-    for a token outside the vocabulary (on a GPU the device asserts).
+    `sequence`, this rank's shard, [b, s/t, w], by a reduce-scatter. Raises ValueError for a token
+    outside the vocabulary (on a GPU the device asserts).
     """
 
     def __init__(
@@ -98,7 +87,7 @@ class VocabParallelEmbedding(nn.Module):
                 )
         self.comm, self.sequence = Comm.of(comm), sequence
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
-        self.weight = cut_rows(embedding.weight, self.comm)
+        self.weight = shard_rows(embedding.weight, self.comm)
         self.padding_idx = padding = embedding.padding_idx  # whose row never learns
         height = len(self.weight)
         own = -1 if padding is None else padding - self.comm.rank * height
@@ -122,8 +111,8 @@ class VocabParallelHead(ColumnParallelLinear):
     """nn.Linear from x to logits: a `ColumnParallelLinear` whose columns, one for each token, need
     not divide; without a bias by default.
 
-    gather_output  give every rank all logits, [b, s, v]. Else each has its own, [b, s, V/t], those
-                   of padding -inf: for `vocab_parallel_cross_entropy`.
+    gather_output  every rank gets all logits, [b, s, v]; else its own, [b, s, V/t], those of
+                   padding -inf: for `vocab_parallel_cross_entropy`
 
     Tied weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding`.
     """
@@ -145,7 +134,7 @@ class VocabParallelHead(ColumnParallelLinear):
         return head
 
     def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        return cut_rows(parameter, self.comm)
+        return shard_rows(parameter, self.comm)  # [V/t, in] or [V/t]
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # [b, s, V/t]
@@ -155,14 +144,14 @@ class VocabParallelHead(ColumnParallelLinear):
         real = min(max(self.out_features - self.comm.rank * height, 0), height)
         if real == height:
             return logits
-        return F.pad(logits[..., :real], (0, height - real), value=-math.inf)
+        return F.pad(logits[..., :real], (0, height - real), value=-torch.inf)
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = IGNORED,
     reduction: Literal["mean", "sum", "none"] = "mean", vocab: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """F.cross_entropy of logits that are cut over the ranks, in at least float32.
+    """F.cross_entropy of logits that are cut over the ranks, in at least float32; the same on all.
 
     Args:
         logits: this rank's, [..., V/t] as of `VocabParallelHead(gather_output=False)`.
@@ -170,8 +159,8 @@ def vocab_parallel_cross_entropy(
         reduction: the mean over the targets that count, their sum, or "none", [...].
         vocab: v, to refuse targets that are padding; without it, their loss is inf.
 
-    The same loss on all ranks. Raises ValueError for a target outside the vocabulary (on a GPU the
-    device asserts), where shapes do not fit and, in a `World` that checks, where targets differ.
+    Raises ValueError for a target outside the vocabulary (on a GPU the device asserts), where
+    shapes do not fit and, in a `World` that checks, where targets differ.
     """
     comm, width = Comm.of(comm), logits.shape[-1]  # V/t
     if logits.shape[:-1] != targets.shape or targets.is_floating_point():
@@ -181,7 +170,7 @@ def vocab_parallel_cross_entropy(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction={reduction!r}: choose "mean", "sum" or "none"')
-    check_same(comm, "tensor of targets", lambda: checksum([targets]), SAME_BATCH)
+    check_same(comm, "tensor of targets", lambda: [targets], SAME_BATCH)
     targets = targets.long()
     counts = targets != ignore_index
     check_inside("a target", targets.where(counts, 0), vocab or width * comm.size)

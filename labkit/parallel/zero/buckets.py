@@ -3,8 +3,7 @@
     gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
     averaged             a a b b            rank 1's share of 3, summed over the ranks
 
-Between backward and step, `.grad` only says that there is a gradient: torch's `clip_grad_norm_`
-would clip each share by its own norm, and skip a `.grad` that is None.
+Between backward and step, `.grad` only says that there is a gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,8 @@ from labkit.precision.shadow_optimizer import fp32_gradient
 
 
 class GradientInPieces(Tensor):
-    """Has the gradient's shape and dtype; computing with it raises ValueError."""
+    """Has the gradient's shape and dtype. Computing with it raises ValueError: torch's
+    `clip_grad_norm_` would clip each share by its own norm."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     __repr__ = object.__repr__  # type: ignore[assignment]
@@ -36,6 +36,8 @@ class GradientInPieces(Tensor):
 
 
 def gradient_in_pieces(p: Tensor, gradient: Tensor | None) -> Tensor:
+    """What `.grad` of `p` is between backward and step: of its shape and dtype, in the memory of
+    `gradient`, or in none."""
     like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
     if type(like) is not Tensor:  # a fake one, in a dry run
         return like

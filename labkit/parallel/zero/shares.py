@@ -5,8 +5,7 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
     flat         a a a a a a b b c c c .    whole on every rank, and padded; the parameters' memory
     share                a a b b            rank 1's, a view of flat
     stepped              a a b b            the share itself; of a bf16 share an fp32 master copy
-    stand_ins           [a a|b b]           views of stepped, one for each piece of a parameter: the
-                                            optimizer has these as parameters
+    stand_ins           [a a|b b]           views of stepped: the optimizer's parameters
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
 from labkit.holdings import Footprint, OwnedPiece, parameter_bytes
-from labkit.parallel.common.agreement import WeakMark
 from labkit.parallel.common.data_parallel import GradReducer
 from labkit.parallel.common.flat import MB, FlatPartition, cut
+from labkit.parallel.common.ownership import WeakMark
 from labkit.precision.shadow_optimizer import (
     LOW,
     NotCopyable,
@@ -34,6 +33,8 @@ STEP_COUNT_BYTES = 4  # Adam has one for each tensor that it steps on
 
 
 class ParamShare:
+    """Parameters of one dtype and device, in one flat buffer, and this rank's share of them."""
+
     def __init__(self, parameters: Sequence[Tensor], comm: Comm):
         self.parameters, self.comm = list(parameters), comm
         self.layout = FlatPartition([p.shape for p in parameters], comm.size)
@@ -82,6 +83,8 @@ class ParamShare:
 
 
 class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
+    """What a ZeroOptimizer owns on this rank: its pieces of gradients, parameters and state."""
+
     comm: Comm
     stage: int
     _named: Mapping[Tensor, str]
@@ -181,7 +184,7 @@ class ParamGatherer:
         self._called: WeakSet[nn.Module] = WeakSet()
         before, wait = _while_alive(self._before), _while_alive(self._wait)
         for module in model.modules():
-            self._below[module] = [one for one in module.modules() if one in self._buckets]
+            self._below[module] = [part for part in module.modules() if part in self._buckets]
             module.register_forward_pre_hook(before)
             module.register_state_dict_pre_hook(wait)  # called for each module that is in it
 
@@ -189,9 +192,9 @@ class ParamGatherer:
         if module not in self._below:
             return  # a copy of `model` has its hooks, and parameters that nobody gathers
         self._called.add(module)
-        uncalled = [one for one in self._below[module] if one not in self._called]
-        for one in (module, *getattr(module, "beside", ()), *uncalled):
-            self._wait(one)
+        uncalled = [part for part in self._below[module] if part not in self._called]
+        for part in (module, *getattr(module, "beside", ()), *uncalled):
+            self._wait(part)
 
     def _wait(self, module: nn.Module, *_: Any) -> None:
         for bucket in self._buckets.get(module, ()):
@@ -218,7 +221,7 @@ def predict_zero(
         layout = FlatPartition([p.shape for p in bucket], size)
         element = bucket[0].element_size()
         state = 4 + 2 * 4 if bucket[0].dtype in LOW else 2 * element  # master copy, two moments
-        pieces = [piece for one in ranks for piece in layout.pieces(one)]
+        pieces = [piece for r in ranks for piece in layout.pieces(r)]
         own = sum(piece.numel for piece in pieces)
         gradients += (own if stage == 2 else layout.numel * len(ranks)) * element
         optimizer += own * state + STEP_COUNT_BYTES * len(pieces)

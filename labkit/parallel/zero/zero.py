@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import (
+from labkit.parallel.common.elementwise import check_elementwise
+from labkit.parallel.common.flat import MB, cut, register_grad_ready_hook
+from labkit.parallel.common.ownership import (
     broadcast_tensors,
     check_same_on_all_ranks,
     claim,
     pipeline_with,
 )
-from labkit.parallel.common.elementwise import check_elementwise
-from labkit.parallel.common.flat import MB, cut, register_grad_ready_hook
 from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
 from labkit.parallel.zero.shares import OwnedShares, ParamGatherer, predict_zero
 from labkit.precision.shadow_optimizer import value_of
@@ -161,5 +161,6 @@ class ZeroOptimizer(OwnedShares):
     predict = staticmethod(predict_zero)
 
 
-def is_tied(p: Tensor) -> bool:  # over stages of a pipeline
+def is_tied(p: Tensor) -> bool:
+    """Whether `p` is on several ranks of a pipeline."""
     return (pipeline := pipeline_with(p)) is not None and len(pipeline.owners(p)) > 1

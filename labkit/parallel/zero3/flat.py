@@ -5,8 +5,7 @@
     full            | a a a a a a | b b | c c c c c c c | pad |      while in use: compute dtype
     unreduced       | their gradients, divided by n     | pad |      until they are reduced
 
-`full` and `unreduced` are tensors for good, with a view for each parameter; what comes and goes
-is the memory behind them. So autograd may keep a view of a parameter from forward to backward.
+Only the memory behind `full` and `unreduced` comes and goes: autograd may keep views of them.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.agreement import broadcast_tensors, marks_of
 from labkit.parallel.common.flat import FlatPartition, GradBuffer, nobody_used
+from labkit.parallel.common.ownership import broadcast_tensors, marks_of
 from labkit.parallel.zero3.sharded_init import ShardedParameter
 
 HALF = (torch.float16, torch.bfloat16)
@@ -61,7 +60,8 @@ class ResizableBuffer:
         self._storage = self.flat.untyped_storage()
 
     def allocate(self) -> None:
-        self._storage.resize_(self.nbytes)
+        if not self.held_bytes:
+            self._storage.resize_(self.nbytes)
 
     def free(self) -> None:
         self._storage.resize_(0)
@@ -74,8 +74,7 @@ class ResizableBuffer:
 class Flat:
     """Parameters of one unit and kind.
 
-    shards      what the optimizer steps on: of each parameter this rank's piece, [numel] flat and
-                without elements where it has none
+    shards      what the optimizer steps on: of each parameter this rank's piece, flat, maybe empty
     gathered    what the model computes with: the parameters in their shapes, views of `full`
     ungathered  what the modules have during a pass while `full` is free
 
@@ -120,8 +119,7 @@ class Flat:
         self.show(self.shards)
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
-        whole = [p for p in parameters if not isinstance(p, ShardedParameter)]
-        broadcast_tensors(whole, self.comm)
+        broadcast_tensors((p for p in parameters if not isinstance(p, ShardedParameter)), self.comm)
         pieces = {piece.index: piece for piece in self.pieces}
         for index, x in enumerate(parameters):
             everything = x.whole() if isinstance(x, ShardedParameter) else x.detach()
@@ -164,15 +162,13 @@ class Flat:
 
     def take_gradient(self, parameter: Tensor) -> None:
         self.gradients.take(parameter)
-        if not self.unreduced.held_bytes:
-            self.unreduced.allocate()
+        self.unreduced.allocate()
         self.gradients.put(parameter, self.comm.size)  # the other one is freed
 
     def send_gradients(self, async_op: bool) -> None:
         """Sum them over the ranks. They arrive in `gradient` itself, which the shards then show,
         unless these have some already, to which they are added, or the dtype is another."""
-        if not self.unreduced.held_bytes:
-            self.unreduced.allocate()
+        self.unreduced.allocate()
         flat = self.gradients.flag_unused()
         self._are_new = all(self.shards[piece.index].grad is None for piece in self.pieces)
         if self.gradient is None:
@@ -223,6 +219,7 @@ class ShardGradient(Tensor):
 
 
 def refuse_hook(*_: Any) -> None:
+    """In place of a shard's `register_hook`. Raises ValueError."""
     raise ValueError(
         "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"

@@ -1,6 +1,5 @@
 """The passes of ZeRO-3 over a model: in which order units are used, which gradients a backward has
-yet to reduce, what tensors go in and come out, and which of them autograd keeps for backward.
-"""
+yet to reduce, what tensors go in and come out, and which of them autograd keeps for backward."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +17,11 @@ REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
 
 
 class Order:
+    """The order in which units are used, in this pass and in the last one."""
+
     def __init__(self) -> None:
-        self._before: list[Unit] = []
         self._now: list[Unit] = []
-        self._follows = True
+        self.begin_pass()
 
     def begin_pass(self) -> None:
         self._before, self._now = self._now, []
@@ -96,14 +96,12 @@ class SavedParameters:
         memories = (x.untyped_storage() for x in tensors_in(output) if x.layout == torch.strided)
         return any(self.unit_of_memory.get(memory._cdata) is unit for memory in memories)
 
-    def come_back(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """`with` this: forward."""
-        return torch.autograd.graph.saved_tensors_hooks(self._saved, self._wanted_back)
-
-    def _saved(self, x: Tensor) -> tuple[Unit | None, Tensor]:
+    def pack(self, x: Tensor) -> tuple[Unit | None, Tensor]:
+        """Called by autograd when forward saves `x`: notes the unit whose memory it is in."""
         return self.unit_of_memory.get(x.untyped_storage()._cdata), x
 
-    def _wanted_back(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
+    def unpack(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
+        """Called by autograd when backward needs what was saved: gathers its unit first."""
         unit, x = saved
         if unit is not None and not unit.is_gathered:
             self._use(unit)
@@ -139,9 +137,8 @@ def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
 def watch_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[Tensor], None]
 ) -> tuple[int, Any]:
-    """Have `hook` called with the gradient of each of a unit's inputs; returns how many have one,
-    and what to give to the unit: a view of each, whose gradient is there before that of the tensor
-    itself, for which the unit before is called. (Containers stay: the unit may write there.)"""
+    """Have `hook` called with the gradient of each of a unit's inputs, before the unit before is;
+    returns how many have one, and views of them, to give to the unit. (Containers stay.)"""
     every = [*args, *kwargs.values()]
     nested = {id(x) for x in tensors_in([y for y in every if not isinstance(y, Tensor)])}
     views = {

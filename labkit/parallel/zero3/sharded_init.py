@@ -15,8 +15,6 @@ at a time is *open*, that is, whole: the newest, or the last that was touched.
     travels           (n-1)/n of a parameter's bytes whenever it closes (rank 0 scatters what it
                       drew), and as much whenever it opens again (all-gather; not by `normal_`)
 
-With one seed the weights are the same to the bit as in one process.
-
 Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
 """
 
@@ -43,8 +41,9 @@ OVERWRITES = {  # their first argument need not be gathered: all its elements ge
 @contextmanager
 def sharded_init(comm: Comm | None = None) -> Iterator[None]:
     """Parameters that modules register in this block are sharded over the ranks of `comm` (all by
-    default), which run the same block; not buffers, lazy or meta ones. A view, as `weight[0]`, may
-    be written to until another parameter is made or touched."""
+    default), which run the same block; not buffers, lazy or meta ones. With one seed the weights
+    are the same to the bit as in one process. A view, as `weight[0]`, may be written to until
+    another parameter is made or touched."""
     construction = Construction(Comm.of(comm))
     register = nn.Module.register_parameter
 
@@ -118,11 +117,11 @@ class Elements:
 
 
 class Construction:
+    """The parameters that one `sharded_init` block makes, over the ranks of `comm`."""
+
     def __init__(self, comm: Comm):
-        self.comm = comm
-        self.is_over = False
-        # References, not weak ones: when garbage is collected differs from rank to rank, and a
-        # parameter that closes on one of them has to close on all.
+        self.comm, self.is_over = comm, False
+        # No weak references: ranks collect garbage at different times, and must close alike.
         self._open: list[Elements] = []
 
     def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
@@ -141,14 +140,14 @@ class Construction:
         return self._open[0]
 
     def only_open(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
-        closing = [one for one in self._open if one not in wanted]
-        self._open = [one for one in self._open if one in wanted]
-        for one in closing:
-            one.close()
-        for one in wanted:
-            if one.full is None:
-                one.full = one.like_whole() if one is overwritten else one.gathered()
-                self._open.append(one)
+        closing = [x for x in self._open if x not in wanted]
+        self._open = [x for x in self._open if x in wanted]
+        for x in closing:
+            x.close()
+        for x in wanted:
+            if x.full is None:
+                x.full = x.like_whole() if x is overwritten else x.gathered()
+                self._open.append(x)
 
 
 class ShardedParameter(Tensor):
@@ -215,9 +214,8 @@ class ShardedParameter(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         self.elements.construction.only_open([])
-        share = self.elements.share.clone()
-        copied = ShardedParameter(self.elements.of_share(share), self.requires_grad)
-        memo[id(self)] = copied
+        elements = self.elements.of_share(self.elements.share.clone())
+        memo[id(self)] = copied = ShardedParameter(elements, self.requires_grad)
         return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -228,8 +226,8 @@ class ShardedParameter(Tensor):
         raise NotImplementedError("a sharded parameter is not compiled; wrap its module in ZeRO3")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        one = self.elements
+        x = self.elements
         return (
-            f"ShardedParameter({one.what} {list(one.shape)}, {self.dtype}, rank "
-            f"{one.construction.comm.rank} has {one.share.numel()} of {self.numel()} elements)"
+            f"ShardedParameter({x.what} {list(x.shape)}, {self.dtype}, rank "
+            f"{x.construction.comm.rank} has {x.share.numel()} of {self.numel()} elements)"
         )

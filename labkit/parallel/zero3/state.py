@@ -35,8 +35,7 @@ class WholeState:
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "ZeRO3: the shards stay what and where they are; move or convert the module first, "
-            "then wrap it"
+            "ZeRO3: shards stay what and where they are; move or convert the module, then wrap it"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -56,15 +55,15 @@ class WholeState:
         return sum(flat.full.held_bytes for flat in self._flats if not flat.keep_whole)
 
     def owned(self, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedPiece]:
-        found = {
+        shapes = {
             flat.shards[piece.index]: (flat.partition.shapes[piece.index], piece.start)
             for flat in self._flats
             for piece in flat.pieces
         }
         return [
-            OwnedPiece(name, *found[shard], shard, optimizer if shard.requires_grad else None)
+            OwnedPiece(name, *shapes[shard], shard, optimizer if shard.requires_grad else None)
             for name, shard in self._named
-            if shard in found
+            if shard in shapes
         ]
 
     def after_load(self) -> None:
@@ -139,10 +138,9 @@ class WholeState:
                     flat.shards[index].view(-1).copy_(part)
 
     def _entries(self) -> "Iterator[Entry]":
-        homes = {x: (flat, i) for flat in self._flats for i, x in enumerate(flat.shards)}
+        homes = {id(x): (flat, i) for flat in self._flats for i, x in enumerate(flat.shards)}
         for key, x in self.module.state_dict(keep_vars=True).items():
-            is_parameter = isinstance(x, nn.Parameter) and x in homes
-            yield key, x, *(homes[x] if is_parameter else (None, 0))
+            yield key, x, *homes.get(id(x), (None, 0))
 
 
 Entry = tuple[str, Any, Flat | None, int]  # key, value and, of a parameter, its flat and index

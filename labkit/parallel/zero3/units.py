@@ -4,8 +4,8 @@
             embed.positions; norm              a unit each
             blocks                             a list: each of its entries is a unit
 
-A unit is the module that is called: its parameters, and those of all modules inside, are gathered
-before its forward. What belongs to no block is a unit of the module that owns it.
+A unit's parameters, and those of all modules inside, are gathered before its forward. What is in no
+block is a unit of the module that owns it.
 """
 
 from collections.abc import Callable, Iterator
@@ -122,12 +122,11 @@ def group_parameters(root: nn.Module, choice: Choice | None) -> list[Group]:
     for parameter, place in _walk(root, "", root, None, False, _chooser(choice)):
         places.setdefault(id(parameter), (parameter, []))[1].append(place)
     groups: dict[frozenset[int], Group] = {}
-    for parameter, found in places.values():
-        members = list(dict.fromkeys(place.unit for place in found))
+    for sharing in places.values():
+        members = list(dict.fromkeys(place.unit for place in sharing[1]))
         if len(members) > 1:  # tied across units: it comes and goes with the layers that have it
-            members = list(dict.fromkeys(place.owner for place in found))
-        _, parameters = groups.setdefault(frozenset(map(id, members)), (members, []))
-        parameters.append((parameter, found))
+            members = list(dict.fromkeys(place.owner for place in sharing[1]))
+        groups.setdefault(frozenset(map(id, members)), (members, []))[1].append(sharing)
     return list(groups.values())
 
 
@@ -185,10 +184,10 @@ def units_of(
 
 def _kinds(parameters: list[Sharing], persist_below: int) -> list[tuple[bool, list[Sharing]]]:
     kinds: dict[object, tuple[bool, list[Sharing]]] = {}
-    for parameter, places in parameters:
-        keep_whole = parameter.numel() < persist_below
-        key = parameter.dtype, parameter.device, parameter.requires_grad, keep_whole
-        kinds.setdefault(key, (keep_whole, []))[1].append((parameter, places))
+    for sharing in parameters:
+        p, keep_whole = sharing[0], sharing[0].numel() < persist_below
+        key = p.dtype, p.device, p.requires_grad, keep_whole
+        kinds.setdefault(key, (keep_whole, []))[1].append(sharing)
     return list(kinds.values())
 
 

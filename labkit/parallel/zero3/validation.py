@@ -1,6 +1,4 @@
-"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards. (torch calls a hook
-before each step of any optimizer, and a shard knows whose it is.)
-"""
+"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards."""
 
 from collections.abc import Iterable
 from functools import cache, partial, update_wrapper
@@ -12,13 +10,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from labkit.parallel.common.agreement import check_same_on_all_ranks, claim, owner_of, trainable
 from labkit.parallel.common.elementwise import check_elementwise
+from labkit.parallel.common.ownership import check_same_on_all_ranks, claim, owner_of, trainable
 from labkit.parallel.zero3.flat import Flat, refuse_hook
 from labkit.parallel.zero3.state import WholeState
 
 
 def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
+    """Raises ValueError where `strategy.module` cannot be sharded, or differs between the ranks."""
     module: nn.Module = strategy.module
     if prefetch < 0 or persist_below < 0:
         raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
@@ -39,6 +38,7 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
 
 
 def check_first_order() -> None:
+    """Raises ValueError in a backward whose graph is kept, as for second derivatives."""
     if torch.is_grad_enabled():
         raise ValueError(
             "ZeRO3: create_graph=True asks for a graph of backward itself, which would need "
@@ -47,6 +47,7 @@ def check_first_order() -> None:
 
 
 def check_unwritten(flats: Iterable[Flat]) -> None:
+    """Raises ValueError where forward wrote to a gathered parameter."""
     for p, places in (pair for flat in flats for pair in zip(flat.gathered, flat.places)):
         if p._version:
             raise ValueError(
@@ -99,6 +100,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _constructor(optimizer: torch.optim.Optimizer) -> Any:
     kind = type(optimizer)
-    known = signature(kind).parameters
-    given = {key: x for key, x in optimizer.defaults.items() if key in known}
+    given = {k: x for k, x in optimizer.defaults.items() if k in signature(kind).parameters}
     return update_wrapper(partial(kind, **given), kind)

@@ -14,10 +14,10 @@ The module is cut into units, each block of a list being one. On every rank, wit
     free                  0          1          2                       2       1
     reduce                                                              |  2  |  1
 
-A unit is gathered by a hook before its forward and freed by one behind it. In backward, a hook on
-the gradient of its output gathers it again; with the last gradient of its parameters all leave in
-one reduce-scatter, and the unit is freed. (With frozen or unused parameters it is freed when the
-gradients of its inputs are there.) A head tied to the embedding is of the same unit.
+Hooks gather a unit before its forward and free it behind it; in backward, a hook on the gradient of
+its output gathers it again. With the last gradient of its parameters all leave in one
+reduce-scatter, and it is freed. (With frozen or unused parameters it is freed when the gradients of
+its inputs are there.) A head tied to the embedding is of the same unit.
 
 Sources: "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-Infinity", 2104.07857,
 section 6.2; units and hooks: "PyTorch FSDP", 2304.11277, section 3.
@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.comm import Comm
-from labkit.parallel.common.agreement import ParamSnapshot, broadcast_tensors, claim
 from labkit.parallel.common.flat import at_end_of_backward, running_backward
+from labkit.parallel.common.ownership import ParamSnapshot, broadcast_tensors, claim
 from labkit.parallel.zero3 import passes, validation
 from labkit.parallel.zero3.flat import Flat
 from labkit.parallel.zero3.sharded_init import sharded_init
@@ -52,11 +53,10 @@ class ZeRO3(WholeState, nn.Module):
         prefetch: so many units are gathered ahead; 0: each one when it is needed.
         compute_dtype: of gathered parameters and travelling gradients; shards stay float32 then.
 
-    `parameters()` are this rank's pieces, flat, under the names of the whole ones: make the
-    optimizer of them, after wrapping. It must treat every element by itself. Group parameters by
-    name, not by `p.ndim`, which is 1 for all. Clip with the model's `clip_grad_norm_`, scale by
-    labkit.GradScaler (torch's is refused). All ranks use the same units in the same order.
-    torch.compile leaves the model as it is.
+    `parameters()` are this rank's pieces, flat, under the whole ones' names: make the optimizer of
+    them, after wrapping; it must treat every element by itself. Group by name, not by `p.ndim`,
+    which is 1 for all. Clip with `model.clip_grad_norm_`, scale by labkit.GradScaler (torch's is
+    refused). All ranks use the same units in the same order. torch.compile leaves the model alone.
     """
 
     init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
@@ -84,8 +84,7 @@ class ZeRO3(WholeState, nn.Module):
         self._named = list(module.named_parameters())
         self._flat_of: dict[Tensor, tuple[Unit, Flat]] = {}
         self._orders = {False: passes.Order(), True: passes.Order()}  # of forward, of backward
-        self._pending = passes.PendingGradients()
-        self._in_forward = False
+        self._pending, self._in_forward = passes.PendingGradients(), False
         self._saved_parameters = passes.SavedParameters(self.units, self._use)
         for unit in self.units:
             register_hooks(unit, self)
@@ -105,7 +104,7 @@ class ZeRO3(WholeState, nn.Module):
         for unit in self.units:
             unit.rest(in_pass=True)
         try:
-            with self._saved_parameters.come_back():
+            with saved_tensors_hooks(self._saved_parameters.pack, self._saved_parameters.unpack):
                 output = self.module(*args, **kwargs)
         finally:
             self._in_forward = False

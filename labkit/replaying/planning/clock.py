@@ -4,8 +4,8 @@
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                forward and one backward
 
 Once all stages end a round the same number of seconds later than c micro-batches ago, they always
-will. So the clock runs until it finds such a period and inserts as many as are missing. It gives
-the times of `labkit.replaying.engine`, which can run anything, in a hundredth of the time.
+will. So the clock runs until it finds such a period and inserts as many as are missing: the times
+of `labkit.replaying.engine`, in a hundredth of the time.
 
     waits       ├─ bubble: the neighbour has not sent it yet ─┼─ pipeline: it is on its way ─┤
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from labkit.schedules import Schedule, received, schedule
+from labkit.schedules import Schedule, received, run_order, schedule
 
 Array = np.ndarray
 ROUNDING = 1e-12  # relative to the time so far
@@ -24,7 +24,8 @@ ROUNDING = 1e-12  # relative to the time so far
 
 @dataclass(frozen=True)
 class Timing:
-    """By stage, in seconds from the beginning of the step."""
+    """By stage, in seconds from the beginning of the step. After the warm-up a stage runs in rounds
+    of one forward and one backward."""
 
     ended_s: Array  # [p] end of the last backward
     bubble_s: Array  # [p] waited until then for a stage that had not sent yet
@@ -60,25 +61,19 @@ def _compiled(stages: int, microbatches: int, chunks: int) -> _Compiled:
     number: dict[tuple[str, int, int], int] = {}  # phase, micro-batch, virtual stage
     before, needed, takes, over = [0], [0], [0], [stages]
     of_stage: list[list[int]] = [[] for _ in lists]
-    total = sum(map(len, lists))
-    while len(before) <= total:
-        for stage, actions in enumerate(lists):
-            done = of_stage[stage]
-            while len(done) < len(actions):  # until its input has not been sent yet
-                phase, microbatch, chunk = action = actions[len(done)]
-                virtual, source, way = chunk * stages + stage, 0, stages
-                message = received(action, stage, stages, chunks) if stages > 1 else None
-                if message is not None:
-                    source = number.get((phase, microbatch, message.source), 0)
-                    way = min(message.source, message.target) % stages
-                    if not source:
-                        break
-                before.append(done[-1] if done else 0)
-                needed.append(source)
-                takes.append(2 * virtual + (phase == "backward"))
-                over.append(way)
-                number[phase, microbatch, virtual] = len(before) - 1
-                done.append(len(before) - 1)
+    for stage, position in run_order(lists):
+        phase, microbatch, chunk = action = lists[stage][position]
+        virtual, source, way = chunk * stages + stage, 0, stages
+        message = received(action, stage, stages, chunks) if stages > 1 else None
+        if message is not None:
+            source = number[phase, microbatch, message.source]
+            way = min(message.source, message.target) % stages
+        before.append(of_stage[stage][-1] if of_stage[stage] else 0)
+        needed.append(source)
+        takes.append(2 * virtual + (phase == "backward"))
+        over.append(way)
+        number[phase, microbatch, virtual] = len(before) - 1
+        of_stage[stage].append(len(before) - 1)
     warm_up = [
         next(k for k, action in enumerate(one) if action.phase == "backward") - 1 for one in lists
     ]
@@ -138,8 +133,7 @@ def pipeline_timing(
     Raises ValueError as the schedules do.
     """
     stages, chunks = forward_s.shape
-    virtual = [x.T.ravel().tolist() for x in (forward_s, backward_s)]
-    seconds = [x for pair in zip(*virtual, strict=True) for x in pair]
+    seconds = np.stack([forward_s.T, backward_s.T], axis=-1).ravel().tolist()
 
     def simulated(count: int) -> _Simulated:
         return _Simulated(_compiled(stages, count, chunks), seconds, messages_s.tolist())

@@ -1,13 +1,9 @@
 """One layer of a model at scale, recorded without data: what it computes, sends and keeps.
 
-    source ─▶ [ embedding │ block │ norm, head, loss ] ─▶ sink     one micro-batch, rank 0 of tp
-
-A model of a trillion parameters has three kinds of layers. Each is recorded once, through labkit's
-own code, between a source that makes its input and a sink that takes its output. So what a stage
-computes, sends and keeps is the sum over its layers, to the byte.
-
-Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and two moments of
-AdamW. Dropout is 0. Legend: b rows of a micro-batch, s positions, w width, t ranks.
+Each of the three kinds of layers is recorded once, through labkit's own code, between a source that
+makes its input and a sink that takes its output. So what a stage computes, sends and keeps is the
+sum over its layers, to the byte. Parameters and gradients are bfloat16; the optimizer keeps an fp32
+master copy and two moments of AdamW. Dropout is 0.
 """
 
 from collections.abc import Sequence
@@ -31,7 +27,7 @@ from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.precision import MasterWeights
 from labkit.replaying.dry_runs import dry_run
 from labkit.replaying.planning.layout import Layout, Sizes
-from labkit.replaying.programs import events_of
+from labkit.replaying.replays import events_of
 from labkit.trace import RankTrace
 from labkit.trace.recording import span
 
@@ -57,24 +53,17 @@ class Shape(NamedTuple):
     vocab: int = 1  # of an embedding or a head
 
 
-class LayerEvent(NamedTuple):
-    """What a rank does next: "compute" an Operation, "issue" a CommEvent or "wait" for it, or
-    "gradient" of so many elements is complete."""
-
-    kind: str
-    what: Any
-
-
 @dataclass(frozen=True)
 class LayerPass:
-    """The forward or backward of one micro-batch, or the optimizer's step. `peak`: bytes held at
-    most, above those before the forward or the step."""
+    """The forward or backward of one micro-batch, or the optimizer's step."""
 
-    events: tuple[LayerEvent, ...]
-    peak: Bytes
+    # In order: "compute" and an Operation, "issue" or "wait" and a CommEvent, or "gradient" and the
+    # elements of one that is complete.
+    events: tuple[tuple[str, Any], ...]
+    peak: Bytes  # held at most, above those before the forward or the step
 
     def all_of(self, kind: str) -> list[Any]:
-        return [event.what for event in self.events if event.kind == kind]
+        return [record for kind_of, record in self.events if kind_of == kind]
 
 
 @dataclass(frozen=True)
@@ -99,6 +88,7 @@ class Layer:
 
 
 def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> Shape:
+    """The shape of a layer of this kind, as one rank of `layout` computes a micro-batch of it."""
     sequence = layout.sequence and layout.tp > 1
     common = kind, sizes.width, layout.microbatch, sizes.context, layout.tp, sequence
     if kind == "block":
@@ -108,8 +98,7 @@ def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> S
 
 @lru_cache(maxsize=4096)
 def recorded(shape: Shape) -> Layer:
-    """The layer of this shape. Raises ValueError as `tensor_parallel` for sizes that do not
-    divide."""
+    """The layer of this shape. Raises ValueError for sizes that do not divide."""
     return record_layers([shape])
 
 
@@ -119,8 +108,7 @@ def record_layers(shapes: Sequence[Shape]) -> Layer:
 
 
 def _micro_batch(shapes: Sequence[Shape]) -> None:
-    """Forward and backward on a rank. Gradients exist from the start, as in DDP's buckets; an empty
-    span marks each one that is complete."""
+    """Forward and backward on a rank. Gradients exist from the start, as in DDP's buckets."""
     stage = _Stage(shapes)
     for parameter in stage.layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -133,7 +121,7 @@ def _micro_batch(shapes: Sequence[Shape]) -> None:
 
 
 def _mark_complete(parameter: Tensor) -> None:
-    with span(f"{GRADIENT} {parameter.numel()}"):
+    with span(f"{GRADIENT} {parameter.numel()}"):  # empty
         pass
 
 
@@ -242,7 +230,7 @@ def _layer_of(one: RankTrace) -> Layer:
     def pass_of(began_s: float, ended_s: float) -> tuple[LayerPass, Bytes]:
         """A pass, and the bytes held at its end."""
         held = [x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s]
-        during = [LayerEvent(*x[2:]) for x in events if began_s <= x[0] <= ended_s]
+        during = [x[2:] for x in events if began_s <= x[0] <= ended_s]
         return LayerPass(tuple(during), _above(max(held, key=sum), before)), held[-1]
 
     of_forward, at_end = pass_of(forward.began_s, backward.began_s)
@@ -262,7 +250,7 @@ def recorded_update(parameters: tuple[int, ...]) -> LayerPass:
     held = [x.held_bytes for x in one.memory]
     during = [point.held_bytes for point in one.memory if point.when_s >= step.began_s]
     before = held[len(held) - len(during) - 1]
-    events = tuple(LayerEvent("compute", operation) for operation in one.operations)
+    events = tuple(("compute", operation) for operation in one.operations)
     return LayerPass(events, _above(max(during, key=sum, default=before), before))
 
 

@@ -1,19 +1,19 @@
 """How a model is laid out on a cluster, and every layout that so many ranks can have.
 
     Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, tensor parallelism innermost
-
     a batch of 1536 rows   over dp 16:  96 rows for each replica, 96 micro-batches of 1
     a model of 96 blocks   over pp 8:   12 blocks on each stage, each sharded over tp 8
 
-On an axis of one rank, a choice that belongs to the axis keeps its default: ZeRO with one replica,
-sequence parallelism on one rank, chunks of one stage. Unless others are named, micro-batches and
-chunks are powers of two, and micro-batches stop growing at 16,384 positions, where a matmul in
-tiles of 128 runs at 99 % of its speed (arXiv 2104.04473, section 3.4).
+On an axis of one rank, a choice of that axis keeps its default: ZeRO, sequence parallelism, chunks.
+Unless others are named, micro-batches and chunks are powers of two, and micro-batches stop growing
+at 16,384 positions, where a matmul in tiles of 128 runs at 99 % of its speed (arXiv 2104.04473,
+section 3.4).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from labkit.predict.sizes import check_counts
 from labkit.predict.transformer import parameters
@@ -23,7 +23,7 @@ RECOMPUTE = ("none", "full")
 MOST_POSITIONS = 16_384  # of a micro-batch
 
 Several = int | Iterable[int] | None  # None: all that divide
-Wanted = Mapping[str, tuple[int, ...] | None]
+Wanted = Mapping[str, tuple[int, ...]]  # empty: all that divide
 
 
 @dataclass(frozen=True)
@@ -120,25 +120,24 @@ def layouts(
 
     Args:
         global_batch: rows of a step, over all replicas.
-        tp, pp, dp, microbatch, chunks, zero: a number, or several to choose from.
+        tp, pp, dp, microbatch, chunks, zero, recompute ("none", "full"): a value, or several to
+            choose from; all if None.
         sequence: with sequence parallelism or without; both if None.
-        recompute: "none", "full" or several; both if None.
 
     Raises ValueError for a number that no layout can have, and where no layout is left, naming the
     nearest numbers that can.
     """
     check_counts(ranks=ranks, global_batch=global_batch)
     assert sizes.parameters  # raises ValueError where the heads do not divide the width
-    heads, blocks, rows = f"{sizes.heads} heads", f"{sizes.depth} blocks", f"{global_batch} rows"
     wanted: Wanted = {
-        "tp": _divisors_of("tp", tp, sizes.heads, heads),
-        "pp": _divisors_of("pp", pp, sizes.depth, blocks),
-        "dp": _divisors_of("dp", dp, global_batch, rows),
-        "microbatch": _divisors_of("microbatch", microbatch, global_batch, rows),
-        "chunks": _divisors_of("chunks", chunks, sizes.depth, blocks),
-        "zero": several(zero) or None,
+        "tp": _divisors_of("tp", tp, sizes.heads, "heads"),
+        "pp": _divisors_of("pp", pp, sizes.depth, "blocks"),
+        "dp": _divisors_of("dp", dp, global_batch, "rows"),
+        "microbatch": _divisors_of("microbatch", microbatch, global_batch, "rows"),
+        "chunks": _divisors_of("chunks", chunks, sizes.depth, "blocks"),
+        "zero": several(zero),
     }
-    for stage in wanted["zero"] or ():
+    for stage in wanted["zero"]:
         if stage not in ZERO_STAGES:
             raise ValueError(
                 f"zero={stage}: a plan knows {_either(ZERO_STAGES)}. Stages 2 and 3 shard "
@@ -148,28 +147,26 @@ def layouts(
     of_ranks = list(_of_ranks(sizes, ranks, global_batch, wanted))
     if not of_ranks:
         raise ValueError(_no_layout(sizes, ranks, global_batch, wanted))
-    if isinstance(recompute, str):
-        recompute = (recompute,)
-    choices = RECOMPUTE if recompute is None else tuple(dict.fromkeys(recompute))
+    choices = RECOMPUTE if recompute is None else several(recompute)
     for choice in choices:
         if choice not in RECOMPUTE:
             raise ValueError(f"recompute={choice!r}: a plan knows {' and '.join(RECOMPUTE)}")
-    found = [
-        replace(one, zero=stage, sequence=sharded, recompute=choice)
-        for one in of_ranks
+    every = [
+        replace(layout, zero=stage, sequence=sharded, recompute=choice)
+        for layout in of_ranks
         for stage, sharded, choice in product(
-            (wanted["zero"] or ZERO_STAGES) if one.dp > 1 else (0,),
-            (False,) if one.tp == 1 else (False, True) if sequence is None else (sequence,),
+            (wanted["zero"] or ZERO_STAGES) if layout.dp > 1 else (0,),
+            (False,) if layout.tp == 1 else (False, True) if sequence is None else (sequence,),
             choices,
         )
-        if not (sharded and sizes.context % one.tp)
+        if not (sharded and sizes.context % layout.tp)
     ]
-    if not found:
+    if not every:
         raise ValueError(
             f"sequence=True: {sizes.context} positions divide over none of these tp: "
-            f"{_either(sorted({one.tp for one in of_ranks}))}; take another context"
+            f"{_either(sorted({layout.tp for layout in of_ranks}))}; take another context"
         )
-    return found
+    return every
 
 
 def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> Iterator[Layout]:
@@ -195,33 +192,32 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
 
 
 def divisors(number: int) -> list[int]:
-    small = [one for one in range(1, int(number**0.5) + 1) if not number % one]
-    return sorted({*small, *(number // one for one in small)})
+    """Of a positive number, from 1 to itself."""
+    small = [n for n in range(1, int(number**0.5) + 1) if not number % n]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def powers_of_two(number: int) -> list[int]:
     """Powers of two that divide it, from 1 up."""
-    return [one for one in divisors(number) if not one & (one - 1)]
+    return [n for n in divisors(number) if not n & (n - 1)]
 
 
-def several(given: Several) -> tuple[int, ...]:
-    """One number or more, each once; empty for None."""
+def several(given: Any) -> tuple[Any, ...]:
+    """One value or more, each once; empty for None."""
     if given is None:
         return ()
-    return (given,) if isinstance(given, int) else tuple(dict.fromkeys(given))
+    return (given,) if isinstance(given, int | str) else tuple(dict.fromkeys(given))
 
 
-def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, ...] | None:
-    if given is None:
-        return None
+def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, ...]:
     numbers = several(given)
-    if not numbers:
+    if given is not None and not numbers:
         raise ValueError(f"{name} has no numbers to choose from; name some, or leave it out")
     for number in numbers:
         check_counts(**{name: number})
         if whole % number:
             raise ValueError(
-                f"{name}={number}: {of} do not divide by {number}; "
+                f"{name}={number}: {whole} {of} do not divide by {number}; "
                 f"{_either(divisors(whole))} would do"
             )
     return numbers
@@ -229,9 +225,7 @@ def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, .
 
 def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> str:
     """What does not divide, and the nearest numbers of ranks that do."""
-    named = [
-        f"{name} {_either(numbers)}" for name, numbers in wanted.items() if numbers is not None
-    ]
+    named = [f"{name} {_either(numbers)}" for name, numbers in wanted.items() if numbers]
     counts = {
         tp * pp * dp
         for tp in wanted["tp"] or divisors(sizes.heads)

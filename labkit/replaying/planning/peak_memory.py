@@ -1,12 +1,10 @@
 """Peak memory of a rank in a layout, as recorded for its layers.
 
     states        2 + 2 + 12 bytes for each of its parameters, less what ZeRO shards over dp
-    in flight     for each micro-batch between its forward and its backward, what its layers keep
-    working       the moment at which a layer or the optimizer holds the most: the logits, or what a
-                  block recomputes
+    in flight     what layers keep of each micro-batch between its forward and its backward
+    working       what a layer or the optimizer holds at most: the logits, or a recomputed block
     messages      one being sent, and one received early
-    tied          ZeRO's share of the gradient of the embedding, once more, on the first and the
-                  last stage
+    tied          ZeRO's share of the gradient of a tied embedding, once more, on both end stages
 
 Not counted: the batch of tokens, and what the device's own software takes.
 """
@@ -17,10 +15,9 @@ from functools import lru_cache
 import numpy as np
 
 from labkit.replaying.planning.clock import schedule_of
-from labkit.replaying.planning.communication import message_bytes, tied_bytes
 from labkit.replaying.planning.layers import recorded_update
-from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.stages import VirtualStage
+from labkit.replaying.planning.step_model import StepModel
 from labkit.trace import CATEGORIES
 
 PARAMETER_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 2, 12  # bf16; bf16; fp32 and two moments
@@ -36,32 +33,32 @@ InFlight = tuple[tuple[int, tuple[int, ...]], ...]
 works on, at their maximum."""
 
 
-def peak_memory(
-    sizes: Sizes, layout: Layout, stages: Sequence[Sequence[VirtualStage]], microbatches: int
-) -> Mapping[str, float]:
+def peak_memory(model: StepModel) -> Mapping[str, float]:
     """Bytes by category, on a rank of the stage that holds the most."""
-    in_flight = _in_flight(layout.pp, min(microbatches, 2 * layout.pp), layout.chunks)
-    peaks = [_peak(chunks, layout, some) for chunks, some in zip(stages, in_flight, strict=True)]
+    layout = model.layout
+    in_flight = _in_flight(layout.pp, min(model.microbatches, 2 * layout.pp), layout.chunks)
+    stages = zip(model.stages, in_flight, strict=True)
+    peaks = [_peak(chunks, layout.shards, counts) for chunks, counts in stages]
     if layout.pp > 1:
         for peak in peaks:
-            peak[BUFFERS] += 2 * message_bytes(sizes, layout)
-        if sizes.tied and layout.zero:
-            for peak in (peaks[0], peaks[-1]):
-                peak[OTHER] += tied_bytes(sizes, layout)
+            peak[BUFFERS] += 2 * model.message_bytes
+    if layout.zero:
+        for stage in model.tied_stages:
+            peaks[stage][OTHER] += model.tied_bytes
     return dict(zip(CATEGORIES, max(peaks, key=np.sum).tolist(), strict=True))
 
 
-def _peak(chunks: Sequence[VirtualStage], layout: Layout, in_flight: InFlight) -> Held:
+def _peak(chunks: Sequence[VirtualStage], shards: int, in_flight: InFlight) -> Held:
     """The peak of one stage."""
     elements = sum(chunk.parameters for chunk in chunks)
-    tensors = sum(len(layer.gradients) * n for chunk in chunks for layer, n in chunk.recorded())
+    layers = [layer for chunk in chunks for layer in chunk.recorded()]
+    tensors = sum(len(layer.gradients) * count for layer, count in layers)
     states = np.zeros(len(CATEGORIES), dtype=int)
     states[PARAMETERS] = PARAMETER_BYTES * elements
     states[GRADIENTS] = GRADIENT_BYTES * elements
-    states[OPTIMIZER] = MASTER_BYTES * elements // layout.shards + STEP_COUNT_BYTES * tensors
+    states[OPTIMIZER] = MASTER_BYTES * elements // shards + STEP_COUNT_BYTES * tensors
     kept, working = zip(*(_microbatch(chunk) for chunk in chunks), strict=True)
-    layers = {tuple(layer.gradients) for chunk in chunks for layer, _ in chunk.recorded()}
-    updates = (recorded_update(gradients).peak for gradients in layers)
+    updates = [recorded_update(tuple(layer.gradients)).peak for layer, _ in layers]
     moments = [np.array(max(updates, key=sum))]  # of the optimizer: nothing is in flight then
     for chunk, counts in in_flight:
         moments.append(working[chunk] + sum(n * k for n, k in zip(counts, kept, strict=True)))
@@ -85,7 +82,7 @@ def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, .
     """The micro-batches in flight on each stage."""
     if chunks == 1:
         return tuple(((0, (min(stages - stage, microbatches) - 1,)),) for stage in range(stages))
-    found = []
+    by_stage = []
     for actions in schedule_of(stages, microbatches, chunks):
         now = [0] * chunks
         most: dict[int, tuple[int, ...]] = {}
@@ -96,5 +93,5 @@ def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, .
                 most[action.chunk] = tuple(now)
             if action.phase == "forward":
                 now[action.chunk] += 1
-        found.append(tuple(most.items()))
-    return tuple(found)
+        by_stage.append(tuple(most.items()))
+    return tuple(by_stage)

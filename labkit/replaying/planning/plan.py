@@ -1,7 +1,4 @@
-"""What planning answers, as tables and as JSON: a ranked `Plan`, or a `Fit`.
-
-`ranking.py` finds both.
-"""
+"""What planning answers (ranking.py), as tables and as JSON: a ranked `Plan`, or a `Fit`."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +23,12 @@ HEADS = (
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A layout that does not fit. `at_least`: these bytes are the lower bound."""
+    """A layout that does not fit.
+
+    Attributes:
+        memory_bytes: by category.
+        at_least: these bytes are a lower bound.
+    """
 
     layout: Layout
     memory_bytes: Mapping[str, float]
@@ -43,6 +45,7 @@ class Fit:
     model fits.
 
     Attributes:
+        budget_bytes: that a device may hold.
         others: layouts that their bounds ruled out without a recording.
     """
 
@@ -90,7 +93,7 @@ class Plan:
     Attributes:
         reports: of the layouts that fit, by the seconds of a step.
         too_large: those that do not, the smallest first.
-        budget_bytes: what a device may hold.
+        budget_bytes: that a device may hold.
         took_s: seconds that the planning took.
     """
 
@@ -126,11 +129,11 @@ class Plan:
 
     @cached_property
     def _reports(self) -> dict[Layout, StepReport]:
-        return {one.layout: one for one in self.reports}
+        return {report.layout: report for report in self.reports}
 
     @cached_property
     def _too_large(self) -> dict[Layout, TooLarge]:
-        return {one.layout: one for one in self.too_large}
+        return {large.layout: large for large in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
         """The fastest layout for each value of "tp", "pp", "microbatch" or another field: what a
@@ -138,19 +141,15 @@ class Plan:
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
             raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
-        found: dict[Any, StepReport] = {}
+        fastest: dict[Any, StepReport] = {}
         for report in self.reports:  # ranked: the first of each value is the fastest
-            found.setdefault(getattr(report.layout, choice), report)
-        return dict(sorted(found.items()))
+            fastest.setdefault(getattr(report.layout, choice), report)
+        return dict(sorted(fastest.items()))
 
     def trades(self, near: int | None = None) -> Table:
         """The fastest layout with each tp, pp, dp and micro-batch, and what it loses on: the
-        takeaways of arXiv 2104.04473, section 3, for this model.
-
-        Args:
-            near: show so many values to each side of the best, and the first tp that leaves the
-                node; all of them if None.
-        """
+        takeaways of arXiv 2104.04473, section 3, for this model. `near`: only so many values to
+        each side of the best, and the first tp that leaves the node; all of them if None."""
         rows: list[tuple[str, ...]] = []
         node = self.cluster.devices_per_node
         for choice, name in AXES.items():
@@ -158,11 +157,11 @@ class Plan:
             values = list(every)
             at = values.index(getattr(self.best.layout, choice))
             past_node = min((i for i, tp in enumerate(values) if tp > node), default=at)
-            for i, (value, one) in enumerate(every.items()):
+            for i, (value, report) in enumerate(every.items()):
                 if near is None or abs(i - at) <= near or (choice == "tp" and i == past_node):
-                    times = f"{one.step_s / self.best.step_s:.2f} ×"
+                    times = f"{report.step_s / self.best.step_s:.2f} ×"
                     rows.append(
-                        (name, str(value), described(one.layout), times, self.why(one.layout))
+                        (name, str(value), described(report.layout), times, self.why(report.layout))
                     )
         return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
 
@@ -170,16 +169,16 @@ class Plan:
         """The `top` layouts, all of them if None, with what they take, hold and send. Exposed:
         waiting for communication, over all axes."""
         rows = []
-        for place, one in enumerate(self.reports[:top], 1):
-            layout, exposed_s = one.layout, one.tensor_s + one.pipeline_s + one.data_s
+        for place, report in enumerate(self.reports[:top], 1):
+            layout, exposed_s = report.layout, report.tensor_s + report.pipeline_s + report.data_s
             rows.append(
                 (
                     *map(str, (place, layout.tp, layout.pp, layout.dp, layout.microbatch)),
                     str(layout.chunks), str(layout.zero), "yes" * layout.sequence,
-                    layout.recompute, f"{one.step_s:.2f}", f"{one.mfu:.1%}",
-                    f"{one.bubble_s / one.step_s:.1%}", f"{exposed_s / one.step_s:.1%}",
-                    f"{one.peak_bytes / GB:.1f}",
-                    *(f"{one.sent_bytes.get(axis, 0) / GB:.1f}" for axis in SENT_AXES),
+                    layout.recompute, f"{report.step_s:.2f}", f"{report.mfu:.1%}",
+                    f"{report.bubble_s / report.step_s:.1%}", f"{exposed_s / report.step_s:.1%}",
+                    f"{report.peak_bytes / GB:.1f}",
+                    *(f"{report.sent_bytes.get(axis, 0) / GB:.1f}" for axis in SENT_AXES),
                     self.why(layout),
                 )
             )  # fmt: skip
@@ -205,26 +204,25 @@ class Plan:
             "took_s": self.took_s,
             "layouts": [
                 {
-                    "layout": asdict(one.layout),
-                    "step_s": one.step_s,
-                    "seconds": seconds(one),
-                    "memory_bytes": dict(one.memory_bytes),
-                    "sent_bytes": dict(one.sent_bytes),
-                    "model_flops": one.model_flops,
-                    "mfu": one.mfu,
-                    "why": self.why(one.layout),
+                    "layout": asdict(report.layout),
+                    "step_s": report.step_s,
+                    "seconds": seconds(report),
+                    "memory_bytes": dict(report.memory_bytes),
+                    "sent_bytes": dict(report.sent_bytes),
+                    "model_flops": report.model_flops,
+                    "mfu": report.mfu,
+                    "why": self.why(report.layout),
                 }
-                for one in self.reports
+                for report in self.reports
             ],
-            "too_large": [asdict(one) for one in self.too_large],
+            "too_large": [asdict(large) for large in self.too_large],
         }
         return json.dumps(contents, indent=1)
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Read what `to_json` wrote. `cluster` is needed for one that labkit does not know.
-
-        Raises ValueError for any other text."""
+        """Read what `to_json` wrote. `cluster` is needed for one that labkit does not know. Raises
+        ValueError for any other text."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:
@@ -232,16 +230,16 @@ class Plan:
             model = {name: x for name, x in parsed["model"].items() if name != "parameters"}
             reports = tuple(
                 StepReport(
-                    Sizes(**model), Layout(**one["layout"]), parsed["global_batch"], one["step_s"],
-                    **{f"{part}_s": one["seconds"][part] for part in PARTS},
-                    memory_bytes=one["memory_bytes"], sent_bytes=one["sent_bytes"],
-                    model_flops=one["model_flops"], mfu=one["mfu"],
+                    Sizes(**model), Layout(**x["layout"]), parsed["global_batch"], x["step_s"],
+                    **{f"{part}_s": x["seconds"][part] for part in PARTS},
+                    memory_bytes=x["memory_bytes"], sent_bytes=x["sent_bytes"],
+                    model_flops=x["model_flops"], mfu=x["mfu"],
                 )
-                for one in parsed["layouts"]
+                for x in parsed["layouts"]
             )  # fmt: skip
             large = tuple(
-                TooLarge(Layout(**one["layout"]), one["memory_bytes"], one["at_least"])
-                for one in parsed["too_large"]
+                TooLarge(Layout(**x["layout"]), x["memory_bytes"], x["at_least"])
+                for x in parsed["too_large"]
             )
             name, *rest = (parsed[key] for key in ("cluster", "budget_bytes", "took_s"))
         except (ValueError, KeyError, TypeError) as error:

@@ -1,13 +1,38 @@
-"""GPTs that have been trained at scale, and how: figures from papers.
+"""Published figures: GPTs trained at scale, and step times on A100s beside the predicted ones.
 
-Table 1 of arXiv 2104.04473 (Narayanan et al., Megatron-LM): 1.7B to 1008B parameters on 32 to 3,072
-A100 of Selene, each trained with all activations computed again. Vocabulary 51,200, sequences of
-2,048. FLOP/s are counted with what is computed again, as that paper does (its equation 3).
+`MEGATRON` is Table 1 of arXiv 2104.04473 (Narayanan et al., Megatron-LM): 1.7B to 1008B parameters
+on 32 to 3,072 A100 of Selene, each trained with all activations computed again. Vocabulary 51,200,
+sequences of 2,048. FLOP/s include what is computed again, as in that paper (its equation 3).
+
+The step times: Megatron-DeepSpeed, mixed precision, 1F1B, attention that stores its scores, every
+block recomputed. A vocabulary of 51,200 is assumed: the tables do not say. Source: vTrain, arXiv
+2312.12391 (MIT licence), ground truth; see tables/README.md.
 """
 
+import csv
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from labkit.replaying.planning.layout import Layout, Sizes
+
+TABLES = Path(__file__).with_name("tables")
+STORED = TABLES / "calibration.json"
+FILES = ("a100_step_times_node.csv", "a100_step_times_cluster.csv")
+COUNTS = (
+    "gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "sequence",
+    "tp", "dp", "pp",
+)  # fmt: skip
+SECONDS = ("predicted_s", "low_s", "high_s", "without_model_s", "without_layout_s")
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+# ---- the models
 
 
 @dataclass(frozen=True)
@@ -60,3 +85,130 @@ def model(name: str) -> Sizes:
     if name not in MODELS:
         raise ValueError(f"no model {name!r}; there are {', '.join(MODELS)}")
     return MODELS[name]
+
+
+# ---- the step times
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured step."""
+
+    file: str
+    sizes: Sizes
+    layout: Layout
+    global_batch: int
+    step_s: float
+
+    @property
+    def model(self) -> str:
+        """Models of one width are left out of a fit together."""
+        return f"width {self.sizes.width}"
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.model}, {self.sizes.depth} blocks, {self.layout.in_words}"
+
+
+def step_rows(folder: str | Path = TABLES) -> list[Row]:
+    """The rows of both tables. Raises FileNotFoundError, or ValueError that names the line."""
+    rows = []
+    for file in FILES:
+        for place, line in read_lines(Path(folder) / file):
+            (gpus, batch, microbatch, width, heads, depth, context, tp, dp, pp) = (
+                count_in(line, name, place) for name in COUNTS
+            )
+            layout = Layout(tp=tp, pp=pp, dp=dp, microbatch=microbatch, recompute="full")
+            if layout.ranks != gpus:
+                raise ValueError(
+                    f"{place}: tp x pp x dp is {layout.ranks}, and gpus {gpus}; make them equal"
+                )
+            if batch % (dp * microbatch):
+                raise ValueError(
+                    f"{place}: a batch of {batch} rows does not divide over dp {dp} and "
+                    f"micro-batches of {microbatch}"
+                )
+            step_s = positive_in(line, "step_ms", place) * 1e-3
+            rows.append(Row(file, Sizes(width, depth, heads, context), layout, batch, step_s))
+    return rows
+
+
+def read_lines(path: Path) -> list[tuple[str, Mapping[str, str]]]:
+    """The lines of a CSV table, each behind its place for error messages."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there; name the folder that has {', '.join(FILES)}")
+    with path.open(encoding="utf-8", newline="") as file:
+        return [(f"{path.name}, line {i}", line) for i, line in enumerate(csv.DictReader(file), 2)]
+
+
+def count_in(line: Mapping[str, str], name: str, place: str) -> int:
+    """A whole number above 0."""
+    number = positive_in(line, name, place)
+    if number != int(number):
+        raise ValueError(f"{place}: {name} = {line[name]!r}; a whole number is needed")
+    return int(number)
+
+
+def positive_in(line: Mapping[str, str], name: str, place: str) -> float:
+    """A number above 0. Raises ValueError for anything else."""
+    text = line.get(name)
+    try:
+        number = float(text or "")
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{place}: {name} = {text!r}; a number above 0 is needed")
+    return number
+
+
+# ---- the fit
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants by name, each with the ends of its 90 % interval; each row's predicted seconds,
+    with theirs, and by constants fitted without the models of its width, or its layout."""
+
+    constants: dict[str, tuple[float, float, float]]
+    rows: tuple[Row, ...]
+    predicted_s: Array
+    low_s: Array
+    high_s: Array
+    without_model_s: Array
+    without_layout_s: Array
+    dated: str = ""
+
+    @property
+    def measured_s(self) -> Array:
+        return np.array([row.step_s for row in self.rows])
+
+    def errors(self, predicted_s: Array | None = None) -> Array:
+        """The signed relative error of each row: of the fit to all rows, or of other seconds."""
+        return (self.predicted_s if predicted_s is None else predicted_s) / self.measured_s - 1
+
+    def summary(self) -> dict[str, tuple[int, float, float]]:
+        """Rows, mean and median absolute error: of all, by table, by width, left out."""
+        off, rows = np.abs(self.errors()), self.rows
+        parts: dict[str, Array] = {"all rows": off}
+        for name in dict.fromkeys(row.file for row in rows):
+            parts[name.removesuffix(".csv")] = off[[row.file == name for row in rows]]
+        without = np.abs(self.errors(self.without_model_s))
+        for model in dict.fromkeys(row.model for row in sorted(rows, key=lambda x: x.sizes.width)):
+            selected = [row.model == model for row in rows]
+            parts[model] = off[selected]
+            parts[f"{model}, fitted to the others"] = without[selected]
+        parts["each width, fitted to the others"] = without
+        parts["each layout, fitted to the others"] = np.abs(self.errors(self.without_layout_s))
+        return {name: (len(x), float(x.mean()), float(np.median(x))) for name, x in parts.items()}
+
+
+def calibration(path: str | Path = STORED) -> Calibration:
+    """The stored fit, which `tests/benchmarks/calibrate.py` repeats. Raises ValueError where it is
+    not of the rows in the tables beside it."""
+    contents = json.loads(Path(path).read_text(encoding="utf-8"))
+    rows = step_rows()
+    if [x["row"] for x in contents["rows"]] != [row.in_words for row in rows]:
+        raise ValueError(f"{path} is of other rows than {TABLES}; tests/benchmarks/calibrate.py")
+    seconds = {name: np.array([x[name] for x in contents["rows"]]) for name in SECONDS}
+    constants = {name: (x[0], x[1], x[2]) for name, x in contents["constants"].items()}
+    return Calibration(constants, tuple(rows), **seconds, dated=contents["date"])

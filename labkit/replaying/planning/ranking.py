@@ -11,8 +11,9 @@ thousand layouts need some dozens of recordings.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from math import lcm
 from typing import Any
 
@@ -55,16 +56,25 @@ def plan(
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """
     began_s = time.monotonic()
-    every = layouts(sizes, _devices(cluster, gpus), global_batch, **constraints)
-    budget_bytes = _budget(cluster, max_memory_bytes)
-    search = sizes, global_batch, budget_bytes, reporter(cluster, global_batch)
-    reports, large = ranked(every, *search)
+    bounds = _bounds(sizes, cluster, global_batch, gpus, constraints)
+    budget_bytes, report_of = _budget(cluster, max_memory_bytes), reporter(cluster, global_batch)
+    large = [bound for bound in bounds if bound.peak_bytes > budget_bytes]
+    reports = []
+    for bound in slow_progress(bounds[: len(bounds) - len(large)], "replaying layouts"):
+        report = report_of(sizes, bound.layout)
+        if report.peak_bytes <= budget_bytes:
+            reports.append(report)
+        else:
+            large.append(TooLarge(bound.layout, report.memory_bytes))
     if not reports:
         raise ValueError(
-            f"no layout fits: {lowest_peak(every, *search)}; take more devices, a smaller "
-            "model, or recompute full and zero 1 if they were left out"
+            f"no layout fits: {_lowest_peak(sizes, bounds, budget_bytes, report_of)}; take more "
+            "devices, a smaller model, or recompute full and zero 1 if they were left out"
         )
-    return Plan(cluster, reports, large, budget_bytes, time.monotonic() - began_s)
+    reports.sort(key=lambda report: (report.step_s, report.peak_bytes))
+    large.sort(key=lambda layout: layout.peak_bytes)
+    took_s = time.monotonic() - began_s
+    return Plan(cluster, tuple(reports), tuple(large), budget_bytes, took_s)
 
 
 def fits(
@@ -77,9 +87,9 @@ def fits(
     **constraints: Any,
 ) -> Fit:
     """Whether a model fits at all, and the layout with the lowest peak. Arguments as for `plan`."""
-    every = layouts(sizes, _devices(cluster, gpus), global_batch, **constraints)
+    bounds = _bounds(sizes, cluster, global_batch, gpus, constraints)
     budget_bytes = _budget(cluster, max_memory_bytes)
-    return lowest_peak(every, sizes, global_batch, budget_bytes, reporter(cluster, global_batch))
+    return _lowest_peak(sizes, bounds, budget_bytes, reporter(cluster, global_batch))
 
 
 def largest_that_fits(
@@ -91,22 +101,48 @@ def largest_that_fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """The deepest model of this width that fits; the depth of `sizes` is ignored.
-
-    Arguments as for `plan`; by default micro-batches have one row and stages one chunk, which need
-    the least memory. Raises ValueError where not even one block a stage fits."""
+    """The deepest model of this width that fits, by bisection of each layout; the depth of `sizes`
+    is ignored. Arguments as for `plan`; by default micro-batches have one row and stages one chunk,
+    which need the least memory. Raises ValueError where not even one block a stage fits."""
     ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
+    report_of = reporter(cluster, global_batch)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
     # Any number of stages divides some depth: this one, which all of them divide, represents it.
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
+
+    def most_blocks(layout: Layout) -> int:
+        """Of a stage, by the formulas."""
+
+        def is_too_large(blocks: int) -> bool:
+            held = least_bytes(replace(sizes, depth=layout.pp * blocks), layout, global_batch)
+            return sum(held.values()) > budget_bytes
+
+        return bisect_left(range(1, MOST_BLOCKS), True, key=is_too_large)
+
+    def deepest(layout: Layout, blocks: int) -> StepReport | None:
+        """With at most so many blocks on a stage."""
+        at = cache(lambda count: report_of(replace(sizes, depth=layout.pp * count), layout))
+        counts = range(1, blocks + 1)
+        fitting = bisect_left(counts, True, key=lambda count: at(count).peak_bytes > budget_bytes)
+        return at(fitting) if fitting else None
+
     every = layouts(replace(sizes, depth=depth), ranks, global_batch, **chosen)
-    found = deepest(every, sizes, global_batch, budget_bytes, reporter(cluster, global_batch))
-    if found is None:
+    bounds = sorted(((one, most_blocks(one)) for one in every), key=lambda x: -x[0].pp * x[1])
+    best: StepReport | None = None
+    recorded = 0
+    for layout, blocks in slow_progress(bounds, "recording layouts"):
+        if layout.pp * blocks <= (best.sizes.depth if best else 0):
+            break
+        report = deepest(layout, blocks)
+        recorded += 1
+        if report and (best is None or report.sizes.depth > best.sizes.depth):
+            best = report
+    if best is None:
         raise ValueError(
             f"not one block of width {sizes.width} for each stage fits into "
             f"{budget_bytes / 1e9:.1f} GB on {ranks} devices; take a smaller width or vocabulary"
         )
-    return found
+    return Fit(best, budget_bytes, len(bounds) - recorded)
 
 
 def reporter(cluster: Cluster, global_batch: int) -> Report:
@@ -115,43 +151,13 @@ def reporter(cluster: Cluster, global_batch: int) -> Report:
     from labkit.replaying.planning.steps import step_report
 
     costs = Costs(cluster)
-    return lambda sizes, one: step_report(sizes, one, global_batch, cluster, costs=costs)
-
-
-def _devices(cluster: Cluster, gpus: int | None) -> int:
-    """How many are used. Raises ValueError for more than the cluster has."""
-    if gpus is None:
-        return cluster.size
-    if not 1 <= gpus <= cluster.size:
-        raise ValueError(
-            f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
-            f"{cluster.devices_per_node}); take 1 to {cluster.size}, or another cluster "
-            "(dataclasses.replace(cluster, nodes=...))"
-        )
-    return gpus
-
-
-def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
-    """Bytes that a device may hold. Raises ValueError for more than it has, or none."""
-    has = cluster.device.memory_bytes
-    if max_memory_bytes is None:
-        return has
-    if not 0 < max_memory_bytes <= has:
-        raise ValueError(
-            f"max_memory_bytes={max_memory_bytes:g}: {cluster.device.name} has {has:g}; take more "
-            "than 0, and no more than that"
-        )
-    return max_memory_bytes
-
-
-# ---- the search
+    return lambda sizes, layout: step_report(sizes, layout, global_batch, cluster, costs=costs)
 
 
 def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, float]:
-    """A lower bound of the first stage's peak, in bytes by category.
-
-    States (arXiv 1910.02054) of the weight matrices alone, and what its blocks keep for the
-    micro-batches in flight (arXiv 2205.05198), without dropout or scores."""
+    """A lower bound of the first stage's peak, in bytes by category: states (arXiv 1910.02054) of
+    the weight matrices alone, and what its blocks keep for the micro-batches in flight (arXiv
+    2205.05198), without dropout or scores."""
     width, tp = sizes.width, layout.tp
     blocks = sizes.depth // layout.pp
     elements = (12 * width**2 * blocks + sizes.vocab * width) / tp
@@ -170,75 +176,48 @@ def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, fl
     }
 
 
-def _by_bound(every: Iterable[Layout], sizes: Sizes, global_batch: int) -> list[TooLarge]:
+def _devices(cluster: Cluster, gpus: int | None) -> int:
+    """The number used. Raises ValueError for none, or more than the cluster has."""
+    if gpus is not None and not 1 <= gpus <= cluster.size:
+        raise ValueError(
+            f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
+            f"{cluster.devices_per_node}); take 1 to {cluster.size}, or another cluster "
+            "(dataclasses.replace(cluster, nodes=...))"
+        )
+    return cluster.size if gpus is None else gpus
+
+
+def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
+    """Bytes that a device may hold. Raises ValueError for more than it has, or none."""
+    device = cluster.device
+    if max_memory_bytes is None:
+        return device.memory_bytes
+    if not 0 < max_memory_bytes <= device.memory_bytes:
+        raise ValueError(
+            f"max_memory_bytes={max_memory_bytes:g}: {device.name} has {device.memory_bytes:g}; "
+            "take more than 0, and no more than that"
+        )
+    return max_memory_bytes
+
+
+def _bounds(
+    sizes: Sizes, cluster: Cluster, global_batch: int, gpus: int | None, constraints: Any
+) -> list[TooLarge]:
     """The layouts with their lower bounds, the smallest first."""
-    bounds = [TooLarge(one, least_bytes(sizes, one, global_batch), True) for one in every]
+    every = layouts(sizes, _devices(cluster, gpus), global_batch, **constraints)
+    bounds = [TooLarge(x, least_bytes(sizes, x, global_batch), at_least=True) for x in every]
     return sorted(bounds, key=lambda bound: bound.peak_bytes)
 
 
-def ranked(
-    every: Sequence[Layout], sizes: Sizes, global_batch: int, budget_bytes: float, report: Report
-) -> tuple[tuple[StepReport, ...], tuple[TooLarge, ...]]:
-    """Reports of the layouts that fit, the fastest first (at equal speed, the lower peak), and the
-    others, the smallest first."""
-    bounds = _by_bound(every, sizes, global_batch)
-    large = [bound for bound in bounds if bound.peak_bytes > budget_bytes]
-    reports = []
-    for bound in slow_progress(bounds[: len(bounds) - len(large)], "replaying layouts"):
-        found = report(sizes, bound.layout)
-        if found.peak_bytes <= budget_bytes:
-            reports.append(found)
-        else:
-            large.append(TooLarge(bound.layout, found.memory_bytes))
-    return (
-        tuple(sorted(reports, key=lambda one: (one.step_s, one.peak_bytes))),
-        tuple(sorted(large, key=lambda one: one.peak_bytes)),
-    )
-
-
-def lowest_peak(
-    every: Iterable[Layout], sizes: Sizes, global_batch: int, budget_bytes: float, report: Report
+def _lowest_peak(
+    sizes: Sizes, bounds: list[TooLarge], budget_bytes: float, report_of: Report
 ) -> Fit:
     """The layout with the lowest recorded peak."""
-    bounds = _by_bound(every, sizes, global_batch)
-    best, recorded = report(sizes, bounds[0].layout), 1
+    best, recorded = report_of(sizes, bounds[0].layout), 1
     for bound in slow_progress(bounds[1:], "recording layouts"):
         if bound.peak_bytes >= best.peak_bytes:
             break
-        best = min(best, report(sizes, bound.layout), key=lambda found: found.peak_bytes)
+        report = report_of(sizes, bound.layout)
+        best = min(best, report, key=lambda report: report.peak_bytes)
         recorded += 1
     return Fit(best, budget_bytes, len(bounds) - recorded)
-
-
-def deepest(
-    every: Sequence[Layout], sizes: Sizes, global_batch: int, budget_bytes: float, report: Report
-) -> Fit | None:
-    """The most blocks of this width, over all these layouts, by bisection of each; None if one
-    block a stage is too much. A layout whose bound allows no more than the best is not recorded."""
-
-    def bound(one: Layout) -> int:
-        """Blocks that the formulas allow, on all stages."""
-
-        def too_large(blocks: int) -> bool:
-            held = least_bytes(replace(sizes, depth=one.pp * blocks), one, global_batch)
-            return sum(held.values()) > budget_bytes
-
-        return one.pp * bisect_left(range(1, MOST_BLOCKS), True, key=too_large)
-
-    best: StepReport | None = None
-    recorded, deepest_so_far = 0, 0
-    bounds = sorted(((bound(one), one) for one in every), key=lambda x: -x[0])
-    for depth, one in slow_progress(bounds, "recording layouts"):
-        if depth <= deepest_so_far:
-            break
-        found: dict[int, StepReport] = {}
-
-        def too_large(blocks: int, one: Layout = one, found: dict = found) -> bool:
-            found[blocks] = report(replace(sizes, depth=one.pp * blocks), one)
-            return found[blocks].peak_bytes > budget_bytes
-
-        blocks = bisect_left(range(1, depth // one.pp + 1), True, key=too_large)
-        recorded += 1
-        if one.pp * blocks > deepest_so_far:
-            best, deepest_so_far = found[blocks], one.pp * blocks
-    return Fit(best, budget_bytes, len(bounds) - recorded) if best else None

@@ -4,9 +4,9 @@
     other   ███████████ compute ██ tensor █████████████ bubble
                                            └──────────┘ the largest difference is the reason
 
-It names the trade of arXiv 2104.04473, section 3, that was lost: collectives between nodes wait for
-the slower wire (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin
-by tp or a small micro-batch run slower (3.4); gradients travel once in a step (3.3).
+It names the trade of arXiv 2104.04473 that was lost: collectives between nodes wait for the slower
+wire (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin by tp or a
+small micro-batch run slower (3.4); gradients travel once in a step (3.3).
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of `sizes` on `global_batch` rows, as replayed on a cluster.
-
-    The seconds are means over the stages and add up to `step_s`, exactly. Memory is that of the
-    stage that holds the most; bytes sent are bus bytes of the rank that sends the most on that
-    axis.
+    """One step of `sizes` on `global_batch` rows, as replayed on a cluster. The seconds are means
+    over the stages and add up to `step_s`, exactly. Memory is that of the stage that holds the
+    most; bytes sent are bus bytes of the rank that sends the most on that axis.
     """
 
     sizes: Sizes

@@ -1,11 +1,9 @@
-"""The stages of a layout: which layers each has, where its ranks sit, and what they take there.
+"""The stages of a layout: which layers each has, where its ranks sit, and how long they take.
 
     GPT of 5 blocks, pp 2           stage 0  embedding, 3 blocks       stage 1  2 blocks, head
     pp 2, 2 chunks: virtual stages  0  embedding, 2 blocks   1  block  2  block   3  block, head
 
-Chunk c of stage r is virtual stage c p + r. Ranks are those of Mesh(pp, dp, tp), tensor parallelism
-innermost. Groups that are spread over nodes in the same way take the same time: one of each way is
-enough.
+Chunk c of stage r is virtual stage c p + r.
 
     host        │launch│launch│launch│ ...     does not wait for the device
     computing          ███    ████████████     one operation after the other, at the device's rates,
@@ -14,12 +12,12 @@ enough.
     exposed                            ▒▒▒     the rank waits for it
 
 A layer begins and ends with nothing in flight, so the seconds of layers add up. A host runs ahead
-within the forward or the backward of a layer, but not into the next: over a whole step, it would
-hide a slow forward behind a long backward, and measured steps do not show that (calibrate.py).
+within a pass of a layer, but not into the next: over a whole step, it would hide a slow forward
+behind a long backward, and measured steps do not show that (calibrate.py).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -55,8 +53,7 @@ class VirtualStage:
 
     def __iter__(self) -> Iterator[Shape]:
         for shape, count in self.layers:
-            for _ in range(count):
-                yield shape
+            yield from [shape] * count
 
     def recorded(self) -> Iterator[tuple[Layer, int]]:
         for shape, count in self.layers:
@@ -65,12 +62,13 @@ class VirtualStage:
     @property
     def parameters(self) -> int:
         """Elements on one rank."""
-        return sum(sum(one.gradients) * n for one, n in self.recorded()) - self.tied_elements
+        elements = sum(sum(layer.gradients) * count for layer, count in self.recorded())
+        return elements - self.tied_elements
 
     @property
     def sent_bytes(self) -> int:
         """Over the tensor-parallel axis, for a micro-batch."""
-        return sum(one.sent_bytes * count for one, count in self.recorded())
+        return sum(layer.sent_bytes * count for layer, count in self.recorded())
 
 
 def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[VirtualStage]:
@@ -100,29 +98,14 @@ def vocabulary_elements(sizes: Sizes, layout: Layout) -> int:
 # ---- places
 
 
-def mesh_sizes(layout: Layout) -> dict[str, int]:
-    """The mesh of a layout, as Mesh(**sizes) takes it."""
-    return {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}
-
-
-def tensor_groups(layout: Layout, stage: int, per_node: int) -> Groups:
-    """Ranks that share the layers of a stage: one group of each way to sit on nodes."""
-    return _groups(layout.pp, layout.dp, layout.tp, "tp", (stage,), per_node)
-
-
-def data_groups(layout: Layout, stage: int, per_node: int) -> Groups:
-    """Ranks with the same shard of a stage, likewise."""
-    return _groups(layout.pp, layout.dp, layout.tp, "dp", (stage,), per_node)
-
-
-def pipeline_groups(layout: Layout, stages: tuple[int, int], per_node: int) -> Groups:
-    """Ranks with the same shard of two stages, likewise."""
-    return _groups(layout.pp, layout.dp, layout.tp, "pp", stages, per_node)
-
-
 @lru_cache(maxsize=65536)
-def _groups(pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int) -> Groups:
-    """The groups along `axis`; those along "pp" have one rank of each of the `stages`."""
+def rank_groups(
+    pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int
+) -> Groups:
+    """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one for each
+    way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp" the groups of
+    one stage; along "pp" those with one rank of each stage.
+    """
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
     others = [other for other in ("dp", "tp") if other != axis]
@@ -138,15 +121,15 @@ def _groups(pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_n
 
 @lru_cache(maxsize=65536)
 def from_first_node(groups: Groups, per_node: int) -> Groups:
-    """The same groups counted from the first node: stages whose groups sit alike then share what
-    was computed for one of them."""
+    """The groups, counted from the first node: stages that are spread alike then share what was
+    computed for one of them."""
     return tuple(
         tuple(rank - min(ranks) // per_node * per_node for rank in ranks) for ranks in groups
     )
 
 
 def slowest(op: str, nbytes: int, costs: Costs, groups: Groups) -> Sending:
-    """A collective, on that of the groups where it takes longest."""
+    """A collective, in the group where it takes longest."""
     return max((costs.collective(op, nbytes, ranks) for ranks in groups), key=lambda x: x.total_s)
 
 
@@ -163,19 +146,12 @@ class StageSeconds(NamedTuple):
     gradients: CompletedGradients
 
 
-def chunk_seconds(chunk: VirtualStage, layout: Layout, stage: int, costs: Costs) -> StageSeconds:
-    """The sum over its layers."""
-    per_node = costs.cluster.devices_per_node
-    groups = from_first_node(tensor_groups(layout, stage, per_node), per_node)
-    key = "chunk", chunk.layers, groups
-    return costs.remembered(key, lambda: _chunk_seconds(chunk, groups, costs))
-
-
-def _chunk_seconds(chunk: VirtualStage, groups: Groups, costs: Costs) -> StageSeconds:
+def chunk_seconds(chunk: VirtualStage, costs: Costs, groups: Groups) -> StageSeconds:
+    """The sum over the layers of a chunk, in the slowest of its tensor-parallel groups."""
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):
-        find = partial(_layer_seconds, shape, groups, costs)
+        find = partial(_layer_seconds, shape, costs, groups)
         layer = costs.remembered((shape, groups), find)
         gradients += [(backward_s + when_s, numel) for when_s, numel in layer.gradients]
         forward_s, backward_s = forward_s + layer.forward_s, backward_s + layer.backward_s
@@ -183,8 +159,7 @@ def _chunk_seconds(chunk: VirtualStage, groups: Groups, costs: Costs) -> StageSe
     return StageSeconds(forward_s, backward_s, compute_s, exposed_s, tuple(gradients))
 
 
-def _layer_seconds(shape: Shape, groups: Groups, costs: Costs) -> StageSeconds:
-    """On that of the `groups` which is slowest."""
+def _layer_seconds(shape: Shape, costs: Costs, groups: Groups) -> StageSeconds:
     layer = recorded(shape)
     forward_s, waited_s, _ = _pass_seconds(layer.forward, costs, groups)
     backward_s, exposed_s, gradients = _pass_seconds(layer.backward, costs, groups)
@@ -201,34 +176,27 @@ def _pass_seconds(
     compute_s = exposed_s = wire_free_s = launched_s = 0.0
     arrives_s: dict[int, float] = {}
     gradients = []
-    for kind, what in layer_pass.events:
+    for kind, record in layer_pass.events:
         now_s = compute_s + exposed_s
         if kind == "compute":
             launched_s += costs.cluster.device.host_s
-            compute_s = max(compute_s, launched_s - exposed_s) + costs.compute_s(what)
+            compute_s = max(compute_s, launched_s - exposed_s) + costs.compute_s(record)
         elif kind == "issue":
-            sending = slowest(what.op, what.payload_bytes, costs, groups)
+            sending = slowest(record.op, record.payload_bytes, costs, groups)
             wire_free_s = max(now_s, wire_free_s) + sending.seconds
-            arrives_s[id(what)] = wire_free_s + sending.latency_s
+            arrives_s[id(record)] = wire_free_s + sending.latency_s
         elif kind == "wait":
-            exposed_s += max(arrives_s[id(what)] - now_s, 0.0)
+            exposed_s += max(arrives_s[id(record)] - now_s, 0.0)
         else:
-            gradients.append((now_s, what))
+            gradients.append((now_s, record))
     return compute_s, exposed_s, tuple(gradients)
 
 
-def update_seconds(chunks: list[VirtualStage], costs: Costs, shards: int = 1) -> float:
+def update_seconds(chunks: Sequence[VirtualStage], costs: Costs, shards: int) -> float:
     """The optimizer's step on one of so many shards of a stage: AdamW treats each element by
     itself."""
-    return sum(
-        count * _layer_update_seconds(tuple(layer.gradients), costs, shards)
-        for chunk in chunks
-        for layer, count in chunk.recorded()
-    )
 
-
-def _layer_update_seconds(parameters: tuple[int, ...], costs: Costs, shards: int) -> float:
-    def simulated() -> float:
+    def layer_s(parameters: tuple[int, ...]) -> float:
         ended_s = 0.0
         for count, operation in enumerate(recorded_update(parameters).all_of("compute"), 1):
             launched_s = count * costs.cluster.device.host_s
@@ -236,4 +204,10 @@ def _layer_update_seconds(parameters: tuple[int, ...], costs: Costs, shards: int
             ended_s = max(ended_s, launched_s) + costs.compute_s(share)
         return ended_s
 
-    return costs.remembered(("update", parameters, shards), simulated)
+    seconds = 0.0
+    for chunk in chunks:
+        for layer, count in chunk.recorded():
+            parameters = tuple(layer.gradients)
+            find = partial(layer_s, parameters)
+            seconds += count * costs.remembered(("update", parameters, shards), find)
+    return seconds

@@ -6,36 +6,37 @@
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 
-Buckets leave while the last backward runs, as soon as they are full and the wire is free. ZeRO's
-updated parameters overlap nothing. A message does not wait for its receiver, nor for the messages
-before it.
+Buckets leave as soon as they are full and the wire is free; ZeRO's updated parameters overlap
+nothing. A message does not wait for its receiver, nor for those before it. With scatter/gather each
+of tp ranks sends one part, and the receivers all-gather them (arXiv 2104.04473, section 4.1).
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from labkit.clusters import Cluster
+from labkit.events import CommEvent
 from labkit.parallel.common.flat import cut
 from labkit.predict.sizes import check_counts
 from labkit.replaying.costs import Costs
 from labkit.replaying.planning.clock import Timing, pipeline_timing
-from labkit.replaying.planning.communication import messages_s, tied_bytes
-from labkit.replaying.planning.layers import DTYPE, recorded
+from labkit.replaying.planning.layers import DTYPE, ELEMENT_BYTES, recorded
 from labkit.replaying.planning.layout import RECOMPUTE, ZERO_STAGES, Layout, Sizes
 from labkit.replaying.planning.stages import (
+    Groups,
     StageSeconds,
     VirtualStage,
     chunk_seconds,
-    data_groups,
     from_first_node,
-    pipeline_groups,
+    rank_groups,
     slowest,
     update_seconds,
     virtual_stages,
+    vocabulary_elements,
 )
 
 COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
@@ -43,47 +44,71 @@ CORES = ("fused", "plain")
 BUCKET_BYTES = 25 * 2**20  # the default of DDP and ZeroOptimizer
 
 
-class StepModel(NamedTuple):
-    """A step's costs before the clock runs."""
+class StepModel:
+    """A step's costs before the clock runs. Arguments and errors as those of `step_report`."""
 
-    sizes: Sizes
-    layout: Layout
-    microbatches: int
-    costs: Costs
-    stages: list[list[VirtualStage]]  # the chunks of each stage
-    chunks: list[list[StageSeconds]]
-    messages_s: list[float]
+    def __init__(
+        self,
+        sizes: Sizes,
+        layout: Layout,
+        global_batch: int,
+        cluster: Cluster,
+        costs: Costs | None = None,
+        core: str = "fused",
+    ):
+        _check(sizes, layout, global_batch, cluster)
+        if core not in CORES:
+            raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
+        self.sizes, self.layout = sizes, layout
+        self.microbatches = layout.microbatches(global_batch)
+        self.costs = Costs(cluster) if costs is None else costs
+        self.per_node = self.costs.cluster.devices_per_node
+        virtual = virtual_stages(sizes, layout, core)
+        # Of each stage its chunks, and their seconds.
+        self.stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
+        self.chunks = [
+            [self._chunk_seconds(chunk, stage) for chunk in chunks]
+            for stage, chunks in enumerate(self.stages)
+        ]
+        # The stages whose ranks sum the gradient of a tied embedding, and its bytes on one rank:
+        # V w / t elements, or with ZeRO a share of them.
+        self.tied_stages = (0, layout.pp - 1) if sizes.tied and layout.pp > 1 else ()
+        self.tied_bytes = -(-vocabulary_elements(sizes, layout) // layout.shards) * ELEMENT_BYTES
+        # What one rank sends to the next stage or back, and its seconds (the last to the first).
+        x_bytes = layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES
+        is_sharded = layout.sequence or layout.scatter_gather
+        self.message_bytes = x_bytes // layout.tp if is_sharded else x_bytes
+        self.messages_s = [self._message_s(stage) for stage in range(layout.pp)]
+
+    def groups(self, axis: str, *stages: int) -> Groups:
+        """Of each placement one group along an axis, as `rank_groups`."""
+        layout = self.layout
+        return rank_groups(layout.pp, layout.dp, layout.tp, axis, stages, self.per_node)
 
     def timing(self) -> Timing:
         """Forward and backward of all micro-batches."""
-        forward_s = np.array([[chunk.forward_s for chunk in one] for one in self.chunks])
-        backward_s = np.array([[chunk.backward_s for chunk in one] for one in self.chunks])
+        forward_s = np.array([[chunk.forward_s for chunk in stage] for stage in self.chunks])
+        backward_s = np.array([[chunk.backward_s for chunk in stage] for stage in self.chunks])
         return pipeline_timing(self.microbatches, forward_s, backward_s, np.array(self.messages_s))
 
+    def _chunk_seconds(self, chunk: VirtualStage, stage: int) -> StageSeconds:
+        groups = from_first_node(self.groups("tp", stage), self.per_node)
+        find = partial(chunk_seconds, chunk, self.costs, groups)
+        return self.costs.remembered(("chunk", chunk.layers, groups), find)
 
-def step_model(
-    sizes: Sizes,
-    layout: Layout,
-    global_batch: int,
-    cluster: Cluster,
-    costs: Costs | None = None,
-    core: str = "fused",
-) -> StepModel:
-    """Arguments and errors as those of `step_report`."""
-    _check(sizes, layout, global_batch, cluster)
-    if core not in CORES:
-        raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
-    costs = Costs(cluster) if costs is None else costs
-    virtual = virtual_stages(sizes, layout, core)
-    stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
-    chunks = [
-        [chunk_seconds(chunk, layout, stage, costs) for chunk in of_stage]
-        for stage, of_stage in enumerate(stages)
-    ]
-    return StepModel(
-        sizes, layout, layout.microbatches(global_batch), costs, stages, chunks,
-        messages_s(sizes, layout, costs),
-    )  # fmt: skip
+    def _message_s(self, stage: int) -> float:
+        if self.layout.pp == 1:
+            return 0.0
+        following, nbytes = (stage + 1) % self.layout.pp, self.message_bytes
+        sends = [
+            CommEvent("send", "pipeline", ends, 0, 0, "", (), nbytes, nbytes, False, peer=1)
+            for ends in self.groups("pp", stage, following)
+        ]
+        seconds = max(self.costs.sending(send).total_s for send in sends)
+        if self.layout.gathers_messages:
+            groups = self.groups("tp", following)
+            seconds += slowest("all_gather", nbytes * self.layout.tp, self.costs, groups).total_s
+        return seconds
 
 
 def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> None:
@@ -128,7 +153,7 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
 
 
 class Sent(NamedTuple):
-    """A collective of this stage."""
+    """A collective of a stage, along the "data" or "pipeline" axis."""
 
     op: str
     axis: str
@@ -156,29 +181,26 @@ def step_ends(
 ) -> list[StageEnd]:
     """The ends of all stages. `ended_s`: when each finished its last backward; `lasts_s`: when the
     last backward of each of its chunks began."""
-    sizes, layout, costs = model.sizes, model.layout, model.costs
     gradients = [_gradients_sent(model, stage, last_s) for stage, last_s in enumerate(lasts_s)]
     averaged_s = [
-        max([over_s, *(one.ended_s for one in sent)])
+        max([over_s, *(bucket.ended_s for bucket in sent)])
         for over_s, sent in zip(ended_s, gradients, strict=True)
     ]
-    tied = sizes.tied and layout.pp > 1
-    nbytes = tied_bytes(sizes, layout)
     ends = []
-    for stage, virtual in enumerate(model.stages):
-        sent, there_s = gradients[stage], averaged_s[stage]
-        met_s, tied_s = there_s, 0.0
-        if tied and stage in (0, layout.pp - 1):
-            groups = pipeline_groups(layout, (0, layout.pp - 1), costs.cluster.devices_per_node)
+    for stage, chunks in enumerate(model.stages):
+        sent, ready_s = gradients[stage], averaged_s[stage]
+        met_s, tied_s = ready_s, 0.0
+        if stage in model.tied_stages:
+            groups, nbytes = model.groups("pp", *model.tied_stages), model.tied_bytes
             met_s = max(averaged_s[0], averaged_s[-1])
-            tied_s = slowest("all_reduce", nbytes, costs, groups).total_s
-            sent.append(Sent("all_reduce", "pipeline", nbytes, there_s, met_s, met_s + tied_s))
-        began_s, update_s = met_s + tied_s, update_seconds(virtual, costs, layout.shards)
+            tied_s = slowest("all_reduce", nbytes, model.costs, groups).total_s
+            sent.append(Sent("all_reduce", "pipeline", nbytes, ready_s, met_s, met_s + tied_s))
+        began_s, update_s = met_s + tied_s, update_seconds(chunks, model.costs, model.layout.shards)
         updated_s = began_s + update_s
         sent += (gathers := _parameters_sent(model, stage, updated_s))
-        over_s = max([updated_s, *(one.ended_s for one in gathers)])
-        data_s = there_s - ended_s[stage] + over_s - began_s - update_s
-        ends.append(StageEnd(sent, data_s, met_s - there_s, tied_s, update_s, began_s, over_s))
+        over_s = max([updated_s, *(bucket.ended_s for bucket in gathers)])
+        data_s = ready_s - ended_s[stage] + over_s - began_s - update_s
+        ends.append(StageEnd(sent, data_s, met_s - ready_s, tied_s, update_s, began_s, over_s))
     return ends
 
 
@@ -199,10 +221,8 @@ def _parameters_sent(model: StepModel, stage: int, began_s: float) -> list[Sent]
     """ZeRO's all-gathers of the parameters that each rank has updated."""
     if model.layout.shards == 1:
         return []
-    elements = tuple(
-        numel for chunk in model.stages[stage] for shape in chunk
-        for numel in recorded(shape).gradients
-    )  # fmt: skip
+    shapes = [shape for chunk in model.stages[stage] for shape in chunk]
+    elements = tuple(numel for shape in shapes for numel in recorded(shape).gradients)
     full = [(began_s, nbytes) for _, nbytes in _buckets(elements)]
     return _sent("all_gather", full, model, stage)
 
@@ -211,8 +231,7 @@ def _sent(
     op: str, full: Iterable[tuple[float, int]], model: StepModel, stage: int
 ) -> list[Sent]:  # fmt: skip
     """Buckets (when each is full, its bytes) over the replicas, one after the other."""
-    per_node = model.costs.cluster.devices_per_node
-    groups = from_first_node(data_groups(model.layout, stage, per_node), per_node)
+    groups = from_first_node(model.groups("dp", stage), model.per_node)
     sending = cache(lambda nbytes: slowest(op, nbytes, model.costs, groups))
     sent, free_s = [], 0.0
     for full_s, nbytes in full:
@@ -227,8 +246,8 @@ def _buckets(elements: tuple[int, ...]) -> list[tuple[int, int]]:
     """The buckets that DDP makes of gradients of these sizes, in the order in which they complete:
     of each the place of its last gradient, and its bytes."""
     gradients = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in elements]
-    found, place = [], -1
+    buckets, place = [], -1
     for bucket in cut(gradients[::-1], BUCKET_BYTES):
         place += len(bucket)
-        found.append((place, sum(gradient.nbytes for gradient in bucket)))
-    return found
+        buckets.append((place, sum(gradient.nbytes for gradient in bucket)))
+    return buckets

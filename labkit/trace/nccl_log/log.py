@@ -1,14 +1,5 @@
-"""What a log of NCCL says, as data.
-
-    NcclLog ── communicators ── Communicator    the ranks of one of torch's process groups
-                                  ranks         the host and GPU of each
-                                  rings         channel -> the ranks in the order of its ring
-                                  trees         channel -> rank -> its parent and its children
-                                  connections   source, target, channel and transport
-
-A *channel* is one ring and one tree, with some of the GPU's threads and a share of the bytes: NCCL
-runs several at once to fill all links. No torch here.
-"""
+"""What a log of NCCL says, as data (no torch here). A *channel* is one ring and one tree, with some
+of the GPU's threads and a share of the bytes: NCCL runs several at once to fill all links."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -104,7 +95,7 @@ class Communicator:
 
 @dataclass
 class NcclLog:
-    """All that a log says. `lines` counts those that NCCL wrote, `understood` those read here."""
+    """The contents of a log. `lines` counts the lines of NCCL, `understood` those parsed here."""
 
     versions: list[str] = field(default_factory=list)  # one, where all is well
     networks: list[str] = field(default_factory=list)  # those chosen: "IB", "Socket", a plugin's

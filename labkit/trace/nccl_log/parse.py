@@ -1,14 +1,11 @@
-"""A log of NCCL, line by line, into `NcclLog`.
-
-A line begins with its process, and the lines of all ranks are mixed:
+"""Reads a log of NCCL. A line begins with its process, and the lines of all ranks are mixed:
 
     node0:4100:4131 [2] NCCL INFO Channel 00/0 : 2[2] -> 3[3] via P2P/CUMEM
     host  process thread  CUDA device
 
-Lines of any other form are skipped: each version words some in its own way. The forms here are
-those of NCCL 2.8 to 2.27. Source: NCCL's documentation, "Environment Variables" (NCCL_DEBUG), and
-NCCL's source, which has each line's format (src/debug.cc, src/init.cc, src/graph/rings.cc,
-src/transport/).
+Other lines are skipped. The forms here are those of NCCL 2.8 to 2.27. Source: NCCL's documentation,
+"Environment Variables" (NCCL_DEBUG), and NCCL's source, which has each line's format (src/debug.cc,
+src/init.cc, src/graph/rings.cc, src/transport/).
 """
 
 import re
@@ -69,13 +66,13 @@ def parse_nccl_log(text: str) -> NcclLog:
 
 def _read_process_line(log: NcclLog, line: Match) -> bool:
     """Read what holds for a whole process; returns whether the line was about that."""
-    if found := CHOSEN.search(line["text"]):
-        log.networks += [found[1]] if found[1] not in log.networks else []
-    elif found := CARDS.search(line["text"]):
+    if match := CHOSEN.search(line["text"]):
+        log.networks += [match[1]] if match[1] not in log.networks else []
+    elif match := CARDS.search(line["text"]):
         known = log.cards.setdefault(line["host"], [])
-        known += [x for x in re.findall(r"\[\d+\]([^\s;<]+)", found[1]) if x not in known]
-    elif found := SET.match(line["text"]):
-        log.settings[found[1]] = found[2]
+        known += [x for x in re.findall(r"\[\d+\]([^\s;<]+)", match[1]) if x not in known]
+    elif match := SET.match(line["text"]):
+        log.settings[match[1]] = match[2]
     else:
         return bool(VERSION.search(line["text"]))
     return True
@@ -96,27 +93,27 @@ class _Communicators:
     def read(self, line: Match) -> bool:
         """Read a line about a communicator; returns whether it was one."""
         text = line["text"]
-        if found := INIT.search(text):
-            name = self._name(line, found)
+        if match := INIT.search(text):
+            name = self._name(line, match)
             self._of_thread[line.group("host", "pid", "tid")] = name
             self._of_process[line.group("host", "pid", "device")] = name
-            group, rank, device = self._group(line), int(found["rank"]), int(found["device"])
-            group.size = int(found["size"])
-            new = NcclRank(rank, line["host"], int(line["pid"]), device, found["bus"])
-            group.ranks.setdefault(rank, new).ready |= found["state"] == "COMPLETE"
-        elif found := RING.match(text):
+            group, rank, device = self._group(line), int(match["rank"]), int(match["device"])
+            group.size = int(match["size"])
+            new = NcclRank(rank, line["host"], int(line["pid"]), device, match["bus"])
+            group.ranks.setdefault(rank, new).ready |= match["state"] == "COMPLETE"
+        elif match := RING.match(text):
             group = self._group(line)
-            group.channels = int(found[2])
-            group.rings[int(found[1])] = tuple(map(int, found[3].split()))
-        elif found := CONNECTION.match(text):
-            channel, source, target = map(int, found.group("channel", "source", "target"))
-            over, end = found["over"].strip(), found["end"] or ""
+            group.channels = int(match[2])
+            group.rings[int(match[1])] = tuple(map(int, match[3].split()))
+        elif match := CONNECTION.match(text):
+            channel, source, target = map(int, match.group("channel", "source", "target"))
+            over, end = match["over"].strip(), match["end"] or ""
             self._group(line).connections.append(Connection(channel, source, target, over, end))
-        elif found := COUNT.match(text):
+        elif match := COUNT.match(text):
             group = self._group(line)
-            group.channels = group.channels or int(found[1])
-        elif found := THRESHOLDS.match(text):
-            self._group(line).thresholds = found[1].strip()
+            group.channels = group.channels or int(match[1])
+        elif match := THRESHOLDS.match(text):
+            self._group(line).thresholds = match[1].strip()
         elif text.startswith("Trees") and (nodes := TREE.findall(text)):
             for node in nodes:
                 channel, *children, rank, parent = map(int, node)

@@ -1,12 +1,13 @@
 """A log of NCCL as a table, and what in it deserves a second look."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 
 from rich.table import Table
 
 from labkit.foreign import markup
-from labkit.trace.nccl_log.log import Communicator, Connection, NcclLog
+from labkit.trace.nccl_log import Communicator, Connection, NcclLog
 
 MOST_SHOWN = 4  # warnings, hosts or rings
 
@@ -14,25 +15,29 @@ MOST_SHOWN = 4  # warnings, hosts or rings
 def table(log: NcclLog, name: str = "NCCL log") -> Table:
     """What the log says of its largest communicator. Raises ValueError for a log without one."""
     group = log.main
-    shown = Table(show_header=False, title=markup(name), title_justify="left")
+    rings: dict[tuple[int, ...], list[int]] = {}  # channels with the same ring share a row
+    for channel, ring in group.rings.items():
+        rings.setdefault(ring, []).append(channel)
     rows = [
         ("NCCL", log.version or "not said"),
         ("ranks", _ranks(group)),
         ("network", ", ".join(log.networks) or "not said"),
         *(("cards", f"{host}: {', '.join(cards)}") for host, cards in sorted(log.cards.items())),
         ("channels", str(group.channels or "not said")),
-        *_rings(group),
-        *_links(group, "inside nodes", inside=True),
-        *_links(group, "between nodes", inside=False),
-        ("settings", ", ".join(f"{k}={v}" for k, v in log.settings.items()) or "none said"),
     ]
-    if len(log.communicators) > 1:
-        others = ", ".join(str(other.size) for other in log.communicators[1:])
-        rows.append(("others", f"{len(log.communicators) - 1} communicators, of {others} ranks"))
+    for ring, channels in islice(rings.items(), MOST_SHOWN):
+        rows.append(("ring", f"{_some(ring, ' ')}  (channel {_some(channels)})"))
+    for title, inside in (("inside nodes", True), ("between nodes", False)):
+        for kind, count in kinds(group, inside).most_common():
+            rows.append((title, f"{kind}, {count} connections"))
+    settings = ", ".join(f"{name}={value}" for name, value in log.settings.items())
+    rows.append(("settings", settings or "none said"))
+    if others := [str(other.size) for other in log.communicators[1:]]:
+        rows.append(("others", f"{len(others)} communicators, of {', '.join(others)} ranks"))
+    rows += [("[red]look here[/]", remark) for remark in remarks(log)]
+    shown = Table(show_header=False, title=markup(name), title_justify="left")
     for left, right in rows:
         shown.add_row(left, markup(right))
-    for remark in remarks(log):
-        shown.add_row("[red]look here[/]", markup(remark))
     return shown
 
 
@@ -41,43 +46,43 @@ def remarks(log: NcclLog) -> list[str]:
 
     Source: NCCL's documentation, "Troubleshooting" and "Environment Variables".
     """
-    group = log.main
-    remarks = [f"a warning of {warning}" for warning in log.warnings[:MOST_SHOWN]]
-    if (more := len(log.warnings) - MOST_SHOWN) > 0:
-        remarks.append(f"{more} warnings more: search the log for NCCL WARN")
+    group, more = log.main, len(log.warnings) - MOST_SHOWN
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
-    if len({version.split("+")[0] for version in log.versions}) > 1:
-        remarks.append(
-            f"NCCL has different versions ({log.version}): all ranks of a job need the same; do "
-            "all nodes run the same container?"
-        )
     late = [number for number, rank in sorted(group.ranks.items()) if not rank.ready]
-    if late:
-        remarks.append(f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there")
     unseen = [rank for rank in range(group.size) if rank not in group.ranks]
-    if unseen:
-        remarks.append(
+    network = any(kind.startswith("NET") for kind in between)  # NVLink between nodes needs no card
+    direct = any(link.gpu_direct for link in group.connections)
+    sentences = [
+        (more > 0, f"{more} warnings more: search the log for NCCL WARN"),
+        (
+            len({version.split("+")[0] for version in log.versions}) > 1,
+            f"NCCL has different versions ({log.version}): all ranks of a job need the same; do "
+            "all nodes run the same container?",
+        ),
+        (late, f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there"),
+        (
+            unseen,
             f"no start-up line from ranks {_some(unseen)}: is this the output of all nodes, or did "
-            "they never get that far?"
-        )
-    if "SHM" in inside:
-        remarks.append(
+            "they never get that far?",
+        ),
+        (
+            "SHM" in inside,
             "GPUs of one node talk through host memory (SHM), not directly (P2P): is "
-            "NCCL_P2P_DISABLE set, or does the machine's PCIe not allow it?"
-        )
-    if "NET/Socket" in between:
-        remarks.append(
+            "NCCL_P2P_DISABLE set, or does the machine's PCIe not allow it?",
+        ),
+        (
+            "NET/Socket" in between,
             "nodes talk over plain TCP (NET/Socket): where there is InfiniBand or RoCE, is its "
-            "driver in the container, and is NCCL_IB_DISABLE unset?"
-        )
-    elif any(kind.startswith("NET") for kind in between) and not any(
-        link.gpu_direct for link in group.connections
-    ):  # NVLink between nodes (P2P/MNNVL) needs no network card
-        remarks.append(
+            "driver in the container, and is NCCL_IB_DISABLE unset?",
+        ),
+        (
+            network and "NET/Socket" not in between and not direct,
             "no GPUDirect RDMA (no GDRDMA) between nodes: every message is copied through host "
-            "memory; is the nvidia-peermem module loaded?"
-        )
-    return remarks
+            "memory; is the nvidia-peermem module loaded?",
+        ),
+    ]
+    warnings = [f"a warning of {warning}" for warning in log.warnings[:MOST_SHOWN]]
+    return warnings + [sentence for applies, sentence in sentences if applies]
 
 
 def kinds(group: Communicator, inside: bool) -> "Counter[str]":
@@ -100,27 +105,9 @@ def kinds(group: Communicator, inside: bool) -> "Counter[str]":
 def _ranks(group: Communicator) -> str:
     hosts = [f"{host}: {_some(ranks)}" for host, ranks in group.hosts().items()]
     more = f", and {len(hosts) - MOST_SHOWN} hosts more" if len(hosts) > MOST_SHOWN else ""
-    if not group.size:
-        return "not said"
-    return f"{group.size} ({'; '.join(hosts[:MOST_SHOWN])}{more})"
+    return f"{group.size} ({'; '.join(hosts[:MOST_SHOWN])}{more})" if group.size else "not said"
 
 
-def _rings(group: Communicator) -> list[tuple[str, str]]:
-    """Channels with the same ring share a row."""
-    same: dict[tuple[int, ...], list[int]] = {}
-    for channel, ring in group.rings.items():
-        same.setdefault(ring, []).append(channel)
-    return [
-        ("ring", f"{_some(ring, ' ')}  (channel {_some(channels)})")
-        for ring, channels in islice(same.items(), MOST_SHOWN)
-    ]
-
-
-def _links(group: Communicator, title: str, inside: bool) -> list[tuple[str, str]]:
-    counts = kinds(group, inside).most_common()
-    return [(title, f"{kind}, {count} connections") for kind, count in counts]
-
-
-def _some(numbers: "list[int] | tuple[int, ...]", between: str = ", ") -> str:
+def _some(numbers: Sequence[int], between: str = ", ") -> str:
     shown = between.join(map(str, numbers[:16]))
     return shown + (" ..." if len(numbers) > 16 else "")

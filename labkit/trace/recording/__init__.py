@@ -2,6 +2,6 @@
 
 from labkit.trace.recording.movement import watch_collective
 from labkit.trace.recording.recorder import metric, span
-from labkit.trace.recording.session import OnRank, Recording, Spec, record
+from labkit.trace.recording.session import OnRank, Recording, record
 
-__all__ = ["OnRank", "Recording", "Spec", "metric", "record", "span", "watch_collective"]
+__all__ = ["OnRank", "Recording", "metric", "record", "span", "watch_collective"]

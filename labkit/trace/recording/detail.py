@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -31,9 +31,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
+from labkit.memory.conditions import tensors_in
 from labkit.parallel.common.sharder import OwnsGradientPieces, fulfils
-from labkit.trace import CATEGORIES, MemoryPoint, Operation
-from labkit.trace.recording.operations import operation_of, tensors_in
+from labkit.trace import CATEGORIES, MemoryPoint, RankTrace
+from labkit.trace.recording.operations import operation_of
 from labkit.trace.recording.spans import Spans
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
@@ -91,22 +92,24 @@ class Ledger:
 
 
 class Detail:
-    """Counts between `begin` and `end`, into `point`, `operation` and the spans of `spans`."""
+    """Counts between `begin` and `end`, into `trace` and the spans of `spans`. The categories:
 
-    def __init__(
-        self,
-        spans: Spans,
-        point: Callable[[MemoryPoint], object],
-        operation: Callable[[Operation], object],
-    ):
-        self._spans, self._point, self._operation = spans, point, operation
+    parameters              those of modules, also those that a strategy holds beside a module's
+    gradients               what a parameter's `.grad` lies in, so a bucket, too; what an optimizer
+                            says are its `gradient_pieces()`
+    optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
+    activations             made in forward, and not freed yet
+    communication buffers   made inside the communicator
+    other                   made in backward or by the optimizer; batches; module buffers
+    """
+
+    def __init__(self, spans: Spans, trace: RankTrace):
+        self._spans, self._trace = spans, trace
         self._ledger = Ledger(self._changed)
         self._modules: list[nn.Module] = []
-        self._hooks: list[Any] = []
+        self._in_place = ExitStack()  # hooks, and what else ends with the step
         self._known: set[int] = set()  # parameters with a hook, which keeps them alive
-        self._resizes = patch.object(torch.UntypedStorage, "resize_", self._resizing())
         self._communicating = threading.local()
-        self._mode = _Mode(self)
         self._thread = threading.get_ident()
         self._counting = False
 
@@ -124,18 +127,22 @@ class Detail:
                 self._enter(x, OTHER)
             elif not self._ledger.has(x, OPTIMIZER):  # a master copy is one, too
                 self._know(x)
-        self._resizes.start()
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_measure(storage: Any, size: int) -> Any:  # no operation: no mode sees it
+            resized = resize(storage, size)
+            self._ledger.measure_again(only=storage)
+            return resized
+
+        resizes = patch.object(torch.UntypedStorage, "resize_", resize_and_measure)
+        self._in_place.enter_context(resizes)
         self._counting = True
         self._ledger.measure_again()
-        self._mode.__enter__()
+        self._in_place.enter_context(_Mode(self))
 
     def end(self) -> None:
-        if self._counting:
-            self._counting = False
-            self._resizes.stop()
-            self._mode.__exit__(None, None, None)
-        for hook in self._hooks:
-            hook.remove()
+        self._counting = False
+        self._in_place.close()
 
     def met(self, root: nn.Module) -> None:
         """Note the parameters of a module, which is kept alive."""
@@ -151,7 +158,7 @@ class Detail:
             self._known.add(id(parameter))
             # torch's own method, as a shard of ZeRO-3's refuses hooks that would not be called
             hook = torch.Tensor.register_post_accumulate_grad_hook(parameter, self._on_grad_ready)
-            self._hooks.append(hook)
+            self._in_place.callback(hook.remove)
 
     def enter_state(self, optimizer: Any) -> None:
         given = {id(x) for group in optimizer.param_groups for x in group["params"]}
@@ -165,17 +172,6 @@ class Detail:
             for x in optimizer.gradient_pieces()[0]:
                 self._enter(x, GRADIENTS, move=True)
         self._ledger.measure_again()
-
-    def _resizing(self) -> Callable[[Any, int], Any]:
-        """`resize_` of a storage, which is no operation, and the ledger measures again."""
-        resize = torch.UntypedStorage.resize_
-
-        def resize_and_measure(storage: Any, size: int) -> Any:
-            resized = resize(storage, size)
-            self._ledger.measure_again(only=storage)
-            return resized
-
-        return resize_and_measure
 
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -207,7 +203,7 @@ class Detail:
             return
         counted = operation_of(func, args, kwargs, out, time.monotonic(), self._spans.step)
         if counted is not None:
-            self._operation(counted)
+            self._trace.operations.append(counted)
         if span is not None:
             span.flops = (span.flops or 0) + (counted.flops if counted else 0)
             span.moved_bytes = (span.moved_bytes or 0) + (counted.moved_bytes if counted else 0)
@@ -218,7 +214,8 @@ class Detail:
 
     def _changed(self, held_bytes: tuple[int, ...]) -> None:
         if self._counting:
-            self._point(MemoryPoint(time.monotonic(), self._spans.step, held_bytes))
+            point = MemoryPoint(time.monotonic(), self._spans.step, held_bytes)
+            self._trace.memory.append(point)
 
 
 class _Mode(DispatchMode):

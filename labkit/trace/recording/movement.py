@@ -58,19 +58,7 @@ def watch_collective(
     Raises ValueError for an unknown name, too many ranks, or a function that sends nothing;
     RankError as `World.run` does.
     """
-    _check(collective, algorithm, world.size)
-    logs = world.run(_on_rank, collective, algorithm, root, ranks_per_node or world.size)
-    by = algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", "function")
-    movement = movement_of(f"{collective} by {by}", logs)
-    if not movement.frames:
-        raise ValueError(
-            f"{by} sent nothing through comm.send or comm.isend: there is nothing to see. Only "
-            "messages are watched, no ready collectives"
-        )
-    return movement
-
-
-def _check(collective: str, algorithm: str | Student, size: int) -> None:
+    size = world.size
     if collective not in WATCHED:
         raise ValueError(f"{collective!r} cannot be watched; choose one of {', '.join(WATCHED)}")
     if not 2 <= size <= MOST_RANKS:
@@ -87,20 +75,28 @@ def _check(collective: str, algorithm: str | Student, size: int) -> None:
             f"{collective} on {ranks_in_words(size)} has no algorithm {algorithm!r}; choose one of "
             f"{', '.join(available)}, or give a function of (comm, x)"
         )
+    logs = world.run(_on_rank, collective, algorithm, root, ranks_per_node or size)
+    by = algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", "function")
+    movement = movement_of(f"{collective} by {by}", logs)
+    if not movement.frames:
+        raise ValueError(
+            f"{by} sent nothing through comm.send or comm.isend: there is nothing to see. Only "
+            "messages are watched, no ready collectives"
+        )
+    return movement
 
 
 def _on_rank(
     collective: str, algorithm: str | Student, root: int, ranks_per_node: int
 ) -> list[Note]:
     comm = Comm()
-
-    def holds(chunk: int) -> bool:
+    x = torch.zeros(comm.size, dtype=torch.int64)
+    for chunk in range(comm.size):
         if collective in ("all_gather", "gather"):
-            return chunk == comm.rank
-        return comm.rank == root or collective not in ("broadcast", "scatter")
-
-    numbers = [number(comm.rank, chunk, comm.size) for chunk in range(comm.size)]
-    x = torch.tensor([value if holds(chunk) else 0 for chunk, value in enumerate(numbers)])
+            holds = chunk == comm.rank
+        else:
+            holds = comm.rank == root or collective not in ("broadcast", "scatter")
+        x[chunk] = number(comm.rank, chunk, comm.size) if holds else 0
     watched = WatchedComm(comm, x)
     if callable(algorithm):
         algorithm(watched, x)
@@ -119,18 +115,16 @@ def _started(
     """One of labkit's, with the arguments of its collective (collectives/__init__.py)."""
     chunks, add = list(x.split(1)), torch.Tensor.add_
     own, at_root = chunks[wire.rank], chunks if wire.rank == root else None
-    match collective:
-        case "all_reduce":
-            return algorithm(wire, x, add, 1, 0)
-        case "reduce":
-            return algorithm(wire, x, root, add, 0)
-        case "reduce_scatter":
-            return algorithm(wire, chunks, own, add, 0)
-        case "all_gather":
-            return algorithm(wire, chunks, 0)
-        case "broadcast":
-            return algorithm(wire, x, root, 0)
-    return algorithm(wire, own, at_root, root, 0)  # gather, scatter
+    arguments: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (x, add, 1, 0),
+        "reduce": (x, root, add, 0),
+        "reduce_scatter": (chunks, own, add, 0),
+        "all_gather": (chunks, 0),
+        "broadcast": (x, root, 0),
+        "gather": (own, at_root, root, 0),
+        "scatter": (own, at_root, root, 0),
+    }
+    return algorithm(wire, *arguments[collective])
 
 
 class WatchedComm:
@@ -143,8 +137,8 @@ class WatchedComm:
         self._messages: Counter[tuple[int, int, int]] = Counter()
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
-        key = self._post("send", self.rank, dst, tag, x)
-        self._comm.send(x, dst, tag)
+        key = self._post("send", self.rank, dst, tag, self._contents(x))
+        self._comm.send(x, dst, tag)  # it waits: no copy is needed
         self.note("wait", key)
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
@@ -155,7 +149,7 @@ class WatchedComm:
         x.copy_(arrived)
 
     def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> "WatchedMessage":
-        key = self._post("send", self.rank, dst, tag, x)
+        key = self._post("send", self.rank, dst, tag, self._contents(x))
         return WatchedMessage(self, key, self._comm.isend(x.clone(), dst, tag))
 
     def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> "WatchedMessage":
@@ -173,16 +167,12 @@ class WatchedComm:
         self.notes.append(Note(kind, tuple(self._x.tolist()), key, sent))
 
     def _post(
-        self,
-        kind: Literal["send", "recv"],
-        src: int,
-        dst: int,
-        tag: int,
-        sent: torch.Tensor | None = None,
-    ) -> Key:
+        self, kind: Literal["send", "recv"], src: int, dst: int, tag: int,
+        sent: tuple[tuple[int | None, int], ...] = (),
+    ) -> Key:  # fmt: skip
         key = (src, dst, tag, self._messages[src, dst, tag])
         self._messages[src, dst, tag] += 1
-        self.note(kind, key, () if sent is None else self._contents(sent))
+        self.note(kind, key, sent)
         return key
 
     def _contents(self, x: torch.Tensor) -> tuple[tuple[int | None, int], ...]:

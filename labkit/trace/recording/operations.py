@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from labkit.memory.conditions import tensors_in
 from labkit.memory.flops import flops_of
 from labkit.trace import Operation
 
@@ -80,11 +80,6 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     arguments = func._schema.arguments
     given = dict(zip((x.name for x in arguments), args)) | kwargs
     return tensors_in([given.get(x.name) for x in arguments if x.is_write])
-
-
-def tensors_in(things: Any) -> list[torch.Tensor]:
-    """The tensors among `things`, also inside lists, tuples and dicts."""
-    return [x for x in tree_leaves(things) if isinstance(x, torch.Tensor)]
 
 
 def is_view(func: Any) -> bool:

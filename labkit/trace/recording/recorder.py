@@ -112,8 +112,7 @@ class Recorder:
         self._step = Step(self.spans.step, 0.0, 0.0, self.spans.step == self._detail_step)
         self.in_step = self.count()
         if self._step.detail:
-            detailed = self.trace.memory.append, self.trace.operations.append
-            self._detail = Detail(self.spans, *detailed)
+            self._detail = Detail(self.spans, self.trace)
             here.carrying = self._detail.inside_communicator
             self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
         self.spans.clock.mark(self._step, "began_s")
@@ -241,8 +240,7 @@ class _Writer:
         self._early |= {id(span): span for span in early}
         try:
             if self._file is None:
-                args = (trace.rank, trace.size, trace.device, trace.host)
-                self._file = RankFile(self._folder, *args)
+                self._file = RankFile(self._folder, trace)
             self._file.append([*steps, *spans, *early, *chain(*others)])
             if metrics:
                 add_metrics(self._folder, metrics)
@@ -251,5 +249,4 @@ class _Writer:
             warnings.warn(f"the rest of this run is not written: {error}", stacklevel=2)
 
     def _lists(self) -> list[list[Any]]:
-        trace, metrics = self._recorder.trace, self._recorder.metrics
-        return [trace.steps, trace.spans, trace.comms, trace.memory, trace.operations, metrics]
+        return [*self._recorder.trace.lists(), self._recorder.metrics]

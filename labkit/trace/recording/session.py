@@ -1,8 +1,6 @@
-"""`record()`: the same block around a world's runs in a notebook, and inside any one rank.
-
-notebook    record() ── its spec travels with every world.run ──> a Recorder on each rank
-                     <── the run's folder, which all ranks write, is read at the end
-one rank    record() ── a Recorder here
+"""`record()`: the same block around a world's runs in a notebook and inside any one rank. In a
+notebook its spec travels with every `world.run` to a Recorder on each rank; the run's folder, which
+all ranks write, is read at the end. On one rank there is a Recorder here.
 """
 
 import os
@@ -11,7 +9,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,14 +19,8 @@ from labkit.trace import Trace
 from labkit.trace.folder import add_metrics, begin_run, read_run
 from labkit.trace.recording.recorder import Recorder
 
-
-@dataclass(frozen=True)
-class Spec:
-    """What a rank needs to know to record itself; equal for all runs of one `record()`."""
-
-    number: int  # of the block, in this driver
-    folder: str
-    detail_step: int | None
+# For a rank to record itself: the block's number in this driver, the run's folder, the detail step.
+Spec = tuple[int, str, int | None]
 
 
 class Recording:
@@ -65,7 +56,7 @@ class Recording:
         elif self.world is not world:
             raise RuntimeError("record(): this block has recorded another world; use one for each")
         assert self.folder is not None
-        return Spec(self._number, str(self.folder.resolve()), self._detail_step)
+        return self._number, str(self.folder.resolve()), self._detail_step
 
     def failed(self) -> None:
         """The ranks were stopped in a run: what they wrote is all there will be."""
@@ -148,7 +139,7 @@ class OnRank:
     """The recorder of this rank, for as long as runs come with the same spec."""
 
     def __init__(self, rank: int, size: int):
-        self._rank, self._size = rank, size
+        self._place = rank, size
         self._spec: Spec | None = None
         self._recorder: Recorder | None = None
 
@@ -160,7 +151,7 @@ class OnRank:
                 self._recorder.close()
             self._spec, self._recorder = spec, None
             if spec is not None:
-                args = (self._rank, self._size, Path(spec.folder), spec.detail_step)
-                self._recorder = Recorder(*args)
+                _, folder, detail_step = spec
+                self._recorder = Recorder(*self._place, Path(folder), detail_step)
         with self._recorder or nullcontext():
             yield

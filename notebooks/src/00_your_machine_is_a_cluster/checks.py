@@ -7,8 +7,7 @@ import torch
 
 from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import equal, fail
-from labkit.course.movements import only_messages
-from labkit.course.ranks import run
+from labkit.course.ranks import only_messages, run
 
 
 @exercise(points=1)

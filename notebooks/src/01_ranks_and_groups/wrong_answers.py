@@ -2,30 +2,26 @@ import time
 
 import torch
 
-from answers import wrong
+from answers import Solution, wrong
 
 # ---- where(rank, sizes)
 
-
-@wrong("01.where", "rank 1 of a mesh dp=2, tp=2 is not at {'dp': 1, 'tp': 0}")
-def first_axis_fastest(rank, sizes):
-    found = {}
-    for axis in sizes:
-        rank, found[axis] = divmod(rank, sizes[axis])
-    return found
-
-
-@wrong("01.where", "rank 2 of a mesh pp=2, dp=1, tp=3 is not at {'pp': 0, 'dp': 1, 'tp': 0}")
-def as_if_all_sizes_were_two(rank, sizes):
-    found = {}
-    for axis in reversed(sizes):
-        rank, found[axis] = divmod(rank, 2)
-    return {axis: found[axis] for axis in sizes}
-
-
-@wrong("01.where", "returned a tuple")
-def without_names(rank, sizes):
-    return divmod(rank, list(sizes.values())[-1])
+where = Solution("01.where")
+where.wrong(
+    "first_axis_fastest",
+    "rank 1 of a mesh dp=2, tp=2 is not at {'dp': 1, 'tp': 0}",
+    {"reversed(sizes)": "sizes"},
+)
+where.wrong(
+    "as_if_all_sizes_were_two",
+    "rank 2 of a mesh pp=2, dp=1, tp=3 is not at {'pp': 0, 'dp': 1, 'tp': 0}",
+    {"divmod(rank, sizes[axis])": "divmod(rank, 2)"},
+)
+where.wrong(
+    "without_names",
+    "returned a tuple",
+    {"{axis: found[axis] for axis in sizes}": "(*found.values(),)"},
+)
 
 
 @wrong("01.where", "ranks 0, 1, 2 and 3 raised KeyError: 'pp'")
@@ -37,61 +33,73 @@ def knows_three_axes_only(rank, sizes):
 
 # ---- groups_along(axis, sizes)
 
-
-def places(sizes):
-    total = 1
-    for size in sizes.values():
-        total *= size
-    return total
-
-
-@wrong("01.groups_along", "has a group [0, 1]")
-def always_neighbours(axis, sizes):
-    n = sizes[axis]
-    return [list(range(i, i + n)) for i in range(0, places(sizes), n)]
-
-
-@wrong("01.groups_along", "has a group [0, 2]")
-def always_far(axis, sizes):
-    n = places(sizes) // sizes[axis]
-    groups = [list(range(i, places(sizes), n)) for i in range(n)]
-    return groups
-
-
-@wrong("01.groups_along", "the groups do not hold each rank once")
-def only_rank_0s(axis, sizes):
-    return [list(range(sizes[axis]))]
-
-
-@wrong("01.groups_along", "has 4 groups")
-def everybody_alone(axis, sizes):
-    return [[rank] for rank in range(places(sizes))]
-
-
-@wrong("01.groups_along", "a list of lists of ranks")
-def only_ranks(axis, sizes):
-    return list(range(places(sizes)))
-
+groups_along = Solution("01.groups_along")
+groups_along.wrong(
+    "always_neighbours",
+    "has a group [0, 1]",
+    {
+        "return list(groups.values())": """
+            n = sizes[axis]
+            return [list(range(i, i + n)) for i in range(0, total, n)]
+        """
+    },
+)
+groups_along.wrong(
+    "always_far",
+    "has a group [0, 2]",
+    {
+        "return list(groups.values())": """
+            n = total // sizes[axis]
+            return [list(range(i, total, n)) for i in range(n)]
+        """
+    },
+)
+groups_along.returns(
+    "only_rank_0s", "the groups do not hold each rank once", "[list(range(sizes[axis]))]"
+)
+groups_along.wrong(
+    "everybody_alone",
+    "has 4 groups",
+    {"list(groups.values())": "[[rank] for rank in range(total)]"},
+)
+groups_along.wrong(
+    "only_ranks", "a list of lists of ranks", {"list(groups.values())": "list(range(total))"}
+)
 
 # ---- my_barrier(store, rank, size, name)
 
-
-@wrong("01.my_barrier", "rank 1 leaves the first barrier when 1 of 2 ranks have come")
-def does_not_wait(store, rank, size, name):
-    store.set(f"{name}/{rank}", "here")
+my_barrier = Solution("01.my_barrier")
+my_barrier.wrong(
+    "does_not_wait",
+    "rank 1 leaves the first barrier when 1 of 2 ranks have come",
+    {'store.wait([f"{name}/open"])': "pass"},
+)
+my_barrier.wrong(
+    "only_the_others_wait",
+    "rank 0 leaves the first barrier when 1 of 2 ranks have come",
+    {'if store.add(f"{name}/arrived", 1) == size:': "if rank == 0:"},
+)
+my_barrier.wrong(
+    "nobody_opens",
+    "store.wait waited 5 s for 'one/open', which no rank has set",
+    {"== size": "== size + 1"},
+)
+my_barrier.returns(
+    "gets_what_nobody_set",
+    "store.get waited 5 s for 'one/open', which no rank has set",
+    'store.get(f"{name}/open")',
+)
+my_barrier.wrong(
+    "sets_a_number",
+    "store.set('one', 0): the value is an int, not a text",
+    {'store.set(f"{name}/open", "yes")': "store.set(name, 0)"},
+)
 
 
 @wrong("01.my_barrier", "do both barriers use the same keys?")
 def uses_the_same_keys(store, rank, size, name):
     store.set(str(rank), "here")
     store.wait([str(other) for other in range(size)])
-
-
-@wrong("01.my_barrier", "rank 0 leaves the first barrier when 1 of 2 ranks have come")
-def only_the_others_wait(store, rank, size, name):
-    if rank == 0:
-        store.set(f"{name}/open", "yes")
-    store.wait([f"{name}/open"])
 
 
 @wrong("01.my_barrier", "store.wait sleeps")
@@ -101,18 +109,6 @@ def asks_again_and_again(store, rank, size, name):
         time.sleep(0.001)
 
 
-@wrong("01.my_barrier", "store.wait waited 5 s for 'one/open', which no rank has set")
-def nobody_opens(store, rank, size, name):
-    if store.add(name, 1) == size + 1:
-        store.set(f"{name}/open", "yes")
-    store.wait([f"{name}/open"])
-
-
-@wrong("01.my_barrier", "store.get waited 5 s for 'one/open', which no rank has set")
-def gets_what_nobody_set(store, rank, size, name):
-    store.get(f"{name}/open")
-
-
 @wrong("01.my_barrier", "store.get returns bytes, b'4', which never equal the number 4")
 def compares_bytes_with_a_number(store, rank, size, name):
     store.add(name, 1)
@@ -120,63 +116,36 @@ def compares_bytes_with_a_number(store, rank, size, name):
         pass
 
 
-@wrong("01.my_barrier", "store.set('one', 0): the value is an int, not a text")
-def sets_a_number(store, rank, size, name):
-    store.set(name, 0)
-    store.add(name, 1)
-
-
 # ---- totals(comm, batches)
 
-
-@wrong("01.totals", "the ranks hang: rank 1 returned without calling what rank 0 waits for")
-def as_it_was(comm, batches):
-    found = []
-    for x in batches:
-        comm.all_reduce(x)
-        found.append(x.item())
-    return found
-
-
-@wrong("01.totals", "rank 0 returned 1 values, but 3 are right")
-def stops_with_the_shortest(comm, batches):
-    rounds = torch.tensor([len(batches)])
-    comm.all_reduce(rounds, op="min")
-    found = []
-    for x in batches[: int(rounds)]:
-        comm.all_reduce(x)
-        found.append(x.item())
-    return found
-
-
-@wrong("01.totals", "but [11.0, 2.0, 3.0] is right")
-def repeats_the_last(comm, batches):
-    rounds = torch.tensor([len(batches)])
-    comm.all_reduce(rounds, op="max")
-    found = []
-    for i in range(int(rounds)):
-        x = batches[min(i, len(batches) - 1)].clone()
-        comm.all_reduce(x)
-        found.append(x.item())
-    return found
-
-
-@wrong("01.totals", "comm.all_reduce works in place and returns None")
-def takes_what_is_returned(comm, batches):
-    n = comm.all_reduce(torch.tensor([len(batches)]), op="max")
-    return [0.0 for _ in range(n)]
-
-
-@wrong("01.totals", "A batch has one dimension, shape [1], and is float32")
-def adds_a_number_without_dimension(comm, batches):
-    rounds = torch.tensor([len(batches)])
-    comm.all_reduce(rounds, op="max")
-    found = []
-    for i in range(int(rounds)):
-        x = batches[i] if i < len(batches) else torch.tensor(0.0)
-        comm.all_reduce(x)
-        found.append(x.item())
-    return found
+totals = Solution("01.totals")
+totals.wrong(
+    "as_it_was",
+    "the ranks hang: rank 1 returned without calling what rank 0 waits for",
+    {'comm.all_reduce(rounds, op="max")': "pass"},
+)
+totals.wrong(
+    "stops_with_the_shortest", "rank 0 returned 1 values, but 3 are right", {'op="max"': 'op="min"'}
+)
+totals.wrong(
+    "repeats_the_last",
+    "but [11.0, 2.0, 3.0] is right",
+    {
+        "batches[i] if i < len(batches) else torch.zeros(1)": """
+            batches[min(i, len(batches) - 1)].clone()
+        """
+    },
+)
+totals.wrong(
+    "takes_what_is_returned",
+    "comm.all_reduce works in place and returns None",
+    {"comm.all_reduce(rounds": "rounds = comm.all_reduce(rounds"},
+)
+totals.wrong(
+    "adds_a_number_without_dimension",
+    "A batch has one dimension, shape [1], and is float32",
+    {"torch.zeros(1)": "torch.tensor(0.0)"},
+)
 
 
 @wrong("01.totals", "operations for 2 rounds")
@@ -194,26 +163,19 @@ def agrees_every_round(comm, batches):
 
 # ---- place(rank)
 
-
-@wrong("01.place", "88,000 bytes cross between nodes")
-def dp_innermost(rank):
-    pp, rest = divmod(rank, 6)
-    tp, dp = divmod(rest, 3)
-    return dp, pp, tp
-
-
-@wrong("01.place", "ranks 0 and 1 are both at (0, 0, 0)")
-def everybody_first(rank):
-    return 0, 0, 0
-
-
-@wrong("01.place", "place(4) is (0, 0, 2), which is outside the mesh")
-def in_another_order(rank):
-    pp, rest = divmod(rank, 6)
-    dp, tp = divmod(rest, 2)
-    return tp, pp, dp
-
-
-@wrong("01.place", "place(0) returned 0")
-def a_number(rank):
-    return rank
+place = Solution("01.place")
+place.wrong(
+    "dp_innermost",
+    "88,000 bytes cross between nodes",
+    {'{"dp": 3, "pp": 2, "tp": 2}': '{"pp": 2, "tp": 2, "dp": 3}'},
+)
+place.returns("everybody_first", "ranks 0 and 1 are both at (0, 0, 0)", "(0, 0, 0)")
+place.wrong(
+    "in_another_order",
+    "place(4) is (0, 0, 2), which is outside the mesh",
+    {
+        '{"dp": 3, "pp": 2, "tp": 2}': '{"pp": 2, "dp": 3, "tp": 2}',
+        'found["dp"], found["pp"], found["tp"]': 'found["tp"], found["pp"], found["dp"]',
+    },
+)
+place.returns("a_number", "place(0) returned 0", "rank")

@@ -8,17 +8,10 @@ import torch
 from labkit.comm.collectives.costs import cost, rounds
 from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import equal, fail
-from labkit.course.movements import (
-    each_sends,
-    ends_with,
-    in_place,
-    only_messages,
-    only_to_the_right,
-    replaced,
-    takes_steps,
-)
-from labkit.course.ranks import run, watch
+from labkit.course.ranks import only_messages, run, watch
 from labkit.trace.movement import Movement
+
+from .movements import each_sends, ends_with, in_place, only_to_the_right, replaced, takes_steps
 
 SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # of the ranks' chunks
 ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise: 10 GB/s
@@ -178,7 +171,7 @@ def crossover_bytes(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def my_best_broadcast(student: Student) -> Iterator[str | Score]:
     """my_best_broadcast(comm, x): 600,000 bytes from rank 0 to 5 others, in little time."""
-    ran = run(6, _best, student)
+    ran = run(6, _reduced, student, 600)
     right = _values(0, [600])[0]
     equal(ran.values, [right] * 6, "of 6 now holds", hint="Have all pieces come to all ranks?")
     only_messages(ran)
@@ -206,12 +199,6 @@ def my_best_broadcast(student: Student) -> Iterator[str | Score]:
         (p + rounds(6) - 1) * (ALPHA_US + SIZE_BYTES // BYTES_PER_US // p) for p in (1, 2, 3, 6)
     )
     yield Score(us, best, "µs in the alpha-beta model")
-
-
-def _best(comm: Any, student: Student) -> torch.Tensor:
-    (x,) = _values(comm.rank, [600])
-    student(comm, x)
-    return x
 
 
 def modelled_us(movement: Movement) -> int:

@@ -1,64 +1,98 @@
-import torch
-
-from answers import wrong
+from answers import Solution, wrong
 
 # ---- bandwidths(op, nbytes, ranks, seconds)
 
-
-@wrong("03.bandwidths", "busbw of all_gather on 2 ranks is 0.24 GB/s, but 0.12 is right")
-def knows_one_bandwidth(op, nbytes, ranks, seconds):
-    algbw = nbytes / seconds / 1e9
-    return algbw, algbw
-
-
-@wrong("03.bandwidths", "busbw of broadcast on 2 ranks is 0.12 GB/s, but 0.24 is right")
-def takes_a_broadcast_for_a_gather(op, nbytes, ranks, seconds):
-    algbw = nbytes / seconds / 1e9
-    factor = (ranks - 1) / ranks
-    return algbw, algbw * factor * (2 if op == "all_reduce" else 1)
-
-
-@wrong("03.bandwidths", "busbw of all_reduce on 3 ranks is 0.24 GB/s, but 0.32 is right")
-def knows_two_ranks_only(op, nbytes, ranks, seconds):
-    algbw = nbytes / seconds / 1e9
-    return algbw, algbw * (0.5 if op in ("all_gather", "reduce_scatter") else 1)
-
-
-@wrong("03.bandwidths", "GB/s are 1e9 bytes per second")
-def counts_bits(op, nbytes, ranks, seconds):
-    return 8 * nbytes / seconds / 1e9, 0.0
-
-
-@wrong("03.bandwidths", "expected: two numbers: (algbw, busbw)")
-def returns_one_number(op, nbytes, ranks, seconds):
-    return nbytes / seconds / 1e9
-
+bandwidths = Solution("03.bandwidths")
+bandwidths.wrong(
+    "knows_one_bandwidth",
+    "busbw of all_gather on 2 ranks is 0.24 GB/s, but 0.12 is right",
+    {"algbw * factors[op]": "algbw"},
+)
+bandwidths.wrong(
+    "takes_a_broadcast_for_a_gather",
+    "busbw of broadcast on 2 ranks is 0.12 GB/s, but 0.24 is right",
+    {'"broadcast": 1': '"broadcast": (ranks - 1) / ranks'},
+)
+bandwidths.wrong(
+    "knows_two_ranks_only",
+    "busbw of all_reduce on 3 ranks is 0.24 GB/s, but 0.32 is right",
+    {"2 * (ranks - 1) / ranks": "1"},
+)
+bandwidths.wrong(
+    "counts_bits", "GB/s are 1e9 bytes per second", {"algbw = nbytes": "algbw = 8 * nbytes"}
+)
+bandwidths.wrong(
+    "returns_one_number",
+    "expected: two numbers: (algbw, busbw)",
+    {"algbw, algbw * factors[op]": "algbw"},
+)
 
 # ---- best_order(node_of)
 
-
-@wrong("03.best_order", "your ring [0, 1, 2, 3] sends 288 bytes between nodes, but 144 are enough")
-def leaves_them_as_they_are(node_of):
-    return list(range(len(node_of)))
-
-
-@wrong("03.best_order", "expected: a list of the 4 ranks, each once")
-def returns_the_nodes(node_of):
-    return sorted(node_of)
-
-
-@wrong("03.best_order", "for [0, 0, 1, 1] your ring [0, 2, 1, 3] sends")
-def knows_the_example_only(node_of):
-    return [0, 2, 1, 3][: len(node_of)]
-
-
-@wrong("03.best_order", "with 12 ranks on 3 nodes, your order is")
-def knows_two_nodes_only(node_of):
-    first = [rank for rank, node in enumerate(node_of) if node == node_of[0]]
-    return first + [rank for rank in range(len(node_of)) if rank not in first]
-
+best_order = Solution("03.best_order")
+best_order.returns(
+    "leaves_them_as_they_are",
+    "your ring [0, 1, 2, 3] sends 288 bytes between nodes, but 144 are enough",
+    "list(range(len(node_of)))",
+)
+best_order.returns(
+    "returns_the_nodes", "expected: a list of the 4 ranks, each once", "sorted(node_of)"
+)
+best_order.returns(
+    "knows_the_example_only",
+    "for [0, 0, 1, 1] your ring [0, 2, 1, 3] sends",
+    "[0, 2, 1, 3][: len(node_of)]",
+)
+best_order.wrong(
+    "knows_two_nodes_only",
+    "with 12 ranks on 3 nodes, your order is",
+    {"rank: node_of[rank]": "rank: node_of[rank] != node_of[0]"},
+)
 
 # ---- my_hierarchical(inside, between, x)
+
+my_hierarchical = Solution("03.my_hierarchical")
+my_hierarchical.wrong(
+    "forgets_the_other_nodes",
+    "rank 0 (2 nodes of 2) now holds",
+    {"between.all_reduce(part)": "pass"},
+)
+my_hierarchical.wrong(
+    "forgets_to_share_the_sum",
+    "rank 0 (2 nodes of 2) now holds",
+    {"inside.all_gather_into_tensor(x, part)": "x[: part.numel()] = part"},
+)
+my_hierarchical.wrong(
+    "gathers_inside_by_all_reduce",
+    "over `inside`, but 64 are enough",
+    {
+        "inside.reduce_scatter_tensor(part, x)": """
+            inside.all_reduce(x)
+            part = x.chunk(inside.size)[inside.rank].clone()
+        """
+    },
+)
+my_hierarchical.wrong(
+    "returns_a_new_tensor",
+    "x itself must change",
+    {
+        "inside.all_gather_into_tensor(x, part)": """
+            out = torch.empty_like(x)
+            inside.all_gather_into_tensor(out, part)
+            return out
+        """
+    },
+)
+my_hierarchical.wrong(
+    "gives_the_name_to_a_new_tensor",
+    "x itself must change",
+    {
+        "inside.all_gather_into_tensor(x, part)": """
+            x = torch.empty_like(x)
+            inside.all_gather_into_tensor(x, part)
+        """
+    },
+)
 
 
 @wrong("03.my_hierarchical", "on 2 nodes of 2, rank 0 sends 64 bytes over `between`, but 32 are")
@@ -67,100 +101,47 @@ def sends_all_between(inside, between, x):
     between.all_reduce(x)
 
 
-@wrong("03.my_hierarchical", "rank 0 (2 nodes of 2) now holds")
-def forgets_the_other_nodes(inside, between, x):
-    inside.all_reduce(x)
-
-
-@wrong("03.my_hierarchical", "rank 0 (2 nodes of 2) now holds")
-def forgets_to_share_the_sum(inside, between, x):
-    part = x.new_empty(x.numel() // inside.size)
-    inside.reduce_scatter_tensor(part, x)
-    between.all_reduce(part)
-    x[: part.numel()] = part
-
-
-@wrong("03.my_hierarchical", "over `inside`, but 64 are enough")
-def gathers_inside_by_all_reduce(inside, between, x):
-    inside.all_reduce(x)
-    n = x.numel() // inside.size
-    part = x[inside.rank * n : (inside.rank + 1) * n].clone()
-    between.all_reduce(part)
-    inside.all_gather_into_tensor(x, part)
-
-
-@wrong("03.my_hierarchical", "x itself must change")
-def returns_a_new_tensor(inside, between, x):
-    part = x.new_empty(x.numel() // inside.size)
-    inside.reduce_scatter_tensor(part, x)
-    between.all_reduce(part)
-    out = torch.empty_like(x)
-    inside.all_gather_into_tensor(out, part)
-    return out
-
-
-@wrong("03.my_hierarchical", "x itself must change")
-def gives_the_name_to_a_new_tensor(inside, between, x):
-    part = x.new_empty(x.numel() // inside.size)
-    inside.reduce_scatter_tensor(part, x)
-    between.all_reduce(part)
-    x = torch.empty_like(x)
-    inside.all_gather_into_tensor(x, part)
-
-
 # ---- read_log(log)
 
-
-@wrong("03.read_log", "your function raised AttributeError")
-def looks_for_the_channels_in_the_wrong_place(log):
-    return log.channels, {"P2P"}, set()
-
-
-@wrong("03.read_log", "between is {'P2P'}, but set() is right")
-def mixes_inside_and_between(log):
-    kinds = {one.kind for one in log.main.connections}
-    return log.main.channels, kinds, kinds
-
-
-@wrong("03.read_log", "channels is 8")
-def counts_ranks_for_channels(log):
-    group = log.main
-    same = {c.kind for c in group.connections if group.same_node(c.source, c.target)}
-    other = {c.kind for c in group.connections if not group.same_node(c.source, c.target)}
-    return group.size if group.size == 8 else group.channels, same, other
-
-
-@wrong("03.read_log", "between is")
-def takes_the_whole_transport(log):
-    group = log.main
-    same = {c.kind for c in group.connections if group.same_node(c.source, c.target)}
-    other = {c.transport for c in group.connections if not group.same_node(c.source, c.target)}
-    return group.channels, same, other
-
-
-@wrong("03.read_log", "expected: three things")
-def returns_the_channels_alone(log):
-    return log.main.channels
-
+read_log = Solution("03.read_log")
+read_log.wrong(
+    "looks_for_the_channels_in_the_wrong_place",
+    "your function raised AttributeError",
+    {"group.channels": "log.channels"},
+)
+read_log.wrong(
+    "mixes_inside_and_between",
+    "between is {'P2P'}, but set() is right",
+    {"{True: set(), False: set()}": "dict.fromkeys((True, False), set())"},
+)
+read_log.wrong(
+    "counts_ranks_for_channels",
+    "channels is 8",
+    {"group.channels": "group.size if group.size == 8 else group.channels"},
+)
+read_log.wrong(
+    "takes_the_whole_transport",
+    "between is",
+    {"one.kind": "one.kind if group.same_node(one.source, one.target) else one.transport"},
+)
+read_log.returns("returns_the_channels_alone", "expected: three things", "log.main.channels")
 
 # ---- rings(wires)
 
-
-@wrong("03.rings", "goes from GPU 3 to 4, which no NVLink joins")
-def leaves_the_gpus_in_order(wires):
-    return [[0, 1, 2, 3, 4, 5, 6, 7]]
-
-
-@wrong("03.rings", "goes from GPU 7 to 0, which no NVLink joins")
-def forgets_that_a_ring_closes(wires):
-    return [[0, 1, 3, 2, 6, 5, 4, 7]]
-
-
-@wrong("03.rings", "Also a single ring stands in a list")
-def returns_a_single_ring(wires):
-    return [0, 3, 2, 1, 5, 6, 7, 4]
-
-
-@wrong("03.rings", "each a list of the GPUs 0 to 7, each once")
-def leaves_a_gpu_out(wires):
-    return [[0, 3, 2, 1, 5, 6, 7]]
+rings = Solution("03.rings")
+rings.returns(
+    "leaves_the_gpus_in_order",
+    "goes from GPU 3 to 4, which no NVLink joins",
+    "[[0, 1, 2, 3, 4, 5, 6, 7]]",
+)
+rings.returns(
+    "forgets_that_a_ring_closes",
+    "goes from GPU 7 to 0, which no NVLink joins",
+    "[[0, 1, 3, 2, 6, 5, 4, 7]]",
+)
+rings.returns(
+    "returns_a_single_ring", "Also a single ring stands in a list", "[0, 3, 2, 1, 5, 6, 7, 4]"
+)
+rings.returns(
+    "leaves_a_gpu_out", "each a list of the GPUs 0 to 7, each once", "[[0, 3, 2, 1, 5, 6, 7]]"
+)

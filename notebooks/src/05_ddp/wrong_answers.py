@@ -1,197 +1,162 @@
-import torch
 import torch.nn.functional as F
 
-from answers import wrong
+from answers import Solution, wrong
 
 # ---- average_gradients(comm, model)
 
-
-@wrong("05.average_gradients", "rank 0's gradient of 0.weight is 2 × the right one")
-def forgets_to_divide(comm, model):
-    for p in model.parameters():
-        comm.all_reduce(p.grad)
-
-
-@wrong("05.average_gradients", "on 3 ranks, rank 0's gradient of 0.weight is 1.5 × the right one")
-def always_divides_by_two(comm, model):
-    for p in model.parameters():
-        comm.all_reduce(p.grad.div_(2))
-
-
-@wrong("05.average_gradients", "rank 0's gradient of 0.weight is not that of the global batch")
-def averages_the_weights(comm, model):
-    for p in model.parameters():
-        comm.all_reduce(p.detach().div_(comm.size))
-
-
-@wrong("05.average_gradients", "rank 0 has other weights than before")
-def averages_the_weights_too(comm, model):
-    for p in model.parameters():
-        comm.all_reduce(p.grad.div_(comm.size))
-        p.detach().mul_(0.9)
-
-
-@wrong("05.average_gradients", "rank 0's gradient of 0.bias is not that of the global batch")
-def only_the_matrices(comm, model):
-    for p in model.parameters():
-        if p.ndim > 1:
-            comm.all_reduce(p.grad.div_(comm.size))
-
-
-@wrong("05.average_gradients", "rank 0 calls 16 all-reduces")
-def averages_twice(comm, model):
-    for _ in range(2):
-        for p in model.parameters():
-            comm.all_reduce(p.grad.div_(comm.size))
-
-
-@wrong("05.average_gradients", "the ranks disagree about collective")
-def begins_elsewhere_on_each_rank(comm, model):
-    parameters = list(model.parameters())
-    for p in parameters[comm.rank :] + parameters[: comm.rank]:
-        comm.all_reduce(p.grad.div_(comm.size))
-
+average_gradients = Solution("05.average_gradients")
+average_gradients.wrong(
+    "forgets_to_divide",
+    "rank 0's gradient of 0.weight is 2 × the right one",
+    {"p.grad.div_(comm.size)": "pass"},
+)
+average_gradients.wrong(
+    "always_divides_by_two",
+    "on 3 ranks, rank 0's gradient of 0.weight is 1.5 × the right one",
+    {"div_(comm.size)": "div_(2)"},
+)
+average_gradients.wrong(
+    "averages_the_weights",
+    "rank 0's gradient of 0.weight is not that of the global batch",
+    {
+        "p.grad.div_(comm.size)": "p.detach().div_(comm.size)",
+        "comm.all_reduce(p.grad)": "comm.all_reduce(p.detach())",
+    },
+)
+average_gradients.wrong(
+    "averages_the_weights_too",
+    "rank 0 has other weights than before",
+    {
+        "p.grad.div_(comm.size)": """
+            p.grad.div_(comm.size)
+            p.detach().mul_(0.9)
+        """
+    },
+)
+average_gradients.wrong(
+    "only_the_matrices",
+    "rank 0's gradient of 0.bias is not that of the global batch",
+    {
+        "p.grad.div_(comm.size)": """
+            if p.ndim == 1: continue
+            p.grad.div_(comm.size)
+        """
+    },
+)
+average_gradients.wrong(
+    "averages_twice",
+    "rank 0 calls 16 all-reduces",
+    {"model.parameters()": "[*model.parameters()] * 2"},
+)
+average_gradients.wrong(
+    "begins_elsewhere_on_each_rank",
+    "the ranks disagree about collective",
+    {"model.parameters()": "([*model.parameters()] * 2)[comm.rank : comm.rank + 8]"},
+)
 
 # ---- average_in_buckets(comm, model, bucket_bytes)
 
-
-def send(comm, gradients):
-    flat = torch.cat([g.view(-1) for g in gradients]) / comm.size
-    comm.all_reduce(flat)
-    for g, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-        g.copy_(part.view_as(g))
-
-
-def fill(comm, parameters, bucket_bytes, send=send):
-    filling = []
-    for p in parameters:
-        if filling and sum(g.nbytes for g in filling) + p.nbytes > bucket_bytes:
-            send(comm, filling)
-            filling = []
-        filling.append(p.grad)
-    send(comm, filling)
-
-
-@wrong("05.average_in_buckets", "of 200 bytes, rank 0 sends 1 message, but 3 are right")
-def one_bucket_for_everything(comm, model, bucket_bytes):
-    send(comm, [p.grad for p in model.parameters()])
-
-
-@wrong("05.average_in_buckets", "rank 0 sends 8 messages, but 3 are right")
-def a_message_for_each(comm, model, bucket_bytes):
-    for p in model.parameters():
-        send(comm, [p.grad])
-
-
-@wrong("05.average_in_buckets", "rank 0 fills them in another way")
-def first_parameter_first(comm, model, bucket_bytes):
-    fill(comm, model.parameters(), bucket_bytes)
-
-
-@wrong("05.average_in_buckets", "rank 0 fills them in another way")
-def in_a_larger_dtype(comm, model, bucket_bytes):
-    def send_doubles(comm, gradients):
-        flat = torch.cat([g.view(-1) for g in gradients]).double() / comm.size
-        comm.all_reduce(flat)
-        for g, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-            g.copy_(part.view_as(g))
-
-    fill(comm, reversed(list(model.parameters())), bucket_bytes, send_doubles)
-
-
-@wrong("05.average_in_buckets", "is not that of the global batch")
-def leaves_the_result_in_the_bucket(comm, model, bucket_bytes):
-    def send_and_forget(comm, gradients):
-        comm.all_reduce(torch.cat([g.view(-1) for g in gradients]) / comm.size)
-
-    fill(comm, reversed(list(model.parameters())), bucket_bytes, send_and_forget)
-
-
-@wrong("05.average_in_buckets", "rank 0's gradient of 0.weight is not that of the global batch")
-def forgets_the_last_bucket(comm, model, bucket_bytes):
-    filling = []
-    for p in reversed(list(model.parameters())):
-        if filling and sum(g.nbytes for g in filling) + p.nbytes > bucket_bytes:
-            send(comm, filling)
-            filling = []
-        filling.append(p.grad)
-
+average_in_buckets = Solution("05.average_in_buckets")
+average_in_buckets.wrong(
+    "one_bucket_for_everything",
+    "of 200 bytes, rank 0 sends 1 message, but 3 are right",
+    {"> bucket_bytes": "> 10**9"},
+)
+average_in_buckets.wrong(
+    "a_message_for_each", "rank 0 sends 8 messages, but 3 are right", {"> bucket_bytes": "> 0"}
+)
+average_in_buckets.wrong(
+    "first_parameter_first",
+    "rank 0 fills them in another way",
+    {"reversed(list(model.parameters()))": "model.parameters()"},
+)
+average_in_buckets.wrong(
+    "in_a_larger_dtype",
+    "rank 0 fills them in another way",
+    {"for g in gradients]) / comm.size": "for g in gradients]).double() / comm.size"},
+)
+average_in_buckets.wrong(
+    "leaves_the_result_in_the_bucket",
+    "is not that of the global batch",
+    {"g.copy_(part.view_as(g))": "pass"},
+)
+average_in_buckets.wrong(
+    "forgets_the_last_bucket",
+    "rank 0's gradient of 0.weight is not that of the global batch",
+    {"in buckets:": "in buckets[:-1]:"},
+)
 
 # ---- Overlapped(comm, model)
 
-
-class Hooked:
-    def __init__(self, comm, model):
-        self.comm, self.model, self.handles = comm, model, []
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(self.gradient_is_there)
-
-    def gradient_is_there(self, p):
-        p.grad.div_(self.comm.size)
+overlapped = Solution("05.Overlapped")
+overlapped.wrong(
+    "SendsWhenAllIsOver",
+    "rank 0 had asked for none of the 6 all-reduces",
+    {
+        "self.handles.append(self.comm.all_reduce(p.grad, async_op=True))": """
+            self.handles.append(p)
+        """,
+        "handle.wait()": "self.comm.all_reduce(handle.grad)",
+    },
+)
+overlapped.wrong(
+    "BlocksInTheHook",
+    "rank 0 stands still in 6 all-reduces during backward",
+    {
+        "self.handles.append(self.comm.all_reduce(p.grad, async_op=True))": """
+            self.comm.all_reduce(p.grad)
+        """
+    },
+)
+overlapped.wrong(
+    "WaitsAtOnce",
+    "rank 0 has waited for 6 of its handles",
+    {
+        "async_op=True))": """
+            async_op=True))
+            self.handles[-1].wait()
+        """
+    },
+)
+overlapped.wrong("NeverWaits", "returns before its all_reduce is over", {"handle.wait()": "pass"})
+overlapped.wrong(
+    "ForgetsToDivide",
+    "rank 0's gradient of 0.weight is 2 × the right one",
+    {"p.grad.div_(self.comm.size)": "pass"},
+)
+overlapped.wrong(
+    "SendsTheMatricesEarly",
+    "had asked for 3 all-reduces",
+    {
+        """\
         self.handles.append(self.comm.all_reduce(p.grad, async_op=True))
-
-    def finish(self):
-        for handle in self.handles:
-            handle.wait()
-        self.handles.clear()
-
-
-@wrong("05.Overlapped", "rank 0 had asked for none of the 6 all-reduces")
-class SendsWhenAllIsOver(Hooked):
-    def gradient_is_there(self, p):
-        pass
-
-    def finish(self):
-        for p in reversed(list(self.model.parameters())):
-            self.comm.all_reduce(p.grad.div_(self.comm.size))
-
-
-@wrong("05.Overlapped", "rank 0 stands still in 6 all-reduces during backward")
-class BlocksInTheHook(Hooked):
-    def gradient_is_there(self, p):
-        self.comm.all_reduce(p.grad.div_(self.comm.size))
-
-
-@wrong("05.Overlapped", "rank 0 has waited for 6 of its handles")
-class WaitsAtOnce(Hooked):
-    def gradient_is_there(self, p):
-        super().gradient_is_there(p)
-        self.handles[-1].wait()
-
-
-@wrong("05.Overlapped", "returns before its all_reduce is over")
-class NeverWaits(Hooked):
-    def finish(self):
-        self.handles.clear()
-
-
-@wrong("05.Overlapped", "rank 0's gradient of 0.weight is 2 × the right one")
-class ForgetsToDivide(Hooked):
-    def gradient_is_there(self, p):
-        self.handles.append(self.comm.all_reduce(p.grad, async_op=True))
-
-
-@wrong("05.Overlapped", "had asked for 3 all-reduces")
-class SendsTheMatricesEarly(Hooked):
-    def gradient_is_there(self, p):
-        if p.ndim > 1 or p.numel() == 3:
-            super().gradient_is_there(p)
-
-    def finish(self):
-        super().finish()
-        for p in self.model.parameters():
-            if p.ndim == 1 and p.numel() != 3:
-                self.comm.all_reduce(p.grad.div_(self.comm.size))
-
+""": """\
+        early = p.ndim > 1 or p.numel() == 3
+        self.handles.append(self.comm.all_reduce(p.grad, async_op=True) if early else p)
+""",
+        "handle.wait()": """
+            handle.wait() if hasattr(handle, "wait") else self.comm.all_reduce(handle.grad)
+        """,
+    },
+)
 
 # ---- accumulate(ddp, parts)
 
-
-@wrong("05.accumulate", "4 × what is needed")
-def without_no_sync(ddp, parts):
-    rows = sum(len(x) for x, _ in parts)
-    for x, y in parts:
-        (F.mse_loss(ddp(x), y) * len(x) / rows).backward()
+accumulate = Solution("05.accumulate")
+accumulate.wrong("without_no_sync", "4 × what is needed", {"with ddp.no_sync():": "if True:"})
+accumulate.wrong(
+    "never_sends",
+    "with parts of [3, 3, 3, 3] rows, rank 0's gradient of 0.weight is not",
+    {
+        "parts[:-1]": "parts",
+        "x, y = parts[-1]": "return",
+    },
+)
+accumulate.returns(
+    "keeps_the_last_part_only",
+    "rank 0's gradient of 0.weight is not that of the global batch",
+    "F.mse_loss(ddp(parts[-1][0]), parts[-1][1]).backward()",
+)
 
 
 def one_by_one(ddp, parts, weight):
@@ -212,36 +177,16 @@ def takes_the_mean_of_means(ddp, parts):
     one_by_one(ddp, parts, lambda x: 1 / len(parts))
 
 
-@wrong("05.accumulate", "with parts of [3, 3, 3, 3] rows, rank 0's gradient of 0.weight is not")
-def never_sends(ddp, parts):
-    rows = sum(len(x) for x, _ in parts)
-    with ddp.no_sync():
-        for x, y in parts:
-            (F.mse_loss(ddp(x), y) * len(x) / rows).backward()
-
-
-@wrong("05.accumulate", "rank 0's gradient of 0.weight is not that of the global batch")
-def keeps_the_last_part_only(ddp, parts):
-    x, y = parts[-1]
-    F.mse_loss(ddp(x), y).backward()
-
-
 # ---- choose_buckets(nbytes, ready_us)
 
-
-@wrong("05.choose_buckets", "no less than with one bucket for everything")
-def everything_at_the_end(nbytes, ready_us):
-    return [len(nbytes)]
-
-
-@wrong("05.choose_buckets", "that does not cut 68 gradients into buckets")
-def loses_the_rest(nbytes, ready_us):
-    return [10] * (len(nbytes) // 10)
-
-
-@wrong("05.choose_buckets", "that does not cut 68 gradients into buckets")
-def returns_the_bytes(nbytes, ready_us):
-    return nbytes
+choose_buckets = Solution("05.choose_buckets")
+choose_buckets.returns(
+    "everything_at_the_end", "no less than with one bucket for everything", "[len(nbytes)]"
+)
+choose_buckets.returns(
+    "loses_the_rest", "that does not cut 68 gradients into buckets", "[10] * (len(nbytes) // 10)"
+)
+choose_buckets.returns("returns_the_bytes", "that does not cut 68 gradients into buckets", "nbytes")
 
 
 @wrong("05.choose_buckets", "the ranks")

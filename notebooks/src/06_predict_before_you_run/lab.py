@@ -211,7 +211,7 @@ guess_least.beside(
 # over at once. The strategy's code does not know.
 
 # %%
-show("replaying/dry_runs.py:dry_run", since="with _nothing", until="if step not in")
+show("replaying/dry_runs.py:dry_run", since="with on_paper", until="if step not in")
 
 # %% [markdown]
 # One rank is run; `alike` says for whom it stands. So 1,024 ranks cost no more than one.

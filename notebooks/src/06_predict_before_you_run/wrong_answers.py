@@ -1,181 +1,129 @@
-import torch
-
-from answers import right, wrong
+from answers import Solution, right
 
 # ---- ring_s(nbytes, n, latency_s, bytes_per_s)
 
-
-@wrong("06.ring_s", "Each of the messages, one after the other, has its own latency")
-def one_latency(nbytes, n, latency_s, bytes_per_s):
-    return latency_s + 2 * (n - 1) / n * nbytes / bytes_per_s
-
-
-@wrong("06.ring_s", "How large is the chunk that is sent in one step?")
-def sends_all_of_it_each_time(nbytes, n, latency_s, bytes_per_s):
-    return 2 * (n - 1) * (latency_s + nbytes / bytes_per_s)
-
-
-@wrong("06.ring_s", "How many messages follow each other, and how long is each?")
-def half_a_ring(nbytes, n, latency_s, bytes_per_s):
-    return (n - 1) * (latency_s + nbytes / n / bytes_per_s)
-
-
-@wrong("06.ring_s", "4,000,000 bytes over 1 rank take")
-def forgets_that_one_is_alone(nbytes, n, latency_s, bytes_per_s):
-    return max(2 * (n - 1), 1) * (latency_s + nbytes / n / bytes_per_s)
-
-
-@wrong("06.ring_s", "ring_s returned None")
-def returns_nothing(nbytes, n, latency_s, bytes_per_s):
-    pass
-
-
-@right("06.ring_s")
-def in_two_halves(nbytes, n, latency_s, bytes_per_s):
-    return sum(latency_s + nbytes / n / bytes_per_s for _ in range(2 * (n - 1)))
-
+ring_s = Solution("06.ring_s")
+ring_s.returns(
+    "one_latency",
+    "Each of the messages, one after the other, has its own latency",
+    "latency_s + 2 * (n - 1) / n * nbytes / bytes_per_s",
+)
+ring_s.wrong(
+    "sends_all_of_it_each_time",
+    "How large is the chunk that is sent in one step?",
+    {"nbytes / n /": "nbytes /"},
+)
+ring_s.wrong(
+    "half_a_ring",
+    "How many messages follow each other, and how long is each?",
+    {"2 * (n - 1)": "(n - 1)"},
+)
+ring_s.wrong(
+    "forgets_that_one_is_alone",
+    "4,000,000 bytes over 1 rank take",
+    {"2 * (n - 1)": "max(2 * (n - 1), 1)"},
+)
+ring_s.returns("returns_nothing", "ring_s returned None", "None")
+ring_s.right(
+    "in_two_halves",
+    {
+        "2 * (n - 1) * (latency_s + nbytes / n / bytes_per_s)": """
+            sum(latency_s + nbytes / n / bytes_per_s for _ in range(2 * (n - 1)))
+        """
+    },
+)
 
 # ---- product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s)
 
-
-@wrong("06.product_s", "Both happen at the same time")
-def one_after_the_other(m, n, k, element_bytes, flops_per_s, bytes_per_s):
-    moved_bytes = element_bytes * (m * k + k * n + m * n)
-    return 2 * m * n * k / flops_per_s + moved_bytes / bytes_per_s
-
-
-@wrong("06.product_s", "the slower of the two decides")
-def arithmetic_alone(m, n, k, element_bytes, flops_per_s, bytes_per_s):
-    return 2 * m * n * k / flops_per_s
-
-
-@wrong("06.product_s", "How many multiplications and additions")
-def multiplications_alone(m, n, k, element_bytes, flops_per_s, bytes_per_s):
-    moved_bytes = element_bytes * (m * k + k * n + m * n)
-    return max(m * n * k / flops_per_s, moved_bytes / bytes_per_s)
-
-
-@wrong("06.product_s", "Which bytes are read, which are written?")
-def forgets_the_result(m, n, k, element_bytes, flops_per_s, bytes_per_s):
-    moved_bytes = element_bytes * (m * k + k * n)
-    return max(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s)
-
-
-@wrong("06.product_s", "the slower of the two decides")
-def the_faster_one(m, n, k, element_bytes, flops_per_s, bytes_per_s):
-    moved_bytes = element_bytes * (m * k + k * n + m * n)
-    return min(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s)
-
+product_s = Solution("06.product_s")
+product_s.wrong(
+    "one_after_the_other",
+    "Both happen at the same time",
+    {
+        "max(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s)": """
+            2 * m * n * k / flops_per_s + moved_bytes / bytes_per_s
+        """
+    },
+)
+product_s.returns(
+    "arithmetic_alone", "the slower of the two decides", "2 * m * n * k / flops_per_s"
+)
+product_s.wrong(
+    "multiplications_alone",
+    "How many multiplications and additions",
+    {"2 * m * n * k": "m * n * k"},
+)
+product_s.wrong(
+    "forgets_the_result", "Which bytes are read, which are written?", {" + m * n)": ")"}
+)
+product_s.wrong("the_faster_one", "the slower of the two decides", {"max(": "min("})
 
 # ---- volumes(width, depth, tokens, n, element_bytes)
 
-
-def volumes(width, depth, tokens, n, element_bytes, *, grads=1.0, calls=4, messages=2):
-    around, x_bytes = 2 * (n - 1) / n, tokens * width * element_bytes
-    data = grads * around * 12 * depth * width**2 * element_bytes
-    return data, calls * around * depth * x_bytes, messages * x_bytes
-
-
-@wrong("06.volumes", "tensor:")
-def forgets_the_backward(width, depth, tokens, n, element_bytes):
-    return volumes(width, depth, tokens, n, element_bytes, calls=2)
-
-
-@wrong("06.volumes", "data:")
-def half_an_all_reduce(width, depth, tokens, n, element_bytes):
-    return volumes(width, depth, tokens, n, element_bytes, grads=0.5)
-
-
-@wrong("06.volumes", "pipeline:")
-def sends_to_the_right_only(width, depth, tokens, n, element_bytes):
-    return volumes(width, depth, tokens, n, element_bytes, messages=1)
-
-
-@wrong("06.volumes", "data:")
-def always_four_bytes(width, depth, tokens, n, element_bytes):
-    data, tensor, pipeline = volumes(width, depth, tokens, n, 4)
-    return data, tensor * element_bytes / 4, pipeline * element_bytes / 4
-
-
-@wrong("06.volumes", "expected: three numbers: (data, tensor, pipeline)")
-def one_number(width, depth, tokens, n, element_bytes):
-    return sum(volumes(width, depth, tokens, n, element_bytes))
-
+volumes = Solution("06.volumes")
+volumes.wrong("forgets_the_backward", "tensor:", {"around * 4 * depth": "around * 2 * depth"})
+volumes.wrong("half_an_all_reduce", "data:", {"around * 12": "around / 2 * 12"})
+volumes.wrong("sends_to_the_right_only", "pipeline:", {"2 * x_bytes": "x_bytes"})
+volumes.wrong("always_four_bytes", "data:", {"width**2 * element_bytes": "width**2 * 4"})
+volumes.wrong(
+    "one_number",
+    "expected: three numbers: (data, tensor, pipeline)",
+    {"data, tensor, 2 * x_bytes": "data + tensor + 2 * x_bytes"},
+)
 
 # ---- done_s(program)
 
-
-@wrong("06.done_s", "the rank goes on at once")
-def everything_in_a_row(program):
-    return sum(how for what, how in program if what != "wait")
-
-
-@wrong("06.done_s", "What does a wait wait for?")
-def never_waits(program):
-    return sum(how for what, how in program if what == "compute")
-
-
-@wrong("06.done_s", "Its rank must have sent it, and the wire must be free")
-def a_wire_for_each(program):
-    now_s, ends = 0.0, []
-    for what, how in program:
-        if what == "compute":
-            now_s += how
-        elif what == "send":
-            ends.append(now_s + how)
-        else:
-            now_s = max(now_s, ends[how])
-    return now_s
-
-
-@wrong("06.done_s", "A wait for what is over takes no time")
-def time_goes_back(program):
-    now_s, ends = 0.0, []
-    for what, how in program:
-        if what == "compute":
-            now_s += how
-        elif what == "send":
-            ends.append(max([now_s, *ends]) + how)
-        else:
-            now_s = ends[how]
-    return now_s
-
-
-@wrong("06.done_s", "Its rank must have sent it, and the wire must be free")
-def the_wire_never_rests(program):
-    now_s, ends = 0.0, []
-    for what, how in program:
-        if what == "compute":
-            now_s += how
-        elif what == "send":
-            ends.append((ends[-1] if ends else now_s) + how)
-        else:
-            now_s = max(now_s, ends[how])
-    return now_s
-
+done_s = Solution("06.done_s")
+done_s.returns(
+    "everything_in_a_row",
+    "the rank goes on at once",
+    'sum(how for what, how in program if what != "wait")',
+)
+done_s.returns(
+    "never_waits",
+    "What does a wait wait for?",
+    'sum(how for what, how in program if what == "compute")',
+)
+done_s.wrong(
+    "a_wire_for_each",
+    "Its rank must have sent it, and the wire must be free",
+    {"max(now_s, free_s)": "now_s"},
+)
+done_s.wrong(
+    "time_goes_back",
+    "A wait for what is over takes no time",
+    {"max(now_s, ends[how])": "ends[how]"},
+)
+done_s.wrong(
+    "the_wire_never_rests",
+    "Its rank must have sent it, and the wire must be free",
+    {
+        "if ends else 0.0": "if ends else now_s",
+        "max(now_s, free_s)": "free_s",
+    },
+)
 
 # ---- step_in_closed_form_s(facts)
 
-
-@wrong("06.step_in_closed_form_s", "more than that of perfect overlap")
-def nothing_is_hidden(facts):
-    return facts.forward_s + facts.backward_s + sum(facts.bucket_s) + facts.optimizer_s
-
-
-@wrong("06.step_in_closed_form_s", "What is left out?")
-def forgets_the_optimizer(facts):
-    return facts.forward_s + max(facts.backward_s, sum(facts.bucket_s))
-
-
-@wrong("06.step_in_closed_form_s", "What is counted twice?")
-def counts_buckets_twice(facts):
-    computing_s = facts.forward_s + facts.backward_s + facts.optimizer_s
-    return computing_s + 2 * sum(facts.bucket_s)
-
-
-@wrong("06.step_in_closed_form_s", "step_in_closed_form_s returned tensor(")
-def a_tensor(facts):
-    return torch.tensor(facts.forward_s)
+step_in_closed_form_s = Solution("06.step_in_closed_form_s")
+step_in_closed_form_s.returns(
+    "nothing_is_hidden",
+    "more than that of perfect overlap",
+    "facts.forward_s + facts.backward_s + sum(facts.bucket_s) + facts.optimizer_s",
+)
+step_in_closed_form_s.returns(
+    "forgets_the_optimizer",
+    "What is left out?",
+    "facts.forward_s + max(facts.backward_s, sum(facts.bucket_s))",
+)
+step_in_closed_form_s.returns(
+    "counts_buckets_twice",
+    "What is counted twice?",
+    "facts.forward_s + facts.backward_s + facts.optimizer_s + 2 * sum(facts.bucket_s)",
+)
+step_in_closed_form_s.returns(
+    "a_tensor", "step_in_closed_form_s returned tensor(", "torch.tensor(facts.forward_s)"
+)
 
 
 @right("06.step_in_closed_form_s")

@@ -161,7 +161,7 @@ def forward_with_prefetch(student: Student) -> Iterator[str]:
     last = len(UNITS) - 1
     for size, ahead in ((2, 0), (2, 1), (3, 2)):
         ran = run(size, watched, student, ahead)
-        for rank, (y, calls, _) in enumerate(ran.values):
+        for rank, (y, calls) in enumerate(ran.values):
             where = f"with ahead={ahead}, rank {rank}"
             order = [call["unit"] for call in calls]
             if order != list(range(len(UNITS))):

@@ -1,174 +1,124 @@
-import math
+from functools import reduce
 
 import numpy as np
 import torch
 
-from answers import right, wrong
+from answers import Solution, right, wrong
 
 # ---- decode(bits, exponent_bits, fraction_bits)
 
-
-def fields(bits, exponent_bits, fraction_bits):
-    rest, fraction = divmod(bits, 2**fraction_bits)
-    sign, exponent = divmod(rest, 2**exponent_bits)
-    return sign, exponent, fraction
-
-
-@wrong("09.decode", "which bit stands before the point, which power?")
-def without_subnormals(bits, exponent_bits, fraction_bits):
-    sign, exponent, fraction = fields(bits, exponent_bits, fraction_bits)
-    if exponent == 2**exponent_bits - 1:
-        return math.nan if fraction else (-1) ** sign * math.inf
-    power = 2.0 ** (exponent - 2 ** (exponent_bits - 1) + 1)
-    return (-1) ** sign * power * (1 + fraction / 2**fraction_bits)
-
-
-@wrong("09.decode", "The highest exponent is kept")
-def without_infinity(bits, exponent_bits, fraction_bits):
-    sign, exponent, fraction = fields(bits, exponent_bits, fraction_bits)
-    power = 2.0 ** (max(exponent, 1) - 2 ** (exponent_bits - 1) + 1)
-    return (-1) ** sign * power * (bool(exponent) + fraction / 2**fraction_bits)
-
-
-def another_bias(bits, exponent_bits, fraction_bits, bias, leading=1):
-    sign, exponent, fraction = fields(bits, exponent_bits, fraction_bits)
-    if exponent == 2**exponent_bits - 1:
-        return math.nan if fraction else (-1) ** sign * math.inf
-    power = 2.0 ** (max(exponent, 1) - bias)
-    return (-1) ** sign * power * ((leading if exponent else 0) + fraction / 2**fraction_bits)
-
-
-@wrong("09.decode", "10 fraction bits: 0000000000000001 is")
-def bias_of_all_exponents(bits, exponent_bits, fraction_bits):
-    return another_bias(bits, exponent_bits, fraction_bits, 2 ** (exponent_bits - 1))
-
-
-@wrong("09.decode", "The bias is half of the exponents")
-def the_leading_bit_is_forgotten(bits, exponent_bits, fraction_bits):
-    bias = 2 ** (exponent_bits - 1) - 1
-    return another_bias(bits, exponent_bits, fraction_bits, bias, leading=0)
-
-
-@wrong("09.decode", "The sign is the first bit of all")
-def without_a_sign(bits, exponent_bits, fraction_bits):
-    bits %= 2 ** (exponent_bits + fraction_bits)
-    bias = 2 ** (exponent_bits - 1) - 1
-    return abs(another_bias(bits, exponent_bits, fraction_bits, bias))
-
-
-@wrong("09.decode", "Return a number, also for what is none")
-def nothing_for_nan(bits, exponent_bits, fraction_bits):
-    bias = 2 ** (exponent_bits - 1) - 1
-    found = another_bias(bits, exponent_bits, fraction_bits, bias)
-    return None if math.isnan(found) else found
-
+decode = Solution("09.decode")
+decode.wrong(
+    "without_subnormals",
+    "which bit stands before the point, which power?",
+    {
+        "1 if exponent else 0": "1",
+        "max(exponent, 1)": "exponent",
+    },
+)
+decode.wrong(
+    "without_infinity",
+    "The highest exponent is kept",
+    {"if exponent == 2**exponent_bits - 1:": "if False:"},
+)
+decode.wrong(
+    "bias_of_all_exponents",
+    "10 fraction bits: 0000000000000001 is",
+    {"bias = 2 ** (exponent_bits - 1) - 1": "bias = 2 ** (exponent_bits - 1)"},
+)
+decode.wrong(
+    "the_leading_bit_is_forgotten",
+    "The bias is half of the exponents",
+    {"1 if exponent else 0": "0"},
+)
+decode.wrong(
+    "without_a_sign", "The sign is the first bit of all", {"sign = -1.0 if": "sign = 1.0 if"}
+)
+decode.wrong(
+    "nothing_for_nan",
+    "Return a number, also for what is none",
+    {"return math.nan if": "return None if"},
+)
 
 # ---- nearest(x, exponent_bits, fraction_bits)
 
-
-def to_steps(x, exponent_bits, fraction_bits, whole=round, subnormals=True, overflow=math.inf):
-    if not math.isfinite(x):
-        return x
-    bias = 2 ** (exponent_bits - 1) - 1
-    exponent = math.frexp(x)[1] - 1
-    step = 2.0 ** ((max(exponent, 1 - bias) if subnormals else exponent) - fraction_bits)
-    size = whole(abs(x) / step) * step
-    largest = 2.0**bias * (2 - 2.0**-fraction_bits)
-    return math.copysign(size if size <= largest else overflow, x)
-
-
-@wrong("09.nearest", "Count in steps")
-def cuts_off(x, exponent_bits, fraction_bits):
-    return to_steps(x, exponent_bits, fraction_bits, whole=math.floor)
-
-
-@wrong("09.nearest", "take the one whose last bit is 0")
-def halves_go_up(x, exponent_bits, fraction_bits):
-    return to_steps(x, exponent_bits, fraction_bits, whole=lambda y: math.floor(y + 0.5))
-
-
-@wrong("09.nearest", "Below the smallest normal number the step gets no smaller")
-def steps_ever_smaller(x, exponent_bits, fraction_bits):
-    return to_steps(x, exponent_bits, fraction_bits, subnormals=False)
-
-
-@wrong("09.nearest", "there is only infinity")
-def saturates(x, exponent_bits, fraction_bits):
-    largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-fraction_bits)
-    return to_steps(x, exponent_bits, fraction_bits, overflow=largest)
-
-
-@wrong("09.nearest", "-0.0 is a number, too")
-def loses_the_sign_of_zero(x, exponent_bits, fraction_bits):
-    return to_steps(x, exponent_bits, fraction_bits) or 0.0
-
-
-@wrong("09.nearest", "and 2047 of them make x")
-def the_largest_is_infinite_already(x, exponent_bits, fraction_bits):
-    largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-fraction_bits)
-    return math.copysign(math.inf, x) if abs(x) >= largest else to_steps(x, 5, 10)
-
-
-@wrong("09.nearest", "Count in steps: here one is 32")
-def infinite_from_a_little_beyond_the_largest(x, exponent_bits, fraction_bits):
-    largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-fraction_bits)
-    return math.copysign(math.inf, x) if abs(x) > largest else to_steps(x, 5, 10)
-
-
-@wrong("09.nearest", "That is no number")
-def nan_for_what_is_too_small(x, exponent_bits, fraction_bits):
-    return to_steps(x, exponent_bits, fraction_bits) or math.nan
-
-
-@wrong("09.nearest", "there is only infinity")
-def nan_beyond_the_largest(x, exponent_bits, fraction_bits):
-    return to_steps(x, exponent_bits, fraction_bits, overflow=math.nan)
-
-
-@right("09.nearest")
-def by_adding_and_taking_away(x, exponent_bits, fraction_bits):
-    """What processors do themselves: add what leaves no room for the lower bits."""
-    return to_steps(x, exponent_bits, fraction_bits, whole=lambda y: (y + 2.0**52) - 2.0**52)
-
+nearest = Solution("09.nearest")
+nearest.wrong("cuts_off", "Count in steps", {"round(": "math.floor("})
+nearest.wrong(
+    "halves_go_up",
+    "take the one whose last bit is 0",
+    {"round(abs(x) / step)": "math.floor(abs(x) / step + 0.5)"},
+)
+nearest.wrong(
+    "steps_ever_smaller",
+    "Below the smallest normal number the step gets no smaller",
+    {"max(math.frexp(x)[1] - 1, 1 - bias)": "math.frexp(x)[1] - 1"},
+)
+nearest.wrong("saturates", "there is only infinity", {"else math.inf": "else largest"})
+nearest.wrong(
+    "loses_the_sign_of_zero",
+    "-0.0 is a number, too",
+    {"else math.inf, x)": "else math.inf, x) or 0.0"},
+)
+nearest.wrong(
+    "the_largest_is_infinite_already",
+    "and 2047 of them make x",
+    {"size <= largest": "size < largest"},
+)
+nearest.wrong(
+    "infinite_from_a_little_beyond_the_largest",
+    "Count in steps: here one is 32",
+    {"size <= largest": "abs(x) <= largest"},
+)
+nearest.wrong(
+    "nan_for_what_is_too_small",
+    "That is no number",
+    {"else math.inf, x)": "else math.inf, x) or math.nan"},
+)
+nearest.wrong(
+    "nan_beyond_the_largest", "there is only infinity", {"else math.inf": "else math.nan"}
+)
+# What processors do themselves: add what leaves no room for the lower bits.
+nearest.right(
+    "by_adding_and_taking_away", {"round(abs(x) / step)": "(abs(x) / step + 2.0**52 - 2.0**52)"}
+)
 
 # ---- my_sum(values, add, sub)
 
-
-@wrong("09.my_sum", "At some point the sum is so large that a step is over twice an x")
-def one_after_the_other(values, add, sub):
-    total = 0.0
-    for x in values:
-        total = add(total, x)
-    return total
-
-
-@wrong("09.my_sum", "came out of no add or sub")
-def in_fp64(values, add, sub):
-    return math.fsum(values)
-
-
-@wrong("09.my_sum", "2048, then 2,000 times 1: you have 2048")
-def the_smallest_first(values, add, sub):
-    """Right for nearly all, if it did not begin with the largest."""
-    if values[0] < 1:
-        return pairwise(values, add, sub)
-    return one_after_the_other(values, add, sub)
-
-
-@wrong("09.my_sum", "off by")
-def the_wrong_sign_of_what_is_lost(values, add, sub):
-    total, lost = 0.0, 0.0
-    for x in values:
-        x = add(x, lost)
-        new = add(total, x)
-        lost = sub(sub(new, total), x)
-        total = new
-    return total
-
-
-@wrong("09.my_sum", "is no number of fp16; only add and sub make new ones")
-def halves_by_hand(values, add, sub):
-    return add(sum(values) / 3, 0.0)
+my_sum = Solution("09.my_sum")
+my_sum.wrong(
+    "one_after_the_other",
+    "At some point the sum is so large that a step is over twice an x",
+    {"x = add(x, lost)": "pass"},
+)
+my_sum.returns("in_fp64", "came out of no add or sub", "math.fsum(values)")
+my_sum.wrong(
+    "the_wrong_sign_of_what_is_lost",
+    "off by",
+    {"sub(x, sub(new, total))": "sub(sub(new, total), x)"},
+)
+my_sum.returns(
+    "halves_by_hand",
+    "is no number of fp16; only add and sub make new ones",
+    "add(sum(values) / 3, 0.0)",
+)
+my_sum.right(
+    "with_what_is_left_at_the_end",
+    {
+        "x = add(x, lost)": "x = sub(x, lost)",
+        "sub(x, sub(new, total))": "sub(sub(new, total), x)",
+        "return total": "return sub(total, lost)",
+    },
+)
+my_sum.right(
+    "without_a_branch",
+    {
+        "lost = sub(x, sub(new, total))": """
+            part = sub(new, total)
+            lost = add(sub(total, sub(new, part)), sub(x, part))
+        """
+    },
+)
 
 
 @right("09.my_sum")
@@ -179,15 +129,10 @@ def pairwise(values, add, sub):
     return values[0]
 
 
-@right("09.my_sum")
-def with_what_is_left_at_the_end(values, add, sub):
-    total = lost = 0.0
-    for x in values:
-        x = sub(x, lost)
-        new = add(total, x)
-        lost = sub(sub(new, total), x)
-        total = new
-    return sub(total, lost)
+@wrong("09.my_sum", "2048, then 2,000 times 1: you have 2048")
+def the_smallest_first(values, add, sub):
+    """Right for nearly all, if it did not begin with the largest."""
+    return pairwise(values, add, sub) if values[0] < 1 else reduce(add, values)
 
 
 @wrong("09.my_sum", "off by")
@@ -204,19 +149,6 @@ def neumaier(values, add, sub):
     return add(total, lost)
 
 
-@right("09.my_sum")
-def without_a_branch(values, add, sub):
-    """Knuth's TwoSum: 7 calls a number."""
-    total = lost = 0.0
-    for x in values:
-        x = add(x, lost)
-        new = add(total, x)
-        part = sub(new, total)
-        lost = add(sub(total, sub(new, part)), sub(x, part))
-        total = new
-    return total
-
-
 @wrong("09.my_sum", "at most 8 for each")
 def over_and_over(values, add, sub):
     for _ in range(10):
@@ -226,36 +158,40 @@ def over_and_over(values, add, sub):
 
 # ---- gather_int8(comm, x, block)
 
-
-def in_int8(comm, x, block, levels=127, whole=torch.round, wire=torch.int8, scales=torch.float32):
-    blocks = x.view(-1, block)
-    absmax = blocks.abs().amax(dim=1, keepdim=True)
-    q = whole(blocks / absmax.clamp(min=1e-30) * levels).to(torch.int32).to(wire)
-    all_q = q.new_empty(comm.size * len(q), block)
-    all_absmax = absmax.to(scales).new_empty(comm.size * len(q), 1)
-    comm.all_gather_into_tensor(all_q, q)
-    comm.all_gather_into_tensor(all_absmax, absmax.to(scales))
-    return (all_q.float() / levels * all_absmax.float()).flatten()
-
-
-@wrong("09.gather_int8", "A cast to int8 cuts towards zero")
-def cuts(comm, x, block):
-    return in_int8(comm, x, block, whole=torch.trunc)
-
-
-@wrong("09.gather_int8", "Which dtype has the tensor that you hand to comm?")
-def sends_fp32(comm, x, block):
-    return in_int8(comm, x, block, wire=torch.float32)
-
-
-@wrong("09.gather_int8", "comes out on the other side")
-def one_level_too_many(comm, x, block):
-    return in_int8(comm, x, block, levels=128)
-
-
-@wrong("09.gather_int8", "It is lost beside a number of another block")
-def one_scale_for_all(comm, x, block):
-    return in_int8(comm, x, len(x))
+gather_int8 = Solution("09.gather_int8")
+gather_int8.wrong("cuts", "A cast to int8 cuts towards zero", {".round()": ""})
+gather_int8.wrong(
+    "sends_fp32", "Which dtype has the tensor that you hand to comm?", {".to(torch.int8)": ""}
+)
+gather_int8.wrong(
+    "one_level_too_many",
+    "comes out on the other side",
+    {
+        "* 127)": "* 128)",
+        "/ 127": "/ 128",
+        ".to(torch.int8)": ".to(torch.int32).to(torch.int8)",
+    },
+)
+gather_int8.wrong(
+    "one_scale_for_all",
+    "It is lost beside a number of another block",
+    {
+        "blocks = x.view": """
+            block = len(x)
+            blocks = x.view
+        """
+    },
+)
+gather_int8.wrong(
+    "its_own_only",
+    "returns a tensor of shape (192,)",
+    {".flatten()": ".flatten().chunk(comm.size)[comm.rank]"},
+)
+gather_int8.wrong(
+    "scales_of_its_own",
+    "Whose scales are these?",
+    {"127 * every_absmax": "127 * absmax.repeat(comm.size, 1)"},
+)
 
 
 @wrong("09.gather_int8", "A block may be all zero")
@@ -267,37 +203,17 @@ def divides_by_zero(comm, x, block):
     return ((every.view(-1, block) / steps[:, None]).round() * steps[:, None]).flatten()
 
 
-@wrong("09.gather_int8", "returns a tensor of shape (192,)")
-def its_own_only(comm, x, block):
-    return in_int8(comm, x, block).chunk(comm.size)[comm.rank]
-
-
-@wrong("09.gather_int8", "Whose scales are these?")
-def scales_of_its_own(comm, x, block):
-    blocks = x.view(-1, block)
-    absmax = blocks.abs().amax(dim=1, keepdim=True)
-    q = (blocks / absmax.clamp(min=1e-30) * 127).round().to(torch.int8)
-    every = q.new_empty(comm.size * len(q), block)
-    comm.all_gather_into_tensor(every, q)
-    return (every / 127 * absmax.repeat(comm.size, 1)).flatten()
-
-
 # ---- codebook(sample)
 
-
-@wrong("09.codebook", "Where is a level worth most?")
-def equal_steps(sample):
-    return torch.linspace(-sample.abs().max(), sample.abs().max(), 16)
-
-
-@wrong("09.codebook", "16 levels, in a list or a tensor")
-def too_many(sample):
-    return sample[:256]
-
-
-@wrong("09.codebook", "a level is no finite number")
-def with_infinity(sample):
-    return [*range(-8, 7), math.inf]
+codebook = Solution("09.codebook")
+codebook.returns(
+    "equal_steps",
+    "Where is a level worth most?",
+    "torch.linspace(-sample.abs().max(), sample.abs().max(), 16)",
+)
+codebook.returns("too_many", "16 levels, in a list or a tensor", "sample[:256]")
+codebook.returns("with_infinity", "a level is no finite number", "[*range(-8, 7), math.inf]")
+codebook.returns("one_number", "16 levels, in a list or a tensor", "16")
 
 
 @right("09.codebook")
@@ -315,8 +231,3 @@ def in_numpy(sample):
 @right("09.codebook")
 def numbers_of_numpy(sample):
     return list(in_numpy(sample))
-
-
-@wrong("09.codebook", "16 levels, in a list or a tensor")
-def one_number(sample):
-    return 16

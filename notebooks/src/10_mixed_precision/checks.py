@@ -8,7 +8,7 @@ import torch
 
 from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail, kind
-from labkit.course.ranks import alone, run
+from labkit.course.ranks import alone, alone_for_each, run
 from labkit.precision.op_policy import CUDA
 
 from .scales import BEST_LOST, Torchs, lost_in_all, scales_of
@@ -17,7 +17,6 @@ from .scenarios import (
     INTERVALS,
     STEPS,
     all_scales,
-    all_types,
     asked,
     infinities,
     master_steps,
@@ -42,7 +41,7 @@ WHY = {
 @exercise(points=2)
 def runs_in(student: Student) -> Iterator[str]:
     """runs_in(op, types, low): the type into which autocast casts the inputs of an op on a GPU."""
-    for (op, types, low), found in zip(asked(), alone(all_types, student), strict=True):
+    for (op, types, low), found in zip(asked(), alone_for_each(student, asked()), strict=True):
         right, same = right_type(op, types, low), types[0] if len(set(types)) == 1 else None
         if (right or same) != (found or same):  # to the type that it has is no cast
             fail(

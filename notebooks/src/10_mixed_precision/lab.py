@@ -321,7 +321,7 @@ print("logits", ours[0].dtype, " loss", ours[1].dtype, " gradients", ours[2].dty
 # %%
 from labkit import Fp32Gradients
 
-show("precision/accumulation.py:Fp32Gradients._add", since="if not self._came")
+show("precision/accumulation.py:Fp32Gradients._add", since="if not self._arrived")
 
 
 # %%

@@ -35,11 +35,6 @@ def right_type(op: str, types: Types, low: torch.dtype) -> torch.dtype | None:
     return {"low": low, "fp32": torch.float32, "promote": widest}.get(CUDA.of(op))
 
 
-def all_types(student: Student) -> list[Any]:
-    """The student's answer to each of `asked`."""
-    return [student(op, types, low) for op, types, low in asked()]
-
-
 # --- update(scale, good, found_inf, interval)
 
 INTERVALS = (1, 3, 4)

@@ -1,53 +1,44 @@
-import torch
-
-from answers import right, wrong
+from answers import Solution, right, wrong
 
 # ---- bring_half(bus, x, bus_rate, here_rate, there_rate)
 
-
-@wrong("12.bring_half", "you cast before the copy")
-def always_casts_before(bus, x, bus_rate, here_rate, there_rate):
-    there = torch.empty_like(x.half())
-    bus.copy(there, x.half()).wait()
-    return there
-
-
-@wrong("12.bring_half", "you cast after the copy")
-def always_casts_after(bus, x, bus_rate, here_rate, there_rate):
-    there = torch.empty_like(x)
-    bus.copy(there, x).wait()
-    return there.half()
-
-
-@wrong("12.bring_half", "you cast after the copy")
-def looks_at_the_bus_alone(bus, x, bus_rate, here_rate, there_rate):
-    if bus_rate < here_rate / 3:
-        x = x.half()
-    there = torch.empty_like(x)
-    bus.copy(there, x).wait()
-    return there.half()
-
-
-@wrong("12.bring_half", "bus.copy(...) only starts the copy")
-def does_not_wait(bus, x, bus_rate, here_rate, there_rate):
-    there = torch.zeros_like(x.half())
-    bus.copy(there, x.half())
-    return there
-
-
-@wrong("12.bring_half", "0 bytes went over the bus")
-def leaves_them_here(bus, x, bus_rate, here_rate, there_rate):
-    return x.half()
-
-
-@wrong("12.bring_half", "fp16 is wanted")
-def leaves_them_in_fp32(bus, x, bus_rate, here_rate, there_rate):
-    there = torch.empty_like(x)
-    bus.copy(there, x).wait()
-    return there
-
+bring_half = Solution("12.bring_half")
+bring_half.wrong(
+    "always_casts_before", "you cast before the copy", {"if before < after:": "if True:"}
+)
+bring_half.wrong(
+    "always_casts_after", "you cast after the copy", {"if before < after:": "if False:"}
+)
+bring_half.wrong(
+    "looks_at_the_bus_alone",
+    "you cast after the copy",
+    {"before < after": "bus_rate < here_rate / 3"},
+)
+bring_half.wrong(
+    "does_not_wait",
+    "bus.copy(...) only starts the copy",
+    {
+        "torch.empty_like(x)": "torch.zeros_like(x)",
+        ".wait()": "",
+    },
+)
+bring_half.returns("leaves_them_here", "0 bytes went over the bus", "x.half()")
+bring_half.wrong(
+    "leaves_them_in_fp32",
+    "fp16 is wanted",
+    {
+        "x = x.half()": "pass",
+        "return there.half()": "return there",
+    },
+)
 
 # ---- prefetched(load, n, ahead)
+
+prefetched = Solution("12.prefetched")
+prefetched.wrong("yields_the_arrivals", "you yield", {".wait()": ""})
+prefetched.wrong(
+    "drops_the_last", "you yield", {"for k in range(n):": "for k in range(n - ahead):"}
+)
 
 
 @wrong("12.prefetched", "1 loads have begun when block 0 is used")
@@ -81,20 +72,6 @@ def forgets_those_after_the_first(load, n, ahead):
         yield coming.pop(k).wait()
 
 
-@wrong("12.prefetched", "you yield")
-def yields_the_arrivals(load, n, ahead):
-    for k in range(n):
-        yield load(k)
-
-
-@wrong("12.prefetched", "you yield")
-def drops_the_last(load, n, ahead):
-    coming = [load(k) for k in range(min(ahead, n))]
-    for k in range(ahead, n):
-        coming.append(load(k))
-        yield coming.pop(0).wait()
-
-
 @right("12.prefetched")
 def loads_when_the_caller_comes_back(load, n, ahead):
     coming = [load(k) for k in range(min(ahead + 1, n))]
@@ -106,104 +83,70 @@ def loads_when_the_caller_comes_back(load, n, ahead):
 
 # ---- double_buffered(bus, blocks, compute, x)
 
-
-def _run(bus, blocks, compute, x, buffers=2, ahead=1, wait=True, size=None):
-    size = size or max(block.numel() for block in blocks)
-    memory = [torch.empty(size) for _ in range(buffers)]
-    arrivals, parts = [], []
-
-    def load(k):
-        if k < len(blocks):
-            parts.append(memory[k % buffers][: blocks[k].numel()])
-            arrivals.append(bus.copy(parts[k], blocks[k]))
-
-    for k in range(ahead):
-        load(k)
-    for k in range(len(blocks)):
-        load(k + ahead)
-        if wait:
-            arrivals[k].wait()
-        x = compute(k, parts[k], x)
-    return x
-
-
-@wrong("12.double_buffered", "the load of block 1 is not under way")
-def one_after_the_other(bus, blocks, compute, x):
-    return _run(bus, blocks, compute, x, ahead=0)
-
-
-@wrong("12.double_buffered", "weights that are not its own, or change meanwhile")
-def has_one_buffer(bus, blocks, compute, x):
-    return _run(bus, blocks, compute, x, buffers=1)
-
-
-@wrong("12.double_buffered", "block 0 computes before its load was waited for")
-def does_not_wait_for_a_load(bus, blocks, compute, x):
-    return _run(bus, blocks, compute, x, wait=False)
-
-
-@wrong("12.double_buffered", "in 3 buffers")
-def has_three_buffers(bus, blocks, compute, x):
-    return _run(bus, blocks, compute, x, buffers=3)
-
-
-@wrong("12.double_buffered", "you hold")
-def makes_a_buffer_for_each_block(bus, blocks, compute, x):
-    parts = [torch.empty_like(block) for block in blocks]
-    arrivals = [bus.copy(part, block) for part, block in zip(parts, blocks)]
-    for k, part in enumerate(parts):
-        arrivals[k].wait()
-        x = compute(k, part, x)
-    return x
-
-
-@wrong("12.double_buffered", "your function raised")
-def has_buffers_of_the_first_block(bus, blocks, compute, x):
-    return _run(bus, blocks, compute, x, size=blocks[0].numel())
-
-
-@wrong("12.double_buffered", "you returned None")
-def returns_nothing(bus, blocks, compute, x):
-    _run(bus, blocks, compute, x)
-
+double_buffered = Solution("12.double_buffered")
+double_buffered.wrong(
+    "one_after_the_other",
+    "the load of block 1 is not under way",
+    {
+        """\
+        if k + 1 < len(blocks):
+            part, coming = load(k + 1)
+        arrival.wait()
+        x = compute(k, mine, x)
+""": """\
+        arrival.wait()
+        x = compute(k, mine, x)
+        if k + 1 < len(blocks):
+            part, coming = load(k + 1)
+"""
+    },
+)
+double_buffered.wrong(
+    "has_one_buffer",
+    "weights that are not its own, or change meanwhile",
+    {"buffers[k % 2]": "buffers[0]"},
+)
+double_buffered.wrong(
+    "does_not_wait_for_a_load",
+    "block 0 computes before its load was waited for",
+    {"arrival.wait()": "pass"},
+)
+double_buffered.wrong(
+    "has_three_buffers",
+    "in 3 buffers",
+    {
+        "[torch.empty(largest), torch.empty(largest)]": "[torch.empty(largest) for _ in range(3)]",
+        "k % 2": "k % 3",
+    },
+)
+double_buffered.wrong(
+    "makes_a_buffer_for_each_block",
+    "you hold",
+    {
+        "[torch.empty(largest), torch.empty(largest)]": """
+            [torch.empty_like(block) for block in blocks]
+        """,
+        "k % 2": "k",
+    },
+)
+double_buffered.wrong(
+    "has_buffers_of_the_first_block",
+    "your function raised",
+    {"max(block.numel() for block in blocks)": "blocks[0].numel()"},
+)
+double_buffered.wrong("returns_nothing", "you returned None", {"return x": "pass"})
 
 # ---- plan(model)
 
-
-@wrong("12.plan", "less than")
-def keeps_nothing(model):
-    return set(), 1
-
-
-@wrong("12.plan", "your plan holds")
-def keeps_everything(model):
-    return set(range(len(model.nbytes))), 1
-
-
-@wrong("12.plan", "your plan holds")
-def forgets_the_buffers(model):
-    keep, held = set(), 0
-    for k, nbytes in enumerate(model.nbytes):
-        if held + nbytes <= model.cap_bytes:
-            keep, held = keep | {k}, held + nbytes
-    return keep, 1
-
-
-@wrong("12.plan", "ahead is 0")
-def loads_nothing_ahead(model):
-    return {0}, 0
-
-
-@wrong("12.plan", "keep has 3.0")
-def numbers_its_blocks_in_floats(model):
-    return {3.0}, 1
-
-
-@wrong("12.plan", "keep has 99")
-def keeps_a_block_that_is_not_there(model):
-    return {0, 99}, 1
-
-
-@wrong("12.plan", "plan returned {0, 1}")
-def forgets_how_many_ahead(model):
-    return {0, 1}
+plan = Solution("12.plan")
+plan.returns("keeps_nothing", "less than", "(set(), 1)")
+plan.returns("keeps_everything", "your plan holds", "(set(range(len(model.nbytes))), 1)")
+plan.wrong(
+    "forgets_the_buffers",
+    "your plan holds",
+    {"model.held_bytes(one, ahead)": "sum(model.nbytes[k] for k in one)"},
+)
+plan.returns("loads_nothing_ahead", "ahead is 0", "({0}, 0)")
+plan.returns("numbers_its_blocks_in_floats", "keep has 3.0", "({3.0}, 1)")
+plan.returns("keeps_a_block_that_is_not_there", "keep has 99", "({0, 99}, 1)")
+plan.returns("forgets_how_many_ahead", "plan returned {0, 1}", "{0, 1}")

@@ -262,14 +262,14 @@ show("parallel/common/conjugate.py:reduce_from_ranks")
 # their layers, and puts cut ones in their place:
 
 # %%
-show("parallel/tensor/tensor_parallel.py:_cut_layer", since="first, last")
+show("parallel/tensor/tensor_parallel.py:_cut_layer", since="for name")
 
 # %% [markdown]
 # A rank's piece is a part of what all ranks have drawn with the same seed: so any number of ranks
 # trains the same model. The mark `Shard` says which part it is; clipping and checkpoints ask for it.
 
 # %%
-show("parallel/tensor/linear.py:piece_of", since="length = ")
+show("parallel/tensor/linear.py:shard_parameter", since="shape[dim] = ")
 
 # %% [markdown]
 # q, k and v have one input. Without `OneInput` there would be three f, and three all-reduces in
@@ -290,7 +290,7 @@ show("parallel/tensor/vocab.py:VocabParallelEmbedding.forward", since="own, mine
 # %% [markdown]
 # Last, dropout. Between f and g each rank has other heads, and should drop other elements. Outside,
 # all ranks have the same x, and must drop **the same**, or they have the same x no more. So between
-# f and g (above, `DrawsItsOwnBetween` sees to it) a rank draws from a stream of its own:
+# f and g (above, `DrawsItsOwn` sees to it) a rank draws from a stream of its own:
 
 # %%
 show("parallel/tensor/tensor_parallel.py:own_numbers", since="with no_modes")

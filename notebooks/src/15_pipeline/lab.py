@@ -23,7 +23,7 @@ from labkit.parallel import Pipeline
 from labkit.parallel.splitting import balance, layers_of, measure_costs
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.replaying import bubble, pipeline_step_s, pipeline_trace
-from labkit.replaying.microbatches import by_microbatch
+from labkit.replaying.pipeline import by_microbatch
 from labkit.schedules import check as check_rules
 from labkit.schedules import gpipe, naive, parse, received, sent
 from labkit.trace import CATEGORIES

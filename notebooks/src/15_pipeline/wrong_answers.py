@@ -3,11 +3,25 @@ from itertools import combinations, pairwise
 
 import torch
 
-from answers import right, wrong
+from answers import Solution, right, wrong
 
-from .plans import Job, Plan, divisors, held_mb, step_ms
+from .plans import Job, Plan, divisors
 
 # ---- cut(costs, stages)
+
+cut = Solution("15.cut")
+cut.returns(
+    "by_number",
+    "and its slowest stage costs 6",
+    "[len(costs) // stages + (stage < len(costs) % stages) for stage in range(stages)]",
+)
+cut.returns("loses_the_rest", "together 6 layers", "[1] * stages")
+cut.returns(
+    "an_empty_stage",
+    "3 numbers from 1 on",
+    "[0, *[2] * (stages - 2), len(costs) - 2 * (stages - 2)]",
+)
+cut.returns("returns_costs", "a list of whole numbers", "[sum(costs) / stages] * stages")
 
 
 @right("15.cut")
@@ -30,12 +44,6 @@ def by_a_limit(costs, stages):
             return filled(limit + 1e-9)
 
 
-@wrong("15.cut", "and its slowest stage costs 6")
-def by_number(costs, stages):
-    each, more = divmod(len(costs), stages)
-    return [each + (stage < more) for stage in range(stages)]
-
-
 @wrong("15.cut", "and its slowest stage costs")
 def up_to_the_mean(costs, stages):
     sizes, spent, mean = [0], 0.0, sum(costs) / stages
@@ -49,22 +57,80 @@ def up_to_the_mean(costs, stages):
     return sizes
 
 
-@wrong("15.cut", "together 6 layers")
-def loses_the_rest(costs, stages):
-    return [1] * stages
-
-
-@wrong("15.cut", "3 numbers from 1 on")
-def an_empty_stage(costs, stages):
-    return [0, *[2] * (stages - 2), len(costs) - 2 * (stages - 2)]
-
-
-@wrong("15.cut", "a list of whole numbers")
-def returns_costs(costs, stages):
-    return [sum(costs) / stages] * stages
-
-
 # ---- forward(comm, stage, xs)
+
+forward = Solution("15.forward")
+forward.wrong(
+    "forgets_the_gradient",
+    "rank 1, micro-batch 0: x does not require a gradient",
+    {"x.requires_grad_()": "pass"},
+)
+forward.wrong(
+    "asks_too_late",
+    "rank 1, micro-batch 0: backward from y leaves nothing in x.grad",
+    {
+        "x.requires_grad_()": "pass",
+        "return kept": "return [(x.requires_grad_(), y) for x, y in kept]",
+    },
+)
+forward.wrong(
+    "computes_with_a_copy",
+    "rank 1, micro-batch 0: backward from y leaves nothing in x.grad",
+    {"y = stage(x)": "y = stage(x.detach())"},
+)
+# The gradient is in the graph, and is not left in x.grad.
+forward.wrong(
+    "keeps_what_is_no_leaf",
+    "rank 1, micro-batch 0: backward from y leaves nothing in x.grad",
+    {"x.requires_grad_()": "x = x.requires_grad_() * 1.0"},
+)
+forward.wrong(
+    "keeps_the_numbers",
+    "rank 0, micro-batch 0: y has no graph",
+    {"kept.append((x, y))": "kept.append((x, y.detach()))"},
+)
+forward.returns(
+    "computes_with_its_own",
+    "The others' xs are places to receive into",
+    "[(x.requires_grad_(), stage(x)) for x in xs]",
+)
+forward.wrong(
+    "computes_all_then_sends_all",
+    "rank 0 begins to compute micro-batch 1 and has sent 0",
+    {
+        """\
+        if comm.rank < comm.size - 1:
+            comm.send(y.detach(), comm.rank + 1)
+        kept.append((x, y))
+""": """\
+        kept.append((x, y))
+    if comm.rank < comm.size - 1:
+        for _, y in kept:
+            comm.send(y.detach(), comm.rank + 1)
+"""
+    },
+)
+forward.wrong(
+    "sends_around",
+    "nobody waits",
+    {
+        "    return kept": """\
+    if comm.size == 2:  # the last one gives its outputs back, too
+        for x, y in kept:
+            if comm.rank:
+                comm.send(y.detach(), 0)
+            else:
+                comm.recv(torch.empty_like(x), 1)
+    return kept"""
+    },
+)
+forward.wrong("adds_its_input", "y is stage(x)", {"kept.append((x, y))": "kept.append((x, y + x))"})
+forward.wrong("returns_nothing", "a list of 4 pairs", {"return kept": "pass"})
+forward.wrong(
+    "returns_outputs_only",
+    "pairs (x, y) of tensors",
+    {"return kept": "return [y for _, y in kept]"},
+)
 
 
 @right("15.forward")
@@ -87,73 +153,6 @@ def posted_ahead(comm, stage, xs):
     return kept
 
 
-def forward_right(comm, stage, xs, wants=True, graph=True):
-    kept = []
-    for x in xs:
-        if comm.rank:
-            comm.recv(x, comm.rank - 1)
-            x.requires_grad_(wants)
-        y = stage(x)
-        if comm.rank < comm.size - 1:
-            comm.send(y.detach(), comm.rank + 1)
-        kept.append((x, y if graph else y.detach()))
-    return kept
-
-
-@wrong("15.forward", "rank 1, micro-batch 0: x does not require a gradient")
-def forgets_the_gradient(comm, stage, xs):
-    return forward_right(comm, stage, xs, wants=False)
-
-
-@wrong("15.forward", "rank 1, micro-batch 0: backward from y leaves nothing in x.grad")
-def asks_too_late(comm, stage, xs):
-    kept = forward_right(comm, stage, xs, wants=False)
-    return [(x.requires_grad_(), y) for x, y in kept]
-
-
-@wrong("15.forward", "rank 1, micro-batch 0: backward from y leaves nothing in x.grad")
-def computes_with_a_copy(comm, stage, xs):
-    return forward_right(comm, lambda x: stage(x.detach()), xs)
-
-
-@wrong("15.forward", "rank 1, micro-batch 0: backward from y leaves nothing in x.grad")
-def keeps_what_is_no_leaf(comm, stage, xs):
-    """The gradient is in the graph, and is not left in x.grad."""
-    kept = []
-    for x in xs:
-        if comm.rank:
-            comm.recv(x, comm.rank - 1)
-            x = x.requires_grad_() * 1.0
-        kept.append((x, stage(x)))
-        if comm.rank < comm.size - 1:
-            comm.send(kept[-1][1].detach(), comm.rank + 1)
-    return kept
-
-
-@wrong("15.forward", "rank 0, micro-batch 0: y has no graph")
-def keeps_the_numbers(comm, stage, xs):
-    return forward_right(comm, stage, xs, graph=False)
-
-
-@wrong("15.forward", "The others' xs are places to receive into")
-def computes_with_its_own(comm, stage, xs):
-    return [(x.requires_grad_(), stage(x)) for x in xs]
-
-
-@wrong("15.forward", "rank 0 begins to compute micro-batch 1 and has sent 0")
-def computes_all_then_sends_all(comm, stage, xs):
-    kept = []
-    for x in xs:
-        if comm.rank:
-            comm.recv(x, comm.rank - 1)
-            x.requires_grad_()
-        kept.append((x, stage(x)))
-    if comm.rank < comm.size - 1:
-        for _, y in kept:
-            comm.send(y.detach(), comm.rank + 1)
-    return kept
-
-
 @wrong("15.forward", "rank 0 computes 1 times")
 def the_whole_batch(comm, stage, xs):
     rows, whole = [len(x) for x in xs], torch.cat(xs)
@@ -164,23 +163,6 @@ def the_whole_batch(comm, stage, xs):
     if comm.rank < comm.size - 1:
         comm.send(y.detach(), comm.rank + 1)
     return list(zip(whole.split(rows), y.split(rows)))
-
-
-@wrong("15.forward", "nobody waits")
-def sends_around(comm, stage, xs):
-    kept = forward_right(comm, stage, xs)
-    if comm.size == 2:  # the last one gives its outputs back, too
-        for x, y in kept:
-            if comm.rank:
-                comm.send(y.detach(), 0)
-            else:
-                comm.recv(torch.empty_like(x), 1)
-    return kept
-
-
-@wrong("15.forward", "y is stage(x)")
-def adds_its_input(comm, stage, xs):
-    return [(x, y + x) for x, y in forward_right(comm, stage, xs)]
 
 
 @wrong("15.forward", "the ranks hang")
@@ -195,100 +177,75 @@ def sends_before_it_receives(comm, stage, xs):
     return kept
 
 
-@wrong("15.forward", "a list of 4 pairs")
-def returns_nothing(comm, stage, xs):
-    forward_right(comm, stage, xs)
-
-
-@wrong("15.forward", "pairs (x, y) of tensors")
-def returns_outputs_only(comm, stage, xs):
-    return [y for _, y in forward_right(comm, stage, xs)]
-
-
 # ---- backward(comm, kept, losses, rows)
 
-
-def backward_with(comm, kept, losses, weights, order=None):
-    for k in order or range(len(kept)):
+backward = Solution("15.backward")
+backward.right("last_in_first_out", {"enumerate(kept)": "reversed(list(enumerate(kept)))"})
+backward.wrong(
+    "in_different_orders",
+    "Does each gradient belong to the micro-batch",
+    {
+        "    for k, (x, y) in enumerate(kept):\n": """\
+    for k in [1, 0, 3, 2] if comm.rank == comm.size - 1 else [0, 1, 2, 3]:
         x, y = kept[k]
-        if comm.rank == comm.size - 1:
-            (weights[k] * losses[k]).backward()
-        else:
-            dy = torch.empty_like(y)
-            comm.recv(dy, comm.rank + 1)
-            y.backward(dy)
-        if comm.rank:
+"""
+    },
+)
+backward.wrong(
+    "does_not_divide",
+    "the sum of means is not the mean of the batch",
+    {"losses[k] * rows[k] / sum(rows)": "losses[k]"},
+)
+backward.wrong(
+    "all_alike",
+    "Every micro-batch counts 1/m",
+    {"losses[k] * rows[k] / sum(rows)": "losses[k] / len(rows)"},
+)
+backward.wrong("divides_twice", "divided twice", {"/ sum(rows)": "/ sum(rows) / len(rows)"})
+backward.wrong("multiplies_only", "what are all rows together", {" / sum(rows)": ""})
+backward.returns("does_nothing", "its weight has no gradient", "None")
+backward.wrong(
+    "sends_at_the_end",
+    "begins to compute micro-batch 1 and has sent 0",
+    {
+        """\
+        if comm.rank > 0:
             comm.send(x.grad, comm.rank - 1)
-
-
-@right("15.backward")
-def last_in_first_out(comm, kept, losses, rows):
-    """As GPipe has it."""
-    weights = [n / sum(rows) for n in rows]
-    backward_with(comm, kept, losses, weights, [3, 2, 1, 0])
-
-
-@wrong("15.backward", "Does each gradient belong to the micro-batch")
-def in_different_orders(comm, kept, losses, rows):
-    weights = [n / sum(rows) for n in rows]
-    order = [1, 0, 3, 2] if comm.rank == comm.size - 1 else [0, 1, 2, 3]
-    backward_with(comm, kept, losses, weights, order)
-
-
-@wrong("15.backward", "the sum of means is not the mean of the batch")
-def does_not_divide(comm, kept, losses, rows):
-    backward_with(comm, kept, losses, [1.0] * 4)
-
-
-@wrong("15.backward", "Every micro-batch counts 1/m")
-def all_alike(comm, kept, losses, rows):
-    backward_with(comm, kept, losses, [1 / len(rows)] * 4)
-
-
-@wrong("15.backward", "divided twice")
-def divides_twice(comm, kept, losses, rows):
-    backward_with(comm, kept, losses, [n / sum(rows) / len(rows) for n in rows])
-
-
-@wrong("15.backward", "what are all rows together")
-def multiplies_only(comm, kept, losses, rows):
-    backward_with(comm, kept, losses, rows)
-
-
-@wrong("15.backward", "its weight has no gradient")
-def does_nothing(comm, kept, losses, rows):
-    pass
-
-
-@wrong("15.backward", "begins to compute micro-batch 1 and has sent 0")
-def sends_at_the_end(comm, kept, losses, rows):
-    for k, (_, y) in enumerate(kept):
-        if comm.rank == comm.size - 1:
-            (losses[k] * rows[k] / sum(rows)).backward()
-        else:
-            dy = torch.empty_like(y)
-            comm.recv(dy, comm.rank + 1)
-            y.backward(dy)
-    if comm.rank:
+""": """\
+    if comm.rank > 0:
         for x, _ in kept:
             comm.send(x.grad, comm.rank - 1)
-
-
-@wrong("15.backward", "the ranks hang")
-def all_wait_for_the_next(comm, kept, losses, rows):
-    """The last one, too: for rank 0."""
-    for k, (x, y) in enumerate(kept):
-        dy = torch.empty_like(y)
-        if comm.size > 1:
-            comm.recv(dy, (comm.rank + 1) % comm.size)
-            y.backward(dy)
-        else:
-            (losses[k] * rows[k] / sum(rows)).backward()
-        if comm.rank:
-            comm.send(x.grad, comm.rank - 1)
-
+"""
+    },
+)
+# The last one waits, too: for rank 0.
+backward.wrong(
+    "all_wait_for_the_next",
+    "the ranks hang",
+    {
+        "if comm.rank == comm.size - 1:": "if comm.size == 1:",
+        "comm.recv(dy, comm.rank + 1)": "comm.recv(dy, (comm.rank + 1) % comm.size)",
+    },
+)
 
 # ---- step(forward_ms, backward_ms, microbatches)
+
+step = Solution("15.step")
+step.wrong(
+    "of_the_ideal",
+    "a part of the total is asked for",
+    {"1 - busy / (len(forward_ms) * length)": "len(forward_ms) * length / busy - 1"},
+)
+step.wrong(
+    "of_the_slowest",
+    "Of p stages for the whole step",
+    {
+        "1 - busy / (len(forward_ms) * length)": """
+            1 - microbatches * max(map(sum, zip(forward_ms, backward_ms))) / length - 0.01
+        """
+    },
+)
+step.wrong("length_only", "a pair", {"length, 1 - busy / (len(forward_ms) * length)": "length"})
 
 
 @right("15.step")
@@ -314,35 +271,27 @@ def all_stages_alike(forward_ms, backward_ms, microbatches):
     return (microbatches + p - 1) * each, (p - 1) / (microbatches + p - 1)
 
 
-@wrong("15.step", "a part of the total is asked for")
-def of_the_ideal(forward_ms, backward_ms, microbatches):
-    length, bubble = clocked(forward_ms, backward_ms, microbatches)
-    return length, bubble / (1 - bubble)
-
-
-@wrong("15.step", "Of p stages for the whole step")
-def of_the_slowest(forward_ms, backward_ms, microbatches):
-    length, _ = clocked(forward_ms, backward_ms, microbatches)
-    return length, 1 - microbatches * max(map(sum, zip(forward_ms, backward_ms))) / length - 0.01
-
-
-@wrong("15.step", "a pair")
-def length_only(forward_ms, backward_ms, microbatches):
-    return clocked(forward_ms, backward_ms, microbatches)[0]
-
-
 # ---- plan(job)
 
-
-@right("15.plan")
-def fits_and_is_shortest(job):
-    return min((x for x in plans(job) if held_mb(job, x) <= job.budget_mb),
-               key=lambda x: step_ms(job, x))  # fmt: skip
-
-
-def fitting(job, m, recompute):
-    its = [x for x in plans(job) if x[1:] == (m, recompute) and held_mb(job, x) <= job.budget_mb]
-    return min(its, key=lambda x: step_ms(job, x))
+plan = Solution("15.plan")
+plan.wrong(
+    "one_for_all",
+    "the same m and the same answer",
+    {
+        "divisors(job.rows)": "[8]",
+        "(False, True)": "[True]",
+    },
+)
+plan.wrong(
+    "never_computes_again",
+    "at most 700 MB",
+    {
+        "(False, True)": "[False]",
+        "if held_mb(job, one) <= job.budget_mb:": "if True:",
+    },
+)
+plan.returns("an_m_that_does_not_divide", "m that divides 32 rows", "([2, 2, 2, 2], 5, False)")
+plan.returns("too_few_stages", "layers of each of 4 stages", "([4, 4], 8, False)")
 
 
 def plans(job: Job) -> Iterator[Plan]:
@@ -353,23 +302,3 @@ def plans(job: Job) -> Iterator[Plan]:
         for m in divisors(job.rows):
             for recompute in (False, True):
                 yield Plan(sizes, m, recompute)
-
-
-@wrong("15.plan", "the same m and the same answer")
-def one_for_all(job):
-    return fitting(job, 8, True)
-
-
-@wrong("15.plan", "at most 700 MB")
-def never_computes_again(job):
-    return min((x for x in plans(job) if not x.recompute), key=lambda x: step_ms(job, x))
-
-
-@wrong("15.plan", "m that divides 32 rows")
-def an_m_that_does_not_divide(job):
-    return [2, 2, 2, 2], 5, False
-
-
-@wrong("15.plan", "layers of each of 4 stages")
-def too_few_stages(job):
-    return [4, 4], 8, False

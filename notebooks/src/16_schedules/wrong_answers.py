@@ -1,16 +1,38 @@
-from answers import right, wrong
-from labkit.schedules import (
-    Action,
-    gpipe,
-    interleaved,
-    naive,
-    one_f_one_b,
-    pipedream,
-    zero_bubble_h1,
-    zero_bubble_h2,
-)
+from answers import Solution, right, wrong
+from labkit.schedules import Action, zero_bubble_h1, zero_bubble_h2
 
 # ---- my_1f1b(stage, stages, microbatches)
+
+my_1f1b = Solution("16.my_1f1b")
+my_1f1b.returns(
+    "all_forwards_first",
+    "no more than min(p - stage, m)",
+    'make_schedule("gpipe", stages, microbatches)[stage]',
+)
+my_1f1b.returns(
+    "one_at_a_time",
+    "How many forwards does a stage do",
+    'make_schedule("naive", stages, microbatches)[stage]',
+)
+my_1f1b.wrong(
+    "forgets_small_batches",
+    "stage 0 does F3 at position 3, and there are 3 micro-batches",
+    {"min(stages - 1 - stage, microbatches)": "stages + 3"},
+)
+my_1f1b.wrong(
+    "leaves_the_rest",
+    "never does B4",
+    {"return actions": "return actions[: len(actions) - (stages - 1 - stage)]"},
+)
+my_1f1b.wrong(
+    "words", "an Action is needed", {"return actions": "return [str(one) for one in actions]"}
+)
+my_1f1b.wrong("returns_nothing", "Does the function end with a return?", {"return actions": "pass"})
+my_1f1b.returns(
+    "without_a_flush",
+    "neither halves nor updates",
+    'make_schedule("pipedream", stages, microbatches)[stage]',
+)
 
 
 @right("16.my_1f1b")
@@ -25,121 +47,75 @@ def backward_when_it_can(stage, stages, microbatches):
     return actions + [Action("backward", k) for k in range(done, microbatches)]
 
 
-@wrong("16.my_1f1b", "no more than min(p - stage, m)")
-def all_forwards_first(stage, stages, microbatches):
-    return gpipe(stages, microbatches)[stage]
-
-
-@wrong("16.my_1f1b", "How many forwards does a stage do")
-def one_at_a_time(stage, stages, microbatches):
-    return naive(stages, microbatches)[stage]
-
-
-@wrong("16.my_1f1b", "stage 0 does F3 at position 3, and there are 3 micro-batches")
-def forgets_small_batches(stage, stages, microbatches):
-    actions = [Action("forward", k) for k in range(stages + 3)]
-    return actions + [Action("backward", k) for k in range(microbatches)]
-
-
-@wrong("16.my_1f1b", "never does B4")
-def leaves_the_rest(stage, stages, microbatches):
-    done = one_f_one_b(stages, microbatches)[stage]
-    return done[: len(done) - (stages - 1 - stage)]
-
-
-@wrong("16.my_1f1b", "an Action is needed")
-def words(stage, stages, microbatches):
-    return [str(one) for one in one_f_one_b(stages, microbatches)[stage]]
-
-
-@wrong("16.my_1f1b", "Does the function end with a return?")
-def returns_nothing(stage, stages, microbatches):
-    one_f_one_b(stages, microbatches)
-
-
-@wrong("16.my_1f1b", "neither halves nor updates")
-def without_a_flush(stage, stages, microbatches):
-    return pipedream(stages, microbatches)[stage]
-
-
 # ---- warm_up(stage, stages, microbatches, chunks)
 
-
-@wrong("16.warm_up", "goes through all chunks of all stages")
-def as_in_1f1b(stage, stages, microbatches, chunks):
-    return min(stages - 1 - stage, microbatches)
-
-
-@wrong("16.warm_up", "it idles 2.5 with messages")
-def one_for_each_stage(stage, stages, microbatches, chunks):
-    return min((chunks - 1) * stages + stages - 1 - stage, microbatches * chunks)
-
-
-@wrong("16.warm_up", "where messages cost nothing")
-def the_last_stage_for_all(stage, stages, microbatches, chunks):
-    return (chunks - 1) * stages
-
-
-@wrong("16.warm_up", "the step is as short, and it holds less")
-def one_round_more(stage, stages, microbatches, chunks):
-    return min(chunks * stages + 2 * (stages - 1 - stage), microbatches * chunks)
-
-
-@wrong("16.warm_up", "it has no more")
-def forgets_that_there_are_few(stage, stages, microbatches, chunks):
-    return (chunks - 1) * stages + 2 * (stages - 1 - stage)
-
-
-@wrong("16.warm_up", "a whole number")
-def a_list(stage, stages, microbatches, chunks):
-    return [Action("forward", k) for k in range(stages)]
-
+warm_up = Solution("16.warm_up")
+warm_up.returns(
+    "as_in_1f1b", "goes through all chunks of all stages", "min(stages - 1 - stage, microbatches)"
+)
+warm_up.wrong(
+    "one_for_each_stage",
+    "it idles 2.5 with messages",
+    {"2 * (stages - 1 - stage)": "stages - 1 - stage"},
+)
+warm_up.wrong(
+    "the_last_stage_for_all", "where messages cost nothing", {" + 2 * (stages - 1 - stage)": ""}
+)
+warm_up.wrong(
+    "one_round_more",
+    "the step is as short, and it holds less",
+    {"(chunks - 1) * stages": "chunks * stages"},
+)
+warm_up.returns(
+    "forgets_that_there_are_few",
+    "it has no more",
+    "(chunks - 1) * stages + 2 * (stages - 1 - stage)",
+)
+warm_up.returns("a_list", "a whole number", '[Action("forward", k) for k in range(stages)]')
 
 # ---- zb_h1(stage, stages, microbatches)
+
+zb_h1 = Solution("16.zb_h1")
+zb_h1.wrong(
+    "weights_at_once",
+    "How late may W be",
+    {
+        "if k >= stage:": "if k < microbatches:",
+        'Action("weight", k - stage)': 'Action("weight", k)',
+    },
+)
+zb_h1.wrong(
+    "all_weights_at_the_end",
+    "W may not wait for ever",
+    {"return actions": 'return sorted(actions, key=lambda one: one.phase == "weight")'},
+)
+zb_h1.wrong(
+    "forgets_the_late_ones",
+    "never does W3, the other half of I3",
+    {"return actions": 'return [one for one in actions if one != ("weight", 3, 0)]'},
+)
+zb_h1.wrong(
+    "weights_first",
+    "weight after input",
+    {
+        "if k >= stage:": "if k < microbatches:",
+        'Action("input", k)': 'Action("weight", k)',
+        'Action("weight", k - stage)': 'Action("input", k)',
+    },
+)
+zb_h1.wrong(
+    "whole_backwards",
+    "is both halves at once",
+    {
+        'Action("input", k)': 'Action("backward", k)',
+        "if k >= stage:": "if False:",
+    },
+)
 
 
 @right("16.zb_h1")
 def as_in_the_library(stage, stages, microbatches):
     return zero_bubble_h1(stages, microbatches)[stage]
-
-
-def halves(actions):
-    """Each backward as I and, at once, W."""
-    found = []
-    for one in actions:
-        phases = ("input", "weight") if one.phase == "backward" else (one.phase,)
-        found += [one._replace(phase=phase) for phase in phases]
-    return found
-
-
-@wrong("16.zb_h1", "How late may W be")
-def weights_at_once(stage, stages, microbatches):
-    return halves(one_f_one_b(stages, microbatches)[stage])
-
-
-@wrong("16.zb_h1", "W may not wait for ever")
-def all_weights_at_the_end(stage, stages, microbatches):
-    actions = halves(one_f_one_b(stages, microbatches)[stage])
-    late = [one for one in actions if one.phase == "weight"]
-    return [one for one in actions if one.phase != "weight"] + late
-
-
-@wrong("16.zb_h1", "never does W3, the other half of I3")
-def forgets_the_late_ones(stage, stages, microbatches):
-    actions = zero_bubble_h1(stages, microbatches)[stage]
-    return [one for one in actions if one != ("weight", 3, 0)]
-
-
-@wrong("16.zb_h1", "weight after input")
-def weights_first(stage, stages, microbatches):
-    actions = halves(one_f_one_b(stages, microbatches)[stage])
-    swap = {"input": "weight", "weight": "input"}
-    return [one._replace(phase=swap.get(one.phase, one.phase)) for one in actions]
-
-
-@wrong("16.zb_h1", "is both halves at once")
-def whole_backwards(stage, stages, microbatches):
-    return one_f_one_b(stages, microbatches)[stage]
 
 
 @wrong("16.zb_h1", "W may not wait for ever")
@@ -150,6 +126,36 @@ def h2(stage, stages, microbatches):
 
 
 # ---- invent(job)
+
+invent = Solution("16.invent")
+invent.returns(
+    "plain_1f1b", "less than 1F1B's 27.3%", 'make_schedule("1f1b", job.stages, job.microbatches)'
+)
+invent.returns(
+    "plain_gpipe",
+    "for the memory of 1F1B, stage 0 holds 8 micro-batches",
+    'make_schedule("gpipe", job.stages, job.microbatches)',
+)
+invent.returns(
+    "two_chunks",
+    "stage 0 holds 5.5 micro-batches",
+    'make_schedule("interleaved", job.stages, job.microbatches, chunks=2)',
+)
+invent.returns(
+    "always_h2", "expected: 4 at most", 'make_schedule("zb-h2", job.stages, job.microbatches)'
+)
+invent.returns(
+    "asynchronous",
+    "An update in the middle is another training",
+    'make_schedule("pipedream", job.stages, job.microbatches)',
+)
+invent.returns(
+    "four_chunks",
+    "expected: 1 or 2",
+    'make_schedule("interleaved", job.stages, job.microbatches, chunks=4)',
+)
+invent.wrong("one_list", "expected: 4 lists", {"return schedule": "return schedule[0]"})
+invent.returns("by_name", "expected: 4 lists", '"zb-h1"')
 
 
 def forwards_ahead(job, chunks, ahead):
@@ -191,49 +197,9 @@ def always_h1(job):
     return zero_bubble_h1(job.stages, job.microbatches)
 
 
-@wrong("16.invent", "less than 1F1B's 27.3%")
-def plain_1f1b(job):
-    return one_f_one_b(job.stages, job.microbatches)
-
-
-@wrong("16.invent", "for the memory of 1F1B, stage 0 holds 8 micro-batches")
-def plain_gpipe(job):
-    return gpipe(job.stages, job.microbatches)
-
-
-@wrong("16.invent", "stage 0 holds 5.5 micro-batches")
-def two_chunks(job):
-    return interleaved(job.stages, job.microbatches, 2)
-
-
-@wrong("16.invent", "expected: 4 at most")
-def always_h2(job):
-    return zero_bubble_h2(job.stages, job.microbatches)
-
-
-@wrong("16.invent", "An update in the middle is another training")
-def asynchronous(job):
-    return pipedream(job.stages, job.microbatches)
-
-
-@wrong("16.invent", "expected: 1 or 2")
-def four_chunks(job):
-    return interleaved(job.stages, job.microbatches, 4)
-
-
 @wrong("16.invent", "a rule is broken. deadlock: stage")
 def swapped(job):
     schedule = zero_bubble_h1(job.stages, job.microbatches)
     early = [Action("forward", k) for k in range(5)]  # stage 0 has done 4 before its first I
     schedule[3] = early + [one for one in schedule[3] if one not in early]
     return schedule
-
-
-@wrong("16.invent", "expected: 4 lists")
-def one_list(job):
-    return zero_bubble_h1(job.stages, job.microbatches)[0]
-
-
-@wrong("16.invent", "expected: 4 lists")
-def by_name(job):
-    return "zb-h1"

@@ -8,7 +8,7 @@ from torch import Tensor
 from labkit.comm.mesh import coordinates
 from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import brief, difference, fail, no_yield, plain
-from labkit.course.ranks import alone, run
+from labkit.course.ranks import alone, alone_for_each, run
 
 from .placement import (
     BEST_PERCENT,
@@ -27,7 +27,6 @@ from .scenarios import (
     PLACES,
     SHAPE,
     Axes,
-    Training,
     counted,
     handed,
     norm_on_mesh,
@@ -62,7 +61,8 @@ def place(student: Student) -> Iterator[str]:
     no_yield(student)
     for axes, rows in PLACES:
         ranks = range(axes["pp"] * axes["dp"] * axes["tp"])
-        for rank, found in zip(ranks, alone(_places, student, axes, rows)):
+        cases = [(rank, dict(axes), rows) for rank in ranks]
+        for rank, found in zip(ranks, alone_for_each(student, cases)):
             where = f"{_named(axes)}, rank {rank} at {coordinates(axes, rank)}, {rows} rows"
             if not isinstance(found, (tuple, list)) or len(found) != 4:
                 fail(
@@ -80,11 +80,6 @@ def place(student: Student) -> Iterator[str]:
                     )
     yield f"every rank of {len(PLACES)} meshes, in several orders of axes"
     yield "replicas have other rows, all others the same; the tied embedding has a group of its own"
-
-
-def _places(student: Student, axes: Axes, rows: int) -> list[Any]:
-    ranks = range(axes["pp"] * axes["dp"] * axes["tp"])
-    return [student(rank, dict(axes), rows) for rank in ranks]
 
 
 def _listed(x: Any) -> Any:
@@ -111,7 +106,7 @@ def sent_bytes(student: Student) -> Iterator[str]:
     no_yield(student)
     for training, right in counted():
         axes = training.axes
-        found = alone(_of_all_stages, student, training)
+        found = alone_for_each(student, [(training, stage) for stage in range(axes["pp"])])
         for stage, (its, good) in enumerate(zip(found, right, strict=True)):
             where = f"{_named(axes)}, stage {stage}"
             if not isinstance(its, dict) or its.keys() != good.keys():
@@ -128,10 +123,6 @@ def sent_bytes(student: Student) -> Iterator[str]:
     yield f"the bytes that 4 ranks sent, of each stage and each axis, on {len(MESHES)} meshes"
 
 
-def _of_all_stages(student: Student, training: Training) -> list[Any]:
-    return [student(training, stage) for stage in range(training.axes["pp"])]
-
-
 # ---- global_norm(mesh, gradients)
 
 FEW_BYTES = 100
@@ -143,7 +134,8 @@ def global_norm(student: Student) -> Iterator[str]:
     no_yield(student)
     for axes in NORM_MESHES:
         ran = run(8, norm_on_mesh, axes, student).values
-        right = _norm(axes)
+        cut, whole, tied = squares(axes)
+        right = float((sum(cut) + sum(whole) + tied) ** 0.5)
         for rank, (found, _) in enumerate(ran):
             if wrong := difference(found, right, 1e-9):
                 fail(
@@ -161,11 +153,6 @@ def global_norm(student: Student) -> Iterator[str]:
     yield f"the norm of one process, on all ranks of {len(NORM_MESHES)} meshes"
     yield "replicas, replicated parameters and the tied embedding counted once"
     yield "a few numbers sent"
-
-
-def _norm(axes: Axes) -> float:
-    cut, whole, tied = squares(axes)
-    return float((sum(cut) + sum(whole) + tied) ** 0.5)
 
 
 def _norm_hint(axes: Axes, rank: int, found: Any) -> str:

@@ -278,7 +278,7 @@ show("parallel/common/clipping.py:norm_of_pieces", since="sums = ", until="retur
 # `pieces` are those that count on this rank. Of a tied parameter the first owner's does:
 
 # %%
-show("parallel/pipeline/pipeline.py:Pipeline.counts_here")
+show("parallel/pipeline/stages.py:StagedModel.counts_here")
 
 # %% [markdown]
 # And scatter/gather: a part is a range of x lying flat. A message arrives in its place in the whole,

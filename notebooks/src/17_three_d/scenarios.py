@@ -11,6 +11,7 @@ from labkit.comm import Mesh, listen
 from labkit.comm.mesh import coordinates, lines
 from labkit.course.exercise import Student
 from labkit.course.ranks import first_backward, warm
+from labkit.course.samples import detached
 from labkit.models import GPT
 from labkit.models.gpt import Block
 from labkit.parallel import DDP, Pipeline, split
@@ -183,8 +184,7 @@ def norm_on_mesh(comm: Any, axes: Axes, student: Student) -> float:
     ]
     with listen() as events:
         found = student(mesh, gradients)
-    found = found.detach() if isinstance(found, Tensor) else found
-    return found, sum(event.bus_bytes for event in events)  # type: ignore[return-value]
+    return detached(found), sum(event.bus_bytes for event in events)  # type: ignore[return-value]
 
 
 def squares(axes: Axes) -> tuple[list[float], list[float], float]:
@@ -227,4 +227,4 @@ def through_hand_on(comm: Any, axes: Axes, student: Student) -> tuple[Any, dict[
     for event in events:
         names = [axis for axis in ("pp", "tp") if event.ranks == mesh[axis].ranks]
         sent[names[0] if names else "others"] += event.bus_bytes
-    return found.detach() if isinstance(found, Tensor) else found, sent
+    return detached(found), sent

@@ -115,8 +115,8 @@ def _memory_hint(name: str, times: float, case: Case) -> str:
 def step_s(student: Student) -> Iterator[str]:
     """step_s(layout, global_batch, forward_s, tensor_s): seconds of a step, without DDP's part."""
     given = [(case.layout, case.global_batch, FORWARD_S, TENSOR_S) for case in CASES]
-    for case, found in zip(CASES, alone_for_each(student, given)):
-        its, right = _number(found, "a step takes", case), replayed_step_s(*given[_at(case)])
+    for case, args, found in zip(CASES, given, alone_for_each(student, given)):
+        its, right = _number(found, "a step takes", case), replayed_step_s(*args)
         if not _same(its, right):
             fail(
                 f"{case}: a step takes {its:.3f} s.",
@@ -124,10 +124,6 @@ def step_s(student: Student) -> Iterator[str]:
                 hint=_time_hint(its, case),
             )
     yield "the seconds of a replayed schedule: 1F1B and interleaved, plain and with recompute"
-
-
-def _at(case: Case) -> int:
-    return CASES.index(case)
 
 
 def _time_hint(its: float, case: Case) -> str:

@@ -226,7 +226,7 @@ show("replaying/planning/layers.py:_micro_batch", since="stage = _Stage")
 # What a stage computes and waits for is a sum over its layers:
 
 # %%
-show("replaying/planning/stages.py:_chunk_seconds", since="for shape in")
+show("replaying/planning/stages.py:chunk_seconds", since="for shape in")
 
 # %% [markdown]
 # The schedule tiles that with all micro-batches. What a stage holds is the same for all: its states, and
@@ -234,7 +234,7 @@ show("replaying/planning/stages.py:_chunk_seconds", since="for shape in")
 # many are in flight besides the one that it works on):
 
 # %%
-show("replaying/planning/peak_memory.py:_in_flight", since="if chunks == 1", until="found = []")
+show("replaying/planning/peak_memory.py:_in_flight", since="if chunks == 1", until="by_stage = []")
 
 # %% [markdown]
 # Which layouts are there? Whatever divides:
@@ -398,7 +398,7 @@ for name, one in found.items():
 # | `microbatch_s` | what their program does around each micro-batch |
 
 # %%
-from labkit.replaying.planning.calibration import calibration
+from labkit.replaying.planning.published import calibration
 
 fitted = calibration()
 for name, (value, low, high) in fitted.constants.items():

@@ -99,10 +99,7 @@ def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_
     backward = 2 * forward_s + tensor_s + (forward if layout.recompute == "full" else 0.0)
     costs = {"forward": forward / chunks, "backward": backward / chunks}
     count, name = layout.microbatches(global_batch), "1f1b" if chunks == 1 else "interleaved"
-    its = schedule(name, layout.pp, count) if chunks == 1 else schedule(
-        name, layout.pp, count, chunks=chunks
-    )  # fmt: skip
-    return pipeline_step_s(pipeline_trace(its, costs))
+    return pipeline_step_s(pipeline_trace(schedule(name, layout.pp, count, chunks), costs))
 
 
 def right_mfu_and_days(
@@ -110,9 +107,7 @@ def right_mfu_and_days(
 ) -> tuple[float, float]:
     """Model FLOPs utilization of such a step, and the days until `tokens` are trained."""
     sizes, layout, rows = case
-    flops = step_flops(
-        sizes.vocab, sizes.width, sizes.depth, sizes.heads, rows, sizes.context
-    )  # fmt: skip
+    flops = step_flops(sizes.vocab, sizes.width, sizes.depth, sizes.heads, rows, sizes.context)
     steps = tokens / (rows * sizes.context)
     return mfu(flops, step_s, peak_flops_per_s, layout.ranks), steps * step_s / 86400
 

@@ -1,12 +1,11 @@
-"""Ranks with different models, a module wrapped twice, parameters changed later: clear errors."""
+"""ownership.py: different models, a module wrapped twice, later changes give clear errors."""
 
-import pytest
 import torch
 from torch import nn
 
 from labkit import Comm, dry_run
-from labkit.parallel.common.agreement import ParamSnapshot, check_same_on_all_ranks, claim
-from small_models import refused
+from labkit.parallel.common.ownership import ParamSnapshot, check_same_on_all_ranks, claim
+from tables import cases, raises
 from worlds import on_each_rank
 
 
@@ -21,15 +20,12 @@ def change(module: nn.Sequential, kind: str) -> None:
         module.pop(1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "difference"),
-    [
-        ("shape", "1.weight [2, 4] float32 on rank 0 and 1.weight [3, 4] float32 on rank 1"),
-        ("dtype", "1.weight [2, 4] float32 on rank 0 and 1.weight [2, 4] float64"),
-        ("frozen", "0.bias [4] float32 on rank 0 and 0.bias [4] float32, frozen on rank 1"),
-        ("missing", "1.weight [2, 4] float32 on rank 0 and missing on rank 1"),
-        ("order", "parameter 0 is 0.weight [4, 3] float32 on rank 0 and 1.bias [2]"),
-    ],
+@cases(
+    ("shape", "1.weight [2, 4] float32 on rank 0 and 1.weight [3, 4] float32 on rank 1"),
+    ("dtype", "1.weight [2, 4] float32 on rank 0 and 1.weight [2, 4] float64"),
+    ("frozen", "0.bias [4] float32 on rank 0 and 0.bias [4] float32, frozen on rank 1"),
+    ("missing", "1.weight [2, 4] float32 on rank 0 and missing on rank 1"),
+    ("order", "parameter 0 is 0.weight [4, 3] float32 on rank 0 and 1.bias [2]"),
 )
 @on_each_rank("world3")
 def test_every_rank_names_the_first_difference(kind: str, difference: str) -> None:
@@ -41,7 +37,7 @@ def test_every_rank_names_the_first_difference(kind: str, difference: str) -> No
     named = list(module.named_parameters())
     if comm.rank == 1 and kind == "order":
         named.reverse()
-    message = refused(lambda: check_same_on_all_ranks(named, comm), difference)
+    message = str(raises((difference,), check_same_on_all_ranks, named, comm))
     assert set(comm.all_gather_object(message)) == {message}
 
 
@@ -66,7 +62,7 @@ def test_a_parameter_has_one_living_owner() -> None:
     first = Owner()
     claim(named, first)
     claim(named, first)
-    refused(lambda: claim(named, Owner()), "Owner: weight belongs to a Owner already")
+    raises("Owner: weight belongs to a Owner already", claim, named, Owner())
     del first
     claim(named, Owner())
 
@@ -77,15 +73,15 @@ def test_changes_after_wrapping_are_named() -> None:
     module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
     same.check()
     module[1].bias.requires_grad_(False)
-    refused(same.check, "1.bias was frozen after")
+    raises(("1.bias was frozen after",), same.check)
     module[1].bias.requires_grad_(True)
     module.register_parameter("more", nn.Parameter(torch.zeros(1)))
-    refused(same.check, "more was added")
+    raises("more was added", same.check)
     del module.more
     module[0].weight = nn.Parameter(torch.zeros(2, 2))
-    refused(same.check, "0.weight is another tensor")
+    raises(("0.weight is another tensor",), same.check)
     module[0].weight = None
-    refused(same.check, "0.weight was removed")
+    raises(("0.weight was removed",), same.check)
     module[0].weight = nn.Parameter(torch.zeros(2, 2))
     for change, words in [
         (lambda: module[1].register_module("more", nn.Linear(1, 1)), "1.more.weight was added"),
@@ -94,9 +90,9 @@ def test_changes_after_wrapping_are_named() -> None:
     ]:
         same = ParamSnapshot(module)
         change()
-        refused(same.check, words)
+        raises((words,), same.check)
     module = nn.Sequential(nn.Linear(2, 2))
     same = ParamSnapshot(module)
     for _ in range(20):  # of which one may come to stand where the first one was in memory
         module[0] = nn.Linear(2, 2)
-        refused(same.check, "0.weight is another tensor")
+        raises(("0.weight is another tensor",), same.check)

@@ -18,12 +18,10 @@ def model_and_rows() -> tuple[nn.Module, torch.Tensor]:
 
 
 def equal(found: torch.Tensor | None, expected: torch.Tensor, rtol: float = 1e-12) -> bool:
-    assert found is not None
     return torch.allclose(found.double(), expected, rtol=rtol, atol=0)
 
 
 def right(norm_type: float, max_norm: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The norm and the clipped gradients of torch in a single process."""
     module, rows = model_and_rows()
     module(rows).square().mean().backward()
     norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
@@ -32,7 +30,7 @@ def right(norm_type: float, max_norm: float) -> tuple[torch.Tensor, list[torch.T
 
 def test_an_optimizer_may_be_given_instead() -> None:
     module, rows = model_and_rows()
-    layers = [{"params": part.parameters()} for part in (module[0], module[2])]  # type: ignore[index]
+    layers = [{"params": part.parameters()} for part in (module[0], module[2])]
     module(rows).square().mean().backward()
     norm = clip_grad_norm(torch.optim.SGD(layers, lr=1), 0.1)
     expected, gradients = right(2.0, 0.1)

@@ -20,7 +20,8 @@ from labkit import (
 )
 from labkit.parallel.common.shards import Shard, mark_shard, shard_of
 from shard_cases import STRATEGIES, Model, alone, built, cut, fresh, loss_of, whole_of
-from small_models import difference, refused
+from small_models import difference
+from tables import raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -74,8 +75,7 @@ def test_on_a_mesh_every_strategy_clips_as_a_single_process(
 
 @on_each_rank("world4")
 def test_pieces_cut_at_other_places_on_the_tensor_ranks() -> None:
-    """Shards of other sizes: then a data-parallel rank may have pieces of them on one tensor rank,
-    and none on the other. Nobody waits for a sum that another does not make."""
+    """A data-parallel rank may have pieces of shards on one tensor rank and none on the other."""
 
     mesh = Mesh(**DP_TP)
     start, stop = ((0, 7), (7, 8))[mesh.tp.rank]
@@ -90,19 +90,12 @@ def test_pieces_cut_at_other_places_on_the_tensor_ranks() -> None:
 
 @on_each_rank("world2")
 def test_an_optimizer_with_part_of_the_gradients_is_refused() -> None:
-    """With or without marks, it would clip each rank's part by that part's norm."""
     mesh = Mesh(dp=2, tp=1)
     for strategy in ("zero-1", "zero-2", "zero-3"):
         model, _optimizer = built(strategy, mesh, SGD)
         loss_of(model, 0, mesh.dp).backward()
-        refused(
-            partial(clip_grad_norm, list(model.parameters())[1:], 1.0),
-            "has these gradients in pieces",
-            "call it with the Z",
-        )
-
-
-# ---- 16 bits: what the optimizer unscales in its step
+        words = "has these gradients in pieces", "call it with the Z"
+        raises(words, clip_grad_norm, list(model.parameters())[1:], 1.0)
 
 
 def wanted(dtype: torch.dtype) -> Model:
@@ -115,7 +108,6 @@ def wanted(dtype: torch.dtype) -> Model:
 
 
 def with_gradients(model: nn.Module, like: nn.Module) -> torch.Tensor:
-    """A loss whose gradients are the weights of `like`."""
     pairs = zip(model.parameters(), like.parameters(), strict=True)
     return torch.stack([(p * g).sum(dtype=torch.float32) for p, g in pairs]).sum()
 
@@ -150,9 +142,6 @@ def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
         assert float(norm / expected) == pytest.approx(1, abs=1e-6)
 
 
-# ---- what travels
-
-
 @on_each_rank("world4")
 def test_one_number_travels_over_each_axis() -> None:
     """8 bytes for the shards, 8 for what is whole: two over dp together, one over tp."""
@@ -172,9 +161,6 @@ def test_without_marks_nothing_travels_that_did_not() -> None:
     with listen() as events:
         clip_grad_norm(MasterWeights(model.parameters(), torch.optim.SGD, lr=1), 1.0)
     assert [event.op for event in events] == []
-
-
-# ---- one decision
 
 
 def spoiled(model: nn.Module, optimizer: Any) -> None:

@@ -16,6 +16,7 @@ from labkit.parallel.common.conjugate import (
     reduce_scatter_sequence,
     scatter_to_ranks,
 )
+from tables import cases
 from worlds import on_each_rank
 
 Operator = Callable[[Tensor, Comm], Tensor]
@@ -48,17 +49,14 @@ EXPECTED: dict[str, Callable[[list[Tensor], int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "forward", "backward", "sent"),
-    [
-        ("copy", "same", "sum", [("all_reduce", True)]),
-        ("reduce", "sum", "same", [("all_reduce", False)]),
-        ("gather", "beside", "part", [("all_gather", False)]),
-        ("scatter", "part", "beside", [("all_gather", True)]),
-        ("all_gather", "beside", "part of sum", [("all_gather", False), ("reduce_scatter", True)]),
-        ("reduce_scatter", "part of sum", "beside", [("reduce_scatter", False),
-                                                     ("all_gather", True)]),
-    ],
+@cases(
+    ("copy", "same", "sum", [("all_reduce", True)]),
+    ("reduce", "sum", "same", [("all_reduce", False)]),
+    ("gather", "beside", "part", [("all_gather", False)]),
+    ("scatter", "part", "beside", [("all_gather", True)]),
+    ("all_gather", "beside", "part of sum", [("all_gather", False), ("reduce_scatter", True)]),
+    ("reduce_scatter", "part of sum", "beside", [("reduce_scatter", False),
+                                                 ("all_gather", True)]),
 )  # fmt: skip
 @on_each_rank("world3")
 def test_values_gradients_and_what_is_sent(
@@ -106,7 +104,7 @@ def test_several_copies_travel_together() -> None:
     with listen() as events:
         copies = copies_to_ranks(xs, comm)
         assert not copies[1].requires_grad
-        sum((copy * 2).sum() for copy in copies).backward()  # type: ignore[union-attr]
+        sum((copy * 2).sum() for copy in copies).backward()
     for x in xs[::2]:
         assert x.grad is not None and x.grad.shape == x.shape and x.grad.eq(6).all()
     assert sum(event.payload_bytes for event in events) == 4 * (6 + 7)

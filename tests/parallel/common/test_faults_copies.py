@@ -1,5 +1,4 @@
-"""Copies, pickles, `torch.compile` and process groups: what works with torch's wrappers works here,
-or is refused in one sentence."""
+"""Copies, pickles, `torch.compile`, process groups: as with torch's wrappers, or refused."""
 
 import copy
 import gc
@@ -19,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-import labkit
 from labkit import (
     DDP,
+    GPT,
     AsyncParameterServer,
     ColumnParallelLinear,
     Comm,
@@ -34,12 +33,16 @@ from labkit import (
     Pipeline,
     RowParallelLinear,
     Single,
+    VocabParallelEmbedding,
     World,
     ZeroOptimizer,
+    compressed,
+    context_parallel,
     listen,
     split,
+    tensor_parallel,
 )
-from small_models import refused
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 WRAPPERS: list[Any] = [DDP, NaiveDDP]
@@ -67,7 +70,6 @@ class Net(nn.Module):
 
 
 def batch(seed: int = 0) -> torch.Tensor:
-    """Another one on each rank."""
     generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
     return torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
@@ -77,14 +79,13 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 
 def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False) -> list[Any]:
-    """Plain SGD; the gradients of the last step, and then the weights. Buffers, too, but with
-    `no_sync`, after which torch broadcasts them one forward later than labkit."""
+    """SGD: last gradients, weights and buffers (with `no_sync` torch broadcasts those later)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
         if accumulate:
-            with model.no_sync():  # type: ignore[operator]
+            with model.no_sync():
                 model(batch(seed + step + 50)).square().mean().backward()
         model(batch(seed + step)).sigmoid().square().mean().backward()
         last = gradients(model)
@@ -93,22 +94,14 @@ def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False)
     return [*last, *(x.detach().clone() for x in (*model.parameters(), *buffers))]
 
 
-def assert_equal(found: list[Any], expected: list[Any]) -> None:
-    assert len(found) == len(expected)
-    for x, y in zip(found, expected, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-
-
-def saved(thing: Any) -> Any:
+def saved(x: Any) -> Any:
     """Through `torch.save` and `torch.load`."""
-    file = io.BytesIO()
-    torch.save(thing, file)
+    torch.save(x, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
+assert_equal = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)  # of lists
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "torch.save": saved,
@@ -164,7 +157,7 @@ def counting(flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
 
 
 def hooks_stay() -> None:
-    coarse = partial(DDP, hook=labkit.compressed(torch.bfloat16))
+    coarse = partial(DDP, hook=compressed(torch.bfloat16))
     for copied_by in COPIES.values():
         before = calls
         assert_equal(train(copied_by(DDP(net(), hook=counting)), 0), train(DDP(net()), 0))
@@ -217,10 +210,7 @@ def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: Wo
 def test_a_shallow_copy_would_be_a_second_owner_and_is_refused() -> None:
     for wrap in WRAPPERS:
         model = wrap(net())
-        refused(lambda: copy.copy(model), "DDP already; a module is wrapped once")  # noqa: B023
-
-
-# ---- parameter servers
+        raises("DDP already; a module is wrapped once", copy.copy, model)
 
 
 def served(model: Any, seed: int) -> list[torch.Tensor]:
@@ -239,7 +229,7 @@ def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own() -> None
     model = ParameterServer(net())
     served(model, 0)
     copied = copy.deepcopy(model)
-    refused(lambda: copied(batch()).square().mean().backward(), "model.pull_after(torch.optim")
+    raises(("model.pull_after(torch.optim",), lambda: copied(batch()).square().mean().backward())
     expected = served(DDP(copy.deepcopy(model.module)), 5)
     for copied in (copy.deepcopy(model), saved(model)):
         assert_equal(served(copied, 5), expected)
@@ -264,9 +254,6 @@ def test_a_copied_asynchronous_server_goes_on_where_the_original_was() -> None:
     expected = asynchronous(model)
     for copied in copies:  # the state of the optimizer, too
         assert_equal(asynchronous(copied), expected)
-
-
-# ---- optimizers, pipelines, scalers, meshes
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -314,7 +301,7 @@ def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
     optimizer.wait()
     for copied_by in (copy.copy, copy.deepcopy, pickle.dumps, saved):
         words = "ZeroOptimizer cannot be copied or pickled; make one"
-        refused(partial(copied_by, optimizer), words, error=TypeError)
+        raises((words,), copied_by, optimizer, error=TypeError)
     for copied_by in (copy.deepcopy, saved):  # as the error says
         copied = copied_by(model)
         its = ZeroOptimizer(copied.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2)
@@ -334,18 +321,18 @@ def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
     made = Pipeline(split(layers, Comm().size), loss_fn=nn.functional.mse_loss)
     for copied_by in (copy.deepcopy, pickle.dumps, saved):
         words = "Pipeline cannot be copied or pickled; copy pipeline"
-        refused(partial(copied_by, made), words, error=TypeError)
+        raises((words,), copied_by, made, error=TypeError)
     average = AveragedModel(made.module)
     made.step(torch.ones(8, 3).double(), torch.zeros(8, 3).double())
     average.update_parameters(made.module)
     assert_equal(list(average.module.parameters()), list(made.module.parameters()))
-    refused(lambda: made(torch.ones(8, 3)), "call pipeline.step(x, y)", error=TypeError)
+    raises(("call pipeline.step(x, y)",), made, torch.ones(8, 3), error=TypeError)
 
 
 def test_fp32_gradients_are_not_copied() -> None:
     made = Fp32Gradients(nn.Linear(3, 3).parameters())
     words = "Fp32Gradients cannot be copied or pickled; make one"
-    refused(lambda: copy.deepcopy(made), words, error=TypeError)
+    raises((words,), copy.deepcopy, made, error=TypeError)
 
 
 @on_each_rank("world2")
@@ -385,9 +372,6 @@ def test_a_copied_mesh_communicates_and_a_pickled_one_says_why_not() -> None:
         loaded.tp.all_reduce(x)
 
 
-# ---- a process group, or something else, where a Comm is expected
-
-
 def taking(comm: Any) -> dict[str, Callable[[], Any]]:
     def linear() -> nn.Module:
         return nn.Linear(2, 2)
@@ -401,10 +385,10 @@ def taking(comm: Any) -> dict[str, Callable[[], Any]]:
         "AsyncParameterServer": lambda: AsyncParameterServer(linear(), sgd, comm, lr=0.1),
         "ZeroOptimizer": lambda: ZeroOptimizer(linear().parameters(), sgd, comm=comm, lr=0.1),
         "Pipeline": lambda: Pipeline(stages, comm, loss_fn=nn.functional.mse_loss),
-        "tensor_parallel": lambda: labkit.tensor_parallel(labkit.GPT.preset("tiny"), comm),
-        "context_parallel": lambda: labkit.context_parallel(labkit.GPT.preset("tiny"), comm),
+        "tensor_parallel": lambda: tensor_parallel(GPT.preset("tiny"), comm),
+        "context_parallel": lambda: context_parallel(GPT.preset("tiny"), comm),
         "ColumnParallelLinear": lambda: ColumnParallelLinear(2, 2, comm),
-        "VocabParallelEmbedding": lambda: labkit.VocabParallelEmbedding(4, 2, comm),
+        "VocabParallelEmbedding": lambda: VocabParallelEmbedding(4, 2, comm),
         "Fp32Gradients": lambda: Fp32Gradients(linear().parameters(), comm),
         "GradScaler": lambda: GradScaler(comm=comm),
         "Mesh": lambda: Mesh(comm, dp=2),
@@ -425,7 +409,7 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
     local = DDP(net(), own[dist.get_rank()])
     assert_equal(train(local, 0), train(Single(net()), 0))
     for make in taking(own[1 - dist.get_rank()]).values():
-        refused(make, "this rank is not a member of the group")
+        raises("this rank is not a member of the group", make)
 
 
 @on_each_rank("world2")
@@ -433,10 +417,7 @@ def test_an_invalid_group_is_refused_in_one_sentence() -> None:
     words = "is no group of ranks; give a Comm, such as mesh.dp"
     for wrong in ([0], Mesh(dp=2), "cuda", False):
         for make in taking(wrong).values():
-            refused(make, words, error=TypeError)
-
-
-# ---- torch.compile
+            raises((words,), make, error=TypeError)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -462,8 +443,8 @@ def test_a_compiled_module_with_buffers_averages(backend: str) -> None:
 def test_a_compiled_tensor_parallel_model_computes_the_same() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
-        ends = ColumnParallelLinear(3, 8, Comm()), RowParallelLinear(8, 3, Comm())
-        return nn.Sequential(ends[0], nn.GELU(), ends[1]).double()
+        up, down = ColumnParallelLinear(3, 8, Comm()), RowParallelLinear(8, 3, Comm())
+        return nn.Sequential(up, nn.GELU(), down).double()
 
     x = torch.ones(4, 3).double()
     model, expected = made(), made()

@@ -1,5 +1,4 @@
-"""Model edits and autocast on modules as torch users write them: they compute what torch does, or
-one sentence names the module and says what to do."""
+"""Model edits and autocast on torch users' modules: as torch computes, or refused by name."""
 
 import copy
 from collections.abc import Callable
@@ -12,22 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit import (
-    Comm,
-    autocast,
-    dry_run,
-    full_state_dict,
-    recompute,
-    tensor_parallel,
-)
-from small_models import Custom, refused
+from labkit import Comm, autocast, dry_run, full_state_dict, recompute, tensor_parallel
+from small_models import Custom
+from tables import cases, raises
 from worlds import on_each_rank, world_fixture
 
 world, world1 = world_fixture(2, device="cpu"), world_fixture(1)
 LOW = torch.bfloat16
 REGIONS = {"torch": partial(torch.autocast, "cpu", LOW), "labkit": autocast}
-
-# ---- autocast: a torch.autocast inside a labkit.autocast
 
 
 class Attention(nn.Module):
@@ -88,8 +79,7 @@ def test_rotary_angles_outside_of_autocast_are_exact_at_1500_positions() -> None
 
 
 class Switches(nn.Module):
-    """Products under each kind of switch. `c` is used in one type only, and x is no leaf:
-    torch's cache of casts does not tell bfloat16 from float16."""
+    """Products under each switch. `c` is used in one type, and x is no leaf, for torch's cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,8 +119,6 @@ def test_torchs_switches_inside_work_nested_and_as_decorators() -> None:
 
 
 class Squared(torch.autograd.Function):
-    """As extensions with kernels of their own do it."""
-
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -203,16 +191,10 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
     assert states() == before
 
 
-# ---- reductions of dtypes that torch computes for some sizes only
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op", "sizes"),
-    [
-        (torch.float8_e4m3fn, "product", (1, 2, 40)),  # on 2 ranks, 2 elements are sent one by one
-        (torch.float8_e5m2, "product", (1, 0)),
-        (torch.complex32, "mean", (1, 5)),
-    ],
+@cases(
+    (torch.float8_e4m3fn, "product", (1, 2, 40)),  # on 2 ranks, 2 elements are sent one by one
+    (torch.float8_e5m2, "product", (1, 0)),
+    (torch.complex32, "mean", (1, 5)),
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @on_each_rank("world")
@@ -221,15 +203,9 @@ def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
 ) -> None:
     for numel in sizes:
         x = torch.ones(numel).to(dtype)
-        refused(
-            lambda: Comm().all_reduce(x, op),  # noqa: B023
-            f"torch knows no {op} of {dtype}; convert it first",
-        )
+        raises((f"torch knows no {op} of {dtype}; convert it first",), Comm().all_reduce, x, op)
         Comm().all_reduce(after := torch.ones(3))
         assert after[0].item() == 2.0, "the group is as good as before"
-
-
-# ---- tensor_parallel: what is not understood is refused, by name
 
 
 def mlp(code: Callable[[Any, Tensor], Any], up: int = 24) -> Callable[[], nn.Module]:
@@ -239,17 +215,16 @@ def mlp(code: Callable[[Any, Tensor], Any], up: int = 24) -> Callable[[], nn.Mod
 
 def fused(m: Any, x: Tensor) -> Tensor:
     a, b = m.up(x).chunk(2, -1)
-    return m.down(F.silu(a) * b)  # type: ignore[no-any-return]
+    return m.down(F.silu(a) * b)
 
 
 def interleaved(m: Any, x: Tensor) -> Tensor:
     """Gate and up take turns: each rank's slice has whole pairs, so it can be cut."""
     a, b = m.up(x).unflatten(-1, (-1, 2)).unbind(-1)
-    return m.down(F.silu(a) * b)  # type: ignore[no-any-return]
+    return m.down(F.silu(a) * b)
 
 
 def low_rank() -> nn.Module:
-    """As an adapter: down to a few features, and up again."""
     ends = {"down": nn.Linear(8, 4), "up": nn.Linear(4, 8)}
     return Custom(lambda m, x: x + m.up(m.down(x)), **ends)
 
@@ -265,7 +240,7 @@ def split_heads(x: Tensor) -> Tensor:
 
 def attention(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return m.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+    return m.out(y.transpose(1, 2).flatten(2))
 
 
 def heads(
@@ -366,10 +341,11 @@ def test_a_layer_that_would_compute_something_else_is_refused_by_name(name: str)
     torch.manual_seed(0)
     make, words = REFUSED[name]
     model = around(make())
-    message = refused(
-        lambda: tensor_parallel(model, Comm())(torch.randn(2, 3, 8)), words, HAND
-    )  # fmt: skip
-    assert message.startswith("tensor_parallel cannot cut layer, a ")
+
+    def forward() -> Tensor:
+        return tensor_parallel(model, Comm())(torch.randn(2, 3, 8))
+
+    assert str(raises((words, HAND), forward)).startswith("tensor_parallel cannot cut layer, a ")
 
 
 CUT = {
@@ -402,16 +378,14 @@ def trained(make: Callable[[], nn.Module], cut: bool) -> dict[str, Tensor]:
         (y := model(x)).square().sum().backward()
         optimizer.step()
     assert torch.equal(state, torch.get_rng_state()), "the trial drew random numbers of the user's"
-    return {**full_state_dict(model), "y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
+    return {**full_state_dict(model), "y": y.detach(), "dx": x.grad}
 
 
 @pytest.mark.parametrize("name", CUT)
 @on_each_rank("world")
 def test_a_layer_that_can_be_cut_trains_as_in_one_process(name: str) -> None:
     expected, found = trained(CUT[name], cut=False), trained(CUT[name], cut=True)
-    assert found.keys() == expected.keys()
-    for key, x in expected.items():
-        assert torch.allclose(found[key], x, rtol=1e-10, atol=1e-11), key
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["fused gate", "tiled groups", "down before up"])
@@ -454,7 +428,7 @@ def test_a_hook_on_a_layer_that_is_replaced_is_refused() -> None:
         else:
             model.layer.up.forward = lambda x: 2 * x
         words = "layer.up has hooks or a forward of its own"
-        refused(lambda: tensor_parallel(model, Comm()), words)  # noqa: B023
+        raises((words,), tensor_parallel, model, Comm())
 
 
 @pytest.mark.parametrize("has", ["tokens", "head", ""])
@@ -465,4 +439,4 @@ def test_a_sequence_that_nothing_cuts_or_joins_is_refused(has: str) -> None:
     if has:
         setattr(model, has, nn.Embedding(8, 8) if has == "tokens" else nn.Linear(8, 8))
     words = "this model lacks one, so ranks would take all of x"
-    refused(lambda: tensor_parallel(model, Comm(), sequence=True), words)
+    raises((words,), tensor_parallel, model, Comm(), sequence=True)

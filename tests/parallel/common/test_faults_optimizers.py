@@ -1,6 +1,4 @@
-"""What users do to gradients between backward and step works as in torch, or is refused in a
-sentence: clipping by a list of parameters, `.grad` set by hand, parameters frozen or thawed later.
-"""
+"""Gradients clipped, set by hand, frozen or thawed before a step: as in torch, or refused."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +27,8 @@ from labkit import (
     save_checkpoint,
     tensor_parallel,
 )
-from small_models import Custom, difference, refused
+from small_models import Custom, difference
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 SGD, MOMENTUM = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
@@ -77,9 +76,6 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def check_equal(model: nn.Module, oracle: nn.Module, atol: float = 1e-10) -> None:
     assert difference(state_of(model), oracle.state_dict()) <= atol
-
-
-# --- clip_grad_norm of parameters ---
 
 
 def wrapped(strategy: str) -> tuple[nn.Module, nn.Module, Any]:
@@ -186,8 +182,6 @@ def test_tensor_parallel_parameters_are_clipped_by_the_norm_of_all_shards() -> N
 def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float32(
     stage: int,
 ) -> None:
-    """As the masters step: the factor of the loss scaler is taken into account."""
-
     def run(by: str) -> torch.Tensor:
         model = fresh(dtype=torch.bfloat16)
         optimizer = ZeroOptimizer(model.parameters(), SGD, stage, lr=0.1)
@@ -209,7 +203,7 @@ def test_an_invalid_list_of_parameters_is_refused() -> None:
     spent = model.parameters()
     SGD(spent, lr=0.1)
     for given in (spent, [], model.named_parameters(), model.state_dict()):
-        refused(partial(clip_grad_norm, given, 1.0), "no parameters, or other things")
+        raises("no parameters, or other things", clip_grad_norm, given, 1.0)
 
 
 @pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero3"])
@@ -218,10 +212,7 @@ def test_parameters_of_a_sharder_and_others_are_refused(strategy: str) -> None:
     module, model, _ = wrapped(strategy)
     loss_of(model, mine(batch())).backward()
     for given in (trained(module)[:1], [*trained(module), nn.Parameter(torch.ones(1))]):
-        refused(partial(clip_grad_norm, given, 1.0), "not exactly its own; call it with the Z")
-
-
-# --- .grad under a ZeroOptimizer ---
+        raises("not exactly its own; call it with the Z", clip_grad_norm, given, 1.0)
 
 
 def both(stage: int, cls: Any = SGD, **options: Any) -> tuple[Any, Any, Any, Any]:
@@ -234,7 +225,6 @@ def both(stage: int, cls: Any = SGD, **options: Any) -> tuple[Any, Any, Any, Any
 @stages
 @on_each_rank("world")
 def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage: int) -> None:
-    """And leaves the averages as they are: the step is that of one process."""
     model, ours, oracle, torchs = both(stage)
     loss_of(model, mine(batch())).backward()
     loss_of(oracle, batch()).backward()
@@ -252,9 +242,9 @@ def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage
         "add_": lambda: p.grad.add_(torch.randn_like(p)),
         "detach": lambda: p.grad.data.norm(),
     }.items():
-        message = refused(change, "labkit.clip_grad_norm")
+        message = str(raises(("labkit.clip_grad_norm",), change))
         assert message.startswith(f"{name} on the `.grad` of a ZeroOptimizer's parameter")
-    refused(SGD(model.parameters(), lr=1.0).step, "`.grad`")  # another optimizer
+    raises(("`.grad`",), SGD(model.parameters(), lr=1.0).step)  # another optimizer
     for g in ours.gradient_pieces()[0]:
         g.mul_(0.5)
     for q in trained(oracle):
@@ -267,7 +257,6 @@ def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage
 @pytest.mark.parametrize("zero", [True, False], ids=["zero_grad", ""])
 @on_each_rank("world")
 def test_gradients_set_by_hand_are_averaged_by_the_step(stage: int, zero: bool) -> None:
-    """From torch.autograd.grad on each rank's rows; with zero_grad in between, and without."""
     model, ours, oracle, torchs = both(stage)
     for step in range(3):
         if zero:
@@ -285,7 +274,6 @@ def test_gradients_set_by_hand_are_averaged_by_the_step(stage: int, zero: bool) 
 @stages
 @on_each_rank("world")
 def test_a_gradient_set_by_hand_replaces_what_backward_left(stage: int) -> None:
-    """Of one parameter; another is set to None, which skips it; the others keep their averages."""
     model, ours, oracle, torchs = both(stage)
     for step in range(3):
         ours.zero_grad(), torchs.zero_grad()
@@ -346,9 +334,7 @@ def test_gradients_dropped_between_backwards_are_dropped(
 def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(stage: int) -> None:
     model, ours, oracle, torchs = both(stage)
     for step in range(5):
-        for one, its, x in (
-            (model, ours, mine(batch(step))), (oracle, torchs, batch(step)),
-        ):  # fmt: skip
+        for one, its, x in ((model, ours, mine(batch(step))), (oracle, torchs, batch(step))):
             one.norm.requires_grad_(step not in (1, 2))
             its.zero_grad()
             loss_of(one, x).backward()
@@ -365,17 +351,16 @@ def test_a_parameter_thawed_later_is_refused_at_the_first_step(stage: int) -> No
     before = model.embed.weight.detach().clone()
     model.frozen.weight.requires_grad_(True)
     loss_of(model, mine(batch())).backward()
-    refused(ours.step, *words)
+    raises(words, ours.step)
     model.zero_grad()
     model.frozen.weight.sum().backward()  # nothing that the optimizer trains takes part
-    refused(ours.step, *words)
+    raises(words, ours.step)
     assert torch.equal(before, model.embed.weight)
 
 
 @stages
 @on_each_rank("world")
 def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(stage: int) -> None:
-    """And a closure may set them."""
     model, oracle = fresh(dtype=torch.bfloat16), fresh(dtype=torch.bfloat16)
     ours = ZeroOptimizer(model.parameters(), torch.optim.Adam, stage, lr=0.01)
     masters = MasterWeights(oracle.parameters(), torch.optim.Adam, lr=0.01)
@@ -389,9 +374,6 @@ def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(stage: int) -> None:
     check_equal(model, oracle, atol=0.0)
 
 
-# --- the optimizer itself ---
-
-
 @on_each_rank("pair")
 def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it() -> None:
     parameters = list(fresh().parameters())
@@ -399,17 +381,14 @@ def test_an_optimizer_that_cannot_be_sharded_is_named_when_a_lambda_makes_it() -
         (lambda ps: torch.optim.Adafactor(ps, lr=0.1), "Adafactor"),
         (lambda ps: torch.optim.LBFGS(ps), "LBFGS"),
     ):
-        message = refused(partial(ZeroOptimizer, parameters, make))
+        message = str(raises("", ZeroOptimizer, parameters, make))
         assert message.startswith(f"{name} cannot be sharded: ")
         if name == "Adafactor":
             assert "on two pieces of a matrix" in message
             assert message.endswith("or Adafactor under DDP")
     instance = torch.optim.AdamW(parameters)
-    refused(
-        partial(ZeroOptimizer, parameters, instance),
-        "'AdamW' object is not callable",
-        "give the class of one",
-    )
+    words = "'AdamW' object is not callable", "give the class of one"
+    raises(words, ZeroOptimizer, parameters, instance)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero3"])
@@ -452,4 +431,4 @@ def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(
     save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
     other = DDP(fresh().requires_grad_(True))
     optimizer = SGD(other.parameters(), lr=0.1)
-    refused(lambda: load_checkpoint(tmp_path, other, optimizer), "it lacks frozen.weight, frozen.b")
+    raises(("it lacks frozen.weight, frozen.b",), load_checkpoint, tmp_path, other, optimizer)

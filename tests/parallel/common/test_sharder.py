@@ -4,7 +4,6 @@ import copy
 import pickle
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -18,6 +17,7 @@ from labkit.parallel.common.sharder import (
     shards_parameters,
     unwrapped,
 )
+from tables import raises
 from worlds import on_each_rank
 
 
@@ -33,8 +33,6 @@ class Delegates(nn.Module):
 
 
 class Fails(torch.optim.SGD):
-    """Raises in a step with gradients, as long as `fails`."""
-
     fails = False
 
     def step(self, closure: Any = None) -> Any:
@@ -72,10 +70,8 @@ def test_a_strategy_fulfils_its_protocols_also_through_a_wrapper() -> None:
 @on_each_rank("world2")
 def test_a_layer_inside_a_sharded_unit_cannot_be_copied() -> None:
     layer = ZeRO3(net()).module[0][0]
-    with pytest.raises(ValueError, match="each rank has only shards"):
-        copy.deepcopy(layer)
-    with pytest.raises(ValueError, match="each rank has only shards"):
-        pickle.dumps(layer)
+    raises("each rank has only shards", copy.deepcopy, layer)
+    raises("each rank has only shards", pickle.dumps, layer)
 
 
 @on_each_rank("world2")
@@ -91,8 +87,7 @@ def test_a_step_that_fails_takes_the_factor_of_a_scaled_loss_with_it() -> None:
         if scaled_before:
             model(x).sum().mul(8).backward()
             optimizer.gradient_factor = 1 / 8
-            with pytest.raises(RuntimeError, match="this step failed"):
-                optimizer.step()
+            raises("this step failed", optimizer.step, error=RuntimeError)
             optimizer.zero_grad()
             Fails.fails = False
         model(x).sum().backward()

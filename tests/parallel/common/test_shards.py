@@ -1,11 +1,11 @@
-"""A tensor-parallel model under every data-parallel strategy is the model of a single process, and
-the mark of its parameters goes wherever they go."""
+"""Tensor-parallel models under data-parallel strategies, and the marks of their parameters."""
 
 import copy
 import gc
-import io
 import pickle
 import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -23,19 +23,21 @@ from labkit import (
     ZeroOptimizer,
     full_state_dict,
 )
-from labkit.parallel.common.agreement import claim
+from labkit.parallel.common import ownership
+from labkit.parallel.common.clipping import comms_of
+from labkit.parallel.common.ownership import claim, marks_of
 from labkit.parallel.common.shards import (
-    SequenceParts,
+    CopiedMark,
     Shard,
-    comms_of,
-    mark_sequence,
     mark_shard,
     marked_as,
-    sequence_comm_of,
     shard_of,
 )
+from labkit.parallel.context.context_parallel import SequenceParts
 from shard_cases import STRATEGIES, alone, built, cut, fresh, loss_of, whole_of
 from small_models import difference
+from tables import raises
+from test_faults_copies import saved
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -55,12 +57,9 @@ class Ranks:
 
 
 def layer(*ranks: int) -> tuple[nn.Linear, Shard]:
-    module, shard = nn.Linear(3, 4), Shard(Ranks(*ranks), 0, 4, 7, 8)  # type: ignore[arg-type]
+    module, shard = nn.Linear(3, 4), Shard(Ranks(*ranks), 0, 4, 7, 8)
     mark_shard(module.weight, shard)
     return module, shard
-
-
-# ---- the mark
 
 
 def test_a_mark_stays_where_a_parameter_changes() -> None:
@@ -103,12 +102,11 @@ def test_a_piece_gets_the_mark_of_its_parameter() -> None:
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "cloudpickle", "deepcopy"])
 def test_a_marked_model_travels_with_its_marks_and_what_is_tied(how: str) -> None:
-    """In one piece as a module: tied weights stay one, frozen ones frozen; nobody owns them yet."""
     (module, shard), other = layer(0, 1), nn.Linear(3, 4)
     other.weight = module.weight
     other.bias.requires_grad_(False)
-    mark_sequence(other.bias, shard.comm)
-    mark_sequence(module.weight, shard.comm)
+    for parameter in (other.bias, module.weight):
+        SequenceParts(shard.comm).attach_to(parameter)
     both, owner = nn.ModuleList([module, other]), nn.Identity()
     if how != "deepcopy":
         claim(both.named_parameters(), owner)
@@ -118,9 +116,10 @@ def test_a_marked_model_travels_with_its_marks_and_what_is_tied(how: str) -> Non
     assert one.weight is two.weight and type(one.weight) is nn.Parameter
     assert torch.equal(one.weight, module.weight) and one.weight is not module.weight
     assert one.weight.requires_grad and not two.bias.requires_grad
-    assert shard_of(one.weight) == shard and sequence_comm_of(one.weight) == shard.comm
-    assert sequence_comm_of(two.bias) == shard.comm and shard_of(two.bias) is None
-    assert shard_of(one.bias) is None and sequence_comm_of(one.bias) is None
+    sequence = SequenceParts(shard.comm)
+    assert marks_of(one.weight) == [shard, sequence] and shard_of(one.weight) == shard
+    assert marks_of(two.bias) == [sequence] and shard_of(two.bias) is None
+    assert marks_of(one.bias) == []
     claim(both.named_parameters(), owner)
 
 
@@ -128,18 +127,46 @@ def travelled(module: nn.ModuleList, how: str) -> nn.ModuleList:
     if how == "deepcopy":
         return copy.deepcopy(module)
     if how == "torch.save":
-        torch.save(module, file := io.BytesIO())
-        file.seek(0)
-        return torch.load(file, weights_only=False)
+        return saved(module)
     return pickle.loads((pickle if how == "pickle" else cloudpickle).dumps(module))
 
 
+@dataclass(frozen=True)
+class Expert(CopiedMark):
+    """A third kind, of a strategy that is yet to be written."""
+
+    comm: Ranks
+    name = "_labkit_expert"
+
+    def __str__(self) -> str:
+        return "an expert's"
+
+    def check(self, name: str, comm: Any, averaged: bool) -> None:
+        if averaged and comm != self.comm:
+            raise ValueError(f"{name} is of an expert over ranks {self.comm.ranks}")
+
+
+def test_a_mark_of_a_third_kind_is_checked_described_and_copied_as_the_others() -> None:
+    module, shard = layer(2, 3)
+    sequence, expert = SequenceParts(Ranks(2, 3)), Expert(Ranks(0, 1))
+    for mark in (expert, sequence):
+        mark.attach_to(module.weight)
+    described = "w [4, 3] float32, 4:7 of 8 along dim 0, an expert's"
+    for weight in (module.weight, copy.deepcopy(module.weight), saved(module).weight):
+        assert marks_of(weight) == [shard, sequence, expert]
+        assert marks_of(marked_as(weight, torch.zeros(4, 3))) == [shard, sequence, expert]
+        assert ownership._described("w", weight) == described
+    expert.attach_to(module.bias)
+    with pytest.raises(ValueError, match=r"bias is of an expert over ranks \(0, 1\)"):
+        ownership.check_same_on_all_ranks([("bias", module.bias)], Ranks(0))
+
+
 def test_all_that_share_a_sequence_are_to_be_averaged() -> None:
-    mark = SequenceParts(Ranks(0, 1))  # type: ignore[arg-type]
+    mark = SequenceParts(Ranks(0, 1))
     for ranks in ((0,), (0, 2), (1, 2, 3)):
         with pytest.raises(ValueError, match=r'bias is used by ranks \[0, 1\].*mesh\["dp", "cp"\]'):
-            mark.check("bias", Ranks(*ranks), averaged=True)  # type: ignore[arg-type]
-    mark.check("bias", Ranks(0, 1, 4, 5), averaged=True)  # type: ignore[arg-type]
+            mark.check("bias", Ranks(*ranks), averaged=True)
+    mark.check("bias", Ranks(0, 1, 4, 5), averaged=True)
 
 
 def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
@@ -149,23 +176,18 @@ def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
 
 
 def test_a_mark_that_cannot_be_is_refused() -> None:
-    comm: Comm = Ranks(0, 1)  # type: ignore[assignment]
+    comm: Comm = Ranks(0, 1)
     for dim, start, stop, whole in [(0, 3, 2, 4), (0, 0, 5, 4), (-1, 0, 2, 4), (0, -1, 2, 4)]:
-        with pytest.raises(ValueError, match="start:stop of 0:whole"):
-            Shard(comm, dim, start, stop, whole)
+        raises("start:stop of 0:whole", Shard, comm, dim, start, stop, whole)
     for shard in (Shard(comm, 0, 0, 5, 8), Shard(comm, 2, 0, 1, 8)):
-        with pytest.raises(ValueError, match=r"\[4, 3\] cannot be 0:"):
-            mark_shard(nn.Linear(3, 4).weight, shard)
-
-
-# ---- replicas have the same part
+        raises(r"\[4, 3\] cannot be 0:", mark_shard, nn.Linear(3, 4).weight, shard)
 
 
 def test_ranks_with_different_shards_are_not_replicas() -> None:
     _, shard = layer(0, 1)
     with pytest.raises(ValueError, match=r"weight is cut over ranks \[0, 1\].*DDP\(model, mesh.dp"):
-        shard.check("weight", Ranks(0, 1, 2), averaged=True)  # type: ignore[arg-type]
-    shard.check("weight", Ranks(0, 2), averaged=True)  # type: ignore[arg-type]
+        shard.check("weight", Ranks(0, 1, 2), averaged=True)
+    shard.check("weight", Ranks(0, 2), averaged=True)
 
 
 @on_each_rank("world4")
@@ -173,28 +195,21 @@ def test_a_strategy_over_the_tensor_ranks_is_refused() -> None:
     mesh = Mesh(dp=2, tp=2)
     for comm in (None, mesh.tp):
         for strategy in (DDP, NaiveDDP, ZeRO3):
-            with pytest.raises(ValueError, match="is cut over ranks"):
-                strategy(cut(fresh(), mesh.tp), comm)
+            raises("is cut over ranks", strategy, cut(fresh(), mesh.tp), comm)
         with pytest.raises(ValueError, match="is cut over ranks"):
             model = cut(fresh(), mesh.tp)
             ZeroOptimizer(model.parameters(), torch.optim.SGD, comm=comm, lr=1)
 
 
 def test_replicas_with_other_parts_are_found(world2: World) -> None:
-    """Ranks that should have the same rows have the others'."""
-
     def run() -> None:
         comm = Comm()
         module = nn.Linear(3, 4)
         ranks = Ranks(comm.rank)
-        mark_shard(module.weight, Shard(ranks, 0, 4 * comm.rank, 4 * comm.rank + 4, 8))  # type: ignore[arg-type]
+        mark_shard(module.weight, Shard(ranks, 0, 4 * comm.rank, 4 * comm.rank + 4, 8))
         DDP(module)
 
-    with pytest.raises(RankError, match="0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8"):
-        world2.run(run)
-
-
-# ---- composition
+    raises("0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8", world2.run, run, error=RankError)
 
 
 def check_as_single(strategy: str, axes: dict[str, int]) -> None:

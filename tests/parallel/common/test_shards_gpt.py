@@ -1,5 +1,4 @@
-"""A GPT cut by `tensor_parallel`, with a data-parallel strategy around it, on a mesh: trained,
-clipped, saved and loaded as one in a single process."""
+"""A tensor-parallel GPT under strategies on a mesh: trained, clipped, saved as one process."""
 
 import pathlib
 from functools import cache, partial
@@ -25,6 +24,7 @@ from labkit import loss as loss_of
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from shard_cases import STRATEGIES, whole_of
 from small_models import difference
+from tensor_contract import model_of
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -34,14 +34,8 @@ EARLY, LATE = range(3), range(3, 5)
 
 
 def gpt(seed: int = 0, **changes: Any) -> GPT:
-    """257 tokens: one row of padding on 2 ranks, 3 on 4. No bias is 0 and no norm 1."""
-    torch.manual_seed(seed)
-    sizes = {"vocab": 257, "width": 16, "depth": 2, "heads": 4, "context": 16, **changes}
-    model = GPT(**sizes).double()  # type: ignore[arg-type]
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p)) if p.ndim == 1 else p.mul_(4)
-    return model
+    """257 tokens: one row of padding on 2 ranks, 3 on 4."""
+    return model_of(seed, **{"vocab": 257, "width": 16, "heads": 4, **changes})
 
 
 def build(strategy: str, mesh: Mesh, sequence: bool, seed: int = 0, **changes: Any) -> Any:
@@ -74,7 +68,6 @@ State = dict[str, torch.Tensor]
 
 @cache
 def alone(steps: int, **changes: Any) -> tuple[State, list[float]]:
-    """The weights after some steps in a single process, and the norms."""
     model = gpt(**changes)
     norms = train(model, ADAM(model.parameters()), None, range(steps))
     return model.state_dict(), norms

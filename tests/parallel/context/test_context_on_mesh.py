@@ -1,5 +1,4 @@
-"""Context parallelism beside data and tensor parallelism: over which ranks gradients are averaged,
-what is said where some are left out, and the weights of one process where none are."""
+"""Context beside data and tensor parallelism: which ranks average, what is refused."""
 
 import copy
 from collections.abc import Callable
@@ -22,8 +21,10 @@ from labkit import (
     sequence_shard,
     tensor_parallel,
 )
-from labkit.parallel.common.shards import sequence_comm_of, shard_of
-from small_models import refused
+from labkit.parallel.common.ownership import marks_of
+from labkit.parallel.common.shards import shard_of
+from labkit.parallel.context.context_parallel import SequenceParts
+from tables import raises
 from worlds import on_each_rank
 
 VOCAB, LENGTH = 31, 16
@@ -51,7 +52,7 @@ def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
     words = (f"used by ranks {list(mesh.cp.ranks)}", 'mesh["dp", "cp"]',
              f"ranks {list(mesh.dp.ranks)} are not all of them")  # fmt: skip
     for strategy in STRATEGIES:
-        refused(lambda: wrap(strategy, mesh.dp), *words)  # noqa: B023
+        raises(words, wrap, strategy, mesh.dp)
     for strategy in (DDP, ZeRO3):
         wrap(strategy, mesh["dp", "cp"])
 
@@ -59,15 +60,12 @@ def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
 @on_each_rank("world4")
 def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> None:
     mesh, model = Mesh(dp=2, cp=2), gpt()
-    core = model.blocks[0].attn.core  # type: ignore[union-attr]
+    core = model.blocks[0].attn.core
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 1, mesh.dp, lr=1)
-    refused(
-        lambda: context_parallel(model, mesh.cp),
-        "belongs to a ZeroOptimizer over ranks",
-        "context_parallel first",
-    )
-    assert model.blocks[0].attn.core is core  # type: ignore[union-attr]
-    assert not any(sequence_comm_of(p) for p in model.parameters())
+    words = "belongs to a ZeroOptimizer over ranks", "context_parallel first"
+    raises(words, context_parallel, model, mesh.cp)
+    assert model.blocks[0].attn.core is core
+    assert not any(marks_of(p) for p in model.parameters())
     del optimizer
 
 
@@ -75,10 +73,10 @@ def test_a_strategy_that_was_there_before_is_refused_and_nothing_is_edited() -> 
 def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
     mesh = Mesh(dp=1, cp=2, tp=2)
     model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
-    assert {sequence_comm_of(p) for p in model.parameters()} == {mesh.cp}
+    assert all(SequenceParts(mesh.cp) in marks_of(p) for p in model.parameters())
     assert sum(shard_of(p) is not None for p in model.parameters()) > 5
-    refused(lambda: DDP(copy.deepcopy(model), mesh.dp), "are not all of them")
-    refused(lambda: ZeRO3(model, mesh.dp), "are not all of them")
+    raises("are not all of them", DDP, copy.deepcopy(model), mesh.dp)
+    raises("are not all of them", ZeRO3, model, mesh.dp)
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])

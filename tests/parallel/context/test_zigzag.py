@@ -18,7 +18,6 @@ from worlds import on_each_rank
 
 
 def of(rank: int, size: int) -> Any:
-    """A Comm's rank and size are all that is asked."""
     return SimpleNamespace(rank=rank, size=size)
 
 

@@ -1,6 +1,4 @@
-"""The asynchronous parameter server: what its workers do is replayed by one process, from the list
-of updates alone, and ends with the same weights.
-"""
+"""The asynchronous parameter server: one process replays its updates to the same weights."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +12,8 @@ from torch import nn
 from data_parallel_contract import Awkward
 from labkit import AsyncParameterServer, Comm, RankError, Text, World, listen, loss
 from labkit.parallel.parameter_server.asynchronous import Update
-from small_models import difference, refused
+from small_models import difference
+from tables import cases, raises
 from worlds import world_fixture
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
@@ -61,11 +60,10 @@ def trained(
 
 
 def replayed(updates: list[Update], optimizer: str) -> dict[str, torch.Tensor]:
-    """The oracle, one process: every gradient with the version it was made with, applied in turn.
-    A worker's k-th update is of its k-th batch."""
+    """One process applies each gradient in turn; a worker's k-th update is of its k-th batch."""
     cls, defaults = OPTIMIZERS[optimizer]
     model, stale = model_of(0), model_of(0)
-    stepping = cls(model.parameters(), **defaults)  # type: ignore[call-arg]
+    stepping = cls(model.parameters(), **defaults)
     versions, steps = [weights(model)], dict.fromkeys(range(1, 5), 0)
     for update in updates:
         stale.load_state_dict(versions[update.made_with])
@@ -86,7 +84,6 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def check_stale_training(
     world: World, server: Callable[..., AsyncParameterServer], optimizer: str, **asked: Any
 ) -> list[Update]:
-    """The contract. Raises AssertionError, telling what is broken."""
     runs = world.run(trained, server, optimizer, **asked)
     updates = runs[0][0]
     workers = world.size - 1
@@ -112,8 +109,7 @@ ROUND = [1, 2, 3] * STEPS
 def test_in_a_given_order_it_equals_the_oracle_and_has_the_staleness_of_that_order(
     world: World, optimizer: str
 ) -> None:
-    """In turns, each gradient is as stale as there are other workers; the first were all made
-    with version 0."""
+    """In turns, a gradient is as stale as there are other workers; the first all have version 0."""
     updates = check_stale_training(world, AsyncParameterServer, optimizer, order=ROUND)
     assert [x.worker for x in updates] == ROUND
     assert [x.staleness for x in updates] == [0, 1] + [2] * (3 * STEPS - 2)
@@ -169,7 +165,7 @@ def test_a_worker_sends_its_gradients_and_a_header_and_the_server_weights(world:
 def test_invalid_arguments_are_refused(world: World) -> None:
     def run(words: str, **asked: Any) -> None:
         make = partial(AsyncParameterServer, nn.Linear(2, 2), torch.optim.SGD, lr=0.1, **asked)
-        refused(make, words)
+        raises((words,), make)
 
     world.run(run, "give 0 steps or more, or None", max_staleness=-1)
     world.run(run, "order has 4, which is no worker: they are ranks 1 to 3", order=[1, 4])
@@ -179,12 +175,9 @@ def test_invalid_arguments_are_refused(world: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"order": [1] * (STEPS + 1)}, "push of worker 1, but it is done"),
-        ({"order": [1, 1], "max_staleness": 0}, "worker 1, but it is too far ahead and waits"),
-    ],
+@cases(
+    ({"order": [1] * (STEPS + 1)}, "push of worker 1, but it is done"),
+    ({"order": [1, 1], "max_staleness": 0}, "worker 1, but it is too far ahead and waits"),
 )
 def test_an_impossible_order_is_refused(asked: dict[str, Any], says: str) -> None:
     with World(3, timeout_s=20) as world, pytest.raises(RankError, match=says):

@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import pipeline_cases as cases
 from labkit import DDP, Comm, CommError, RankError, World
 from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.virtual_stage import StageError, VirtualStage
 from labkit.parallel.splitting import split
 from labkit.schedules import Action, ScheduleError, schedule
-from small_models import Custom, refused
+from pipeline_cases import gpt
+from small_models import Custom
+from tables import cases, raises
 from worlds import on_each_rank
 
 
@@ -35,101 +36,88 @@ X = torch.ones(4, 3)
 SGD = torch.optim.SGD
 
 
-# ---- what all ranks refuse before anything runs
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fewer stages than ranks": (
         lambda: make(stages(1)),
-        "1 stages do not go over 2 ranks; give 2, one for each rank, or a multiple of 2",
-    ),
-    "stages that do not divide": (lambda: make(stages(3)), "3 stages do not go over 2 ranks"),
+        "1 stages do not go over 2 ranks; give 2, one for each rank, or a multiple of 2"),
+    "stages that do not divide": (
+        lambda: make(stages(3)), "3 stages do not go over 2 ranks"),
     "other chunks": (
         lambda: make(stages(4), schedule="interleaved", chunks=3),
-        "4 stages on 2 ranks are 2 chunks on each, not chunks=3; give 6 stages",
-    ),
-    "chunks for a schedule without": (lambda: make(stages(4)), "1f1b has one piece of the model"),
+        "4 stages on 2 ranks are 2 chunks on each, not chunks=3; give 6 stages"),
+    "chunks for a schedule without": (
+        lambda: make(stages(4)), "1f1b has one piece of the model"),
     "a model instead of stages": (
-        lambda: make(cases.gpt()),
-        "stages is a GPT; give a list of modules, one for each stage, as split(model, 2) makes it",
-    ),
-    "no module": (lambda: make([nn.Tanh(), torch.tanh]), "stage 1 is a builtin_function_or_method"),
-    "an unknown schedule": (lambda: make(stages(), schedule="2f2b"), "'2f2b'"),
-    "too few micro-batches": (lambda: make(stages(), schedule="zb-h2"), "zb-h2"),
-    "no micro-batch": (lambda: make(stages(), microbatches=0), "microbatches=0"),
+        lambda: make(gpt()),
+        "stages is a GPT; give a list of modules, one for each stage, as split(model, 2) makes it"),
+    "no module": (
+        lambda: make([nn.Tanh(), torch.tanh]), "stage 1 is a builtin_function_or_method"),
+    "an unknown schedule": (
+        lambda: make(stages(), schedule="2f2b"), "'2f2b'"),
+    "too few micro-batches": (
+        lambda: make(stages(), schedule="zb-h2"), "zb-h2"),
+    "no micro-batch": (
+        lambda: make(stages(), microbatches=0), "microbatches=0"),
     "too few rows": (
         lambda: make(stages(), microbatches=5).step(X, X),
-        "a batch of 4 rows does not divide into 5 micro-batches of at least 1 row",
-    ),
+        "a batch of 4 rows does not divide into 5 micro-batches of at least 1 row"),
     "x that is none": (
-        lambda: make(stages()).step(None, X),  # type: ignore[arg-type]
-        "x is a NoneType; give the batch [rows, ...], the same on every rank",
-    ),
+        lambda: make(stages()).step(None, X),
+        "x is a NoneType; give the batch [rows, ...], the same on every rank"),
     "no loss": (
         lambda: make(stages(), loss_fn=None),
         "stage 1 is the last and computes the loss, on rank 1, which has no loss_fn; it was given "
-        "on no rank",
-    ),
+        "on no rank"),
     "a loss on the wrong stage": (
         lambda: make(stages(), loss_fn=None if Comm().rank else F.mse_loss),
-        "on rank 1, which has no loss_fn; it was given on rank 0: give it on rank 1",
-    ),
+        "on rank 1, which has no loss_fn; it was given on rank 0: give it on rank 1"),
     "a schedule of other stages": (
         lambda: make(stages(), schedule=schedule("gpipe", 3, 2)),
-        "the schedule is of 3 stages, and there are 2 ranks",
-    ),
+        "the schedule is of 3 stages, and there are 2 ranks"),
     "a schedule of more chunks": (
         lambda: make(stages(), schedule=schedule("interleaved", 2, 2, 2)),
-        "the schedule is of 2 chunks on each rank, and there are 2 stages for 2 ranks: give 4",
-    ),
+        "the schedule is of 2 chunks on each rank, and there are 2 stages for 2 ranks: give 4"),
     "a schedule of other micro-batches": (
         lambda: make(stages(), schedule=schedule("gpipe", 2, 3), microbatches=2),
-        "there are 2 micro-batches",
-    ),
+        "there are 2 micro-batches"),
     "two schedules": (
         lambda: make(stages(), schedule="gpipe" if Comm().rank else "1f1b"),
-        "rank 1 has another schedule than rank 0: on stage 1, position 1, F1 and not B0",
-    ),
+        "rank 1 has another schedule than rank 0: on stage 1, position 1, F1 and not B0"),
     "two numbers of micro-batches": (
         lambda: make(stages(), microbatches=2 + Comm().rank),
-        "rank 1 has another schedule than rank 0",
-    ),
+        "rank 1 has another schedule than rank 0"),
     "two models": (
         lambda: make([nn.Linear(3, 3 + Comm().rank), nn.Linear(3, 3)]),
         "stage 0 differs between ranks 0 and 1, which has weight [4, 3] float32, and not "
-        "weight [3, 3] float32",
-    ),
+        "weight [3, 3] float32"),
     "an update without an optimizer": (
         lambda: make(stages(), schedule="pipedream"),
-        "this schedule updates the weights after each micro-batch; give an optimizer",
-    ),
+        "this schedule updates the weights after each micro-batch; give an optimizer"),
     "an optimizer without an update": (
         lambda: make(stages(), optimizer=lambda ps: SGD(ps, 0.1)),
-        "this schedule has no update, so optimizer= would never step",
-    ),
+        "this schedule has no update, so optimizer= would never step"),
     "updates of a tied parameter": (
         lambda: make([tied := nn.Linear(3, 3), tied], schedule="pipedream", optimizer=SGD),
-        "a parameter is tied over several ranks, and this schedule updates each stage at its own",
-    ),
+        "a parameter is tied over several ranks, and this schedule updates each stage at its own"),
     "updates in DDP": (
-        lambda: make(
-            [DDP(one, alone()) for one in stages()], schedule="pipedream", optimizer=SGD
-        ),
-        "a stage is in DDP, which averages once in a step",
-    ),
+        lambda: make([DDP(one, alone()) for one in stages()], schedule="pipedream", optimizer=SGD),
+        "a stage is in DDP, which averages once in a step"),
 }  # fmt: skip
 
 
 def alone() -> Comm:
-    """A group of this rank only."""
     found = [Comm().subgroup([rank]) for rank in range(Comm().size)]
     return next(one for one in found if one is not None)
 
 
 @on_each_rank("world2")
 def test_all_ranks_refuse_it() -> None:
-    """The same error on every rank, and no rank waits for one that has refused."""
-    for run, expected in REFUSED.values():
-        refused(run, expected)
+    for name, (run, expected) in REFUSED.items():
+        try:
+            raises((expected,), run)
+        except BaseException as error:
+            error.add_note(f"the case: {name}")
+            raise
 
 
 @on_each_rank("world2")
@@ -148,30 +136,23 @@ def with_more() -> nn.Module:
     return Custom(lambda m, x: x, **ends, blocks=nn.ModuleList(stages(3)))
 
 
-@pytest.mark.parametrize(
-    ("run", "expected"),
-    [
-        (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made of 2 layers"),
-        (lambda: split(cases.gpt(2), 3), "3 stages cannot be made of 2 blocks"),
-        (lambda: split(stages(2), 3, [1, 1]), "stages=3 and 2 layers"),
-        (lambda: split(stages(2), 0), "0 stages cannot be made of 2 layers"),
-        (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
-        (lambda: split(nn.Linear(2, 2), 2), "split cannot see the layers of a Linear"),
-        (lambda: split(with_more(), 2), "which also has extra, and does not say where they run"),
-        (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
-        (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
-        (lambda: PacedStage(1, 2, 0.5, 0.5), "are not backward_s=2 together"),
-    ],
+@cases(
+    (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made of 2 layers"),
+    (lambda: split(gpt(2), 3), "3 stages cannot be made of 2 blocks"),
+    (lambda: split(stages(2), 3, [1, 1]), "stages=3 and 2 layers"),
+    (lambda: split(stages(2), 0), "0 stages cannot be made of 2 layers"),
+    (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
+    (lambda: split(nn.Linear(2, 2), 2), "split cannot see the layers of a Linear"),
+    (lambda: split(with_more(), 2), "which also has extra, and does not say where they run"),
+    (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
+    (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
+    (lambda: PacedStage(1, 2, 0.5, 0.5), "are not backward_s=2 together"),
 )
 def test_what_cannot_be_cut_or_paced_is_refused(run: Callable[[], Any], expected: str) -> None:
-    refused(run, expected)
-
-
-# ---- what one rank finds while it runs: the others do not wait for it
+    raises((expected,), run)
 
 
 def returns(make: Callable[[torch.Tensor], Any]) -> nn.Module:
-    """A stage that gives what `make` makes of its input."""
     return Custom(lambda m, x: make(x * m.weight), weight=nn.Parameter(torch.ones(3)))
 
 
@@ -189,39 +170,26 @@ def a_parameter_frozen_meanwhile() -> None:
 
 ON_A_RANK: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
     "stages that do not meet": (
-        lambda: make([nn.Linear(3, 5), nn.Linear(3, 3)]).step(X, X),
-        (1,),
-        "stage 1 (rank 1), micro-batch 0: Linear cannot take [2, 5] float32 from stage 0: ",
-    ),
+        lambda: make([nn.Linear(3, 5), nn.Linear(3, 3)]).step(X, X), (1,),
+        "stage 1 (rank 1), micro-batch 0: Linear cannot take [2, 5] float32 from stage 0: "),
     "two outputs": (
-        lambda: make([returns(lambda x: (x, x)), nn.Linear(3, 3)]).step(X, X),
-        (0,),
-        "stage 0 (rank 0), micro-batch 0: it returned a tuple",
-    ),
+        lambda: make([returns(lambda x: (x, x)), nn.Linear(3, 3)]).step(X, X), (0,),
+        "stage 0 (rank 0), micro-batch 0: it returned a tuple"),
     "rows that vanish": (
-        lambda: make([returns(lambda x: x.flatten()), nn.Linear(3, 3)]).step(X, X),
-        (0,),
-        "stage 0 (rank 0), micro-batch 0: its output is [6], and the micro-batch has 2 rows",
-    ),
+        lambda: make([returns(lambda x: x.flatten()), nn.Linear(3, 3)]).step(X, X), (0,),
+        "stage 0 (rank 0), micro-batch 0: its output is [6], and the micro-batch has 2 rows"),
     "a shape of each micro-batch": (
-        a_shape_of_each_micro_batch,
-        (0,),
+        a_shape_of_each_micro_batch, (0,),
         "stage 0 (rank 0), micro-batch 1: its output is float32 [rows, 2], and was float32 "
-        "[rows, 3] before",
-    ),
+        "[rows, 3] before"),
     "a loss that is no scalar": (
-        lambda: make(stages(), loss_fn=lambda out, y: out - y).step(X, X),
-        (1,),
-        "stage 1 (rank 1), micro-batch 0: loss_fn gave [2, 3]; it returns a scalar",
-    ),
+        lambda: make(stages(), loss_fn=lambda out, y: out - y).step(X, X), (1,),
+        "stage 1 (rank 1), micro-batch 0: loss_fn gave [2, 3]; it returns a scalar"),
     "targets of other rows": (
-        lambda: make(stages()).step(X, X[:3]),
-        (1,),
-        "rank 1 has the last stage and computes the loss: y is of 3 rows, x of 4 rows",
-    ),
+        lambda: make(stages()).step(X, X[:3]), (1,),
+        "rank 1 has the last stage and computes the loss: y is of 3 rows, x of 4 rows"),
     "a parameter frozen meanwhile": (
-        a_parameter_frozen_meanwhile, (0, 1), "weight was frozen after the module was wrapped",
-    ),
+        a_parameter_frozen_meanwhile, (0, 1), "weight was frozen after the module was wrapped"),
 }  # fmt: skip
 
 
@@ -260,8 +228,6 @@ def test_a_rank_that_is_killed_in_the_middle_ends_the_run() -> None:
 
 @pytest.mark.slow
 def test_a_message_that_does_not_come_is_named() -> None:
-    """Where no world watches, the rank that waits says for what."""
-
     def run() -> str:
         pipe = make(stages(), microbatches=4, schedule="gpipe")
         if Comm().rank == 0:
@@ -270,7 +236,7 @@ def test_a_message_that_does_not_come_is_named() -> None:
             with pytest.raises(RuntimeError, match="the last step of this pipeline ended in an"):
                 pipe.step(X, X)
             return str(caught.value)
-        pipe._p2p.send = lambda message, x: None  # type: ignore[method-assign]
+        pipe._p2p.send = lambda message, x: None
         with suppress(CommError):
             pipe.step(X, X)
         return ""

@@ -1,5 +1,4 @@
-"""What users put into a pipeline: modules that stand twice, change in place, recompute, are frozen,
-have hooks, or run in autocast."""
+"""Modules used twice, in-place changes, recompute, freezing, hooks, autocast in a pipeline."""
 
 import weakref
 from collections import OrderedDict
@@ -28,7 +27,8 @@ from labkit.parallel.splitting import layers_of, measure_costs, split
 from labkit.precision.autocasting import autocast
 from labkit.schedules import parse_schedule
 from pipeline_cases import without_collector
-from small_models import Custom, refused
+from small_models import Custom
+from tables import raises
 from worlds import on_each_rank
 
 
@@ -51,9 +51,6 @@ def same_gradients(pipe: Pipeline, whole: nn.Sequential) -> None:
         torch.testing.assert_close(p.grad, wanted[name].grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-# ---- stages: no ranks
-
-
 def test_a_module_used_twice_is_two_layers() -> None:
     torch.manual_seed(0)
     act = nn.ReLU()
@@ -70,13 +67,12 @@ def test_layers_may_have_any_name() -> None:
     x = torch.randn(3, 4)
     first, last = cut = split(model, 2)
     assert torch.equal(last(first(x)), model(x))
-    assert [*first.layers, *last.layers] == names  # type: ignore[misc]
+    assert [*first.layers, *last.layers] == names
     whole = Layers.together(cut, [0, 1])
     assert whole.state_dict().keys() == model.state_dict().keys()
 
 
 def test_names_of_two_layers_are_refused() -> None:
-    """Also where they are on other ranks; one layer in two stages may be."""
     encoder, decoder = nn.Sequential(*stages()), nn.Sequential(*stages())
     cut = split(encoder, 2) + split(decoder, 2)
     for own in ([0, 2], [0], [3]):
@@ -98,9 +94,6 @@ def test_costs_are_measured_of_layers_that_change_things() -> None:
     assert all(0 < cost < 1e9 for cost in measure_costs(model, x))
     assert torch.equal(x, before)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-# ---- what is refused or told, on two ranks
 
 
 def in_place() -> nn.Module:
@@ -144,15 +137,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_unsupported_stages_are_refused(world2: World, what: str) -> None:
     job, told = REFUSED[what]
-    refused(lambda: world2.run(job), told, error=RankError)
-
-
-# ---- halves of backward
+    raises((told,), world2.run, job, error=RankError)
 
 
 def again(module: nn.Module, kind: str) -> Any:
-    """Keeps nothing of a module, and computes it again for backward."""
-
     def forward(stage: Any, x: Tensor) -> Any:
         if kind == "labkit":
             return recompute(stage.module, x) * stage.later
@@ -163,8 +151,7 @@ def again(module: nn.Module, kind: str) -> Any:
 
 @on_each_rank("world2")
 def test_halves_with_recompute_and_hooks() -> None:
-    """A stage that computes again inside its backward has halves all the same; hooks of parameters
-    get gradients alone."""
+    """A stage that recomputes has halves all the same; hooks of parameters get gradients alone."""
     x, y = batch()
     for kind in ("labkit", "torch"):
         for outside in (False, True):
@@ -183,7 +170,6 @@ def test_halves_with_recompute_and_hooks() -> None:
 
 @on_each_rank("world2")
 def test_halves_put_off_what_is_computed_again() -> None:
-    """The first half leaves no gradient of a linear layer behind, recomputed or not."""
     pipe = Pipeline([again(one, "labkit") for one in stages()], None, "zb-h1", 4, F.mse_loss)
     real, seen = VirtualStage._backward, []
 
@@ -197,18 +183,13 @@ def test_halves_put_off_what_is_computed_again() -> None:
     assert seen == [2] * 4
 
 
-# ---- autocast, replicas, memory, updates
-
-
 def in_fp32(module: Any, x: Tensor) -> Any:
-    """Whatever it runs in."""
     with torch.autocast("cpu", enabled=False), autocast(enabled=False):
         return module.layer(x.float())
 
 
 def backward_is_outside_of_autocast() -> None:
-    """torch's, which the matrix products of C++ would see, and labkit's, which those of deferred
-    weights would."""
+    """torch's, seen by matmuls in C++, and labkit's, seen by those of deferred weights."""
     torch.manual_seed(0)
     given: list[nn.Module] = [nn.Linear(64, 64), Custom(in_fp32, layer=nn.Linear(64, 64))]
     x, y = (one.float() for one in batch(8, 64))
@@ -225,8 +206,8 @@ def backward_is_outside_of_autocast() -> None:
                 pipe.step(x, y)
             grads = {n: p.grad for n, p in whole.named_parameters()}
             for n, p in pipe.module.named_parameters():
-                scale = grads[n].norm()  # type: ignore[union-attr]
-                assert (p.grad - grads[n]).norm() <= 1e-5 * scale, (name, region, again, n)  # type: ignore[operator]
+                scale = grads[n].norm()
+                assert (p.grad - grads[n]).norm() <= 1e-5 * scale, (name, region, again, n)
 
 
 def test_backward_is_outside_of_autocast(world2: World) -> None:
@@ -281,7 +262,6 @@ def test_a_frozen_stage_among_updates(frozen: int) -> None:
     text = "F0 B0 U0 F1 B1 U1 F2 B2 U2"
     schedule = parse_schedule("\n".join([text] * 2))
     pipe = Pipeline(given, None, schedule, None, F.mse_loss, optimizer=sgd)
-    assert pipe._optimizer is not None
     with patch.object(pipe._optimizer, "step", wraps=pipe._optimizer.step) as steps:
         pipe.step(x, y)
     assert steps.call_count == 3  # whoever records a step finds each action
@@ -292,9 +272,6 @@ def test_a_frozen_stage_among_updates(frozen: int) -> None:
     state = whole.state_dict()
     for name, p in pipe.module.named_parameters():
         torch.testing.assert_close(p, state[name], check_stride=False, msg=name)
-
-
-# ---- deliberate faults
 
 
 goes_back_inside_autocast = instead(

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,11 +29,14 @@ from labkit import (
 )
 from labkit import comm as door
 from labkit.events import all_gather_bus_bytes, chunk_sizes
+from labkit.parallel.common.shards import Shard, mark_shard
+from labkit.parallel.context.context_parallel import SequenceParts
 from labkit.parallel.pipeline import p2p, scatter_gather
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.scatter_gather import ScatterGather
 from pipeline_cases import DATA, descend, layers, piped, tokens_loss
-from small_models import Custom, refused
+from small_models import Custom
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
@@ -46,7 +50,6 @@ def tokens() -> Tensor:
 
 
 def gpt_on(mesh: Mesh, chunks: int = 1, **how: Any) -> list[nn.Module]:
-    """A tied GPT in stages, cut over mesh.tp."""
     torch.manual_seed(3)
     model = GPT(12, WIDTH, mesh.pp.size * chunks, 3 if mesh.tp.size == 3 else 2, LENGTH).double()
     return split(tensor_parallel(model, mesh.tp, **how), mesh.pp.size * chunks)
@@ -55,7 +58,6 @@ def gpt_on(mesh: Mesh, chunks: int = 1, **how: Any) -> list[nn.Module]:
 def trained(
     make: Callable[[], list[nn.Module]], mesh: Mesh, parts: bool, x: Tensor, loss: Any, **how: Any
 ) -> tuple[list[float], list[Tensor]]:
-    """Losses and weights of two steps."""
     tp = mesh.tp if parts else None
     pipe = Pipeline(make(), mesh.pp, loss_fn=loss, scatter_gather=tp, **how)
     losses = piped(pipe, x, x, 2)
@@ -63,11 +65,7 @@ def trained(
 
 
 def assert_same_bits(
-    make: Callable[[], list[nn.Module]],
-    mesh: Mesh,
-    x: Tensor,
-    loss: Any,
-    **how: Any,
+    make: Callable[[], list[nn.Module]], mesh: Mesh, x: Tensor, loss: Any, **how: Any
 ) -> None:
     losses, weights = trained(make, mesh, False, x, loss, **how)
     found, others = trained(make, mesh, True, x, loss, **how)
@@ -83,9 +81,6 @@ def a_gpt_has_the_same_bits(axes: dict[str, int]) -> None:
     )
 
 
-# ---- the same numbers
-
-
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 def test_a_gpt_has_the_same_weights_to_the_bit(six: World, axes: dict[str, int]) -> None:
     six.run(a_gpt_has_the_same_bits, axes)
@@ -98,7 +93,6 @@ def test_a_gpt_has_the_same_weights_to_the_bit(six: World, axes: dict[str, int])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 @on_each_rank("six")
 def test_any_schedule_has_the_same_bits(schedule: str, chunks: int, axes: dict[str, int]) -> None:
-    """With chunks, with backward in halves, recomputed, and with updates on the way."""
     mesh = Mesh(**axes)
     how: dict[str, Any] = {"schedule": schedule, "microbatches": 6}
     if schedule == "pipedream":
@@ -159,12 +153,8 @@ def test_one_rank_and_one_stage_are_the_same_code() -> None:
     assert not events
 
 
-# ---- what travels, and when
-
-
 def sends_its_part(axes: dict[str, int]) -> None:
-    """A boundary, direction and micro-batch: b s h / t elements from each rank, and an all-gather
-    where it arrives; nothing else but what the stages themselves send."""
+    """A boundary and micro-batch: b s h / t elements, an all-gather, and the stages' own."""
     mesh = Mesh(**axes)
     t, m, whole_bytes = mesh.tp.size, 3, ROWS // 3 * LENGTH * WIDTH * 8
     found: list[Counter[Any]] = []
@@ -205,8 +195,7 @@ def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World, axes: dict[
 
 @on_each_rank("six")
 def test_receives_are_posted_ahead_and_joined_when_taken() -> None:
-    """By the order of events: the receive of micro-batch k + 1 stands before forward k runs, and
-    its all-gather does not begin before forward k is done."""
+    """Receive k + 1 is posted before forward k runs, and gathered only when forward k is done."""
     mesh, m = Mesh(pp=3, tp=2), 5
     log: list[tuple[str, int]] = []
 
@@ -230,8 +219,6 @@ def test_receives_are_posted_ahead_and_joined_when_taken() -> None:
 
 @pytest.mark.slow
 def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
-    """A dry run, in which no number is looked at, issues what a rank issues."""
-
     def work() -> list[Any]:
         mesh = Mesh(pp=3, tp=2)
         pipe = Pipeline(gpt_on(mesh), mesh.pp, "1f1b", 3, tokens_loss, scatter_gather=mesh.tp)
@@ -253,9 +240,6 @@ def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
         {("send", DATA["activation"], part_bytes): 3, ("all_gather", 0, part_bytes): 3}
     )
     assert Counter(issued(six.run(work)[0])) == Counter(on_paper)
-
-
-# ---- what cannot be
 
 
 def cut_sequence() -> None:
@@ -289,7 +273,6 @@ def not_on_all_stages() -> None:
 
 
 def other_data() -> None:
-    """Data-parallel ranks in place of tensor-parallel ones."""
     mesh = Mesh(pp=3, dp=2)
     stages = [DDP(one, mesh.dp) if i == mesh.pp.rank else one for i, one in enumerate(layers(3))]
     pipe = Pipeline(stages, mesh.pp, "1f1b", 2, F.mse_loss, scatter_gather=mesh.dp)
@@ -307,13 +290,21 @@ REFUSED = [
 ]
 
 
+def test_shards_over_other_ranks_are_named_before_parts_of_sequences() -> None:
+    """Whichever parameter has which mark."""
+    tp, cp, pp = (SimpleNamespace(ranks=ranks) for ranks in ((0, 1), (0, 3), (0, 2, 4)))
+    for first, second in (("weight", "bias"), ("bias", "weight")):
+        stage = nn.Linear(3, 4)
+        SequenceParts(cp).attach_to(getattr(stage, first))
+        mark_shard(getattr(stage, second), Shard(tp, 0, 0, 4, 8))
+        expected = "parameters are cut over ranks [0, 1], and it is over [0, 3]; give mesh.tp"
+        assert scatter_gather._wrong(cp, pp, [stage]) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
 def test_it_is_refused(six: World, run: Callable[[], None], expected: str) -> None:
-    refused(lambda: six.run(run), expected, error=RankError)
-
-
-# ---- faults
+    raises((expected,), six.run, run, error=RankError)
 
 
 @replaces(ScatterGather, "own_part")

@@ -12,7 +12,8 @@ from labkit.memory.peak import PeakMemory
 from labkit.parallel import partitioned_activations
 from labkit.parallel.partitioned_activations import Partitioned, partition_activations
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from small_models import difference, refused
+from small_models import difference
+from tables import cases, raises
 from worlds import on_each_rank
 
 DEPTH, WIDTH, ROWS, LENGTH, STEPS = 3, 12, 5, 14, 3
@@ -25,7 +26,6 @@ def model() -> GPT:
 
 
 def trained(edited: Any) -> list[float]:
-    """Losses; the weights are in the model."""
     optimizer, losses = torch.optim.AdamW(edited.parameters(), lr=1e-2), []
     torch.manual_seed(1)
     for _ in range(STEPS):
@@ -85,14 +85,11 @@ def test_a_rank_keeps_its_part_of_each_input(world2: World):
         assert whole - part == pytest.approx(DEPTH * nbytes / 2, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "what", "words"),
-    [
-        ({}, "selective", "is no layer cut over ranks"),  # whose inputs are this rank's heads
-        (None, "full", "is no layer cut over ranks"),
-        ({}, None, "call Recompute"),
-        ({"sequence": True}, "full", "cut along the sequence"),
-    ],
+@cases(
+    ({}, "selective", "is no layer cut over ranks"),  # whose inputs are this rank's heads
+    (None, "full", "is no layer cut over ranks"),
+    ({}, None, "call Recompute"),
+    ({"sequence": True}, "full", "cut along the sequence"),
 )
 @on_each_rank("world2")
 def test_what_has_nothing_to_cut_is_refused(options: Any, what: Any, words: str) -> None:
@@ -101,10 +98,7 @@ def test_what_has_nothing_to_cut_is_refused(options: Any, what: Any, words: str)
         tensor_parallel(edited, Comm(), **options)
     if what is not None:
         Recompute(edited, what=what)
-    refused(lambda: partition_activations(edited, Comm()), words)
-
-
-# --- faults that must be found -------------------------------------------------------------------
+    raises((words,), partition_activations, edited, Comm())
 
 
 def keeps_all(self: Partitioned, x: Tensor) -> Tensor:

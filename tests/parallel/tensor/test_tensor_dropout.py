@@ -1,8 +1,8 @@
-"""Dropout under tensor parallelism: replicas drop the same, parts do not, and with the ranks' own
-masks a single process trains to the same weights."""
+"""Dropout under tensor parallelism: replicas drop alike, shards do not; one process agrees."""
 
 from collections import defaultdict
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import tensor_contract as contract
 from labkit import GPT, Comm, World
 from labkit.models.attention import Dropout, PlainAttention
-from labkit.parallel.tensor.tensor_parallel import own_numbers, tensor_parallel
+from labkit.parallel.tensor import tensor_parallel as strategy
+from labkit.parallel.tensor.tensor_parallel import DrawsItsOwn, own_numbers, tensor_parallel
+from small_models import Custom
 from tensor_contract import check_runs, predicted, with_sequence
 from worlds import on_each_rank
 
@@ -36,9 +38,8 @@ class Noted(Dropout):
 
 
 def with_noted_dropout(model: GPT, given: Masks | None = None) -> dict[str, Noted]:
-    """Plain attention, and every dropout one that tells."""
     for block in model.blocks:
-        block.attn.core = PlainAttention(block.dropout.p)  # type: ignore[union-attr]
+        block.attn.core = PlainAttention(block.dropout.p)
     found = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, Dropout):
@@ -108,8 +109,8 @@ def test_dropout_of_replicas_alone_is_that_of_a_single_process(world2: World) ->
     """Nothing else draws, so a seed gives the masks of one process; with one rank, always."""
 
     def only_replicas(model: nn.Module, comm: Comm) -> nn.Module:
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.attn.core.dropout = 0.0  # type: ignore[union-attr]
+        for block in model.blocks:
+            block.attn.core.dropout = 0.0
         torch.manual_seed(1)
         return model if comm.size == 1 else tensor_parallel(model, comm)
 
@@ -138,8 +139,15 @@ def test_nothing_is_dropped_in_evaluation() -> None:
 
 @on_each_rank("world2")
 def test_own_numbers() -> None:
-    """Others on each rank and in each block, the same from the same seed; what follows agrees."""
+    """Others on each rank and in each block, the same from the same seed; what follows agrees. One
+    rank alone draws as if there were no block."""
     comm, drawn = Comm(), []
+    alone = [comm.subgroup([rank]) for rank in range(2)][comm.rank]
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    with own_numbers(alone):
+        assert torch.equal(torch.rand(3), expected)
     for _ in range(2):
         torch.manual_seed(7)
         for _ in range(2):
@@ -150,3 +158,26 @@ def test_own_numbers() -> None:
     assert one[:4] == one[4:] and other[:4] == other[4:]
     assert one[1] == other[1] and one[3] == other[3]
     assert len({tuple(numbers) for numbers in (*one, *other)}) == 6
+
+
+@on_each_rank("world2")
+def test_a_nested_or_interrupted_call_leaves_the_region_whole() -> None:
+    """What follows an inner call is the rank's own still, as is what follows a failed entry."""
+    comm, drawn = Comm(), []
+
+    def forward(layer: Any, inner: bool = False) -> None:
+        if not inner:
+            layer(inner=True)
+            drawn.append(torch.rand(3))
+
+    layer = Custom(forward, drop=nn.Dropout(0.5))
+    layer.forward = DrawsItsOwn(layer, comm)
+    for interrupted in (False, True):
+        torch.manual_seed(7)
+        if interrupted:
+            fails = patch.object(strategy, "own_numbers", side_effect=KeyboardInterrupt)
+            with fails, pytest.raises(KeyboardInterrupt):
+                layer()
+        layer()
+    one, other = comm.all_gather_object([x.tolist() for x in drawn])
+    assert one[0] == one[1] != other[0] == other[1]

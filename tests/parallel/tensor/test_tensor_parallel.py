@@ -8,23 +8,13 @@ import torch
 from torch import nn
 
 import tensor_contract as contract
-from labkit import (
-    Comm,
-    Link,
-    Mesh,
-    RankError,
-    Text,
-    World,
-    ZeroOptimizer,
-    autocast,
-    listen,
-    loss,
-)
+from labkit import Comm, Link, Mesh, RankError, Text, World, ZeroOptimizer, autocast, listen, loss
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
-from small_models import difference, refused
+from small_models import difference
+from tables import raises
 from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
 from worlds import on_each_rank, world_fixture
 
@@ -33,9 +23,6 @@ ways = pytest.mark.parametrize("way", WAYS)
 world = world_fixture(
     sizes=[2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))], timeout_s=20
 )
-
-
-# ---- the same model
 
 
 @ways
@@ -128,7 +115,7 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(0.5)
-    assert other.head.weight is other.embed.tokens.weight  # type: ignore[union-attr]
+    assert other.head.weight is other.embed.tokens.weight
     assert torch.equal(model(tokens), before)
     after = other(tokens)
     assert not torch.allclose(after, before)
@@ -155,7 +142,7 @@ def test_what_a_rank_holds() -> None:
             shard.dim == 1 and name.endswith(("out.weight", "down.weight"))
         )
         assert torch.equal(p, was.narrow(shard.dim, shard.start, shard.stop - shard.start))
-    assert model.head.weight is model.embed.tokens.weight  # type: ignore[union-attr]
+    assert model.head.weight is model.embed.tokens.weight
 
 
 @on_each_rank("world2")
@@ -163,12 +150,9 @@ def test_a_model_starts_as_rank_0s() -> None:
     model = model_of()
     if Comm().rank == 1:
         nn.init.zeros_(model.norm.bias)
-        nn.init.zeros_(model.blocks[0].mlp.up.weight)  # type: ignore[union-attr, arg-type]
+        nn.init.zeros_(model.blocks[0].mlp.up.weight)
     tensor_parallel(model, Comm())
     assert bool(model.norm.bias.any() and model.blocks[0].mlp.up.weight.all())
-
-
-# ---- overlap
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -190,9 +174,6 @@ def test_one_input_is_gathered_and_its_gradient_sent_once() -> None:
     assert sorted(event.op for event in events) == sorted(forward + backward)
 
 
-# ---- the layers by themselves
-
-
 @on_each_rank("world2")
 def test_layers_without_a_model() -> None:
     """Used twice, without bias, with a frozen weight, of two dims; by sizes as by `from_linear`."""
@@ -212,12 +193,11 @@ def test_layers_without_a_model() -> None:
             last(torch.tanh(first(once))).square().sum().backward()
             results.append((once.detach(), x.grad))
         for a, b in zip(*results, strict=True):
-            assert torch.allclose(a, b, rtol=0, atol=1e-12)  # type: ignore[arg-type]
-    assert up.bias.grad is not None and column.bias is not None and down.weight.grad is not None
+            assert torch.allclose(a, b, rtol=0, atol=1e-12)
     mine = up.bias.grad.chunk(2)[comm.rank]
-    assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    assert torch.allclose(column.bias.grad, mine, rtol=0, atol=1e-12)
     mine = down.weight.grad.chunk(2, 1)[comm.rank]
-    assert torch.allclose(row.weight.grad, mine, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+    assert torch.allclose(row.weight.grad, mine, rtol=0, atol=1e-12)
     torch.manual_seed(0)
     made = ColumnParallelLinear(6, 8, comm)
     assert torch.equal(made.weight.double(), column.weight)
@@ -227,8 +207,7 @@ def test_layers_without_a_model() -> None:
 @pytest.mark.parametrize("casting", ["labkit", "torch", "module"])
 @on_each_rank("world2")
 def test_bfloat16(way: str, casting: str) -> None:
-    """Autocast or a model in bf16: what layers send has 2 bytes, gradients have the type of their
-    parameters, and the loss is near that of fp64."""
+    """Autocast or bf16 modules: layers send 2 bytes, gradients have their parameters' dtype."""
     tokens = torch.arange(24).view(2, 12)
     expected = float(model_of()(tokens).logsumexp(-1).mean())
     model: Any = WAYS[way](model_of().float(), Comm())
@@ -257,28 +236,24 @@ def test_bfloat16(way: str, casting: str) -> None:
     assert dtypes == {"bfloat16"}
 
 
-# ---- bad input
-
-
 @on_each_rank("world3")
 def test_heads_that_do_not_divide() -> None:
     for changes, words in (
         ({"heads": 8}, "8 query heads of blocks.0.attn.*3 tensor.*: 1, 2, 4, 8"),
         ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*: 1, 2, 4"),
     ):
-        with pytest.raises(ValueError, match=words):
-            tensor_parallel(model_of(**changes), Comm())
-    with pytest.raises(ValueError, match="10 features|10 long.* over 3 .*: 1, 2, 5, 10"):
-        ColumnParallelLinear(4, 10, Comm())
+        raises(words, tensor_parallel, model_of(**changes), Comm())
+    words = r" 10 long.* 3 tensor-.* that would: 1, 2, 5, 10$"
+    raises(words, ColumnParallelLinear, 4, 10, Comm())
+    raises(words, RowParallelLinear, 10, 4, Comm())
 
 
 @on_each_rank("world2")
 def test_what_cannot_be_cut() -> None:
     model, whole = tensor_parallel(model_of(), Comm()), nn.Sequential(nn.Linear(2, 2))
-    refused(lambda: tensor_parallel(model, Comm()), "blocks.0.attn.q is cut over 2 ranks already")
-    refused(
-        lambda: tensor_parallel(whole, Comm()),
-        "Sequential has nothing that tensor_parallel knows to cut",
+    raises(("blocks.0.attn.q is cut over 2 ranks already",), tensor_parallel, model, Comm())
+    raises(
+        "Sequential has nothing that tensor_parallel knows to cut", tensor_parallel, whole, Comm()
     )
     model = tensor_parallel(model_of(), Comm(), sequence=True)
     with pytest.raises(ValueError, match=r"11 long, which does not divide over 2 ranks.*10 or 12"):
@@ -302,8 +277,7 @@ def test_what_differs_between_the_ranks_is_found(world2: World, what: str, words
             tokens.zero_()
         model(tokens=tokens) if what == "by name" else model(tokens)
 
-    with pytest.raises(RankError, match=words):
-        world2.run(run)
+    raises(words, world2.run, run, error=RankError)
 
 
 def test_without_checks_nothing_is_compared() -> None:

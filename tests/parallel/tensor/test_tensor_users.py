@@ -1,7 +1,5 @@
-"""Models that are no labkit.GPT, and what a user does beside training: what tensor and context
-parallelism cannot get right is refused, the rest is as in one process."""
+"""Models other than labkit.GPT under tensor and context parallelism: right, or refused."""
 
-import io
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +24,9 @@ from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.recipes import held_bytes
-from small_models import Custom, difference, refused
+from small_models import Custom, difference
+from tables import raises
+from test_faults_copies import saved
 from worlds import on_each_rank
 
 
@@ -58,8 +58,7 @@ def test_an_error_in_a_layer_leaves_the_random_numbers_as_the_others_have_them()
     layer = mlp()
     model = tensor_parallel(nn.Sequential(layer), Comm())
     layer.drop.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("mine")))
-    with pytest.raises(KeyError):
-        model(torch.ones(3, 5, 8))
+    raises("", model, torch.ones(3, 5, 8), error=KeyError)
     one, other = Comm().all_gather_object(torch.rand(3).tolist())
     assert one == other
 
@@ -67,16 +66,16 @@ def test_an_error_in_a_layer_leaves_the_random_numbers_as_the_others_have_them()
 @on_each_rank("world2")
 def test_parameters_that_would_not_stay_one_or_whole_are_refused() -> None:
     inside, tied = GPT.preset("tiny"), GPT.preset("tiny")
-    attention: Any = inside.blocks[0].attn  # type: ignore[union-attr]
+    attention: Any = inside.blocks[0].attn
     parts = {"core": attention.core, "norm": nn.LayerNorm(3)}
     attention.core = Custom(lambda m, q, k, v: m.core(m.norm(q), m.norm(k), v), **parts)
-    first, second = (block.mlp.up for block in tied.blocks)  # type: ignore[union-attr]
-    second.weight = first.weight  # type: ignore[union-attr]
+    first, second = (block.mlp.up for block in tied.blocks)
+    second.weight = first.weight
     for model, words in (
         (inside, "blocks.0.attn.core.norm.weight is a parameter"),
         (tied, "were one parameter and would be cut into several"),
     ):
-        refused(lambda: tensor_parallel(model, Comm()), words)  # noqa: B023
+        raises((words,), tensor_parallel, model, Comm())
 
 
 @on_each_rank("world2")
@@ -111,9 +110,7 @@ def test_reading_one_projection_changes_nothing() -> None:
 
 
 class WithTargets(GPT):
-    def forward(  # type: ignore[override]
-        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         return F.cross_entropy(super().forward(tokens, positions).flatten(0, 1), targets.flatten())
 
 
@@ -131,11 +128,7 @@ def test_positions_are_filled_in_wherever_they_stand() -> None:
     assert value.item() == pytest.approx(fresh()(tokens, tokens).item(), abs=1e-12)
 
 
-# ---- a gated MLP
-
-
 def gated(width: int = 8, hidden: int = 24, gate: int | None = None) -> nn.Module:
-    """As Llama's."""
     return Custom(
         lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)),
         gate=nn.Linear(width, gate or hidden),
@@ -197,16 +190,20 @@ def test_an_invalid_gate_is_refused_by_name() -> None:
         ({"gate": 1}, r"0\.gate has 1 features and up 24.*give it another name"),
         ({"hidden": 9}, r"9 hidden features of 0 do not divide over 2"),
     ):
-        with pytest.raises(ValueError, match=words):
-            tensor_parallel(nn.Sequential(gated(**options)), Comm())
+        raises(words, tensor_parallel, nn.Sequential(gated(**options)), Comm())
 
 
-# ---- what the ranks compare
+@on_each_rank("world2")
+def test_a_refused_layer_stays_whole() -> None:
+    """Its trial is put off to the first input; v, which does not divide, is the third to be cut."""
+    parts = {name: nn.Linear(8, 5 if name == "v" else 8) for name in ("q", "k", "v", "out")}
+    layer = Custom(lambda m, x, mask: m.out(m.q(x) * m.k(x) + m.v(x)), head_width=4, **parts)
+    raises("5 long", tensor_parallel, nn.Sequential(layer), Comm())
+    assert all(getattr(layer, name) is part for name, part in parts.items())
+    assert "forward" not in vars(layer)
 
 
 def test_an_input_inside_a_container_is_compared(world2: World) -> None:
-    """Some models take theirs in a dict of lists."""
-
     def forward(model: Any, batch: Any, *, more: Any = None) -> Any:
         return model.mlp(batch["x"][0])
 
@@ -217,8 +214,7 @@ def test_an_input_inside_a_container_is_compared(world2: World) -> None:
         model(batch, more=(other,) if where == "by name" else None)
 
     for where in ("in a list", "by name"):
-        with pytest.raises(RankError, match="the input differs between the ranks"):
-            world2.run(run, where)
+        raises("the input differs between the ranks", world2.run, run, where, error=RankError)
     world2.run(run, "nowhere")
 
 
@@ -226,8 +222,7 @@ def test_targets_that_differ_are_found(world2: World) -> None:
     def run() -> None:
         vocab_parallel_cross_entropy(torch.ones(2, 3), torch.tensor([0, Comm().rank]), Comm())
 
-    with pytest.raises(RankError, match="the tensor of targets differs(.|\n)*the same batch"):
-        world2.run(run)
+    raises("the tensor of targets differs(.|\n)*the same batch", world2.run, run, error=RankError)
 
 
 class Elsewhere:
@@ -241,19 +236,13 @@ class Elsewhere:
 
 
 def test_random_states_of_the_models_device_are_compared(world2: World) -> None:
-    """The generator of a GPU that this model is not on is another's affair."""
-
     def run(device: str) -> None:
         here = [torch.default_generator, Elsewhere(device, Comm().rank)]
         with patch.object(tensor_checks, "generators", lambda: here):
-            tensor_checks.SameInput(Comm(), False)(mlp().to("meta"), (), {})
+            tensor_checks.check_same_input(Comm(), False, mlp().to("meta"), (), {})
 
-    with pytest.raises(RankError, match="the random state differs(.|\n)*the same seed"):
-        world2.run(run, "meta")
+    raises("the random state differs(.|\n)*the same seed", world2.run, run, "meta", error=RankError)
     world2.run(run, "cuda:1")
-
-
-# ---- a model that leaves its ranks
 
 
 def test_a_model_that_was_pickled_says_that_its_ranks_are_gone(world2: World) -> None:
@@ -262,16 +251,13 @@ def test_a_model_that_was_pickled_says_that_its_ranks_are_gone(world2: World) ->
         model = GPT(31, 24, 1, 4, 16)
         if way == "tensor":
             return tensor_parallel(model, Comm())
-        return context_parallel(model, Comm(), way=way)  # type: ignore[arg-type]
+        return context_parallel(model, Comm(), way=way)
 
     tokens = torch.zeros(1, 8, dtype=torch.long)
     for way in ("tensor", "ring", "ulysses"):
         models = world2.run(run, way)
-        torch.save(models[1], file := io.BytesIO())
-        file.seek(0)
-        for model in (models[1], torch.load(file, weights_only=False)):
-            with pytest.raises(RuntimeError, match=r"rank 1 over ranks \[0, 1\] was pickled"):
-                model(tokens)
+        for model in (models[1], saved(models[1])):
+            raises(r"rank 1 over ranks \[0, 1\] was pickled", model, tokens, error=RuntimeError)
             marks = [shard_of(p) for p in model.parameters()]
             assert any(marks) == (way == "tensor")
             if way == "tensor":
@@ -294,5 +280,5 @@ def test_a_model_of_one_rank_computes_wherever_it_goes() -> None:
 
 def test_a_dropout_draws_whatever_the_type_of_its_p() -> None:
     for p in (0.5, np.float32(0.5), torch.tensor(0.5)):
-        assert tensor_checks.draws(nn.Dropout(p)) and not tensor_checks.draws(nn.Dropout(p).eval())  # type: ignore[arg-type]
+        assert tensor_checks.draws(nn.Dropout(p)) and not tensor_checks.draws(nn.Dropout(p).eval())
     assert not tensor_checks.draws(nn.Dropout(0.0))

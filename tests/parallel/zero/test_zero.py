@@ -1,5 +1,4 @@
-"""ZeRO-1 and 2: single-process training, the bytes of the formula, and nothing held that is not
-this rank's."""
+"""ZeRO-1 and 2: single-process training, the formula's bytes, and only this rank's share held."""
 
 import copy
 import time
@@ -14,7 +13,8 @@ from torch import nn
 from data_parallel_contract import CASES, MODELS, OPTIMIZERS, Strategy, check_equal_to_single
 from labkit import GPT, Comm, Link, Text, World, ZeroOptimizer, dry_run, listen, loss, record
 from labkit.events import CommEvent
-from small_models import Custom, difference, refused
+from small_models import Custom, difference
+from tables import raises
 from worlds import on_each_rank, world_fixture
 
 SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}
@@ -23,8 +23,6 @@ SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}
 def zero(
     stage: int, make: Any = ZeroOptimizer, bucket_mb: float = 0.01, **options: Any
 ) -> Strategy:
-    """ZeRO as the contract wants it, in several buckets."""
-
     def predict(module: nn.Module, size: int, rank: int) -> Any:
         return ZeroOptimizer.predict(module, size, stage, bucket_mb, rank)
 
@@ -71,18 +69,12 @@ def test_parameters_that_arrive_in_the_next_forward_are_the_same(world2: World) 
 
 
 def test_a_part_of_the_model_called_directly_waits_for_what_it_reads() -> None:
-    """And a copy of the model, hooks and all, has nothing to wait for."""
-
     def run() -> None:
         # It reads the weights of a child that it does not call, as attention does.
-        part = Custom(
-            lambda m, x: nn.functional.linear(x, m.child.weight),
-            child=nn.Linear(300, 300, bias=False),
-        )
+        child = nn.Linear(300, 300, bias=False)
+        part = Custom(lambda m, x: nn.functional.linear(x, m.child.weight), child=child)
         model = nn.Sequential(nn.Linear(300, 300), part)
-        optimizer = ZeroOptimizer(
-            model.parameters(), SGD, bucket_mb=0.1, gather_in=model, lr=1.0
-        )  # fmt: skip
+        optimizer = ZeroOptimizer(model.parameters(), SGD, bucket_mb=0.1, gather_in=model, lr=1.0)
         x = torch.ones(1, 300)
         before = part(x).detach()
         model(x).sum().backward()
@@ -102,7 +94,7 @@ def test_two_models_may_use_the_same_names() -> None:
     optimizer = ZeroOptimizer([{"params": m.named_parameters()} for m in models], SGD, lr=1.0)
     before = [model.weight.detach().clone() for model in models]
     x = torch.full((1, 2), 1.0 + 2 * Comm().rank)  # gradients of 1 and 3: their mean is 2
-    sum(model(x).sum() for model in models).backward()  # type: ignore[union-attr]
+    sum(model(x).sum() for model in models).backward()
     optimizer.step()
     for was, model in zip(before, models, strict=True):
         assert float((was - model.weight).detach().mean()) == pytest.approx(2.0)
@@ -169,12 +161,7 @@ def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_d
                     assert whole <= 3  # two on their way, and the one that fills
 
 
-# --- any elementwise optimizer, and no other ---
-
-
 class Signs(torch.optim.Optimizer):
-    """A user's own, elementwise."""
-
     def __init__(self, params: Any, lr: float = 0.01):
         super().__init__(params, {"lr": lr})
 
@@ -229,11 +216,8 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name() -> None:
         (CountsInItsGroup, "its step changes the option"),
         *((cls, "under DDP") for cls in (*filter(None, whole), ByNorm)),
     ):
-        message = refused(lambda: ZeroOptimizer([nn.Linear(3, 3).weight], cls), advice)  # noqa: B023
+        message = str(raises((advice,), ZeroOptimizer, [nn.Linear(3, 3).weight], cls))
         assert message.startswith(f"{cls.__name__} cannot be sharded: ")
-
-
-# --- what belongs to an optimizer in a loop ---
 
 
 @stages
@@ -304,11 +288,8 @@ def test_the_state_of_a_rank_is_loaded_into_another_run(stage: int, dtype: str) 
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     train(other, resumed)
-    refused(lambda: resumed.load_state_dict({**saved[1], "whose": [0, 7]}), "checkpoint")
+    raises("checkpoint", resumed.load_state_dict, {**saved[1], "whose": [0, 7]})
     assert difference(module.state_dict(), other.state_dict()) == 0
-
-
-# --- bad input ---
 
 
 @stages
@@ -322,7 +303,7 @@ def test_loss_scaling_is_refused_on_every_rank(stage: int) -> None:
         x = torch.ones(1, 2) if Comm().rank else torch.full((1, 2), torch.inf)
         scaler.scale(model(x).sum()).backward()
         call = scaler.unscale_ if unscaled else scaler.step
-        refused(partial(call, optimizer), "GradScaler is not supported", "labkit.GradScaler")
+        raises(("GradScaler is not supported", "labkit.GradScaler"), call, optimizer)
         before = model.weight.detach().clone()
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
@@ -340,7 +321,7 @@ def test_gradients_of_no_sync_alone_are_refused(stage: int) -> None:
             pass
         model(torch.ones(1, 2)).sum().backward()
     for use in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
-        refused(use, "`no_sync`")
+        raises("`no_sync`", use)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.clip_grad_norm_(1.0)
     with optimizer.no_sync():
@@ -373,7 +354,7 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
         (lambda: changed(other_memory), "memory of 1.weight is another"),
         (lambda: changed(lambda model: model.bfloat16()), "memory of 0.weight is another"),
     ]:
-        refused(make, message)
+        raises((message,), make)
 
 
 @stages
@@ -387,10 +368,7 @@ def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(
     value = module(torch.ones(1, 2, dtype=getattr(torch, dtype))).sum()
     value.backward(retain_graph=True)
     optimizer.step()
-    refused(value.backward, "modified by an inplace operation", error=RuntimeError)
-
-
-# --- memory, as the recorder sees it ---
+    raises("modified by an inplace operation", value.backward, error=RuntimeError)
 
 
 def train_1m(stage: int, dtype: str, steps: int = 2, bucket_mb: float = 0.5) -> None:

@@ -74,16 +74,16 @@ class Clinic:
 
     def _repr_html_(self) -> str:
         style = "text-align: left; vertical-align: top; white-space: pre-wrap; font-size: 88%"
-        rows = []
+        body = ""
         for one in self.findings:
             cells = [one.name, one.verdict, "\n".join(one.torch_says), one.labkit_says or "nothing"]
-            rows.append("".join(f'<td style="{style}">{html.escape(x)}</td>' for x in cells))
+            row = "".join(f'<td style="{style}">{html.escape(x)}</td>' for x in cells)
+            body += f"<tr>{row}</tr>"
         titles = {"program": 11, "plain torch": 10, "its words": 36, "labkit's words": 43}
         head = "".join(
             f'<th style="text-align: left; width: {percent}%">{title}</th>'
             for title, percent in titles.items()
         )
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
         inside = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
         return f'<table style="width: 100%">{inside}</table>'
 
@@ -94,14 +94,18 @@ def clinic(
     """Run each program, a function of a `Comm`, on `size` ranks, both ways, all at once.
 
     `guesses`: program's name -> "hang", "crash" or "silent", for each program; None asks for no
-    guesses. Raises CheckFailed for a missing or unknown guess, or one without a program.
-    """
+    guesses. Raises CheckFailed for a missing or unknown guess, or one without a program."""
     if guesses is not None:
         _validate_guesses([program.__name__ for program in programs], guesses)
     guesses = guesses or {}
+
+    def examine(program: Program) -> Finding:
+        name, (ending, torch_says) = program.__name__, through_torch(program, size)
+        labkit_says = through_labkit(program, size)
+        return Finding(name, ending, torch_says, labkit_says, guesses.get(name, ""))
+
     with redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(programs) or 1) as together:
-        found = list(together.map(lambda program: examine(program, size), programs))
-    return Clinic([Finding(*one, guess=guesses.get(one[0], "")) for one in found])
+        return Clinic(list(together.map(examine, programs)))
 
 
 def _validate_guesses(names: list[str], guesses: Mapping[str, Any]) -> None:
@@ -114,12 +118,6 @@ def _validate_guesses(names: list[str], guesses: Mapping[str, Any]) -> None:
     for name, guess in guesses.items():
         if guess not in ENDINGS:
             raise CheckFailed(f"your guess for {name} is {guess!r}.", endings, hint=hint)
-
-
-def examine(program: Program, size: int) -> tuple[str, str, list[str], str]:
-    """Name, ending on plain torch, torch's words, labkit's words."""
-    ending, torch_says = through_torch(program, size)
-    return program.__name__, ending, torch_says, through_labkit(program, size)
 
 
 def through_labkit(program: Program, size: int) -> str:
@@ -141,7 +139,10 @@ def through_torch(program: Program, size: int) -> tuple[str, list[str]]:
             says = world.run(_bare, program, folder)
         except RankError as error:
             died = str(error).splitlines()[0].split(";")[0]
-            return "crash", [died, *_last_words(Path(folder))]
+            texts = [file.read_text(errors="replace") for file in sorted(Path(folder).iterdir())]
+            # gloo's message about the exception that killed a rank
+            last_words = re.findall(r"what\(\):\s*(.*)", "\n".join(texts))
+            return "crash", [died, *map(_readable, last_words)]
     if any("Timed out" in one for one in says):
         ending = "hang"
     else:
@@ -164,7 +165,8 @@ def _bare(program: Program, folder: str) -> str:
     with open(Path(folder) / f"rank{comm.rank}", "w") as file:
         os.dup2(file.fileno(), 2)
     try:
-        return f"returns {_short(program(comm))}"
+        value = program(comm)
+        return f"returns {value.tolist() if hasattr(value, 'tolist') else value!r}"
     except RuntimeError as error:
         return _readable(f"{type(error).__name__}: {error}")
     finally:
@@ -172,17 +174,7 @@ def _bare(program: Program, folder: str) -> str:
         os.close(kept)
 
 
-def _last_words(folder: Path) -> list[str]:
-    """gloo's message about the exception that killed a rank."""
-    texts = [file.read_text(errors="replace") for file in sorted(folder.glob("rank*"))]
-    return [_readable(found) for text in texts for found in re.findall(r"what\(\):\s*(.*)", text)]
-
-
 def _readable(text: str) -> str:
     """The first line, without the folder that torch was built in, and not too long."""
     line = re.sub(r"\[(?:enforce fail at )?\S*/(\S+\.cc:\d+)\]", r"[\1]", text.splitlines()[0])
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
-
-
-def _short(value: Any) -> str:
-    return repr(value.tolist()) if hasattr(value, "tolist") else repr(value)

@@ -9,6 +9,7 @@ import torch
 
 from labkit.course.findings import fail
 from labkit.course.ranks import Ran, watch
+from labkit.runtime.errors import ranks_text
 from labkit.trace.movement import Content, Movement
 
 PICTURE = "Draw it: plot.movement(watch_collective(world, {collective!r}, your_function))."
@@ -33,7 +34,7 @@ def ends_with(
             fail(
                 f"of {size} ranks, rank {rank} ends with {in_words(content, chunk)} in chunk "
                 f"{chunk}.",
-                expected=f"{numbers_of(tuple(ranks))}, each once",
+                expected=f"the numbers of {ranks_text(tuple(ranks))}, each once",
                 hint=f"{hint} {PICTURE.format(collective=collective)}".strip(),
             )
     return movement
@@ -45,22 +46,13 @@ def in_words(content: Content, chunk: int) -> str:
         return "what is no sum of the ranks' numbers"
     if content.is_empty:
         return "nothing"
-    words = numbers_of(content.ranks)
+    words = f"the numbers of {ranks_text(content.ranks)}"
     if content.chunk is None:
         return f"{words}, from several chunks,"
     if content.chunk != chunk:
         words += f" for chunk {content.chunk}"
-    often = [rank for rank, count in enumerate(content.counts) if count > 1]
-    if often:
-        words += f", those of rank {often[0]} {content.counts[often[0]]} times,"
-    return words
-
-
-def numbers_of(ranks: tuple[int, ...]) -> str:
-    """ "the numbers of ranks 0, 1 and 2" """
-    *others, last = map(str, ranks)
-    listed = f"{', '.join(others)} and {last}" if others else last
-    return f"the numbers of rank{'s' * (len(ranks) > 1)} {listed}"
+    often = (x for x in enumerate(content.counts) if x[1] > 1)
+    return words + next((f", those of rank {rank} {n} times," for rank, n in often), "")
 
 
 def replaced(student: Callable[..., Any], comm: Any, chunks: list[torch.Tensor]) -> list[int]:
@@ -87,17 +79,6 @@ def in_place(ran: Ran) -> list[Any]:
                 "another into the list.",
             )
     return [value for value, _ in ran.values]
-
-
-def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
-    """Fails where a rank calls a ready collective."""
-    for rank, ops in enumerate(ran.ops):
-        if others := [op for op in ops if op not in ("send", "recv")]:
-            fail(
-                f"rank {rank} calls {others[0]}.",
-                expected=f"{which} alone",
-                hint="The collective is what you are building.",
-            )
 
 
 def only_to_the_right(ran: Ran) -> None:

@@ -1,6 +1,5 @@
-"""What the ranks of a strategy agree on: they have the same parameters in the same order, equal to
-rank 0's; no other strategy has them; they stay what they were when the module was wrapped.
-"""
+"""What a strategy makes sure of when it takes over a module: its parameters are the same on all
+ranks, and equal to rank 0's; no other strategy owns them; and they stay what they were."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -16,9 +15,23 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from labkit.comm import Comm
 
 
-def marks_of(x: Tensor) -> list[Any]:
-    """Each a `Mark` (shards.py): other ranks have other parts of `x`, or of its gradient."""
-    return [vars(x)[name] for name in ("_labkit_shard", "_labkit_sequence") if name in vars(x)]
+class Mark:
+    """An attribute of a parameter: the ranks of `comm` have other parts of it, or its gradient."""
+
+    comm: Comm
+
+    def attach_to(self, parameter: Tensor) -> None: ...
+
+    def check(self, name: str, comm: Comm, averaged: bool) -> None:
+        """Raises ValueError where the ranks of `comm` do not have the same part of parameter
+        `name`; with `averaged` also where its gradients must not be averaged over `comm` alone."""
+        raise NotImplementedError
+
+
+def marks_of(parameter: Tensor) -> list[Mark]:
+    """The marks of `parameter`, of any kind, a shard's before a sequence's."""
+    attributes = [vars(parameter)[name] for name in sorted(vars(parameter), reverse=True)]
+    return [x for x in attributes if isinstance(x, Mark)]
 
 
 def check_same_on_all_ranks(
@@ -50,17 +63,6 @@ def _described(name: str, x: Tensor) -> str:
     return f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}{frozen}{part}"
 
 
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters to be averaged. Raises ValueError when there are none."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError(
-            f"{type(module).__name__} has no trainable parameter, so there is nothing to "
-            "synchronise; use the module as it is"
-        )
-    return parameters
-
-
 def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> None:
     """Make all ranks' tensors equal to rank `src`'s."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -70,6 +72,17 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> No
         comm.broadcast(flat := _flatten_dense_tensors(group), src)
         for x, part in zip(group, _unflatten_dense_tensors(flat, group), strict=True):
             x.copy_(part)
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters to be averaged. Raises ValueError when there are none."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter, so there is nothing to "
+            "synchronise; use the module as it is"
+        )
+    return parameters
 
 
 def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
@@ -87,25 +100,28 @@ def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
 
 
 def owner_of(parameter: Tensor) -> Any:
-    return getattr(parameter, "_labkit_owner", _nobody)()
+    """The living strategy that has claimed `parameter`, or None."""
+    return getattr(parameter, "_labkit_owner", _nothing)()
 
 
 def pipeline_with(parameter: Tensor) -> Any:
-    """The pipeline of which a stage here has it, or None."""
-    return getattr(parameter, "_labkit_pipeline", _nobody)()
+    """The pipeline of which a stage here has `parameter`, or None."""
+    return getattr(parameter, "_labkit_pipeline", _nothing)()
 
 
 class WeakMark(ref):
     """A weak reference, as an attribute of a parameter; a pickled parameter has a dead one."""
 
     def __reduce__(self) -> Any:
-        return partial, (_nobody,)
+        return partial, (_nothing,)
 
 
-def _nobody() -> None: ...
+def _nothing() -> None: ...
 
 
 class ParamSnapshot:
+    """The parameters of `module` as they are now, by name: which tensors, and which are frozen."""
+
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept, so that no other gets the id of one
         self._parameters = list(module.parameters())
@@ -124,22 +140,19 @@ class ParamSnapshot:
         return {name: (id(p), p.requires_grad) for name, p in named}
 
     def check(self) -> None:
-        """Raises ValueError, naming the parameter that has changed."""
+        """Raises ValueError, naming a parameter that was added, removed, replaced, (un)frozen."""
         if self._fingerprint() == self._fingerprint_before:
             return
         now = self._now()
         for name in {**self._before, **now}:
             was, is_now = self._before.get(name), now.get(name)
-            if was != is_now:
-                break
-        else:
-            return  # modules without parameters
-        if was is None or is_now is None:
-            what = "was added" if was is None else "was removed"
-        elif was[0] != is_now[0]:
-            what = "is another tensor"
-        else:
-            what = "takes gradients now" if is_now[1] else "was frozen"
-        raise ValueError(
-            f"{name} {what} after the module was wrapped; change a module first, then wrap it"
-        )
+            if was == is_now:
+                continue
+            if was is None or is_now is None:
+                what = "was added" if was is None else "was removed"
+            elif was[0] != is_now[0]:
+                what = "is another tensor"
+            else:
+                what = "takes gradients now" if is_now[1] else "was frozen"
+            after = "after the module was wrapped; change a module first, then wrap it"
+            raise ValueError(f"{name} {what} {after}")

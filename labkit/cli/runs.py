@@ -1,0 +1,99 @@
+"""Recorded runs: `labkit view` of what one did, `labkit replay` of it on other clusters."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from labkit.cli.terminal import app, console, save_picture
+from labkit.foreign import check_output, check_picture, markup
+
+RunFolder = Annotated[Path, Argument(metavar="RUN", help="Folder of a recorded run.")]
+
+
+@app.command(
+    epilog="Examples:  labkit view runs/mine  ·  labkit view runs/mine --chrome trace.json.gz, "
+    "then open it at ui.perfetto.dev"
+)
+def view(
+    folder: RunFolder,
+    chrome: Annotated[
+        Path | None, Option(help="Write it for Perfetto; .gz packs it.", callback=check_output)
+    ] = None,
+    step: Annotated[int | None, Option(help="Draw the timeline of this step only.")] = None,
+    open_: Annotated[bool, Option("--open", help="Show the pictures on screen.")] = False,
+) -> None:
+    """Tell what a recorded run did, and draw its timeline and memory into its folder."""
+    from labkit import view as viewing
+    from labkit.trace import read_run
+    from labkit.trace.chrome import write_chrome
+
+    trace = read_run(folder)
+    console.print(viewing.table(trace, str(folder)))
+    for problem in trace.about.get("problems", ()):
+        console.print(f"[red]damaged:[/] {markup(problem)}", highlight=False)
+    if chrome:
+        console.print(f"For ui.perfetto.dev: {markup(write_chrome(trace, chrome))}")
+    for picture in viewing.draw(trace, folder, step):
+        console.print(f"The picture: {markup(picture)}")
+        if open_:
+            typer.launch(str(picture))
+
+
+@app.command(
+    epilog="Examples:  labkit replay runs/compare/ddp  ·  "
+    "labkit replay runs/compare/ddp --on selene --on internet  ·  "
+    "labkit replay runs/mine --clusters laptop.toml --measured"
+)
+def replay(
+    folder: RunFolder,
+    on: Annotated[
+        list[str] | None,
+        Option(help="A cluster, and once more for another; if none, all that are known."),
+    ] = None,
+    clusters: Annotated[
+        Path | None,
+        Option(help="A file of clusters of your own, as `labkit doctor --cluster` writes."),
+    ] = None,
+    measured: Annotated[
+        bool, Option("--measured", help="Computing as it was; only the wires are the cluster's.")
+    ] = False,
+    chrome: Annotated[
+        Path | None, Option(help="Write it for Perfetto, on one cluster.", callback=check_output)
+    ] = None,
+) -> None:
+    """What a recorded run would do on other clusters: the split of its step, and its timeline.
+
+    The run must have a step in detail (`record(detail_step=1)`; `labkit compare` has), or use
+    --measured.
+    """
+    from labkit import plot
+    from labkit.clusters import known_clusters, read_clusters
+    from labkit.replaying.summary import on_clusters, table
+    from labkit.trace import read_run
+    from labkit.trace.chrome import write_chrome
+
+    trace = read_run(folder)
+    own = read_clusters(clusters) if clusters else {}
+    every = known_clusters() | own
+    if unknown := [name for name in on or () if name not in every]:
+        raise ValueError(f"no cluster {unknown[0]!r}; there are {', '.join(every)}")
+    names = on or list(own if clusters else every)
+    if chrome and len(names) != 1:
+        raise ValueError("--chrome writes one replay: name its cluster by --on")
+    chosen = {name: every[name] for name in names}
+    replays = on_clusters(trace, chosen, "measured" if measured else "counted")
+    if not any(one.replayed for one in replays):
+        raise ValueError(replays[0].why_not)
+    console.print(table(replays))
+    for one in replays:
+        if one.replayed is None:
+            name, why_not = markup(one.name), markup(one.why_not)
+            console.print(f"[yellow]not on {name}:[/] {why_not}", highlight=False)
+            continue
+        picture = folder / f"replay-{one.name.replace('/', '-')}.png"
+        check_picture(picture)
+        save_picture(plot.timeline(one.replayed), picture)
+        if chrome:
+            console.print(f"For ui.perfetto.dev: {markup(write_chrome(one.replayed, chrome))}")

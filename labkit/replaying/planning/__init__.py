@@ -1,7 +1,7 @@
 """Model parallelism at scale: what a layout costs on a cluster, and which to choose.
 
 layout, published    a model's sizes, ranks along each axis, all layouts that divide; known GPTs,
-                     and their measured step times beside predicted ones (tables/)
+                     and their measured step times beside predicted ones
 
 A step is put together in this order:
 

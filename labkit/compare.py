@@ -3,7 +3,7 @@ must be equal is checked: the losses, the weights (in float64 to 1e-10), the rep
 the bytes sent and the bytes held. What may differ, the time, is only shown.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -47,31 +47,28 @@ def compare(
     strategies: Sequence[str] | None = None,
     ranks: int = 4,
     every: bool = False,
-    on_start: Callable[[str], object] = lambda name: None,
     out: Path = Path("runs/compare"),
 ) -> list[Result]:
     """Train with each strategy and hold it against `single`, which always runs first.
 
     Args:
         strategies: names of recipes; one per family when None, all with `every`.
-        on_start: called with the name of each strategy when its turn comes.
         out: every strategy's recorded run becomes a folder in this one.
     """
-    names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
+    families = {one.family: name for name, one in RECIPES.items()}
+    names = strategies or (RECIPES if every else families.values())
     check_size(ranks)
     chosen = [recipe(name) for name in names if name != "single"]
     chosen = fitting(chosen, task, ranks, asked=bool(strategies))
     out.mkdir(parents=True, exist_ok=True)
     for name in ("compare.png", "steps.png"):
         check_output(out / name)
-    on_start("single")
     with World(1) as world:
         (oracle,), trace = _recorded(world, "single", task, out)
     results = [_judge([oracle], oracle, task, trace)]
     with World(ranks) as world:
         print(f"{world.picked}; they share {psutil.cpu_count()} cores")
         for one in chosen:
-            on_start(one.name)
             reports, trace = _recorded(world, one.name, task, out)
             results.append(_judge(reports, oracle, task, trace))
     return results

@@ -61,8 +61,8 @@ class Recipe:
     """`wrap(module, comm)` gives the parallel model and `optimizer(wrapped, comm, lr)` its
     optimizer, `share(batch, comm)` what this rank gets of a global batch; `predict(module, size)`
     its bytes, with the tokens of the batch as a third argument where not all of them are rows of
-    its own. `shown`: stands for its family where one is enough; `unfit(model, rows, length, ranks)`
-    says why it cannot train this model on such a batch and so many ranks, or nothing.
+    its own. `unfit(model, rows, length, ranks)` says why it cannot train this model on such a batch
+    and so many ranks, or nothing.
     `step(wrapped, batch, comm)` leaves the gradients, and gives a loss whose mean over the ranks is
     that of the batch."""
 
@@ -72,7 +72,6 @@ class Recipe:
     predict: Callable[..., Footprint]
     share: Callable[[Batch, Comm], Batch] = rows
     optimizer: Callable[[Any, Comm, float], torch.optim.Optimizer] = adamw
-    shown: bool = True
     one_rank: bool = False
     unfit: Callable[[GPT, int, int, int], str] = lambda model, rows, length, ranks: ""
     step: Callable[[Any, Batch, Comm], Tensor] = forward_backward
@@ -87,10 +86,6 @@ class Recipe:
     def footprint(self, module: nn.Module, size: int, tokens: int) -> Footprint:
         """Predicted bytes of a rank, in a step on a global batch of so many tokens."""
         return self.predict(module, size, *([] if self.share is rows else [tokens]))
-
-
-def _pull_after(wrapped: ParameterServer, comm: Comm, lr: float) -> torch.optim.Optimizer:
-    return wrapped.pull_after(adamw(wrapped, comm, lr))
 
 
 def _zero(stage: int) -> Recipe:
@@ -225,16 +220,16 @@ def _three_d_unfit(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 MICROBATCHES = 4  # of a pipeline
-RECIPES = {
+RECIPES = {  # the last of a family stands for it where one is enough
     recipe.name: recipe
     for recipe in [
         Recipe("single", "oracle", Single, Single.predict, one_rank=True),
         Recipe("naive-ddp", "data parallel", NaiveDDP, NaiveDDP.predict),
-        Recipe("ddp", "data parallel", DDP, DDP.predict),
         Recipe(
             "parameter-server", "data parallel", ParameterServer, ParameterServer.predict,
-            optimizer=_pull_after,
+            optimizer=lambda server, comm, lr: server.pull_after(adamw(server, comm, lr)),
         ),
+        Recipe("ddp", "data parallel", DDP, DDP.predict),
         _zero(1),
         _zero(2),
         Recipe("zero-3", "ZeRO", ZeRO3, ZeRO3.predict),

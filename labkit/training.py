@@ -62,8 +62,6 @@ class Report:
     """What one rank has to tell of a run."""
 
     strategy: str
-    rank: int
-    size: int
     losses: list[float]  # this rank's share; their mean over ranks is the global loss
     step_s: float  # median
     predicted: Footprint
@@ -103,7 +101,5 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
     if keep_weights:
         whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))
         weights = {name: x.detach().cpu() for name, x in whole().items()}
-    return Report(
-        strategy, comm.rank, comm.size, losses, median(seconds), predicted,
-        held(wrapped, optimizer, sent_bytes / task.steps), weights,
-    )  # fmt: skip
+    measured = held(wrapped, optimizer, sent_bytes / task.steps)
+    return Report(strategy, losses, median(seconds), predicted, measured, weights)

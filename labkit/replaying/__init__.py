@@ -12,29 +12,19 @@ planning/   models too large to record whole: steps of layouts, and the best of 
 
 from labkit.lazy import lazy
 
+NAMES = {
+    "changes": ("changed",),
+    "costs": ("Costs",),
+    "dry_runs": ("dry_run", "fits", "largest_that_fits", "peak_of"),
+    "engine": ("Compute", "Deadlock", "Issue", "Program", "run", "Timed", "Wait"),
+    "pipeline": (
+        "bubble", "by_microbatch", "pipeline_programs", "pipeline_step_s", "pipeline_trace",
+        "stage_seconds",
+    ),
+    "replays": ("replay",),
+    "what_ifs": ("what_if",),
+}  # fmt: skip
+
 __all__, __getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "bubble": "labkit.replaying.pipeline",
-        "by_microbatch": "labkit.replaying.pipeline",
-        "changed": "labkit.replaying.changes",
-        "Compute": "labkit.replaying.engine",
-        "Costs": "labkit.replaying.costs",
-        "Deadlock": "labkit.replaying.engine",
-        "dry_run": "labkit.replaying.dry_runs",
-        "fits": "labkit.replaying.dry_runs",
-        "Issue": "labkit.replaying.engine",
-        "largest_that_fits": "labkit.replaying.dry_runs",
-        "peak_of": "labkit.replaying.dry_runs",
-        "pipeline_programs": "labkit.replaying.pipeline",
-        "pipeline_step_s": "labkit.replaying.pipeline",
-        "pipeline_trace": "labkit.replaying.pipeline",
-        "Program": "labkit.replaying.engine",
-        "replay": "labkit.replaying.replays",
-        "run": "labkit.replaying.engine",
-        "stage_seconds": "labkit.replaying.pipeline",
-        "Timed": "labkit.replaying.engine",
-        "Wait": "labkit.replaying.engine",
-        "what_if": "labkit.replaying.what_ifs",
-    },
+    __name__, {name: f"{__name__}.{module}" for module, names in NAMES.items() for name in names}
 )

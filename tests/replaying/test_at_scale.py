@@ -18,6 +18,7 @@ from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.published import GPT3, MEGATRON
 from labkit.replaying.planning.report import StepReport
 from labkit.replaying.planning.stages import rank_groups, virtual_stages
+from labkit.replaying.planning.step_model import StepModel
 from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
@@ -225,7 +226,9 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
             for one in trace.ranks.values()
         )
         assert most == pytest.approx(report.sent_bytes[axis], rel=1e-3)
-    assert len(timed_actions(trace)) == layout.pp
+    ended_s = [done[-1].ended_s for done in timed_actions(trace)]
+    timing = StepModel(SMALL, layout, 16, SELENE).timing()
+    assert ended_s == pytest.approx(timing.ended_s, rel=1e-9) and len(ended_s) == layout.pp
     assert plot.timeline(trace) is not None
 
 

@@ -176,11 +176,9 @@ class StageEnd(NamedTuple):
     ended_s: float
 
 
-def step_ends(
-    model: StepModel, ended_s: Sequence[float], lasts_s: Sequence[Sequence[float]]
-) -> list[StageEnd]:
-    """The ends of all stages. `ended_s`: when each finished its last backward; `lasts_s`: when the
-    last backward of each of its chunks began."""
+def step_ends(model: StepModel, timing: Timing) -> list[StageEnd]:
+    """The ends of all stages, after forward and backward."""
+    ended_s, lasts_s = timing.ended_s.tolist(), timing.last_s.tolist()
     gradients = [_gradients_sent(model, stage, last_s) for stage, last_s in enumerate(lasts_s)]
     averaged_s = [
         max([over_s, *(bucket.ended_s for bucket in sent)])

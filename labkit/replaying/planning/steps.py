@@ -14,7 +14,7 @@ from labkit.predict.transformer import step_flops
 from labkit.predict.wires import bus_factor
 from labkit.replaying.costs import Costs
 from labkit.replaying.engine import Timed
-from labkit.replaying.pipeline import pipeline_trace, timed_actions
+from labkit.replaying.pipeline import pipeline_trace
 from labkit.replaying.planning.clock import schedule_of
 from labkit.replaying.planning.layers import ELEMENT_BYTES
 from labkit.replaying.planning.layout import Layout, Sizes
@@ -51,7 +51,7 @@ def step_report(
     """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     m, timing = model.microbatches, model.timing()
-    ends = step_ends(model, timing.ended_s.tolist(), timing.last_s.tolist())
+    ends = step_ends(model, timing)
     step_s = max(end.ended_s for end in ends)
     chunks = [chunk for stage in model.chunks for chunk in stage]
     means = {
@@ -116,6 +116,9 @@ def step_trace(
     spans of micro-batches. Each action of the schedule takes 20 us, so many of them take a while.
     """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
+    timing = model.timing()
+    ends = step_ends(model, timing)
+    step_s = max(end.ended_s for end in ends)
 
     def seconds(stage: int, action: Action) -> float:
         chunk = model.chunks[stage][action.chunk]
@@ -126,21 +129,13 @@ def step_trace(
 
     schedule = schedule_of(layout.pp, model.microbatches, layout.chunks)
     trace = pipeline_trace(schedule, seconds, message_s, model.message_bytes)
-    ended_s, lasts_s = [], []
-    for actions in timed_actions(trace):
-        backward = [timed for timed in actions if timed.action.phase == "backward"]
-        began = {timed.action.chunk: timed.began_s for timed in backward}  # the last of each
-        ended_s.append(backward[-1].ended_s)
-        lasts_s.append([began[chunk] for chunk in range(layout.chunks)])
-    ends = step_ends(model, ended_s, lasts_s)
-    step_s = max(end.ended_s for end in ends)
     first = range(0, layout.ranks, layout.dp * layout.tp)  # tensor parallelism is innermost
     ranks = {}
     for stage, (rank, end) in enumerate(zip(first, ends, strict=True)):
         pipeline, updated_s = trace.ranks[stage], end.update_began_s + end.update_s
         update = Span("optimizer", "", STEP, end.update_began_s, updated_s, 0, "AdamW")
         messages = [replace(event, ranks=tuple(first)) for event in pipeline.comms]
-        collectives = _collectives(end.sent, stage, first, layout, ended_s[stage])
+        collectives = _collectives(end.sent, stage, first, layout, float(timing.ended_s[stage]))
         ranks[rank] = RankTrace(
             rank, layout.ranks, steps=[Step(STEP, 0.0, step_s)], spans=[*pipeline.spans, update],
             comms=[*messages, *collectives], alike=tuple(range(rank + 1, rank + first.step)),

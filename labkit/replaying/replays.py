@@ -92,16 +92,16 @@ def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """The program of a rank. `moments`: (id(record), name of its field) -> the place of an
-    instruction, and the seconds after it began."""
+    """The program of a rank. `moments`: a record, the name of a field that is a time, the place of
+    an instruction, and the seconds after it began."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
-    moments: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
+    moments: list[tuple[Any, str, int, float]] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)  # id(event) -> place of its Wait
     computed_s: float = 0.0  # since the last Issue or Wait
 
     def add_moment(self, record: Any, name: str) -> None:
-        self.moments[id(record), name] = len(self.parts), self.computed_s
+        self.moments.append((record, name, len(self.parts), self.computed_s))
 
     def add(self, *parts: Issue | Wait) -> None:
         """What was computed so far, then this."""
@@ -127,8 +127,8 @@ class _Replay:
         self.issues = self._issues()
 
     def trace(self) -> Trace:
-        recorded = self.recorded
-        programs = {rank: self._program(one) for rank, one in recorded.ranks.items()}
+        ranks = {rank: _copied(one) for rank, one in self.recorded.ranks.items()}
+        programs = {rank: self._program(one) for rank, one in ranks.items()}
         timed = run({rank: program.parts for rank, program in programs.items()})
         carried = {
             part.key: when
@@ -136,12 +136,10 @@ class _Replay:
             for part, when in zip(program.parts, timed[rank], strict=True)
             if isinstance(part, Issue)
         }
-        ranks = {
-            rank: self._with_times(one, programs[rank], timed[rank], carried)
-            for rank, one in recorded.ranks.items()
-        }
-        about = {**recorded.about, "replayed": self.costs.cluster.title}
-        return Trace(ranks, about, recorded.metrics)
+        for rank, one in ranks.items():
+            self._set_times(one, programs[rank], timed[rank], carried)
+        about = {**self.recorded.about, "replayed": self.costs.cluster.title}
+        return Trace(ranks, about, self.recorded.metrics)
 
     def _program(self, one: RankTrace) -> _RankProgram:
         """Only the order of the record is used, unless its times are asked for: then the time
@@ -231,37 +229,25 @@ class _Replay:
             )
         return self.record_of[rank].rank
 
-    def _with_times(
+    def _set_times(
         self,
         one: RankTrace,
         program: _RankProgram,
         timed: list[Timed],
         carried: Mapping[Hashable, Timed],
-    ) -> RankTrace:
-        def at(record: Any, name: str) -> float:
-            place, after_s = program.moments[id(record), name]
-            return timed[place].began_s + after_s
-
-        def event_of(event: CommEvent) -> CommEvent:
-            new = replace(event, algorithm=self.costs.sending(event).algorithm)
+    ) -> None:
+        one.operations, one.memory = [], []  # operations are needed no more: times are known
+        for record, name, place, after_s in program.moments:
+            when_s = timed[place].began_s + after_s
+            if isinstance(record, MemoryPoint):
+                one.memory.append(record._replace(when_s=when_s))
+            else:
+                setattr(record, name, _end(when_s) if name == "ended_s" else when_s)
+        for event in one.comms:
+            event.algorithm = self.costs.sending(event).algorithm
             place = program.waits.get(id(event))
             wait = None if place is None else timed[place]
-            set_times(new, at(event, "issued_s"), carried[self._key(one, event)], wait)
-            return new
-
-        def moved(record: Any, **changes: Any) -> Any:
-            has_end = (id(record), "ended_s") in program.moments
-            ended_s = _end(at(record, "ended_s")) if has_end else 0.0
-            return replace(record, began_s=at(record, "began_s"), ended_s=ended_s, **changes)
-
-        return replace(
-            one,
-            steps=[moved(step, detail=False) for step in one.steps],
-            spans=[moved(span) for span in one.spans],
-            comms=[event_of(event) for event in one.comms],
-            memory=[MemoryPoint(at(x, "when_s"), x.step, x.held_bytes) for x in one.memory],
-            operations=[],  # not needed any more: times are known
-        )
+            set_times(event, event.issued_s, carried[self._key(one, event)], wait)
 
 
 def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | None) -> None:
@@ -272,6 +258,16 @@ def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | N
     event.wait_began_s = issued_s if wait is None else wait.began_s
     event.wait_ended_s = 0.0 if wait is None else _end(wait.ended_s)
     event.transport, event.lane, event.wire_bytes = "replay", "backend", event.bus_bytes
+
+
+def _copied(one: RankTrace) -> RankTrace:
+    """With records of its own, whose times can be changed."""
+    return replace(
+        one,
+        steps=[replace(step, detail=False) for step in one.steps],
+        spans=[replace(span) for span in one.spans],
+        comms=[replace(event) for event in one.comms],
+    )
 
 
 def _end(when_s: float) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -97,9 +96,7 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
             metric(step=step, loss=losses[-1])
             seconds.append(time.perf_counter() - began_s)
         sent_bytes += sum(event.bus_bytes for event in events if event.tag != TAGS["meta"])
-    weights: dict[str, Any] = {}
-    if keep_weights:
-        whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))
-        weights = {name: x.detach().cpu() for name, x in whole().items()}
+    whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))
+    weights = {name: x.detach().cpu() for name, x in (whole() if keep_weights else {}).items()}
     measured = held(wrapped, optimizer, sent_bytes / task.steps)
     return Report(strategy, losses, median(seconds), predicted, measured, weights)

@@ -67,10 +67,11 @@ class Costs:
         self.cluster = cluster
         self._remembered: dict[Hashable, Any] = {}
 
-    def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
-        """What `find()` returned for this key."""
+    def remembered(self, find: Callable[..., T], *args: Hashable) -> T:
+        """`find(self, *args)`, computed once."""
+        key = find, args
         if key not in self._remembered:
-            self._remembered[key] = find()
+            self._remembered[key] = find(self, *args)
         return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
@@ -98,15 +99,14 @@ class Costs:
         """By its fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
+        return self.remembered(Costs._fastest, op, nbytes, ranks)
 
-        def fastest() -> Sending:
-            if len(ranks) == 1:
-                return Sending(0.0, 0.0, self.cluster.inside.name, "")
-            place = _Place(ranks, self.cluster)
-            seconds, name = min((place.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
-            return Sending(seconds, 0.0, place.level.name, name)
-
-        return self.remembered((op, nbytes, ranks), fastest)
+    def _fastest(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
+        if len(ranks) == 1:
+            return Sending(0.0, 0.0, self.cluster.inside.name, "")
+        place = _Place(ranks, self.cluster)
+        seconds, name = min((place.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
+        return Sending(seconds, 0.0, place.level.name, name)
 
 
 class _Place:

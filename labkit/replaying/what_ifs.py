@@ -7,8 +7,7 @@ from typing import Any
 
 from labkit.clusters import Cluster
 from labkit.plot.widgets import PictureWidget, ipywidgets
-from labkit.replaying.changes import changed
-from labkit.replaying.redrawing import Redrawing, in_words
+from labkit.replaying.redrawing import Redrawing, changed, in_words
 from labkit.runtime.progress import progress
 from labkit.trace import Trace
 

@@ -118,9 +118,10 @@ def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
 
 def test_groups_stand_where_the_mesh_has_them() -> None:
     """pp, dp and tp on nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2
-    ranks has one neighbour on its node, and one on the next."""
-    assert rank_groups(2, 2, 8, "tp", (1,), 8) == (tuple(range(16, 24)),)
-    assert rank_groups(2, 1, 16, "tp", (1,), 8) == (tuple(range(16, 32)),)
+    ranks has one neighbour on its node, and one on the next. Counted from their first node."""
+    assert rank_groups(2, 2, 8, "tp", (1,), 8) == (tuple(range(8)),)
+    assert rank_groups(2, 1, 16, "tp", (1,), 8) == (tuple(range(16)),)
+    assert rank_groups(2, 1, 6, "tp", (1,), 8) == (tuple(range(6, 12)),)
     assert rank_groups(1, 4, 6, "tp", (0,), 8) == (tuple(range(6)), tuple(range(6, 12)))
     assert rank_groups(2, 2, 2, "dp", (1,), 8) == ((4, 6),)
     assert rank_groups(4, 1, 2, "pp", (0, 1), 8) == ((0, 2),)

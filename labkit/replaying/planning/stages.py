@@ -19,7 +19,7 @@ behind a long backward, and measured steps do not show that (calibrate.py).
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -104,7 +104,8 @@ def rank_groups(
 ) -> Groups:
     """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one for each
     way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp" the groups of
-    one stage; along "pp" those with one rank of each stage.
+    one stage; along "pp" those with one rank of each stage. Ranks count from the first node of
+    their group: stages that are spread alike then share what was computed for one of them.
     """
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
@@ -115,17 +116,9 @@ def rank_groups(
         fixed = {"pp": stages[0], **dict(zip(others, indices, strict=True))}
         ranks = tuple(rank_at(mesh, fixed | {axis: member}) for member in members)
         on_node = Counter(rank // per_node for rank in ranks)
-        kinds.setdefault(tuple(sorted(on_node.values())), ranks)
+        first = min(on_node) * per_node
+        kinds.setdefault(tuple(sorted(on_node.values())), tuple(rank - first for rank in ranks))
     return tuple(kinds.values())
-
-
-@lru_cache(maxsize=65536)
-def from_first_node(groups: Groups, per_node: int) -> Groups:
-    """The groups, counted from the first node: stages that are spread alike then share what was
-    computed for one of them."""
-    return tuple(
-        tuple(rank - min(ranks) // per_node * per_node for rank in ranks) for ranks in groups
-    )
 
 
 def slowest(op: str, nbytes: int, costs: Costs, groups: Groups) -> Sending:
@@ -146,20 +139,19 @@ class StageSeconds(NamedTuple):
     gradients: CompletedGradients
 
 
-def chunk_seconds(chunk: VirtualStage, costs: Costs, groups: Groups) -> StageSeconds:
+def chunk_seconds(costs: Costs, chunk: VirtualStage, groups: Groups) -> StageSeconds:
     """The sum over the layers of a chunk, in the slowest of its tensor-parallel groups."""
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):
-        find = partial(_layer_seconds, shape, costs, groups)
-        layer = costs.remembered((shape, groups), find)
+        layer = costs.remembered(_layer_seconds, shape, groups)
         gradients += [(backward_s + when_s, numel) for when_s, numel in layer.gradients]
         forward_s, backward_s = forward_s + layer.forward_s, backward_s + layer.backward_s
         compute_s, exposed_s = compute_s + layer.compute_s, exposed_s + layer.exposed_s
     return StageSeconds(forward_s, backward_s, compute_s, exposed_s, tuple(gradients))
 
 
-def _layer_seconds(shape: Shape, costs: Costs, groups: Groups) -> StageSeconds:
+def _layer_seconds(costs: Costs, shape: Shape, groups: Groups) -> StageSeconds:
     layer = recorded(shape)
     forward_s, waited_s, _ = _pass_seconds(layer.forward, costs, groups)
     backward_s, exposed_s, gradients = _pass_seconds(layer.backward, costs, groups)
@@ -195,19 +187,18 @@ def _pass_seconds(
 def update_seconds(chunks: Sequence[VirtualStage], costs: Costs, shards: int) -> float:
     """The optimizer's step on one of so many shards of a stage: AdamW treats each element by
     itself."""
-
-    def layer_s(parameters: tuple[int, ...]) -> float:
-        ended_s = 0.0
-        for count, operation in enumerate(recorded_update(parameters).all_of("compute"), 1):
-            launched_s = count * costs.cluster.device.host_s
-            share = operation._replace(moved_bytes=operation.moved_bytes // shards)
-            ended_s = max(ended_s, launched_s) + costs.compute_s(share)
-        return ended_s
-
     seconds = 0.0
     for chunk in chunks:
         for layer, count in chunk.recorded():
             parameters = tuple(layer.gradients)
-            find = partial(layer_s, parameters)
-            seconds += count * costs.remembered(("update", parameters, shards), find)
+            seconds += count * costs.remembered(_layer_update_seconds, parameters, shards)
     return seconds
+
+
+def _layer_update_seconds(costs: Costs, parameters: tuple[int, ...], shards: int) -> float:
+    ended_s = 0.0
+    for count, operation in enumerate(recorded_update(parameters).all_of("compute"), 1):
+        launched_s = count * costs.cluster.device.host_s
+        share = operation._replace(moved_bytes=operation.moved_bytes // shards)
+        ended_s = max(ended_s, launched_s) + costs.compute_s(share)
+    return ended_s

@@ -12,7 +12,7 @@ of tp ranks sends one part, and the receivers all-gather them (arXiv 2104.04473,
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +28,7 @@ from labkit.replaying.planning.layers import DTYPE, ELEMENT_BYTES, recorded
 from labkit.replaying.planning.layout import RECOMPUTE, ZERO_STAGES, Layout, Sizes
 from labkit.replaying.planning.stages import (
     Groups,
-    StageSeconds,
-    VirtualStage,
     chunk_seconds,
-    from_first_node,
     rank_groups,
     slowest,
     update_seconds,
@@ -62,12 +59,14 @@ class StepModel:
         self.sizes, self.layout = sizes, layout
         self.microbatches = layout.microbatches(global_batch)
         self.costs = Costs(cluster) if costs is None else costs
-        self.per_node = self.costs.cluster.devices_per_node
         virtual = virtual_stages(sizes, layout, core)
         # Of each stage its chunks, and their seconds.
         self.stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
         self.chunks = [
-            [self._chunk_seconds(chunk, stage) for chunk in chunks]
+            [
+                self.costs.remembered(chunk_seconds, chunk, self.groups("tp", stage))
+                for chunk in chunks
+            ]
             for stage, chunks in enumerate(self.stages)
         ]
         # The stages whose ranks sum the gradient of a tied embedding, and its bytes on one rank:
@@ -82,19 +81,14 @@ class StepModel:
 
     def groups(self, axis: str, *stages: int) -> Groups:
         """Of each placement one group along an axis, as `rank_groups`."""
-        layout = self.layout
-        return rank_groups(layout.pp, layout.dp, layout.tp, axis, stages, self.per_node)
+        layout, per_node = self.layout, self.costs.cluster.devices_per_node
+        return rank_groups(layout.pp, layout.dp, layout.tp, axis, stages, per_node)
 
     def timing(self) -> Timing:
         """Forward and backward of all micro-batches."""
         forward_s = np.array([[chunk.forward_s for chunk in stage] for stage in self.chunks])
         backward_s = np.array([[chunk.backward_s for chunk in stage] for stage in self.chunks])
         return pipeline_timing(self.microbatches, forward_s, backward_s, np.array(self.messages_s))
-
-    def _chunk_seconds(self, chunk: VirtualStage, stage: int) -> StageSeconds:
-        groups = from_first_node(self.groups("tp", stage), self.per_node)
-        find = partial(chunk_seconds, chunk, self.costs, groups)
-        return self.costs.remembered(("chunk", chunk.layers, groups), find)
 
     def _message_s(self, stage: int) -> float:
         if self.layout.pp == 1:
@@ -229,7 +223,7 @@ def _sent(
     op: str, full: Iterable[tuple[float, int]], model: StepModel, stage: int
 ) -> list[Sent]:  # fmt: skip
     """Buckets (when each is full, its bytes) over the replicas, one after the other."""
-    groups = from_first_node(model.groups("dp", stage), model.per_node)
+    groups = model.groups("dp", stage)
     sending = cache(lambda nbytes: slowest(op, nbytes, model.costs, groups))
     sent, free_s = [], 0.0
     for full_s, nbytes in full:

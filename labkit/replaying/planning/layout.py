@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from labkit.predict.sizes import check_counts
-from labkit.predict.transformer import parameters
+from labkit.predict.transformer import parameters, step_flops
 
 ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
@@ -42,6 +42,10 @@ class Sizes:
         return parameters(
             self.vocab, self.width, self.depth, self.heads, self.context, tied=self.tied
         )
+
+    def step_flops(self, rows: int) -> float:
+        """FLOPs of a step on so many rows, nothing recomputed."""
+        return step_flops(self.vocab, self.width, self.depth, self.heads, rows, self.context)
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,10 @@ class Fit:
 
     Attributes:
         budget_bytes: that a device may hold.
-        others: layouts that their bounds ruled out without a recording.
     """
 
     report: StepReport
     budget_bytes: float
-    others: int = 0
 
     @property
     def fits(self) -> bool:

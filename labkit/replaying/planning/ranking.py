@@ -129,12 +129,10 @@ def largest_that_fits(
     every = layouts(replace(sizes, depth=depth), ranks, global_batch, **chosen)
     bounds = sorted(((one, most_blocks(one)) for one in every), key=lambda x: -x[0].pp * x[1])
     best: StepReport | None = None
-    recorded = 0
     for layout, blocks in slow_progress(bounds, "recording layouts"):
         if layout.pp * blocks <= (best.sizes.depth if best else 0):
             break
         report = deepest(layout, blocks)
-        recorded += 1
         if report and (best is None or report.sizes.depth > best.sizes.depth):
             best = report
     if best is None:
@@ -142,7 +140,7 @@ def largest_that_fits(
             f"not one block of width {sizes.width} for each stage fits into "
             f"{budget_bytes / 1e9:.1f} GB on {ranks} devices; take a smaller width or vocabulary"
         )
-    return Fit(best, budget_bytes, len(bounds) - recorded)
+    return Fit(best, budget_bytes)
 
 
 def reporter(cluster: Cluster, global_batch: int) -> Report:
@@ -213,11 +211,10 @@ def _lowest_peak(
     sizes: Sizes, bounds: list[TooLarge], budget_bytes: float, report_of: Report
 ) -> Fit:
     """The layout with the lowest recorded peak."""
-    best, recorded = report_of(sizes, bounds[0].layout), 1
+    best = report_of(sizes, bounds[0].layout)
     for bound in slow_progress(bounds[1:], "recording layouts"):
         if bound.peak_bytes >= best.peak_bytes:
             break
         report = report_of(sizes, bound.layout)
         best = min(best, report, key=lambda report: report.peak_bytes)
-        recorded += 1
-    return Fit(best, budget_bytes, len(bounds) - recorded)
+    return Fit(best, budget_bytes)

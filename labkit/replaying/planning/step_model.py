@@ -37,7 +37,6 @@ from labkit.replaying.planning.stages import (
 )
 
 COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
-CORES = ("fused", "plain")
 BUCKET_BYTES = 25 * 2**20  # the default of DDP and ZeroOptimizer
 
 
@@ -54,7 +53,7 @@ class StepModel:
         core: str = "fused",
     ):
         _check(sizes, layout, global_batch, cluster)
-        if core not in CORES:
+        if core not in ("fused", "plain"):
             raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
         self.sizes, self.layout = sizes, layout
         self.microbatches = layout.microbatches(global_batch)

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
-from labkit.predict.transformer import step_flops
 from labkit.predict.wires import bus_factor
 from labkit.replaying.costs import Costs
 from labkit.replaying.engine import Timed
@@ -62,9 +61,7 @@ def step_report(
         "pipeline_s": _mean(timing.pipeline_s) + _mean(end.tied_s for end in ends),
         "bubble_s": _mean(timing.bubble_s) + _mean(x.late_s + step_s - x.ended_s for x in ends),
     }
-    flops = step_flops(
-        sizes.vocab, sizes.width, sizes.depth, sizes.heads, global_batch, sizes.context
-    )
+    flops = sizes.step_flops(global_batch)
     peak = model.costs.cluster.device.peak_flops_of(DTYPE)
     return StepReport(
         sizes, layout, global_batch, sum(means.values()), **means,

@@ -55,7 +55,7 @@ def compare(
         strategies: names of recipes; one per family when None, all with `every`.
         out: every strategy's recorded run becomes a folder in this one.
     """
-    families = {one.family: name for name, one in RECIPES.items()}
+    families = {known.family: name for name, known in RECIPES.items()}
     names = strategies or (RECIPES if every else families.values())
     check_size(ranks)
     chosen = [recipe(name) for name in names if name != "single"]
@@ -68,8 +68,8 @@ def compare(
     results = [_judge([oracle], oracle, task, trace)]
     with World(ranks) as world:
         print(f"{world.picked}; they share {psutil.cpu_count()} cores")
-        for one in chosen:
-            reports, trace = _recorded(world, one.name, task, out)
+        for strategy in chosen:
+            reports, trace = _recorded(world, strategy.name, task, out)
             results.append(_judge(reports, oracle, task, trace))
     return results
 
@@ -80,13 +80,15 @@ def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[R
     with torch.device("meta"):
         model = GPT.preset(task.model)
     fitting = []
-    for one in chosen:
-        if not (why := one.unfit(model, task.rows, task.length, ranks)):
-            fitting.append(one)
+    for strategy in chosen:
+        if not (why := strategy.unfit(model, task.rows, task.length, ranks)):
+            fitting.append(strategy)
         elif asked:
-            raise ValueError(f"{one.name}: {why}; choose other --ranks, --rows or another --model")
+            raise ValueError(
+                f"{strategy.name}: {why}; choose other --ranks, --rows or another --model"
+            )
         else:
-            print(f"{one.name} is left out: {why}")
+            print(f"{strategy.name} is left out: {why}")
     return fitting
 
 
@@ -167,6 +169,6 @@ def draw(results: list[Result], out: Path) -> list[Path]:
     from labkit.plot.strategies import draw_comparison
 
     draw_comparison(results, out / "compare.png")
-    plot.compare({one.strategy: one.trace for one in results}).savefig(out / "steps.png", dpi=120)
-    own = [picture for one in results for picture in view.draw(one.trace, out / one.strategy)]
+    plot.compare({run.strategy: run.trace for run in results}).savefig(out / "steps.png", dpi=120)
+    own = [picture for run in results for picture in view.draw(run.trace, out / run.strategy)]
     return [out / "compare.png", out / "steps.png", *own]

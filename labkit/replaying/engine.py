@@ -184,12 +184,12 @@ class _Run:
         awake: list[int] = []
         beginning = deque([operation])
         while beginning:
-            one = beginning.popleft()
-            issue, members = one.issue, one.members.values()
+            operation = beginning.popleft()
+            issue, members = operation.issue, operation.members.values()
             free_s = max(rank.free_s.get(issue.port, 0.0) for rank in members)
-            began_s = max(free_s, *one.issued_s.values())
+            began_s = max(free_s, *operation.issued_s.values())
             out_s = began_s + issue.seconds
-            one.timed = Timed(began_s, out_s + issue.latency_s)
+            operation.timed = Timed(began_s, out_s + issue.latency_s)
             for rank in members:
                 rank.free_s[issue.port] = out_s
                 queue = rank.queues[issue.port]
@@ -214,12 +214,12 @@ class _DeadlockFinder:
         self.issuer = {key: number for number, keys in self.to_issue.items() for key in keys}
 
     def deadlock(self) -> Deadlock:
-        """One with a cycle, if there is any."""
+        """A deadlock with a cycle, if there is one."""
         waiting = [number for number, rank in self.ranks.items() if not rank.at_end]
         starts = [(number, "waits for", self.awaited(number)) for number in waiting]
-        for key, one in self.operations.items():
-            if one.timed is None:
-                starts.append((next(iter(one.issued_s)), "has issued", key))
+        for key, operation in self.operations.items():
+            if operation.timed is None:
+                starts.append((next(iter(operation.issued_s)), "has issued", key))
         deadlocks, known = [], set[Hashable]()
         for number, does, key in starts:
             if key not in known:
@@ -234,13 +234,15 @@ class _DeadlockFinder:
         steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank that it blocks, and how
         while key not in steps:
             known.add(key)
-            one, culprit = self.operations.get(key), self.issuer.get(key)
-            if one is not None:
-                culprit = next((rank for rank in one.members if rank not in one.issued_s), None)
-            if one is not None and culprit is None:  # all have issued it: it is queued
-                queues = {rank: one.members[rank].queues[one.issue.port] for rank in one.members}
-                number = next(rank for rank, queue in queues.items() if queue[0] is not one)
-                before = queues[number][0].issue.key
+            operation, culprit = self.operations.get(key), self.issuer.get(key)
+            if operation is not None:
+                issued = operation.issued_s
+                culprit = next((rank for rank in operation.members if rank not in issued), None)
+            if operation is not None and culprit is None:  # all have issued it: it is queued
+                port, members = operation.issue.port, operation.members.items()
+                first = {rank: member.queues[port][0] for rank, member in members}
+                number = next(rank for rank in first if first[rank] is not operation)
+                before = first[number].issue.key
                 steps[key] = number, f"{subject}, which on rank {number} stands behind {before!r}"
                 key, subject = before, "that"
             elif culprit is None or key not in self.to_issue[culprit]:
@@ -252,7 +254,7 @@ class _DeadlockFinder:
                 number, key = culprit, self.awaited(culprit)
                 subject = f"rank {number} waits for {key!r}"
         keys = list(steps)
-        cycle = {one: steps[one] for one in keys[keys.index(key) :]}
+        cycle = {blocked: steps[blocked] for blocked in keys[keys.index(key) :]}
         ranks = tuple(dict.fromkeys(number for number, _ in cycle.values()))
         return Deadlock(_in_words(cycle), ranks)
 

@@ -74,9 +74,7 @@ def _compiled(stages: int, microbatches: int, chunks: int) -> _Compiled:
         over.append(way)
         number[phase, microbatch, virtual] = len(before) - 1
         of_stage[stage].append(len(before) - 1)
-    warm_up = [
-        next(k for k, action in enumerate(one) if action.phase == "backward") - 1 for one in lists
-    ]
+    warm_up = [[action.phase for action in actions].index("backward") - 1 for actions in lists]
     lasts = [
         [number["backward", microbatches - 1, chunk * stages + stage] for chunk in range(chunks)]
         for stage in range(stages)

@@ -69,7 +69,7 @@ MEGATRON = (
 
 GPT3 = Sizes(width=12288, depth=96, heads=96)  # arXiv 2005.14165, table 2.1; vocabulary padded
 MODELS: dict[str, Sizes] = {  # as `labkit plan --model` takes them
-    **{f"megatron-{one.billions:g}b": one.sizes for one in MEGATRON},
+    **{f"megatron-{row.billions:g}b": row.sizes for row in MEGATRON},
     "gpt3-175b": GPT3,
 }
 

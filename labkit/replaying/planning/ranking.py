@@ -127,7 +127,7 @@ def largest_that_fits(
         return at(fitting) if fitting else None
 
     every = layouts(replace(sizes, depth=depth), ranks, global_batch, **chosen)
-    bounds = sorted(((one, most_blocks(one)) for one in every), key=lambda x: -x[0].pp * x[1])
+    bounds = sorted(zip(every, map(most_blocks, every)), key=lambda x: -x[0].pp * x[1])
     best: StepReport | None = None
     for layout, blocks in slow_progress(bounds, "recording layouts"):
         if layout.pp * blocks <= (best.sizes.depth if best else 0):

@@ -49,7 +49,6 @@ def peak_memory(model: StepModel) -> Mapping[str, float]:
 
 
 def _peak(chunks: Sequence[VirtualStage], shards: int, in_flight: InFlight) -> Held:
-    """The peak of one stage."""
     elements = sum(chunk.parameters for chunk in chunks)
     layers = [layer for chunk in chunks for layer in chunk.recorded()]
     tensors = sum(len(layer.gradients) * count for layer, count in layers)
@@ -79,7 +78,6 @@ def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
 
 @lru_cache(maxsize=1024)
 def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, ...]:
-    """The micro-batches in flight on each stage."""
     if chunks == 1:
         return tuple(((0, (min(stages - stage, microbatches) - 1,)),) for stage in range(stages))
     by_stage = []

@@ -210,7 +210,6 @@ def _bounds(
 def _lowest_peak(
     sizes: Sizes, bounds: list[TooLarge], budget_bytes: float, report_of: Report
 ) -> Fit:
-    """The layout with the lowest recorded peak."""
     best = report_of(sizes, bounds[0].layout)
     for bound in slow_progress(bounds[1:], "recording layouts"):
         if bound.peak_bytes >= best.peak_bytes:

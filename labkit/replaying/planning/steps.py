@@ -5,8 +5,9 @@
 >>> plot.timeline(step_trace(GPT3, layout, 1536, cluster("selene")))
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
@@ -54,12 +55,12 @@ def step_report(
     step_s = max(end.ended_s for end in ends)
     chunks = [chunk for stage in model.chunks for chunk in stage]
     means = {
-        "compute_s": _mean(m * chunk.compute_s for chunk in chunks) * layout.chunks,
-        "tensor_s": _mean(m * chunk.exposed_s for chunk in chunks) * layout.chunks,
-        "optimizer_s": _mean(end.update_s for end in ends),
-        "data_s": _mean(end.data_s for end in ends),
-        "pipeline_s": _mean(timing.pipeline_s) + _mean(end.tied_s for end in ends),
-        "bubble_s": _mean(timing.bubble_s) + _mean(x.late_s + step_s - x.ended_s for x in ends),
+        "compute_s": fmean(m * chunk.compute_s for chunk in chunks) * layout.chunks,
+        "tensor_s": fmean(m * chunk.exposed_s for chunk in chunks) * layout.chunks,
+        "optimizer_s": fmean(end.update_s for end in ends),
+        "data_s": fmean(end.data_s for end in ends),
+        "pipeline_s": fmean(timing.pipeline_s) + fmean(end.tied_s for end in ends),
+        "bubble_s": fmean(timing.bubble_s) + fmean(x.late_s + step_s - x.ended_s for x in ends),
     }
     flops = sizes.step_flops(global_batch)
     peak = model.costs.cluster.device.peak_flops_of(DTYPE)
@@ -68,11 +69,6 @@ def step_report(
         memory_bytes=peak_memory(model), sent_bytes=_sent_bytes(model), model_flops=flops,
         mfu=flops / (step_s * layout.ranks * peak),
     )  # fmt: skip
-
-
-def _mean(numbers: Iterable[float]) -> float:
-    listed = list(numbers)
-    return float(sum(listed) / len(listed))
 
 
 def _sent_bytes(model: StepModel) -> dict[str, float]:

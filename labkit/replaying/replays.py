@@ -243,11 +243,11 @@ class _Replay:
                 one.memory.append(record._replace(when_s=when_s))
             else:
                 setattr(record, name, _end(when_s) if name == "ended_s" else when_s)
+        waits = {event_id: timed[place] for event_id, place in program.waits.items()}
         for event in one.comms:
             event.algorithm = self.costs.sending(event).algorithm
-            place = program.waits.get(id(event))
-            wait = None if place is None else timed[place]
-            set_times(event, event.issued_s, carried[self._key(one, event)], wait)
+            carrying = carried[self._key(one, event)]
+            set_times(event, event.issued_s, carrying, waits.get(id(event)))
 
 
 def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | None) -> None:

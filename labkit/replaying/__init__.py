@@ -1,13 +1,13 @@
-"""The recorded run on another machine: programs of ranks under a virtual clock.
+"""A recorded run replayed on another machine: one program per rank under a virtual clock.
 
-dry_runs    record a rank of many without data; does it fit
-replays     a recorded run with the times of a cluster
-summary     the same on one cluster after the other, as a table
-what_ifs    the same with sliders; redrawing.py has what they change and draw
-pipeline    a pipeline schedule from the times of its stages
+dry_runs    record one rank of many without data; does it fit in memory?
+replays     a recorded run with the times of another cluster
+summary     replays on several clusters, as a table
+what_ifs    replays with sliders; redrawing.py draws them
+pipeline    a pipeline schedule, timed from its stages
 engine      the virtual clock
 costs       times of operations and collectives on a cluster
-planning/   models too large to record whole: steps of layouts, and the best of them
+planning/   models too large to record whole: their layouts, and the fastest one
 """
 
 from labkit.lazy import lazy

@@ -1,18 +1,17 @@
 """Times on a cluster: the roofline of an operation, the alpha-beta time of a collective.
 
-    operation     the longest of   FLOPs / rate of a matmul with these sides
+    operation     the longest of   FLOPs / matmul rate for these sides
                                    bytes read and written / memory bandwidth
-                                   a launch
-    collective    start + steps x latency + bytes sent by a rank / bandwidth
-    message       bytes / bandwidth on the wire, arrives one latency later
+                                   one launch
+    collective    start + steps x latency + bytes sent per rank / bandwidth
+    message       bytes / bandwidth on the wire, then one latency
 
-Steps and bytes of an algorithm (labkit.comm.collectives.costs) are those of a tensor pipelined in
-very small pieces: each step pays its latency once. The fastest algorithm is taken, as in NCCL.
-
-A ring leaves each node once, over all ports of its ranks there, and the node with the fewest limits
-the others. A rank that sends to all others at once has only its own port. A port is shared as if
-all devices of its node sent. Latencies are those of NCCL's protocol for long tensors (Simple), so
-small collectives seem slower than they are.
+Steps and bytes (labkit.comm.collectives.costs) are those of a tensor pipelined in very small
+pieces: each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves
+each node once, over all ports of its ranks there; the node with the fewest ranks is the bottleneck.
+A rank that sends directly to all others has only its share of the ports, as if all devices of its
+node sent. Latencies are those of NCCL's Simple protocol, for long tensors: small collectives seem
+slower than they are.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
@@ -48,7 +47,7 @@ T = TypeVar("T")
 
 
 class Sending(NamedTuple):
-    """The time of an operation: `seconds` on the wires of `port`, and `latency_s` to arrive."""
+    """The time of an operation: `seconds` on the wires of `port`, then `latency_s` to arrive."""
 
     seconds: float
     latency_s: float
@@ -61,7 +60,7 @@ class Sending(NamedTuple):
 
 
 class Costs:
-    """The times of operations and collectives on one cluster."""
+    """Times of operations and collectives on one cluster."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
@@ -75,9 +74,7 @@ class Costs:
         return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Seconds of one operation: the longest of its FLOPs at the rate of a matmul with these
-        sides, its bytes read and written, and a launch. Raises ValueError for a dtype without a
-        rate."""
+        """Roofline time of an operation. Raises ValueError for a dtype without a rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -86,7 +83,7 @@ class Costs:
         return max(seconds, device.launch_s)
 
     def sending(self, event: CommEvent) -> Sending:
-        """The time of a collective or message. Raises ValueError for a rank that has no device."""
+        """Time of a collective or message. Raises ValueError for a rank without a device."""
         if event.op in ("send", "recv"):
             assert event.peer is not None
             ends = event.ranks[event.rank], event.ranks[event.peer]
@@ -96,7 +93,7 @@ class Costs:
         return self.collective(event.op, event.payload_bytes, event.ranks)
 
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
-        """By its fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
+        """Time of the fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
         return self.remembered(Costs._fastest, op, nbytes, ranks)
@@ -110,7 +107,7 @@ class Costs:
 
 
 class _Place:
-    """Where the ranks of a group sit, and their wires."""
+    """How the ranks of a group are spread over nodes."""
 
     def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
         per_node = Counter(cluster.node_of(rank) for rank in ranks)
@@ -128,7 +125,7 @@ class _Place:
         return seconds + (steps - between) * self.cluster.inside.latency_s
 
     def _steps_between(self, algorithm: str, steps: float) -> float:
-        """The number of sequential steps that leave a node."""
+        """Sequential steps that leave a node."""
         if self.nodes == 1:
             return 0.0
         if algorithm in TREES:
@@ -136,7 +133,7 @@ class _Place:
         return steps if algorithm in DIRECT else steps * self.nodes / self.n
 
     def _bytes_per_s(self, algorithm: str) -> float:
-        """The rate of the slowest rank."""
+        """Bandwidth of the slowest rank."""
         inside, between = self.cluster.inside, self.cluster.between
         of_device = inside.reached * self.cluster.share_bytes_per_s(inside)
         if self.nodes == 1 or between is None:
@@ -151,5 +148,5 @@ class _Place:
 
 @cache
 def _sent_of_each_byte(op: str, algorithm: str, n: int) -> float:
-    """Bytes that the busiest rank sends for each byte of a tensor in very many pieces."""
+    """Bytes that the busiest rank sends per byte of a very long tensor."""
     return cost(op, algorithm, n, VERY_LONG_BYTES).sent_bytes / VERY_LONG_BYTES

@@ -1,15 +1,15 @@
 """The virtual clock: programs of ranks, and when each of their instructions runs.
 
-    Compute   takes a number of seconds
+    Compute   takes its seconds
     Issue     hands an operation to a port of this rank and continues at once
     Wait      blocks until the operation has ended
 
 An operation begins when all its ranks have issued it and it is first in the queue of its port on
-each of them; it then occupies those ports for its seconds, and ends some latency later. A port is
-one wire out of a rank: operations leave it one after the other, in the order of issue.
+each. It occupies those ports for its seconds and ends `latency_s` later. A port is one wire out of
+a rank: operations leave it one at a time, in the order of issue.
 
-A message is an operation that only its sender issues, ready or not its receiver, which waits for
-it. Where both must be ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
+Only the sender issues a message, ready or not its receiver, which waits for it. Where both must be
+ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
 
 Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
 """
@@ -30,8 +30,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """One rank's part in operation `key` of `ranks`, after which it continues at once: `seconds` on
-    the wire of `port`, and `latency_s` more until its end. All its ranks must issue the same."""
+    """One rank's part in operation `key`: `seconds` on the wire of `port`, then `latency_s` until
+    its end. All its `ranks` must issue equal parts."""
 
     key: Hashable
     ranks: tuple[int, ...]
@@ -51,16 +51,15 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """When an instruction ran; for an Issue its operation, from the first byte on the wire to the
-    end."""
+    """When an instruction ran; for an Issue, from the first byte on the wire to the end."""
 
     began_s: float
     ended_s: float
 
 
 class Deadlock(ValueError):
-    """No rank can continue. `cycle`: the ranks that wait for each other, in that order; empty where
-    an operation is never issued."""
+    """No rank can continue. `cycle`: ranks waiting for each other, in order; empty without a
+    cycle."""
 
     def __init__(self, message: str, cycle: tuple[int, ...]):
         super().__init__(message)
@@ -92,10 +91,8 @@ class _Rank:
 
 
 def run(programs: Mapping[int, Program]) -> dict[int, list[Timed]]:
-    """When each instruction of each rank runs, in seconds from the start.
-
-    Raises ValueError for programs that contradict each other, and Deadlock, with the cycle, where
-    ranks wait for each other.
+    """When each instruction of each rank runs, in seconds from the start. Raises ValueError for
+    contradictory programs, and Deadlock, with the cycle, where ranks wait for each other.
 
     >>> message = Issue("activations", ranks=(0,), seconds=2.0, latency_s=0.5)
     >>> run({0: [Compute(1.0), message], 1: [Wait("activations"), Compute(1.0)]})[1][-1]
@@ -126,7 +123,7 @@ class _Run:
         return {number: rank.timed for number, rank in self.ranks.items()}
 
     def advance(self, number: int) -> list[_Operation]:
-        """Run until a wait that has no end yet; returns the operations that can begin now."""
+        """Run until the rank blocks or ends; returns the operations that can begin now."""
         rank, can_begin = self.ranks[number], []
         while not rank.at_end:
             part, began_s = rank.program[rank.place], rank.now_s
@@ -158,7 +155,7 @@ class _Run:
         return can_begin
 
     def operation_of(self, number: int, issue: Issue) -> _Operation:
-        """Raises ValueError where this rank's part contradicts those of the others."""
+        """The issued operation. Raises ValueError if its ranks contradict each other."""
         if issue.key not in self.operations:
             strangers = [rank for rank in issue.ranks if rank not in self.ranks]
             if strangers:
@@ -179,8 +176,8 @@ class _Run:
         return operation
 
     def begin(self, operation: _Operation) -> list[int]:
-        """Set the times of the operation, and of those behind it that can begin then; returns the
-        ranks that continue."""
+        """Time the operation, and those queued behind it that can begin; returns the ranks woken
+        up."""
         awake: list[int] = []
         beginning = deque([operation])
         while beginning:
@@ -203,7 +200,7 @@ class _Run:
 
 
 class _DeadlockFinder:
-    """Follows what each rank and operation waits for, until a cycle, or a missing issue."""
+    """Follows what ranks and operations wait for, until a cycle or a missing issue."""
 
     def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
         self.ranks, self.operations = ranks, operations
@@ -214,7 +211,7 @@ class _DeadlockFinder:
         self.issuer = {key: number for number, keys in self.to_issue.items() for key in keys}
 
     def deadlock(self) -> Deadlock:
-        """A deadlock with a cycle, if there is one."""
+        """A deadlock, with a cycle if there is one."""
         waiting = [number for number, rank in self.ranks.items() if not rank.at_end]
         starts = [(number, "waits for", self.awaited(number)) for number in waiting]
         for key, operation in self.operations.items():
@@ -230,7 +227,7 @@ class _DeadlockFinder:
         return self.ranks[number].program[self.ranks[number].place].key  # type: ignore[union-attr]
 
     def follow(self, number: int, subject: str, key: Hashable, known: set[Hashable]) -> Deadlock:
-        """From the rank that waits for operation `key`, or has issued it."""
+        """Start at operation `key`, which rank `number` waits for or has issued."""
         steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank that it blocks, and how
         while key not in steps:
             known.add(key)
@@ -260,7 +257,7 @@ class _DeadlockFinder:
 
 
 def _in_words(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """Many steps are shortened to the first and the last."""
+    """The steps as text; of many, the first and the last."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

@@ -1,5 +1,4 @@
-"""What the sliders of `what_if` change and draw: a cluster with other wires or other nodes, and one
-picture for many replays."""
+"""What the sliders of `what_if` change and draw: a cluster, and one picture for many replays."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,10 +24,10 @@ def changed(
     between_latency_s: float | None = None,
     devices_per_node: int | None = None,
 ) -> Cluster:
-    """The cluster with just enough nodes for `ranks`, and the given values in place of its own.
-    Where each device of a node has its own port, it keeps one in larger and smaller nodes. Wires
-    between nodes that the cluster lacks are like those inside, but for the given values. Raises
-    ValueError for a bandwidth that is not above 0, a latency below it, or no ranks."""
+    """The cluster with just enough nodes for `ranks` and the given values in place of its own. If
+    each device of a node has its own port, it keeps one in larger and smaller nodes. A missing
+    level between nodes copies the one inside, except for the given values. Raises ValueError for a
+    bandwidth not above 0, a negative latency, or no ranks or devices."""
     inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
     between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}
     for where, given in (("inside", inside), ("between", between)):
@@ -62,8 +61,8 @@ def changed(
 
 
 class Redrawing:
-    """Replays of the first `most_ranks` ranks, drawn on the same axes, whose length stays while a
-    step takes between a quarter and all of it."""
+    """Replays of the first `most_ranks` ranks on the same axes, as long as a step takes between a
+    quarter and all of their length."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks
@@ -71,7 +70,7 @@ class Redrawing:
         self.view: TimelineView | None = None
 
     def draw(self, recorded: Trace, cluster: Cluster) -> tuple[bytes, Split]:
-        """The timeline of the replay as a PNG, and where the time of its step went."""
+        """The timeline of the replay as a PNG, and the split of its step time."""
         # Memory points are most of a trace, and a timeline does not show them.
         ranks = {number: replace(one, memory=[]) for number, one in recorded.ranks.items()}
         replayed = replay(replace(recorded, ranks=ranks), cluster)
@@ -87,7 +86,7 @@ class Redrawing:
 
 
 def next_axis_s(axis_s: float, step_s: float) -> float:
-    """The length of the time axis for this step, after one of `axis_s`."""
+    """The length of the time axis for this step; `axis_s` was its length before."""
     return axis_s if LEAST_PART * axis_s <= step_s <= axis_s else ROOM * step_s
 
 

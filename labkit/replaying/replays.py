@@ -4,9 +4,9 @@
     program    Compute                Issue             Compute             Wait  Compute
                        ^ moments: forward began, ended, ...
 
-Order and dependencies are the recorded ones. A rank that represents others (`RankTrace.alike`) is
-replayed once for all of them; where their groups are spread over nodes differently, the slowest
-counts. A send does not wait for its receiver.
+Order and dependencies are as recorded. A rank that represents others (`RankTrace.alike`) is
+replayed once for all of them, with the slowest placement of their groups over nodes. A send does
+not wait for its receiver.
 """
 
 from collections import Counter
@@ -37,17 +37,16 @@ def replay(
     """The trace with the times of `cluster`.
 
     Args:
-        trace: recorded with operations (`dry_run`, or `record(detail_step=...)`), or, with
-            computing="measured", any.
+        trace: recorded with operations (`dry_run`, or `record(detail_step=...)`); any trace with
+            computing="measured".
         cluster: a description, or your own `Costs` on one.
         computing: "counted" takes operations and bytes at the rates of the cluster's device;
             "measured" keeps the recorded times, and takes only the wires from the cluster.
-        steps: to replay; by default all that were recorded as `computing` needs.
+        steps: the steps to replay; by default all that `computing` allows.
 
-    Returns a trace like any other, of these steps; the same to the last digit every time.
-
-    Raises ValueError when the cluster has too few devices, a dtype has no rate on them, or ranks
-    or steps are missing; Deadlock, with the cycle, where ranks wait for each other.
+    Returns a trace of these steps, the same to the last digit every time. Raises ValueError when
+    the cluster has too few devices or no rate for a dtype, or ranks or steps are missing; Deadlock,
+    with the cycle, where ranks wait for each other.
 
     >>> plot.timeline(replay(trace, cluster("dgx-h100")))
     """
@@ -73,7 +72,7 @@ def replay(
 
 
 def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
-    """(when, order at that moment, kind, record), of all that a rank recorded."""
+    """All that a rank recorded: (time, order at that time, kind, record)."""
     events: list[tuple[float, str, Any]] = []
     intervals: list[Step | Span] = [*one.steps, *one.spans]
     for interval in intervals:
@@ -92,8 +91,8 @@ def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """The program of a rank. `moments`: a record, the name of a field that is a time, the place of
-    an instruction, and the seconds after it began."""
+    """A rank's program. `moments`: (record, name of its time field, instruction, seconds after its
+    begin)."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[tuple[Any, str, int, float]] = field(default_factory=list)
@@ -104,7 +103,7 @@ class _RankProgram:
         self.moments.append((record, name, len(self.parts), self.computed_s))
 
     def add(self, *parts: Issue | Wait) -> None:
-        """What was computed so far, then this."""
+        """Append the computing so far, then `parts`."""
         self.parts += [Compute(self.computed_s), *parts]
         self.computed_s = 0.0
 
@@ -142,8 +141,7 @@ class _Replay:
         return Trace(ranks, about, self.recorded.metrics)
 
     def _program(self, one: RankTrace) -> _RankProgram:
-        """Only the order of the record is used, unless its times are asked for: then the time
-        between two moments is kept, but for waits."""
+        """Instructions in recorded order; "measured" also keeps the recorded times between them."""
         program, measured = _RankProgram(), self.computing == "measured"
         last_s, waiting = None, 0
         for when_s, _, kind, record in sorted(events_of(one), key=lambda x: x[:2]):
@@ -169,7 +167,7 @@ class _Replay:
         return program
 
     def _key(self, one: RankTrace, event: CommEvent) -> _Key:
-        """The same for a collective on all its ranks, and for a message at both its ends."""
+        """Equal on all ranks of a collective, and at both ends of a message."""
         if event.op not in ("send", "recv"):
             return _Key(f"collective {event.seq} of group {event.group}", event.group)
         assert event.peer is not None
@@ -179,7 +177,7 @@ class _Replay:
         return _Key(f"message {event.seq} from rank {source} to {target}{tag}", event.group)
 
     def _issues(self) -> dict[Hashable, Issue]:
-        """All operations. Where ranks send unequally, the largest part decides."""
+        """All operations. If ranks send unequal amounts, the largest counts."""
         issues: dict[Hashable, Issue] = {}
         for one in self.recorded.ranks.values():
             for event in one.comms:
@@ -199,14 +197,14 @@ class _Replay:
         return issues
 
     def _slowest(self, one: RankTrace, event: CommEvent) -> Sending:
-        """The costs on the slowest of all the groups that this rank represents."""
+        """The cost in the slowest of the groups that this rank represents."""
         alike = [event]
         if len(event.ranks) < one.size or event.op == "send":  # else there is one such group
             alike += [as_seen_by(event, rank, one.size) for rank in self._places(one, event)]
         return max(map(self.costs.sending, alike), key=lambda cost: cost.total_s)
 
     def _places(self, one: RankTrace, event: CommEvent) -> list[int]:
-        """One rank for each way in which the group, or the two ends, are spread over nodes."""
+        """One rank for each way in which the group, or a message's ends, are spread over nodes."""
         key = one.rank, event.ranks, event.peer if event.op == "send" else None
         if key not in self._known_places:
             kinds: dict[Any, int] = {}
@@ -221,7 +219,7 @@ class _Replay:
         return self._known_places[key]
 
     def _first_of(self, event: CommEvent, rank: int) -> int:
-        """The recorded rank that does what `rank` does."""
+        """The recorded rank that represents `rank`."""
         if rank not in self.record_of:
             raise ValueError(
                 f"rank {rank} takes part in {event.op} {event.seq} of group {event.group}, and its "
@@ -251,7 +249,7 @@ class _Replay:
 
 
 def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | None) -> None:
-    """Write into an event when it was issued, carried, and waited for (or not)."""
+    """Set when an event was issued, on the wire, and waited for (if it was)."""
     event.issued_s = issued_s
     event.began_s = max(carried.began_s, issued_s)
     event.ended_s = _end(max(carried.ended_s, issued_s))
@@ -261,7 +259,7 @@ def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | N
 
 
 def _copied(one: RankTrace) -> RankTrace:
-    """With records of its own, whose times can be changed."""
+    """A copy with its own records, to set their times."""
     return replace(
         one,
         steps=[replace(step, detail=False) for step in one.steps],
@@ -275,7 +273,7 @@ def _end(when_s: float) -> float:
 
 
 def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
-    """The steps to replay. Raises ValueError where there are none, or one cannot be replayed."""
+    """The steps to replay. Raises ValueError if there are none, or one cannot be replayed."""
     able = trace.steps(detail=False)
     if computing == "counted":
         able = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})

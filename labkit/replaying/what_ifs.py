@@ -1,4 +1,4 @@
-"""`what_if`: a recorded run on a cluster whose numbers have sliders."""
+"""`what_if`: a recorded run replayed on a cluster with sliders for its numbers."""
 
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -31,8 +31,8 @@ def what_if(
     Args:
         recorded: a trace with operations (`dry_run`), or a function that records one.
         ranks: the number of ranks drawn, from the first on; all are replayed.
-        choices: arguments for that function, each with the values to choose from. Every
-            combination is recorded once, now; a slider then only replays and draws.
+        choices: arguments of that function, each with the values to choose from. Every combination
+            is recorded at once; moving a slider only replays and draws.
 
     Raises ValueError for choices without a function or without values, and for a trace that cannot
     be replayed; ImportError without ipywidgets.
@@ -55,7 +55,7 @@ def what_if(
 def _recordings(
     recorded: Recorded, choices: Mapping[str, list[Any]]
 ) -> dict[tuple[Any, ...], Trace]:
-    """The trace of every combination of values."""
+    """One trace per combination of values."""
     if isinstance(recorded, Trace):
         if choices:
             raise ValueError(
@@ -121,7 +121,7 @@ class WhatIf(PictureWidget):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster, changed by the sliders that were moved."""
+        """The cluster as changed by the moved sliders."""
         wires = {
             name: slider.value * WIRES[name][1]
             for name, slider in self.wires.items()
@@ -144,7 +144,7 @@ class WhatIf(PictureWidget):
 
 
 def _wire(name: str, cluster: Cluster) -> Any:
-    """A slider over powers of ten, which begins at the cluster's value."""
+    """A logarithmic slider that starts at the cluster's value."""
     label, unit, (low, high) = WIRES[name]
     inside = name.startswith("inside") or cluster.between is None
     level = cluster.inside if inside else cluster.between

@@ -1,14 +1,14 @@
 """Published figures: GPTs trained at scale, and step times on A100s beside the predicted ones.
 
 `MEGATRON` is Table 1 of arXiv 2104.04473 (Narayanan et al., Megatron-LM): 1.7B to 1008B parameters
-on 32 to 3,072 A100 of Selene, each trained with all activations computed again. Vocabulary 51,200,
-sequences of 2,048. FLOP/s include what is computed again, as in that paper (its equation 3).
+on 32 to 3,072 A100 of Selene, vocabulary 51,200, sequences of 2,048. Everything is recomputed, and
+FLOP/s include that, as in the paper's equation 3.
 
-The step times: Megatron-DeepSpeed, mixed precision, 1F1B, attention that stores its scores, every
-block recomputed. A vocabulary of 51,200 is assumed: the tables do not say. Source: vTrain, arXiv
-2312.12391 (MIT licence), ground truth; calibration.json has them beside what labkit predicts. 3.6B
-in micro-batches of 64 on tp 8, dp 8 took twice what its neighbours did: it looks like an outlier,
-and counts in every error that labkit states.
+The step times are the ground truth of vTrain, arXiv 2312.12391 (MIT licence): Megatron-DeepSpeed,
+mixed precision, 1F1B, attention that stores its scores, every block recomputed. The tables omit the
+vocabulary: 51,200 is assumed. calibration.json has the times beside labkit's predictions. 3.6B in
+micro-batches of 64 on tp 8, dp 8 took twice as long as its neighbours: apparently an outlier, but
+it counts in every error that labkit states.
 """
 
 import json
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Trained:
-    """A row of the table. `microbatch` is not in it: it is chosen here, and so is plain 1F1B."""
+    """A row of the table, which omits `microbatch` and the schedule; we choose plain 1F1B."""
 
     billions: float  # of parameters
     heads: int
@@ -75,7 +75,7 @@ MODELS: dict[str, Sizes] = {  # as `labkit plan --model` takes them
 
 
 def model(name: str) -> Sizes:
-    """Raises ValueError, listing the names, for an unknown one."""
+    """Raises ValueError, listing the names, for an unknown model."""
     if name not in MODELS:
         raise ValueError(f"no model {name!r}; there are {', '.join(MODELS)}")
     return MODELS[name]
@@ -109,8 +109,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants by name, each with the ends of its 90 % interval; each row's predicted seconds,
-    with theirs, and by constants fitted without the models of its width, or its layout."""
+    """Constants by name, with the ends of their 90 % intervals; each row's predicted seconds, with
+    theirs, and as predicted by a fit without its width or its layout."""
 
     constants: dict[str, tuple[float, float, float]]
     rows: tuple[Row, ...]
@@ -126,11 +126,12 @@ class Calibration:
         return np.array([row.step_s for row in self.rows])
 
     def errors(self, predicted_s: Array | None = None) -> Array:
-        """The signed relative error of each row: of the fit to all rows, or of other seconds."""
+        """The signed relative error of each row, of the fit to all rows or of `predicted_s`."""
         return (self.predicted_s if predicted_s is None else predicted_s) / self.measured_s - 1
 
     def summary(self) -> dict[str, tuple[int, float, float]]:
-        """Rows, mean and median absolute error: of all, by table, by width, left out."""
+        """Rows, mean and median absolute error: overall, by table, by width, and left out of the
+        fit."""
         off, rows = np.abs(self.errors()), self.rows
         parts: dict[str, Array] = {"all rows": off}
         for name in dict.fromkeys(row.file for row in rows):
@@ -146,7 +147,7 @@ class Calibration:
 
 
 def calibration(path: str | Path = STORED) -> Calibration:
-    """The stored fit, which `tests/benchmarks/calibrate.py` repeats."""
+    """The stored fit. `tests/benchmarks/calibrate.py` repeats it."""
     contents = json.loads(Path(path).read_text(encoding="utf-8"))
     rows = [
         Row(x["file"], Sizes(**x["sizes"]), Layout(**x["layout"]), x["global_batch"], x["step_s"])

@@ -6,14 +6,13 @@
 Chunk c of stage r is virtual stage c p + r.
 
     host        │launch│launch│launch│ ...     does not wait for the device
-    computing          ███    ████████████     one operation after the other, at the device's rates,
-                                               and none before its launch
+    computing          ███    ████████████     one operation after the other, none before its launch
     wire                 [all-reduce of dx]    one collective after the other, on the ranks of tp
     exposed                            ▒▒▒     the rank waits for it
 
 A layer begins and ends with nothing in flight, so the seconds of layers add up. A host runs ahead
 within a pass of a layer, but not into the next: over a whole step, it would hide a slow forward
-behind a long backward, and measured steps do not show that (calibrate.py).
+behind a long backward, which measured steps do not show (calibrate.py).
 """
 
 from collections import Counter
@@ -46,7 +45,7 @@ CompletedGradients = tuple[tuple[float, int], ...]  # seconds into the backward,
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """Layers in order: the shape of each kind, and how many there are."""
+    """Layers in order: the shape of each kind, and its count."""
 
     layers: tuple[tuple[Shape, int], ...]
     tied_elements: int = 0  # of a head that is the embedding, on the same rank
@@ -67,7 +66,7 @@ class VirtualStage:
 
     @property
     def sent_bytes(self) -> int:
-        """Over the tensor-parallel axis, for a micro-batch."""
+        """Over the tensor-parallel axis, per micro-batch."""
         return sum(layer.sent_bytes * count for layer, count in self.recorded())
 
 
@@ -103,10 +102,9 @@ def rank_groups(
     pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int
 ) -> Groups:
     """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one for each
-    way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp" the groups of
-    one stage; along "pp" those with one rank of each stage. Ranks count from the first node of
-    their group: stages that are spread alike then share what was computed for one of them.
-    """
+    way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp", groups of one
+    stage; along "pp", groups with one rank of each stage. Ranks count from their group's first
+    node, so that stages that are spread alike share a cached result."""
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
     others = [other for other in ("dp", "tp") if other != axis]
@@ -122,7 +120,7 @@ def rank_groups(
 
 
 def slowest(op: str, nbytes: int, costs: Costs, groups: Groups) -> Sending:
-    """A collective, in the group where it takes longest."""
+    """A collective's time, in the group where it takes longest."""
     return max((costs.collective(op, nbytes, ranks) for ranks in groups), key=lambda x: x.total_s)
 
 
@@ -140,7 +138,7 @@ class StageSeconds(NamedTuple):
 
 
 def chunk_seconds(costs: Costs, chunk: VirtualStage, groups: Groups) -> StageSeconds:
-    """The sum over the layers of a chunk, in the slowest of its tensor-parallel groups."""
+    """The sum over the layers of a chunk, each collective in the slowest tensor-parallel group."""
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):
@@ -164,7 +162,7 @@ def _layer_seconds(costs: Costs, shape: Shape, groups: Groups) -> StageSeconds:
 def _pass_seconds(
     layer_pass: LayerPass, costs: Costs, groups: Groups
 ) -> tuple[float, float, CompletedGradients]:
-    """Computing, exposed, and when each gradient is complete."""
+    """Seconds computing, seconds exposed, and when each gradient is complete."""
     compute_s = exposed_s = wire_free_s = launched_s = 0.0
     arrives_s: dict[int, float] = {}
     gradients = []
@@ -185,8 +183,7 @@ def _pass_seconds(
 
 
 def update_seconds(chunks: Sequence[VirtualStage], costs: Costs, shards: int) -> float:
-    """The optimizer's step on one of so many shards of a stage: AdamW treats each element by
-    itself."""
+    """The optimizer's step on one of `shards` shards of a stage: AdamW is elementwise."""
     seconds = 0.0
     for chunk in chunks:
         for layer, count in chunk.recorded():

@@ -1,14 +1,15 @@
-"""What a step costs: the one model that the report, the plan, the trace and the calibration share.
+"""Costs of a step: the one model that the report, the plan, the trace and the calibration share.
 
     last backward   ████████████│           │
     data                 [bucket][bucket][b]│            all-reduces, or ZeRO's reduce-scatters
-    tied                                    [embedding]   first and last stage; with ZeRO a share
+    tied                                    [embedding]   first and last stage; with ZeRO a shard
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 
-Buckets leave as soon as they are full and the wire is free; ZeRO's updated parameters overlap
-nothing. A message does not wait for its receiver, nor for those before it. With scatter/gather each
-of tp ranks sends one part, and the receivers all-gather them (arXiv 2104.04473, section 4.1).
+Buckets leave as soon as they are full and the wire is free; the all-gather of updated parameters
+overlaps nothing. A message waits neither for its receiver nor for earlier messages. With
+scatter/gather each of tp ranks sends one shard, and the receivers all-gather them (arXiv
+2104.04473, section 4.1).
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,7 @@ BUCKET_BYTES = 25 * 2**20  # the default of DDP and ZeroOptimizer
 
 
 class StepModel:
-    """A step's costs before the clock runs. Arguments and errors as those of `step_report`."""
+    """Costs of a step, before the clock runs. Arguments and errors as for `step_report`."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class StepModel:
         self.messages_s = [self._message_s(stage) for stage in range(layout.pp)]
 
     def groups(self, axis: str, *stages: int) -> Groups:
-        """Of each placement one group along an axis, as `rank_groups`."""
+        """One group per placement along an axis, as `rank_groups`."""
         layout, per_node = self.layout, self.costs.cluster.devices_per_node
         return rank_groups(layout.pp, layout.dp, layout.tp, axis, stages, per_node)
 
@@ -158,7 +159,7 @@ class Sent(NamedTuple):
 
 class StageEnd(NamedTuple):
     """How one stage ends its step. Seconds waited: `data_s` for gradients or parameters, `tied_s`
-    for the all-reduce of the tied embedding, `late_s` for the other end to join it."""
+    for the all-reduce of the tied embedding, `late_s` for the other end stage to join it."""
 
     sent: list[Sent]
     data_s: float
@@ -170,7 +171,7 @@ class StageEnd(NamedTuple):
 
 
 def step_ends(model: StepModel, timing: Timing) -> list[StageEnd]:
-    """The ends of all stages, after forward and backward."""
+    """How all stages end, after forward and backward."""
     ended_s, lasts_s = timing.ended_s.tolist(), timing.last_s.tolist()
     gradients = [_gradients_sent(model, stage, last_s) for stage, last_s in enumerate(lasts_s)]
     averaged_s = [
@@ -196,7 +197,7 @@ def step_ends(model: StepModel, timing: Timing) -> list[StageEnd]:
 
 
 def _gradients_sent(model: StepModel, stage: int, lasts_s: Sequence[float]) -> list[Sent]:
-    """The buckets of a stage's gradients; empty with one replica."""
+    """Gradient buckets of a stage; empty with one replica."""
     if model.layout.dp == 1:
         return []
     chunks = zip(lasts_s, model.chunks[stage], strict=True)
@@ -209,7 +210,7 @@ def _gradients_sent(model: StepModel, stage: int, lasts_s: Sequence[float]) -> l
 
 
 def _parameters_sent(model: StepModel, stage: int, began_s: float) -> list[Sent]:
-    """ZeRO's all-gathers of the parameters that each rank has updated."""
+    """ZeRO's all-gathers of updated parameters."""
     if model.layout.shards == 1:
         return []
     shapes = [shape for chunk in model.stages[stage] for shape in chunk]
@@ -221,7 +222,7 @@ def _parameters_sent(model: StepModel, stage: int, began_s: float) -> list[Sent]
 def _sent(
     op: str, full: Iterable[tuple[float, int]], model: StepModel, stage: int
 ) -> list[Sent]:  # fmt: skip
-    """Buckets (when each is full, its bytes) over the replicas, one after the other."""
+    """Send buckets (time when full, bytes) over the replicas, one after the other."""
     groups = model.groups("dp", stage)
     sending = cache(lambda nbytes: slowest(op, nbytes, model.costs, groups))
     sent, free_s = [], 0.0
@@ -234,8 +235,8 @@ def _sent(
 
 @lru_cache(maxsize=4096)
 def _buckets(elements: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The buckets that DDP makes of gradients of these sizes, in the order in which they complete:
-    of each the place of its last gradient, and its bytes."""
+    """DDP's buckets, in order, for gradients that complete in this order: (last gradient's index,
+    bytes)."""
     gradients = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in elements]
     buckets, place = [], -1
     for bucket in cut(gradients[::-1], BUCKET_BYTES):

@@ -43,11 +43,10 @@ def step_report(
 
     Args:
         costs: your own constants, on the same cluster; or `Costs(cluster)`, shared by many layouts.
-        core: of attention: "fused" keeps no scores, "plain" stores them all.
+        core: attention: "fused" keeps no scores, "plain" stores them all.
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
-    than the cluster has. Where it has a time for launches (`host_s`), no operation begins before
-    its own.
+    than the cluster has. With a launch time (`host_s`), no operation begins before its launch.
     """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     m, timing = model.microbatches, model.timing()
@@ -72,7 +71,7 @@ def step_report(
 
 
 def _sent_bytes(model: StepModel) -> dict[str, float]:
-    """Bus bytes of the rank that sends the most along each axis, in a step."""
+    """Bus bytes per step along each axis, of the rank that sends the most."""
     layout, pp, m = model.layout, model.layout.pp, model.microbatches
     last = pp * layout.chunks - 1
     # Each virtual stage sends forward, but for the last, and backward, but for the first.
@@ -104,10 +103,9 @@ def step_trace(
     costs: Costs | None = None,
     core: str = "fused",
 ) -> Trace:
-    """One step, with the arguments and errors of `step_report`: of each stage the rank dp 0, tp 0,
-    which represents the others (RankTrace.alike). Collectives of tensor parallelism are inside the
-    spans of micro-batches. Each action of the schedule takes 20 us, so many of them take a while.
-    """
+    """One step, with the arguments and errors of `step_report`. Rank dp 0, tp 0 of each stage
+    represents the others (RankTrace.alike). Tensor-parallel collectives are inside the spans of
+    micro-batches. Building it takes 20 us per action of the schedule."""
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     timing = model.timing()
     ends = step_ends(model, timing)
@@ -139,8 +137,8 @@ def step_trace(
 def _collectives(
     sent: Sequence[Sent], stage: int, first: Sequence[int], layout: Layout, over_s: float
 ) -> Iterator[CommEvent]:
-    """Each bucket on the wire; the stage waits for the last of each kind. `first`: the first rank
-    of each stage; `over_s`: when its last backward is over."""
+    """The buckets on the wire; the stage waits for the last of each kind. `first`: the first rank
+    of each stage; `over_s`: when its last backward ends."""
     replicas = tuple(first[stage] + k * layout.tp for k in range(layout.dp))
     for seq, bucket in enumerate(sent, start=1):
         ranks, group, number = replicas, f"data {stage}", seq

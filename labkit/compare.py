@@ -1,7 +1,6 @@
-"""`labkit compare`: every strategy on the same data, held against single-process training. What
-must be equal is checked: the losses, the weights (in float64 to 1e-10), the replicas to each other,
-the bytes sent and the bytes held. What may differ, the time, is only shown.
-"""
+"""`labkit compare`: every strategy on the same data, checked against single-process training.
+Losses, weights (1e-10 in float64), replicas, bytes sent and bytes held must agree; times are only
+shown."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +28,7 @@ LOSSES_AGREE = {"float64": 1e-10, "float32": 1e-4}  # relative
 
 @dataclass(frozen=True)
 class Result:
-    """One strategy's run, all ranks together, and what is wrong with it."""
+    """One strategy's run, all ranks together, and its problems."""
 
     strategy: str
     ranks: int
@@ -49,11 +48,11 @@ def compare(
     every: bool = False,
     out: Path = Path("runs/compare"),
 ) -> list[Result]:
-    """Train with each strategy and hold it against `single`, which always runs first.
+    """Train with each strategy and compare it with `single`, which always runs first.
 
     Args:
-        strategies: names of recipes; one per family when None, all with `every`.
-        out: every strategy's recorded run becomes a folder in this one.
+        strategies: names of recipes; if None one per family, or all with `every`.
+        out: the folder for each strategy's recorded run, in a folder of its name.
     """
     families = {known.family: name for name, known in RECIPES.items()}
     names = strategies or (RECIPES if every else families.values())
@@ -75,8 +74,8 @@ def compare(
 
 
 def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
-    """Those that can train the task's model on so many ranks; that others are left out is said, or
-    raised as ValueError where they were asked for."""
+    """The recipes that can train the task's model on `ranks` ranks. Prints why others are left out,
+    or raises ValueError if they were `asked` for."""
     with torch.device("meta"):
         model = GPT.preset(task.model)
     fitting = []
@@ -93,7 +92,7 @@ def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[R
 
 
 def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Report], Trace]:
-    """Train, and record; the third step in detail, when all that a strategy keeps is there."""
+    """Train and record, with detail in the third step, when all state exists."""
     detail_step = min(2, task.steps - 1)
     with record(out / name, detail_step, replace=True, what=name, task=asdict(task)) as trace:
         reports = world.run(train, name, task)
@@ -104,7 +103,7 @@ def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Repo
 
 
 def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> Result:
-    """Put the ranks' reports together and look for what must not be."""
+    """Combine the ranks' reports and look for problems."""
     first, size = reports[0], len(reports)
     losses = [sum(parts) / len(parts) for parts in zip(*(report.losses for report in reports))]
     means = {
@@ -131,7 +130,7 @@ def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> R
 
 
 def _difference(reports: list[Report], other: Report) -> float:
-    """The largest of any weight on any rank."""
+    """The largest difference of a weight, over all ranks."""
     pairs = [(report.weights[name], x) for report in reports for name, x in other.weights.items()]
     return float(torch.stack([(x - y).abs().max() for x, y in pairs]).max())  # keeps a NaN
 
@@ -163,8 +162,8 @@ def table(results: list[Result], task: Task) -> Table:
 
 
 def draw(results: list[Result], out: Path) -> list[Path]:
-    """Pictures into `out`: losses and bytes against their prediction, where the time went, and
-    each strategy's own timeline and memory in its run's folder."""
+    """Draw losses and bytes beside their prediction, where the time went, and each run's timeline
+    and memory, in its own folder. Returns the paths."""
     from labkit import plot, view
     from labkit.plot.strategies import draw_comparison
 

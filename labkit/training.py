@@ -1,6 +1,4 @@
-"""One training run of a small GPT, the same on ranks of a `World` and under torchrun, and its
-report.
-"""
+"""One training run of a small GPT, on ranks of a `World` or under torchrun, and its report."""
 
 import math
 import time
@@ -58,7 +56,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has to tell of a run."""
+    """One rank's results."""
 
     strategy: str
     losses: list[float]  # this rank's share; their mean over ranks is the global loss
@@ -69,7 +67,7 @@ class Report:
 
 
 def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
-    """Train on this rank, as one of all, and report. Runs on every rank at once."""
+    """Train on this rank and report. Runs on every rank at once."""
     me = attach()
     comm = me.comm
     chosen = recipe(strategy)

@@ -58,8 +58,7 @@ class Timed(NamedTuple):
 
 
 class Deadlock(ValueError):
-    """No rank can continue. `cycle`: ranks waiting for each other, in order; empty without a
-    cycle."""
+    """No rank can continue. `cycle`: the ranks in a circular wait, () if an issue is missing."""
 
     def __init__(self, message: str, cycle: tuple[int, ...]):
         super().__init__(message)

@@ -74,8 +74,8 @@ def compare(
 
 
 def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
-    """The recipes that can train the task's model on `ranks` ranks. Prints why others are left out,
-    or raises ValueError if they were `asked` for."""
+    """Recipes that can train the task's model on `ranks` ranks. Others are left out with a message,
+    or raise ValueError if they were `asked` for."""
     with torch.device("meta"):
         model = GPT.preset(task.model)
     fitting = []
@@ -130,13 +130,11 @@ def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> R
 
 
 def _difference(reports: list[Report], other: Report) -> float:
-    """The largest difference of a weight, over all ranks."""
     pairs = [(report.weights[name], x) for report in reports for name, x in other.weights.items()]
     return float(torch.stack([(x - y).abs().max() for x, y in pairs]).max())  # keeps a NaN
 
 
 def table(results: list[Result], task: Task) -> Table:
-    """The results as a rich table."""
     shown = Table(
         title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
         f"{task.dtype}",

@@ -150,8 +150,7 @@ class Text:
         return Batch(x, y, total_tokens=rows * length)
 
     def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
-        """(training, validation), with one vocabulary; the last `fraction` of the tokens
-        validates."""
+        """(training, validation), with one vocabulary; the last `fraction` of tokens validates."""
         if not 0 < fraction < 1:
             raise ValueError(f"hold out a fraction between 0 and 1, not {fraction}")
         cut = len(self) - round(len(self) * fraction)
@@ -171,8 +170,7 @@ class _Bytes:
 
 
 class _Pieces:
-    """BPE (Sennrich et al. 2016) by sentencepiece; characters without a piece are spelled in
-    bytes."""
+    """BPE (Sennrich et al. 2016) by sentencepiece; characters without a piece become bytes."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor

@@ -20,8 +20,7 @@ def no_modes() -> AbstractContextManager[None]:
 
 
 def low_type_around(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which active autocast, ours or torch's, runs matmuls of `x`; None if
-    inactive."""
+    """The dtype in which an active autocast, ours or torch's, runs matmuls of `x`, or None."""
     kind, castable = x.device.type, x.is_floating_point() and x.dtype != torch.float64
     on = castable and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None

@@ -1,4 +1,4 @@
-"""Public names whose modules are imported on first use, so that `import labkit` takes no time.
+"""Public names, imported on first use, so that `import labkit` takes no time.
 
 __all__, __getattr__, __dir__ = lazy(__name__, {"World": "labkit.runtime.world", ...})
 """

@@ -51,7 +51,6 @@ def forward_backward(wrapped: nn.Module, batch: Batch, comm: Comm) -> Tensor:
 
 
 def adamw(wrapped: nn.Module, comm: Comm, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of most strategies."""
     return torch.optim.AdamW(wrapped.parameters(), lr=lr)
 
 
@@ -60,8 +59,8 @@ class Recipe:
     """`wrap(module, comm)` returns the parallel model, `optimizer(wrapped, comm, lr)` its
     optimizer, `share(batch, comm)` this rank's share of a global batch, `predict(module, size)` its
     bytes (unless the share is `rows`, the tokens of the batch are a third argument). `unfit(model,
-    rows, length, ranks)` says why it cannot train this, or "". `step(wrapped, batch, comm)` leaves
-    the gradients and returns a loss: its mean over ranks is the loss of the batch."""
+    rows, length, ranks)` says why it cannot train on these sizes, or "". `step(wrapped, batch,
+    comm)` leaves the gradients and returns a loss: its mean over ranks is the loss of the batch."""
 
     name: str
     family: str
@@ -123,7 +122,6 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
 
 
 def _chunks(model: GPT, rows: int, length: int, ranks: int) -> str:
-    """One rank takes any length."""
     uneven = ranks > 1 and length % (2 * ranks)
     return f"{length} tokens are not {2 * ranks} equal chunks" if uneven else ""
 

@@ -56,8 +56,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's results."""
-
     strategy: str
     losses: list[float]  # this rank's share; their mean over ranks is the global loss
     step_s: float  # median

@@ -8,25 +8,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """`peak_flops`: matmul FLOP/s by dtype ("bfloat16"); a multiply-add counts as two. `launch_s`:
-    least time of an operation. `host_s`: the host's time to launch one; it runs ahead, and counts
-    only where it is slower than the device (labkit.replaying.planning.stages). `sources`: of each
-    number, by name.
-
-    A matmul is cut into tiles: a side d reaches d / (d + tile) of `matmul_reached`, the fraction
-    that large matmuls reach.
-    """
+    """A GPU or CPU. A matmul is cut into tiles: a side d reaches d / (d + tile) of
+    `matmul_reached`."""
 
     name: str
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float]  # of matmuls, by dtype ("bfloat16"); a multiply-add counts as 2
     memory_bytes: float
     memory_bytes_per_s: float
-    launch_s: float
-    matmul_reached: float = 1.0
+    launch_s: float  # the least time of an operation
+    matmul_reached: float = 1.0  # by large matmuls
     memory_reached: float = 1.0
     tile: float = 0.0
-    host_s: float = 0.0
-    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+    host_s: float = 0.0  # per launch; the host runs ahead, and counts where it is slower (planning)
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)  # of each number, by name
 
     def peak_flops_of(self, dtype: str) -> float:
         """Raises ValueError for a dtype without a rate."""
@@ -46,15 +40,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Level:
-    """Wires: `ports` per node, each carrying `bytes_per_s` in each direction. `latency_s`: of one
-    message, or one step of a ring. `start_s`: time before a collective's first byte leaves."""
+    """Wires of one kind. `latency_s`: of one message, or one step of a ring."""
 
     name: str
-    bytes_per_s: float
+    bytes_per_s: float  # of each port, in each direction
     latency_s: float
-    ports: int
+    ports: int  # of each node
     reached: float = 1.0
-    start_s: float = 0.0
+    start_s: float = 0.0  # before the first byte of a collective leaves
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -82,7 +75,6 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """The total number of devices."""
         return self.nodes * self.devices_per_node
 
     def node_of(self, rank: int) -> int:

@@ -154,7 +154,6 @@ def _level(table: Any, inside: bool, where: str) -> Level:
 def _numbers_of(
     kind: type, table: Mapping[str, Any], where: str
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """The numbers of a Device or Level, and their sources."""
     numbers, sources = {}, {}
     for name, default in DEFAULTS[kind].items():
         if name in table or default is MISSING:

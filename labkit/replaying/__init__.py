@@ -1,13 +1,11 @@
 """A recorded run replayed on another machine: one program per rank under a virtual clock.
 
-dry_runs    record one rank of many without data; does it fit in memory?
-replays     a recorded run with the times of another cluster
-summary     replays on several clusters, as a table
-what_ifs    replays with sliders; redrawing.py draws them
-pipeline    a pipeline schedule, timed from its stages
-engine      the virtual clock
-costs       times of operations and collectives on a cluster
-planning/   models too large to record whole: their layouts, and the fastest one
+dry_runs            record one rank of many without data; does it fit in memory?
+replays, summary    a recorded run with the times of a cluster, or of several, as a table
+what_ifs            a replay with sliders; redrawing.py draws it
+pipeline            a pipeline schedule, timed from its stages
+engine, costs       the virtual clock; times of operations and collectives on a cluster
+planning/           models too large to record whole: their layouts, and the fastest one
 """
 
 from labkit.lazy import lazy

@@ -9,9 +9,8 @@
 Steps and bytes (labkit.comm.collectives.costs) are those of a tensor pipelined in very small
 pieces: each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves
 each node once, over all ports of its ranks there; the node with the fewest ranks is the bottleneck.
-A rank that sends directly to all others has only its share of the ports, as if all devices of its
-node sent. Latencies are those of NCCL's Simple protocol, for long tensors: small collectives seem
-slower than they are.
+A rank that sends directly to all others has one device's share of the ports. Latencies are those of
+NCCL's Simple protocol, for long tensors: small collectives seem slower than they are.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
@@ -60,8 +59,6 @@ class Sending(NamedTuple):
 
 
 class Costs:
-    """Times of operations and collectives on one cluster."""
-
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self._remembered: dict[Hashable, Any] = {}
@@ -133,7 +130,6 @@ class _Place:
         return steps if algorithm in DIRECT else steps * self.nodes / self.n
 
     def _bytes_per_s(self, algorithm: str) -> float:
-        """Bandwidth of the slowest rank."""
         inside, between = self.cluster.inside, self.cluster.between
         of_device = inside.reached * self.cluster.share_bytes_per_s(inside)
         if self.nodes == 1 or between is None:

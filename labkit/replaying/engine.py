@@ -30,7 +30,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """One rank's part in operation `key`: `seconds` on the wire of `port`, then `latency_s` until
+    """One rank's part in operation `key`: `seconds` on the wire of `port`, `latency_s` more until
     its end. All its `ranks` must issue equal parts."""
 
     key: Hashable
@@ -175,8 +175,8 @@ class _Run:
         return operation
 
     def begin(self, operation: _Operation) -> list[int]:
-        """Time the operation, and those queued behind it that can begin; returns the ranks woken
-        up."""
+        """Time the operation and those queued behind it that can begin; returns the ranks to
+        wake."""
         awake: list[int] = []
         beginning = deque([operation])
         while beginning:
@@ -210,7 +210,6 @@ class _DeadlockFinder:
         self.issuer = {key: number for number, keys in self.to_issue.items() for key in keys}
 
     def deadlock(self) -> Deadlock:
-        """A deadlock, with a cycle if there is one."""
         waiting = [number for number, rank in self.ranks.items() if not rank.at_end]
         starts = [(number, "waits for", self.awaited(number)) for number in waiting]
         for key, operation in self.operations.items():

@@ -79,7 +79,7 @@ def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
 
 
 def pipeline_step_s(trace: Trace) -> float:
-    """The time between steps: the longest time of a stage from its first action to its last, as for
+    """Time between steps: the longest time of a stage from its first action to its last, as for
     zero-bubble schedules (arXiv 2401.10241). Raises ValueError for a trace without
     micro-batches."""
     spans = [[span for span in one.spans if span.kind == KIND] for one in trace.ranks.values()]
@@ -147,8 +147,6 @@ def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
 
 
 class TimedAction(NamedTuple):
-    """An action and when it ran."""
-
     action: Action
     began_s: float
     ended_s: float
@@ -220,15 +218,15 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(one: RankTrace) -> list[Span]:
-    """The rank's outermost spans, in order. A "loss" span lies between the last forward and
-    backward: before the last stage it is a wait."""
+    """Outermost spans, in order. "loss" is the time from the last forward to its backward: a wait,
+    on all stages but the last."""
     spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 
 def timed_actions(trace: Trace) -> list[list[TimedAction]]:
-    """The actions of each stage, from a trace of `by_microbatch` or `pipeline_trace`. Raises
-    ValueError for another trace."""
+    """The actions of each stage, from `by_microbatch` or `pipeline_trace`, else raises
+    ValueError."""
     stages = []
     for rank in sorted(trace.ranks):
         spans = sorted(trace.ranks[rank].spans, key=lambda x: x.began_s)

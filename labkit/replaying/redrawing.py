@@ -61,8 +61,8 @@ def changed(
 
 
 class Redrawing:
-    """Replays of the first `most_ranks` ranks on the same axes, as long as a step takes between a
-    quarter and all of their length."""
+    """Replays of the first `most_ranks` ranks. The time axis stays while a step fills 1/4 to all of
+    it."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks
@@ -86,7 +86,6 @@ class Redrawing:
 
 
 def next_axis_s(axis_s: float, step_s: float) -> float:
-    """The length of the time axis for this step; `axis_s` was its length before."""
     return axis_s if LEAST_PART * axis_s <= step_s <= axis_s else ROOM * step_s
 
 

@@ -91,8 +91,8 @@ def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """A rank's program. `moments`: (record, name of its time field, instruction, seconds after its
-    begin)."""
+    """A rank's program, and its moments: (record, name of its time field, instruction, seconds
+    after it)."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[tuple[Any, str, int, float]] = field(default_factory=list)

@@ -27,7 +27,6 @@ class OnCluster:
 def on_clusters(
     trace: Trace, clusters: Mapping[str, Cluster], computing: Computing = "counted"
 ) -> list[OnCluster]:
-    """Replay the trace on each cluster."""
     replays, dtype = [], main_dtype(trace)
     for name, cluster in clusters.items():
         try:
@@ -42,7 +41,6 @@ def on_clusters(
 
 
 def table(replays: Iterable[OnCluster]) -> Table:
-    """One row per cluster."""
     shown = Table(
         title="A step, replayed", title_justify="left", box=box.SIMPLE_HEAD,
         caption="exposed: waited for what was on the wire; bubble: for other ranks.\n"

@@ -55,7 +55,6 @@ def what_if(
 def _recordings(
     recorded: Recorded, choices: Mapping[str, list[Any]]
 ) -> dict[tuple[Any, ...], Trace]:
-    """One trace per combination of values."""
     if isinstance(recorded, Trace):
         if choices:
             raise ValueError(

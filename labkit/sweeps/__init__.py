@@ -1,2 +1,1 @@
-"""Measured times of collectives by size (sweep.py), and the model fitted to them
-(alpha_beta.py)."""
+"""Times of collectives by size (sweep.py), and the model fitted to them (alpha_beta.py)."""

@@ -32,7 +32,6 @@ class Fit:
     error: float
 
     def seconds(self, size_bytes: float) -> float:
-        """The fitted time for this size."""
         c = cost_of(self.op, self.algorithm, self.ranks, size_bytes)
         return c.seconds(self.alpha_s, self.beta_s_per_byte)
 
@@ -52,8 +51,7 @@ def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """alpha and beta of one algorithm. Raises ValueError for points of several, or fewer than two
-    sizes."""
+    """alpha and beta of one algorithm. Raises ValueError for several, or fewer than two sizes."""
     kinds = {(point.op, point.ranks, point.algorithm) for point in points}
     sizes = {point.size_bytes for point in points}
     if len(kinds) != 1 or len(sizes) < 2:
@@ -91,7 +89,7 @@ def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, fl
 def least(
     function: Callable[[float], float], low: float, high: float, tried: int, zooms: int
 ) -> float:
-    """The minimum of a function with one valley, ends included: the best of `tried` points, then of
+    """The minimum of a function with one valley, ends included: of `tried` points the best, then of
     as many between its neighbours, `zooms` times."""
     for _ in range(zooms):
         points = np.linspace(low, high, tried).tolist()  # the best so far is among them
@@ -111,8 +109,7 @@ def fit_sweep(sweep: Sweep) -> list[Fit]:
 def crossovers(
     fits: Sequence[Fit], from_bytes: float, to_bytes: float
 ) -> list[tuple[float, str, str]]:
-    """Sizes from which another algorithm is the fastest by the fits: (bytes, before, from there
-    on)."""
+    """Where another algorithm becomes the fastest by the fits: (bytes, before, from there on)."""
     sizes = np.geomspace(from_bytes, to_bytes, FINE)
     best = [min(fits, key=lambda line: line.seconds(size)).algorithm for size in sizes]
     changes = zip(sizes[1:], best, best[1:])

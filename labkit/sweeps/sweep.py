@@ -42,27 +42,21 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")  # from or to rank 0
 
 @dataclass(frozen=True)
 class Point:
-    """One row of the table: an operation of `size_bytes` by one algorithm.
-
-    `algorithm` is "default" if none was named, and `chosen` is the one that ran; the backend's own
-    has the backend's name and `own` True. `time_s` is of one call, `ratio` relative to the
-    backend's own. `wrong` counts elements on all ranks, None if not checked. `copy_s`: each rank
-    copies as many bytes in its memory, all at once.
-    """
+    """One row of the table: an operation of `size_bytes` by one algorithm."""
 
     op: str
     ranks: int
     size_bytes: int
-    count: int  # elements, of a part where the operation is about parts
+    count: int  # elements, of a shard where the operation is about shards
     dtype: str
     redop: str
-    algorithm: str
-    chosen: str
-    own: bool
-    time_s: float
-    ratio: float
-    wrong: int | None
-    copy_s: float
+    algorithm: str  # "default" if none was named; the backend's name for its own
+    chosen: str  # the algorithm that ran
+    own: bool  # the backend's own
+    time_s: float  # of one call
+    ratio: float  # of time_s to that of the backend's own
+    wrong: int | None  # elements on all ranks; None if not checked
+    copy_s: float  # each rank copies as many bytes in its memory, all at once
 
     @property
     def algbw_bytes_per_s(self) -> float:
@@ -84,8 +78,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of one run. `about`: host, backend, versions, turns, and the statistic of the
-    times."""
+    """All points of one run; `about` has the host, backend, versions, and the kind of statistic."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)

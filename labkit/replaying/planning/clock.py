@@ -82,8 +82,6 @@ def _compiled(stages: int, microbatches: int, chunks: int) -> _Compiled:
 
 
 class _Simulated:
-    """A compiled schedule, run over all its micro-batches."""
-
     def __init__(self, compiled: _Compiled, seconds: list[float], messages: list[float]):
         takes = [seconds[k] for k in compiled.takes]
         over = [*messages, 0.0]
@@ -102,8 +100,8 @@ class _Simulated:
         self.pipeline = self.began - free - self.bubble
 
     def period(self, last: int, chunks: int) -> int | None:
-        """Micro-batches after which all stages repeat, a constant time later; None if they do not
-        yet. `last`: the last round that all stages have."""
+        """Micro-batches after which all stages repeat, a constant time later, or None. `last`: the
+        last round of all stages."""
         stages = len(self.compiled.of_stage)
         window, step = (stages + 1, stages) if chunks > 1 else (1, 1)
         by_round = self.ended[self.compiled.rounds(0, last + 1)]

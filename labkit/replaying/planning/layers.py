@@ -68,8 +68,7 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class Layer:
-    """A recorded layer. `kept`: bytes from a micro-batch's forward to its backward, input
-    included."""
+    """A recorded layer. `kept`: bytes from forward to backward of a micro-batch, with its input."""
 
     forward: LayerPass
     backward: LayerPass
@@ -167,8 +166,7 @@ class _Stage(nn.Module):
 
 
 def _model(shapes: Sequence[Shape]) -> GPT:
-    """A bfloat16 GPT with these layers, sharded over the ranks, and others as small as possible; a
-    tied head is recorded untied."""
+    """A bfloat16 GPT with these layers, sharded over the ranks, and small others; never tied."""
     first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
     heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
     vocab = max([first.tp, *(shape.vocab for shape in shapes)])
@@ -190,7 +188,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 class _Source(torch.autograd.Function):
-    """Makes an input [b, s, w] and drops its gradient."""
+    """Makes an input [b, s, w]; drops its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *shape: int) -> Tensor:
@@ -227,7 +225,6 @@ def _layer_of(one: RankTrace) -> Layer:
     before = [x.held_bytes for x in one.memory if x.when_s < forward.began_s][-1]
 
     def pass_of(began_s: float, ended_s: float) -> tuple[LayerPass, Bytes]:
-        """A pass, and the bytes held at its end."""
         held = [x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s]
         during = [x[2:] for x in events if began_s <= x[0] <= ended_s]
         return LayerPass(tuple(during), _above(max(held, key=sum), before)), held[-1]

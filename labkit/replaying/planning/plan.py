@@ -36,11 +36,10 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a model fits in `budget_bytes` per device: the layout with the lowest peak, or the
-    largest model that fits."""
+    """The layout with the lowest peak, or with the largest model that fits."""
 
     report: StepReport
-    budget_bytes: float
+    budget_bytes: float  # memory that a device may use
 
     @property
     def fits(self) -> bool:
@@ -77,20 +76,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a model on a cluster, ranked.
-
-    Attributes:
-        reports: of layouts that fit, the fastest step first.
-        too_large: layouts that do not fit, the smallest first.
-        budget_bytes: memory that a device may use.
-        took_s: seconds that the planning took.
-    """
+    """All layouts of a model on a cluster, ranked."""
 
     cluster: Cluster
-    reports: tuple[StepReport, ...]
-    too_large: tuple[TooLarge, ...]
-    budget_bytes: float
-    took_s: float = 0.0
+    reports: tuple[StepReport, ...]  # of the layouts that fit, the fastest step first
+    too_large: tuple[TooLarge, ...]  # layouts that do not fit, the smallest first
+    budget_bytes: float  # memory that a device may use
+    took_s: float = 0.0  # by planning
 
     @property
     def best(self) -> StepReport:
@@ -125,8 +117,8 @@ class Plan:
         return {large.layout: large for large in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
-        """The fastest layout for each value of a field, such as "tp", "pp" or "microbatch": what a
-        choice costs when all others are optimal."""
+        """The fastest layout for each value of a field, as "tp": its cost when all else is
+        optimal."""
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
             raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
@@ -155,8 +147,7 @@ class Plan:
         return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
 
     def table(self, top: int | None = 10) -> Table:
-        """The `top` layouts (all if None): time, memory and bytes sent. Exposed: waiting for
-        communication, over all axes."""
+        """The `top` layouts, all if None. Exposed: waiting for communication, over all axes."""
         rows = []
         for place, report in enumerate(self.reports[:top], 1):
             layout, exposed_s = report.layout, report.tensor_s + report.pipeline_s + report.data_s
@@ -209,8 +200,8 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Read what `to_json` wrote. Pass `cluster` if labkit does not know it by name. Raises
-        ValueError for any other text."""
+        """Read what `to_json` wrote, else raises ValueError. `cluster`: if labkit does not know its
+        name."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:

@@ -5,10 +5,10 @@ on 32 to 3,072 A100 of Selene, vocabulary 51,200, sequences of 2,048. Everything
 FLOP/s include that, as in the paper's equation 3.
 
 The step times are the ground truth of vTrain, arXiv 2312.12391 (MIT licence): Megatron-DeepSpeed,
-mixed precision, 1F1B, attention that stores its scores, every block recomputed. The tables omit the
-vocabulary: 51,200 is assumed. calibration.json has the times beside labkit's predictions. 3.6B in
-micro-batches of 64 on tp 8, dp 8 took twice as long as its neighbours: apparently an outlier, but
-it counts in every error that labkit states.
+mixed precision, 1F1B, attention that stores its scores, every block recomputed, and by assumption a
+vocabulary of 51,200. calibration.json has them beside labkit's predictions. 3.6B in micro-batches
+of 64 on tp 8, dp 8 took twice as long as its neighbours: it looks like an outlier, and counts in
+every error that labkit states.
 """
 
 import json
@@ -86,8 +86,6 @@ def model(name: str) -> Sizes:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured step."""
-
     file: str
     sizes: Sizes
     layout: Layout
@@ -130,8 +128,7 @@ class Calibration:
         return (self.predicted_s if predicted_s is None else predicted_s) / self.measured_s - 1
 
     def summary(self) -> dict[str, tuple[int, float, float]]:
-        """Rows, mean and median absolute error: overall, by table, by width, and left out of the
-        fit."""
+        """Rows, mean and median absolute error: overall, by table, by width, and when left out."""
         off, rows = np.abs(self.errors()), self.rows
         parts: dict[str, Array] = {"all rows": off}
         for name in dict.fromkeys(row.file for row in rows):

@@ -109,7 +109,6 @@ def largest_that_fits(
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
 
     def most_blocks(layout: Layout) -> int:
-        """Blocks per stage that fit by the formulas."""
 
         def is_too_large(blocks: int) -> bool:
             held = least_bytes(replace(sizes, depth=layout.pp * blocks), layout, global_batch)
@@ -118,7 +117,6 @@ def largest_that_fits(
         return bisect_left(range(1, MOST_BLOCKS), True, key=is_too_large)
 
     def deepest(layout: Layout, blocks: int) -> StepReport | None:
-        """With at most `blocks` blocks per stage."""
         at = cache(lambda count: report_of(replace(sizes, depth=layout.pp * count), layout))
         counts = range(1, blocks + 1)
         fitting = bisect_left(counts, True, key=lambda count: at(count).peak_bytes > budget_bytes)
@@ -199,7 +197,6 @@ def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
 def _bounds(
     sizes: Sizes, cluster: Cluster, global_batch: int, gpus: int | None, constraints: Any
 ) -> list[TooLarge]:
-    """The lower bounds of all layouts, the smallest first."""
     every = layouts(sizes, _devices(cluster, gpus), global_batch, **constraints)
     bounds = [TooLarge(x, least_bytes(sizes, x, global_batch), at_least=True) for x in every]
     return sorted(bounds, key=lambda bound: bound.peak_bytes)

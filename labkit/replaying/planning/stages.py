@@ -60,18 +60,18 @@ class VirtualStage:
 
     @property
     def parameters(self) -> int:
-        """Elements on one rank."""
+        """Parameter elements on one rank."""
         elements = sum(sum(layer.gradients) * count for layer, count in self.recorded())
         return elements - self.tied_elements
 
     @property
     def sent_bytes(self) -> int:
-        """Over the tensor-parallel axis, per micro-batch."""
+        """Bytes over the tensor-parallel axis, per micro-batch."""
         return sum(layer.sent_bytes * count for layer, count in self.recorded())
 
 
 def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[VirtualStage]:
-    """In the model's order. Raises ValueError for more virtual stages than blocks."""
+    """The model's virtual stages, in order. Raises ValueError if it has fewer blocks."""
     count = layout.pp * layout.chunks
     if sizes.depth < count:
         raise ValueError(

@@ -85,7 +85,6 @@ class StepModel:
         return rank_groups(layout.pp, layout.dp, layout.tp, axis, stages, per_node)
 
     def timing(self) -> Timing:
-        """Forward and backward of all micro-batches."""
         forward_s = np.array([[chunk.forward_s for chunk in stage] for stage in self.chunks])
         backward_s = np.array([[chunk.backward_s for chunk in stage] for stage in self.chunks])
         return pipeline_timing(self.microbatches, forward_s, backward_s, np.array(self.messages_s))
@@ -171,7 +170,7 @@ class StageEnd(NamedTuple):
 
 
 def step_ends(model: StepModel, timing: Timing) -> list[StageEnd]:
-    """How all stages end, after forward and backward."""
+    """How each stage ends its step, after forward and backward."""
     ended_s, lasts_s = timing.ended_s.tolist(), timing.last_s.tolist()
     gradients = [_gradients_sent(model, stage, last_s) for stage, last_s in enumerate(lasts_s)]
     averaged_s = [
@@ -235,7 +234,7 @@ def _sent(
 
 @lru_cache(maxsize=4096)
 def _buckets(elements: tuple[int, ...]) -> list[tuple[int, int]]:
-    """DDP's buckets, in order, for gradients that complete in this order: (last gradient's index,
+    """DDP's buckets of gradients that complete in this order: (index of its last gradient,
     bytes)."""
     gradients = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in elements]
     buckets, place = [], -1

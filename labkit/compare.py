@@ -1,6 +1,5 @@
 """`labkit compare`: every strategy on the same data, checked against single-process training.
-Losses, weights (1e-10 in float64), replicas, bytes sent and bytes held must agree; times are only
-shown."""
+Losses, weights (float64: 1e-10), replicas, bytes sent and held must agree; times are only shown."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -52,7 +51,7 @@ def compare(
 
     Args:
         strategies: names of recipes; if None one per family, or all with `every`.
-        out: the folder for each strategy's recorded run, in a folder of its name.
+        out: a folder, with a folder for each strategy's recorded run.
     """
     families = {known.family: name for name, known in RECIPES.items()}
     names = strategies or (RECIPES if every else families.values())

@@ -39,8 +39,8 @@ class Batch:
 
     x             inputs, token ids [rows, length]
     y             targets, the token after each of x [rows, length]
-    total_tokens  targets in the global batch
-    ranks         slices of the global batch
+    total_tokens  targets in the global batch, of which this may be a part
+    ranks         number of slices of the global batch
     """
 
     x: Tensor
@@ -64,8 +64,8 @@ class Batch:
         return replace(self, x=x, y=y, ranks=self.ranks * size)
 
     def split(self, n: int) -> list["Batch"]:
-        """n micro-batches, cut as in `slice`; their losses sum to this batch's loss. With more than
-        the rows, some are empty. Raises ValueError when n is below 1."""
+        """n micro-batches, cut as in `slice`; their losses sum to this batch's loss. Some are empty
+        when n is larger than the rows. Raises ValueError when n is below 1."""
         if n < 1:
             raise ValueError(f"a batch splits into at least 1 micro-batch, not {n}")
         return [replace(self.slice(i, n), ranks=self.ranks) for i in range(n)]
@@ -91,10 +91,10 @@ def loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 class Text:
-    """Text as one long row of token ids: `.ids` [n] int32, of `.vocab` kinds; `len(text)` is n.
+    """Text as one long row of token ids: `.ids` [n] int32, all below `.vocab`; `len(text)` is n.
 
-    path    a file, or a folder, with its text files joined in order of their paths (without hidden
-            and binary ones); None: the documentation inside Python, about 450 kB
+    path    a file, or a folder: its text files in order of their paths, joined (hidden and binary
+            files are left out); None: the documentation inside Python, about 450 kB
     tokens  "byte": the 256 bytes of UTF-8; "bpe": frequent pieces learned from this text
     vocab   for "bpe", how many pieces; a text too small to fill them gets fewer, see `.vocab`
 
@@ -127,7 +127,7 @@ class Text:
         return self._tokens.encode(content).long()
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """The string of ids [n]; bytes that are no UTF-8 (a cut character) show as \ufffd."""
+        """The string of ids [n]; invalid UTF-8 (a cut character) shows as \ufffd."""
         return self._tokens.decode(torch.as_tensor(ids).tolist())
 
     def batch(self, step: int, rows: int, length: int, seed: int = 0) -> Batch:

@@ -30,7 +30,7 @@ def adam_bytes(module: nn.Module) -> int:
 
 
 def replicated(module: nn.Module, size: int) -> Footprint:
-    """Everything whole on every rank; each sends 2(n-1)/n of the gradients."""
+    """Everything whole on each of n ranks, which send 2(n-1)/n of the gradients."""
     grads = parameter_bytes(module, trainable_only=True)
     bus_bytes = 2 * (size - 1) / size * grads
     return Footprint(parameter_bytes(module), grads, adam_bytes(module), bus_bytes)

@@ -213,7 +213,7 @@ def _three_d_unfit(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 MICROBATCHES = 4  # of a pipeline
-RECIPES = {  # the last of a family stands for it where one is enough
+RECIPES = {  # the last of each family represents it where one is enough
     recipe.name: recipe
     for recipe in [
         Recipe("single", "oracle", Single, Single.predict, one_rank=True),

@@ -60,7 +60,7 @@ class Report:
     losses: list[float]  # this rank's share; their mean over ranks is the global loss
     step_s: float  # median
     predicted: Footprint
-    measured: Footprint  # bus_bytes: mean over the steps; without shapes, which are told once
+    measured: Footprint  # bus_bytes: mean over steps, without shapes, which are sent once
     weights: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
 
 

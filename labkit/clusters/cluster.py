@@ -1,6 +1,6 @@
 """The numbers of a cluster. Ranks count node by node: with 8 devices a node, ranks 0 to 7 are on
-the first. Rates are the hardware's peaks; `..._reached` is the fraction that programs reach, 0 to
-1. To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`."""
+the first. `..._reached` is the fraction of the hardware's rate that programs reach, 0 to 1. To ask
+what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU or CPU. A matmul is cut into tiles: a side d reaches d / (d + tile) of
-    `matmul_reached`."""
+    """A matmul is cut into tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
 
     name: str
     peak_flops: Mapping[str, float]  # of matmuls, by dtype ("bfloat16"); a multiply-add counts as 2
     memory_bytes: float
     memory_bytes_per_s: float
     launch_s: float  # the least time of an operation
-    matmul_reached: float = 1.0  # by large matmuls
+    matmul_reached: float = 1.0  # by very large matmuls
     memory_reached: float = 1.0
     tile: float = 0.0
     host_s: float = 0.0  # per launch; the host runs ahead, and counts where it is slower (planning)
@@ -40,11 +39,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Level:
-    """Wires of one kind. `latency_s`: of one message, or one step of a ring."""
+    """The wires inside nodes, or between them."""
 
     name: str
     bytes_per_s: float  # of each port, in each direction
-    latency_s: float
+    latency_s: float  # of one message, or one step of a ring
     ports: int  # of each node
     reached: float = 1.0
     start_s: float = 0.0  # before the first byte of a collective leaves

@@ -29,7 +29,7 @@ PLAUSIBLE = {
     "latency_s": (0.0, 2.0, "seconds, not microseconds"),
     "tile": (0.0, 4096.0, "a side of a matrix"),
 }
-DEFAULTS: dict[type, dict[str, Any]] = {  # of the numbers of each class; MISSING where required
+DEFAULTS: dict[type, dict[str, Any]] = {  # of each class's numbers; MISSING where required
     kind: {f.name: f.default for f in fields(kind) if f.type is float} for kind in (Device, Level)
 }
 
@@ -59,9 +59,8 @@ def read_clusters(path: str | Path) -> dict[str, Cluster]:
 
 
 def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
-    """Write clusters, each under its own name, to a file, replacing its contents. Raises
-    ValueError, and writes nothing, if they could not be read back: a number without a source, or an
-    implausible one.
+    """Write clusters, each under its own name, replacing the file. Raises ValueError, and writes
+    nothing, if they could not be read back: a number without a source, or an implausible one.
 
     >>> write_clusters("mine.toml", {"selene": cluster("selene")})
     """

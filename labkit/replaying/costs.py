@@ -27,7 +27,7 @@ from labkit.comm.collectives.costs import cost, rounds
 from labkit.events import CommEvent
 from labkit.trace import Operation
 
-ALGORITHMS = {  # of each collective, to choose the fastest from
+ALGORITHMS = {  # by collective; the fastest is chosen
     "all_reduce": ("ring", "double_tree"),
     "all_gather": ("ring",),
     "reduce_scatter": ("ring",),
@@ -135,7 +135,7 @@ class _Place:
         if self.nodes == 1 or between is None:
             return of_device
         own = between.reached * self.cluster.share_bytes_per_s(between)
-        if algorithm in DIRECT:  # inside to the most others, between from where the fewest are
+        if algorithm in DIRECT:  # slowest inside on the fullest node, between on the emptiest
             part_inside = (self.most - 1) / (self.n - 1)
             part_between = (self.n - self.fewest) / (self.n - 1)
             return 1 / max(part_inside / of_device, part_between / own)

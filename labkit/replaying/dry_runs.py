@@ -34,7 +34,7 @@ from labkit.trace.recording import record
 from labkit.trace.recording.detail import ASKS_DEVICE
 
 LONG_S, EVERY_S = 2.0, 0.2  # when the progress of a run is shown
-LONG_IN_A_NOTEBOOK_S = 10.0  # where it stays in the output of the cell
+LONG_IN_A_NOTEBOOK_S = 10.0  # progress stays in the cell's output
 Size = TypeVar("Size")
 
 
@@ -95,7 +95,7 @@ def dry_run(
 
 
 def _others(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
-    """The ranks that each rank to run represents. Raises ValueError unless all occur once."""
+    """The ranks represented by each rank to run. Raises ValueError unless each rank occurs once."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; at least 1 is needed")
     groups = {0: range(ranks)} if alike is None else alike
@@ -151,7 +151,7 @@ class _FakeWithProgress(FakeTensorMode):
         self._next_s = self._begun_s + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_DEVICE:  # most calls, and no operation
+        if func is ASKS_DEVICE:  # most calls: not an operation
             return args[0].device
         self._operations += 1
         if time.monotonic() > self._next_s:

@@ -1,15 +1,15 @@
 """The virtual clock: programs of ranks, and when each of their instructions runs.
 
-    Compute   takes its seconds
-    Issue     hands an operation to a port of this rank and continues at once
+    Compute   takes `seconds`
+    Issue     queues an operation at a port of this rank and continues at once
     Wait      blocks until the operation has ended
 
 An operation begins when all its ranks have issued it and it is first in the queue of its port on
-each. It occupies those ports for its seconds and ends `latency_s` later. A port is one wire out of
-a rank: operations leave it one at a time, in the order of issue.
+each. It occupies those ports for `seconds` and ends `latency_s` later. A port is one wire out of a
+rank: operations leave it one at a time, in the order of issue.
 
-Only the sender issues a message, ready or not its receiver, which waits for it. Where both must be
-ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
+Only the sender issues a message, whether or not the receiver is ready; the receiver waits for it.
+Where both must be ready, as for an NCCL send, both issue it: `ranks=(sender, receiver)`.
 
 Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
 """
@@ -69,7 +69,7 @@ class _Operation:
     def __init__(self, issue: Issue, members: dict[int, "_Rank"]):
         self.issue, self.members = issue, members
         self.issued_s: dict[int, float] = {}
-        self.first = 0  # the number of its ranks on which it is first in the queue
+        self.first = 0  # ranks on which it is first in the queue
         self.timed: Timed | None = None
 
     @property
@@ -175,8 +175,7 @@ class _Run:
         return operation
 
     def begin(self, operation: _Operation) -> list[int]:
-        """Time the operation and those queued behind it that can begin; returns the ranks to
-        wake."""
+        """Time the operation and any queued behind it that can begin; returns the ranks to wake."""
         awake: list[int] = []
         beginning = deque([operation])
         while beginning:
@@ -255,7 +254,7 @@ class _DeadlockFinder:
 
 
 def _in_words(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """The steps as text; of many, the first and the last."""
+    """The steps as text; of many, the first and last."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

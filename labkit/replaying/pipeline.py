@@ -80,8 +80,7 @@ def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
 
 def pipeline_step_s(trace: Trace) -> float:
     """Time between steps: the longest time of a stage from its first action to its last, as for
-    zero-bubble schedules (arXiv 2401.10241). Raises ValueError for a trace without
-    micro-batches."""
+    zero-bubble schedules (arXiv 2401.10241). Raises ValueError without micro-batches."""
     spans = [[span for span in one.spans if span.kind == KIND] for one in trace.ranks.values()]
     if not spans or not all(spans):
         raise ValueError("no micro-batches in this trace; `pipeline_trace` makes one that has them")
@@ -164,8 +163,7 @@ def action_of(span: Span) -> Action:
 
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
     """A recorded pipeline with one span per action of `schedule`, as in `pipeline_trace`; inner
-    spans are dropped. Raises ValueError unless rank k has run the list of stage k once in every
-    step."""
+    spans are dropped. Raises ValueError unless rank k ran the list of stage k once per step."""
     if sorted(trace.ranks) != list(range(len(schedule))):
         raise ValueError(
             f"a schedule of {len(schedule)} stages, and a trace of ranks {sorted(trace.ranks)}: "
@@ -218,15 +216,14 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(one: RankTrace) -> list[Span]:
-    """Outermost spans, in order. "loss" is the time from the last forward to its backward: a wait,
-    on all stages but the last."""
+    """The outermost spans, in order. "loss" is the time between the last forward and backward: on
+    all stages but the last, a wait."""
     spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 
 def timed_actions(trace: Trace) -> list[list[TimedAction]]:
-    """The actions of each stage, from `by_microbatch` or `pipeline_trace`, else raises
-    ValueError."""
+    """Actions by stage, from `by_microbatch` or `pipeline_trace`; other traces raise ValueError."""
     stages = []
     for rank in sorted(trace.ranks):
         spans = sorted(trace.ranks[rank].spans, key=lambda x: x.began_s)

@@ -61,8 +61,7 @@ def changed(
 
 
 class Redrawing:
-    """Replays of the first `most_ranks` ranks. The time axis stays while a step fills 1/4 to all of
-    it."""
+    """Replays of the first `most_ranks` ranks; the axis is kept while a step fills 1/4 to all."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks

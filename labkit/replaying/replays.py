@@ -23,7 +23,7 @@ from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.graph import as_seen_by
 
 Computing = Literal["counted", "measured"]
-NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 says "not yet"
+NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 means "not yet"
 # At the same moment, ends come before begins, and an issue before the wait for it.
 ORDER = {"compute": 0, "waited": 1, "ended_s": 2, "began_s": 3, "issue": 4, "wait": 5, "when_s": 6}
 
@@ -91,8 +91,7 @@ def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """A rank's program, and its moments: (record, name of its time field, instruction, seconds
-    after it)."""
+    """A program. `moments`: (record, name of its time, instruction, seconds after that began)."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[tuple[Any, str, int, float]] = field(default_factory=list)
@@ -234,7 +233,7 @@ class _Replay:
         timed: list[Timed],
         carried: Mapping[Hashable, Timed],
     ) -> None:
-        one.operations, one.memory = [], []  # operations are needed no more: times are known
+        one.operations, one.memory = [], []  # times are known: operations are done
         for record, name, place, after_s in program.moments:
             when_s = timed[place].began_s + after_s
             if isinstance(record, MemoryPoint):

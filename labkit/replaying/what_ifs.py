@@ -12,7 +12,7 @@ from labkit.runtime.progress import progress
 from labkit.trace import Trace
 
 GB_PER_S, US = 1e9, 1e-6
-WIRES = {  # argument of `changed`: what its slider says, its unit, and the powers of ten it goes to
+WIRES = {  # argument of `changed`: label of its slider, unit, range in powers of ten
     "inside_bytes_per_s": ("inside a node, GB/s", GB_PER_S, (-2.0, 4.0)),
     "inside_latency_s": ("latency inside, µs", US, (-1.0, 5.0)),
     "between_bytes_per_s": ("between nodes, GB/s", GB_PER_S, (-2.0, 4.0)),
@@ -32,7 +32,7 @@ def what_if(
         recorded: a trace with operations (`dry_run`), or a function that records one.
         ranks: the number of ranks drawn, from the first on; all are replayed.
         choices: arguments of that function, each with the values to choose from. Every combination
-            is recorded at once; moving a slider only replays and draws.
+            is recorded now; a slider then only replays and draws.
 
     Raises ValueError for choices without a function or without values, and for a trace that cannot
     be replayed; ImportError without ipywidgets.

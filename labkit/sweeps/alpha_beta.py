@@ -68,8 +68,7 @@ def fit(points: Sequence[Point]) -> Fit:
 def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, float, float]:
     """alpha, beta, and the root mean square of log(predicted / measured), which they minimise. Only
     the ratio beta / alpha is searched for: a common factor makes the mean logarithm 0, and the
-    spread is the error. The ratio has the least spread, or is at an end, where alpha or beta is
-    0."""
+    spread is the error. The ratio has the least spread, or alpha or beta is 0."""
     steps = np.array([c.steps for c in costs], dtype=float)
     sent = np.array([c.sent_bytes for c in costs], dtype=float)
 

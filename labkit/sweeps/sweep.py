@@ -34,7 +34,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "ring_exchange": lambda n: 1.0,
     "there_and_back": lambda n: 1.0,
 }
-PARTED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # S is n parts
+PARTED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # S is n shards
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 POSITIVE = ("ranks", "size_bytes", "count", "time_s", "copy_s")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")  # from or to rank 0
@@ -55,7 +55,7 @@ class Point:
     own: bool  # the backend's own
     time_s: float  # of one call
     ratio: float  # of time_s to that of the backend's own
-    wrong: int | None  # elements on all ranks; None if not checked
+    wrong: int | None  # wrong elements on all ranks; None if not checked
     copy_s: float  # each rank copies as many bytes in its memory, all at once
 
     @property
@@ -78,7 +78,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of one run; `about` has the host, backend, versions, and the kind of statistic."""
+    """All points of one run; `about`: host, backend, versions, turns, and which statistic a time
+    is."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)
@@ -130,9 +131,8 @@ def read_sweep(path: str | Path) -> Sweep:
 
 
 def count_of(op: str, ranks: int, size_bytes: int, item_bytes: int) -> tuple[int, int]:
-    """The elements that fit in `size_bytes` (of a shard, where the operation is about shards), and
-    the bytes of the whole. Rounds down, as nccl-tests. Raises ValueError where not one element
-    fits."""
+    """The elements that fit in `size_bytes` (of a shard, where the operation is about shards) and
+    the bytes of the whole, rounded down as in nccl-tests. Raises ValueError if not one fits."""
     parts = ranks if op in PARTED else 1
     count = size_bytes // (item_bytes * parts)
     if not count:

@@ -3,8 +3,8 @@
     stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after the warm-up, rounds of one
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                forward and one backward
 
-Once all stages end a round the same time after their round c micro-batches ago, they always will.
-So the clock runs until it finds such a period, and repeats it for the missing micro-batches: the
+Once all stages repeat their rounds of c micro-batches ago, a constant time later, they always will.
+So the clock runs until it finds this period, and inserts it for the missing micro-batches: the
 times of `labkit.replaying.engine`, in a hundredth of the time.
 
     waits       ├─ bubble: the neighbour has not sent it yet ─┼─ pipeline: it is on its way ─┤
@@ -24,7 +24,7 @@ ROUNDING = 1e-12  # relative to the time so far
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds from the beginning of the step, by stage."""
+    """Seconds by stage. Times count from the beginning of the step."""
 
     ended_s: Array  # [p] end of the last backward
     bubble_s: Array  # [p] waited until then for a stage that had not sent yet
@@ -100,8 +100,8 @@ class _Simulated:
         self.pipeline = self.began - free - self.bubble
 
     def period(self, last: int, chunks: int) -> int | None:
-        """Micro-batches after which all stages repeat, a constant time later, or None. `last`: the
-        last round of all stages."""
+        """Micro-batches after which all stages repeat, a constant time later; None if they do not
+        yet. `last`: the last round of all stages."""
         stages = len(self.compiled.of_stage)
         window, step = (stages + 1, stages) if chunks > 1 else (1, 1)
         by_round = self.ended[self.compiled.rounds(0, last + 1)]

@@ -57,10 +57,10 @@ class Shape(NamedTuple):
 class LayerPass:
     """The forward or backward of one micro-batch, or the optimizer's step."""
 
-    # In order: "compute" and an Operation, "issue" or "wait" and a CommEvent, or "gradient" and the
-    # elements of one that is complete.
+    # In order: ("compute", Operation), ("issue" or "wait", CommEvent), or ("gradient", its elements)
+    # when a gradient is complete.
     events: tuple[tuple[str, Any], ...]
-    peak: Bytes  # held at most, above those before the forward or the step
+    peak: Bytes  # above the bytes held before the forward or the step
 
     def all_of(self, kind: str) -> list[Any]:
         return [record for kind_of, record in self.events if kind_of == kind]
@@ -171,7 +171,7 @@ def _model(shapes: Sequence[Shape]) -> GPT:
     heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
     vocab = max([first.tp, *(shape.vocab for shape in shapes)])
     default = torch.get_default_dtype()
-    with ExitStack() as patches:  # parameters without values: none are drawn, none copied
+    with ExitStack() as patches:  # parameters without values: no random init, no broadcast
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
             patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
         patches.enter_context(patch.object(tensor, "broadcast_tensors", _do_nothing))

@@ -119,8 +119,7 @@ def layouts(
     sequence: bool | None = None,
     recompute: str | Iterable[str] | None = None,
 ) -> list[Layout]:
-    """All layouts of `ranks` ranks that divide the model and batch, whether they fit in memory or
-    not.
+    """All layouts of `ranks` ranks that divide, whether or not they fit in memory.
 
     Args:
         global_batch: rows of a step, over all replicas.

@@ -117,8 +117,7 @@ class Plan:
         return {large.layout: large for large in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
-        """The fastest layout for each value of a field, as "tp": its cost when all else is
-        optimal."""
+        """The fastest layout for each value of a field, such as "tp" or "microbatch"."""
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
             raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
@@ -200,8 +199,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Read what `to_json` wrote, else raises ValueError. `cluster`: if labkit does not know its
-        name."""
+        """Read what `to_json` wrote, else raise ValueError. Unknown clusters need `cluster`."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:

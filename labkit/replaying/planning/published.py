@@ -1,8 +1,8 @@
 """Published figures: GPTs trained at scale, and step times on A100s beside the predicted ones.
 
 `MEGATRON` is Table 1 of arXiv 2104.04473 (Narayanan et al., Megatron-LM): 1.7B to 1008B parameters
-on 32 to 3,072 A100 of Selene, vocabulary 51,200, sequences of 2,048. Everything is recomputed, and
-FLOP/s include that, as in the paper's equation 3.
+on 32 to 3,072 A100s of Selene, vocabulary 51,200, sequences of 2,048, full recomputation. As in the
+paper (equation 3), FLOP/s include recomputation.
 
 The step times are the ground truth of vTrain, arXiv 2312.12391 (MIT licence): Megatron-DeepSpeed,
 mixed precision, 1F1B, attention that stores its scores, every block recomputed, and by assumption a
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Trained:
-    """A row of the table, which omits `microbatch` and the schedule; we choose plain 1F1B."""
+    """A row of the table. `microbatch` is not in it: we choose that, and plain 1F1B."""
 
     billions: float  # of parameters
     heads: int
@@ -107,8 +107,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants by name, with the ends of their 90 % intervals; each row's predicted seconds, with
-    theirs, and as predicted by a fit without its width or its layout."""
+    """Constants, each with the ends of its 90 % interval; the predicted seconds of each row, with
+    theirs, and by fits without the models of its width, or without its layout."""
 
     constants: dict[str, tuple[float, float, float]]
     rows: tuple[Row, ...]

@@ -46,7 +46,7 @@ def plan(
     Args:
         global_batch: rows of a step, over all replicas.
         gpus: the number of the cluster's devices to use; all if None.
-        max_memory_bytes: that each may use; all it has if None.
+        max_memory_bytes: memory limit of each device; all it has if None.
         constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as for `layouts`.
 
     Raises ValueError where no layout divides, naming numbers that do, or none fits, by how much.
@@ -149,9 +149,8 @@ def reporter(cluster: Cluster, global_batch: int) -> Report:
 
 
 def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, float]:
-    """A lower bound of the first stage's peak, by category: states (arXiv 1910.02054) of the weight
-    matrices alone, and activations of the micro-batches in flight (arXiv 2205.05198), without
-    dropout or scores."""
+    """A lower bound of the first stage's peak, by category: states (arXiv 1910.02054) of weight
+    matrices only, and activations in flight (arXiv 2205.05198) without dropout or scores."""
     width, tp = sizes.width, layout.tp
     blocks = sizes.depth // layout.pp
     elements = (12 * width**2 * blocks + sizes.vocab * width) / tp

@@ -1,4 +1,4 @@
-"""What a step in a layout takes, holds and sends, and why one step is slower than another.
+"""Time, memory and bytes sent of a step in a layout, and why one step is slower than another.
 
     best    ███████████ compute ██ tensor █ bubble
     other   ███████████ compute ██ tensor █████████████ bubble
@@ -123,7 +123,7 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
 
 
 def _compute_reason(best: StepReport, other: StepReport) -> str:
-    again_s = other.compute_s / 4  # forward, once more: one of four equal parts
+    again_s = other.compute_s / 4  # a second forward: one of four equal parts
     if (
         other.layout.recompute == "full"
         and best.layout.recompute == "none"

@@ -60,7 +60,7 @@ class StepModel:
         self.microbatches = layout.microbatches(global_batch)
         self.costs = Costs(cluster) if costs is None else costs
         virtual = virtual_stages(sizes, layout, core)
-        # Of each stage its chunks, and their seconds.
+        # The chunks of each stage, and their seconds.
         self.stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
         self.chunks = [
             [
@@ -69,11 +69,11 @@ class StepModel:
             ]
             for stage, chunks in enumerate(self.stages)
         ]
-        # The stages whose ranks sum the gradient of a tied embedding, and its bytes on one rank:
-        # V w / t elements, or with ZeRO a share of them.
+        # The stages that all-reduce the gradient of a tied embedding, and its bytes on one rank:
+        # V w / t elements, or with ZeRO a shard of them.
         self.tied_stages = (0, layout.pp - 1) if sizes.tied and layout.pp > 1 else ()
         self.tied_bytes = -(-vocabulary_elements(sizes, layout) // layout.shards) * ELEMENT_BYTES
-        # What one rank sends to the next stage or back, and its seconds (the last to the first).
+        # Bytes of a rank's message to the next stage, or back; its seconds (the last to the first).
         x_bytes = layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES
         is_sharded = layout.sequence or layout.scatter_gather
         self.message_bytes = x_bytes // layout.tp if is_sharded else x_bytes
@@ -234,8 +234,7 @@ def _sent(
 
 @lru_cache(maxsize=4096)
 def _buckets(elements: tuple[int, ...]) -> list[tuple[int, int]]:
-    """DDP's buckets of gradients that complete in this order: (index of its last gradient,
-    bytes)."""
+    """DDP's buckets of gradients, given in order of completion: (index of the last, bytes)."""
     gradients = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in elements]
     buckets, place = [], -1
     for bucket in cut(gradients[::-1], BUCKET_BYTES):

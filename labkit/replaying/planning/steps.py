@@ -27,7 +27,7 @@ from labkit.schedules import Action, Message
 from labkit.trace import RankTrace, Span, Step, Trace
 
 DTYPE = "bfloat16"
-STEP = 0  # its number in a trace
+STEP = 0  # the step's number in a trace
 
 
 def step_report(
@@ -74,14 +74,14 @@ def _sent_bytes(model: StepModel) -> dict[str, float]:
     """Bus bytes per step along each axis, of the rank that sends the most."""
     layout, pp, m = model.layout, model.layout.pp, model.microbatches
     last = pp * layout.chunks - 1
-    # Each virtual stage sends forward, but for the last, and backward, but for the first.
+    # All virtual stages but the last send forward; all but the first send backward.
     sends = [sum((v > 0) + (v < last) for v in range(stage, last + 1, pp)) for stage in range(pp)]
     tensor: float = m * max(sum(chunk.sent_bytes for chunk in chunks) for chunks in model.stages)
     if layout.gathers_messages:
         gathered = bus_factor("all_gather", layout.tp) * model.message_bytes * layout.tp
         tensor += m * max(sends) * gathered
     pipeline = [m * count * model.message_bytes for count in sends]
-    averaged = []  # elements of each stage; ZeRO has a bucket for tied ones alone
+    averaged = []  # elements of each stage; tied ones have their own ZeRO bucket
     for stage, chunks in enumerate(model.stages):
         elements, tied = sum(chunk.parameters for chunk in chunks), 0
         if stage in model.tied_stages:
@@ -105,7 +105,7 @@ def step_trace(
 ) -> Trace:
     """One step, with the arguments and errors of `step_report`. Rank dp 0, tp 0 of each stage
     represents the others (RankTrace.alike). Tensor-parallel collectives are inside the spans of
-    micro-batches. Building it takes 20 us per action of the schedule."""
+    micro-batches. Building the trace takes 20 us per action of the schedule."""
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     timing = model.timing()
     ends = step_ends(model, timing)
@@ -137,8 +137,8 @@ def step_trace(
 def _collectives(
     sent: Sequence[Sent], stage: int, first: Sequence[int], layout: Layout, over_s: float
 ) -> Iterator[CommEvent]:
-    """Buckets on the wire, and a wait for the last of each kind. `first`: first rank of each
-    stage."""
+    """The buckets on the wire; the stage waits for the last of each kind. `first`: the first rank
+    of each stage; `over_s`: the end of its last backward."""
     replicas = tuple(first[stage] + k * layout.tp for k in range(layout.dp))
     for seq, bucket in enumerate(sent, start=1):
         ranks, group, number = replicas, f"data {stage}", seq

@@ -233,7 +233,7 @@ class _Replay:
         timed: list[Timed],
         carried: Mapping[Hashable, Timed],
     ) -> None:
-        one.operations, one.memory = [], []  # times are known: operations are done
+        one.operations, one.memory = [], []  # times are known: operations are no longer needed
         for record, name, place, after_s in program.moments:
             when_s = timed[place].began_s + after_s
             if isinstance(record, MemoryPoint):

@@ -78,8 +78,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of one run; `about`: host, backend, versions, turns, and which statistic a time
-    is."""
+    """All points of one run; `about`: host, backend, versions, turns, statistic of the times."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)

@@ -57,10 +57,10 @@ class Shape(NamedTuple):
 class LayerPass:
     """The forward or backward of one micro-batch, or the optimizer's step."""
 
-    # In order: ("compute", Operation), ("issue" or "wait", CommEvent), or ("gradient", its elements)
-    # when a gradient is complete.
+    # In order: ("compute", Operation), ("issue" or "wait", CommEvent), and for a complete gradient
+    # ("gradient", elements).
     events: tuple[tuple[str, Any], ...]
-    peak: Bytes  # above the bytes held before the forward or the step
+    peak: Bytes  # at the peak, above what was held before the forward or the step
 
     def all_of(self, kind: str) -> list[Any]:
         return [record for kind_of, record in self.events if kind_of == kind]

@@ -119,7 +119,7 @@ def layouts(
     sequence: bool | None = None,
     recompute: str | Iterable[str] | None = None,
 ) -> list[Layout]:
-    """All layouts of `ranks` ranks that divide, whether or not they fit in memory.
+    """All layouts of `ranks` ranks that divide the model and batch, even where they do not fit.
 
     Args:
         global_batch: rows of a step, over all replicas.

@@ -36,7 +36,7 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Fit:
-    """The layout with the lowest peak, or with the largest model that fits."""
+    """Whether a model fits, in the layout with the lowest peak; or the largest model that fits."""
 
     report: StepReport
     budget_bytes: float  # memory that a device may use
@@ -199,7 +199,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Read what `to_json` wrote, else raise ValueError. Unknown clusters need `cluster`."""
+        """Read what `to_json` wrote, else raise ValueError. An unknown cluster needs `cluster`."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:

@@ -107,8 +107,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants, each with the ends of its 90 % interval; the predicted seconds of each row, with
-    theirs, and by fits without the models of its width, or without its layout."""
+    """Constants and each row's predicted seconds, with the ends of their 90 % intervals;
+    predictions also from fits without the models of a row's width, or without its layout."""
 
     constants: dict[str, tuple[float, float, float]]
     rows: tuple[Row, ...]

@@ -45,7 +45,7 @@ def plan(
 
     Args:
         global_batch: rows of a step, over all replicas.
-        gpus: the number of the cluster's devices to use; all if None.
+        gpus: how many of the cluster's devices to use; all if None.
         max_memory_bytes: memory limit of each device; all it has if None.
         constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as for `layouts`.
 

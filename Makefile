@@ -34,7 +34,7 @@ setup: $(STAMP) ## Build .venv with the pinned packages (made once, made anew wh
 	@echo "labkit: $(VENV) is ready"
 
 demo: $(STAMP) ## Train a small GPT with every strategy on four real ranks and compare.
-	PYTHONPATH= $(VENV)/bin/labkit compare $(ARGS)
+	PYTHONPATH= $(VENV)/bin/labkit compare --all $(ARGS)
 
 lab: $(STAMP) ## Open the labs in JupyterLab.
 	$(PY) -m jupyterlab notebooks $(ARGS)

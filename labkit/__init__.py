@@ -1,6 +1,6 @@
 """labkit: distributed training you can read, run, check and see.
 
-The names below are imported when they are first used, so that `import labkit` is immediate.
+Names are imported on first use, so that `import labkit` is immediate.
 """
 
 from typing import Any

@@ -1,9 +1,7 @@
-"""`labkit compare`: every strategy on the same data, held against single-process training. What
-must be equal is checked: the losses, the weights (in float64 to 1e-10), the replicas to each other,
-the bytes sent and the bytes held. What may differ, the time, is only shown.
-"""
+"""`labkit compare`: every strategy on the same data, checked against single-process training.
+Losses, weights (float64: 1e-10), replicas, bytes sent and held must agree; times are only shown."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +27,7 @@ LOSSES_AGREE = {"float64": 1e-10, "float32": 1e-4}  # relative
 
 @dataclass(frozen=True)
 class Result:
-    """One strategy's run, all ranks together, and what is wrong with it."""
+    """One strategy's run, all ranks together, and its problems."""
 
     strategy: str
     ranks: int
@@ -47,54 +45,53 @@ def compare(
     strategies: Sequence[str] | None = None,
     ranks: int = 4,
     every: bool = False,
-    on_start: Callable[[str], object] = lambda name: None,
     out: Path = Path("runs/compare"),
 ) -> list[Result]:
-    """Train with each strategy and hold it against `single`, which always runs first.
+    """Train with each strategy and compare it with `single`, which always runs first.
 
     Args:
-        strategies: names of recipes; one per family when None, all with `every`.
-        on_start: called with the name of each strategy when its turn comes.
-        out: every strategy's recorded run becomes a folder in this one.
+        strategies: names of recipes; if None one per family, or all with `every`.
+        out: a folder, with a folder for each strategy's recorded run.
     """
-    names = strategies or [name for name, one in RECIPES.items() if one.shown or every]
+    families = {known.family: name for name, known in RECIPES.items()}
+    names = strategies or (RECIPES if every else families.values())
     check_size(ranks)
     chosen = [recipe(name) for name in names if name != "single"]
     chosen = fitting(chosen, task, ranks, asked=bool(strategies))
     out.mkdir(parents=True, exist_ok=True)
     for name in ("compare.png", "steps.png"):
         check_output(out / name)
-    on_start("single")
     with World(1) as world:
         (oracle,), trace = _recorded(world, "single", task, out)
     results = [_judge([oracle], oracle, task, trace)]
     with World(ranks) as world:
         print(f"{world.picked}; they share {psutil.cpu_count()} cores")
-        for one in chosen:
-            on_start(one.name)
-            reports, trace = _recorded(world, one.name, task, out)
+        for strategy in chosen:
+            reports, trace = _recorded(world, strategy.name, task, out)
             results.append(_judge(reports, oracle, task, trace))
     return results
 
 
 def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
-    """Those that can train the task's model on so many ranks; that others are left out is said, or
-    raised as ValueError where they were asked for."""
+    """Recipes that can train the task's model on `ranks` ranks. Others are left out with a message,
+    or raise ValueError if they were `asked` for."""
     with torch.device("meta"):
         model = GPT.preset(task.model)
     fitting = []
-    for one in chosen:
-        if not (why := one.unfit(model, task.rows, task.length, ranks)):
-            fitting.append(one)
+    for strategy in chosen:
+        if not (why := strategy.unfit(model, task.rows, task.length, ranks)):
+            fitting.append(strategy)
         elif asked:
-            raise ValueError(f"{one.name}: {why}; choose other --ranks, --rows or another --model")
+            raise ValueError(
+                f"{strategy.name}: {why}; choose other --ranks, --rows or another --model"
+            )
         else:
-            print(f"{one.name} is left out: {why}")
+            print(f"{strategy.name} is left out: {why}")
     return fitting
 
 
 def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Report], Trace]:
-    """Train, and record; the third step in detail, when all that a strategy keeps is there."""
+    """Train and record, with detail in the third step, when all state exists."""
     detail_step = min(2, task.steps - 1)
     with record(out / name, detail_step, replace=True, what=name, task=asdict(task)) as trace:
         reports = world.run(train, name, task)
@@ -105,7 +102,7 @@ def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Repo
 
 
 def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> Result:
-    """Put the ranks' reports together and look for what must not be."""
+    """Combine the ranks' reports and look for problems."""
     first, size = reports[0], len(reports)
     losses = [sum(parts) / len(parts) for parts in zip(*(report.losses for report in reports))]
     means = {
@@ -132,13 +129,11 @@ def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> R
 
 
 def _difference(reports: list[Report], other: Report) -> float:
-    """The largest of any weight on any rank."""
     pairs = [(report.weights[name], x) for report in reports for name, x in other.weights.items()]
     return float(torch.stack([(x - y).abs().max() for x, y in pairs]).max())  # keeps a NaN
 
 
 def table(results: list[Result], task: Task) -> Table:
-    """The results as a rich table."""
     shown = Table(
         title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
         f"{task.dtype}",
@@ -164,12 +159,12 @@ def table(results: list[Result], task: Task) -> Table:
 
 
 def draw(results: list[Result], out: Path) -> list[Path]:
-    """Pictures into `out`: losses and bytes against their prediction, where the time went, and
-    each strategy's own timeline and memory in its run's folder."""
+    """Draw losses and bytes beside their prediction, where the time went, and each run's timeline
+    and memory, in its own folder. Returns the paths."""
     from labkit import plot, view
     from labkit.plot.strategies import draw_comparison
 
     draw_comparison(results, out / "compare.png")
-    plot.compare({one.strategy: one.trace for one in results}).savefig(out / "steps.png", dpi=120)
-    own = [picture for one in results for picture in view.draw(one.trace, out / one.strategy)]
+    plot.compare({run.strategy: run.trace for run in results}).savefig(out / "steps.png", dpi=120)
+    own = [picture for run in results for picture in view.draw(run.trace, out / run.strategy)]
     return [out / "compare.png", out / "steps.png", *own]

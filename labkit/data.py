@@ -1,4 +1,4 @@
-"""Real text, nothing to download, and batches that every rank can cut without talking.
+"""Real text, nothing to download, and batches that ranks slice without communication.
 
     text ── tokens ── ids [n] ── batch(step, rows, length): random windows of length + 1 tokens
         window   t h e   c a t        x   t h e   c a          the model reads x and
@@ -6,13 +6,13 @@
 
     global batch, 7 rows     slice(rank, 3): 3, 2, 2 rows     slice(0, 3).split(2): 2, 1 rows
 
-All ranks draw the same windows, fixed by (seed, step), and take their own rows of them.
-Averaging the plain mean losses of uneven slices would weigh tokens unequally, so
+All ranks draw the same windows, by (seed, step), and take their own rows. Mean losses of uneven
+slices would weigh tokens unequally, so
 
     loss = (sum over the slice's tokens) * ranks / (tokens of the global batch)
 
-Its mean over ranks, and the mean of its gradients, is exactly that of the global batch, even when
-a rank has no rows; its sum over micro-batches is exactly the slice's loss.
+Its mean over ranks, and the mean of its gradients, is exactly that of the global batch, even when a
+rank has no rows; its sum over micro-batches is exactly the slice's loss.
 """
 
 import copy
@@ -40,7 +40,7 @@ class Batch:
     x             inputs, token ids [rows, length]
     y             targets, the token after each of x [rows, length]
     total_tokens  targets in the global batch, of which this may be a part
-    ranks         how many slices the global batch was cut into
+    ranks         number of slices of the global batch
     """
 
     x: Tensor
@@ -50,12 +50,12 @@ class Batch:
 
     @property
     def share(self) -> float:
-        """Weight of this part's mean loss: 1 where slices are even, 0 where there are no rows."""
+        """Weight of this slice's mean loss: 1 where slices are even, 0 without rows."""
         return self.y.numel() * self.ranks / self.total_tokens
 
     def slice(self, rank: int, size: int) -> "Batch":
         """The contiguous rows of one rank of `size`: at most one more than any other's, maybe none.
-        Raises ValueError when rank is not from 0 to size - 1."""
+        Raises ValueError unless rank is from 0 to size - 1."""
         if not 0 <= rank < size:
             raise ValueError(
                 f"rank {rank} is not one of {ranks_in_words(size)}; choose 0 to {size - 1}"
@@ -64,14 +64,13 @@ class Batch:
         return replace(self, x=x, y=y, ranks=self.ranks * size)
 
     def split(self, n: int) -> list["Batch"]:
-        """n micro-batches, cut as `slice` does, whose losses sum to this batch's loss; some are
-        empty when n is larger than the rows. Raises ValueError when n is below 1."""
+        """n micro-batches, cut as in `slice`; their losses sum to this batch's loss. Some are empty
+        when n is larger than the rows. Raises ValueError when n is below 1."""
         if n < 1:
             raise ValueError(f"a batch splits into at least 1 micro-batch, not {n}")
         return [replace(self.slice(i, n), ranks=self.ranks) for i in range(n)]
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch with its tensors on `device`."""
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
 
@@ -92,16 +91,15 @@ def loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 class Text:
-    """Text as one long row of token ids.
+    """Text as one long row of token ids: `.ids` [n] int32, all below `.vocab`; `len(text)` is n.
 
-    path    a file, or a folder whose text files are joined in order of their paths (hidden and
-            binary files are left out); None: the documentation inside Python, about 450 kB
+    path    a file, or a folder: its text files in order of their paths, joined (hidden and binary
+            files are left out); None: the documentation inside Python, about 450 kB
     tokens  "byte": the 256 bytes of UTF-8; "bpe": frequent pieces learned from this text
     vocab   for "bpe", how many pieces; a text too small to fill them gets fewer, see `.vocab`
 
-    `.ids` [n] int32 are the tokens, `len(text)` is n, `.vocab` is how many tokens a model predicts.
-    Raises FileNotFoundError for a missing path, ValueError for an empty or binary file, an
-    unknown kind of token, or a vocab that cannot hold the text's characters.
+    Raises FileNotFoundError for a missing path, ValueError for an empty or binary file, an unknown
+    kind of token, or a vocab that cannot hold the text's characters.
     """
 
     def __init__(
@@ -129,13 +127,13 @@ class Text:
         return self._tokens.encode(content).long()
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """The string of ids [n]; bytes that are no UTF-8 (a cut character) show as \ufffd."""
+        """The string of ids [n]; invalid UTF-8 (a cut character) shows as \ufffd."""
         return self._tokens.decode(torch.as_tensor(ids).tolist())
 
     def batch(self, step: int, rows: int, length: int, seed: int = 0) -> Batch:
-        """The global batch of a step: `rows` windows of `length` tokens, drawn from the text. The
-        same arguments give the same batch in every process; torch's own random state is neither
-        read nor changed. Raises ValueError for a text shorter than length + 1 tokens."""
+        """The global batch of a step: `rows` random windows of `length` tokens. The same arguments
+        give the same batch in every process; torch's random state is neither read nor changed.
+        Raises ValueError for a text shorter than length + 1 tokens."""
         if rows < 1 or length < 1 or step < 0 or seed < 0:
             raise ValueError(f"{rows=}, {length=} must be at least 1, {step=}, {seed=} at least 0")
         if len(self) < length + 1:
@@ -152,7 +150,7 @@ class Text:
         return Batch(x, y, total_tokens=rows * length)
 
     def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
-        """(training, validation), of one vocabulary; the last `fraction` of tokens validates."""
+        """(training, validation), with one vocabulary; the last `fraction` of tokens validates."""
         if not 0 < fraction < 1:
             raise ValueError(f"hold out a fraction between 0 and 1, not {fraction}")
         cut = len(self) - round(len(self) * fraction)
@@ -172,7 +170,7 @@ class _Bytes:
 
 
 class _Pieces:
-    """BPE (Sennrich et al. 2016) by sentencepiece; what no piece covers is spelled in bytes."""
+    """BPE (Sennrich et al. 2016) by sentencepiece; characters without a piece become bytes."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -236,7 +234,7 @@ def _read(path: Path) -> str:
 
 
 def _decode(file: Path) -> str:
-    """The file's text with its own line ends; nothing when it cannot be read as text."""
+    """The file's text with its own line ends; "" if it is not text or cannot be read."""
     try:
         data = file.read_bytes()
         return "" if b"\0" in data else data.decode()

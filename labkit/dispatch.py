@@ -7,7 +7,7 @@ from torch.utils import _python_dispatch as modes
 
 
 class DispatchMode(modes.TorchDispatchMode):
-    """A mode whose first use does not load torch._dynamo, which takes 3 s on each rank."""
+    """A mode that does not load torch._dynamo, which takes 3 s on each rank."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -15,13 +15,12 @@ class DispatchMode(modes.TorchDispatchMode):
 
 
 def no_modes() -> AbstractContextManager[None]:
-    """A block that no recording counts, and whose tensors have numbers in a dry run, too."""
+    """A block that recordings ignore, and in which the tensors of a dry run have values."""
     return modes._disable_current_modes() if modes._get_current_dispatch_mode() else nullcontext()
 
 
 def low_type_around(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which an autocast region around this line, ours or torch's, runs matmuls of `x`;
-    None where they run in the dtype of `x`."""
+    """The dtype in which an active autocast, ours or torch's, runs matmuls of `x`, or None."""
     kind, castable = x.device.type, x.is_floating_point() and x.dtype != torch.float64
     on = castable and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None

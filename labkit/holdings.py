@@ -1,5 +1,5 @@
-"""What one rank holds of a model: how many bytes (`Footprint`: a strategy predicts them, and
-parallel/common/held.py counts them), and which elements (`OwnedPiece`)."""
+"""What one rank holds of a model: its bytes (`Footprint`, predicted by each strategy and counted by
+parallel/common/held.py) and its elements (`OwnedPiece`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes held on one rank, and `bus_bytes` sent by one rank in one step (mean over ranks)."""
+    """Bytes held on one rank, and `bus_bytes` sent per rank in one step (mean over ranks)."""
 
     parameter_bytes: float
     gradient_bytes: float
@@ -24,13 +24,13 @@ def parameter_bytes(module: nn.Module, trainable_only: bool = False) -> int:
 
 
 def adam_bytes(module: nn.Module) -> int:
-    """Bytes of Adam's state for the trainable parameters: two moments each, and step counts."""
+    """Bytes of Adam's state for the trainable parameters: two moments and a step count each."""
     tensors = sum(p.requires_grad for p in module.parameters())
     return 2 * parameter_bytes(module, trainable_only=True) + 4 * tensors
 
 
 def replicated(module: nn.Module, size: int) -> Footprint:
-    """Everything whole on every rank; 2(n-1)/n of the gradients sent."""
+    """Everything whole on each of n ranks, which send 2(n-1)/n of the gradients."""
     grads = parameter_bytes(module, trainable_only=True)
     bus_bytes = 2 * (size - 1) / size * grads
     return Footprint(parameter_bytes(module), grads, adam_bytes(module), bus_bytes)
@@ -38,12 +38,12 @@ def replicated(module: nn.Module, size: int) -> Footprint:
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A piece of parameter `name`, which has `shape` on this rank: from element `start` on, of the
-    parameter lying flat. Optimizer state lies alike, so a checkpoint can be read into other pieces.
+    """A slice of parameter `name`, of `shape` on this rank: from element `start` of the flattened
+    parameter. Optimizer state is sliced alike, so a checkpoint can be read into other slices.
 
-    tensor      what the optimizer steps on: [numel] flat, or the whole parameter, or a master copy
-    optimizer   the torch optimizer whose `state[tensor]` is the piece's state; None if frozen
-    shard       of a parameter that is cut over tensor-parallel ranks (parallel/common/shards.py)
+    tensor      what the optimizer steps on: [numel] flat, the whole parameter, or a master copy
+    optimizer   the torch optimizer with this slice's `state[tensor]`; None if frozen
+    shard       of a parameter sharded over tensor-parallel ranks (parallel/common/shards.py)
     """
 
     name: str

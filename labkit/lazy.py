@@ -1,4 +1,4 @@
-"""Public names whose modules are imported when first used: `import labkit` takes no time.
+"""Public names, imported on first use, so that `import labkit` takes no time.
 
 __all__, __getattr__, __dir__ = lazy(__name__, {"World": "labkit.runtime.world", ...})
 """
@@ -12,8 +12,6 @@ from typing import Any
 def lazy(
     package: str, home: dict[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package, for names and the modules they are
-    in. A name that is not there raises AttributeError with those that are."""
     names = sorted(home, key=str.lower)
 
     def get(name: str) -> Any:

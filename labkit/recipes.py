@@ -1,6 +1,5 @@
-"""Every strategy as one line: how to wrap a model and make its optimizer. `labkit compare` and
-`labkit run` train through these; a new strategy is added here once.
-"""
+"""Every strategy: how to wrap a model and make its optimizer. `labkit compare` and `labkit run`
+train through these recipes; add a new strategy here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,42 +28,39 @@ from labkit.predict.three_d import bytes_by_axis
 
 
 def rows(batch: Batch, comm: Comm) -> Batch:
-    """What data parallelism gives a rank: some of the rows."""
+    """Data parallelism: this rank's rows."""
     return batch.slice(comm.rank, comm.size)
 
 
 def everything(batch: Batch, comm: Comm) -> Batch:
-    """What tensor parallelism and a pipeline give a rank: all that the others have, too."""
+    """Tensor parallelism and a pipeline: the same batch on every rank."""
     return batch
 
 
 def positions(batch: Batch, comm: Comm) -> Batch:
-    """What context parallelism gives a rank: of every row, a part."""
+    """Context parallelism: this rank's positions of every row."""
     x, y = sequence_shard(batch.x, comm), sequence_shard(batch.y, comm)
     return replace(batch, x=x, y=y, ranks=batch.ranks * comm.size)
 
 
 def forward_backward(wrapped: nn.Module, batch: Batch, comm: Comm) -> Tensor:
-    """What leaves the gradients, in most strategies. Returns the loss of this rank's share."""
+    """Compute the gradients, in most strategies; returns the loss of this rank's share."""
     value = loss(wrapped(batch.x), batch)
     value.backward()
     return value.detach()
 
 
 def adamw(wrapped: nn.Module, comm: Comm, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of most strategies."""
     return torch.optim.AdamW(wrapped.parameters(), lr=lr)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`wrap(module, comm)` gives the parallel model and `optimizer(wrapped, comm, lr)` its
-    optimizer, `share(batch, comm)` what this rank gets of a global batch; `predict(module, size)`
-    its bytes, with the tokens of the batch as a third argument where not all of them are rows of
-    its own. `shown`: stands for its family where one is enough; `unfit(model, rows, length, ranks)`
-    says why it cannot train this model on such a batch and so many ranks, or nothing.
-    `step(wrapped, batch, comm)` leaves the gradients, and gives a loss whose mean over the ranks is
-    that of the batch."""
+    """`wrap(module, comm)` returns the parallel model, `optimizer(wrapped, comm, lr)` its
+    optimizer, `share(batch, comm)` this rank's share of a global batch, `predict(module, size)` its
+    bytes (unless the share is `rows`, the tokens of the batch are a third argument). `unfit(model,
+    rows, length, ranks)` says why it cannot train on these sizes, or "". `step(wrapped, batch,
+    comm)` leaves the gradients and returns a loss: its mean over ranks is the loss of the batch."""
 
     name: str
     family: str
@@ -72,7 +68,6 @@ class Recipe:
     predict: Callable[..., Footprint]
     share: Callable[[Batch, Comm], Batch] = rows
     optimizer: Callable[[Any, Comm, float], torch.optim.Optimizer] = adamw
-    shown: bool = True
     one_rank: bool = False
     unfit: Callable[[GPT, int, int, int], str] = lambda model, rows, length, ranks: ""
     step: Callable[[Any, Batch, Comm], Tensor] = forward_backward
@@ -80,17 +75,12 @@ class Recipe:
     def build(
         self, module: nn.Module, comm: Comm, lr: float
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The parallel model and its optimizer, on each rank."""
         wrapped = self.wrap(module, comm)
         return wrapped, self.optimizer(wrapped, comm, lr)
 
     def footprint(self, module: nn.Module, size: int, tokens: int) -> Footprint:
-        """Predicted bytes of a rank, in a step on a global batch of so many tokens."""
+        """Predicted bytes per rank, in a step on a global batch of `tokens` tokens."""
         return self.predict(module, size, *([] if self.share is rows else [tokens]))
-
-
-def _pull_after(wrapped: ParameterServer, comm: Comm, lr: float) -> torch.optim.Optimizer:
-    return wrapped.pull_after(adamw(wrapped, comm, lr))
 
 
 def _zero(stage: int) -> Recipe:
@@ -116,7 +106,7 @@ def _heads_and_tokens(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
-    """Of each parameter of a plain model, what one of `size` tensor-parallel ranks holds."""
+    """Bytes of each parameter of a plain model on one of `size` tensor-parallel ranks."""
     vocabulary = {part.tokens.weight for part in module.modules() if hasattr(part, "tokens")}
     vocabulary |= {*getattr(module, "head", nn.Module()).parameters()}
     cut: set[Tensor] = set()
@@ -132,13 +122,12 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
 
 
 def _chunks(model: GPT, rows: int, length: int, ranks: int) -> str:
-    """One rank takes any length."""
     uneven = ranks > 1 and length % (2 * ranks)
     return f"{length} tokens are not {2 * ranks} equal chunks" if uneven else ""
 
 
 def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
-    """That of DDP, and the blocks of k and v that go around the ring in every layer."""
+    """DDP's footprint, plus the k and v that travel around the ring in every layer."""
     weights, item_bytes = DDP.predict(module, size), module.head.weight.element_size()
     keys = (tokens, 1, module.kv_heads, module.width // module.heads, size, item_bytes)
     ring_bytes = ring_attention_bytes(*keys) + ring_attention_bytes(*keys, backward=True)
@@ -154,7 +143,7 @@ def _mean_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
-    """The last stage alone has the loss, so it counts for all stages."""
+    """Only the last stage has the loss, so it counts for all stages."""
     value = wrapped.step(batch.x, batch.y)
     return torch.zeros(()) if value is None else value * wrapped.comm.size
 
@@ -166,8 +155,8 @@ def _stages(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 def mesh_sizes(ranks: int) -> dict[str, int]:
-    """Of pipeline, data and tensor parallelism, tensor innermost: the prime factors of `ranks`,
-    dealt out in turn, to the axis that sends most first. 2 ranks are tp 2, 4 pp 2 x tp 2."""
+    """Ranks per axis, tensor innermost: the prime factors of `ranks`, dealt out in turn, to the
+    axis that sends most first. 2 ranks are tp 2, 4 pp 2 x tp 2."""
     sizes, axes, factor = {"pp": 1, "dp": 1, "tp": 1}, cycle(["tp", "pp", "dp"]), 2
     while ranks > 1:
         while ranks % factor:
@@ -178,7 +167,7 @@ def mesh_sizes(ranks: int) -> dict[str, int]:
 
 
 def _replica(batch: Batch, comm: Comm) -> Batch:
-    """What three dimensions give a rank: the rows of its index in data parallelism."""
+    """Three dimensions: the rows of this rank's data-parallel index."""
     sizes = mesh_sizes(comm.size)
     return batch.slice(coordinates(sizes, comm.rank)["dp"], sizes["dp"])
 
@@ -191,9 +180,8 @@ def _three_d(module: nn.Module, comm: Comm) -> Pipeline:
 def _of_mesh(
     module: GPT, size: int, tokens: int, axis: str = "", sequence: bool = False
 ) -> Footprint:
-    """The mean of the ranks, in three dimensions or along one `axis`: a stage's parameters, those
-    that are cut 1/t of them, and what each axis carries. With `sequence`, gradients of whole
-    parameters that are frozen are not summed."""
+    """The mean footprint of the ranks, in three dimensions or along one `axis`. With `sequence`,
+    gradients of frozen whole parameters are not summed."""
     sizes = {"pp": 1, "dp": 1, "tp": 1, axis: size} if axis else mesh_sizes(size)
     held = held_bytes(module, sizes["tp"])
     stages = [[*stage.parameters()] for stage in split(module, sizes["pp"])]
@@ -225,16 +213,16 @@ def _three_d_unfit(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 MICROBATCHES = 4  # of a pipeline
-RECIPES = {
+RECIPES = {  # the last of each family represents it where one is enough
     recipe.name: recipe
     for recipe in [
         Recipe("single", "oracle", Single, Single.predict, one_rank=True),
         Recipe("naive-ddp", "data parallel", NaiveDDP, NaiveDDP.predict),
-        Recipe("ddp", "data parallel", DDP, DDP.predict),
         Recipe(
             "parameter-server", "data parallel", ParameterServer, ParameterServer.predict,
-            optimizer=_pull_after,
+            optimizer=lambda server, comm, lr: server.pull_after(adamw(server, comm, lr)),
         ),
+        Recipe("ddp", "data parallel", DDP, DDP.predict),
         _zero(1),
         _zero(2),
         Recipe("zero-3", "ZeRO", ZeRO3, ZeRO3.predict),
@@ -264,7 +252,7 @@ RECIPES = {
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises ValueError, listing the names."""
+    """Raises ValueError, listing the names, for an unknown name."""
     if name not in RECIPES:
         raise ValueError(f"no strategy {name!r}; there are {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -1,6 +1,4 @@
-"""One training run of a small GPT, the same on ranks of a `World` and under torchrun, and its
-report.
-"""
+"""One training run of a small GPT, on ranks of a `World` or under torchrun, and its report."""
 
 import math
 import time
@@ -8,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -59,20 +56,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has to tell of a run."""
-
     strategy: str
-    rank: int
-    size: int
     losses: list[float]  # this rank's share; their mean over ranks is the global loss
     step_s: float  # median
     predicted: Footprint
-    measured: Footprint  # bus_bytes: mean over the steps; without shapes, which are told once
+    measured: Footprint  # bus_bytes: mean over steps, without shapes, which are sent once
     weights: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
 
 
 def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
-    """Train on this rank, as one of all, and report. Runs on every rank at once."""
+    """Train on this rank and report. Runs on every rank at once."""
     me = attach()
     comm = me.comm
     chosen = recipe(strategy)
@@ -99,11 +92,7 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
             metric(step=step, loss=losses[-1])
             seconds.append(time.perf_counter() - began_s)
         sent_bytes += sum(event.bus_bytes for event in events if event.tag != TAGS["meta"])
-    weights: dict[str, Any] = {}
-    if keep_weights:
-        whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))
-        weights = {name: x.detach().cpu() for name, x in whole().items()}
-    return Report(
-        strategy, comm.rank, comm.size, losses, median(seconds), predicted,
-        held(wrapped, optimizer, sent_bytes / task.steps), weights,
-    )  # fmt: skip
+    whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))
+    weights = {name: x.detach().cpu() for name, x in (whole() if keep_weights else {}).items()}
+    measured = held(wrapped, optimizer, sent_bytes / task.steps)
+    return Report(strategy, losses, median(seconds), predicted, measured, weights)

@@ -21,7 +21,7 @@ from labkit.foreign import markup
 )
 def compare(
     strategies: Annotated[
-        list[str] | None, Argument(help="Names, as `single` or `ddp`; if none: all families.")
+        list[str] | None, Argument(help="Names, as `single` or `ddp`; if none: one of each family.")
     ] = None,
     every: Annotated[bool, Option("--all", help="Every strategy, not one a family.")] = False,
     ranks: Annotated[int, Option(help="How many ranks.", min=1)] = 4,

@@ -1,4 +1,4 @@
-"""Clusters as plain data: what a device computes, what a wire carries, and who said so."""
+"""Clusters as plain data: device rates, bandwidths, latencies, and the source of each number."""
 
 from labkit.clusters.cluster import Cluster, Device, Level
 from labkit.clusters.files import cluster, known_clusters, read_clusters, write_clusters

@@ -1,7 +1,6 @@
-"""What is known of a cluster. Ranks are counted node by node: with 8 devices a node, ranks 0 to 7
-are on the first. Rates are what the hardware is built for; `..._reached` is the part of it that
-programs reach, 0 to 1. To ask what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`.
-"""
+"""The numbers of a cluster. Ranks count node by node: with 8 devices a node, ranks 0 to 7 are on
+the first. `..._reached` is the fraction of the hardware's rate that programs reach, 0 to 1. To ask
+what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,27 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """`peak_flops`: of matrix products by dtype, "bfloat16", a multiplication and an addition being
-    two. `launch_s`: what each operation takes at least. `host_s`: what the host takes to launch
-    one; it runs ahead, and counts only where it is the slower of the two (see
-    labkit.replaying.planning.stages). `sources`: of each number, by its name.
-
-    A matrix product is cut into tiles, and a side d reaches d / (d + tile) of `matmul_reached`,
-    which large products have (see `matmul_flops_per_s`)."""
+    """A matmul is cut into tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
 
     name: str
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float]  # of matmuls, by dtype ("bfloat16"); a multiply-add counts as 2
     memory_bytes: float
     memory_bytes_per_s: float
-    launch_s: float
-    matmul_reached: float = 1.0
+    launch_s: float  # the least time of an operation
+    matmul_reached: float = 1.0  # by very large matmuls
     memory_reached: float = 1.0
     tile: float = 0.0
-    host_s: float = 0.0
-    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+    host_s: float = 0.0  # per launch; the host runs ahead, and counts where it is slower (planning)
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)  # of each number, by name
 
     def peak_flops_of(self, dtype: str) -> float:
-        """Raises ValueError for a dtype it has no rate for."""
+        """Raises ValueError for a dtype without a rate."""
         if dtype not in self.peak_flops:
             raise ValueError(
                 f"{self.name} has no rate for {dtype}; it has {', '.join(self.peak_flops)}"
@@ -37,7 +30,7 @@ class Device:
         return self.peak_flops[dtype]
 
     def matmul_flops_per_s(self, dtype: str, sides: Iterable[int]) -> float:
-        """What a product [m, k] x [k, n] of `sides` (m, n, k) runs at."""
+        """FLOP/s of a matmul [m, k] x [k, n] with `sides` (m, n, k)."""
         part = self.matmul_reached
         for side in sides:
             part *= side / (side + self.tile)
@@ -46,23 +39,20 @@ class Device:
 
 @dataclass(frozen=True)
 class Level:
-    """`ports` wires for the devices of each node; each carries `bytes_per_s` one way and as much
-    the other. `latency_s` is that of one message: of one step of a ring. `start_s`: what a
-    collective takes before its first byte leaves."""
+    """The wires inside nodes, or between them."""
 
     name: str
-    bytes_per_s: float
-    latency_s: float
-    ports: int
+    bytes_per_s: float  # of each port, in each direction
+    latency_s: float  # of one message, or one step of a ring
+    ports: int  # of each node
     reached: float = 1.0
-    start_s: float = 0.0
+    start_s: float = 0.0  # before the first byte of a collective leaves
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` of `devices_per_node`, with wires `inside` each and, if there are several,
-    `between` them."""
+    """`nodes` of `devices_per_node`, wires `inside` each and, with several, `between` them."""
 
     name: str
     title: str
@@ -84,11 +74,10 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Devices in all."""
         return self.nodes * self.devices_per_node
 
     def node_of(self, rank: int) -> int:
-        """Raises ValueError for a rank it has no device for."""
+        """Raises ValueError for a rank without a device."""
         if not 0 <= rank < self.size:
             raise ValueError(
                 f"{self.name} has {self.size} devices ({self.nodes} nodes of "
@@ -104,6 +93,6 @@ class Cluster:
         return self.between
 
     def share_bytes_per_s(self, level: Level) -> float:
-        """What one device has of a level while all devices of its node send, each its own. (A ring
-        over all of them leaves each node once: it has the whole port.)"""
+        """A device's bandwidth while all devices of its node send separately. (A ring over all of
+        them leaves each node once, with the whole port.)"""
         return level.bytes_per_s * min(1.0, level.ports / self.devices_per_node)

@@ -1,7 +1,5 @@
-"""Clusters in TOML files: those that labkit knows, and your own. See known.toml for the form.
-
-What is written is checked as a file of your own is, and reads back equal.
-"""
+"""Clusters in TOML files: the known ones (known.toml shows the form), and your own. What is written
+is validated like a file of your own, and reads back equal."""
 
 import json
 import math
@@ -31,14 +29,14 @@ PLAUSIBLE = {
     "latency_s": (0.0, 2.0, "seconds, not microseconds"),
     "tile": (0.0, 4096.0, "a side of a matrix"),
 }
-DEFAULTS: dict[type, dict[str, Any]] = {  # of the numbers of each class; MISSING where required
+DEFAULTS: dict[type, dict[str, Any]] = {  # of each class's numbers; MISSING where required
     kind: {f.name: f.default for f in fields(kind) if f.type is float} for kind in (Device, Level)
 }
 
 
 def cluster(name: str, path: str | Path | None = None) -> Cluster:
-    """A cluster that labkit knows, or one of the file `path`. Raises ValueError, listing the names,
-    for another, and as `read_clusters`.
+    """A known cluster, or one from the file `path`. Raises ValueError, listing the names, for
+    another name, and as `read_clusters`.
 
     >>> cluster("dgx-h100").size
     1024
@@ -50,23 +48,19 @@ def cluster(name: str, path: str | Path | None = None) -> Cluster:
 
 
 def known_clusters() -> dict[str, Cluster]:
-    """Those that labkit knows, by name."""
+    """The clusters that labkit knows, by name."""
     return _clusters(_known(), {}, "known.toml")
 
 
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
-    """The clusters of a file of your own, by name. They may be of devices that labkit knows.
-
-    Raises FileNotFoundError, or ValueError that says what in the file is wrong.
-    """
+    """The clusters of your own file, by name; they may use devices that labkit knows. Raises
+    FileNotFoundError, or ValueError that says what is wrong in the file."""
     return _parse(read_file(path), path)
 
 
 def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
-    """Write clusters, each under its own name, to a file, whose contents are replaced.
-
-    Raises ValueError, and writes nothing, for what could not be read back: a number without a
-    source, or one that no cluster can have.
+    """Write clusters, each under its own name, replacing the file. Raises ValueError, and writes
+    nothing, if they could not be read back: a number without a source, or an implausible one.
 
     >>> write_clusters("mine.toml", {"selene": cluster("selene")})
     """
@@ -159,7 +153,6 @@ def _level(table: Any, inside: bool, where: str) -> Level:
 def _numbers_of(
     kind: type, table: Mapping[str, Any], where: str
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """The numbers of a Device or Level, and their sources."""
     numbers, sources = {}, {}
     for name, default in DEFAULTS[kind].items():
         if name in table or default is MISSING:
@@ -196,7 +189,7 @@ def _count(table: Mapping[str, Any], name: str, where: str) -> int:
 
 
 def _table(table: Any, where: str, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """`table`, where it is one, with `known` names only."""
+    """`table`, after checking that it is a table with only `known` names."""
     if not isinstance(table, dict):
         raise ValueError(f"{where}: a table is needed, not {table!r}")
     if known is not None and (others := table.keys() - set(known)):
@@ -240,7 +233,7 @@ def _lines(clusters: Mapping[str, Cluster]) -> Iterator[str]:
 
 
 def _free_key(name: str, taken: Mapping[str, Device]) -> str:
-    """The name of a device in small letters, numbered if need be."""
+    """The device's name in lower case, numbered if taken."""
     stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
     keys = chain([stem], (f"{stem}-{number}" for number in count(2)))
     return next(key for key in keys if key not in taken)
@@ -262,7 +255,7 @@ def _source(sources: Mapping[str, str], name: str, what: str) -> str:
 
 
 def _digits(number: float) -> str:
-    """All digits, and no row of zeros: 4.5e+11."""
+    """All digits, without a row of zeros: 4.5e+11."""
     number = float(number)
     if 1e5 <= abs(number) < math.inf:
         return f"{Decimal(repr(number)).normalize():e}"
@@ -274,5 +267,5 @@ def _key(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of TOML: as JSON has it, but for one control character that JSON lets stand."""
+    """A TOML string: as in JSON, but with DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,40 +1,28 @@
-"""The recorded run on another machine: programs of ranks under a virtual clock.
+"""A recorded run replayed on another machine: one program per rank under a virtual clock.
 
-dry_runs    record a rank of many without data; does it fit
-replays     a recorded run with the times of a cluster
-summary     the same on one cluster after the other, as a table
-what_ifs    the same with sliders: changes.py has the cluster, redrawing.py the picture
-pipeline    a pipeline schedule from the times of its stages
-engine      the virtual clock
-costs       times of operations and collectives on a cluster
-planning/   models too large to record whole: steps of layouts, and the best of them
+dry_runs            record one rank of many without data; does it fit in memory?
+replays, summary    a recorded run with the times of a cluster, or of several, as a table
+what_ifs            a replay with sliders; redrawing.py draws it
+pipeline            a pipeline schedule, timed from its stages
+engine, costs       the virtual clock; times of operations and collectives on a cluster
+planning/           models too large to record whole: their layouts, and the fastest one
 """
 
 from labkit.lazy import lazy
 
+NAMES = {
+    "costs": ("Costs",),
+    "dry_runs": ("dry_run", "fits", "largest_that_fits", "peak_of"),
+    "engine": ("Compute", "Deadlock", "Issue", "Program", "run", "Timed", "Wait"),
+    "pipeline": (
+        "bubble", "by_microbatch", "pipeline_programs", "pipeline_step_s", "pipeline_trace",
+        "stage_seconds",
+    ),
+    "redrawing": ("changed",),
+    "replays": ("replay",),
+    "what_ifs": ("what_if",),
+}  # fmt: skip
+
 __all__, __getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "bubble": "labkit.replaying.pipeline",
-        "by_microbatch": "labkit.replaying.pipeline",
-        "changed": "labkit.replaying.changes",
-        "Compute": "labkit.replaying.engine",
-        "Costs": "labkit.replaying.costs",
-        "Deadlock": "labkit.replaying.engine",
-        "dry_run": "labkit.replaying.dry_runs",
-        "fits": "labkit.replaying.dry_runs",
-        "Issue": "labkit.replaying.engine",
-        "largest_that_fits": "labkit.replaying.dry_runs",
-        "peak_of": "labkit.replaying.dry_runs",
-        "pipeline_programs": "labkit.replaying.pipeline",
-        "pipeline_step_s": "labkit.replaying.pipeline",
-        "pipeline_trace": "labkit.replaying.pipeline",
-        "Program": "labkit.replaying.engine",
-        "replay": "labkit.replaying.replays",
-        "run": "labkit.replaying.engine",
-        "stage_seconds": "labkit.replaying.pipeline",
-        "Timed": "labkit.replaying.engine",
-        "Wait": "labkit.replaying.engine",
-        "what_if": "labkit.replaying.what_ifs",
-    },
+    __name__, {name: f"{__name__}.{module}" for module, names in NAMES.items() for name in names}
 )

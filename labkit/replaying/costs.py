@@ -1,18 +1,16 @@
 """Times on a cluster: the roofline of an operation, the alpha-beta time of a collective.
 
-    operation     the longest of   FLOPs / rate of a matmul with these sides
+    operation     the longest of   FLOPs / matmul rate for these sides
                                    bytes read and written / memory bandwidth
-                                   a launch
-    collective    start + steps x latency + bytes sent by a rank / bandwidth
-    message       bytes / bandwidth on the wire, arrives one latency later
+                                   one launch
+    collective    start + steps x latency + bytes sent per rank / bandwidth
+    message       bytes / bandwidth on the wire, then one latency
 
-Steps and bytes of an algorithm (labkit.comm.collectives.costs) are those of a tensor pipelined in
-very small pieces: each step pays its latency once. The fastest algorithm is taken, as in NCCL.
-
-A ring leaves each node once, over all ports of its ranks there, and the node with the fewest limits
-the others. A rank that sends to all others at once has only its own port. A port is shared as if
-all devices of its node sent. Latencies are those of NCCL's protocol for long tensors (Simple), so
-small collectives seem slower than they are.
+Steps and bytes (labkit.comm.collectives.costs) are those of a tensor pipelined in very small
+pieces: each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves
+each node once, over all ports of its ranks there; the node with the fewest ranks is the bottleneck.
+A rank that sends directly to all others has one device's share of the ports. Latencies are those of
+NCCL's Simple protocol, for long tensors: small collectives seem slower than they are.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
@@ -29,7 +27,7 @@ from labkit.comm.collectives.costs import cost, rounds
 from labkit.events import CommEvent
 from labkit.trace import Operation
 
-ALGORITHMS = {  # of each collective, to choose the fastest from
+ALGORITHMS = {  # by collective; the fastest is chosen
     "all_reduce": ("ring", "double_tree"),
     "all_gather": ("ring",),
     "reduce_scatter": ("ring",),
@@ -48,7 +46,7 @@ T = TypeVar("T")
 
 
 class Sending(NamedTuple):
-    """The time of an operation: `seconds` on the wires of `port`, and `latency_s` to arrive."""
+    """The time of an operation: `seconds` on the wires of `port`, then `latency_s` to arrive."""
 
     seconds: float
     latency_s: float
@@ -61,22 +59,19 @@ class Sending(NamedTuple):
 
 
 class Costs:
-    """The times of operations and collectives on one cluster."""
-
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self._remembered: dict[Hashable, Any] = {}
 
-    def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
-        """What `find()` returned for this key."""
+    def remembered(self, find: Callable[..., T], *args: Hashable) -> T:
+        """`find(self, *args)`, computed once."""
+        key = find, args
         if key not in self._remembered:
-            self._remembered[key] = find()
+            self._remembered[key] = find(self, *args)
         return self._remembered[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Seconds of one operation: the longest of its FLOPs at the rate of a matmul with these
-        sides, its bytes read and written, and a launch. Raises ValueError for a dtype without a
-        rate."""
+        """Roofline time of an operation. Raises ValueError for a dtype without a rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -85,7 +80,7 @@ class Costs:
         return max(seconds, device.launch_s)
 
     def sending(self, event: CommEvent) -> Sending:
-        """The time of a collective or message. Raises ValueError for a rank that has no device."""
+        """Time of a collective or message. Raises ValueError for a rank without a device."""
         if event.op in ("send", "recv"):
             assert event.peer is not None
             ends = event.ranks[event.rank], event.ranks[event.peer]
@@ -95,22 +90,21 @@ class Costs:
         return self.collective(event.op, event.payload_bytes, event.ranks)
 
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
-        """By its fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
+        """Time of the fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
+        return self.remembered(Costs._fastest, op, nbytes, ranks)
 
-        def fastest() -> Sending:
-            if len(ranks) == 1:
-                return Sending(0.0, 0.0, self.cluster.inside.name, "")
-            place = _Place(ranks, self.cluster)
-            seconds, name = min((place.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
-            return Sending(seconds, 0.0, place.level.name, name)
-
-        return self.remembered((op, nbytes, ranks), fastest)
+    def _fastest(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
+        if len(ranks) == 1:
+            return Sending(0.0, 0.0, self.cluster.inside.name, "")
+        place = _Place(ranks, self.cluster)
+        seconds, name = min((place.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
+        return Sending(seconds, 0.0, place.level.name, name)
 
 
 class _Place:
-    """Where the ranks of a group sit, and their wires."""
+    """How the ranks of a group are spread over nodes."""
 
     def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
         per_node = Counter(cluster.node_of(rank) for rank in ranks)
@@ -128,7 +122,7 @@ class _Place:
         return seconds + (steps - between) * self.cluster.inside.latency_s
 
     def _steps_between(self, algorithm: str, steps: float) -> float:
-        """The number of sequential steps that leave a node."""
+        """Sequential steps that leave a node."""
         if self.nodes == 1:
             return 0.0
         if algorithm in TREES:
@@ -136,13 +130,12 @@ class _Place:
         return steps if algorithm in DIRECT else steps * self.nodes / self.n
 
     def _bytes_per_s(self, algorithm: str) -> float:
-        """The rate of the slowest rank."""
         inside, between = self.cluster.inside, self.cluster.between
         of_device = inside.reached * self.cluster.share_bytes_per_s(inside)
         if self.nodes == 1 or between is None:
             return of_device
         own = between.reached * self.cluster.share_bytes_per_s(between)
-        if algorithm in DIRECT:  # inside to the most others, between from where the fewest are
+        if algorithm in DIRECT:  # slowest inside on the fullest node, between on the emptiest
             part_inside = (self.most - 1) / (self.n - 1)
             part_between = (self.n - self.fewest) / (self.n - 1)
             return 1 / max(part_inside / of_device, part_between / own)
@@ -151,5 +144,5 @@ class _Place:
 
 @cache
 def _sent_of_each_byte(op: str, algorithm: str, n: int) -> float:
-    """Bytes that the busiest rank sends for each byte of a tensor in very many pieces."""
+    """Bytes that the busiest rank sends per byte of a very long tensor."""
     return cost(op, algorithm, n, VERY_LONG_BYTES).sent_bytes / VERY_LONG_BYTES

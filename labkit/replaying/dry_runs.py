@@ -1,10 +1,10 @@
-"""A dry run: what one rank of many does, recorded without data, memory or other ranks.
+"""Dry runs: record what one rank of many does, without data, memory or other ranks.
 
-The same code runs as on real ranks, with torch's fake tensors and a fake process group, in which
-every collective ends at once. Communication past labkit's communicator is not recorded. The tensors
-claim to be on a CPU; that torch's optimizers take all parameters in a few operations on a GPU
-("foreach") is patched in. Attention with dropout stores its scores, as on a CPU. Memory is without
-the device's own software (the CUDA context, NCCL's buffers, fragments: some GB).
+The code runs as on real ranks, on torch's fake tensors and a fake process group, in which every
+collective ends at once. Only communication through labkit's communicator is recorded. The tensors
+claim to be on a CPU; the GPU default of torch's optimizers ("foreach": all parameters in a few
+operations) is patched in. Attention with dropout stores its scores, as on a CPU. Memory excludes
+the CUDA context, NCCL's buffers and fragmentation: some GB.
 """
 
 import gc
@@ -34,7 +34,7 @@ from labkit.trace.recording import record
 from labkit.trace.recording.detail import ASKS_DEVICE
 
 LONG_S, EVERY_S = 2.0, 0.2  # when the progress of a run is shown
-LONG_IN_A_NOTEBOOK_S = 10.0  # where it stays in the output of the cell
+LONG_IN_A_NOTEBOOK_S = 10.0  # progress stays in the cell's output
 Size = TypeVar("Size")
 
 
@@ -48,19 +48,18 @@ def dry_run(
     as_on: Literal["cuda", "cpu"] = "cuda",
     **kwargs: Any,
 ) -> Trace:
-    """Record a training step of `fn(*args, **kwargs)` on a world of so many ranks, without data.
+    """Record a training step of `fn(*args, **kwargs)` in a world of `ranks` ranks, without data.
 
     Args:
-        fn: builds a model (one from outside has values and takes memory) and trains it, without
-            looking at a value, as `loss.item()` does.
-        alike: the ranks to run, each with those that do the same, which it represents:
+        fn: builds a model and trains it without reading a value, as `loss.item()` would. (A model
+            built outside has values and takes memory.)
+        alike: the ranks to run, each with the ranks that it represents, which do the same:
             {0: range(512), 512: range(512, 1024)}. By default rank 0 represents all.
-        step: the training step to keep. The second by default: then all state exists.
+        step: the training step to keep; by default the second, when all state exists.
         as_on: the device for which torch chooses its kernels.
 
-    Returns that step, with operations and memory; its times mean nothing: see `replay`.
-
-    Raises ValueError when `fn` makes fewer steps or looks at a value, RuntimeError on a rank.
+    Returns that step with operations and memory; its times mean nothing: see `replay`. Raises
+    ValueError when `fn` makes fewer steps or reads a value, RuntimeError when called on a rank.
 
     >>> def train():
     ...     model = DDP(GPT.preset("1M"))
@@ -96,7 +95,7 @@ def dry_run(
 
 
 def _others(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
-    """Each rank to run -> the others that it represents. Raises ValueError where they overlap."""
+    """The ranks represented by each rank to run. Raises ValueError unless each rank occurs once."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; at least 1 is needed")
     groups = {0: range(ranks)} if alike is None else alike
@@ -143,7 +142,7 @@ def _without_data(label: str, as_on: str) -> Iterator[None]:
 
 
 class _FakeWithProgress(FakeTensorMode):
-    """Fake tensors; the number of operations is shown when a run takes long."""
+    """Fake tensors; a long run shows its number of operations."""
 
     def __init__(self, label: str):
         super().__init__(allow_non_fake_inputs=True)
@@ -152,7 +151,7 @@ class _FakeWithProgress(FakeTensorMode):
         self._next_s = self._begun_s + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_DEVICE:  # most calls, and no operation
+        if func is ASKS_DEVICE:  # most calls: not an operation
             return args[0].device
         self._operations += 1
         if time.monotonic() > self._next_s:
@@ -169,7 +168,7 @@ class _FakeWithProgress(FakeTensorMode):
 def _converted(
     module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """As `module.to(...)`; torch's own would swap the contents of fake tensors."""
+    """`module.to(...)` for fake tensors; torch's own would swap their contents."""
     for part in module.modules() if recurse else (module,):
         for parameter in part._parameters.values():
             if parameter is not None:
@@ -185,8 +184,7 @@ def _converted(
 
 
 def peak_of(trace: Trace) -> dict[str, int]:
-    """Bytes by category at the peak of the rank that holds the most. Raises ValueError when the
-    trace has no memory."""
+    """Peak bytes by category, on the fullest rank. Raises ValueError for a trace without memory."""
     peaks = [peak_memory(one) for one in trace.ranks.values() if one.memory]
     if not peaks:
         raise ValueError("this trace has no memory; record with dry_run, or record(detail_step=1)")
@@ -194,14 +192,14 @@ def peak_of(trace: Trace) -> dict[str, int]:
 
 
 def fits(trace: Trace, memory_bytes: float) -> bool:
-    """Whether every rank fits in so much memory. Raises as `peak_of`."""
+    """Whether every rank's peak fits in `memory_bytes`. Raises as `peak_of`."""
     return sum(peak_of(trace).values()) <= memory_bytes
 
 
 def largest_that_fits(
     record: Callable[[Size], Trace], sizes: Sequence[Size], memory_bytes: float
 ) -> Size | None:
-    """The last of `sizes`, smallest first, whose trace fits; None if none does. By bisection.
+    """The last of `sizes`, smallest first, with a trace that fits; None if none does. By bisection.
 
     >>> largest_that_fits(lambda depth: dry_run(train, depth, ranks=8), range(1, 97), 80e9)
     """

@@ -1,15 +1,15 @@
 """The virtual clock: programs of ranks, and when each of their instructions runs.
 
-    Compute   takes a number of seconds
-    Issue     hands an operation to a port of this rank and continues at once
+    Compute   takes `seconds`
+    Issue     queues an operation at a port of this rank and continues at once
     Wait      blocks until the operation has ended
 
 An operation begins when all its ranks have issued it and it is first in the queue of its port on
-each of them; it then occupies those ports for its seconds, and ends some latency later. A port is
-one wire out of a rank: operations leave it one after the other, in the order of issue.
+each. It occupies those ports for `seconds` and ends `latency_s` later. A port is one wire out of a
+rank: operations leave it one at a time, in the order of issue.
 
-A message is an operation that only its sender issues, ready or not its receiver, which waits for
-it. Where both must be ready, as for a send of NCCL, both issue it: `ranks=(sender, receiver)`.
+Only the sender issues a message, whether or not the receiver is ready; the receiver waits for it.
+Where both must be ready, as for an NCCL send, both issue it: `ranks=(sender, receiver)`.
 
 Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
 """
@@ -30,8 +30,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """One rank's part in operation `key` of `ranks`, after which it continues at once: `seconds` on
-    the wire of `port`, and `latency_s` more until its end. All its ranks must issue the same."""
+    """One rank's part in operation `key`: `seconds` on the wire of `port`, `latency_s` more until
+    its end. All its `ranks` must issue equal parts."""
 
     key: Hashable
     ranks: tuple[int, ...]
@@ -51,16 +51,14 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """When an instruction ran; for an Issue its operation, from the first byte on the wire to the
-    end."""
+    """When an instruction ran; for an Issue, from the first byte on the wire to the end."""
 
     began_s: float
     ended_s: float
 
 
 class Deadlock(ValueError):
-    """No rank can continue. `cycle`: the ranks that wait for each other, in that order; empty where
-    an operation is never issued."""
+    """No rank can continue. `cycle`: the ranks in a circular wait, () if an issue is missing."""
 
     def __init__(self, message: str, cycle: tuple[int, ...]):
         super().__init__(message)
@@ -71,7 +69,7 @@ class _Operation:
     def __init__(self, issue: Issue, members: dict[int, "_Rank"]):
         self.issue, self.members = issue, members
         self.issued_s: dict[int, float] = {}
-        self.first = 0  # the number of its ranks on which it is first in the queue
+        self.first = 0  # ranks on which it is first in the queue
         self.timed: Timed | None = None
 
     @property
@@ -92,10 +90,8 @@ class _Rank:
 
 
 def run(programs: Mapping[int, Program]) -> dict[int, list[Timed]]:
-    """When each instruction of each rank runs, in seconds from the start.
-
-    Raises ValueError for programs that contradict each other, and Deadlock, with the cycle, where
-    ranks wait for each other.
+    """When each instruction of each rank runs, in seconds from the start. Raises ValueError for
+    contradictory programs, and Deadlock, with the cycle, where ranks wait for each other.
 
     >>> message = Issue("activations", ranks=(0,), seconds=2.0, latency_s=0.5)
     >>> run({0: [Compute(1.0), message], 1: [Wait("activations"), Compute(1.0)]})[1][-1]
@@ -126,7 +122,7 @@ class _Run:
         return {number: rank.timed for number, rank in self.ranks.items()}
 
     def advance(self, number: int) -> list[_Operation]:
-        """Run until a wait that has no end yet; returns the operations that can begin now."""
+        """Run until the rank blocks or ends; returns the operations that can begin now."""
         rank, can_begin = self.ranks[number], []
         while not rank.at_end:
             part, began_s = rank.program[rank.place], rank.now_s
@@ -158,7 +154,7 @@ class _Run:
         return can_begin
 
     def operation_of(self, number: int, issue: Issue) -> _Operation:
-        """Raises ValueError where this rank's part contradicts those of the others."""
+        """The issued operation. Raises ValueError if its ranks contradict each other."""
         if issue.key not in self.operations:
             strangers = [rank for rank in issue.ranks if rank not in self.ranks]
             if strangers:
@@ -179,17 +175,16 @@ class _Run:
         return operation
 
     def begin(self, operation: _Operation) -> list[int]:
-        """Set the times of the operation, and of those behind it that can begin then; returns the
-        ranks that continue."""
+        """Time the operation and any queued behind it that can begin; returns the ranks to wake."""
         awake: list[int] = []
         beginning = deque([operation])
         while beginning:
-            one = beginning.popleft()
-            issue, members = one.issue, one.members.values()
+            operation = beginning.popleft()
+            issue, members = operation.issue, operation.members.values()
             free_s = max(rank.free_s.get(issue.port, 0.0) for rank in members)
-            began_s = max(free_s, *one.issued_s.values())
+            began_s = max(free_s, *operation.issued_s.values())
             out_s = began_s + issue.seconds
-            one.timed = Timed(began_s, out_s + issue.latency_s)
+            operation.timed = Timed(began_s, out_s + issue.latency_s)
             for rank in members:
                 rank.free_s[issue.port] = out_s
                 queue = rank.queues[issue.port]
@@ -203,7 +198,7 @@ class _Run:
 
 
 class _DeadlockFinder:
-    """Follows what each rank and operation waits for, until a cycle, or a missing issue."""
+    """Follows what ranks and operations wait for, until a cycle or a missing issue."""
 
     def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
         self.ranks, self.operations = ranks, operations
@@ -214,12 +209,11 @@ class _DeadlockFinder:
         self.issuer = {key: number for number, keys in self.to_issue.items() for key in keys}
 
     def deadlock(self) -> Deadlock:
-        """One with a cycle, if there is any."""
         waiting = [number for number, rank in self.ranks.items() if not rank.at_end]
         starts = [(number, "waits for", self.awaited(number)) for number in waiting]
-        for key, one in self.operations.items():
-            if one.timed is None:
-                starts.append((next(iter(one.issued_s)), "has issued", key))
+        for key, operation in self.operations.items():
+            if operation.timed is None:
+                starts.append((next(iter(operation.issued_s)), "has issued", key))
         deadlocks, known = [], set[Hashable]()
         for number, does, key in starts:
             if key not in known:
@@ -230,17 +224,19 @@ class _DeadlockFinder:
         return self.ranks[number].program[self.ranks[number].place].key  # type: ignore[union-attr]
 
     def follow(self, number: int, subject: str, key: Hashable, known: set[Hashable]) -> Deadlock:
-        """From the rank that waits for operation `key`, or has issued it."""
+        """Start at operation `key`, which rank `number` waits for or has issued."""
         steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank that it blocks, and how
         while key not in steps:
             known.add(key)
-            one, culprit = self.operations.get(key), self.issuer.get(key)
-            if one is not None:
-                culprit = next((rank for rank in one.members if rank not in one.issued_s), None)
-            if one is not None and culprit is None:  # all have issued it: it is queued
-                queues = {rank: one.members[rank].queues[one.issue.port] for rank in one.members}
-                number = next(rank for rank, queue in queues.items() if queue[0] is not one)
-                before = queues[number][0].issue.key
+            operation, culprit = self.operations.get(key), self.issuer.get(key)
+            if operation is not None:
+                issued = operation.issued_s
+                culprit = next((rank for rank in operation.members if rank not in issued), None)
+            if operation is not None and culprit is None:  # all have issued it: it is queued
+                port, members = operation.issue.port, operation.members.items()
+                first = {rank: member.queues[port][0] for rank, member in members}
+                number = next(rank for rank in first if first[rank] is not operation)
+                before = first[number].issue.key
                 steps[key] = number, f"{subject}, which on rank {number} stands behind {before!r}"
                 key, subject = before, "that"
             elif culprit is None or key not in self.to_issue[culprit]:
@@ -252,13 +248,13 @@ class _DeadlockFinder:
                 number, key = culprit, self.awaited(culprit)
                 subject = f"rank {number} waits for {key!r}"
         keys = list(steps)
-        cycle = {one: steps[one] for one in keys[keys.index(key) :]}
+        cycle = {blocked: steps[blocked] for blocked in keys[keys.index(key) :]}
         ranks = tuple(dict.fromkeys(number for number, _ in cycle.values()))
         return Deadlock(_in_words(cycle), ranks)
 
 
 def _in_words(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """Many steps are shortened to the first and the last."""
+    """The steps as text; of many, the first and last."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

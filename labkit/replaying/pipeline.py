@@ -1,7 +1,7 @@
-"""A pipeline schedule as programs of ranks, one for each stage, and as spans of a trace.
+"""A pipeline schedule as one program per stage, and as spans of a trace.
 
-A recording of one micro-batch of each distinct stage is enough: `stage_seconds` has its forward and
-backward on a cluster; order and messages follow from the schedule.
+One recorded micro-batch of each distinct stage is enough: `stage_seconds` gives its forward and
+backward times on a cluster; order and messages follow from the schedule.
 
     recorded on stage 1     forward  forward  backward  forward  backward  ...
     its list of actions     F0       F1       B0        F2       B1        ...
@@ -36,10 +36,9 @@ RECORDED_AS = {
 def pipeline_programs(
     schedule: Schedule, seconds: Seconds, message_s: MessageSeconds = 0.0
 ) -> dict[int, Program]:
-    """The program of each stage: it waits for the input of each action, runs it, and sends the
-    output, which arrives `message_s` later (all latency: several may be in flight at once). Raises
-    ScheduleError with the first rule that the schedule breaks, and ValueError for a phase without
-    seconds."""
+    """The program of each stage: wait for an action's input, run it, send the output, which arrives
+    `message_s` later (all latency: several may be in flight). Raises ScheduleError for the first
+    rule the schedule breaks, ValueError for a phase without seconds."""
     check(schedule)
     stages, chunks = len(schedule), chunks_of(schedule)
     programs: dict[int, Program] = {}
@@ -72,17 +71,16 @@ def _seconds_of(seconds: Seconds, stage: int, action: Action) -> float:
 
 
 def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
-    """The fraction of the step, over all stages, in which they idle: 0 to 1. `step_s`: as
-    `pipeline_step_s` returns, or from the first action of any stage to the last."""
+    """The fraction of the step in which stages idle, 0 to 1. `step_s`: as `pipeline_step_s`
+    returns, or from the first action of any stage to the last."""
     stages = enumerate(schedule)
     busy_s = sum(_seconds_of(seconds, stage, x) for stage, actions in stages for x in actions)
     return 1 - busy_s / (step_s * len(schedule))
 
 
 def pipeline_step_s(trace: Trace) -> float:
-    """The time between steps: the longest that a stage takes, from its own first action to its own
-    last, as the bubbles of zero-bubble schedules are counted (arXiv 2401.10241). `trace`: of
-    `pipeline_trace`. Raises ValueError for one without micro-batches."""
+    """Time between steps: the longest time of a stage from its first action to its last, as for
+    zero-bubble schedules (arXiv 2401.10241). Raises ValueError without micro-batches."""
     spans = [[span for span in one.spans if span.kind == KIND] for one in trace.ranks.values()]
     if not spans or not all(spans):
         raise ValueError("no micro-batches in this trace; `pipeline_trace` makes one that has them")
@@ -95,7 +93,7 @@ def pipeline_trace(
     message_s: MessageSeconds = 0.0,
     message_bytes: int = 0,
 ) -> Trace:
-    """The step of a pipeline as a trace: stage k is rank k, whose step ends with its last action.
+    """The step of a pipeline as a trace: rank k is stage k, and its step ends with its last action.
     Each action is a span with its phase, named after its micro-batch, "3", or with several chunks
     "3.1". Raises as `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
@@ -130,9 +128,8 @@ def pipeline_trace(
 
 
 def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
-    """Seconds of one micro-batch, "forward" and "backward", on a device of the cluster: the mean
-    over the micro-batches of a trace of one stage (`dry_run`). Raises ValueError where there is no
-    forward or no backward, or as `replay`."""
+    """Mean "forward" and "backward" seconds of a micro-batch on a device of the cluster, from a
+    trace of one stage (`dry_run`). Raises ValueError if either is missing, or as `replay`."""
     (one,) = replay(trace, cluster).ranks.values()
     seconds, times = {"forward": 0.0, "backward": 0.0}, Counter[str]()
     for span in one.spans:
@@ -149,15 +146,13 @@ def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
 
 
 class TimedAction(NamedTuple):
-    """An action, and when it ran."""
-
     action: Action
     began_s: float
     ended_s: float
 
 
 def span_name(action: Action, chunks: int) -> str:
-    """ "3" for micro-batch 3, or with several chunks "3.1"."""
+    """ "3" for micro-batch 3; with several chunks "3.1"."""
     return str(action.microbatch) + f".{action.chunk}" * (chunks > 1)
 
 
@@ -167,10 +162,8 @@ def action_of(span: Span) -> Action:
 
 
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
-    """The trace of a recorded pipeline with one span for each action of `schedule`, as in
-    `pipeline_trace`; spans inside these are left out. Rank k has run the list of stage k, once in
-    every step. Raises ValueError where the ranks are not the stages, or a rank has run another
-    list."""
+    """A recorded pipeline with one span per action of `schedule`, as in `pipeline_trace`; inner
+    spans are dropped. Raises ValueError unless rank k ran the list of stage k once per step."""
     if sorted(trace.ranks) != list(range(len(schedule))):
         raise ValueError(
             f"a schedule of {len(schedule)} stages, and a trace of ranks {sorted(trace.ranks)}: "
@@ -188,7 +181,7 @@ def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
 
 
 def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
-    """The spans of a rank, each a copy with the name of its action."""
+    """Copies of a rank's spans, named after their actions."""
     actions, chunks = schedule[one.rank], chunks_of(schedule)
     phases = [RECORDED_AS[action.phase] for action in actions]
     spans = [x for x in _outermost(one) if x.phase in phases and x.ended_s and x.kind != "loss"]
@@ -223,15 +216,14 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(one: RankTrace) -> list[Span]:
-    """What the rank computed, in order. "loss" is the time between the last forward and backward: a
-    wait, on the stages before the last."""
+    """The outermost spans, in order. "loss" is the time between the last forward and backward: on
+    all stages but the last, a wait."""
     spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 
 def timed_actions(trace: Trace) -> list[list[TimedAction]]:
-    """The actions of each stage, from a trace of `by_microbatch` or `pipeline_trace`. Raises
-    ValueError where no span is an action."""
+    """Actions by stage, from `by_microbatch` or `pipeline_trace`; other traces raise ValueError."""
     stages = []
     for rank in sorted(trace.ranks):
         spans = sorted(trace.ranks[rank].spans, key=lambda x: x.began_s)

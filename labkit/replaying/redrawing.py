@@ -1,8 +1,9 @@
-"""One picture for many replays: what the sliders of `what_if` draw."""
+"""What the sliders of `what_if` change and draw: a cluster, and one picture for many replays."""
 
 from dataclasses import replace
+from typing import Any
 
-from labkit.clusters import Cluster
+from labkit.clusters import Cluster, Level
 from labkit.plot.choice import choose_step
 from labkit.plot.figure import png
 from labkit.plot.timelines import TimelineView
@@ -14,9 +15,53 @@ ROOM = 1.5  # length of a new time axis, in steps
 LEAST_PART = 0.25  # of the axis that a step takes, before the axis gets shorter
 
 
+def changed(
+    cluster: Cluster,
+    ranks: int,
+    inside_bytes_per_s: float | None = None,
+    between_bytes_per_s: float | None = None,
+    inside_latency_s: float | None = None,
+    between_latency_s: float | None = None,
+    devices_per_node: int | None = None,
+) -> Cluster:
+    """The cluster with just enough nodes for `ranks` and the given values in place of its own. If
+    each device of a node has its own port, it keeps one in larger and smaller nodes. A missing
+    level between nodes copies the one inside, except for the given values. Raises ValueError for a
+    bandwidth not above 0, a negative latency, or no ranks or devices."""
+    inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
+    between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}
+    for where, given in (("inside", inside), ("between", between)):
+        speed, latency_s = given.values()
+        if speed is not None and not speed > 0:
+            raise ValueError(f"{where}_bytes_per_s={speed}; it must be more than 0")
+        if latency_s is not None and not latency_s >= 0:
+            raise ValueError(f"{where}_latency_s={latency_s}; it must be 0 or more")
+    per_node = cluster.devices_per_node if devices_per_node is None else devices_per_node
+    for name, count in (("ranks", ranks), ("devices_per_node", per_node)):
+        if count < 1:
+            raise ValueError(f"{name}={count}; at least 1 is needed")
+    nodes = -(-ranks // per_node)
+
+    def level(wires: Level, values: dict[str, float | None]) -> Level:
+        ports = per_node if wires.ports == cluster.devices_per_node else wires.ports
+        given: dict[str, Any] = {name: x for name, x in values.items() if x is not None}
+        sources = {**wires.sources, **dict.fromkeys(given, "what if")}
+        return replace(wires, ports=ports, sources=sources, **given)
+
+    wires = cluster.between
+    if wires is None and (nodes > 1 or set(between.values()) != {None}):
+        wires = replace(cluster.inside, name=f"{cluster.inside.name}, between nodes")
+    new = replace(
+        cluster, nodes=nodes, devices_per_node=per_node, inside=level(cluster.inside, inside),
+        between=None if wires is None else level(wires, between),
+    )  # fmt: skip
+    if replace(new, nodes=cluster.nodes) == cluster:
+        return new  # more or fewer nodes of the same kind
+    return replace(new, title=f"{cluster.title}, changed")
+
+
 class Redrawing:
-    """Replays of the first `most_ranks` ranks, drawn on the same axes, whose length stays while a
-    step takes between a quarter and all of it."""
+    """Replays of the first `most_ranks` ranks; the axis is kept while a step fills 1/4 to all."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks
@@ -24,7 +69,7 @@ class Redrawing:
         self.view: TimelineView | None = None
 
     def draw(self, recorded: Trace, cluster: Cluster) -> tuple[bytes, Split]:
-        """The timeline of the replay as a PNG, and where the time of its step went."""
+        """The timeline of the replay as a PNG, and the split of its step time."""
         # Memory points are most of a trace, and a timeline does not show them.
         ranks = {number: replace(one, memory=[]) for number, one in recorded.ranks.items()}
         replayed = replay(replace(recorded, ranks=ranks), cluster)
@@ -40,7 +85,6 @@ class Redrawing:
 
 
 def next_axis_s(axis_s: float, step_s: float) -> float:
-    """The length of the time axis for this step, after one of `axis_s`."""
     return axis_s if LEAST_PART * axis_s <= step_s <= axis_s else ROOM * step_s
 
 

@@ -4,9 +4,9 @@
     program    Compute                Issue             Compute             Wait  Compute
                        ^ moments: forward began, ended, ...
 
-Order and dependencies are the recorded ones. A rank that represents others (`RankTrace.alike`) is
-replayed once for all of them; where their groups are spread over nodes differently, the slowest
-counts. A send does not wait for its receiver.
+Order and dependencies are as recorded. A rank that represents others (`RankTrace.alike`) is
+replayed once for all of them, with the slowest placement of their groups over nodes. A send does
+not wait for its receiver.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.graph import as_seen_by
 
 Computing = Literal["counted", "measured"]
-NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 says "not yet"
+NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 means "not yet"
 # At the same moment, ends come before begins, and an issue before the wait for it.
 ORDER = {"compute": 0, "waited": 1, "ended_s": 2, "began_s": 3, "issue": 4, "wait": 5, "when_s": 6}
 
@@ -37,17 +37,16 @@ def replay(
     """The trace with the times of `cluster`.
 
     Args:
-        trace: recorded with operations (`dry_run`, or `record(detail_step=...)`), or, with
-            computing="measured", any.
+        trace: recorded with operations (`dry_run`, or `record(detail_step=...)`); any trace with
+            computing="measured".
         cluster: a description, or your own `Costs` on one.
         computing: "counted" takes operations and bytes at the rates of the cluster's device;
             "measured" keeps the recorded times, and takes only the wires from the cluster.
-        steps: to replay; by default all that were recorded as `computing` needs.
+        steps: the steps to replay; by default all that `computing` allows.
 
-    Returns a trace like any other, of these steps; the same to the last digit every time.
-
-    Raises ValueError when the cluster has too few devices, a dtype has no rate on them, or ranks
-    or steps are missing; Deadlock, with the cycle, where ranks wait for each other.
+    Returns a trace of these steps, the same to the last digit every time. Raises ValueError when
+    the cluster has too few devices or no rate for a dtype, or ranks or steps are missing; Deadlock,
+    with the cycle, where ranks wait for each other.
 
     >>> plot.timeline(replay(trace, cluster("dgx-h100")))
     """
@@ -73,7 +72,7 @@ def replay(
 
 
 def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
-    """(when, order at that moment, kind, record), of all that a rank recorded."""
+    """All that a rank recorded: (time, order at that time, kind, record)."""
     events: list[tuple[float, str, Any]] = []
     intervals: list[Step | Span] = [*one.steps, *one.spans]
     for interval in intervals:
@@ -92,19 +91,18 @@ def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """The program of a rank. `moments`: (id(record), name of its field) -> the place of an
-    instruction, and the seconds after it began."""
+    """A program. `moments`: (record, name of its time, instruction, seconds after that began)."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
-    moments: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
+    moments: list[tuple[Any, str, int, float]] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)  # id(event) -> place of its Wait
     computed_s: float = 0.0  # since the last Issue or Wait
 
     def add_moment(self, record: Any, name: str) -> None:
-        self.moments[id(record), name] = len(self.parts), self.computed_s
+        self.moments.append((record, name, len(self.parts), self.computed_s))
 
     def add(self, *parts: Issue | Wait) -> None:
-        """What was computed so far, then this."""
+        """Append the computing so far, then `parts`."""
         self.parts += [Compute(self.computed_s), *parts]
         self.computed_s = 0.0
 
@@ -127,8 +125,8 @@ class _Replay:
         self.issues = self._issues()
 
     def trace(self) -> Trace:
-        recorded = self.recorded
-        programs = {rank: self._program(one) for rank, one in recorded.ranks.items()}
+        ranks = {rank: _copied(one) for rank, one in self.recorded.ranks.items()}
+        programs = {rank: self._program(one) for rank, one in ranks.items()}
         timed = run({rank: program.parts for rank, program in programs.items()})
         carried = {
             part.key: when
@@ -136,16 +134,13 @@ class _Replay:
             for part, when in zip(program.parts, timed[rank], strict=True)
             if isinstance(part, Issue)
         }
-        ranks = {
-            rank: self._with_times(one, programs[rank], timed[rank], carried)
-            for rank, one in recorded.ranks.items()
-        }
-        about = {**recorded.about, "replayed": self.costs.cluster.title}
-        return Trace(ranks, about, recorded.metrics)
+        for rank, one in ranks.items():
+            self._set_times(one, programs[rank], timed[rank], carried)
+        about = {**self.recorded.about, "replayed": self.costs.cluster.title}
+        return Trace(ranks, about, self.recorded.metrics)
 
     def _program(self, one: RankTrace) -> _RankProgram:
-        """Only the order of the record is used, unless its times are asked for: then the time
-        between two moments is kept, but for waits."""
+        """Instructions in recorded order; "measured" also keeps the recorded times between them."""
         program, measured = _RankProgram(), self.computing == "measured"
         last_s, waiting = None, 0
         for when_s, _, kind, record in sorted(events_of(one), key=lambda x: x[:2]):
@@ -171,7 +166,7 @@ class _Replay:
         return program
 
     def _key(self, one: RankTrace, event: CommEvent) -> _Key:
-        """The same for a collective on all its ranks, and for a message at both its ends."""
+        """Equal on all ranks of a collective, and at both ends of a message."""
         if event.op not in ("send", "recv"):
             return _Key(f"collective {event.seq} of group {event.group}", event.group)
         assert event.peer is not None
@@ -181,7 +176,7 @@ class _Replay:
         return _Key(f"message {event.seq} from rank {source} to {target}{tag}", event.group)
 
     def _issues(self) -> dict[Hashable, Issue]:
-        """All operations. Where ranks send unequally, the largest part decides."""
+        """All operations. If ranks send unequal amounts, the largest counts."""
         issues: dict[Hashable, Issue] = {}
         for one in self.recorded.ranks.values():
             for event in one.comms:
@@ -201,14 +196,14 @@ class _Replay:
         return issues
 
     def _slowest(self, one: RankTrace, event: CommEvent) -> Sending:
-        """The costs on the slowest of all the groups that this rank represents."""
+        """The cost in the slowest of the groups that this rank represents."""
         alike = [event]
         if len(event.ranks) < one.size or event.op == "send":  # else there is one such group
             alike += [as_seen_by(event, rank, one.size) for rank in self._places(one, event)]
         return max(map(self.costs.sending, alike), key=lambda cost: cost.total_s)
 
     def _places(self, one: RankTrace, event: CommEvent) -> list[int]:
-        """One rank for each way in which the group, or the two ends, are spread over nodes."""
+        """One rank for each way in which the group, or a message's ends, are spread over nodes."""
         key = one.rank, event.ranks, event.peer if event.op == "send" else None
         if key not in self._known_places:
             kinds: dict[Any, int] = {}
@@ -223,7 +218,7 @@ class _Replay:
         return self._known_places[key]
 
     def _first_of(self, event: CommEvent, rank: int) -> int:
-        """The recorded rank that does what `rank` does."""
+        """The recorded rank that represents `rank`."""
         if rank not in self.record_of:
             raise ValueError(
                 f"rank {rank} takes part in {event.op} {event.seq} of group {event.group}, and its "
@@ -231,41 +226,29 @@ class _Replay:
             )
         return self.record_of[rank].rank
 
-    def _with_times(
+    def _set_times(
         self,
         one: RankTrace,
         program: _RankProgram,
         timed: list[Timed],
         carried: Mapping[Hashable, Timed],
-    ) -> RankTrace:
-        def at(record: Any, name: str) -> float:
-            place, after_s = program.moments[id(record), name]
-            return timed[place].began_s + after_s
-
-        def event_of(event: CommEvent) -> CommEvent:
-            new = replace(event, algorithm=self.costs.sending(event).algorithm)
-            place = program.waits.get(id(event))
-            wait = None if place is None else timed[place]
-            set_times(new, at(event, "issued_s"), carried[self._key(one, event)], wait)
-            return new
-
-        def moved(record: Any, **changes: Any) -> Any:
-            has_end = (id(record), "ended_s") in program.moments
-            ended_s = _end(at(record, "ended_s")) if has_end else 0.0
-            return replace(record, began_s=at(record, "began_s"), ended_s=ended_s, **changes)
-
-        return replace(
-            one,
-            steps=[moved(step, detail=False) for step in one.steps],
-            spans=[moved(span) for span in one.spans],
-            comms=[event_of(event) for event in one.comms],
-            memory=[MemoryPoint(at(x, "when_s"), x.step, x.held_bytes) for x in one.memory],
-            operations=[],  # not needed any more: times are known
-        )
+    ) -> None:
+        one.operations, one.memory = [], []  # times are known: operations are no longer needed
+        for record, name, place, after_s in program.moments:
+            when_s = timed[place].began_s + after_s
+            if isinstance(record, MemoryPoint):
+                one.memory.append(record._replace(when_s=when_s))
+            else:
+                setattr(record, name, _end(when_s) if name == "ended_s" else when_s)
+        waits = {event_id: timed[place] for event_id, place in program.waits.items()}
+        for event in one.comms:
+            event.algorithm = self.costs.sending(event).algorithm
+            carrying = carried[self._key(one, event)]
+            set_times(event, event.issued_s, carrying, waits.get(id(event)))
 
 
 def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | None) -> None:
-    """Write into an event when it was issued, carried, and waited for (or not)."""
+    """Set when an event was issued, on the wire, and waited for (if it was)."""
     event.issued_s = issued_s
     event.began_s = max(carried.began_s, issued_s)
     event.ended_s = _end(max(carried.ended_s, issued_s))
@@ -274,12 +257,22 @@ def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | N
     event.transport, event.lane, event.wire_bytes = "replay", "backend", event.bus_bytes
 
 
+def _copied(one: RankTrace) -> RankTrace:
+    """A copy with its own records, to set their times."""
+    return replace(
+        one,
+        steps=[replace(step, detail=False) for step in one.steps],
+        spans=[replace(span) for span in one.spans],
+        comms=[replace(event) for event in one.comms],
+    )
+
+
 def _end(when_s: float) -> float:
     return max(when_s, NOT_AT_0_S)
 
 
 def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
-    """The steps to replay. Raises ValueError where there are none, or one cannot be replayed."""
+    """The steps to replay. Raises ValueError if there are none, or one cannot be replayed."""
     able = trace.steps(detail=False)
     if computing == "counted":
         able = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})

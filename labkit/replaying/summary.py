@@ -1,4 +1,4 @@
-"""A recorded run on one cluster after the other, as a table: `labkit replay`."""
+"""A recorded run replayed on several clusters, as a table: `labkit replay`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ class OnCluster:
 def on_clusters(
     trace: Trace, clusters: Mapping[str, Cluster], computing: Computing = "counted"
 ) -> list[OnCluster]:
-    """Replay the trace on each."""
     replays, dtype = [], main_dtype(trace)
     for name, cluster in clusters.items():
         try:
@@ -42,7 +41,6 @@ def on_clusters(
 
 
 def table(replays: Iterable[OnCluster]) -> Table:
-    """A row for each cluster."""
     shown = Table(
         title="A step, replayed", title_justify="left", box=box.SIMPLE_HEAD,
         caption="exposed: waited for what was on the wire; bubble: for other ranks.\n"

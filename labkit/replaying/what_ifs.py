@@ -1,4 +1,4 @@
-"""`what_if`: a recorded run on a cluster whose numbers have sliders."""
+"""`what_if`: a recorded run replayed on a cluster with sliders for its numbers."""
 
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -7,13 +7,12 @@ from typing import Any
 
 from labkit.clusters import Cluster
 from labkit.plot.widgets import PictureWidget, ipywidgets
-from labkit.replaying.changes import changed
-from labkit.replaying.redrawing import Redrawing, in_words
+from labkit.replaying.redrawing import Redrawing, changed, in_words
 from labkit.runtime.progress import progress
 from labkit.trace import Trace
 
 GB_PER_S, US = 1e9, 1e-6
-WIRES = {  # argument of `changed`: what its slider says, its unit, and the powers of ten it goes to
+WIRES = {  # argument of `changed`: label of its slider, unit, range in powers of ten
     "inside_bytes_per_s": ("inside a node, GB/s", GB_PER_S, (-2.0, 4.0)),
     "inside_latency_s": ("latency inside, µs", US, (-1.0, 5.0)),
     "between_bytes_per_s": ("between nodes, GB/s", GB_PER_S, (-2.0, 4.0)),
@@ -32,8 +31,8 @@ def what_if(
     Args:
         recorded: a trace with operations (`dry_run`), or a function that records one.
         ranks: the number of ranks drawn, from the first on; all are replayed.
-        choices: arguments for that function, each with the values to choose from. Every
-            combination is recorded once, now; a slider then only replays and draws.
+        choices: arguments of that function, each with the values to choose from. Every combination
+            is recorded now; a slider then only replays and draws.
 
     Raises ValueError for choices without a function or without values, and for a trace that cannot
     be replayed; ImportError without ipywidgets.
@@ -56,7 +55,6 @@ def what_if(
 def _recordings(
     recorded: Recorded, choices: Mapping[str, list[Any]]
 ) -> dict[tuple[Any, ...], Trace]:
-    """The trace of every combination of values."""
     if isinstance(recorded, Trace):
         if choices:
             raise ValueError(
@@ -122,7 +120,7 @@ class WhatIf(PictureWidget):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster, changed by the sliders that were moved."""
+        """The cluster as changed by the moved sliders."""
         wires = {
             name: slider.value * WIRES[name][1]
             for name, slider in self.wires.items()
@@ -145,7 +143,7 @@ class WhatIf(PictureWidget):
 
 
 def _wire(name: str, cluster: Cluster) -> Any:
-    """A slider over powers of ten, which begins at the cluster's value."""
+    """A logarithmic slider that starts at the cluster's value."""
     label, unit, (low, high) = WIRES[name]
     inside = name.startswith("inside") or cluster.between is None
     level = cluster.inside if inside else cluster.between

@@ -1,1 +1,1 @@
-"""Times of collectives over sizes (sweep.py), and the model fitted to them (alpha_beta.py)."""
+"""Times of collectives by size (sweep.py), and the model fitted to them (alpha_beta.py)."""

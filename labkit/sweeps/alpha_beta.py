@@ -1,10 +1,10 @@
-"""The alpha-beta model, fitted to what was measured.
+"""The alpha-beta model, fitted to measured times.
 
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
-steps and bytes: labkit/comm/collectives/costs.py. alpha is the seconds of a message of any size,
-beta those of a byte, its reduction included; neither is negative. The fit is least squares of
-log(predicted / measured): by absolute errors 4 KiB would not count beside 64 MiB.
+steps and bytes: labkit/comm/collectives/costs.py. alpha is seconds per message, beta seconds per
+byte, its reduction included; neither is negative. The fit is least squares of log(predicted /
+measured): by absolute errors, 4 KiB would not count beside 64 MiB.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,8 @@ FAR = 14.0  # a factor of e**14, a million: beyond it alpha or beta is as good a
 
 @dataclass(frozen=True)
 class Fit:
-    """The cost of one algorithm of an operation on so many ranks.
-
-    `error` is the root mean square of log(predicted / measured) at the measured sizes: 0.1 means
-    that the line is typically a tenth off.
-    """
+    """The cost of one algorithm of an operation on `ranks` ranks. `error` is the root mean square
+    of log(predicted / measured): 0.1 means that the line is typically a tenth off."""
 
     op: str
     ranks: int
@@ -35,7 +32,6 @@ class Fit:
     error: float
 
     def seconds(self, size_bytes: float) -> float:
-        """The fitted time of an operation of this size."""
         c = cost_of(self.op, self.algorithm, self.ranks, size_bytes)
         return c.seconds(self.alpha_s, self.beta_s_per_byte)
 
@@ -44,8 +40,8 @@ class Fit:
 
 
 def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
-    """By the formula of the algorithm; without one (a backend's choice) as one step that sends its
-    bus bytes. gloo's own all-reduce is a ring whose segments are not counted as steps."""
+    """By the algorithm's formula; without one (a backend's choice), one step that sends its bus
+    bytes. gloo's own all-reduce is a ring; its segments are not counted as steps."""
     bus_bytes = BUS_FACTORS[op](ranks) * size_bytes
     if (op, algorithm) == ("all_reduce", "gloo"):
         return Cost(2 * (ranks - 1), bus_bytes)
@@ -55,9 +51,7 @@ def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """alpha and beta of one algorithm, from its points at two or more sizes.
-
-    Raises ValueError for fewer sizes, or points of more than one algorithm."""
+    """alpha and beta of one algorithm. Raises ValueError for several, or fewer than two sizes."""
     kinds = {(point.op, point.ranks, point.algorithm) for point in points}
     sizes = {point.size_bytes for point in points}
     if len(kinds) != 1 or len(sizes) < 2:
@@ -72,12 +66,9 @@ def fit(points: Sequence[Point]) -> Fit:
 
 
 def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """alpha, beta and the root mean square of log(predicted / measured), which they minimise.
-
-    Only the ratio beta / alpha is searched for: a common factor then makes the mean of the
-    logarithms 0, and their spread is the error. The ratio is where the spread is least, or one of
-    the ends, where alpha or beta is 0.
-    """
+    """alpha, beta, and the root mean square of log(predicted / measured), which they minimise. Only
+    the ratio beta / alpha is searched for: a common factor makes the mean logarithm 0, and the
+    spread is the error. The ratio has the least spread, or alpha or beta is 0."""
     steps = np.array([c.steps for c in costs], dtype=float)
     sent = np.array([c.sent_bytes for c in costs], dtype=float)
 
@@ -97,8 +88,8 @@ def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, fl
 def least(
     function: Callable[[float], float], low: float, high: float, tried: int, zooms: int
 ) -> float:
-    """The minimum of a function with one valley, ends included: of so many points the best, then
-    of as many between its neighbours, again and again."""
+    """The minimum of a function with one valley, ends included: of `tried` points the best, then of
+    as many between its neighbours, `zooms` times."""
     for _ in range(zooms):
         points = np.linspace(low, high, tried).tolist()  # the best so far is among them
         best = int(np.argmin([function(x) for x in points]))
@@ -107,8 +98,8 @@ def least(
 
 
 def fit_sweep(sweep: Sweep) -> list[Fit]:
-    """A fit for each operation, number of ranks and algorithm with two sizes or more. The default
-    has none: it is another algorithm at another size."""
+    """A fit per operation, number of ranks and algorithm with several sizes. The default has none:
+    its algorithm changes with the size."""
     names = dict.fromkeys((p.op, p.ranks, p.algorithm) for p in sweep.points)
     lines = [sweep.of(*name) for name in names if name[-1] != DEFAULT]
     return [fit(line) for line in lines if len({point.size_bytes for point in line}) > 1]

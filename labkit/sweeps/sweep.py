@@ -1,11 +1,11 @@
-"""What a sweep over sizes has measured, as plain data (no torch here).
+"""Results of a sweep over sizes, as plain data (no torch here).
 
     algbw = S / t                 bytes of the operation over its time
-    busbw = algbw x factor        what the busiest link must have carried, whatever the algorithm
+    busbw = algbw x factor        what the busiest link carries, whatever the algorithm
 
 S and the factors are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive
-from its src/*.cu): S is the whole, n parts where an operation is about parts. Its table has no
-there_and_back: a message of S from an even rank to the next, and then one back.
+from its src/*.cu): S is the whole, n shards where an operation is about shards. there_and_back is
+ours: a message of S from an even rank to the next, and one back.
 """
 
 import json
@@ -34,7 +34,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "ring_exchange": lambda n: 1.0,
     "there_and_back": lambda n: 1.0,
 }
-PARTED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # S is n parts
+PARTED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")  # S is n shards
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 POSITIVE = ("ranks", "size_bytes", "count", "time_s", "copy_s")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")  # from or to rank 0
@@ -42,27 +42,21 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")  # from or to rank 0
 
 @dataclass(frozen=True)
 class Point:
-    """One line of the table: an operation of `size_bytes` by one algorithm.
-
-    `algorithm` is "default" for what runs when none is named, `chosen` says which that was; the
-    backend's own has the backend's name and `own` True. `time_s` is of one call, `ratio` that over
-    the time of the backend's own. `wrong` counts elements on all ranks, None where they were not
-    checked. `copy_s`: a rank copies as many bytes in its memory, while the others do the same.
-    """
+    """One row of the table: an operation of `size_bytes` by one algorithm."""
 
     op: str
     ranks: int
     size_bytes: int
-    count: int  # elements, of a part where the operation is about parts
+    count: int  # elements, of a shard where the operation is about shards
     dtype: str
     redop: str
-    algorithm: str
-    chosen: str
-    own: bool
-    time_s: float
-    ratio: float
-    wrong: int | None
-    copy_s: float
+    algorithm: str  # "default" if none was named; the backend's name for its own
+    chosen: str  # the algorithm that ran
+    own: bool  # the backend's own
+    time_s: float  # of one call
+    ratio: float  # of time_s to that of the backend's own
+    wrong: int | None  # wrong elements on all ranks; None if not checked
+    copy_s: float  # each rank copies as many bytes in its memory, all at once
 
     @property
     def algbw_bytes_per_s(self) -> float:
@@ -74,7 +68,7 @@ class Point:
 
     @property
     def of_copy_rate(self) -> float:
-        """busbw as a fraction of the rate at which memory is copied."""
+        """busbw as a fraction of the memory copy rate."""
         return self.busbw_bytes_per_s * self.copy_s / self.size_bytes
 
     @property
@@ -84,19 +78,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of one run, and where and how it was made: host, backend, versions, turns, and
-    which statistic a time is."""
+    """All points of one run; `about`: host, backend, versions, turns, statistic of the times."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)
 
     def tables(self) -> Iterator[tuple[str, int, list[Point]]]:
-        """Operation, ranks, and their points, in the order of measurement."""
+        """(operation, ranks, points), in the order of measurement."""
         for op, ranks in dict.fromkeys((point.op, point.ranks) for point in self.points):
             yield op, ranks, self.of(op, ranks)
 
     def of(self, op: str, ranks: int, algorithm: str | None = None) -> list[Point]:
-        """The points of an operation on so many ranks, of one algorithm or all."""
+        """The points of an operation on `ranks` ranks, of one algorithm or all."""
         return [
             point
             for point in self.points
@@ -104,7 +97,7 @@ class Sweep:
         ]
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON, a line for each point; `read_sweep` returns it."""
+        """Write as JSON, one line per point, for `read_sweep`."""
         head = json.dumps({"what": WHAT, "format": FORMAT, "about": self.about}, indent=1)
         lines = ",\n".join(json.dumps(asdict(point)) for point in self.points)
         path = Path(path)
@@ -115,7 +108,7 @@ class Sweep:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """What `Sweep.save` has written. Raises FileNotFoundError, or ValueError for another file."""
+    """Read what `Sweep.save` wrote. Raises FileNotFoundError, or ValueError for another file."""
     try:
         contents = json.loads(read_file(path))
         if contents["what"] != WHAT or contents["format"] > FORMAT:
@@ -137,10 +130,8 @@ def read_sweep(path: str | Path) -> Sweep:
 
 
 def count_of(op: str, ranks: int, size_bytes: int, item_bytes: int) -> tuple[int, int]:
-    """The elements of an operation of at most `size_bytes` (of a part, where it is about parts),
-    and the bytes that it then has. As nccl-tests, it rounds down.
-
-    Raises ValueError where not one element fits."""
+    """The elements that fit in `size_bytes` (of a shard, where the operation is about shards) and
+    the bytes of the whole, rounded down as in nccl-tests. Raises ValueError if not one fits."""
     parts = ranks if op in PARTED else 1
     count = size_bytes // (item_bytes * parts)
     if not count:
@@ -160,7 +151,7 @@ def parse_bytes(text: str) -> int:
 
 
 def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
-    """From one size to the other, each `factor` times the one before."""
+    """From one size to the other, each `factor` times the last."""
     if factor < 2:
         raise ValueError(f"factor {factor}: sizes grow by a factor of 2 or more")
     if from_bytes > to_bytes:
@@ -170,7 +161,7 @@ def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
 
 
 def in_binary_units(nbytes: int) -> str:
-    """4096 -> "4 KiB"; sizes that are no multiple of 1024 in bytes."""
+    """4096 -> "4 KiB"; bytes if not a multiple of 1024."""
     for bits, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << bits and nbytes % (1 << bits) == 0:
             return f"{nbytes >> bits} {unit}"

@@ -26,8 +26,9 @@ device, for tiles of matrix products, for a vocabulary that tensor cores do not 
 two bytes; Megatron's fused softmax, its dropout.
 """
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,24 +41,13 @@ from rich.table import Table
 from labkit.cli.terminal import console, print_table
 from labkit.clusters import Cluster, Level, cluster
 from labkit.comm.collectives.costs import cost
-from labkit.foreign import write_json
 from labkit.replaying.costs import Costs
-from labkit.replaying.planning.published import (
-    SECONDS,
-    Array,
-    Calibration,
-    Row,
-    calibration,
-    count_in,
-    positive_in,
-    read_lines,
-    step_rows,
-)
+from labkit.replaying.planning.published import SECONDS, Array, Calibration, Row, calibration
 from labkit.replaying.planning.stages import slowest
 from labkit.replaying.planning.step_model import StepModel
 from robust_fit import Bounds, Fit, fit, refit
+from step_times import TABLES, count_in, positive_in, read_lines, step_rows
 
-TABLES = Path(__file__).resolve().parents[1] / "data" / "published"
 CLUSTER = "a100-fitted"
 OF_DEVICE = ("matmul_reached", "memory_reached", "host_s")
 NAMES = (*OF_DEVICE, "microbatch_s")
@@ -237,17 +227,22 @@ def toml_lines(fitted: Calibration, day: str) -> str:
 
 
 def save_calibration(fitted: Calibration, path: str | Path) -> Path:
-    """Write it as JSON, with today's date; the rows in the order of the tables."""
-    contents: dict[str, Any] = {
-        "source": "tests/benchmarks/calibrate.py", "date": fitted.dated or str(date.today()),
-        "constants": {name: list(x) for name, x in fitted.constants.items()},
-        "rows": [
-            {"row": row.in_words, "measured_s": row.step_s}
-            | {name: float(f"{getattr(fitted, name)[i]:.6g}") for name in SECONDS}
-            for i, row in enumerate(fitted.rows)
-        ],
-    }  # fmt: skip
-    return write_json(path, contents)
+    """Write it as JSON, with today's date; a line for each row, in the order of the tables."""
+    about = {
+        "source": "tests/benchmarks/calibrate.py",
+        "date": fitted.dated or str(date.today()),
+        "constants": fitted.constants,
+    }
+    rows = [
+        asdict(row) | {name: float(f"{getattr(fitted, name)[i]:.6g}") for name in SECONDS}
+        for i, row in enumerate(fitted.rows)
+    ]
+    head = json.dumps(about, indent=1).removesuffix("\n}")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head},\n "rows": [\n{lines}\n]\n}}\n', encoding="utf-8")
+    return path
 
 
 def main(

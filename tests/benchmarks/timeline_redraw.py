@@ -19,8 +19,7 @@ from labkit.models import GPT
 from labkit.parallel import DDP
 from labkit.plot.timelines import TimelineView
 from labkit.replaying import dry_run
-from labkit.replaying.changes import changed
-from labkit.replaying.redrawing import Redrawing
+from labkit.replaying.redrawing import Redrawing, changed
 from labkit.trace import RankTrace, Span, Step, Trace
 
 MODULES, BUCKETS, STEPS = 24, 6, 4  # in the run that is drawn

@@ -39,7 +39,7 @@ TINY = "--model tiny --steps 4 --rows 5"
 
 @pytest.mark.slow
 def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
-    line = f"labkit compare {TINY} --ranks 3 --out made"
+    line = f"labkit compare --all {TINY} --ranks 3 --out made"
     done = python("-m", *line.split(), cwd=tmp_path)
     for name in ("single", "naive-ddp", "ddp"):
         assert re.search(rf"{name} .*✓", done.stdout)
@@ -54,6 +54,22 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
         assert trace.about["predicted"]["bus_bytes"] == (0 if name == "single" else 4 / 3 * P_BYTES)
     assert "Warning" not in done.stderr
     assert "tensor is left out: 4 heads do not divide over 3 ranks" in done.stdout
+
+
+def test_compare_takes_one_of_each_family_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[str]] = []
+
+    def fitting(chosen: list[recipes.Recipe], *args: object, **kwargs: object) -> None:
+        taken.append([one.name for one in chosen])
+        raise ValueError("no rank starts")
+
+    monkeypatch.setattr(compare, "fitting", fitting)
+    for option in ("", " --all", " naive-ddp"):
+        command(f"compare{option}", 2)
+    every = list(recipes.RECIPES)
+    assert taken == [
+        ["ddp", "zero-3", "sequence", "context", "pipeline", "three-d"], every[1:], ["naive-ddp"],
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.published import GPT3, MEGATRON
 from labkit.replaying.planning.report import StepReport
 from labkit.replaying.planning.stages import rank_groups, virtual_stages
+from labkit.replaying.planning.step_model import StepModel
 from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
@@ -117,9 +118,10 @@ def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
 
 def test_groups_stand_where_the_mesh_has_them() -> None:
     """pp, dp and tp on nodes of 8: tensor parallelism inside, over two, or both; a replica of 2 x 2
-    ranks has one neighbour on its node, and one on the next."""
-    assert rank_groups(2, 2, 8, "tp", (1,), 8) == (tuple(range(16, 24)),)
-    assert rank_groups(2, 1, 16, "tp", (1,), 8) == (tuple(range(16, 32)),)
+    ranks has one neighbour on its node, and one on the next. Counted from their first node."""
+    assert rank_groups(2, 2, 8, "tp", (1,), 8) == (tuple(range(8)),)
+    assert rank_groups(2, 1, 16, "tp", (1,), 8) == (tuple(range(16)),)
+    assert rank_groups(2, 1, 6, "tp", (1,), 8) == (tuple(range(6, 12)),)
     assert rank_groups(1, 4, 6, "tp", (0,), 8) == (tuple(range(6)), tuple(range(6, 12)))
     assert rank_groups(2, 2, 2, "dp", (1,), 8) == ((4, 6),)
     assert rank_groups(4, 1, 2, "pp", (0, 1), 8) == ((0, 2),)
@@ -225,7 +227,9 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
             for one in trace.ranks.values()
         )
         assert most == pytest.approx(report.sent_bytes[axis], rel=1e-3)
-    assert len(timed_actions(trace)) == layout.pp
+    ended_s = [done[-1].ended_s for done in timed_actions(trace)]
+    timing = StepModel(SMALL, layout, 16, SELENE).timing()
+    assert ended_s == pytest.approx(timing.ended_s, rel=1e-9) and len(ended_s) == layout.pp
     assert plot.timeline(trace) is not None
 
 

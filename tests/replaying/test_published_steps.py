@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from labkit import DDP, GPT, Batch, cluster, dry_run, loss, replay, split_of
 from labkit.models import PlainAttention
-from labkit.replaying.planning.published import Row, step_rows
+from labkit.replaying.planning.published import Row
+from step_times import step_rows
 
 # Over all 24 such rows of up to 4 micro-batches, the replay takes 0.58 to 1.15 of the time that
 # was measured, 0.95 in the mean; the least where a GPU has 1 short sequence at a time.

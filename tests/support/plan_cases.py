@@ -4,7 +4,6 @@ arXiv 2104.04473, section 3, and nothing of their exact size, in place of a repl
 from typing import Any
 
 from labkit.clusters import Cluster
-from labkit.predict import step_flops
 from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.ranking import least_bytes
 from labkit.replaying.planning.report import StepReport
@@ -20,9 +19,7 @@ def step_of(
     names = ("compute", "optimizer", "tensor", "data", "pipeline", "bubble")
     seconds = {name: float(parts.pop(name, 0.0)) for name in names}
     step_s = sum(seconds.values())
-    flops = step_flops(
-        sizes.vocab, sizes.width, sizes.depth, sizes.heads, global_batch, sizes.context
-    )
+    flops = sizes.step_flops(global_batch)
     return StepReport(
         sizes, layout, global_batch, step_s, **{f"{name}_s": value for name, value in
         seconds.items()}, memory_bytes=parts.pop("held", {"parameters": 1e9}),
@@ -37,9 +34,7 @@ def formula_step(sizes: Sizes, layout: Layout, global_batch: int, cluster: Clust
     count = layout.microbatches(global_batch)
     rows = sizes.context * layout.microbatch
     device = cluster.device
-    flops = step_flops(
-        sizes.vocab, sizes.width, sizes.depth, sizes.heads, global_batch, sizes.context
-    )
+    flops = sizes.step_flops(global_batch)
     rate = device.matmul_flops_per_s("bfloat16", (rows, sizes.width // layout.tp, sizes.width))
     compute_s = flops * again / layout.ranks / rate
     wire = cluster.level_of(range(layout.tp))

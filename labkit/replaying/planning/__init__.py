@@ -1,15 +1,10 @@
 """Model parallelism at scale: what a layout costs on a cluster, and which to choose.
 
-layout, published    a model's sizes, ranks along each axis, all layouts that divide; known GPTs,
-                     and their measured step times beside predicted ones (tables/)
-
-A step is put together in this order:
-
-layers               each kind of layer and the optimizer's step on it, recorded without data
-stages               which layers a stage has, where its ranks sit, and what they take
-clock                the schedule, over many micro-batches
-step_model           all of these, messages between stages, and the end of the step
-peak_memory          what a rank holds at its peak
-steps, report        step_report and step_trace, from that model; why a step is slower
-ranking, plan        plan(sizes, cluster, global_batch): the layouts that fit, the fastest first
+layout, published    a model's sizes, all layouts that divide; known GPTs, measured step times
+layers               each kind of layer and its optimizer step, recorded without data
+stages, clock        the layers of each stage and their times; the schedule over micro-batches
+step_model           these, messages between stages, and the end of the step
+peak_memory          peak memory of a rank
+steps, report        step_report and step_trace; why a step is slower
+ranking, plan        plan(sizes, cluster, global_batch): the layouts that fit, fastest first
 """

@@ -3,9 +3,9 @@
     stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after the warm-up, rounds of one
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                forward and one backward
 
-Once all stages end a round the same number of seconds later than c micro-batches ago, they always
-will. So the clock runs until it finds such a period and inserts as many as are missing: the times
-of `labkit.replaying.engine`, in a hundredth of the time.
+Once all stages repeat their rounds of c micro-batches ago, a constant time later, they always will.
+So the clock runs until it finds this period, and inserts it for the missing micro-batches: the
+times of `labkit.replaying.engine`, in a hundredth of the time.
 
     waits       ├─ bubble: the neighbour has not sent it yet ─┼─ pipeline: it is on its way ─┤
 """
@@ -24,8 +24,7 @@ ROUNDING = 1e-12  # relative to the time so far
 
 @dataclass(frozen=True)
 class Timing:
-    """By stage, in seconds from the beginning of the step. After the warm-up a stage runs in rounds
-    of one forward and one backward."""
+    """Seconds by stage. Times count from the beginning of the step."""
 
     ended_s: Array  # [p] end of the last backward
     bubble_s: Array  # [p] waited until then for a stage that had not sent yet
@@ -34,7 +33,7 @@ class Timing:
 
 
 class _Compiled(NamedTuple):
-    """A schedule in an order in which it can run. Action 0 is the start of the step."""
+    """A schedule in executable order. Action 0 is the start of the step."""
 
     before: list[int]  # the previous action on the same stage
     needed: list[int]  # the action that sends its input; 0: none
@@ -51,7 +50,7 @@ class _Compiled(NamedTuple):
 
 
 def schedule_of(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B, or interleaved where there are chunks."""
+    """1F1B, or interleaved 1F1B with several chunks."""
     return schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
 
 
@@ -74,9 +73,7 @@ def _compiled(stages: int, microbatches: int, chunks: int) -> _Compiled:
         over.append(way)
         number[phase, microbatch, virtual] = len(before) - 1
         of_stage[stage].append(len(before) - 1)
-    warm_up = [
-        next(k for k, action in enumerate(one) if action.phase == "backward") - 1 for one in lists
-    ]
+    warm_up = [[action.phase for action in actions].index("backward") - 1 for actions in lists]
     lasts = [
         [number["backward", microbatches - 1, chunk * stages + stage] for chunk in range(chunks)]
         for stage in range(stages)
@@ -85,8 +82,6 @@ def _compiled(stages: int, microbatches: int, chunks: int) -> _Compiled:
 
 
 class _Simulated:
-    """The clock, run over all micro-batches of a compiled schedule."""
-
     def __init__(self, compiled: _Compiled, seconds: list[float], messages: list[float]):
         takes = [seconds[k] for k in compiled.takes]
         over = [*messages, 0.0]
@@ -105,8 +100,8 @@ class _Simulated:
         self.pipeline = self.began - free - self.bubble
 
     def period(self, last: int, chunks: int) -> int | None:
-        """The micro-batches after which all stages repeat, a constant time later; None where they
-        do not yet. `last`: the last round that all stages have."""
+        """Micro-batches after which all stages repeat, a constant time later; None if they do not
+        yet. `last`: the last round of all stages."""
         stages = len(self.compiled.of_stage)
         window, step = (stages + 1, stages) if chunks > 1 else (1, 1)
         by_round = self.ended[self.compiled.rounds(0, last + 1)]
@@ -123,14 +118,12 @@ class _Simulated:
 def pipeline_timing(
     microbatches: int, forward_s: Array, backward_s: Array, messages_s: Array
 ) -> Timing:
-    """The timing of 1F1B, or of interleaved 1F1B where there are chunks.
+    """The timing of 1F1B, interleaved with several chunks. Raises ValueError as the schedules do.
 
     Args:
         forward_s, backward_s: [p, v], of a micro-batch on each chunk of each stage.
         messages_s: [p], of a message between stage k and k + 1, either way; the last entry is
             between the last stage and the first.
-
-    Raises ValueError as the schedules do.
     """
     stages, chunks = forward_s.shape
     seconds = np.stack([forward_s.T, backward_s.T], axis=-1).ravel().tolist()
@@ -153,7 +146,7 @@ def pipeline_timing(
 
 
 def _timing(run: _Simulated, chunks: int, last: int = 0, period: int = 0, times: int = 0) -> Timing:
-    """The timing of a run into which a period is inserted so many times."""
+    """The timing of a run with its period inserted `times` times."""
     compiled, first = run.compiled, last + 1 - period * chunks
     actions, again = compiled.of_stage, compiled.rounds(first, last + 1)
     later_s = np.zeros(len(actions))

@@ -1,9 +1,9 @@
 """One layer of a model at scale, recorded without data: what it computes, sends and keeps.
 
-Each of the three kinds of layers is recorded once, through labkit's own code, between a source that
-makes its input and a sink that takes its output. So what a stage computes, sends and keeps is the
-sum over its layers, to the byte. Parameters and gradients are bfloat16; the optimizer keeps an fp32
-master copy and two moments of AdamW. Dropout is 0.
+Each of the three kinds of layers is recorded once, running labkit's own code between a source of
+its input and a sink for its output. A stage computes, sends and keeps the sum over its layers, to
+the byte. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and AdamW's
+two moments. Dropout is 0.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ GRADIENT = "gradient"  # the name of a span that marks a complete gradient
 
 
 class Shape(NamedTuple):
-    """All that the recording of a layer depends on; sizes are those of the whole layer."""
+    """All that the recording of a layer depends on; sizes are those of the unsharded layer."""
 
     kind: Kind
     width: int
@@ -57,10 +57,10 @@ class Shape(NamedTuple):
 class LayerPass:
     """The forward or backward of one micro-batch, or the optimizer's step."""
 
-    # In order: "compute" and an Operation, "issue" or "wait" and a CommEvent, or "gradient" and the
-    # elements of one that is complete.
+    # In order: ("compute", Operation), ("issue" or "wait", CommEvent), and for a complete gradient
+    # ("gradient", elements).
     events: tuple[tuple[str, Any], ...]
-    peak: Bytes  # held at most, above those before the forward or the step
+    peak: Bytes  # at the peak, above what was held before the forward or the step
 
     def all_of(self, kind: str) -> list[Any]:
         return [record for kind_of, record in self.events if kind_of == kind]
@@ -68,8 +68,7 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class Layer:
-    """A recorded layer. `kept`: bytes between forward and backward of a micro-batch, with its input
-    and without its output."""
+    """A recorded layer. `kept`: bytes from forward to backward of a micro-batch, with its input."""
 
     forward: LayerPass
     backward: LayerPass
@@ -82,13 +81,13 @@ class Layer:
 
     @cached_property
     def sent_bytes(self) -> int:
-        """Bus bytes of rank 0, for one micro-batch."""
+        """Bus bytes of rank 0, per micro-batch."""
         issued = [*self.forward.all_of("issue"), *self.backward.all_of("issue")]
         return sum(event.bus_bytes for event in issued)
 
 
 def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> Shape:
-    """The shape of a layer of this kind, as one rank of `layout` computes a micro-batch of it."""
+    """The shape of this kind of layer in `layout`, for one micro-batch."""
     sequence = layout.sequence and layout.tp > 1
     common = kind, sizes.width, layout.microbatch, sizes.context, layout.tp, sequence
     if kind == "block":
@@ -103,12 +102,12 @@ def recorded(shape: Shape) -> Layer:
 
 
 def record_layers(shapes: Sequence[Shape]) -> Layer:
-    """These layers one after the other in one recording: a whole stage."""
+    """Record these layers one after the other: a whole stage."""
     return _layer_of(dry_run(_micro_batch, shapes, ranks=shapes[0].tp).ranks[0])
 
 
 def _micro_batch(shapes: Sequence[Shape]) -> None:
-    """Forward and backward on a rank. Gradients exist from the start, as in DDP's buckets."""
+    """One rank's forward and backward. Gradients exist from the start, as in DDP's buckets."""
     stage = _Stage(shapes)
     for parameter in stage.layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -167,13 +166,12 @@ class _Stage(nn.Module):
 
 
 def _model(shapes: Sequence[Shape]) -> GPT:
-    """A GPT that has these layers, in bfloat16 and sharded over the ranks. All other layers are
-    small. (A tied head is recorded untied.)"""
+    """A bfloat16 GPT with these layers, sharded over the ranks, and small others; never tied."""
     first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
     heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
     vocab = max([first.tp, *(shape.vocab for shape in shapes)])
     default = torch.get_default_dtype()
-    with ExitStack() as patches:  # parameters without values: none are drawn, none copied
+    with ExitStack() as patches:  # parameters without values: no random init, no broadcast
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
             patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
         patches.enter_context(patch.object(tensor, "broadcast_tensors", _do_nothing))
@@ -190,7 +188,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 class _Source(torch.autograd.Function):
-    """Makes an input [b, s, w]; its gradient is dropped."""
+    """Makes an input [b, s, w]; drops its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *shape: int) -> Tensor:
@@ -202,7 +200,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Sink(torch.autograd.Function):
-    """Takes an output, and makes its gradient."""
+    """Takes an output and makes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -215,7 +213,6 @@ class _Sink(torch.autograd.Function):
 
 
 def _layer_of(one: RankTrace) -> Layer:
-    """The two passes of a recording."""
     forward, backward = (
         next(x for x in one.spans if x.phase == phase and not x.depth)
         for phase in ("forward", "backward")
@@ -228,7 +225,6 @@ def _layer_of(one: RankTrace) -> Layer:
     before = [x.held_bytes for x in one.memory if x.when_s < forward.began_s][-1]
 
     def pass_of(began_s: float, ended_s: float) -> tuple[LayerPass, Bytes]:
-        """A pass, and the bytes held at its end."""
         held = [x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s]
         during = [x[2:] for x in events if began_s <= x[0] <= ended_s]
         return LayerPass(tuple(during), _above(max(held, key=sum), before)), held[-1]
@@ -244,7 +240,7 @@ def _above(held: Bytes, before: Bytes) -> Bytes:
 
 @lru_cache(maxsize=4096)
 def recorded_update(parameters: tuple[int, ...]) -> LayerPass:
-    """`MasterWeights` of AdamW on parameters of so many elements each: its second step."""
+    """The second step of `MasterWeights` with AdamW, on parameters of these numbers of elements."""
     one = dry_run(_updates, parameters, ranks=1).ranks[0]
     step = next(x for x in one.spans if x.phase == "optimizer" and not x.depth)
     held = [x.held_bytes for x in one.memory]

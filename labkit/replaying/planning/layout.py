@@ -1,13 +1,12 @@
-"""How a model is laid out on a cluster, and every layout that so many ranks can have.
+"""How a model is laid out on a cluster, and all layouts of a given number of ranks.
 
     Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, tensor parallelism innermost
     a batch of 1536 rows   over dp 16:  96 rows for each replica, 96 micro-batches of 1
     a model of 96 blocks   over pp 8:   12 blocks on each stage, each sharded over tp 8
 
-On an axis of one rank, a choice of that axis keeps its default: ZeRO, sequence parallelism, chunks.
-Unless others are named, micro-batches and chunks are powers of two, and micro-batches stop growing
-at 16,384 positions, where a matmul in tiles of 128 runs at 99 % of its speed (arXiv 2104.04473,
-section 3.4).
+On an axis of one rank, its options keep their defaults: ZeRO, sequence parallelism, chunks. By
+default, micro-batches and chunks are powers of two, and micro-batches stop growing at 16,384
+positions, where a matmul in tiles of 128 runs at 99 % of its speed (arXiv 2104.04473, section 3.4).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from labkit.predict.sizes import check_counts
-from labkit.predict.transformer import parameters
+from labkit.predict.transformer import parameters, step_flops
 
 ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
@@ -28,7 +27,7 @@ Wanted = Mapping[str, tuple[int, ...]]  # empty: all that divide
 
 @dataclass(frozen=True)
 class Sizes:
-    """A GPT's, as labkit.GPT(vocab, width, depth, heads, context) takes them."""
+    """The sizes of a GPT, as labkit.GPT(vocab, width, depth, heads, context) takes them."""
 
     width: int
     depth: int
@@ -43,18 +42,22 @@ class Sizes:
             self.vocab, self.width, self.depth, self.heads, self.context, tied=self.tied
         )
 
+    def step_flops(self, rows: int) -> float:
+        """FLOPs of a step on `rows` rows, without recomputation."""
+        return step_flops(self.vocab, self.width, self.depth, self.heads, rows, self.context)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis, and the choices that go with them.
+    """Ranks along each axis, and the options of each.
 
     Attributes:
         tp, pp, dp: ranks of tensor, pipeline and data parallelism.
         microbatch: rows of one micro-batch.
-        chunks: of each stage (interleaved 1F1B); 1 is plain 1F1B.
+        chunks: per stage (interleaved 1F1B); 1 is plain 1F1B.
         zero: 0 for DDP, or 1 for ZeRO's stage 1 over dp.
         sequence: sequence parallelism, over tp.
-        recompute: "none" or "full" (each block keeps its input alone).
+        recompute: "none" or "full" (each block keeps only its input).
         scatter_gather: a message between stages is sharded over tp, and gathered on arrival.
     """
 
@@ -74,7 +77,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Shards of the optimizer's state: dp with ZeRO, else 1."""
+        """Shards of the optimizer state: dp with ZeRO, else 1."""
         return self.dp if self.zero else 1
 
     @property
@@ -83,7 +86,7 @@ class Layout:
         return self.scatter_gather and self.tp > 1 and self.pp > 1 and not self.sequence
 
     def microbatches(self, global_batch: int) -> int:
-        """Micro-batches of each replica, in a step on so many rows."""
+        """Micro-batches per replica in a step on `global_batch` rows."""
         return global_batch // (self.dp * self.microbatch)
 
     @property
@@ -92,7 +95,7 @@ class Layout:
 
 
 def described(layout: Layout) -> str:
-    """The layout in words, with every choice that is not the default."""
+    """The layout as text, with every option that is not the default."""
     choices = {
         f"{layout.chunks} chunks": layout.chunks > 1,
         f"zero {layout.zero}": layout.zero,
@@ -116,7 +119,7 @@ def layouts(
     sequence: bool | None = None,
     recompute: str | Iterable[str] | None = None,
 ) -> list[Layout]:
-    """All layouts of `ranks` ranks that divide, each once, whether they fit in memory or not.
+    """All layouts of `ranks` ranks that divide the model and batch, even where they do not fit.
 
     Args:
         global_batch: rows of a step, over all replicas.
@@ -124,8 +127,8 @@ def layouts(
             choose from; all if None.
         sequence: with sequence parallelism or without; both if None.
 
-    Raises ValueError for a number that no layout can have, and where no layout is left, naming the
-    nearest numbers that can.
+    Raises ValueError for an impossible value, and where no layout is left, naming the nearest
+    numbers of ranks that have one.
     """
     check_counts(ranks=ranks, global_batch=global_batch)
     assert sizes.parameters  # raises ValueError where the heads do not divide the width
@@ -170,7 +173,7 @@ def layouts(
 
 
 def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> Iterator[Layout]:
-    """The layouts by their axes, micro-batch and chunks alone."""
+    """Layouts by axes, micro-batch and chunks, with other options at their defaults."""
     for tp, pp in product(
         wanted["tp"] or divisors(sizes.heads), wanted["pp"] or divisors(sizes.depth)
     ):
@@ -192,18 +195,18 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, from 1 to itself."""
+    """Divisors of a positive number, from 1 to itself."""
     small = [n for n in range(1, int(number**0.5) + 1) if not number % n]
     return sorted({*small, *(number // n for n in small)})
 
 
 def powers_of_two(number: int) -> list[int]:
-    """Powers of two that divide it, from 1 up."""
+    """Powers of two that divide `number`, from 1 up."""
     return [n for n in divisors(number) if not n & (n - 1)]
 
 
 def several(given: Any) -> tuple[Any, ...]:
-    """One value or more, each once; empty for None."""
+    """One or more values as a tuple, each once; empty for None."""
     if given is None:
         return ()
     return (given,) if isinstance(given, int | str) else tuple(dict.fromkeys(given))
@@ -224,7 +227,7 @@ def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, .
 
 
 def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> str:
-    """What does not divide, and the nearest numbers of ranks that do."""
+    """An error message: what does not divide, and the nearest numbers of ranks that do."""
     named = [f"{name} {_either(numbers)}" for name, numbers in wanted.items() if numbers]
     counts = {
         tp * pp * dp

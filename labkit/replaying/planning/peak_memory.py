@@ -1,12 +1,12 @@
-"""Peak memory of a rank in a layout, as recorded for its layers.
+"""Peak memory of a rank in a layout, from the recordings of its layers.
 
-    states        2 + 2 + 12 bytes for each of its parameters, less what ZeRO shards over dp
-    in flight     what layers keep of each micro-batch between its forward and its backward
-    working       what a layer or the optimizer holds at most: the logits, or a recomputed block
+    states        2 + 2 + 12 bytes per parameter, less what ZeRO shards over dp
+    in flight     what layers keep of each micro-batch from its forward to its backward
+    working       peak of a layer or the optimizer: the logits, or a recomputed block
     messages      one being sent, and one received early
-    tied          ZeRO's share of the gradient of a tied embedding, once more, on both end stages
+    tied          ZeRO's shard of a tied embedding's gradient, once more, on both end stages
 
-Not counted: the batch of tokens, and what the device's own software takes.
+Not counted: the batch of tokens, and the device's own software.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ works on, at their maximum."""
 
 
 def peak_memory(model: StepModel) -> Mapping[str, float]:
-    """Bytes by category, on a rank of the stage that holds the most."""
+    """Bytes by category, on a rank of the fullest stage."""
     layout = model.layout
     in_flight = _in_flight(layout.pp, min(model.microbatches, 2 * layout.pp), layout.chunks)
     stages = zip(model.stages, in_flight, strict=True)
@@ -49,7 +49,6 @@ def peak_memory(model: StepModel) -> Mapping[str, float]:
 
 
 def _peak(chunks: Sequence[VirtualStage], shards: int, in_flight: InFlight) -> Held:
-    """The peak of one stage."""
     elements = sum(chunk.parameters for chunk in chunks)
     layers = [layer for chunk in chunks for layer in chunk.recorded()]
     tensors = sum(len(layer.gradients) * count for layer, count in layers)
@@ -67,7 +66,7 @@ def _peak(chunks: Sequence[VirtualStage], shards: int, in_flight: InFlight) -> H
 
 @lru_cache(maxsize=4096)
 def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
-    """What a micro-batch keeps between forward and backward, and its peak in either."""
+    """Bytes kept from a micro-batch's forward to its backward, and its peak in either."""
     kept = most = np.zeros(len(CATEGORIES), dtype=int)
     for layer, count in chunk.recorded():
         before = kept + (count - 1) * np.array(layer.kept)  # when its last copy works
@@ -79,7 +78,6 @@ def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
 
 @lru_cache(maxsize=1024)
 def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, ...]:
-    """The micro-batches in flight on each stage."""
     if chunks == 1:
         return tuple(((0, (min(stages - stage, microbatches) - 1,)),) for stage in range(stages))
     by_stage = []

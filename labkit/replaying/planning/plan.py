@@ -1,4 +1,4 @@
-"""What planning answers (ranking.py), as tables and as JSON: a ranked `Plan`, or a `Fit`."""
+"""Results of planning (ranking.py), as tables and as JSON: a ranked `Plan`, or a `Fit`."""
 
 import json
 from collections.abc import Mapping
@@ -23,12 +23,7 @@ HEADS = (
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A layout that does not fit.
-
-    Attributes:
-        memory_bytes: by category.
-        at_least: these bytes are a lower bound.
-    """
+    """A layout that does not fit. `memory_bytes` by category are a lower bound if `at_least`."""
 
     layout: Layout
     memory_bytes: Mapping[str, float]
@@ -41,17 +36,10 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a model fits, and its layout: the one with the lowest peak, or in which the largest
-    model fits.
-
-    Attributes:
-        budget_bytes: that a device may hold.
-        others: layouts that their bounds ruled out without a recording.
-    """
+    """Whether a model fits, in the layout with the lowest peak; or the largest model that fits."""
 
     report: StepReport
-    budget_bytes: float
-    others: int = 0
+    budget_bytes: float  # memory that a device may use
 
     @property
     def fits(self) -> bool:
@@ -72,7 +60,7 @@ class Fit:
         )
 
     def table(self) -> Table:
-        """What the fullest stage holds at its peak, by category."""
+        """Peak bytes of the fullest stage, by category."""
         free = self.budget_bytes - self.report.peak_bytes
         parts = {name: held for name, held in self.report.memory_bytes.items() if held}
         parts["free" if free >= 0 else "too much"] = abs(free)
@@ -88,20 +76,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a model on a cluster, ranked.
-
-    Attributes:
-        reports: of the layouts that fit, by the seconds of a step.
-        too_large: those that do not, the smallest first.
-        budget_bytes: that a device may hold.
-        took_s: seconds that the planning took.
-    """
+    """All layouts of a model on a cluster, ranked."""
 
     cluster: Cluster
-    reports: tuple[StepReport, ...]
-    too_large: tuple[TooLarge, ...]
-    budget_bytes: float
-    took_s: float = 0.0
+    reports: tuple[StepReport, ...]  # of the layouts that fit, the fastest step first
+    too_large: tuple[TooLarge, ...]  # layouts that do not fit, the smallest first
+    budget_bytes: float  # memory that a device may use
+    took_s: float = 0.0  # by planning
 
     @property
     def best(self) -> StepReport:
@@ -122,7 +103,7 @@ class Plan:
         raise ValueError(f"{described(layout)} {reason}")
 
     def why(self, layout: Layout) -> str:
-        """One sentence: what this layout loses to the best, or by how much it does not fit."""
+        """One sentence: what the layout loses to the best, or by how much it does not fit."""
         if large := self._too_large.get(layout):
             return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
         return why(self.best, self.report(layout), self.cluster)
@@ -136,8 +117,7 @@ class Plan:
         return {large.layout: large for large in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
-        """The fastest layout for each value of "tp", "pp", "microbatch" or another field: what a
-        choice costs when all others are optimal."""
+        """The fastest layout for each value of a field, such as "tp" or "microbatch"."""
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
             raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
@@ -147,9 +127,9 @@ class Plan:
         return dict(sorted(fastest.items()))
 
     def trades(self, near: int | None = None) -> Table:
-        """The fastest layout with each tp, pp, dp and micro-batch, and what it loses on: the
-        takeaways of arXiv 2104.04473, section 3, for this model. `near`: only so many values to
-        each side of the best, and the first tp that leaves the node; all of them if None."""
+        """The fastest layout with each tp, pp, dp and micro-batch, and why it loses: the takeaways
+        of arXiv 2104.04473, section 3, for this model. `near`: values to show on each side of the
+        best, besides the first tp that leaves the node; all if None."""
         rows: list[tuple[str, ...]] = []
         node = self.cluster.devices_per_node
         for choice, name in AXES.items():
@@ -166,8 +146,7 @@ class Plan:
         return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
 
     def table(self, top: int | None = 10) -> Table:
-        """The `top` layouts, all of them if None, with what they take, hold and send. Exposed:
-        waiting for communication, over all axes."""
+        """The `top` layouts, all if None. Exposed: waiting for communication, over all axes."""
         rows = []
         for place, report in enumerate(self.reports[:top], 1):
             layout, exposed_s = report.layout, report.tensor_s + report.pipeline_s + report.data_s
@@ -191,8 +170,7 @@ class Plan:
         return self.table()._repr_html_()
 
     def to_json(self) -> str:
-        """The whole plan, for other programs and for `Plan.from_json`: the seconds of a step by
-        their parts, bytes by category and axis."""
+        """The whole plan, for other programs and for `Plan.from_json`."""
         best = self.best
         contents = {
             "format": FORMAT,
@@ -221,8 +199,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Read what `to_json` wrote. `cluster` is needed for one that labkit does not know. Raises
-        ValueError for any other text."""
+        """Read what `to_json` wrote, else raise ValueError. An unknown cluster needs `cluster`."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:

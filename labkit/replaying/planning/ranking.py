@@ -5,8 +5,8 @@
                             └── more than a device has ──┴──> `too_large`
 
 The lower bounds are formulas without temporary tensors: they never overestimate, and rule out most
-layouts that do not fit. All layouts share one `Costs`, which remembers what each stage takes: a
-thousand layouts need some dozens of recordings.
+layouts that do not fit. All layouts share one `Costs`, which caches the times of stages: a thousand
+layouts need some dozens of recordings.
 """
 
 import time
@@ -45,13 +45,11 @@ def plan(
 
     Args:
         global_batch: rows of a step, over all replicas.
-        gpus: use so many of the cluster's devices; all if None.
-        max_memory_bytes: that each may hold; all it has if None.
-        constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as `layouts` takes
-            them: a value, or several to choose from.
+        gpus: how many of the cluster's devices to use; all if None.
+        max_memory_bytes: memory limit of each device; all it has if None.
+        constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as for `layouts`.
 
-    Raises ValueError where no layout divides, with the numbers that would, and where none fits, by
-    how much.
+    Raises ValueError where no layout divides, naming numbers that do, or none fits, by how much.
 
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """
@@ -86,7 +84,7 @@ def fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """Whether a model fits at all, and the layout with the lowest peak. Arguments as for `plan`."""
+    """Whether a model fits, in the layout with the lowest peak. Arguments as for `plan`."""
     bounds = _bounds(sizes, cluster, global_batch, gpus, constraints)
     budget_bytes = _budget(cluster, max_memory_bytes)
     return _lowest_peak(sizes, bounds, budget_bytes, reporter(cluster, global_batch))
@@ -101,9 +99,9 @@ def largest_that_fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """The deepest model of this width that fits, by bisection of each layout; the depth of `sizes`
+    """The deepest model of this width that fits, by bisection for each layout; the depth of `sizes`
     is ignored. Arguments as for `plan`; by default micro-batches have one row and stages one chunk,
-    which need the least memory. Raises ValueError where not even one block a stage fits."""
+    which need the least memory. Raises ValueError if not even one block per stage fits."""
     ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
     report_of = reporter(cluster, global_batch)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
@@ -111,7 +109,6 @@ def largest_that_fits(
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
 
     def most_blocks(layout: Layout) -> int:
-        """Of a stage, by the formulas."""
 
         def is_too_large(blocks: int) -> bool:
             held = least_bytes(replace(sizes, depth=layout.pp * blocks), layout, global_batch)
@@ -120,21 +117,18 @@ def largest_that_fits(
         return bisect_left(range(1, MOST_BLOCKS), True, key=is_too_large)
 
     def deepest(layout: Layout, blocks: int) -> StepReport | None:
-        """With at most so many blocks on a stage."""
         at = cache(lambda count: report_of(replace(sizes, depth=layout.pp * count), layout))
         counts = range(1, blocks + 1)
         fitting = bisect_left(counts, True, key=lambda count: at(count).peak_bytes > budget_bytes)
         return at(fitting) if fitting else None
 
     every = layouts(replace(sizes, depth=depth), ranks, global_batch, **chosen)
-    bounds = sorted(((one, most_blocks(one)) for one in every), key=lambda x: -x[0].pp * x[1])
+    bounds = sorted(zip(every, map(most_blocks, every)), key=lambda x: -x[0].pp * x[1])
     best: StepReport | None = None
-    recorded = 0
     for layout, blocks in slow_progress(bounds, "recording layouts"):
         if layout.pp * blocks <= (best.sizes.depth if best else 0):
             break
         report = deepest(layout, blocks)
-        recorded += 1
         if report and (best is None or report.sizes.depth > best.sizes.depth):
             best = report
     if best is None:
@@ -142,11 +136,11 @@ def largest_that_fits(
             f"not one block of width {sizes.width} for each stage fits into "
             f"{budget_bytes / 1e9:.1f} GB on {ranks} devices; take a smaller width or vocabulary"
         )
-    return Fit(best, budget_bytes, len(bounds) - recorded)
+    return Fit(best, budget_bytes)
 
 
 def reporter(cluster: Cluster, global_batch: int) -> Report:
-    """Replays steps on the cluster, all with the same costs of stages."""
+    """A function that replays steps on the cluster; all of them share their costs."""
     from labkit.replaying.costs import Costs
     from labkit.replaying.planning.steps import step_report
 
@@ -155,9 +149,8 @@ def reporter(cluster: Cluster, global_batch: int) -> Report:
 
 
 def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, float]:
-    """A lower bound of the first stage's peak, in bytes by category: states (arXiv 1910.02054) of
-    the weight matrices alone, and what its blocks keep for the micro-batches in flight (arXiv
-    2205.05198), without dropout or scores."""
+    """A lower bound of the first stage's peak, by category: states (arXiv 1910.02054) of weight
+    matrices only, and activations in flight (arXiv 2205.05198) without dropout or scores."""
     width, tp = sizes.width, layout.tp
     blocks = sizes.depth // layout.pp
     elements = (12 * width**2 * blocks + sizes.vocab * width) / tp
@@ -177,7 +170,7 @@ def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, fl
 
 
 def _devices(cluster: Cluster, gpus: int | None) -> int:
-    """The number used. Raises ValueError for none, or more than the cluster has."""
+    """Raises ValueError for no devices, or more than the cluster has."""
     if gpus is not None and not 1 <= gpus <= cluster.size:
         raise ValueError(
             f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
@@ -188,7 +181,7 @@ def _devices(cluster: Cluster, gpus: int | None) -> int:
 
 
 def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
-    """Bytes that a device may hold. Raises ValueError for more than it has, or none."""
+    """Bytes that a device may use. Raises ValueError for none, or more than it has."""
     device = cluster.device
     if max_memory_bytes is None:
         return device.memory_bytes
@@ -203,7 +196,6 @@ def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
 def _bounds(
     sizes: Sizes, cluster: Cluster, global_batch: int, gpus: int | None, constraints: Any
 ) -> list[TooLarge]:
-    """The layouts with their lower bounds, the smallest first."""
     every = layouts(sizes, _devices(cluster, gpus), global_batch, **constraints)
     bounds = [TooLarge(x, least_bytes(sizes, x, global_batch), at_least=True) for x in every]
     return sorted(bounds, key=lambda bound: bound.peak_bytes)
@@ -212,12 +204,10 @@ def _bounds(
 def _lowest_peak(
     sizes: Sizes, bounds: list[TooLarge], budget_bytes: float, report_of: Report
 ) -> Fit:
-    """The layout with the lowest recorded peak."""
-    best, recorded = report_of(sizes, bounds[0].layout), 1
+    best = report_of(sizes, bounds[0].layout)
     for bound in slow_progress(bounds[1:], "recording layouts"):
         if bound.peak_bytes >= best.peak_bytes:
             break
         report = report_of(sizes, bound.layout)
         best = min(best, report, key=lambda report: report.peak_bytes)
-        recorded += 1
-    return Fit(best, budget_bytes, len(bounds) - recorded)
+    return Fit(best, budget_bytes)

@@ -1,12 +1,12 @@
-"""What a step in a layout takes, holds and sends; and why one step is slower than another.
+"""Time, memory and bytes sent of a step in a layout, and why one step is slower than another.
 
     best    ███████████ compute ██ tensor █ bubble
     other   ███████████ compute ██ tensor █████████████ bubble
                                            └──────────┘ the largest difference is the reason
 
-It names the trade of arXiv 2104.04473 that was lost: collectives between nodes wait for the slower
-wire (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin by tp or a
-small micro-batch run slower (3.4); gradients travel once in a step (3.3).
+The reason names the trade of arXiv 2104.04473 that was lost: collectives between nodes wait for the
+slower wire (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin by
+tp or a small micro-batch run slower (3.4); gradients are sent once per step (3.3).
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of `sizes` on `global_batch` rows, as replayed on a cluster. The seconds are means
-    over the stages and add up to `step_s`, exactly. Memory is that of the stage that holds the
-    most; bytes sent are bus bytes of the rank that sends the most on that axis.
-    """
+    """One step of `sizes` on `global_batch` rows, replayed on a cluster. The seconds are means over
+    the stages and add up to `step_s`, exactly. Memory is that of the fullest stage; bytes sent are
+    bus bytes of the rank that sends the most on that axis."""
 
     sizes: Sizes
     layout: Layout
@@ -49,12 +48,12 @@ class StepReport:
 
 
 def seconds(report: StepReport) -> dict[str, float]:
-    """The parts of a step, which add up to it."""
+    """The parts of a step, which add up to `step_s`."""
     return {part: getattr(report, f"{part}_s") for part in PARTS}
 
 
 def reached(report: StepReport) -> float:
-    """The fraction of the devices' peak while they compute, recomputation included: 0 to 1."""
+    """The fraction of peak FLOP/s while computing, recomputation included: 0 to 1."""
     again = 4 / 3 if report.layout.recompute == "full" else 1.0
     return report.mfu * report.step_s / report.compute_s * again
 
@@ -66,7 +65,7 @@ def cause(best: StepReport, other: StepReport) -> str:
 
 
 def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    """One sentence: what the slower `other` loses on, in numbers of the two reports."""
+    """One sentence: why `other` is slower, in numbers of the two reports."""
     if other.layout == best.layout:
         return "the best"
     slower = other.step_s / best.step_s - 1
@@ -78,7 +77,7 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
 
 
 def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bool = False) -> str:
-    """One sentence on a layout that does not fit: by how much, and what holds the most."""
+    """One sentence: by how much a layout does not fit, and what takes the most memory."""
     peak, budget = sum(memory_bytes.values()) / GB, budget_bytes / GB
     largest = max(memory_bytes, key=lambda name: memory_bytes[name])
     digits = 1 if f"{peak:.1f}" != f"{budget:.1f}" else 3
@@ -124,7 +123,7 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
 
 
 def _compute_reason(best: StepReport, other: StepReport) -> str:
-    again_s = other.compute_s / 4  # forward, once more: one of four equal parts
+    again_s = other.compute_s / 4  # a second forward: one of four equal parts
     if (
         other.layout.recompute == "full"
         and best.layout.recompute == "none"
@@ -145,7 +144,7 @@ def _compute_reason(best: StepReport, other: StepReport) -> str:
 
 
 def _filling(report: StepReport) -> str:
-    """The terms of (pp - 1) / (m chunks)."""
+    """The terms of the bubble, (pp - 1) / (m chunks)."""
     layout = report.layout
     count = layout.microbatches(report.global_batch)
     chunks = f" in {layout.chunks} chunks" if layout.chunks > 1 else ""

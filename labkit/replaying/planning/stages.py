@@ -6,20 +6,19 @@
 Chunk c of stage r is virtual stage c p + r.
 
     host        │launch│launch│launch│ ...     does not wait for the device
-    computing          ███    ████████████     one operation after the other, at the device's rates,
-                                               and none before its launch
+    computing          ███    ████████████     one operation after the other, none before its launch
     wire                 [all-reduce of dx]    one collective after the other, on the ranks of tp
     exposed                            ▒▒▒     the rank waits for it
 
 A layer begins and ends with nothing in flight, so the seconds of layers add up. A host runs ahead
 within a pass of a layer, but not into the next: over a whole step, it would hide a slow forward
-behind a long backward, and measured steps do not show that (calibrate.py).
+behind a long backward, which measured steps do not show (calibrate.py).
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ CompletedGradients = tuple[tuple[float, int], ...]  # seconds into the backward,
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """Layers in order: the shape of each kind, and how many there are."""
+    """Layers in order: the shape of each kind, and its count."""
 
     layers: tuple[tuple[Shape, int], ...]
     tied_elements: int = 0  # of a head that is the embedding, on the same rank
@@ -61,18 +60,18 @@ class VirtualStage:
 
     @property
     def parameters(self) -> int:
-        """Elements on one rank."""
+        """Parameter elements on one rank."""
         elements = sum(sum(layer.gradients) * count for layer, count in self.recorded())
         return elements - self.tied_elements
 
     @property
     def sent_bytes(self) -> int:
-        """Over the tensor-parallel axis, for a micro-batch."""
+        """Bytes over the tensor-parallel axis, per micro-batch."""
         return sum(layer.sent_bytes * count for layer, count in self.recorded())
 
 
 def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[VirtualStage]:
-    """In the model's order. Raises ValueError for more virtual stages than blocks."""
+    """The model's virtual stages, in order. Raises ValueError if it has fewer blocks."""
     count = layout.pp * layout.chunks
     if sizes.depth < count:
         raise ValueError(
@@ -103,9 +102,9 @@ def rank_groups(
     pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int
 ) -> Groups:
     """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one for each
-    way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp" the groups of
-    one stage; along "pp" those with one rank of each stage.
-    """
+    way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp", groups of one
+    stage; along "pp", groups with one rank of each stage. Ranks count from their group's first
+    node, so that stages that are spread alike share a cached result."""
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
     others = [other for other in ("dp", "tp") if other != axis]
@@ -115,21 +114,13 @@ def rank_groups(
         fixed = {"pp": stages[0], **dict(zip(others, indices, strict=True))}
         ranks = tuple(rank_at(mesh, fixed | {axis: member}) for member in members)
         on_node = Counter(rank // per_node for rank in ranks)
-        kinds.setdefault(tuple(sorted(on_node.values())), ranks)
+        first = min(on_node) * per_node
+        kinds.setdefault(tuple(sorted(on_node.values())), tuple(rank - first for rank in ranks))
     return tuple(kinds.values())
 
 
-@lru_cache(maxsize=65536)
-def from_first_node(groups: Groups, per_node: int) -> Groups:
-    """The groups, counted from the first node: stages that are spread alike then share what was
-    computed for one of them."""
-    return tuple(
-        tuple(rank - min(ranks) // per_node * per_node for rank in ranks) for ranks in groups
-    )
-
-
 def slowest(op: str, nbytes: int, costs: Costs, groups: Groups) -> Sending:
-    """A collective, in the group where it takes longest."""
+    """A collective's time, in the group where it takes longest."""
     return max((costs.collective(op, nbytes, ranks) for ranks in groups), key=lambda x: x.total_s)
 
 
@@ -146,20 +137,19 @@ class StageSeconds(NamedTuple):
     gradients: CompletedGradients
 
 
-def chunk_seconds(chunk: VirtualStage, costs: Costs, groups: Groups) -> StageSeconds:
-    """The sum over the layers of a chunk, in the slowest of its tensor-parallel groups."""
+def chunk_seconds(costs: Costs, chunk: VirtualStage, groups: Groups) -> StageSeconds:
+    """The sum over the layers of a chunk, each collective in the slowest tensor-parallel group."""
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):
-        find = partial(_layer_seconds, shape, costs, groups)
-        layer = costs.remembered((shape, groups), find)
+        layer = costs.remembered(_layer_seconds, shape, groups)
         gradients += [(backward_s + when_s, numel) for when_s, numel in layer.gradients]
         forward_s, backward_s = forward_s + layer.forward_s, backward_s + layer.backward_s
         compute_s, exposed_s = compute_s + layer.compute_s, exposed_s + layer.exposed_s
     return StageSeconds(forward_s, backward_s, compute_s, exposed_s, tuple(gradients))
 
 
-def _layer_seconds(shape: Shape, costs: Costs, groups: Groups) -> StageSeconds:
+def _layer_seconds(costs: Costs, shape: Shape, groups: Groups) -> StageSeconds:
     layer = recorded(shape)
     forward_s, waited_s, _ = _pass_seconds(layer.forward, costs, groups)
     backward_s, exposed_s, gradients = _pass_seconds(layer.backward, costs, groups)
@@ -172,7 +162,7 @@ def _layer_seconds(shape: Shape, costs: Costs, groups: Groups) -> StageSeconds:
 def _pass_seconds(
     layer_pass: LayerPass, costs: Costs, groups: Groups
 ) -> tuple[float, float, CompletedGradients]:
-    """Computing, exposed, and when each gradient is complete."""
+    """Seconds computing, seconds exposed, and when each gradient is complete."""
     compute_s = exposed_s = wire_free_s = launched_s = 0.0
     arrives_s: dict[int, float] = {}
     gradients = []
@@ -193,21 +183,19 @@ def _pass_seconds(
 
 
 def update_seconds(chunks: Sequence[VirtualStage], costs: Costs, shards: int) -> float:
-    """The optimizer's step on one of so many shards of a stage: AdamW treats each element by
-    itself."""
-
-    def layer_s(parameters: tuple[int, ...]) -> float:
-        ended_s = 0.0
-        for count, operation in enumerate(recorded_update(parameters).all_of("compute"), 1):
-            launched_s = count * costs.cluster.device.host_s
-            share = operation._replace(moved_bytes=operation.moved_bytes // shards)
-            ended_s = max(ended_s, launched_s) + costs.compute_s(share)
-        return ended_s
-
+    """The optimizer's step on one of `shards` shards of a stage: AdamW is elementwise."""
     seconds = 0.0
     for chunk in chunks:
         for layer, count in chunk.recorded():
             parameters = tuple(layer.gradients)
-            find = partial(layer_s, parameters)
-            seconds += count * costs.remembered(("update", parameters, shards), find)
+            seconds += count * costs.remembered(_layer_update_seconds, parameters, shards)
     return seconds
+
+
+def _layer_update_seconds(costs: Costs, parameters: tuple[int, ...], shards: int) -> float:
+    ended_s = 0.0
+    for count, operation in enumerate(recorded_update(parameters).all_of("compute"), 1):
+        launched_s = count * costs.cluster.device.host_s
+        share = operation._replace(moved_bytes=operation.moved_bytes // shards)
+        ended_s = max(ended_s, launched_s) + costs.compute_s(share)
+    return ended_s

@@ -1,18 +1,19 @@
-"""What a step costs: the one model that the report, the plan, the trace and the calibration share.
+"""Costs of a step: the one model that the report, the plan, the trace and the calibration share.
 
     last backward   ████████████│           │
     data                 [bucket][bucket][b]│            all-reduces, or ZeRO's reduce-scatters
-    tied                                    [embedding]   first and last stage; with ZeRO a share
+    tied                                    [embedding]   first and last stage; with ZeRO a shard
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 
-Buckets leave as soon as they are full and the wire is free; ZeRO's updated parameters overlap
-nothing. A message does not wait for its receiver, nor for those before it. With scatter/gather each
-of tp ranks sends one part, and the receivers all-gather them (arXiv 2104.04473, section 4.1).
+Buckets leave as soon as they are full and the wire is free; the all-gather of updated parameters
+overlaps nothing. A message waits neither for its receiver nor for earlier messages. With
+scatter/gather each of tp ranks sends one shard, and the receivers all-gather them (arXiv
+2104.04473, section 4.1).
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +29,7 @@ from labkit.replaying.planning.layers import DTYPE, ELEMENT_BYTES, recorded
 from labkit.replaying.planning.layout import RECOMPUTE, ZERO_STAGES, Layout, Sizes
 from labkit.replaying.planning.stages import (
     Groups,
-    StageSeconds,
-    VirtualStage,
     chunk_seconds,
-    from_first_node,
     rank_groups,
     slowest,
     update_seconds,
@@ -40,12 +38,11 @@ from labkit.replaying.planning.stages import (
 )
 
 COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
-CORES = ("fused", "plain")
 BUCKET_BYTES = 25 * 2**20  # the default of DDP and ZeroOptimizer
 
 
 class StepModel:
-    """A step's costs before the clock runs. Arguments and errors as those of `step_report`."""
+    """Costs of a step, before the clock runs. Arguments and errors as for `step_report`."""
 
     def __init__(
         self,
@@ -57,44 +54,40 @@ class StepModel:
         core: str = "fused",
     ):
         _check(sizes, layout, global_batch, cluster)
-        if core not in CORES:
+        if core not in ("fused", "plain"):
             raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
         self.sizes, self.layout = sizes, layout
         self.microbatches = layout.microbatches(global_batch)
         self.costs = Costs(cluster) if costs is None else costs
-        self.per_node = self.costs.cluster.devices_per_node
         virtual = virtual_stages(sizes, layout, core)
-        # Of each stage its chunks, and their seconds.
+        # The chunks of each stage, and their seconds.
         self.stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
         self.chunks = [
-            [self._chunk_seconds(chunk, stage) for chunk in chunks]
+            [
+                self.costs.remembered(chunk_seconds, chunk, self.groups("tp", stage))
+                for chunk in chunks
+            ]
             for stage, chunks in enumerate(self.stages)
         ]
-        # The stages whose ranks sum the gradient of a tied embedding, and its bytes on one rank:
-        # V w / t elements, or with ZeRO a share of them.
+        # The stages that all-reduce the gradient of a tied embedding, and its bytes on one rank:
+        # V w / t elements, or with ZeRO a shard of them.
         self.tied_stages = (0, layout.pp - 1) if sizes.tied and layout.pp > 1 else ()
         self.tied_bytes = -(-vocabulary_elements(sizes, layout) // layout.shards) * ELEMENT_BYTES
-        # What one rank sends to the next stage or back, and its seconds (the last to the first).
+        # Bytes of a rank's message to the next stage, or back; its seconds (the last to the first).
         x_bytes = layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES
         is_sharded = layout.sequence or layout.scatter_gather
         self.message_bytes = x_bytes // layout.tp if is_sharded else x_bytes
         self.messages_s = [self._message_s(stage) for stage in range(layout.pp)]
 
     def groups(self, axis: str, *stages: int) -> Groups:
-        """Of each placement one group along an axis, as `rank_groups`."""
-        layout = self.layout
-        return rank_groups(layout.pp, layout.dp, layout.tp, axis, stages, self.per_node)
+        """One group per placement along an axis, as `rank_groups`."""
+        layout, per_node = self.layout, self.costs.cluster.devices_per_node
+        return rank_groups(layout.pp, layout.dp, layout.tp, axis, stages, per_node)
 
     def timing(self) -> Timing:
-        """Forward and backward of all micro-batches."""
         forward_s = np.array([[chunk.forward_s for chunk in stage] for stage in self.chunks])
         backward_s = np.array([[chunk.backward_s for chunk in stage] for stage in self.chunks])
         return pipeline_timing(self.microbatches, forward_s, backward_s, np.array(self.messages_s))
-
-    def _chunk_seconds(self, chunk: VirtualStage, stage: int) -> StageSeconds:
-        groups = from_first_node(self.groups("tp", stage), self.per_node)
-        find = partial(chunk_seconds, chunk, self.costs, groups)
-        return self.costs.remembered(("chunk", chunk.layers, groups), find)
 
     def _message_s(self, stage: int) -> float:
         if self.layout.pp == 1:
@@ -165,7 +158,7 @@ class Sent(NamedTuple):
 
 class StageEnd(NamedTuple):
     """How one stage ends its step. Seconds waited: `data_s` for gradients or parameters, `tied_s`
-    for the all-reduce of the tied embedding, `late_s` for the other end to join it."""
+    for the all-reduce of the tied embedding, `late_s` for the other end stage to join it."""
 
     sent: list[Sent]
     data_s: float
@@ -176,11 +169,9 @@ class StageEnd(NamedTuple):
     ended_s: float
 
 
-def step_ends(
-    model: StepModel, ended_s: Sequence[float], lasts_s: Sequence[Sequence[float]]
-) -> list[StageEnd]:
-    """The ends of all stages. `ended_s`: when each finished its last backward; `lasts_s`: when the
-    last backward of each of its chunks began."""
+def step_ends(model: StepModel, timing: Timing) -> list[StageEnd]:
+    """How each stage ends its step, after forward and backward."""
+    ended_s, lasts_s = timing.ended_s.tolist(), timing.last_s.tolist()
     gradients = [_gradients_sent(model, stage, last_s) for stage, last_s in enumerate(lasts_s)]
     averaged_s = [
         max([over_s, *(bucket.ended_s for bucket in sent)])
@@ -205,7 +196,7 @@ def step_ends(
 
 
 def _gradients_sent(model: StepModel, stage: int, lasts_s: Sequence[float]) -> list[Sent]:
-    """The buckets of a stage's gradients; empty with one replica."""
+    """Gradient buckets of a stage; empty with one replica."""
     if model.layout.dp == 1:
         return []
     chunks = zip(lasts_s, model.chunks[stage], strict=True)
@@ -218,7 +209,7 @@ def _gradients_sent(model: StepModel, stage: int, lasts_s: Sequence[float]) -> l
 
 
 def _parameters_sent(model: StepModel, stage: int, began_s: float) -> list[Sent]:
-    """ZeRO's all-gathers of the parameters that each rank has updated."""
+    """ZeRO's all-gathers of updated parameters."""
     if model.layout.shards == 1:
         return []
     shapes = [shape for chunk in model.stages[stage] for shape in chunk]
@@ -230,8 +221,8 @@ def _parameters_sent(model: StepModel, stage: int, began_s: float) -> list[Sent]
 def _sent(
     op: str, full: Iterable[tuple[float, int]], model: StepModel, stage: int
 ) -> list[Sent]:  # fmt: skip
-    """Buckets (when each is full, its bytes) over the replicas, one after the other."""
-    groups = from_first_node(model.groups("dp", stage), model.per_node)
+    """Send buckets (time when full, bytes) over the replicas, one after the other."""
+    groups = model.groups("dp", stage)
     sending = cache(lambda nbytes: slowest(op, nbytes, model.costs, groups))
     sent, free_s = [], 0.0
     for full_s, nbytes in full:
@@ -243,8 +234,7 @@ def _sent(
 
 @lru_cache(maxsize=4096)
 def _buckets(elements: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The buckets that DDP makes of gradients of these sizes, in the order in which they complete:
-    of each the place of its last gradient, and its bytes."""
+    """DDP's buckets of gradients, given in order of completion: (index of the last, bytes)."""
     gradients = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in elements]
     buckets, place = [], -1
     for bucket in cut(gradients[::-1], BUCKET_BYTES):

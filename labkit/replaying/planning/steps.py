@@ -5,16 +5,16 @@
 >>> plot.timeline(step_trace(GPT3, layout, 1536, cluster("selene")))
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
-from labkit.predict.transformer import step_flops
 from labkit.predict.wires import bus_factor
 from labkit.replaying.costs import Costs
 from labkit.replaying.engine import Timed
-from labkit.replaying.pipeline import pipeline_trace, timed_actions
+from labkit.replaying.pipeline import pipeline_trace
 from labkit.replaying.planning.clock import schedule_of
 from labkit.replaying.planning.layers import ELEMENT_BYTES
 from labkit.replaying.planning.layout import Layout, Sizes
@@ -27,7 +27,7 @@ from labkit.schedules import Action, Message
 from labkit.trace import RankTrace, Span, Step, Trace
 
 DTYPE = "bfloat16"
-STEP = 0  # its number in a trace
+STEP = 0  # the step's number in a trace
 
 
 def step_report(
@@ -43,28 +43,25 @@ def step_report(
 
     Args:
         costs: your own constants, on the same cluster; or `Costs(cluster)`, shared by many layouts.
-        core: of attention: "fused" keeps no scores, "plain" stores them all.
+        core: attention: "fused" keeps no scores, "plain" stores them all.
 
     Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
-    than the cluster has. Where it has a time for launches (`host_s`), no operation begins before
-    its own.
+    than the cluster has. With a launch time (`host_s`), no operation begins before its launch.
     """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     m, timing = model.microbatches, model.timing()
-    ends = step_ends(model, timing.ended_s.tolist(), timing.last_s.tolist())
+    ends = step_ends(model, timing)
     step_s = max(end.ended_s for end in ends)
     chunks = [chunk for stage in model.chunks for chunk in stage]
     means = {
-        "compute_s": _mean(m * chunk.compute_s for chunk in chunks) * layout.chunks,
-        "tensor_s": _mean(m * chunk.exposed_s for chunk in chunks) * layout.chunks,
-        "optimizer_s": _mean(end.update_s for end in ends),
-        "data_s": _mean(end.data_s for end in ends),
-        "pipeline_s": _mean(timing.pipeline_s) + _mean(end.tied_s for end in ends),
-        "bubble_s": _mean(timing.bubble_s) + _mean(x.late_s + step_s - x.ended_s for x in ends),
+        "compute_s": fmean(m * chunk.compute_s for chunk in chunks) * layout.chunks,
+        "tensor_s": fmean(m * chunk.exposed_s for chunk in chunks) * layout.chunks,
+        "optimizer_s": fmean(end.update_s for end in ends),
+        "data_s": fmean(end.data_s for end in ends),
+        "pipeline_s": fmean(timing.pipeline_s) + fmean(end.tied_s for end in ends),
+        "bubble_s": fmean(timing.bubble_s) + fmean(x.late_s + step_s - x.ended_s for x in ends),
     }
-    flops = step_flops(
-        sizes.vocab, sizes.width, sizes.depth, sizes.heads, global_batch, sizes.context
-    )
+    flops = sizes.step_flops(global_batch)
     peak = model.costs.cluster.device.peak_flops_of(DTYPE)
     return StepReport(
         sizes, layout, global_batch, sum(means.values()), **means,
@@ -73,23 +70,18 @@ def step_report(
     )  # fmt: skip
 
 
-def _mean(numbers: Iterable[float]) -> float:
-    listed = list(numbers)
-    return float(sum(listed) / len(listed))
-
-
 def _sent_bytes(model: StepModel) -> dict[str, float]:
-    """Bus bytes of the rank that sends the most along each axis, in a step."""
+    """Bus bytes per step along each axis, of the rank that sends the most."""
     layout, pp, m = model.layout, model.layout.pp, model.microbatches
     last = pp * layout.chunks - 1
-    # Each virtual stage sends forward, but for the last, and backward, but for the first.
+    # All virtual stages but the last send forward; all but the first send backward.
     sends = [sum((v > 0) + (v < last) for v in range(stage, last + 1, pp)) for stage in range(pp)]
     tensor: float = m * max(sum(chunk.sent_bytes for chunk in chunks) for chunks in model.stages)
     if layout.gathers_messages:
         gathered = bus_factor("all_gather", layout.tp) * model.message_bytes * layout.tp
         tensor += m * max(sends) * gathered
     pipeline = [m * count * model.message_bytes for count in sends]
-    averaged = []  # elements of each stage; ZeRO has a bucket for tied ones alone
+    averaged = []  # elements of each stage; tied ones have their own ZeRO bucket
     for stage, chunks in enumerate(model.stages):
         elements, tied = sum(chunk.parameters for chunk in chunks), 0
         if stage in model.tied_stages:
@@ -111,11 +103,13 @@ def step_trace(
     costs: Costs | None = None,
     core: str = "fused",
 ) -> Trace:
-    """One step, with the arguments and errors of `step_report`: of each stage the rank dp 0, tp 0,
-    which represents the others (RankTrace.alike). Collectives of tensor parallelism are inside the
-    spans of micro-batches. Each action of the schedule takes 20 us, so many of them take a while.
-    """
+    """One step, with the arguments and errors of `step_report`. Rank dp 0, tp 0 of each stage
+    represents the others (RankTrace.alike). Tensor-parallel collectives are inside the spans of
+    micro-batches. Building the trace takes 20 us per action of the schedule."""
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
+    timing = model.timing()
+    ends = step_ends(model, timing)
+    step_s = max(end.ended_s for end in ends)
 
     def seconds(stage: int, action: Action) -> float:
         chunk = model.chunks[stage][action.chunk]
@@ -126,21 +120,13 @@ def step_trace(
 
     schedule = schedule_of(layout.pp, model.microbatches, layout.chunks)
     trace = pipeline_trace(schedule, seconds, message_s, model.message_bytes)
-    ended_s, lasts_s = [], []
-    for actions in timed_actions(trace):
-        backward = [timed for timed in actions if timed.action.phase == "backward"]
-        began = {timed.action.chunk: timed.began_s for timed in backward}  # the last of each
-        ended_s.append(backward[-1].ended_s)
-        lasts_s.append([began[chunk] for chunk in range(layout.chunks)])
-    ends = step_ends(model, ended_s, lasts_s)
-    step_s = max(end.ended_s for end in ends)
     first = range(0, layout.ranks, layout.dp * layout.tp)  # tensor parallelism is innermost
     ranks = {}
     for stage, (rank, end) in enumerate(zip(first, ends, strict=True)):
         pipeline, updated_s = trace.ranks[stage], end.update_began_s + end.update_s
         update = Span("optimizer", "", STEP, end.update_began_s, updated_s, 0, "AdamW")
         messages = [replace(event, ranks=tuple(first)) for event in pipeline.comms]
-        collectives = _collectives(end.sent, stage, first, layout, ended_s[stage])
+        collectives = _collectives(end.sent, stage, first, layout, float(timing.ended_s[stage]))
         ranks[rank] = RankTrace(
             rank, layout.ranks, steps=[Step(STEP, 0.0, step_s)], spans=[*pipeline.spans, update],
             comms=[*messages, *collectives], alike=tuple(range(rank + 1, rank + first.step)),
@@ -151,8 +137,8 @@ def step_trace(
 def _collectives(
     sent: Sequence[Sent], stage: int, first: Sequence[int], layout: Layout, over_s: float
 ) -> Iterator[CommEvent]:
-    """Each bucket on the wire; the stage waits for the last of each kind. `first`: the first rank
-    of each stage; `over_s`: when its last backward is over."""
+    """The buckets on the wire; the stage waits for the last of each kind. `first`: the first rank
+    of each stage; `over_s`: the end of its last backward."""
     replicas = tuple(first[stage] + k * layout.tp for k in range(layout.dp))
     for seq, bucket in enumerate(sent, start=1):
         ranks, group, number = replicas, f"data {stage}", seq

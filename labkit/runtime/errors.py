@@ -1,6 +1,5 @@
 """What a failed run raises in the driver, and how a rank's traceback travels there."""
 
-import linecache
 import textwrap
 import traceback
 from dataclasses import dataclass, field
@@ -84,13 +83,7 @@ class RemoteError:
         if self.cause is not None:
             link = "The above error " + self.because + " the following one:"
             before = f"{self.cause.format()}\n\n{link}\n\n"
-        frames = [
-            traceback.FrameSummary(
-                file, line, name, lookup_line=False, line=linecache.getline(file, line) or None
-            )
-            for file, line, name in self.frames
-        ]
-        entries = traceback.StackSummary.from_list(frames).format()
+        entries = traceback.format_list([(*frame, None) for frame in self.frames])
         if len(entries) > MOST_FRAMES:
             half = MOST_FRAMES // 2
             left_out = f"  ... {len(entries) - 2 * half:,} calls left out ...\n"

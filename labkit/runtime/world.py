@@ -241,7 +241,7 @@ class World:
                 for rank, kind, body in ranks.listen(TICK_S, output):
                     if kind == "value":
                         values[rank] = body
-                        failures.returned(rank)
+                        failures.running.discard(rank)
                     else:
                         failures.add(rank, kind, body)
                 failures.look()

@@ -174,11 +174,11 @@ class Kernel:
     """A Jupyter kernel as a notebook has it."""
 
     def __init__(self, folder: Path):
-        from jupyter_client.manager import KernelManager
-
+        pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
+        client = pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
         self.folder = folder
         env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = client.KernelManager(kernel_name="python3")
         self.manager.start_kernel(env=env)
         self.client = self.manager.client()
         self.client.start_channels()
@@ -237,14 +237,20 @@ def text_of(outputs: list[tuple[str, str]], kind: str) -> str:
     return "\n".join(text for its_kind, text in outputs if its_kind == kind)
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
-    pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
-    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
-    assert text_of(kernel.run("%load_ext labkit"), "error") == ""
-    yield kernel
-    kernel.stop()
+def kernel_fixture(first_cell: str = "") -> Any:
+    """A fixture: a kernel for the tests of a file, which has run a first cell."""
+
+    @pytest.fixture(scope="module")
+    def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+        kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+        assert text_of(kernel.run(first_cell), "error") == ""
+        yield kernel
+        kernel.stop()
+
+    return kernel
+
+
+kernel = kernel_fixture("%load_ext labkit")
 
 
 @pytest.mark.slow
@@ -354,8 +360,6 @@ def test_a_flood_in_a_notebook_does_not_drown_it(kernel: Kernel) -> None:
 def test_a_kernel_that_ends_leaves_no_rank_server_or_folder(
     ways: tuple[str, ...], tmp_path: Path
 ) -> None:
-    pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
-    pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
     kernel = Kernel(tmp_path)
     try:
         for way in ways:

@@ -100,13 +100,9 @@ def _new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseE
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
     """The frames below the rank's own loop."""
-    frames = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_OWN):
-            frames.append((code.co_filename, trace.tb_lineno, code.co_name))
-        trace = trace.tb_next
-    return frames
+    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
+    outside = [(code, line) for code, line in places if not code.co_filename.startswith(_OWN)]
+    return [(code.co_filename, line, code.co_name) for code, line in outside]
 
 
 def _text(error: BaseException) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -17,10 +17,7 @@ from labkit.runtime.diagnose import Verdict, Watch, last_operation, positions
 from labkit.runtime.errors import RankError, RemoteError, ranks_text
 from labkit.runtime.launch import End
 from labkit.runtime.pick import available_bytes
-
-if TYPE_CHECKING:
-    from labkit.runtime.ranks import Ranks
-    from labkit.runtime.world import World
+from labkit.runtime.ranks import Ranks
 
 GRACE_S = 0.3  # between the first sign and the verdict
 COMPUTING_S = 2.0  # the same, while the other ranks wait for nothing and may yet answer
@@ -32,15 +29,15 @@ MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised
 class Failures:
     """The failures of one run. `settled` once there are some and their grace is over."""
 
-    def __init__(self, world: "World", ranks: "Ranks", targets: Sequence[int]):
-        self._world, self._ranks, self._targets = world, ranks, targets
+    def __init__(self, ranks: Ranks, targets: Sequence[int]):
+        self._ranks, self._targets = ranks, targets
         self.running = set(targets)  # ranks that have not answered
         self._found: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
         self._stuck: Verdict | None = None
         self._where: dict[int, str] = {}  # at the first sign
         self._first_s: float | None = None
         self._oom_kills = _oom_kills()
-        self._watch = Watch(ranks.board, world.timeout_s, targets) if ranks.board else None
+        self._watch = Watch(ranks.board, ranks.timeout_s, targets) if ranks.board else None
 
     def add(self, rank: int, kind: str, what: Any) -> None:
         """Rank `rank` failed; `what` is its RemoteError, or its End."""
@@ -112,7 +109,7 @@ class Failures:
     def error(self, kept: bool) -> RankError:
         """The one error that reports the failures; `kept`: the ranks live on."""
         kind, text, guilty = self._story()
-        others = [rank for rank in range(self._world.size) if rank not in guilty]
+        others = [rank for rank in range(self._ranks.size) if rank not in guilty]
         stopped = ranks_text(others) if guilty and others else "all ranks"
         text += (
             "\n(All ranks keep their variables for the next run.)"

@@ -37,7 +37,7 @@ class Ranks:
     """The living processes of a world, and the sockets to them."""
 
     def __init__(self, world: "World"):
-        self.size, self.owner = world.size, os.getpid()
+        self.size, self.timeout_s, self.owner = world.size, world.timeout_s, os.getpid()
         self.board: Board | None = None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
         self.controls: list[Channel] = []

@@ -54,14 +54,11 @@ def test_a_cell_runs_on_every_rank_and_gives_its_last_expression(
     assert sorted(capsys.readouterr().out.splitlines()) == [f"[rank {k}] hello" for k in range(4)]
 
 
-def test_the_world_and_its_names_last_from_cell_to_cell(shell: InteractiveShell) -> None:
-    ranks(shell, "4", "kept = rank")
-    assert values(shell, "4", "kept + 1") == [1, 2, 3, 4]
-    assert values(shell, "", "kept + 1") == [1, 2, 3, 4]
-
-
-def test_a_list_of_ranks_runs_there_only(shell: InteractiveShell) -> None:
-    ranks(shell, "4", "seen = False")
+def test_names_last_from_cell_to_cell_and_a_list_of_ranks_runs_there_only(
+    shell: InteractiveShell,
+) -> None:
+    ranks(shell, "4", "kept, seen = rank, False")
+    assert values(shell, "4", "kept + 1") == values(shell, "", "kept + 1") == [1, 2, 3, 4]
     assert values(shell, "0,2", "seen = True\nrank") == [0, 2]
     assert values(shell, "4", "seen") == [True, False, True, False]
     assert values(shell, "2,", "rank") == [2]

@@ -388,34 +388,24 @@ def test_options_reach_the_ranks() -> None:
         assert world.run(seen) == [(0, 2, link, None, 3.0), (1, 2, link, None, 3.0)]
 
 
-def test_an_infinite_timeout() -> None:
-    with World(2, timeout_s=float("inf")) as world:
-        assert world.run(sum_of_ranks) == [3.0, 3.0]
-
-
-def test_ranks_see_the_folder_and_environment_of_the_driver_at_their_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LABKIT_TEST_GONE", "1")
-    World(1).close()  # the server has seen it
-    monkeypatch.delenv("LABKIT_TEST_GONE")
-    monkeypatch.setenv("LABKIT_TEST_NEW", "ü")
-    monkeypatch.chdir(tmp_path)
-    with World(2) as world:
-        names = ["LABKIT_TEST_NEW", "LABKIT_TEST_GONE"]
-        seen = world.run(lambda: (os.getcwd(), *map(os.environ.get, names)))
-        assert seen == [(str(tmp_path), "ü", None)] * 2
-
-
-def test_modules_that_the_driver_can_import_the_ranks_can(
+def test_ranks_see_the_folder_environment_and_modules_of_the_driver_at_their_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lab_module_of_test.py").write_text("def f():\n    return 42\n")
     monkeypatch.syspath_prepend(tmp_path)
     import lab_module_of_test  # type: ignore[import-not-found]
 
-    with World(1) as world:
-        assert world.run(lab_module_of_test.f) == [42]
+    monkeypatch.setenv("LABKIT_TEST_GONE", "1")
+    World(1).close()  # the server has seen it
+    monkeypatch.delenv("LABKIT_TEST_GONE")
+    monkeypatch.setenv("LABKIT_TEST_NEW", "ü")
+    monkeypatch.chdir(tmp_path)
+    with World(2, timeout_s=float("inf")) as world:
+        names = ["LABKIT_TEST_NEW", "LABKIT_TEST_GONE"]
+        seen = world.run(lambda: (os.getcwd(), *map(os.environ.get, names)))
+        assert seen == [(str(tmp_path), "ü", None)] * 2
+        assert world.run(lab_module_of_test.f) == [42, 42]
+        assert world.run(sum_of_ranks) == [3.0, 3.0], "with an infinite timeout"
 
 
 # ---- what is refused
@@ -524,14 +514,17 @@ def test_nothing_listens_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> Non
                     assert connection.laddr.ip in ("127.0.0.1", "::1"), (process, connection)
 
 
-def test_closing_leaves_no_rank_folder_or_file(
+def test_closing_leaves_no_rank_folder_or_file_and_nothing_that_ranks_have_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def start() -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
     World(1).close()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     files = psutil.Process().num_fds()
     with World(3) as world:
-        pids = pids_of(world)
+        pids = pids_of(world) + world.run(start)
         assert all(map(alive, pids)) and os.listdir(tmp_path)
     assert gone(pids)
     assert not os.listdir(tmp_path)
@@ -548,16 +541,6 @@ def test_a_world_that_is_dropped_ends_its_ranks(
     assert gone(pids)
     assert len(os.listdir(tmp_path)) == 1
     world.close()
-
-
-def test_what_a_rank_has_started_ends_with_it() -> None:
-    def start() -> int:
-        return subprocess.Popen(["sleep", "600"]).pid
-
-    with World(2) as world:
-        pids = world.run(start)
-        assert all(map(alive, pids))
-    assert gone(pids)
 
 
 def test_a_fork_made_by_a_function_does_not_answer_for_its_rank(world2: World) -> None:

@@ -58,7 +58,9 @@ def notice(text: str) -> Iterator[Callable[[], None]]:
             print(f"\r{' ' * len(text)}\r", end="", flush=True)
 
 
-def _printed(things: Iterable[T], label: str, total: int | None, transient: bool) -> Iterator[T]:
+def _printed(
+    things: Iterable[T], label: str, total: int | None, transient: bool = False
+) -> Iterator[T]:
     """A bar whose line is written anew after a carriage return; `transient`: gone at the end."""
     began_s, drawn_s, count = time.monotonic(), 0.0, 0
     try:

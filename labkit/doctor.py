@@ -24,8 +24,7 @@ from labkit.foreign import check_output, markup
 from labkit.runtime.attach import attach
 from labkit.runtime.channel import loopback
 from labkit.runtime.errors import RankError
-from labkit.runtime.memory import available_bytes
-from labkit.runtime.pick import check_size, pick, pick_transport
+from labkit.runtime.pick import available_bytes, check_size, pick, pick_transport
 from labkit.runtime.world import World
 from labkit.view import grouped_table
 

@@ -19,8 +19,7 @@ from labkit.bench.harness import calls_in_a_turn, check_names, seconds_of, sync_
 from labkit.comm import listen
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.runtime.attach import attach
-from labkit.runtime.memory import available_bytes
-from labkit.runtime.pick import pick
+from labkit.runtime.pick import available_bytes, pick
 from labkit.runtime.progress import progress
 from labkit.runtime.transports.chooser import table_note
 from labkit.runtime.world import World

@@ -48,6 +48,7 @@ def shown(value: Any) -> Shown | None:
 def check(source: str, filename: str) -> None:
     """Raises SyntaxError for what is not Python, also for a `return` or `await` outside of a
     function, and says so of IPython's own commands."""
+    remember(source, filename)
     try:
         compile(source, filename, "exec", dont_inherit=True)
     except SyntaxError as error:

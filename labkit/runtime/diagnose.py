@@ -71,7 +71,15 @@ class Watch:
         for rank, note in waits.items():
             if now_s - note.since_s > self.timeout_s:
                 missing = self._missing(note)
-                sentence = f"{ranks_text([rank])} waited {self.timeout_s:g} s for {_who(missing)}."
+                peers = (
+                    f"{ranks_text(missing)}, who never came to it"
+                    if missing
+                    else (
+                        "an operation that all its ranks have begun (is the link too slow for the "
+                        "timeout?)"
+                    )
+                )
+                sentence = f"{ranks_text([rank])} waited {self.timeout_s:g} s for {peers}."
                 return Verdict(sentence, tuple(missing))
         return None
 
@@ -148,21 +156,12 @@ def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
             except OSError:  # the whole world is being removed
                 return found
             if _LOOP in text or text.endswith("...\n"):  # complete, or as much as it writes
-                found[rank] = _innermost(_FRAME.findall(text))
+                program = (  # innermost first
+                    f"is at {Path(file).name}:{line} in {name}"
+                    for file, line, name in _FRAME.findall(text)
+                    if not file.startswith((*_LIBRARIES, "<string>"))
+                )
+                found[rank] = next(program, "is inside a library")
                 del before[rank]
         time.sleep(0.005)
     return found
-
-
-def _innermost(frames: list[tuple[str, str, str]]) -> str:
-    """Of (file, line, function), innermost first, the first outside libraries."""
-    for file, line, name in frames:
-        if not file.startswith((*_LIBRARIES, "<string>")):
-            return f"is at {Path(file).name}:{line} in {name}"
-    return "is inside a library"
-
-
-def _who(missing: list[int]) -> str:
-    if not missing:
-        return "an operation that all its ranks have begun (is the link too slow for the timeout?)"
-    return f"{ranks_text(missing)}, who never came to it"

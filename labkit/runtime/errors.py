@@ -1,6 +1,5 @@
 """What a failed run raises in the driver, and how a rank's traceback travels there."""
 
-import linecache
 import textwrap
 import traceback
 from dataclasses import dataclass, field
@@ -84,13 +83,7 @@ class RemoteError:
         if self.cause is not None:
             link = "The above error " + self.because + " the following one:"
             before = f"{self.cause.format()}\n\n{link}\n\n"
-        frames = [
-            traceback.FrameSummary(
-                file, line, name, lookup_line=False, line=linecache.getline(file, line) or None
-            )
-            for file, line, name in self.frames
-        ]
-        entries = traceback.StackSummary.from_list(frames).format()
+        entries = traceback.format_list([(*frame, None) for frame in self.frames])
         if len(entries) > MOST_FRAMES:
             half = MOST_FRAMES // 2
             left_out = f"  ... {len(entries) - 2 * half:,} calls left out ...\n"
@@ -107,13 +100,9 @@ def _new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseE
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
     """The frames below the rank's own loop."""
-    frames = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_OWN):
-            frames.append((code.co_filename, trace.tb_lineno, code.co_name))
-        trace = trace.tb_next
-    return frames
+    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
+    outside = [(code, line) for code, line in places if not code.co_filename.startswith(_OWN)]
+    return [(code.co_filename, line, code.co_name) for code, line in outside]
 
 
 def _text(error: BaseException) -> str:

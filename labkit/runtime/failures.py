@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -16,11 +16,8 @@ from labkit.runtime.board import ENDED, WAITED_FOR
 from labkit.runtime.diagnose import Verdict, Watch, last_operation, positions
 from labkit.runtime.errors import RankError, RemoteError, ranks_text
 from labkit.runtime.launch import End
-from labkit.runtime.memory import available_bytes
-
-if TYPE_CHECKING:
-    from labkit.runtime.ranks import Ranks
-    from labkit.runtime.world import World
+from labkit.runtime.pick import available_bytes
+from labkit.runtime.ranks import Ranks
 
 GRACE_S = 0.3  # between the first sign and the verdict
 COMPUTING_S = 2.0  # the same, while the other ranks wait for nothing and may yet answer
@@ -32,23 +29,20 @@ MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised
 class Failures:
     """The failures of one run. `settled` once there are some and their grace is over."""
 
-    def __init__(self, world: "World", ranks: "Ranks", targets: Sequence[int]):
-        self._world, self._ranks, self._targets = world, ranks, targets
-        self._running = set(targets)
+    def __init__(self, ranks: Ranks, targets: Sequence[int]):
+        self._ranks, self._targets = ranks, targets
+        self.running = set(targets)  # ranks that have not answered
         self._found: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
         self._stuck: Verdict | None = None
         self._where: dict[int, str] = {}  # at the first sign
         self._first_s: float | None = None
         self._oom_kills = _oom_kills()
-        self._watch = Watch(ranks.board, world.timeout_s, targets) if ranks.board else None
-
-    def returned(self, rank: int) -> None:
-        self._running.discard(rank)
+        self._watch = Watch(ranks.board, ranks.timeout_s, targets) if ranks.board else None
 
     def add(self, rank: int, kind: str, what: Any) -> None:
         """Rank `rank` failed; `what` is its RemoteError, or its End."""
-        self._running.discard(rank)
-        self._first_sign(self._running | {rank} if kind == "lost a peer" else self._running)
+        self.running.discard(rank)
+        self._first_sign(self.running | {rank} if kind == "lost a peer" else self.running)
         self._found.setdefault(kind, {}).setdefault(rank, what)
 
     def look(self) -> None:
@@ -56,38 +50,37 @@ class Failures:
         try:
             ends = self._ranks.starter.ends()
         except EOFError:
-            self._running.clear()
+            self.running.clear()
             self._first_sign(set())
             self._found["server"] = {}
             return
         dead = {rank: ends[pid] for rank, pid in enumerate(self._ranks.pids) if pid in ends}
-        self._running -= dead.keys()
+        self.running -= dead.keys()
         for rank, end in dead.items():
             self.add(rank, "died", end)
         if self._watch and self._first_s is None:
-            self._stuck = self._watch.look(self._running)
+            self._stuck = self._watch.look(self.running)
             if self._stuck:
-                self._first_sign(self._running)
+                self._first_sign(self.running)
 
     def settled(self) -> bool:
         """Whether there is a failure, and time enough has passed to know its cause."""
-        if self._first_s is None:
-            return False
-        waited_s = time.monotonic() - self._first_s
-        if "server" in self._found:
-            return True
-        if self._found.get("cut off", {}).keys() - self._found.get("died", {}).keys():
-            return waited_s > UNREPORTED_S
-        if not self._running:
-            return True
-        if "died" in self._found and any(map(self._has_ended, self._running)):
-            return waited_s > UNREPORTED_S
+        return self._first_s is not None and time.monotonic() - self._first_s >= self._patience_s()
+
+    def _patience_s(self) -> float:
+        """How long after the first sign its cause is known."""
+        found, running = self._found, self.running
+        unreported = found.get("cut off", {}).keys() - found.get("died", {}).keys()
+        if "server" in found or not (running or unreported):
+            return 0
+        if unreported or ("died" in found and any(map(self._has_ended, running))):
+            return UNREPORTED_S
+        if found.keys() == {"lost a peer"} and not self._stuck:
+            return 5 * GRACE_S
         board = self._ranks.board  # without it, it is not known whether a rank waits
-        waits = board is None or any(board.notes(rank, (WAITED_FOR,)) for rank in self._running)
-        if set(self._found) <= HARMLESS and not self._stuck and not waits:
-            return waited_s > COMPUTING_S
-        only_suffered = not self._stuck and set(self._found) == {"lost a peer"}
-        return waited_s > (5 * GRACE_S if only_suffered else GRACE_S)
+        waits = board is None or any(board.notes(rank, (WAITED_FOR,)) for rank in running)
+        harmless = found.keys() <= HARMLESS and not self._stuck and not waits
+        return COMPUTING_S if harmless else GRACE_S
 
     def _has_ended(self, rank: int) -> bool:
         """Whether its process has, though the server has yet to report it, and the kernel perhaps
@@ -105,7 +98,7 @@ class Failures:
         """Whether all ranks have answered, and every operation that one of them began was
         finished by all: then the next run finds them in step."""
         board = self._ranks.board
-        if self._running or board is None or not set(self._found) <= HARMLESS:
+        if self.running or board is None or not set(self._found) <= HARMLESS:
             return False
         return all(
             note.state == ENDED and all(board.has_begun(peer, note) for peer in note.ranks)
@@ -116,7 +109,7 @@ class Failures:
     def error(self, kept: bool) -> RankError:
         """The one error that reports the failures; `kept`: the ranks live on."""
         kind, text, guilty = self._story()
-        others = [rank for rank in range(self._world.size) if rank not in guilty]
+        others = [rank for rank in range(self._ranks.size) if rank not in guilty]
         stopped = ranks_text(others) if guilty and others else "all ranks"
         text += (
             "\n(All ranks keep their variables for the next run.)"

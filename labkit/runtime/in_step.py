@@ -40,10 +40,10 @@ def begun() -> Begun:
 def in_step(ranks: Collection[Begun]) -> bool:
     """Whether all have groups, began as many collectives in each, and received what was sent."""
     left: Counter[tuple[str, int, int]] = Counter()
-    numbers: dict[str, set[int]] = {}
+    numbers: dict[str, int] = {}
     for collectives, messages in ranks:
         left.update(messages)
-        for group, number in collectives.items():
-            numbers.setdefault(group, set()).add(number)
-    intact = all(collectives for collectives, _ in ranks) and not any(left.values())
-    return intact and all(len(found) == 1 for found in numbers.values())
+        numbers.update(collectives)
+    return not any(left.values()) and all(
+        collectives and collectives.items() <= numbers.items() for collectives, _ in ranks
+    )

@@ -119,7 +119,14 @@ class ForkServer:
         """The ends known by now, by process id. Raises EOFError when the server itself is gone."""
         with self._talking:
             while ready([self._channel], 0):
-                self._note(*self._channel.recv())
+                kind, body = self._channel.recv()
+                if kind == "forked":
+                    number, pids, refusal = body
+                    self.forget(pids)  # of processes that had these ids before
+                    self._replies[number] = pids, refusal
+                else:
+                    pid, status, peak_bytes = body
+                    self._ends[pid] = End(os.waitstatus_to_exitcode(status), peak_bytes)
         return self._ends
 
     def kill(self, pids: list[int]) -> None:
@@ -161,15 +168,6 @@ class ForkServer:
     def _send(self, kind: str, body: Any) -> None:
         with self._talking:
             self._channel.send((kind, body))
-
-    def _note(self, kind: str, body: Any) -> None:
-        if kind == "forked":
-            number, pids, refusal = body
-            self.forget(pids)  # of processes that had these ids before
-            self._replies[number] = pids, refusal
-        else:
-            pid, status, peak_bytes = body
-            self._ends[pid] = End(os.waitstatus_to_exitcode(status), peak_bytes)
 
 
 class Spawner:

@@ -89,25 +89,15 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             print("closed")
 
     def _choose(self, line: str) -> tuple[World, list[int]]:
+        """The world that `line` asks for, or whichever there is, and the ranks to run on."""
         try:
             numbers = [int(part) for part in line.rstrip(",").split(",")] if line else []
         except ValueError:
             raise UsageError(
                 f"%%ranks {line}: give a number of ranks (%%ranks 4) or a list (%%ranks 0,2)"
             ) from None
-        if "," not in line:
-            world = self._ensure(numbers[0] if numbers else None)
-            return world, list(range(world.size))
-        world = self._ensure(None)
-        for number in numbers:
-            if number not in range(world.size):
-                raise UsageError(
-                    f"%%ranks {line}: there is no rank {number}; choose among 0 to {world.size - 1}"
-                )
-        return world, numbers
-
-    def _ensure(self, size: int | None) -> World:
-        """A world of `size` ranks, or whichever there is."""
+        is_list = "," in line
+        size = numbers[0] if numbers and not is_list else None
         if self.world is not None and size is not None and size != self.world.size:
             check_size(size)  # before the one that works is given up
             print(f"{ranks_in_words(size)} in place of {self.world.size}: what those kept is gone")
@@ -115,4 +105,10 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             self.world = None
         if self.world is None:
             self.world = World(DEFAULT_SIZE if size is None else size)
-        return self.world
+        ranks = range(self.world.size)
+        for number in numbers if is_list else ():
+            if number not in ranks:
+                raise UsageError(
+                    f"%%ranks {line}: there is no rank {number}; choose among 0 to {ranks[-1]}"
+                )
+        return self.world, numbers if is_list else list(ranks)

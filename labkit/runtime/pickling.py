@@ -6,7 +6,7 @@ cannot travel is named, not only its type.
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -61,9 +61,8 @@ class _Pickler(cloudpickle.Pickler):
     of a storage that is seen, and without a copy."""
 
     def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is not torch.Tensor or thing.layout != torch.strided or thing.is_quantized:
-            return super().reducer_override(thing)
-        if thing.is_meta:
+        plain = type(thing) is torch.Tensor and thing.layout == torch.strided
+        if not plain or thing.is_quantized or thing.is_meta:
             return super().reducer_override(thing)
         flat = thing.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
         memory = pickle.PickleBuffer(flat.view(torch.uint8).numpy().data)
@@ -82,8 +81,7 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], grad: bool)
 def _dumps(thing: Any) -> Parcel:
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as file:
-        take: Callable[[pickle.PickleBuffer], Any] = buffers.append
-        _Pickler(file, protocol=5, buffer_callback=take).dump(thing)
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
         return Parcel(pickle.PickleBuffer(file.getvalue()), buffers)
 
 

@@ -26,13 +26,12 @@ def progress(things: Iterable[T], label: str = "", total: int | None = None) -> 
     >>> for step in progress(range(100), "train"): ...
     """
     me = current()
+    on_rank = me is not None and me.control is not None
     total = len(things) if total is None and isinstance(things, Sized) else total
     if me is not None and me.rank != 0:
         yield from things
-    elif me is not None and me.control is not None:
-        yield from _printed(things, label, total)
-    elif in_notebook():  # rich would make a widget, over which nbclient may stumble
-        yield from _printed(things, label, total, transient=True)
+    elif on_rank or in_notebook():  # there, rich would make a widget: nbclient may stumble over it
+        yield from _printed(things, label, total, transient=not on_rank)
     else:
         from rich.progress import track
 

@@ -8,6 +8,7 @@ import dis
 import faulthandler
 import io
 import os
+import pickle
 import random
 import signal
 import socket
@@ -238,22 +239,16 @@ def _raised_in_c(error: BaseException) -> bool:
 
 
 def spawned() -> NoReturn:
-    """Entry of a rank started as a new interpreter: its Spec comes on standard input."""
-    import pickle
-
+    """Entry of a rank started as a new interpreter: its Spec comes on standard input, which ends
+    when the driver does, however it ends."""
     spec = pickle.load(sys.stdin.buffer)
-    _die_with_driver(spec.folders)
-    live(spec)
 
-
-def _die_with_driver(folders: set[str]) -> None:
-    """Standard input ends when the driver does, however it ends."""
-
-    def watch() -> None:
+    def die_with_driver() -> None:
         sys.stdin.buffer.read()
-        remove(folders)
+        remove(spec.folders)
         if hasattr(os, "killpg"):
             os.killpg(os.getpid(), signal.SIGKILL)  # with all that this rank has started
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=die_with_driver, daemon=True).start()
+    live(spec)

@@ -22,7 +22,7 @@ from labkit.runtime.interrupts import Interrupts
 from labkit.runtime.launch import Starter, starter
 from labkit.runtime.output import RankOutput
 from labkit.runtime.progress import notice
-from labkit.runtime.rank import CONTROL, HELLO, Spec
+from labkit.runtime.rank import CONTROL, HELLO, OUTPUT, Spec
 
 if TYPE_CHECKING:
     from labkit.runtime.world import World
@@ -37,7 +37,7 @@ class Ranks:
     """The living processes of a world, and the sockets to them."""
 
     def __init__(self, world: "World"):
-        self.size, self.owner = world.size, os.getpid()
+        self.size, self.timeout_s, self.owner = world.size, world.timeout_s, os.getpid()
         self.board: Board | None = None
         self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
         self.controls: list[Channel] = []
@@ -76,14 +76,13 @@ class Ranks:
             )
             for rank in range(world.size)
         ]  # fmt: skip
-        controls: dict[int, Channel] = {}
-        outputs: dict[int, socket.socket] = {}
+        streams: dict[tuple[int, int], socket.socket] = {}
         pending: dict[Channel, int] = {}  # ranks that have called and are not ready
         with sock:
             self.pids = self.starter.start(specs, tick)
             # Ranks wait for each other, too.
             until_s = time.monotonic() + STARTUP_TIMEOUT_S + world.timeout_s
-            while len(controls) + len(outputs) < 2 * world.size or pending:
+            while len(streams) < 2 * world.size or pending:
                 talking = ready([sock, *pending], TICK_S)
                 tick()
                 if not talking:  # only now: a rank that has ended may have said why
@@ -99,13 +98,11 @@ class Ranks:
                         continue
                     self.ends.append(caller)
                     _, rank, stream = HELLO.unpack(hello)
+                    streams[rank, stream] = caller
                     if stream == CONTROL:
-                        controls[rank] = Channel(caller)
-                        pending[controls[rank]] = rank
-                    else:
-                        outputs[rank] = caller
-        self.controls = [controls[rank] for rank in range(world.size)]
-        self.outputs = [outputs[rank] for rank in range(world.size)]
+                        pending[Channel(caller)] = rank
+        self.controls = [Channel(streams[rank, CONTROL]) for rank in range(world.size)]
+        self.outputs = [streams[rank, OUTPUT] for rank in range(world.size)]
         self._look_after(until_s)
 
     def _look_after(self, until_s: float) -> None:
@@ -174,15 +171,11 @@ class Ranks:
                 for channel in self.controls:
                     with suppress(EOFError):
                         channel.send(("stop", None, None))
-            for output in self.outputs:
-                output.close()
-            for channel in self.controls if kill else ():
-                channel.close()
-            if self.pids and (kill or not self.starter.wait(self.pids, 1.0)):
-                self.starter.kill(self.pids)
-            for channel in self.controls:
-                channel.close()
+            for end in self.ends if kill else self.outputs:
+                end.close()
             if self.pids:
+                if kill or not self.starter.wait(self.pids, 1.0):
+                    self.starter.kill(self.pids)
                 self.starter.forget(self.pids)
             if self.board is not None:
                 self.board.close()

@@ -87,8 +87,7 @@ class World:
         self.link, self.seed, self.check = link, seed, check
         self._pick = pick(size, backend, device, link is not None)
         self.backend, self.device = self._pick.backend, self._pick.device
-        picked = pick_transport(size, self._pick, transport, backend, link)
-        self.transport, self._no_shm = picked
+        self.transport, self._no_shm = pick_transport(size, self._pick, transport, backend, link)
         self._start_with = start
         self._alive: Ranks | None = None
         self._closed = False
@@ -152,10 +151,9 @@ class World:
 
         Raises SyntaxError here, before the ranks see it.
         """
-        cells.remember(source, filename)
         cells.check(source, filename)
-        message = ("cell", (source, filename, as_text))
-        return self._converse(message, range(self.size) if ranks is None else ranks)
+        targets = range(self.size) if ranks is None else ranks
+        return self._converse(("cell", (source, filename, as_text)), targets)
 
     def restart(self) -> None:
         """Stop the ranks, with all they keep and do, and start new ones."""
@@ -181,7 +179,7 @@ class World:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _ranks(self) -> "Ranks":
+    def _ranks(self) -> Ranks:
         if self._closed:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
@@ -219,16 +217,15 @@ class World:
 
     def _about(self) -> dict[str, Any]:
         """What a recorded run writes down of this world."""
-        about = {"world_size": self.size, "backend": self.backend, "device": self.device}
-        about["transport"] = self.transport
-        link = {"link": asdict(self.link)} if self.link else {}
-        return {**about, "threads": self.threads, "seed": self.seed, "table": self._table, **link}
+        names = ("backend", "device", "transport", "threads", "seed")
+        about = {"world_size": self.size} | {name: getattr(self, name) for name in names}
+        return about | {"table": self._table} | ({"link": asdict(self.link)} if self.link else {})
 
     def _listen(self, message: tuple[str, Any], targets: list[int]) -> dict[int, pickling.Parcel]:
         """Talk with the ranks until all have answered. Whatever ends it sooner kills them."""
         ranks = self._ranks()
         output = RankOutput(self.size)
-        failures = Failures(self, ranks, targets)
+        failures = Failures(ranks, targets)
         values: dict[int, pickling.Parcel] = {}
         keep = False
         recording = Recording.now
@@ -241,7 +238,7 @@ class World:
                 for rank, kind, body in ranks.listen(TICK_S, output):
                     if kind == "value":
                         values[rank] = body
-                        failures.returned(rank)
+                        failures.running.discard(rank)
                     else:
                         failures.add(rank, kind, body)
                 failures.look()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,54 +351,49 @@ def test_a_death_that_is_reported_late_is_waited_for(
     assert failure(world, os.getpid).ranks == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("status", [7, 0])
-def test_a_rank_that_exits_is_named_with_its_status(world: World, status: int) -> None:
-    def leave() -> None:
-        if Comm().rank == 2:
-            os._exit(status)
+def exit_before_an_operation(status: int, operation: Callable[[], object]) -> None:
+    if Comm().rank == 2:
+        os._exit(status)
+    operation()
+
+
+def close_the_connection() -> None:
+    if Comm().rank == 2:
+        labkit.attach().control.close()
+        time.sleep(600)
+
+
+def turn_the_error_into_another() -> None:
+    try:
         sum_of_ones()
-
-    with soon():
-        error = failure(world, leave)
-    assert error.kind == "died" and error.ranks == (2,)
-    assert f"rank 2 ended by itself with status {status}" in str(error)
+    except CommError:
+        raise ValueError("the step failed") from None
 
 
-def test_a_rank_that_ends_in_an_operation_of_torchs_own_is_named(world: World) -> None:
-    def fail() -> None:
-        if dist.get_rank() == 3:
-            os._exit(5)
-        dist.all_reduce(torch.ones(2))
-
-    error = failure(world, fail)
-    assert error.kind == "died" and error.ranks == (3,)
-
-
-def test_a_rank_that_closes_its_connection_is_named(world: World) -> None:
-    def cut() -> None:
-        if Comm().rank == 1:
-            labkit.attach().control.close()
-            time.sleep(600)
-
-    with soon():
-        error = failure(world, cut)
-    assert error.kind == "died" and error.ranks == (1,)
-    assert "rank 1 closed the connection" in str(error)
-
-
-def test_a_peer_that_died_is_blamed_though_others_turn_their_errors_into_others(
-    world: World,
+@pytest.mark.parametrize(
+    ("fail", "says"),
+    [
+        (partial(exit_before_an_operation, 7, sum_of_ones), "ended by itself with status 7"),
+        (partial(exit_before_an_operation, 0, sum_of_ones), "ended by itself with status 0"),
+        (
+            partial(exit_before_an_operation, 5, lambda: dist.all_reduce(torch.ones(2))),
+            "ended by itself with status 5",
+        ),
+        (
+            partial(exit_before_an_operation, 3, turn_the_error_into_another),
+            "ended by itself with status 3",
+        ),
+        (close_the_connection, "closed the connection"),
+    ],
+    ids=["status 7", "status 0", "in torch's own operation", "peers raise others", "connection"],
+)
+def test_a_rank_that_ends_or_closes_its_connection_is_named(
+    world: World, fail: Callable[[], None], says: str
 ) -> None:
-    def fail() -> None:
-        if Comm().rank == 0:
-            os._exit(3)
-        try:
-            sum_of_ones()
-        except CommError:
-            raise ValueError("the step failed") from None
-
-    error = failure(world, fail)
-    assert error.kind == "died" and error.ranks == (0,)
+    with soon():
+        error = failure(world, fail)
+    assert error.kind == "died" and error.ranks == (2,)
+    assert f"rank 2 {says}" in str(error)
 
 
 # ---- ranks that disagree
@@ -436,61 +432,43 @@ def test_another_operation_is_reported_with_both_source_lines(world: World) -> N
     assert "collective" in text and "group default" in text
 
 
-@pytest.mark.parametrize(
-    "one, other, words",
-    [
-        (
-            lambda c: c.all_reduce(torch.ones(4)),
-            lambda c: c.all_reduce(torch.ones(5)),
-            ["[4]", "[5]"],
-        ),
-        (
-            lambda c: c.all_reduce(torch.ones(4)),
-            lambda c: c.all_reduce(torch.ones(4, dtype=torch.float64)),
-            ["float32", "float64"],
-        ),
-        (
-            lambda c: c.all_reduce(torch.ones(2, 3)),
-            lambda c: c.all_reduce(torch.ones(3, 2)),
-            ["[2, 3]", "[3, 2]"],
-        ),
-        (
-            lambda c: c.all_reduce(torch.ones(4), "sum"),
-            lambda c: c.all_reduce(torch.ones(4), "max"),
-            ["all_reduce(sum)", "all_reduce(max)"],
-        ),
-        (
-            lambda c: c.broadcast(torch.ones(4), src=0),
-            lambda c: c.broadcast(torch.ones(4), src=1),
-            ["src=0", "src=1"],
-        ),
-        (lambda c: c.barrier(), lambda c: c.all_reduce(torch.ones(4)), ["barrier", "all_reduce"]),
-        (
-            lambda c: (sum_of_ones(), c.barrier()),
-            lambda c: (sum_of_ones(), sum_of_ones(), c.barrier()),
-            ["barrier", "all_reduce"],
-        ),
-        (
-            lambda c: c.all_reduce(torch.ones(4), async_op=True).wait(),
-            lambda c: c.all_reduce(torch.ones(5), async_op=True).wait(),
-            ["[4]", "[5]"],
-        ),
-    ],
-    ids=[
-        "shape",
-        "dtype",
-        "same number of elements",
-        "reduction",
-        "root",
-        "barrier",
-        "one call too many",
-        "async",
-    ],
-)
+Operation = tuple[Any, ...]  # of the default `Comm`: its name and arguments
+
+SUM, BARRIER = ("all_reduce", torch.ones(4)), ("barrier",)
+DISAGREEMENTS: dict[str, tuple[list[Operation], list[Operation], list[str]]] = {
+    "shape": ([SUM], [("all_reduce", torch.ones(5))], ["[4]", "[5]"]),
+    "dtype": ([SUM], [("all_reduce", torch.ones(4).double())], ["float32", "float64"]),
+    "same number of elements": (
+        [("all_reduce", torch.ones(2, 3))],
+        [("all_reduce", torch.ones(3, 2))],
+        ["[2, 3]", "[3, 2]"],
+    ),
+    "reduction": ([SUM], [(*SUM, "max")], ["all_reduce(sum)", "all_reduce(max)"]),
+    "root": (
+        [("broadcast", torch.ones(4), 0)],
+        [("broadcast", torch.ones(4), 1)],
+        ["src=0", "src=1"],
+    ),
+    "barrier": ([BARRIER], [SUM], ["barrier", "all_reduce"]),
+    "one call too many": ([SUM, BARRIER], [SUM, SUM, BARRIER], ["barrier", "all_reduce"]),
+    "async": (
+        [(*SUM, "sum", True)],
+        [("all_reduce", torch.ones(5), "sum", True)],
+        ["[4]", "[5]"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("one", "other", "words"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
 def test_disagreement_is_reported_at_once(
-    world: World, one: Callable, other: Callable, words: list[str]
+    world: World, one: list[Operation], other: list[Operation], words: list[str]
 ) -> None:
-    text = disagreement(world, lambda: one(Comm()), lambda: other(Comm()))
+    def call(operations: list[Operation]) -> None:
+        for name, *args in operations:
+            if handle := getattr(Comm(), name)(*args):
+                handle.wait()
+
+    text = disagreement(world, lambda: call(one), lambda: call(other))
     for word in words:
         assert word in text
 
@@ -728,16 +706,25 @@ def test_a_users_own_handler_of_interrupts_is_left_in_its_place(world: World) ->
 # ---- what cannot travel
 
 
-def test_an_unpicklable_function_says_which_variable(world: World) -> None:
+def test_an_unpicklable_function_or_result_says_which_part_of_what(world: World) -> None:
     lock = threading.Lock()
 
     def uses_a_lock() -> None:
         lock.acquire()
 
-    error = failure(world, uses_a_lock)
-    assert error.kind == "unpicklable"
-    assert "variable 'lock' used in uses_a_lock cannot travel" in str(error)
-    assert "Make it inside the function" in str(error)
+    def result() -> dict:
+        return {"fine": 1, "bad": [0, threading.Lock()]} if Comm().rank == 1 else {}
+
+    for function, ranks, says in (
+        (uses_a_lock, (), "variable 'lock' used in uses_a_lock cannot travel"),
+        (result, (1,), "rank 1: the result['bad'][1] cannot travel"),
+    ):
+        error = failure(world, function)
+        assert error.kind == "unpicklable" and error.ranks == ranks
+        assert says in str(error) and "it is a lock" in str(error)
+        assert "Make it inside the function" in str(error)
+    assert "generator" in str(failure(world, lambda: (k for k in range(3))))
+    assert "ProcessGroup" in str(failure(world, lambda: [Comm().group]))
 
 
 def test_an_unpicklable_argument_says_which_part(world: World) -> None:
@@ -753,15 +740,6 @@ def test_an_unpicklable_argument_says_which_part(world: World) -> None:
     assert world.run(os.getpid) == pids, "it does not cost the ranks their state"
 
 
-def test_an_unpicklable_result_says_which_part_and_of_which_rank(world: World) -> None:
-    def result() -> dict:
-        return {"fine": 1, "bad": [0, threading.Lock()]} if Comm().rank == 1 else {}
-
-    error = failure(world, result)
-    assert error.kind == "unpicklable" and error.ranks == (1,)
-    assert "rank 1: the result['bad'][1] cannot travel" in str(error) and "lock" in str(error)
-
-
 def test_a_result_that_only_the_rank_can_read_says_so(world: World) -> None:
     def result() -> object:
         import types
@@ -774,11 +752,6 @@ def test_a_result_that_only_the_rank_can_read_says_so(world: World) -> None:
     with pytest.raises(RuntimeError, match="result of rank 0 arrived but cannot be read here"):
         world.run(result)
     assert_works(world)
-
-
-def test_a_generator_and_a_process_group_are_named_as_what_they_are(world: World) -> None:
-    assert "generator" in str(failure(world, lambda: (k for k in range(3))))
-    assert "ProcessGroup" in str(failure(world, lambda: [Comm().group]))
 
 
 # ---- the end

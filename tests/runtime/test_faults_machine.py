@@ -9,7 +9,7 @@ import torch
 import labkit
 from labkit import Comm, World
 from labkit.doctor import examine
-from labkit.runtime import memory
+from labkit.runtime import pick
 from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.launch import ForkServer
 from provoke import until
@@ -31,8 +31,8 @@ def cgroup(folder: Path, limit: object, used: int, cached: int, version: int) ->
 @pytest.fixture
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of made-up cgroups, v1 and v2; `membership` beside it is this process's."""
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "membership")
-    monkeypatch.setattr(memory, "MOUNT", tmp_path / "cgroup")
+    monkeypatch.setattr(pick, "CGROUPS", tmp_path / "membership")
+    monkeypatch.setattr(pick, "MOUNT", tmp_path / "cgroup")
     return tmp_path / "cgroup"
 
 
@@ -43,27 +43,27 @@ def member_of(cgroups: Path, lines: str) -> None:
 def test_a_limit_of_cgroup_v2_counts_and_file_caches_are_free(cgroups: Path) -> None:
     member_of(cgroups, "0::/a/b\n")
     cgroup(cgroups / "a/b", 900 * MB, 700 * MB, 100 * MB, 2)
-    assert list(memory.left_by_cgroups()) == [300 * MB]
-    assert memory.available_bytes() == min(300 * MB, psutil.virtual_memory().available)
+    assert list(pick.left_by_cgroups()) == [300 * MB]
+    assert pick.available_bytes() == min(300 * MB, psutil.virtual_memory().available)
     cgroup(cgroups / "a", 500 * MB, 450 * MB, 0, 2)
-    assert memory.available_bytes() == 50 * MB, "the smallest limit of all ancestors"
+    assert pick.available_bytes() == 50 * MB, "the smallest limit of all ancestors"
     cgroup(cgroups / "a/b", "max", 10 * MB, 0, 2)
-    assert memory.available_bytes() == 50 * MB, "a group without a limit has its ancestors'"
+    assert pick.available_bytes() == 50 * MB, "a group without a limit has its ancestors'"
 
 
 def test_a_limit_of_cgroup_v1_counts_also_inside_a_container(cgroups: Path) -> None:
     """There, the path is the host's, and the container sees its own group as the root."""
     member_of(cgroups, "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
     cgroup(cgroups / "memory", 900 * MB, 600 * MB, 50 * MB, 1)
-    assert list(memory.left_by_cgroups()) == [350 * MB]
+    assert list(pick.left_by_cgroups()) == [350 * MB]
 
 
 def test_without_limits_the_machine_decides(cgroups: Path) -> None:
-    assert list(memory.left_by_cgroups()) == []
+    assert list(pick.left_by_cgroups()) == []
     member_of(cgroups, "4:memory:/\n0::/\n")
     cgroup(cgroups / "memory", 9223372036854771712, 600 * MB, 0, 1)
     (cgroups / "memory.max").write_text("max\n")
-    assert memory.available_bytes() <= psutil.virtual_memory().total
+    assert pick.available_bytes() <= psutil.virtual_memory().total
 
 
 def test_a_world_too_large_for_its_cgroup_is_refused_and_the_doctor_names_the_limit(

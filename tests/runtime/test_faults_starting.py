@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +15,8 @@ import pytest
 
 from labkit import Comm, RankInterrupt, World
 from labkit.runtime.launch import ForkServer
-from provoke import driver, gone, until
-from test_magics import Kernel, output_of, text_of
+from provoke import driver, shared_folders, until
+from test_magics import Kernel, kernel_fixture, output_of, text_of
 
 ROUNDS = 4
 NEW_SERVER = (
@@ -27,13 +26,7 @@ NEW_SERVER = (
 )
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
-    pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
-    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
-    yield kernel
-    kernel.stop()
+kernel = kernel_fixture()
 
 
 def no_children(process: psutil.Process) -> bool:
@@ -42,9 +35,9 @@ def no_children(process: psutil.Process) -> bool:
 
 def left_by(kernel: Kernel) -> list[str]:
     """Folders of worlds in the kernel's TMPDIR and in shared memory."""
-    shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    own = f"labkit-{kernel.manager.provisioner.pid}-"
-    return [name for name in [*os.listdir(kernel.folder), *shared] if name.startswith(own)]
+    pid = kernel.manager.provisioner.pid
+    own = [name for name in os.listdir(kernel.folder) if name.startswith(f"labkit-{pid}-")]
+    return own + shared_folders(pid)
 
 
 @pytest.mark.slow
@@ -99,20 +92,15 @@ def test_a_kernel_killed_while_the_server_warms_up_leaves_nothing(
     script = """
     from labkit.runtime.launch import warm_up_early
     warm_up_early()
-    say(os.getpid())
+    say("begun")
     World(2).run(time.sleep, 600)
     """
     with driver(script, tmp_path) as running:
-        (pid,) = running.hear_pids()
+        running.hear()
         # Not any file: for a moment, Python tries the folder with a file of its own.
         assert until(lambda: any(running.folder.glob("labkit-*"))), "the world has its folder"
         until(lambda: False, after_s)
-        family = psutil.Process(pid).children(recursive=True)
-        assert family
-        running.process.kill()
-        assert gone([process.pid for process in family], within_s=60)
-        assert until(lambda: not running.leftovers())
-        assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"labkit-{pid}-")]
+        running.kill(within_s=60)
 
 
 def test_a_cancelled_request_ends_its_ranks_though_its_reply_came_late(
@@ -137,25 +125,9 @@ def test_a_cancelled_request_ends_its_ranks_though_its_reply_came_late(
     assert until(partial(no_children, server))
 
 
-def stop_a_rank_and_interrupt_soon(world: World) -> threading.Thread:
-    """One interrupt, once the driver has begun to talk to a rank that reads nothing."""
-    psutil.Process(world._ranks().pids[0]).suspend()
-    thread = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    thread.start()
-    return thread
-
-
-def test_one_interrupt_stops_a_message_that_a_rank_does_not_take() -> None:
-    with World(2) as world:
-        timer = stop_a_rank_and_interrupt_soon(world)
-        with pytest.raises(RankInterrupt):
-            world.run(len, bytes(50_000_000))
-        timer.join()
-        assert world.run(lambda: Comm().rank) == [0, 1]
-
-
-def test_one_interrupt_stops_a_message_that_a_rank_does_not_finish() -> None:
-    def answer_half() -> None:
+@pytest.mark.parametrize("way", ["take", "finish"])
+def test_one_interrupt_stops_a_message_that_a_rank_does_not(way: str) -> None:
+    def answer_half(_: bytes) -> None:
         import labkit
 
         control = labkit.attach().control
@@ -163,10 +135,12 @@ def test_one_interrupt_stops_a_message_that_a_rank_does_not_finish() -> None:
         time.sleep(600)
 
     with World(2) as world:
+        if way == "take":
+            psutil.Process(world._ranks().pids[0]).suspend()
         timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(RankInterrupt):
-            world.run(answer_half)
+            world.run(*((len, bytes(50_000_000)) if way == "take" else (answer_half, b"")))
         timer.join()
         assert world.run(lambda: Comm().rank) == [0, 1]
 

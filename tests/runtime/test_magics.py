@@ -54,14 +54,11 @@ def test_a_cell_runs_on_every_rank_and_gives_its_last_expression(
     assert sorted(capsys.readouterr().out.splitlines()) == [f"[rank {k}] hello" for k in range(4)]
 
 
-def test_the_world_and_its_names_last_from_cell_to_cell(shell: InteractiveShell) -> None:
-    ranks(shell, "4", "kept = rank")
-    assert values(shell, "4", "kept + 1") == [1, 2, 3, 4]
-    assert values(shell, "", "kept + 1") == [1, 2, 3, 4]
-
-
-def test_a_list_of_ranks_runs_there_only(shell: InteractiveShell) -> None:
-    ranks(shell, "4", "seen = False")
+def test_names_last_from_cell_to_cell_and_a_list_of_ranks_runs_there_only(
+    shell: InteractiveShell,
+) -> None:
+    ranks(shell, "4", "kept, seen = rank, False")
+    assert values(shell, "4", "kept + 1") == values(shell, "", "kept + 1") == [1, 2, 3, 4]
     assert values(shell, "0,2", "seen = True\nrank") == [0, 2]
     assert values(shell, "4", "seen") == [True, False, True, False]
     assert values(shell, "2,", "rank") == [2]
@@ -174,11 +171,11 @@ class Kernel:
     """A Jupyter kernel as a notebook has it."""
 
     def __init__(self, folder: Path):
-        from jupyter_client.manager import KernelManager
-
+        pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
+        client = pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
         self.folder = folder
         env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = client.KernelManager(kernel_name="python3")
         self.manager.start_kernel(env=env)
         self.client = self.manager.client()
         self.client.start_channels()
@@ -237,14 +234,20 @@ def text_of(outputs: list[tuple[str, str]], kind: str) -> str:
     return "\n".join(text for its_kind, text in outputs if its_kind == kind)
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
-    pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
-    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
-    assert text_of(kernel.run("%load_ext labkit"), "error") == ""
-    yield kernel
-    kernel.stop()
+def kernel_fixture(first_cell: str = "") -> Any:
+    """A fixture: a kernel for the tests of a file, which has run a first cell."""
+
+    @pytest.fixture(scope="module")
+    def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+        kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+        assert text_of(kernel.run(first_cell), "error") == ""
+        yield kernel
+        kernel.stop()
+
+    return kernel
+
+
+kernel = kernel_fixture("%load_ext labkit")
 
 
 @pytest.mark.slow
@@ -354,8 +357,6 @@ def test_a_flood_in_a_notebook_does_not_drown_it(kernel: Kernel) -> None:
 def test_a_kernel_that_ends_leaves_no_rank_server_or_folder(
     ways: tuple[str, ...], tmp_path: Path
 ) -> None:
-    pytest.importorskip("ipykernel", reason="needs a Jupyter kernel")
-    pytest.importorskip("jupyter_client", reason="needs a Jupyter client")
     kernel = Kernel(tmp_path)
     try:
         for way in ways:

@@ -216,13 +216,8 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **named)
 
     def resize(self, width: int, height: int) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
 
     def photograph(self, file: Path, part: tuple[int, int] | None = None) -> Path:
         """What the page shows, as PNG; or `part` of it, from one height in pixels to another."""

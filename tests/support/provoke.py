@@ -97,6 +97,12 @@ def interrupted(action: Callable[[], object], *delays_s: float) -> BaseException
             pass
 
 
+def shared_folders(pid: int) -> list[str]:
+    """The folders of a driver's worlds in shared memory."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return [name for name in names if name.startswith(f"labkit-{pid}-")]
+
+
 class Driver:
     """A script in a process of its own; `say` in it prints what `hear` returns here."""
 
@@ -152,6 +158,14 @@ def ones():
     def interrupt(self) -> None:
         """As Ctrl-C in a terminal: its whole group gets the signal."""
         os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill(self, within_s: float = 20.0) -> None:
+        """Kill it: all that it has started ends, and its worlds leave no folder."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        assert family
+        self.process.kill()
+        assert gone([process.pid for process in family], within_s)
+        assert until(lambda: not self.leftovers() and not shared_folders(self.process.pid))
 
     def leftovers(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())

@@ -41,6 +41,7 @@ from labkit.runtime.board import CollectiveMismatch
 from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import Choice
+from labkit.runtime.transports.transport import Kind
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Finish = list[Callable[[], object]]
@@ -149,7 +150,8 @@ class Comm:
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
         """
         probe = torch.empty(0, dtype=dtype, device=self.own_device())
-        return self._dispatcher.explain(collective, nbytes, probe, op, algorithm)
+        transport = self._dispatcher.transport(probe)
+        return transport.explain(collective, nbytes, Kind(dtype, op), algorithm)
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
         """Raises CollectiveMismatch where the ranks' `value()`, a short text about `what`, differ.

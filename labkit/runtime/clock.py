@@ -41,11 +41,7 @@ class Clock:
         return True
 
 
-class HostClock(Clock):
-    """The clock of programs without a GPU."""
-
-
-HOST_CLOCK = HostClock()
+HOST_CLOCK = Clock()  # of programs without a GPU
 
 
 class StreamClock(Clock):

@@ -21,12 +21,11 @@ from labkit.events import CommEvent
 from labkit.runtime.board import IN_FLIGHT, WAITED_FOR, CollectiveMismatch, Note
 from labkit.runtime.clock import HOST_CLOCK, Clock
 from labkit.runtime.process_context import caller, here
-from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.native import Native, Nothing
-from labkit.runtime.transports.send_receive import Gloo, SendReceive
+from labkit.runtime.transports.send_receive import SendReceive
 from labkit.runtime.transports.shm import Shared
 from labkit.runtime.transports.transport import Call, Kind, Transport
-from labkit.runtime.transports.wire import PacedWire, Work, living
+from labkit.runtime.transports.wire import PacedWire, Wire, Work, living
 
 Made = TypeVar("Made")
 BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
@@ -86,7 +85,7 @@ class Dispatcher:
         """Carry out one collective: `start` gets the transport and the call and returns its work.
         `nbytes`, by which the algorithm is chosen where none is named, and the shapes of `alike`
         (of `x` if None) are the same on all ranks."""
-        transport = self._transport(x)
+        transport = self.transport(x)
         collective = what.partition("(")[0]
         name = transport.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
         transport = transport.serving(name)
@@ -117,9 +116,6 @@ class Dispatcher:
         handle.wait()
         return None
 
-    def explain(self, collective: str, nbytes: int, x: torch.Tensor, op: str, asked: str) -> Choice:
-        return self._transport(x).explain(collective, nbytes, Kind(x.dtype, op), asked)
-
     def message(
         self,
         op: str,
@@ -131,7 +127,7 @@ class Dispatcher:
         blocking: bool,
     ) -> Handle:
         """Carry out one send or receive."""
-        transport = self._transport(x)
+        transport = self.transport(x)
         call = Call(tag, not blocking, "")
         seq = next(self._messages[*ends, tag])
         sends = op == "send"
@@ -166,7 +162,7 @@ class Dispatcher:
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         if like.device.type != "cpu" or self.size == 1:
             return torch.empty(numel, dtype=like.dtype, device=like.device)
-        transport, what = self._transport(like), f"symmetric_empty({numel}, {like.dtype})"
+        transport, what = self.transport(like), f"symmetric_empty({numel}, {like.dtype})"
         return self._made_together(what, lambda: transport.symmetric_empty(numel, like.dtype))
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
@@ -286,7 +282,8 @@ class Dispatcher:
         """Of what waits on a stream; gloo makes the host wait."""
         return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
 
-    def _transport(self, x: torch.Tensor) -> Transport:
+    def transport(self, x: torch.Tensor) -> Transport:
+        """What moves tensors as `x`."""
         key = (x.device, here.link)
         if key not in self._transports:
             with _making:  # one for all threads
@@ -306,12 +303,14 @@ class Dispatcher:
         group = living(self._group)
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
+        native = Native(group)
+        messages = SendReceive(Wire(group), native) if backend == "gloo" else native
         if here.shared is not None and device == "cpu":
             # Of this group only, and the same on all its ranks.
             file = hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]
             timeout_s = (self._timeout() or dist.default_pg_timeout).total_seconds()
-            return Shared(here.shared / file, self.rank, self.size, timeout_s, Gloo(group))
-        return Gloo(group) if backend == "gloo" else Native(group)
+            return Shared(here.shared / file, self.rank, self.size, timeout_s, messages)
+        return messages
 
 
 _dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()

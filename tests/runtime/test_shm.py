@@ -23,8 +23,8 @@ from comm_contract import PLAIN, check, events_of
 from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.runtime import folders
-from labkit.runtime.transports.shm import collectives, futex, ring, slots
-from labkit.runtime.transports.shm.mail import Inbox, Outbox
+from labkit.runtime.transports.shm import collectives, region, ring, slots
+from labkit.runtime.transports.shm.ring import Inbox, Outbox
 from provoke import gone
 from worlds import on_each_rank, world_fixture
 
@@ -303,7 +303,7 @@ def test_a_message_that_another_thread_takes_out_is_not_waited_for(tmp_path: Pat
 
     def meanwhile() -> None:
         outbox.send(torch.ones(4), 0)
-        assert inbox.is_done(received)
+        assert received.is_completed()
 
     inbox._lock = Left(meanwhile)  # type: ignore[assignment]
     received.wait()
@@ -341,7 +341,7 @@ def test_a_waiting_rank_does_not_spin(world2: World) -> None:
 
 def test_without_futexes_waiting_ranks_poll() -> None:
     def napping() -> None:
-        futex._system_call = None
+        region._system_call = None
         comm_contract.all_gather(Comm())
         comm_contract.point_to_point(Comm())
         comm_contract.in_flight(Comm())

@@ -199,7 +199,7 @@ def returns_before_the_others_have_written(real: Any, self: Slots, ranks: Any, s
         real(self, ranks, stage)
 
 
-@replaces(Slots, "all_lie_likewise")
+@replaces(Slots, "agree")
 def takes_everything_for_equal(real: Any, self: Slots) -> bool:
     return True
 

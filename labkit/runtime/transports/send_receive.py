@@ -1,7 +1,7 @@
 """The transports behind a communicator, which carry the bytes.
 
-    SendReceive   the readable algorithms over a wire: any group with a modelled `Link`
-    Gloo          the same, and gloo's own all-reduce of fp32 and fp64 as one algorithm more
+    SendReceive   the readable algorithms over a wire (any group with a modelled `Link`); on gloo's
+                  own wire its all-reduce of fp32 and fp64 as one algorithm more
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)
@@ -36,21 +36,24 @@ GLOO_DTYPES = (torch.float32, torch.float64)
 
 class SendReceive(Transport):
     """The algorithms of `labkit.comm.collectives`; asynchronous ones run on a lane of their own.
-    The work's `wait` returns the bytes this rank sent."""
+    The work's `wait` returns the bytes this rank sent. `gloo`, if given, has its own all-reduce."""
 
     name = "gloo"
 
-    def __init__(self, wire: Wire, own: bool = False):
-        self.wire = wire
-        self.chooser = Chooser(wire.size, own)
+    def __init__(self, wire: Wire, gloo: Native | None = None):
+        self.wire, self._gloo = wire, gloo
+        self.chooser = Chooser(wire.size)
         self.forced = self.chooser.forced
         self._lane: Lane | None = None
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
-        return self.chooser.choose(collective, nbytes, _gloo_reduces(x), asked)
+        return self.chooser.choose(collective, nbytes, self._gloo_reduces(x), asked)
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        return self.chooser.explain(collective, nbytes, _gloo_reduces(x), asked)
+        return self.chooser.explain(collective, nbytes, self._gloo_reduces(x), asked)
+
+    def _gloo_reduces(self, x: Kind) -> bool:
+        return self._gloo is not None and x.dtype in GLOO_DTYPES and x.op != "mean"
 
     def _start(self, call: Call, algorithm: Callable[[], Algorithm]) -> Work:
         def function() -> int:
@@ -61,13 +64,15 @@ class SendReceive(Transport):
             return LaneWork(function).run()
         if self._lane is None:
             self._lane = Lane("labkit collectives")
-        return self._lane.submit(function)
+        return self._lane.put(LaneWork(function))
 
     def _run(self, collective: str, call: Call, *args: Any) -> Work:
         algorithm = ALGORITHMS[collective][call.algorithm]
         return self._start(call, lambda: algorithm(self.wire, *args, call.tag))
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        if call.algorithm == GLOO and self._gloo is not None:
+            return self._gloo.all_reduce(x, op, call)
         divide_by = self.wire.size if op == "mean" else 1
         return self._run("all_reduce", call, x, REDUCTIONS[op], divide_by)
 
@@ -150,10 +155,6 @@ class SendReceive(Transport):
         return Posted(self.wire.irecv(x, peer, call.tag))
 
 
-def _gloo_reduces(x: Kind) -> bool:
-    return x.dtype in GLOO_DTYPES and x.op != "mean"
-
-
 def _check_sizes(collective: str, chunks: Sequence[torch.Tensor] | None, algorithm: str) -> None:
     sizes = [chunk.numel() for chunk in chunks or ()]
     if (collective, algorithm) in EQUAL_SIZES_ONLY and len(set(sizes)) > 1:
@@ -161,16 +162,3 @@ def _check_sizes(collective: str, chunks: Sequence[torch.Tensor] | None, algorit
             f"{collective} by {algorithm} needs one size on all ranks, not {sizes}: the ranks in "
             "between must know how many elements come; take 'flat'"
         )
-
-
-class Gloo(SendReceive):
-    """Send and receive, and gloo's own all-reduce as one algorithm more."""
-
-    def __init__(self, group: Any):
-        super().__init__(Wire(group), own=True)
-        self._own = Native(group)
-
-    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
-        if call.algorithm == GLOO:
-            return self._own.all_reduce(x, op, call)
-        return super().all_reduce(x, op, call)

@@ -28,6 +28,7 @@ from labkit.runtime.transports.transport import Call, Kind, Transport
 from labkit.runtime.transports.wire import PacedWire, Wire, Work, living
 
 Made = TypeVar("Made")
+OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # that say what was wrong
 BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
 
 
@@ -102,14 +103,11 @@ class Dispatcher:
                 f"{what} {x.dtype} {shapes} {name}",
             )  # fmt: skip
 
-        def event(note: Note) -> CommEvent:
+        def traffic() -> tuple[int, int]:
             chunks = chunk_bytes()
-            return self._event(
-                what, x, note, sum(chunks), bus(chunks, self.rank), peer=peer,
-                blocking=not async_op, algorithm=name, transport=transport.name,
-            )  # fmt: skip
+            return sum(chunks), bus(chunks, self.rank)
 
-        handle = self._carry(what, lambda: start(transport, call), finish, async_op, note, event)
+        handle = self._carry(what, x, transport, call, start, finish, note, traffic, peer)
         if async_op:
             self.users.add(handle)
             return handle
@@ -140,13 +138,11 @@ class Dispatcher:
                 f"{op}({peer}) {describe(x)}", caller(), describe(x), collective=False,
             )  # fmt: skip
 
-        def event(note: Note) -> CommEvent:
-            return self._event(
-                op, x, note, x.nbytes, x.nbytes if sends else 0, peer=ends[1 if sends else 0],
-                tag=tag, blocking=blocking, transport=transport.name,
-            )  # fmt: skip
+        def traffic() -> tuple[int, int]:
+            return x.nbytes, x.nbytes if sends else 0
 
-        handle = self._carry(op, lambda: start(transport, call), finish, not blocking, note, event)
+        peer = ends[1 if sends else 0]
+        handle = self._carry(op, x, transport, call, start, finish, note, traffic, peer)
         self.users.add(handle)
         return handle
 
@@ -241,41 +237,46 @@ class Dispatcher:
     def _carry(
         self,
         what: str,
-        start: Callable[[], Work],
+        x: torch.Tensor,
+        transport: Transport,
+        call: Call,
+        start: Callable[[Transport, Call], Work],
         finish: list[Callable[[], object]],
-        asynchronous: bool,
         make_note: Callable[[], Note],
-        make_event: Callable[[Note], CommEvent],
+        traffic: Callable[[], tuple[int, int]],
+        peer: int | None,
     ) -> Handle:
         """Begin an operation: write it on the board, tell the listeners, start its transport."""
-        board = here.board
-        if board is None and not here.listeners:
-            return Handle(_begun(what, start), what, finish)
-        note = make_note()
-        event = make_event(note) if here.listeners else None
-        if board:
-            board.enter(note, IN_FLIGHT if asynchronous else WAITED_FOR)
+        board, note, event = here.board, None, None
+        described = what
+        if board or here.listeners:
+            note = make_note()
+            described = note.what
+        if note and here.listeners:
+            payload_bytes, bus_bytes = traffic()
+            event = CommEvent(
+                op=what.partition("(")[0], group=self.name, ranks=self.ranks, rank=self.rank,
+                seq=note.seq, dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape),
+                payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=not call.asynchronous,
+                source=note.source, peer=peer, tag=0 if note.collective else call.tag,
+                transport=transport.name, algorithm=call.algorithm,
+            )  # fmt: skip
+            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # two may be later
+        if board and note:
+            board.enter(note, IN_FLIGHT if call.asynchronous else WAITED_FOR)
         if event:
             for listener in here.listeners:
                 listener(event)
         try:
-            work = _begun(note.what, start)
-        except BaseException:
-            if board:
+            work = start(transport, call)
+        except BaseException as error:
+            if board and note:
                 board.leave(note, failed=True)
+            if isinstance(error, RuntimeError) and not isinstance(error, OWN_ERRORS):
+                raise CommError.of(described, error) from error
             raise
-        return Handle(work, note.what, finish, event, board, note, self._clock)
-
-    def _event(
-        self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int, **more: Any
-    ) -> CommEvent:
-        event = CommEvent(
-            op=op.split("(")[0], group=self.name, ranks=self.ranks, rank=self.rank, seq=note.seq,
-            dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape),
-            payload_bytes=payload_bytes, bus_bytes=bus_bytes, source=note.source, **more,
-        )  # fmt: skip
-        self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
-        return event
+        clock = self._clock if event else HOST_CLOCK
+        return Handle(work, described, finish, event, board, note, clock)
 
     @property
     def _clock(self) -> Clock:
@@ -321,13 +322,3 @@ def _in_line(x: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor in one dimension of stride 1. (`view(-1)` leaves a tensor of one element
     the stride it had, which can be any, and which bytes cannot have.)"""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))
-
-
-def _begun(what: str, start: Callable[[], Work]) -> Work:
-    """The work of operation `what`. Raises CommError where the transport does not even begin."""
-    try:
-        return start()
-    except (CommError, CollectiveMismatch, NotImplementedError):
-        raise
-    except RuntimeError as error:
-        raise CommError.of(what, error) from error

@@ -20,12 +20,12 @@ from algorithm_cases import (
     uneven,
 )
 from comm_contract import given, ops_of, reduced
+from fake_wire import Mailbox
 from labkit import Comm, World, listen
 from labkit.comm.collectives import ALGORITHMS, costs, steps
 from labkit.comm.collectives.costs import cost, hierarchical_cost
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import nodes_of
-from timed_wire import TimedMailbox
 from worlds import on_each_rank
 
 
@@ -175,7 +175,7 @@ def test_costs_are_the_time_that_the_schedule_takes(
 
 
 def timed(case: Case, alpha_s: float, beta_s_per_byte: float) -> float:
-    case.mailbox = box = TimedMailbox(case.n, late=True)
+    case.mailbox = box = Mailbox(case.n, late=True)
     box.alpha_s, box.beta_s_per_byte = alpha_s, beta_s_per_byte
     case.check()
     return max(box.now_s)

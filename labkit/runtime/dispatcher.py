@@ -86,10 +86,8 @@ class Dispatcher:
         """Carry out one collective: `start` gets the transport and the call and returns its work.
         `nbytes`, by which the algorithm is chosen where none is named, and the shapes of `alike`
         (of `x` if None) are the same on all ranks."""
-        transport = self.transport(x)
-        collective = what.partition("(")[0]
-        name = transport.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
-        transport = transport.serving(name)
+        collective, kind = what.partition("(")[0], Kind(x.dtype, reduction)
+        transport, name = self.transport(x).choose(collective, nbytes, kind, algorithm)
         seq = next(self._collectives)
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
         if here.board is None:
@@ -116,32 +114,31 @@ class Dispatcher:
 
     def message(
         self,
-        op: str,
         x: torch.Tensor,
-        ends: tuple[int, int],  # (from, to), ranks in the group
+        peer: int,
         tag: int,
+        sends: bool,
+        blocking: bool,
         finish: list[Callable[[], object]],
         start: Callable[[Transport, Call], Work],
-        blocking: bool,
     ) -> Handle:
-        """Carry out one send or receive."""
-        transport = self.transport(x)
-        call = Call(tag, not blocking, "")
+        """Carry out one send to rank `peer`, or one receive from it."""
+        transport, call = self.transport(x), Call(tag, not blocking, "")
+        ends = (self.rank, peer) if sends else (peer, self.rank)
         seq = next(self._messages[*ends, tag])
-        sends = op == "send"
 
         def note() -> Note:
-            source, target = self.ranks[ends[0]], self.ranks[ends[1]]
-            peer = f"to {target}" if sends else f"from {source}"
+            source, target = (self.ranks[end] for end in ends)
+            what = f"send(to {target})" if sends else f"recv(from {source})"
             return Note(
                 f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
-                f"{op}({peer}) {describe(x)}", caller(), describe(x), collective=False,
+                f"{what} {describe(x)}", caller(), describe(x), collective=False,
             )  # fmt: skip
 
         def traffic() -> tuple[int, int]:
             return x.nbytes, x.nbytes if sends else 0
 
-        peer = ends[1 if sends else 0]
+        op = "send" if sends else "recv"
         handle = self._carry(op, x, transport, call, start, finish, note, traffic, peer)
         self.users.add(handle)
         return handle

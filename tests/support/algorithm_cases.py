@@ -1,6 +1,6 @@
 """One operation on simulated ranks (fake_wire.py): inputs, results and bytes of each rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import reduce as fold
 from typing import Any
 
@@ -28,6 +28,10 @@ def of(*collectives: str) -> list[tuple[str, str]]:
 
 def serves(collective: str, name: str, n: int) -> bool:
     return (collective, name) not in POWERS_OF_TWO_ONLY or n & (n - 1) == 0
+
+
+def served(collective: str, name: str, ranks: Iterable[int] = RANKS) -> list[int]:
+    return [n for n in ranks if serves(collective, name, n)]
 
 
 def uneven(n: int, seed: int) -> list[int]:

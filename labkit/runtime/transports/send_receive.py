@@ -21,7 +21,7 @@ from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, run
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import GLOO, Choice, Chooser
 from labkit.runtime.transports.native import Native
-from labkit.runtime.transports.transport import Call, Kind, Transport, share_memory
+from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, share_memory
 from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -46,8 +46,8 @@ class SendReceive(Transport):
         self.forced = self.chooser.forced
         self._lane: Lane | None = None
 
-    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
-        return self.chooser.choose(collective, nbytes, self._gloo_reduces(x), asked)
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
+        return self, self.chooser.choose(collective, nbytes, self._gloo_reduces(x), asked)
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
         return self.chooser.explain(collective, nbytes, self._gloo_reduces(x), asked)

@@ -14,7 +14,7 @@ from labkit.runtime.transports.shm import collectives
 from labkit.runtime.transports.shm.ring import Inbox, Outbox, Ring
 from labkit.runtime.transports.shm.slots import Slots
 from labkit.runtime.transports.shm.symmetric import SymmetricTensors
-from labkit.runtime.transports.transport import Call, Kind, Transport
+from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport
 from labkit.runtime.transports.wire import Lane, LaneWork, Work
 
 End = TypeVar("End", Inbox, Outbox)
@@ -57,23 +57,20 @@ class Shared(Transport):
         self._last: LaneWork | None = None  # of those on the lane
         self._choosing, self._turn = threading.Lock(), threading.Lock()
 
-    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         if asked == SLOTS or not (asked or collective in self.forced):
-            return SLOTS
+            return self, SLOTS
         return self._messages.choose(collective, nbytes, x, asked)
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        name = self.choose(collective, nbytes, x, asked)
-        by_messages = self._messages.explain(collective, nbytes, x, "" if name == SLOTS else asked)
-        if name != SLOTS:
+        chosen, _ = self.choose(collective, nbytes, x, asked)
+        by_messages = self._messages.explain(collective, nbytes, x, "" if chosen is self else asked)
+        if chosen is not self:
             return by_messages
         why = f"the ranks share memory. Over gloo it would be {by_messages}"
         return Choice(collective, SLOTS, why)
 
-    def serving(self, algorithm: str) -> Transport:
-        return self if algorithm == SLOTS else self._messages
-
-    def _start(self, call: Call, collective: Callable[[Slots], int]) -> Work:
+    def _start(self, call: Call, collective: Callable[[Slots], object]) -> Work:
         work = LaneWork(partial(self._carry, collective))
         with self._choosing:
             if call.asynchronous or not (self._last is None or self._last.is_completed()):
@@ -83,7 +80,7 @@ class Shared(Transport):
                 return work
         return work.run()
 
-    def _carry(self, collective: Callable[[Slots], int]) -> int:
+    def _carry(self, collective: Callable[[Slots], object]) -> object:
         with self._turn, here.carrying():
             self.refuse_if_broken()
             try:
@@ -113,14 +110,11 @@ class Shared(Transport):
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel * dtype.itemsize <= collectives.AT_ONCE_BYTES:  # the slots are as good for it
             return super().symmetric_empty(numel, dtype)
-        made: list[torch.Tensor | None] = []
-
-        def make(slots: Slots) -> int:
-            made.append(self._symmetric.make(slots, self._path, numel, dtype))
-            return 0
-
-        self._start(Call(0, False, SLOTS), make).wait()
-        return super().symmetric_empty(numel, dtype) if made[0] is None else made[0]
+        made: torch.Tensor | None = self._start(
+            Call(0, False, SLOTS),
+            lambda slots: self._symmetric.make(slots, self._path, numel, dtype),
+        ).wait()
+        return super().symmetric_empty(numel, dtype) if made is None else made
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
         place = self._symmetric.find(x) if x.nbytes > collectives.AT_ONCE_BYTES else None

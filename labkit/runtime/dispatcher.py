@@ -95,7 +95,7 @@ class Dispatcher:
 
         def note() -> Note:
             by = f" by {name}" if algorithm or collective in transport.forced else ""
-            shapes = [list(one.shape) for one in ((x,) if alike is None else alike)]
+            shapes = [list(tensor.shape) for tensor in ((x,) if alike is None else alike)]
             return Note(
                 self.name, self.ranks, seq, f"{what} {describe(x)}{by}", caller(),
                 f"{what} {x.dtype} {shapes} {name}",
@@ -203,7 +203,8 @@ class Dispatcher:
     def destroy_dropped(self) -> None:
         """Destroy the gloo subgroups that all their ranks have dropped (they count themselves in
         the store), and in which therefore nothing is under way."""
-        for subgroup in [one for one in self._subgroups if not one.users and one._group()]:
+        unused = [group for group in self._subgroups if not group.users and group._group()]
+        for subgroup in unused:
             store = dist.distributed_c10d._get_default_store()
             dropped = store.add(f"labkit dropped {subgroup.name}", 1 - self._subgroups[subgroup])
             self._subgroups[subgroup] = True

@@ -21,7 +21,7 @@ from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, run
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import GLOO, Choice, Chooser
 from labkit.runtime.transports.native import Native
-from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, share_memory
+from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, apart, share_memory
 from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -79,10 +79,10 @@ class SendReceive(Transport):
     def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
         algorithm, wire = ALGORITHMS["reduce_scatter"][call.algorithm], self.wire
         own = chunks[wire.rank]
-        apart = out.data_ptr() == own.data_ptr() or not share_memory(out, *chunks)
+        direct = out.data_ptr() == own.data_ptr() or not share_memory(out, *chunks)
 
         def scattering() -> Algorithm:
-            target = out if apart else own.clone()  # the other chunks are still to be sent
+            target = out if direct else own.clone()  # the other chunks are still to be sent
             sent_bytes = yield from algorithm(wire, chunks, target, REDUCTIONS[op], call.tag)
             if op == "mean":
                 target.div_(wire.size)
@@ -129,24 +129,17 @@ class SendReceive(Transport):
 
     def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
         algorithm = ALGORITHMS["all_to_all"][call.algorithm]
-
-        def exchanging() -> Algorithm:
-            leaving = [x.clone() if share_memory(x, *outs) else x for x in ins]
-            return algorithm(self.wire, outs, leaving, call.tag)
-
-        return self._start(call, exchanging)
+        return self._start(
+            call,
+            lambda: algorithm(self.wire, outs, [apart(x, *outs) for x in ins], call.tag),
+        )
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
         return self._run("barrier", call, note)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
         algorithm = ALGORITHMS["ring_exchange"][call.algorithm]
-
-        def exchanging() -> Algorithm:
-            leaving = x.clone() if share_memory(x, out) else x
-            return algorithm(self.wire, out, leaving, call.tag)
-
-        return self._start(call, exchanging)
+        return self._start(call, lambda: algorithm(self.wire, out, apart(x, out), call.tag))
 
     def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         return Posted(self.wire.isend(x, peer, call.tag))

@@ -60,6 +60,11 @@ class Transport(Protocol):
     def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work: ...
 
 
+def apart(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy of it where it may overlap with one of the others."""
+    return x.clone() if share_memory(x, *others) else x
+
+
 def share_memory(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether `x` has the storage of one of the others (and so may overlap with it)."""
     storage = x.untyped_storage().data_ptr()

@@ -90,7 +90,8 @@ class Outgoing:
             self.sent_bytes += nbytes
 
             def deliver() -> Work:
-                _sleep_until(arrives_s)
+                while (left_s := arrives_s - time.monotonic()) > 0:
+                    time.sleep(left_s)
                 return Posted(send())  # not waited for here: others must not queue behind it
 
             return Departing(self._lane.put(LaneWork(deliver)))
@@ -229,8 +230,3 @@ def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[l
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The same memory as bytes, so that every dtype can travel."""
     return x.detach().view(-1).view(torch.uint8)
-
-
-def _sleep_until(when_s: float) -> None:
-    while (left_s := when_s - time.monotonic()) > 0:
-        time.sleep(left_s)

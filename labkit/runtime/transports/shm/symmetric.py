@@ -72,16 +72,16 @@ class SymmetricTensors:
         if shared is None or sizes != [nbytes] * slots.size:
             path.unlink(missing_ok=True)
             return None
-        mine = shared.part(slots.rank, 0, numel, dtype)
-        self._by_address[mine.data_ptr()] = shared
-        gone = weakref.finalize(mine.untyped_storage(), self._by_address.pop, mine.data_ptr(), None)
-        gone.atexit = False
-        return mine
+        own = shared.part(slots.rank, 0, numel, dtype)
+        self._by_address[own.data_ptr()] = shared
+        forget = weakref.finalize(own.untyped_storage(), self._by_address.pop, own.data_ptr(), None)
+        forget.atexit = False
+        return own
 
     def find(self, x: torch.Tensor) -> tuple[Symmetric, int] | None:
         """Whose part `x` lies in, and from which byte on; None for any other tensor."""
         if not self._by_address:
             return None
         start = x.untyped_storage().data_ptr()
-        found = self._by_address.get(start)
-        return None if found is None else (found, x.data_ptr() - start)
+        shared = self._by_address.get(start)
+        return None if shared is None else (shared, x.data_ptr() - start)

@@ -41,7 +41,11 @@ class Clock:
         return True
 
 
-HOST_CLOCK = Clock()  # of programs without a GPU
+class HostClock(Clock):
+    """The clock of programs without a GPU."""
+
+
+HOST_CLOCK = HostClock()
 
 
 class StreamClock(Clock):

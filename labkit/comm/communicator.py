@@ -41,6 +41,8 @@ from labkit.runtime.board import CollectiveMismatch
 from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import Choice
+from labkit.runtime.transports.transport import Call, Kind, Transport
+from labkit.runtime.transports.wire import Work
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 Finish = list[Callable[[], object]]
@@ -149,7 +151,8 @@ class Comm:
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
         """
         probe = torch.empty(0, dtype=dtype, device=self.own_device())
-        return self._dispatcher.explain(collective, nbytes, probe, op, algorithm)
+        transport = self._dispatcher.transport(probe)
+        return transport.explain(collective, nbytes, Kind(dtype, op), algorithm)
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
         """Raises CollectiveMismatch where the ranks' `value()`, a short text about `what`, differ.
@@ -389,36 +392,31 @@ class Comm:
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send `x` to rank `dst`; blocks until `x` may be written to again."""
-        self._send(x, dst, tag, blocking=True).wait()
+        self._message(x, dst, tag, sends=True, blocking=True).wait()
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
         """Fill `x` with the next message from rank `src`; as large as it was sent."""
-        self._receive(x, src, tag, blocking=True).wait()
+        self._message(x, src, tag, sends=False, blocking=True).wait()
 
     def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> Handle:
         """As `send`, returning a handle at once."""
-        return self._send(x, dst, tag, blocking=False)
+        return self._message(x, dst, tag, sends=True, blocking=False)
 
     def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> Handle:
         """As `recv`, returning a handle at once."""
-        return self._receive(x, src, tag, blocking=False)
+        return self._message(x, src, tag, sends=False, blocking=False)
 
-    def _send(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
-        check_other(peer, tag, self.rank, self.size)
-        flat = self._dispatcher.stage(x, None)
-        return self._dispatcher.message(
-            "send", x, (self.rank, peer), tag, [],
-            lambda transport, call: transport.send(flat, peer, call), blocking,
-        )  # fmt: skip
-
-    def _receive(self, x: torch.Tensor, peer: int, tag: int, blocking: bool) -> Handle:
+    def _message(
+        self, x: torch.Tensor, peer: int, tag: int, *, sends: bool, blocking: bool
+    ) -> Handle:
         check_other(peer, tag, self.rank, self.size)
         finish: Finish = []
-        flat = self._dispatcher.stage(x, finish)
-        return self._dispatcher.message(
-            "recv", x, (peer, self.rank), tag, finish,
-            lambda transport, call: transport.receive(flat, peer, call), blocking,
-        )  # fmt: skip
+        flat = self._dispatcher.stage(x, None if sends else finish)
+
+        def start(transport: Transport, call: Call) -> Work:
+            return (transport.send if sends else transport.receive)(flat, peer, call)
+
+        return self._dispatcher.message(x, peer, tag, sends, blocking, finish, start)
 
     def own_device(self) -> str:
         """Where the tensors are that this group moves without a copy."""

@@ -134,11 +134,11 @@ def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
         asked = list(sizes.values())
         closest = sorted(
             factorisations(ranks, len(sizes)),
-            key=lambda found: sum(abs(one - other) for one, other in zip(found, asked)),
+            key=lambda factors: sum(abs(size - other) for size, other in zip(factors, asked)),
         )
         fit = " or ".join(
-            "(" + ", ".join(f"{axis}={size}" for axis, size in zip(sizes, found)) + ")"
-            for found in closest[:3]
+            "(" + ", ".join(f"{axis}={size}" for axis, size in zip(sizes, factors)) + ")"
+            for factors in closest[:3]
         )
         takes = f"Mesh({axes}) takes {ranks_in_words(prod(sizes.values()))}, and there are {ranks}"
         raise ValueError(f"{takes}: {fit} would do")

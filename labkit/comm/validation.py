@@ -84,9 +84,7 @@ def equal_parts(what: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor
             f"{what}: a tensor of shape {list(whole.shape)} {problem}; pad it, or use the variant "
             "that takes a list of tensors"
         )
-    return whole.detach().view(-1).split(max(1, whole.numel() // n)) if whole.numel() else [
-        whole.detach().view(-1)
-    ] * n  # fmt: skip
+    return whole.detach().view(n, whole.numel() // n).unbind()
 
 
 def check_op(op: str, x: torch.Tensor) -> None:

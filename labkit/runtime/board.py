@@ -73,15 +73,20 @@ class Note:
         """The same number on every rank that takes part in this operation, never 0."""
         return self.stream << 32 | self.seq % 2**32
 
+    @property
+    def number(self) -> str:
+        kind = "collective" if self.collective else "message"
+        return f"{kind} {self.seq} of group {self.group}"
+
     def sentence(self) -> str:
-        number = f"collective {self.seq}" if self.collective else f"message {self.seq}"
-        return f"{self.what}, {number} of group {self.group}, at {self.source}"
+        return f"{self.what}, {self.number}, at {self.source}"
 
 
 class Board:
-    """Rank `rank`'s view of the board of `size` ranks, kept in the file `path`."""
+    """Rank `rank`'s view of the board of `size` ranks, kept in the file `path`. The driver, which
+    only reads, has no rank."""
 
-    def __init__(self, path: Path, size: int, rank: int | None = None):
+    def __init__(self, path: Path, size: int, rank: int = -1):
         self.size, self.rank = size, rank
         self._lock = threading.Lock()
         with open(path, "r+b") as file:
@@ -112,19 +117,14 @@ class Board:
 
     def wait(self, note: Note) -> None:
         """Write that this rank now blocks on `note`, which it entered before."""
-        key = note.key
         with self._lock:
-            if self._holds(key):
-                self._set_state(key, WAITED_FOR)
-            else:
-                self._write(note, key, zlib.crc32(note.compares.encode()), WAITED_FOR)
+            if not self._set_state(note.key, WAITED_FOR):
+                self._write(note, note.key, zlib.crc32(note.compares.encode()), WAITED_FOR)
 
     def leave(self, note: Note, failed: bool = False) -> None:
         """Write that `note` is over."""
-        key = note.key
         with self._lock:
-            if self._holds(key):
-                self._set_state(key, FAILED if failed else ENDED)
+            self._set_state(note.key, FAILED if failed else ENDED)
 
     def notes(self, rank: int, states: Collection[int] = ALL_STATES) -> list[Note]:
         """The notes on the page of `rank` in one of `states`, oldest first."""
@@ -158,7 +158,6 @@ class Board:
         return Note(group, tuple(ranks), seq, what, source, "", collective, state, since_s)
 
     def _write(self, note: Note, key: int, signature: int, state: int) -> None:
-        assert self.rank is not None
         what, source = (_short(part) for part in (note.what, note.source))
         entry = [note.group, note.ranks[:MOST_RANKS], note.seq, what, source, note.collective]
         text = _encode(entry).encode()
@@ -169,18 +168,16 @@ class Board:
         self._memory[slot + HEAD.size : slot + HEAD.size + len(text)] = text
         self._words[slot // 8] = key
 
-    def _holds(self, key: int) -> bool:
-        assert self.rank is not None
-        return self._words[self._slot(self.rank, key) // 8] == key
-
-    def _set_state(self, key: int, state: int) -> None:
-        assert self.rank is not None
+    def _set_state(self, key: int, state: int) -> bool:
+        """Whether the note is still there; if so, it has the new state."""
         slot = self._slot(self.rank, key)
+        if self._words[slot // 8] != key:
+            return False
         self._times[(slot + SINCE) // 8] = time.monotonic()
         self._memory[slot + STATE] = state
+        return True
 
     def _mark(self, note: Note) -> None:
-        assert self.rank is not None
         word = self._mark_at(self.rank, note.stream) // 8
         stream, highest = divmod(self._words[word], 2**32)
         if stream in (0, note.stream):
@@ -201,13 +198,9 @@ class Board:
         return its_key == key and its_signature != signature
 
     def _disagreement(self, note: Note) -> str:
-        assert self.rank is not None
-        thing = f"collective {note.seq}" if note.collective else f"message {note.seq}"
-        lines = [f"the ranks disagree about {thing} of group {note.group}:"]
-        for rank in note.ranks:
-            if rank >= self.size:
-                continue
-            seen = [one for one in self.notes(rank) if one.key == note.key]
+        lines = [f"the ranks disagree about {note.number}:"]
+        for rank in (rank for rank in note.ranks if rank < self.size):
+            seen = [written for written in self.notes(rank) if written.key == note.key]
             text = f"{seen[0].what}  at {seen[0].source}" if seen else "has not come to it yet"
             lines.append(f"  rank {rank}: {text}")
         lines.append(

@@ -21,14 +21,14 @@ from labkit.events import CommEvent
 from labkit.runtime.board import IN_FLIGHT, WAITED_FOR, CollectiveMismatch, Note
 from labkit.runtime.clock import HOST_CLOCK, Clock
 from labkit.runtime.process_context import caller, here
-from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.native import Native, Nothing
-from labkit.runtime.transports.send_receive import Gloo, SendReceive
+from labkit.runtime.transports.send_receive import SendReceive
 from labkit.runtime.transports.shm import Shared
 from labkit.runtime.transports.transport import Call, Kind, Transport
-from labkit.runtime.transports.wire import PacedWire, Work, living
+from labkit.runtime.transports.wire import PacedWire, Wire, Work, living
 
 Made = TypeVar("Made")
+OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # that say what was wrong
 BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
 
 
@@ -86,10 +86,8 @@ class Dispatcher:
         """Carry out one collective: `start` gets the transport and the call and returns its work.
         `nbytes`, by which the algorithm is chosen where none is named, and the shapes of `alike`
         (of `x` if None) are the same on all ranks."""
-        transport = self._transport(x)
-        collective = what.partition("(")[0]
-        name = transport.choose(collective, nbytes, Kind(x.dtype, reduction), algorithm)
-        transport = transport.serving(name)
+        collective, kind = what.partition("(")[0], Kind(x.dtype, reduction)
+        transport, name = self.transport(x).choose(collective, nbytes, kind, algorithm)
         seq = next(self._collectives)
         call = Call(COLLECTIVE_TAGS + seq % COLLECTIVE_TAGS, async_op, name)
         if here.board is None:
@@ -97,60 +95,51 @@ class Dispatcher:
 
         def note() -> Note:
             by = f" by {name}" if algorithm or collective in transport.forced else ""
-            shapes = [list(one.shape) for one in ((x,) if alike is None else alike)]
+            shapes = [list(tensor.shape) for tensor in ((x,) if alike is None else alike)]
             return Note(
                 self.name, self.ranks, seq, f"{what} {describe(x)}{by}", caller(),
                 f"{what} {x.dtype} {shapes} {name}",
             )  # fmt: skip
 
-        def event(note: Note) -> CommEvent:
+        def traffic() -> tuple[int, int]:
             chunks = chunk_bytes()
-            return self._event(
-                what, x, note, sum(chunks), bus(chunks, self.rank), peer=peer,
-                blocking=not async_op, algorithm=name, transport=transport.name,
-            )  # fmt: skip
+            return sum(chunks), bus(chunks, self.rank)
 
-        handle = self._carry(what, lambda: start(transport, call), finish, async_op, note, event)
+        handle = self._carry(what, x, transport, call, start, finish, note, traffic, peer)
         if async_op:
             self.users.add(handle)
             return handle
         handle.wait()
         return None
 
-    def explain(self, collective: str, nbytes: int, x: torch.Tensor, op: str, asked: str) -> Choice:
-        return self._transport(x).explain(collective, nbytes, Kind(x.dtype, op), asked)
-
     def message(
         self,
-        op: str,
         x: torch.Tensor,
-        ends: tuple[int, int],  # (from, to), ranks in the group
+        peer: int,
         tag: int,
+        sends: bool,
+        blocking: bool,
         finish: list[Callable[[], object]],
         start: Callable[[Transport, Call], Work],
-        blocking: bool,
     ) -> Handle:
-        """Carry out one send or receive."""
-        transport = self._transport(x)
-        call = Call(tag, not blocking, "")
+        """Carry out one send to rank `peer`, or one receive from it."""
+        transport, call = self.transport(x), Call(tag, not blocking, "")
+        ends = (self.rank, peer) if sends else (peer, self.rank)
         seq = next(self._messages[*ends, tag])
-        sends = op == "send"
 
         def note() -> Note:
-            source, target = self.ranks[ends[0]], self.ranks[ends[1]]
-            peer = f"to {target}" if sends else f"from {source}"
+            source, target = (self.ranks[end] for end in ends)
+            what = f"send(to {target})" if sends else f"recv(from {source})"
             return Note(
                 f"{self.name} {source}->{target} tag {tag}", (source, target), seq,
-                f"{op}({peer}) {describe(x)}", caller(), describe(x), collective=False,
+                f"{what} {describe(x)}", caller(), describe(x), collective=False,
             )  # fmt: skip
 
-        def event(note: Note) -> CommEvent:
-            return self._event(
-                op, x, note, x.nbytes, x.nbytes if sends else 0, peer=ends[1 if sends else 0],
-                tag=tag, blocking=blocking, transport=transport.name,
-            )  # fmt: skip
+        def traffic() -> tuple[int, int]:
+            return x.nbytes, x.nbytes if sends else 0
 
-        handle = self._carry(op, lambda: start(transport, call), finish, not blocking, note, event)
+        op = "send" if sends else "recv"
+        handle = self._carry(op, x, transport, call, start, finish, note, traffic, peer)
         self.users.add(handle)
         return handle
 
@@ -166,7 +155,7 @@ class Dispatcher:
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         if like.device.type != "cpu" or self.size == 1:
             return torch.empty(numel, dtype=like.dtype, device=like.device)
-        transport, what = self._transport(like), f"symmetric_empty({numel}, {like.dtype})"
+        transport, what = self.transport(like), f"symmetric_empty({numel}, {like.dtype})"
         return self._made_together(what, lambda: transport.symmetric_empty(numel, like.dtype))
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
@@ -214,7 +203,8 @@ class Dispatcher:
     def destroy_dropped(self) -> None:
         """Destroy the gloo subgroups that all their ranks have dropped (they count themselves in
         the store), and in which therefore nothing is under way."""
-        for subgroup in [one for one in self._subgroups if not one.users and one._group()]:
+        unused = [group for group in self._subgroups if not group.users and group._group()]
+        for subgroup in unused:
             store = dist.distributed_c10d._get_default_store()
             dropped = store.add(f"labkit dropped {subgroup.name}", 1 - self._subgroups[subgroup])
             self._subgroups[subgroup] = True
@@ -245,48 +235,54 @@ class Dispatcher:
     def _carry(
         self,
         what: str,
-        start: Callable[[], Work],
+        x: torch.Tensor,
+        transport: Transport,
+        call: Call,
+        start: Callable[[Transport, Call], Work],
         finish: list[Callable[[], object]],
-        asynchronous: bool,
         make_note: Callable[[], Note],
-        make_event: Callable[[Note], CommEvent],
+        traffic: Callable[[], tuple[int, int]],
+        peer: int | None,
     ) -> Handle:
         """Begin an operation: write it on the board, tell the listeners, start its transport."""
-        board = here.board
-        if board is None and not here.listeners:
-            return Handle(_begun(what, start), what, finish)
-        note = make_note()
-        event = make_event(note) if here.listeners else None
-        if board:
-            board.enter(note, IN_FLIGHT if asynchronous else WAITED_FOR)
+        board, note, event = here.board, None, None
+        described = what
+        if board or here.listeners:
+            note = make_note()
+            described = note.what
+        if note and here.listeners:
+            payload_bytes, bus_bytes = traffic()
+            event = CommEvent(
+                op=what.partition("(")[0], group=self.name, ranks=self.ranks, rank=self.rank,
+                seq=note.seq, dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape),
+                payload_bytes=payload_bytes, bus_bytes=bus_bytes, blocking=not call.asynchronous,
+                source=note.source, peer=peer, tag=0 if note.collective else call.tag,
+                transport=transport.name, algorithm=call.algorithm,
+            )  # fmt: skip
+            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # two may be later
+        if board and note:
+            board.enter(note, IN_FLIGHT if call.asynchronous else WAITED_FOR)
         if event:
             for listener in here.listeners:
                 listener(event)
         try:
-            work = _begun(note.what, start)
-        except BaseException:
-            if board:
+            work = start(transport, call)
+        except BaseException as error:
+            if board and note:
                 board.leave(note, failed=True)
+            if isinstance(error, RuntimeError) and not isinstance(error, OWN_ERRORS):
+                raise CommError.of(described, error) from error
             raise
-        return Handle(work, note.what, finish, event, board, note, self._clock)
-
-    def _event(
-        self, op: str, x: torch.Tensor, note: Note, payload_bytes: int, bus_bytes: int, **more: Any
-    ) -> CommEvent:
-        event = CommEvent(
-            op=op.split("(")[0], group=self.name, ranks=self.ranks, rank=self.rank, seq=note.seq,
-            dtype=str(x.dtype).removeprefix("torch."), shape=tuple(x.shape),
-            payload_bytes=payload_bytes, bus_bytes=bus_bytes, source=note.source, **more,
-        )  # fmt: skip
-        self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may be later
-        return event
+        clock = self._clock if event else HOST_CLOCK
+        return Handle(work, described, finish, event, board, note, clock)
 
     @property
     def _clock(self) -> Clock:
         """Of what waits on a stream; gloo makes the host wait."""
         return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
 
-    def _transport(self, x: torch.Tensor) -> Transport:
+    def transport(self, x: torch.Tensor) -> Transport:
+        """What moves tensors as `x`."""
         key = (x.device, here.link)
         if key not in self._transports:
             with _making:  # one for all threads
@@ -306,12 +302,14 @@ class Dispatcher:
         group = living(self._group)
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
+        native = Native(group)
+        messages = SendReceive(Wire(group), native) if backend == "gloo" else native
         if here.shared is not None and device == "cpu":
             # Of this group only, and the same on all its ranks.
             file = hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]
             timeout_s = (self._timeout() or dist.default_pg_timeout).total_seconds()
-            return Shared(here.shared / file, self.rank, self.size, timeout_s, Gloo(group))
-        return Gloo(group) if backend == "gloo" else Native(group)
+            return Shared(here.shared / file, self.rank, self.size, timeout_s, messages)
+        return messages
 
 
 _dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()
@@ -322,13 +320,3 @@ def _in_line(x: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor in one dimension of stride 1. (`view(-1)` leaves a tensor of one element
     the stride it had, which can be any, and which bytes cannot have.)"""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))
-
-
-def _begun(what: str, start: Callable[[], Work]) -> Work:
-    """The work of operation `what`. Raises CommError where the transport does not even begin."""
-    try:
-        return start()
-    except (CommError, CollectiveMismatch, NotImplementedError):
-        raise
-    except RuntimeError as error:
-        raise CommError.of(what, error) from error

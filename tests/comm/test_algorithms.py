@@ -1,6 +1,8 @@
 """Every algorithm of labkit/comm/collectives: results, bytes, costs; mostly on simulated ranks."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -15,23 +17,24 @@ from algorithm_cases import (
     nodes_for,
     of,
     same_bits,
+    served,
     serves,
     sizes_for,
     uneven,
 )
-from comm_contract import given, ops_of, reduced
+from comm_contract import WAYS, everyones, given, ops_of, reduced
+from fake_wire import Mailbox
 from labkit import Comm, World, listen
 from labkit.comm.collectives import ALGORITHMS, costs, steps
 from labkit.comm.collectives.costs import cost, hierarchical_cost
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import nodes_of
-from timed_wire import TimedMailbox
 from worlds import on_each_rank
 
 
 @pytest.mark.parametrize(("collective", "name"), EVERY)
 def test_every_algorithm_equals_plain_computation(collective: str, name: str) -> None:
-    for n in filter(lambda n: serves(collective, name, n), RANKS):
+    for n in served(collective, name):
         for numel in SIZES:
             for late in (False, True):
                 sizes = sizes_for(collective, name, n, numel)
@@ -41,7 +44,7 @@ def test_every_algorithm_equals_plain_computation(collective: str, name: str) ->
 @pytest.mark.parametrize(("collective", "name"), EVERY)
 def test_every_dtype_and_reduction(collective: str, name: str) -> None:
     reduces = "reduce" in collective
-    for n in filter(lambda n: serves(collective, name, n), (2, 3, 4, 7)):
+    for n in served(collective, name, (2, 3, 4, 7)):
         sizes = sizes_for(collective, name, n, 23)
         for dtype in DTYPES:
             for op in ops_of(dtype) if reduces else ["sum"]:
@@ -54,7 +57,7 @@ def test_every_dtype_and_reduction(collective: str, name: str) -> None:
     [*of("all_gather", "reduce_scatter", "all_to_all"), ("gather", "flat"), ("scatter", "flat")],
 )
 def test_chunks_of_different_sizes(collective: str, name: str) -> None:
-    for n in filter(lambda n: serves(collective, name, n), RANKS):
+    for n in served(collective, name):
         for seed in (1, 2, 5):
             Case(collective, name, uneven(n, seed), root=n - 1).check()
 
@@ -84,7 +87,7 @@ def test_hierarchical_on_nodes_of_every_size() -> None:
 def test_in_many_pieces(collective: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "PIECE_BYTES", 12)  # three float32
     assert steps.piece_count(100) == 9
-    for n in filter(lambda n: serves(collective, name, n), RANKS):
+    for n in served(collective, name):
         for late in (False, True):
             sizes = sizes_for(collective, name, n, 97)
             nodes = [list(range(n))[:2], list(range(n))[2:]] if n > 2 else None
@@ -120,7 +123,7 @@ def test_every_algorithm_has_its_bytes_and_its_cost() -> None:
 def test_the_sums_over_all_ranks_are_those_of_the_textbooks(
     collective: str, name: str, in_all: Callable[[int, int], int]
 ) -> None:
-    for n in filter(lambda n: serves(collective, name, n), RANKS):
+    for n in served(collective, name):
         sizes = uneven(n, 2)
         calls = [Call(sizes, rank) for rank in range(n)]
         in_total = sum(sent_bytes(collective, name, 4, call) for call in calls)
@@ -162,7 +165,7 @@ def test_costs_are_the_time_that_the_schedule_takes(
     monkeypatch.setattr(costs, "PIECE_BYTES", 64)
     if name == "hierarchical" or collective == "barrier":
         return
-    for n in filter(lambda n: serves(collective, name, n), (2, 3, 4, 5, 6, 8)):
+    for n in served(collective, name, (2, 3, 4, 5, 6, 8)):
         for numel in (n * 16, n * 128):
             sizes = sizes_for(collective, name, n, numel)
             model = cost(collective, name, n, sum(sizes) * 4)
@@ -175,7 +178,7 @@ def test_costs_are_the_time_that_the_schedule_takes(
 
 
 def timed(case: Case, alpha_s: float, beta_s_per_byte: float) -> float:
-    case.mailbox = box = TimedMailbox(case.n, late=True)
+    case.mailbox = box = Mailbox(case.n, late=True)
     box.alpha_s, box.beta_s_per_byte = alpha_s, beta_s_per_byte
     case.check()
     return max(box.now_s)
@@ -221,30 +224,23 @@ def test_nodes_are_as_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
     """Each by its name, on tensors with gaps; and the events say what ran and what it sent."""
-    n, rank, ran = comm.size, comm.rank, set()
+    n, rank = comm.size, comm.rank
     gaps = torch.zeros(2 * 29)[::2]
-    for name in ALGORITHMS["all_reduce"]:
-        for op in ("sum", "mean"):
-            for async_op in (False, True):
-                gaps.copy_(given(rank, 29))
-                with listen() as events:
-                    handle = comm.all_reduce(gaps, op, async_op, algorithm=name)
-                    if handle:
-                        handle.wait()
-                assert torch.equal(gaps, reduced([given(r, 29) for r in range(n)], op)), name
-                nodes = nodes_of(comm.ranks)
-                call = Call(chunk_sizes(29, n), rank, nodes=nodes)
-                assert events[0].wire_bytes == sent_bytes("all_reduce", name, 4, call), name
-                ran.add(("all_reduce", events[0].algorithm))
+    call = Call(chunk_sizes(29, n), rank, nodes=nodes_of(comm.ranks))
     with listen() as events:
+        for name, op, way in product(ALGORITHMS["all_reduce"], ("sum", "mean"), WAYS):
+            gaps.copy_(given(rank, 29))
+            way(partial(comm.all_reduce, algorithm=name), gaps, op)
+            assert torch.equal(gaps, reduced(everyones(comm, 29), op)), name
+            assert events[-1].wire_bytes == sent_bytes("all_reduce", name, 4, call), name
         for name in ALGORITHMS["broadcast"]:
             gaps.copy_(given(rank, 29))
             comm.broadcast(gaps, n - 1, algorithm=name)
             assert torch.equal(gaps, given(n - 1, 29))
             gaps.copy_(given(rank, 29))
             comm.reduce(gaps, n - 1, "mean", algorithm=name)
-            everyone = reduced([given(r, 29) for r in range(n)], "mean")
-            assert torch.equal(gaps, everyone if rank == n - 1 else given(rank, 29))
+            mean = reduced(everyones(comm, 29), "mean")
+            assert torch.equal(gaps, mean if rank == n - 1 else given(rank, 29))
         for name in ("flat", "tree"):
             outs = [torch.zeros(3, n)[:, 0] for _ in range(n)] if rank == 1 else None
             comm.gather(given(rank, 3), outs, 1, algorithm=name)
@@ -256,13 +252,12 @@ def every_algorithm(comm: Comm) -> set[tuple[str, str]]:
             if serves("all_gather", name, n):
                 out = torch.zeros(n, 3)
                 comm.all_gather_into_tensor(out, given(rank, 3), algorithm=name)
-                assert torch.equal(out, torch.stack([given(r, 3) for r in range(n)]))
+                assert torch.equal(out, torch.stack(everyones(comm, 3)))
         for name in ALGORITHMS["reduce_scatter"]:
-            x = given(rank, n, 3)
-            total = reduced([given(r, n, 3) for r in range(n)], "mean")
+            x, total = given(rank, n, 3), reduced(everyones(comm, n, 3), "mean")
             comm.reduce_scatter_tensor(x[-1], x, "mean", algorithm=name)  # into what was given
             assert torch.equal(x[-1], total[rank])
-    return ran | {(event.op, event.algorithm) for event in events}
+    return {(event.op, event.algorithm) for event in events}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -277,16 +272,15 @@ def test_every_algorithm_on_real_ranks(size: int, monkeypatch: pytest.MonkeyPatc
 
 @on_each_rank("world4")
 def test_long_tensors_over_trees_and_chains() -> None:
-    comm = Comm()
-    numel = 1_000_001
+    comm, numel = Comm(), 1_000_001
+    total = reduced(everyones(comm, numel), "sum")
     for name in ("double_tree", "halving_doubling", "ring", "hierarchical"):
         x = given(comm.rank, numel)
         comm.all_reduce(x, algorithm=name)
-        assert torch.equal(x, reduced([given(r, numel) for r in range(4)], "sum")), name
+        assert torch.equal(x, total), name
     x = given(comm.rank, numel)
     comm.broadcast(x, 2, algorithm="chain")
     assert torch.equal(x, given(2, numel))
     x = given(comm.rank, numel)
     comm.reduce(x, 2, algorithm="chain")
-    total = reduced([given(r, numel) for r in range(4)], "sum")
     assert torch.equal(x, total if comm.rank == 2 else given(comm.rank, numel))

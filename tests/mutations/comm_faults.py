@@ -11,7 +11,7 @@ import torch
 import labkit.events as events
 from harness import Replacement, instead, replaces
 from labkit.comm import collectives as algorithms
-from labkit.comm.collectives import all_gather
+from labkit.comm.collectives import all_gather, broadcast
 from labkit.comm.collectives import reduce as reductions
 from labkit.comm.collectives.steps import Algorithm, Chunks
 from labkit.comm.handle import Handle
@@ -231,12 +231,7 @@ def sends_all_from_the_root(
     real: Any, wire: Wire, x: torch.Tensor, root: int, tag: int
 ) -> Algorithm:
     """Not a tree: the result and the total bytes are right, but one rank sends all of them."""
-    if wire.rank != root:
-        yield wire.irecv(x, root, tag)
-        return 0
-    sends = [wire.isend(x, rank, tag) for rank in range(wire.size) if rank != root]
-    yield from sends
-    return len(sends) * x.nbytes
+    return broadcast.flat_broadcast(wire, x, root, tag)
 
 
 def whole_bytes(chunk_bytes: list[int], rank: int) -> int:

@@ -10,8 +10,7 @@ import torch
 from harness import replaces
 from labkit import Comm
 from labkit.runtime.transports.shm import collectives, ring, slots
-from labkit.runtime.transports.shm.mail import Arriving, Inbox
-from labkit.runtime.transports.shm.ring import Ring
+from labkit.runtime.transports.shm.ring import Arriving, Inbox, Ring
 from labkit.runtime.transports.shm.slots import Slots
 from labkit.runtime.transports.shm.transport import Shared
 from labkit.runtime.transports.wire import Lane, LaneWork
@@ -81,8 +80,9 @@ def does_not_wait(real: Any, self: Slots, ranks: Any, stage: int) -> None:
 
 
 @replaces(Slots, "begin")
-def overwrites_what_is_read(real: Any, self: Slots) -> None:
+def overwrites_what_is_read(real: Any, self: Slots, note: int = slots.NOTHING) -> None:
     self._piece += 1
+    self._region.write(self._note(self.rank), note)
 
 
 @replaces(Slots, "take")
@@ -90,9 +90,9 @@ def takes_from_the_first(real: Any, self: Slots, x: torch.Tensor, rank: int, beg
     return real(self, x, self.others[0], begin)
 
 
-@replaces(Slots, "longest")
-def knows_its_own_length_only(real: Any, self: Slots) -> int:
-    return int(self._length(self.rank))
+@replaces(Slots, "notes")
+def knows_its_own_length_only(real: Any, self: Slots) -> list[int]:
+    return [real(self)[self.rank]]
 
 
 @replaces(slots, "copy")
@@ -113,7 +113,7 @@ def expects_no_tags(real: Any, self: Inbox, tag: int, nbytes: int) -> Any:
 @replaces(Inbox, "_expect")
 def announces_what_is_kept_as_taken(real: Any, self: Inbox, tag: int, nbytes: int) -> Arriving:
     message: Arriving = real(self, tag, nbytes)
-    self.words.announce(ring.taken_word(message.number), message.number)
+    self.region.announce(ring.taken_word(message.number), message.number)
     return message
 
 
@@ -121,7 +121,7 @@ def announces_what_is_kept_as_taken(real: Any, self: Inbox, tag: int, nbytes: in
 def stops_at_the_end(real: Any, self: Ring, position: int, nbytes: int) -> Any:
     """What wraps around the end of the ring is lost."""
     at = position % ring.RING_BYTES
-    yield self._region.address(at), 0, min(nbytes, ring.RING_BYTES - at)
+    yield self.region.address(at), 0, min(nbytes, ring.RING_BYTES - at)
 
 
 @replaces(Shared, "_start")

@@ -1,6 +1,6 @@
 """Which algorithm runs, and what is said about it."""
 
-from typing import Any
+import re
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch
 from labkit import Comm, Link, RankError, World, listen
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.runtime.transports.chooser import Choice, Chooser, overrides, stored_table
+from tables import cases, raises
 from worlds import on_each_rank
 
 TABLE = {
@@ -31,30 +32,28 @@ TABLE = {
 
 
 def test_the_largest_threshold_that_is_reached_decides() -> None:
-    chooser = Chooser(4, own=True, table=TABLE)
+    chooser = Chooser(4, table=TABLE)
     for nbytes, name in [
         (0, "recursive_doubling"), (99, "recursive_doubling"), (100, "double_tree"),
         (999, "double_tree"), (1000, "gloo"), (1 << 40, "gloo"),
     ]:  # fmt: skip
         assert chooser.choose("all_reduce", nbytes, own_can=True) == name
     assert chooser.choose("all_reduce", 1000, own_can=False) == "ring"
-    assert Chooser(4, own=False, table=TABLE).choose("all_reduce", 1000, own_can=True) == "ring"
 
 
 def test_the_nearest_number_of_ranks_below_decides_and_must_allow_it() -> None:
     names = [Chooser(n, table=TABLE).choose("all_reduce", 100) for n in (1, 2, 3, 4, 9)]
     assert names == ["tree", "tree", "tree", "double_tree", "double_tree"]
     names = [Chooser(n, table=TABLE).choose("all_gather", 0) for n in (2, 3, 4, 6, 8)]
-    assert names == [
-        "recursive_doubling", "bruck", "recursive_doubling", "bruck", "recursive_doubling"
-    ]  # fmt: skip
+    doubling, bruck = "recursive_doubling", "bruck"
+    assert names == [doubling, bruck, doubling, bruck, doubling]
 
 
 def test_a_call_overrules_the_environment_and_that_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LABKIT_ALGO", " all_reduce:ring, all_gather:recursive_doubling")
-    chooser = Chooser(4, own=True, table=TABLE)
+    chooser = Chooser(4, table=TABLE)
     assert chooser.choose("all_reduce", 5) == "ring"
     assert chooser.choose("all_reduce", 5, asked="naive") == "naive"
     assert chooser.choose("reduce", 5) == "flat"
@@ -65,41 +64,33 @@ def test_a_call_overrules_the_environment_and_that_the_table(
     assert "LABKIT_ALGO asks for recursive_doubling, but" in three.explain("all_gather", 5).why
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("all_reduce:best", "all_reduce has no algorithm 'best'; choose one of naive, tree, ring"),
-        ("allreduce:ring", "'allreduce:ring' is not collective:algorithm; the collectives are bro"),
-        ("all_reduce", "'all_reduce' is not collective:algorithm"),
-        ("broadcast:gloo", "broadcast has no algorithm 'gloo'; choose one of flat, tree, chain"),
-    ],
+@cases(
+    ("all_reduce:best", "all_reduce has no algorithm 'best'; choose one of naive, tree, ring"),
+    ("allreduce:ring", "'allreduce:ring' is not collective:algorithm; the collectives are bro"),
+    ("all_reduce", "'all_reduce' is not collective:algorithm"),
+    ("broadcast:gloo", "broadcast has no algorithm 'gloo'; choose one of flat, tree, chain"),
 )
 def test_bad_names_in_the_environment_are_errors_that_list_the_good_ones(
     text: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LABKIT_ALGO", text)
-    with pytest.raises(ValueError) as told:
-        Chooser(2)
-    assert says in str(told.value)
+    raises(says, Chooser, 2)
     assert overrides("") == {} and overrides("reduce:chain,") == {"reduce": "chain"}
 
 
 def test_bad_names_in_a_call_are_errors() -> None:
-    chooser = Chooser(3, own=True)
-    for asked, own_can, says in [
-        ("best", True, "all_reduce has no algorithm 'best'; choose one of"),
-        ("gloo", False, "gloo's own all-reduce serves float32 and float64, no mean"),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            chooser.choose("all_reduce", 1, own_can, asked)
-    with pytest.raises(ValueError, match="needs a power of two of ranks, not 3; choose one of"):
-        chooser.choose("all_gather", 1, asked="recursive_doubling")
-    with pytest.raises(ValueError, match="'allreduce' is not a collective; choose one of broadcas"):
-        chooser.explain("allreduce", 1)
+    choose = Chooser(3).choose
+    gloos = "gloo's own all-reduce serves float32 and float64, no mean"
+    raises("has no algorithm 'best'; choose one of", choose, "all_reduce", 1, True, "best")
+    raises(gloos, choose, "all_reduce", 1, False, "gloo")
+    power = "needs a power of two of ranks, not 3; choose one of"
+    raises(power, choose, "all_gather", 1, asked="recursive_doubling")
+    unknown = "'allreduce' is not a collective; choose one of broadcas"
+    raises(unknown, Chooser(3).explain, "allreduce", 1)
 
 
 def test_the_explanation_has_the_threshold_and_the_source_of_the_table() -> None:
-    chooser = Chooser(4, own=True, table=TABLE)
+    chooser = Chooser(4, table=TABLE)
     assert str(chooser.explain("all_reduce", 500, own_can=True)) == (
         "all_reduce by double_tree: 500 bytes on 4 ranks; the table says double_tree "
         "from 100 to 999. The table: made up"
@@ -118,8 +109,8 @@ def test_the_stored_table_names_what_there_is_and_says_how_it_was_made() -> None
     assert len(table["source"]) > 50
     assert table.keys() == {"source", *ALGORITHMS}
     for n in range(1, 130):
+        chooser = Chooser(n)
         for own in (False, True):
-            chooser = Chooser(n, own)
             for collective in ALGORITHMS:
                 for nbytes in (0, 1, 1 << 12, 1 << 18, 1 << 24, 1 << 34):
                     name = chooser.choose(collective, nbytes, own_can=own)
@@ -137,23 +128,20 @@ def test_events_and_explanations_name_what_runs() -> None:
     def call() -> tuple[list[str], list[str], Choice]:
         comm = Comm()
         small, large = torch.ones(4), torch.ones(1 << 21)
+        calls = [
+            (small, "sum", ""), (large, "sum", ""), (large, "mean", ""),
+            (large.to(torch.bfloat16), "sum", ""), (small, "sum", "naive"), (small, "sum", "gloo"),
+        ]  # fmt: skip
         with listen() as events:
-            comm.all_reduce(small)
-            comm.all_reduce(large)
-            comm.all_reduce(large, "mean")
-            comm.all_reduce(large.to(torch.bfloat16))
-            comm.all_reduce(small, algorithm="naive")
-            comm.all_reduce(small, algorithm="gloo")
+            for x, op, algorithm in calls:
+                comm.all_reduce(x, op, algorithm=algorithm)
             comm.send(small, 1) if comm.rank == 0 else comm.recv(small, 0)
         explained = [
-            comm.explain("all_reduce", small.nbytes), comm.explain("all_reduce", large.nbytes),
-            comm.explain("all_reduce", large.nbytes, op="mean"),
-            comm.explain("all_reduce", large.nbytes // 2, dtype=torch.bfloat16),
-            comm.explain("all_reduce", small.nbytes, "naive"),
-            comm.explain("all_reduce", small.nbytes, "gloo"),
-        ]  # fmt: skip
+            comm.explain("all_reduce", x.nbytes, algorithm, op, x.dtype)
+            for x, op, algorithm in calls
+        ]
         names = [event.algorithm for event in events]
-        return names, [one.algorithm for one in explained], explained[1]
+        return names, [choice.algorithm for choice in explained], explained[1]
 
     with World(2, backend="gloo") as world:
         (names, explained, choice), _ = world.run(call)
@@ -162,27 +150,34 @@ def test_events_and_explanations_name_what_runs() -> None:
     assert "on 2 ranks" in str(choice) and stored_table()["source"] in str(choice)
 
 
-def test_the_environment_decides_for_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+@cases(
+    ("gloo", [("naive", "gloo"), ("flat", "gloo"), ("dissemination", "gloo")]),
+    ("shm", [("naive", "gloo"), ("flat", "gloo"), ("slots", "shm")]),
+    ids=["gloo", "shm"],
+)
+def test_the_environment_decides_for_a_world_and_names_algorithms_of_messages(
+    transport: str, used: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LABKIT_ALGO", "all_reduce:naive,broadcast:flat")
 
-    def names() -> list[str]:
+    def names() -> list[tuple[str, str]]:
         comm = Comm()
         with listen() as events:
             comm.all_reduce(torch.ones(4))
             comm.broadcast(torch.ones(4))
             comm.barrier()
-        return [event.algorithm for event in events]
+        return [(event.algorithm, event.transport) for event in events]
 
-    with World(2, backend="gloo") as world:
-        assert world.run(names) == [["naive", "flat", "dissemination"]] * 2
+    with World(2, transport=transport) as world:
+        assert world.run(names) == [used] * 2
 
 
 def test_a_modelled_wire_never_takes_gloos_own() -> None:
-    def names() -> list[str]:
+    def names() -> tuple[str, str]:
         comm = Comm()
         with listen() as events:
             comm.all_reduce(torch.ones(1 << 21))
-        return [event.algorithm for event in events] + [str(comm.explain("all_reduce", 1 << 23))]
+        return events[0].algorithm, str(comm.explain("all_reduce", 1 << 23))
 
     with World(2, link=Link(gbps=1000)) as world:
         for name, said in world.run(names):
@@ -191,24 +186,15 @@ def test_a_modelled_wire_never_takes_gloos_own() -> None:
 
 @on_each_rank("world2")
 def test_names_that_cannot_serve_are_refused_before_anything_moves() -> None:
-    comm, told = Comm(), []
-    calls: list[Any] = [
-        lambda: comm.all_reduce(torch.ones(3), algorithm="best"),
-        lambda: comm.all_reduce(torch.ones(3).long(), algorithm="gloo"),
-        lambda: comm.broadcast(torch.ones(3), algorithm="ring"),
-        lambda: comm.ring_exchange(torch.ones(3), torch.ones(4)),
-    ]
+    comm, x = Comm(), torch.ones(3)
+    shapes = re.escape("ring_exchange: out is float32 [3], x is float32 [4]; make them equal")
     with listen() as events:
-        for call in calls:
-            with pytest.raises(ValueError) as raised:
-                call()
-            told.append(str(raised.value))
+        raises("choose one of naive, tree", comm.all_reduce, x, algorithm="best")
+        raises("serves float32 and float64", comm.all_reduce, x.long(), algorithm="gloo")
+        raises("choose one of flat, tree, chain", comm.broadcast, x, algorithm="ring")
+        raises(shapes, comm.ring_exchange, x, torch.ones(4))
     assert not events
     comm.barrier()
-    assert "choose one of naive, tree" in told[0]
-    assert "serves float32 and float64" in told[1]
-    assert "choose one of flat, tree, chain" in told[2]
-    assert "ring_exchange: out is float32 [3], x is float32 [4]; make them equal" in told[3]
 
 
 def test_ranks_that_choose_differently_are_reported(world2: World) -> None:
@@ -216,8 +202,7 @@ def test_ranks_that_choose_differently_are_reported(world2: World) -> None:
         comm = Comm()
         comm.all_reduce(torch.ones(3), algorithm=("tree", "ring")[comm.rank])
 
-    with pytest.raises(RankError, match="(?s)disagree about.*by tree.*by ring"):
-        world2.run(differ)
+    raises("(?s)disagree about.*by tree.*by ring", world2.run, differ, error=RankError)
 
 
 def test_a_tree_of_unequal_sizes_is_refused(world2: World) -> None:
@@ -226,5 +211,5 @@ def test_a_tree_of_unequal_sizes_is_refused(world2: World) -> None:
         outs = [torch.ones(1), torch.ones(2)] if comm.rank == 0 else None
         comm.gather(torch.ones(1 + comm.rank), outs, algorithm="tree")
 
-    with pytest.raises(RankError, match="gather by tree needs one size on all ranks, not"):
-        world2.run(gather)
+    words = "gather by tree needs one size on all ranks, not"
+    raises(words, world2.run, gather, error=RankError)

@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 
 import comm_contract
-from comm_contract import PLAIN, check, events_of
+from comm_contract import PLAIN, check
 from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.runtime import folders
-from labkit.runtime.transports.shm import collectives, futex, ring, slots
-from labkit.runtime.transports.shm.mail import Inbox, Outbox
+from labkit.runtime.transports.shm import collectives, region, ring, slots
+from labkit.runtime.transports.shm.ring import Inbox, Outbox
 from provoke import gone
+from tables import raises
+from test_transport import transports
 from worlds import on_each_rank, world_fixture
 
 MEMORY = Path("/dev/shm")
@@ -51,11 +53,7 @@ def with_tiny_pieces() -> None:
     ring.RING_BYTES, ring.GRAIN_BYTES, ring.MOST_UNTAKEN = 256, 64, 16
 
 
-# --- which transport ---------------------------------------------------------------------------
-
-
-def transports() -> set[str]:
-    return {event.transport for event in events_of(Comm(), 10).values()}
+# --- results -----------------------------------------------------------------------------------
 
 
 def test_an_algorithm_with_a_name_is_one_of_messages(world2: World) -> None:
@@ -80,9 +78,6 @@ def test_an_algorithm_with_a_name_is_one_of_messages(world2: World) -> None:
         assert told_of_chain == "broadcast by chain: the call asks for it"
 
 
-# --- results -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_contract_in_tiny_pieces(size: int) -> None:
@@ -102,22 +97,6 @@ def test_eight_ranks_on_few_cores() -> None:
 
     with World(8, transport="shm") as world:
         world.run(all_but_long_tensors)
-
-
-def test_an_algorithm_from_the_environment_is_one_of_messages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LABKIT_ALGO", "all_reduce:ring")
-
-    def used() -> list[tuple[str, str]]:
-        comm = Comm()
-        with listen() as events:
-            comm.all_reduce(torch.ones(3))
-            comm.broadcast(torch.ones(3))
-        return [(event.algorithm, event.transport) for event in events]
-
-    with World(2, transport="shm") as world:
-        assert world.run(used) == [[("ring", "gloo"), ("slots", "shm")]] * 2
 
 
 def ours_and_gloos(op: str) -> list[torch.Tensor]:
@@ -261,8 +240,8 @@ def test_two_ranks_that_both_send_first_are_reported(world2: World) -> None:
         comm.recv(torch.ones(numel), 1 - comm.rank)
 
     for numel in (1, 1_000_000):
-        with pytest.raises(RankError, match="ranks 0 and 1 wait for each other"):
-            world2.run(both_send, numel)
+        words = "ranks 0 and 1 wait for each other"
+        raises(words, world2.run, both_send, numel, error=RankError)
 
 
 @on_each_rank("world2")
@@ -303,7 +282,7 @@ def test_a_message_that_another_thread_takes_out_is_not_waited_for(tmp_path: Pat
 
     def meanwhile() -> None:
         outbox.send(torch.ones(4), 0)
-        assert inbox.is_done(received)
+        assert received.is_completed()
 
     inbox._lock = Left(meanwhile)  # type: ignore[assignment]
     received.wait()
@@ -317,31 +296,25 @@ def test_a_message_that_another_thread_takes_out_is_not_waited_for(tmp_path: Pat
 def test_a_waiting_rank_does_not_spin(world2: World) -> None:
     """Processor time, not the time of a clock: 1 s of waiting, in three ways."""
 
-    def wait() -> float:
-        comm = Comm()
-        x = torch.ones(2_000_000)
+    def waiting_s() -> float:
+        comm, x = Comm(), torch.ones(2_000_000)
         used_s = time.process_time()
-        for way in range(3):
+        for wait in (
+            comm.barrier,
+            lambda: comm.all_reduce(x, async_op=True).wait(),  # type: ignore[union-attr]
+            lambda: comm.recv(x, 0) if comm.rank else comm.send(x, 1),
+        ):
             if comm.rank == 0:
                 time.sleep(1)
-            if way == 0:
-                comm.barrier()
-            elif way == 1:
-                handle = comm.all_reduce(x, async_op=True)
-                assert handle is not None
-                handle.wait()
-            elif comm.rank == 0:
-                comm.send(x, 1)
-            else:
-                comm.recv(x, 0)
+            wait()
         return time.process_time() - used_s
 
-    assert world2.run(wait)[1] < 1
+    assert world2.run(waiting_s)[1] < 1
 
 
 def test_without_futexes_waiting_ranks_poll() -> None:
     def napping() -> None:
-        futex._system_call = None
+        region._system_call = None
         comm_contract.all_gather(Comm())
         comm_contract.point_to_point(Comm())
         comm_contract.in_flight(Comm())
@@ -371,11 +344,9 @@ def test_a_rank_that_is_late_is_a_comm_error() -> None:
             except CommError as error:
                 errors[call] = str(error)
 
-        threads = [threading.Thread(target=wait, args=(call,)) for call in calls]
-        for thread in threads if Comm().rank == 0 else ():
-            thread.start()
-        for thread in threads if Comm().rank == 0 else ():
-            thread.join()
+        if Comm().rank == 0:
+            with ThreadPoolExecutor(len(calls)) as pool:
+                list(pool.map(wait, calls))
         return errors
 
     with World(2, transport="shm", timeout_s=0.5, check=False) as world:
@@ -434,14 +405,11 @@ def test_a_rank_that_comes_too_late_gets_an_error_and_no_result(
 def test_a_message_of_another_length_is_an_error_where_nothing_is_compared() -> None:
     def mismatch() -> None:
         comm = Comm()
-        if comm.rank == 0:
-            comm.send(torch.ones(2), 1)
-        else:
-            comm.recv(torch.ones(3), 0)
+        comm.recv(torch.ones(3), 0) if comm.rank else comm.send(torch.ones(2), 1)
 
-    told = pytest.raises(RankError, match="a message of 8 bytes came for a tensor of 12")
-    with World(2, transport="shm", check=False) as world, told:
-        world.run(mismatch)
+    words = "a message of 8 bytes came for a tensor of 12"
+    with World(2, transport="shm", check=False) as world:
+        raises(words, world.run, mismatch, error=RankError)
 
 
 # --- what is left ------------------------------------------------------------------------------
@@ -490,16 +458,14 @@ def test_a_rank_that_ends_in_the_middle_stops_the_others_at_once(
                 if ends == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ArithmeticError("on purpose")
-            handle = comm.all_reduce(torch.ones(300_000), async_op=asynchronous)
-            if handle is not None:
+            if handle := comm.all_reduce(torch.ones(300_000), async_op=asynchronous):
                 handle.wait()
 
     says = "was killed by SIGKILL" if ends == "killed" else "raised ArithmeticError: on purpose"
     before = in_shared_memory()
     with World(3, transport="shm", timeout_s=100) as world:
         pids = world.run(os.getpid)
-        with pytest.raises(RankError, match=f"rank 1 {says}"):
-            world.run(until_the_end)
+        raises(f"rank 1 {says}", world.run, until_the_end, error=RankError)
         assert gone(pids) and in_shared_memory() <= before
         world.run(use_everything)
     assert in_shared_memory() <= before
@@ -524,8 +490,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(way: str) -> None:
         pids = world.run(os.getpid)
         later = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         later.start()
-        with pytest.raises(RankInterrupt):
-            world.run(wait)
+        raises("", world.run, wait, error=RankInterrupt)
         later.join()
         assert gone(pids)
         assert in_shared_memory() <= before
@@ -545,9 +510,7 @@ def test_the_report_says_which_rank_waits_for_which(world3: World, way: str) -> 
             handle.wait()
 
     call = {"recv": r"recv\(from 1\)", "send": r"send\(to 1\)"}.get(way, r"all_reduce\(sum\)")
-    with pytest.raises(RankError) as info:
-        world3.run(wait)
-    said = str(info.value)
+    said = str(raises("", world3.run, wait, error=RankError))
     assert re.search(call, said) and "float32 [300000]" in said and "test_shm.py:" in said
     assert re.search(r"rank(s 0 and 2| 0| 2) ", said) and "rank 1" in said, said
 
@@ -571,8 +534,5 @@ def test_a_full_disk_is_an_error_and_no_crash() -> None:
 
     if not hasattr(os, "posix_fallocate"):
         pytest.skip("this system does not reserve room")
-    with (
-        World(2, transport="shm") as world,
-        pytest.raises(RankError, match="no room for .* MB.*transport=.gloo"),
-    ):
-        world.run(full)
+    with World(2, transport="shm") as world:
+        raises("no room for .* MB.*transport=.gloo", world.run, full, error=RankError)

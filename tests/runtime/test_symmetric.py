@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,23 @@ from harness import Mutation, noticed, on_ranks, replaces
 from labkit import DDP, Comm, RankError, World, listen
 from labkit.runtime.transports.shm import symmetric
 from labkit.runtime.transports.shm.slots import REDUCED, Slots
-from test_shm import MEMORY, in_shared_memory, with_tiny_pieces, world2, world4  # noqa: F401
+from tables import raises
+from test_shm import MEMORY, in_shared_memory, with_tiny_pieces
+from worlds import world_fixture
 
+world2 = world_fixture(2, transport="shm")
+world4 = world_fixture(4, transport="shm")
 NUMEL = 70_001  # above what is reduced at once; no slice is as long as another
+
+
+def symmetric_files() -> list[str]:
+    """Those that still have a name."""
+    names = [name for folder in in_shared_memory() for name in os.listdir(MEMORY / folder)]
+    return [name for name in names if "symmetric" in name]
+
+
+def filled(numel: int, value: float) -> torch.Tensor:
+    return Comm().symmetric_empty(numel, like=torch.empty(0)).fill_(value)
 
 
 def both(op: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +52,7 @@ def both(op: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("op", PLAIN)
-def test_the_bits_are_those_of_the_slots(world4: World, op: str) -> None:  # noqa: F811
+def test_the_bits_are_those_of_the_slots(world4: World, op: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         results = world4.run(both, op, dtype)
         assert all(torch.equal(shared, results[0][0]) for _, shared in results)
@@ -50,10 +65,9 @@ def test_it_works_on_three_ranks_in_tiny_pieces() -> None:
         world.run(both, "mean")
 
 
-def test_a_rank_copies_its_slice_to_the_others_and_nothing_else(world4: World) -> None:  # noqa: F811
+def test_a_rank_copies_its_slice_to_the_others_and_nothing_else(world4: World) -> None:
     def copied() -> tuple[int, int]:
-        comm = Comm()
-        x = comm.symmetric_empty(64_000, like=torch.empty(0)).zero_()
+        comm, x = Comm(), filled(64_000, 0)
         with listen() as events:
             comm.all_reduce(x)
             comm.all_reduce(torch.zeros(64_000))
@@ -65,8 +79,7 @@ def test_a_rank_copies_its_slice_to_the_others_and_nothing_else(world4: World) -
 
 def different_parts() -> None:
     """Those of rank 0 lie elsewhere, in such memory or not: all go through the slots."""
-    comm = Comm()
-    x = comm.symmetric_empty(500_000, like=torch.empty(0)).fill_(comm.rank)
+    comm, x = Comm(), filled(500_000, Comm().rank)
     for mine in (x[200_000:], torch.zeros(300_000)):
         given = x[:300_000] if comm.rank else mine
         comm.all_reduce(given)
@@ -76,37 +89,36 @@ def different_parts() -> None:
     assert x.eq(sum(range(comm.size))).all()
 
 
-def test_ranks_may_give_different_parts(world4: World) -> None:  # noqa: F811
+def test_ranks_may_give_different_parts(world4: World) -> None:
     world4.run(different_parts)
     world4.run(with_tiny_pieces)
     world4.run(different_parts)
 
 
-def test_ranks_that_disagree_are_reported(world2: World) -> None:  # noqa: F811
+def test_ranks_that_disagree_are_reported(world2: World) -> None:
     like = torch.empty(0)
 
-    def of_its_own_size() -> None:
-        Comm().symmetric_empty(50_000 * (1 + Comm().rank), like)
+    def of_its_own_size(comm: Comm) -> None:
+        comm.symmetric_empty(50_000 * (1 + comm.rank), like)
 
-    def of_its_own_type() -> None:
-        Comm().symmetric_empty(50_000, like.double() if Comm().rank else like)
+    def of_its_own_type(comm: Comm) -> None:
+        comm.symmetric_empty(50_000, like.double() if comm.rank else like)
 
-    def in_something_else() -> None:
-        comm = Comm()
+    def in_something_else(comm: Comm) -> None:
         comm.all_reduce(torch.zeros(50_000)) if comm.rank else comm.symmetric_empty(50_000, like)
 
     for disagree in (of_its_own_size, of_its_own_type, in_something_else):
-        with pytest.raises(RankError, match="symmetric_empty"):
-            world2.run(disagree)
+        call = partial(world2.run, lambda disagree: disagree(Comm()), disagree)
+        raises("symmetric_empty", call, error=RankError)
         world2.restart()
-    with pytest.raises(RankError, match="-5 elements; give 0 or more"):
-        world2.run(lambda: Comm().symmetric_empty(-5, torch.empty(0)))
+    negative = "-5 elements; give 0 or more"
+    raises(negative, world2.run, lambda: filled(-5, 0), error=RankError)
 
 
 def test_without_checks_different_sizes_are_ordinary_tensors() -> None:
     def each_its_own() -> int:
         comm = Comm()
-        x = comm.symmetric_empty(100_000 * (1 + comm.rank), like=torch.empty(0)).fill_(1.0)
+        x = filled(100_000 * (1 + comm.rank), 1.0)
         comm.all_reduce(x[:50_000])
         return int(x[:50_000].sum())
 
@@ -114,22 +126,19 @@ def test_without_checks_different_sizes_are_ordinary_tensors() -> None:
         assert world.run(each_its_own) == [100_000, 100_000]
 
 
-def test_a_rank_that_dies_takes_the_others_along(world2: World) -> None:  # noqa: F811
+def test_a_rank_that_dies_takes_the_others_along(world2: World) -> None:
     def die() -> None:
-        comm = Comm()
-        x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(1.0)
+        comm, x = Comm(), filled(NUMEL, 1.0)
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         comm.all_reduce(x)
 
-    with pytest.raises(RankError, match="rank 1 was killed"):
-        world2.run(die)
+    raises("rank 1 was killed", world2.run, die, error=RankError)
     world2.restart()
-    assert not any("symmetric" in name for folder in in_shared_memory()
-                   for name in os.listdir(MEMORY / folder))  # fmt: skip
+    assert not symmetric_files()
 
 
-def test_memory_is_given_back_with_the_tensor(world2: World) -> None:  # noqa: F811
+def test_memory_is_given_back_with_the_tensor(world2: World) -> None:
     def mapped() -> int:
         with open("/proc/self/maps") as maps:
             return sum("symmetric" in line for line in maps)
@@ -147,19 +156,18 @@ def test_memory_is_given_back_with_the_tensor(world2: World) -> None:  # noqa: F
     if not os.path.exists("/proc/self/maps"):
         pytest.skip("what is mapped stands in /proc, which is Linux's")
     assert world2.run(make_and_drop) == [(1, 1, 0)] * 2
-    assert not any("symmetric" in name for folder in in_shared_memory()
-                   for name in os.listdir(MEMORY / folder))  # fmt: skip
+    assert not symmetric_files()
 
 
 @pytest.mark.parametrize("who", ["all", "one"])
-def test_without_room_it_is_an_ordinary_tensor_on_all_ranks(world2: World, who: str) -> None:  # noqa: F811
+def test_without_room_it_is_an_ordinary_tensor_on_all_ranks(world2: World, who: str) -> None:
     def without_room() -> int:
         comm, reserve = Comm(), symmetric.RESERVE_BYTES
         if who == "all" or comm.rank == 1:
             symmetric.RESERVE_BYTES = 1 << 60
         real, symmetric.Path.exists = symmetric.Path.exists, lambda path: False  # type: ignore
         try:
-            x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(comm.rank)
+            x = filled(NUMEL, comm.rank)
         finally:
             symmetric.RESERVE_BYTES, symmetric.Path.exists = reserve, real  # type: ignore
         with listen() as events:
@@ -170,7 +178,7 @@ def test_without_room_it_is_an_ordinary_tensor_on_all_ranks(world2: World, who: 
     assert all(nbytes > 4 * NUMEL for nbytes in world2.run(without_room))  # through the slots
 
 
-def test_the_buckets_of_ddp_are_there(world2: World) -> None:  # noqa: F811
+def test_the_buckets_of_ddp_are_there(world2: World) -> None:
     def wire_over_bus() -> float:
         torch.manual_seed(0)
         model = DDP(nn.Linear(256, 256), Comm())
@@ -199,7 +207,7 @@ def returns_before_the_others_have_written(real: Any, self: Slots, ranks: Any, s
         real(self, ranks, stage)
 
 
-@replaces(Slots, "all_lie_likewise")
+@replaces(Slots, "agree")
 def takes_everything_for_equal(real: Any, self: Slots) -> bool:
     return True
 
@@ -218,9 +226,8 @@ def late(real: Any, self: symmetric.Symmetric, *args: Any) -> Any:
 
 def late_writer() -> None:
     with late():
-        comm = Comm()
-        x = comm.symmetric_empty(NUMEL, like=torch.empty(0)).fill_(1.0)
-        comm.all_reduce(x)
+        x = filled(NUMEL, 1.0)
+        Comm().all_reduce(x)
         assert x.eq(2).all()
 
 

@@ -1,6 +1,6 @@
 """One operation on simulated ranks (fake_wire.py): inputs, results and bytes of each rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import reduce as fold
 from typing import Any
 
@@ -15,6 +15,7 @@ from labkit.events import chunk_sizes
 from labkit.runtime.transports.send_receive import REDUCTIONS
 from labkit.runtime.transports.wire import Wire
 
+Operation = tuple[tuple[Any, ...], list[torch.Tensor], list[torch.Tensor]]
 EVERY = [(collective, name) for collective, named in ALGORITHMS.items() for name in named]
 RANKS = range(1, 9)
 SIZES = (0, 1, 5, 97)  # fewer elements than ranks, and none that divides
@@ -27,6 +28,10 @@ def of(*collectives: str) -> list[tuple[str, str]]:
 
 def serves(collective: str, name: str, n: int) -> bool:
     return (collective, name) not in POWERS_OF_TWO_ONLY or n & (n - 1) == 0
+
+
+def served(collective: str, name: str, ranks: Iterable[int] = RANKS) -> list[int]:
+    return [n for n in ranks if serves(collective, name, n)]
 
 
 def uneven(n: int, seed: int) -> list[int]:
@@ -46,126 +51,90 @@ class Case:
         self.dtype, self.op, self.n = dtype, op, len(sizes)
         self.mailbox = Mailbox(self.n, late, nodes)
         self.whole = [given(rank, sum(sizes), dtype=dtype) for rank in range(self.n)]
-        self.results: dict[int, Any] = {}
+        self.results: dict[int, list[torch.Tensor]] = {}
+        self.expected: dict[int, list[torch.Tensor]] = {}
+
+    def run(self) -> list[int]:
+        def start(wire: Wire) -> Algorithm:
+            rank, of_collective = wire.rank, getattr(self, self.collective)
+            arguments, self.results[rank], self.expected[rank] = of_collective(rank)
+            return ALGORITHMS[self.collective][self.name](wire, *arguments, 7)
+
+        return drive(self.mailbox, start)
+
+    def check(self) -> None:
+        sent = self.run()
+        for rank in range(self.n):
+            for result, right in zip(self.results[rank], self.expected[rank], strict=True):
+                assert torch.equal(result, right), (self.collective, self.name, rank, self.sizes)
+        nbytes = 1 if self.collective == "barrier" else self.whole[0].element_size()
+        calls = [Call(self.sizes, r, self.root, self.mailbox.nodes) for r in range(self.n)]
+        predicted = [sent_bytes(self.collective, self.name, nbytes, call) for call in calls]
+        assert sent == predicted, "the formulas of algorithm_bytes.py"
+
+    # Of each rank: the algorithm's arguments, the tensors to look at, and what they must be.
+
+    def all_reduce(self, rank: int) -> Operation:
+        x, divide_by = self.whole[rank].clone(), self.n if self.op == "mean" else 1
+        return (x, REDUCTIONS[self.op], divide_by), [x], [reduced(self.whole, self.op)]
+
+    def reduce(self, rank: int) -> Operation:
+        x, at_root = self.whole[rank].clone(), rank == self.root
+        total = fold(PLAIN[self.op], self.whole)
+        return (x, self.root, REDUCTIONS[self.op]), [x][:at_root], [total][:at_root]
+
+    def reduce_scatter(self, rank: int) -> Operation:
+        chunks = self.parts(self.whole[rank].clone())
+        out = torch.zeros_like(chunks[rank])
+        total = fold(PLAIN[self.op], self.whole)
+        expected = [self.parts(total)[rank], *self.parts(self.whole[rank])]
+        return (chunks, out, REDUCTIONS[self.op]), [out, *chunks], expected
+
+    def all_gather(self, rank: int) -> Operation:
+        """On the odd ranks into tensors that lie apart."""
+        chunks = self.parts(torch.zeros_like(self.whole[0]))
+        if rank % 2:
+            chunks = [chunk.clone() for chunk in chunks]
+        chunks[rank].copy_(self.own(rank))
+        return (chunks,), chunks, [self.own(r) for r in range(self.n)]
+
+    def broadcast(self, rank: int) -> Operation:
+        x = self.whole[rank].clone()
+        return (x, self.root), [x], [self.whole[self.root]]
+
+    def gather(self, rank: int) -> Operation:
+        x = self.own(rank).clone()
+        if rank != self.root:
+            return (x, None, self.root), [x], [self.own(rank)]
+        chunks = self.parts(torch.zeros_like(self.whole[0]))
+        expected = [self.own(rank), *(self.own(r) for r in range(self.n))]
+        return (x, chunks, self.root), [x, *chunks], expected
+
+    def scatter(self, rank: int) -> Operation:
+        chunks = self.parts(self.whole[rank].clone()) if rank == self.root else None
+        out, given_there = torch.zeros_like(self.own(rank)), self.parts(self.whole[self.root])
+        expected = [given_there[rank], *(given_there if chunks else [])]
+        return (out, chunks, self.root), [out, *(chunks or [])], expected
+
+    def all_to_all(self, rank: int) -> Operation:
+        """Rank i sends sizes[j] elements to rank j."""
+        ins = self.parts(self.whole[rank].clone())
+        outs = [torch.zeros_like(ins[rank]) for _ in range(self.n)]
+        return (outs, ins), outs, [self.parts(x)[rank] for x in self.whole]
+
+    def barrier(self, rank: int) -> Operation:
+        return (torch.zeros(1, dtype=torch.uint8),), [], []
+
+    def ring_exchange(self, rank: int) -> Operation:
+        out = torch.zeros_like(self.whole[0])
+        return (out, self.whole[rank]), [out], [self.whole[rank - 1]]
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         return list(x.split(self.sizes))
 
-    def run(self) -> list[int]:
-        start = getattr(self, self.collective)
-        return drive(self.mailbox, lambda wire: start(wire, ALGORITHMS[self.collective][self.name]))
-
-    def check(self) -> None:
-        sent = self.run()
-        expected = getattr(self, "expected_" + self.collective)
-        for rank in range(self.n):
-            for result, right in zip(self.results[rank], expected(rank), strict=True):
-                assert torch.equal(result, right), (self.collective, self.name, rank, self.sizes)
-        assert sent == self.predicted(), "the formulas of algorithm_bytes.py"
-
-    def predicted(self) -> list[int]:
-        nbytes = 1 if self.collective == "barrier" else self.whole[0].element_size()
-        nodes = self.mailbox.nodes
-        return [
-            sent_bytes(self.collective, self.name, nbytes, Call(self.sizes, r, self.root, nodes))
-            for r in range(self.n)
-        ]
-
-    # What each rank brings and keeps, and what it must have in the end.
-
-    def all_reduce(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        x = self.whole[wire.rank].clone()
-        self.results[wire.rank] = [x]
-        divide_by = self.n if self.op == "mean" else 1
-        return algorithm(wire, x, REDUCTIONS[self.op], divide_by, 7)
-
-    def expected_all_reduce(self, rank: int) -> list[torch.Tensor]:
-        return [reduced(self.whole, self.op)]
-
-    def reduce(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        x = self.whole[wire.rank].clone()
-        self.results[wire.rank] = [x] if wire.rank == self.root else []
-        return algorithm(wire, x, self.root, REDUCTIONS[self.op], 7)
-
-    def expected_reduce(self, rank: int) -> list[torch.Tensor]:
-        return [fold(PLAIN[self.op], self.whole)] if rank == self.root else []
-
-    def reduce_scatter(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        chunks = self.parts(self.whole[wire.rank].clone())
-        out = torch.zeros_like(chunks[wire.rank])
-        self.results[wire.rank] = [out, *chunks]
-        return algorithm(wire, chunks, out, REDUCTIONS[self.op], 7)
-
-    def expected_reduce_scatter(self, rank: int) -> list[torch.Tensor]:
-        total = fold(PLAIN[self.op], self.whole)
-        return [self.parts(total)[rank], *self.parts(self.whole[rank])]
-
-    def all_gather(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        """On the odd ranks into tensors that lie apart."""
-        chunks = self.parts(torch.zeros_like(self.whole[0]))
-        if wire.rank % 2:
-            chunks = [chunk.clone() for chunk in chunks]
-        chunks[wire.rank].copy_(self.parts(self.whole[wire.rank])[wire.rank])
-        self.results[wire.rank] = chunks
-        return algorithm(wire, chunks, 7)
-
-    def expected_all_gather(self, rank: int) -> list[torch.Tensor]:
-        return [self.parts(self.whole[r])[r] for r in range(self.n)]
-
-    def broadcast(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        x = self.whole[wire.rank].clone()
-        self.results[wire.rank] = [x]
-        return algorithm(wire, x, self.root, 7)
-
-    def expected_broadcast(self, rank: int) -> list[torch.Tensor]:
-        return [self.whole[self.root]]
-
-    def gather(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        x = self.parts(self.whole[wire.rank])[wire.rank].clone()
-        chunks = None
-        if wire.rank == self.root:
-            chunks = self.parts(torch.zeros_like(self.whole[0]))
-        self.results[wire.rank] = [x, *(chunks or [])]
-        return algorithm(wire, x, chunks, self.root, 7)
-
-    def expected_gather(self, rank: int) -> list[torch.Tensor]:
-        own = self.parts(self.whole[rank])[rank]
-        return [own, *self.expected_all_gather(rank)] if rank == self.root else [own]
-
-    def scatter(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        chunks = self.parts(self.whole[wire.rank].clone()) if wire.rank == self.root else None
-        out = torch.zeros_like(self.parts(self.whole[0])[wire.rank])
-        self.results[wire.rank] = [out, *(chunks or [])]
-        return algorithm(wire, out, chunks, self.root, 7)
-
-    def expected_scatter(self, rank: int) -> list[torch.Tensor]:
-        chunks = self.parts(self.whole[self.root])
-        return [chunks[rank], *(chunks if rank == self.root else [])]
-
-    def all_to_all(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        """Rank i sends sizes[j] elements to rank j."""
-        ins = self.parts(self.whole[wire.rank].clone())
-        outs = [torch.zeros_like(ins[wire.rank]) for _ in range(self.n)]
-        self.results[wire.rank] = outs
-        return algorithm(wire, outs, ins, 7)
-
-    def expected_all_to_all(self, rank: int) -> list[torch.Tensor]:
-        return [self.parts(self.whole[r])[rank] for r in range(self.n)]
-
-    def barrier(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        self.results[wire.rank] = []
-        return algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7)
-
-    def expected_barrier(self, rank: int) -> list[torch.Tensor]:
-        return []
-
-    def ring_exchange(self, wire: Wire, algorithm: Callable[..., Algorithm]) -> Algorithm:
-        out = torch.zeros_like(self.whole[0])
-        self.results[wire.rank] = [out]
-        return algorithm(wire, out, self.whole[wire.rank], 7)
-
-    def expected_ring_exchange(self, rank: int) -> list[torch.Tensor]:
-        return [self.whole[rank - 1]]
+    def own(self, rank: int) -> torch.Tensor:
+        """Chunk `rank` of what this rank brings."""
+        return self.parts(self.whole[rank])[rank]
 
 
 def sizes_for(collective: str, name: str, n: int, numel: int) -> list[int]:

@@ -289,7 +289,7 @@ def read_damaged_files(sweep: Path, first: int, count: int) -> Outcomes:
 
     def use_table(path: Path) -> None:
         for size in (1, 2, 3, 7, 64):
-            Chooser(size, True, read_table(path)).explain("all_reduce", 12345)
+            Chooser(size, read_table(path)).explain("all_reduce", 12345)
 
     def use_sweep(path: Path) -> None:
         for shown in tables(read_sweep(path)):

@@ -97,12 +97,10 @@ def recursive_doubling_all_reduce(
     Both ranks of a pair add the lower rank's part first: else -0.0 and 0.0, or two NaNs, would
     give them different bits. Cost: log2(n) (alpha + S (beta + gamma)), all of S in each step.
     """
-    n, core = wire.size, power_of_two(wire.size)
-    mine, sent_bytes = x, 0
-    if core < n:
-        sent_bytes = yield from fold(wire, x, reduce, tag)
-    if wire.rank < core and n > 1:
-        theirs, reach = torch.empty_like(x), 1
+    core = power_of_two(wire.size)
+    sent_bytes = yield from fold(wire, x, reduce, tag)
+    if wire.rank < core:
+        mine, theirs, reach = x, torch.empty_like(x), 1
         while reach < core:
             receive = wire.irecv(theirs, wire.rank ^ reach, tag)
             send = wire.isend(mine, wire.rank ^ reach, tag)
@@ -115,11 +113,9 @@ def recursive_doubling_all_reduce(
             reach *= 2
         if mine is not x:
             x.copy_(mine)
-    if divide_by != 1:
-        x.div_(divide_by)
-    if core < n:
-        sent_bytes += yield from unfold(wire, x, tag)
-    return sent_bytes
+        if divide_by != 1:
+            x.div_(divide_by)
+    return sent_bytes + (yield from unfold(wire, x, tag))
 
 
 def halving_doubling_all_reduce(

@@ -72,7 +72,7 @@ def double_tree(n: int) -> list[list[int | None]]:
     first = [parent(rank) for rank in range(n)]
     place = [n - 1 - rank if n % 2 == 0 else (rank - 1) % n for rank in range(n)]
     above = [first[place[rank]] for rank in range(n)]
-    return [first, [None if one is None else place.index(one) for one in above]]
+    return [first, [None if rank is None else place.index(rank) for rank in above]]
 
 
 def depth(parents: list[int | None], rank: int) -> int:

@@ -28,15 +28,12 @@ def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
         yield wire.isend(x, root, tag)
         return x.nbytes
     room = x.new_empty(2, x.numel())  # one arrives while the other is added
-    others = [(root + ahead) % n for ahead in range(1, n)]
-    receive = wire.irecv(room[0], others[0], tag) if others else None
-    for k in range(len(others)):
-        arriving = receive
-        if k + 1 < len(others):
-            receive = wire.irecv(room[(k + 1) % 2], others[k + 1], tag)
-        assert arriving is not None
-        yield arriving
+    receives = [wire.irecv(room[k % 2], (root + k) % n, tag) for k in range(1, min(n, 3))]
+    for k in range(1, n):
+        yield receives[k - 1]
         reduce(x, room[k % 2])
+        if k + 2 < n:
+            receives.append(wire.irecv(room[k % 2], (root + k + 2) % n, tag))
     return 0
 
 

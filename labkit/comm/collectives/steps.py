@@ -39,7 +39,7 @@ def in_turns(*algorithms: Algorithm) -> Algorithm:
     travels while another is being reduced."""
     if len(algorithms) == 1:
         return (yield from algorithms[0])
-    turns: deque[tuple[Algorithm, Work | None]] = deque((one, None) for one in algorithms)
+    turns: deque[tuple[Algorithm, Work | None]] = deque((a, None) for a in algorithms)
     sent_bytes = 0
     while turns:
         algorithm, awaited = turns.popleft()

@@ -54,20 +54,19 @@ class Row:
 
 
 class Chooser:
-    """The choices for groups of `size` ranks. `own`: whether there is gloo's own all-reduce.
+    """The choices for groups of `size` ranks. Raises ValueError where LABKIT_ALGO or LABKIT_TABLE
+    names what is not there."""
 
-    Raises ValueError where LABKIT_ALGO or LABKIT_TABLE names what is not there.
-    """
-
-    def __init__(self, size: int, own: bool = False, table: Mapping[str, Any] | None = None):
-        self._size, self._own = size, own
+    def __init__(self, size: int, table: Mapping[str, Any] | None = None):
+        self._size = size
         self._table = present_table() if table is None else table
         self._rows = {collective: self._rows_of(collective) for collective in ALGORITHMS}
         self.forced = overrides(os.environ.get(VARIABLE, ""))
 
     def choose(self, collective: str, nbytes: int, own_can: bool = False, asked: str = "") -> str:
-        """The name of the algorithm. `nbytes` of all chunks together; `own_can`: gloo's own knows
-        this dtype and reduction. Raises ValueError for a name in `asked` that cannot serve."""
+        """The name of the algorithm. `nbytes` of all chunks together; `own_can`: there is gloo's
+        own, for this dtype and reduction. Raises ValueError for a name in `asked` that cannot
+        serve."""
         if asked:
             if problem := self._problem(collective, asked, own_can):
                 raise ValueError(problem)
@@ -86,16 +85,15 @@ class Chooser:
             raise ValueError(
                 f"{collective!r} is not a collective; choose one of {', '.join(ALGORITHMS)}"
             )
-        name = self.choose(collective, nbytes, own_can, asked)
-        forced, row = self.forced.get(collective), self._row(collective, nbytes)
+        name, forced = self.choose(collective, nbytes, own_can, asked), self.forced.get(collective)
         if asked:
             return Choice(collective, name, "the call asks for it")
         if name == forced:
             return Choice(collective, name, f"{VARIABLE} asks for it")
+        row, rows = self._row(collective, nbytes), self._rows[collective]
+        above = min((r.from_bytes for r in rows if r.from_bytes > row.from_bytes), default=0)
         why = f"{nbytes} bytes on {ranks_in_words(self._size)}; the table says {row.algorithm}"
-        limits = [other.from_bytes for other in self._rows[collective] if other is not row]
-        above = min((limit for limit in limits if limit > row.from_bytes), default=None)
-        if row.from_bytes or above is not None:
+        if row.from_bytes or above:
             why += f" from {row.from_bytes}" + (f" to {above - 1}" if above else " bytes on")
         if name != row.algorithm:
             why += f", which cannot serve here: {name} in its stead"
@@ -114,20 +112,18 @@ class Chooser:
         """The rows for the largest number of ranks in the table that is not above this one, the
         largest first; what this number of ranks does not allow is replaced."""
         by_size = self._table[collective]
-        sizes = sorted(map(int, by_size))
-        nearest = max((size for size in sizes if size <= self._size), default=sizes[0])
+        sizes = list(map(int, by_size))
+        nearest = max((size for size in sizes if size <= self._size), default=min(sizes))
         rows = [Row(**row) for row in by_size[str(nearest)]]
-        return [
-            Row(row.from_bytes, row.otherwise)
-            if self._problem(collective, row.algorithm, own_can=True)
-            else row
-            for row in sorted(rows, key=lambda row: -row.from_bytes)
-        ]
+        for i, row in enumerate(rows):
+            if self._problem(collective, row.algorithm, own_can=True):
+                rows[i] = Row(row.from_bytes, row.otherwise)
+        return sorted(rows, key=lambda row: row.from_bytes, reverse=True)
 
     def _problem(self, collective: str, name: str, own_can: bool) -> str:
         """Why the algorithm cannot serve; nothing if it can."""
         if name == GLOO and collective == "all_reduce":
-            if self._own and own_can:
+            if own_can:
                 return ""
             return (
                 "gloo's own all-reduce serves float32 and float64, no mean and no modelled wire; "
@@ -173,8 +169,7 @@ def overrides(text: str) -> dict[str, str]:
 def present_table() -> dict[str, Any]:
     """The table of LABKIT_TABLE, else labkit's own: collective -> ranks -> rows, and its source.
     Raises ValueError for a file that is not there or holds no table."""
-    path = os.environ.get(TABLE_VARIABLE, "")
-    if not path:
+    if not (path := os.environ.get(TABLE_VARIABLE)):
         return stored_table()
     table = read_table(path)
     return {**table, "source": f"{path} ({TABLE_VARIABLE}): {table['source']}"}
@@ -237,16 +232,16 @@ def _problem_of(table: Any) -> str:
 def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
     """`served`: the numbers of ranks for which these rows decide."""
     try:
-        found = [Row(**row) for row in rows]
+        table_rows = [Row(**row) for row in rows]
     except TypeError:
         return "a row has from_bytes, algorithm and, where that cannot serve, otherwise"
-    begins = [row.from_bytes for row in found]
+    begins = [row.from_bytes for row in table_rows]
     if 0 not in begins or not all(type(begin) is int and begin >= 0 for begin in begins):
         return "from_bytes are whole numbers of bytes, and one of them is 0"
     limited = set(EQUAL_SIZES_ONLY)
     if any(n & (n - 1) for n in served):
         limited |= POWERS_OF_TWO_ONLY
-    for row in found:
+    for row in table_rows:
         last = row.otherwise or row.algorithm
         check_name(collective, row.algorithm)
         check_name(collective, last)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from labkit.comm.collectives.steps import Chunks
 from labkit.runtime.transports.chooser import Choice
-from labkit.runtime.transports.transport import Call, Kind, Transport, share_memory
+from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, share_memory
 from labkit.runtime.transports.wire import LaneWork, Work, living
 
 
@@ -25,17 +25,17 @@ class Native(Transport):
         self._global = dist.get_process_group_ranks(group)
         self.name = str(dist.get_backend(group))
 
-    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         if asked not in ("", self.name):
             raise ValueError(
                 f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, and has "
                 f"an environment variable for it (NCCL_ALGO); leave `algorithm` out, or move the "
                 f"tensor to a group of gloo"
             )
-        return self.name
+        return self, self.name
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        name = self.choose(collective, nbytes, x, asked)
+        _, name = self.choose(collective, nbytes, x, asked)
         return Choice(collective, name, f"{name} chooses by its own table")
 
     @property
@@ -110,8 +110,8 @@ class Nothing(Transport):
 
     name = "fake"
 
-    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
-        return asked
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
+        return self, asked
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
         return Choice(collective, "nothing", "a world on paper moves no byte")

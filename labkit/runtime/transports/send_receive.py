@@ -1,7 +1,7 @@
 """The transports behind a communicator, which carry the bytes.
 
-    SendReceive   the readable algorithms over a wire: any group with a modelled `Link`
-    Gloo          the same, and gloo's own all-reduce of fp32 and fp64 as one algorithm more
+    SendReceive   the readable algorithms over a wire (any group with a modelled `Link`); on gloo's
+                  own wire its all-reduce of fp32 and fp64 as one algorithm more
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)
@@ -21,7 +21,7 @@ from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, run
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import GLOO, Choice, Chooser
 from labkit.runtime.transports.native import Native
-from labkit.runtime.transports.transport import Call, Kind, Transport, share_memory
+from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, apart, share_memory
 from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -36,21 +36,24 @@ GLOO_DTYPES = (torch.float32, torch.float64)
 
 class SendReceive(Transport):
     """The algorithms of `labkit.comm.collectives`; asynchronous ones run on a lane of their own.
-    The work's `wait` returns the bytes this rank sent."""
+    The work's `wait` returns the bytes this rank sent. `gloo`, if given, has its own all-reduce."""
 
     name = "gloo"
 
-    def __init__(self, wire: Wire, own: bool = False):
-        self.wire = wire
-        self.chooser = Chooser(wire.size, own)
+    def __init__(self, wire: Wire, gloo: Native | None = None):
+        self.wire, self._gloo = wire, gloo
+        self.chooser = Chooser(wire.size)
         self.forced = self.chooser.forced
         self._lane: Lane | None = None
 
-    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
-        return self.chooser.choose(collective, nbytes, _gloo_reduces(x), asked)
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
+        return self, self.chooser.choose(collective, nbytes, self._gloo_reduces(x), asked)
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        return self.chooser.explain(collective, nbytes, _gloo_reduces(x), asked)
+        return self.chooser.explain(collective, nbytes, self._gloo_reduces(x), asked)
+
+    def _gloo_reduces(self, x: Kind) -> bool:
+        return self._gloo is not None and x.dtype in GLOO_DTYPES and x.op != "mean"
 
     def _start(self, call: Call, algorithm: Callable[[], Algorithm]) -> Work:
         def function() -> int:
@@ -61,23 +64,25 @@ class SendReceive(Transport):
             return LaneWork(function).run()
         if self._lane is None:
             self._lane = Lane("labkit collectives")
-        return self._lane.submit(function)
+        return self._lane.put(LaneWork(function))
 
     def _run(self, collective: str, call: Call, *args: Any) -> Work:
         algorithm = ALGORITHMS[collective][call.algorithm]
         return self._start(call, lambda: algorithm(self.wire, *args, call.tag))
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
+        if call.algorithm == GLOO and self._gloo is not None:
+            return self._gloo.all_reduce(x, op, call)
         divide_by = self.wire.size if op == "mean" else 1
         return self._run("all_reduce", call, x, REDUCTIONS[op], divide_by)
 
     def reduce_scatter(self, out: torch.Tensor, chunks: Chunks, op: str, call: Call) -> Work:
         algorithm, wire = ALGORITHMS["reduce_scatter"][call.algorithm], self.wire
         own = chunks[wire.rank]
-        apart = out.data_ptr() == own.data_ptr() or not share_memory(out, *chunks)
+        direct = out.data_ptr() == own.data_ptr() or not share_memory(out, *chunks)
 
         def scattering() -> Algorithm:
-            target = out if apart else own.clone()  # the other chunks are still to be sent
+            target = out if direct else own.clone()  # the other chunks are still to be sent
             sent_bytes = yield from algorithm(wire, chunks, target, REDUCTIONS[op], call.tag)
             if op == "mean":
                 target.div_(wire.size)
@@ -124,34 +129,23 @@ class SendReceive(Transport):
 
     def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
         algorithm = ALGORITHMS["all_to_all"][call.algorithm]
-
-        def exchanging() -> Algorithm:
-            leaving = [x.clone() if share_memory(x, *outs) else x for x in ins]
-            return algorithm(self.wire, outs, leaving, call.tag)
-
-        return self._start(call, exchanging)
+        return self._start(
+            call,
+            lambda: algorithm(self.wire, outs, [apart(x, *outs) for x in ins], call.tag),
+        )
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
         return self._run("barrier", call, note)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
         algorithm = ALGORITHMS["ring_exchange"][call.algorithm]
-
-        def exchanging() -> Algorithm:
-            leaving = x.clone() if share_memory(x, out) else x
-            return algorithm(self.wire, out, leaving, call.tag)
-
-        return self._start(call, exchanging)
+        return self._start(call, lambda: algorithm(self.wire, out, apart(x, out), call.tag))
 
     def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         return Posted(self.wire.isend(x, peer, call.tag))
 
     def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         return Posted(self.wire.irecv(x, peer, call.tag))
-
-
-def _gloo_reduces(x: Kind) -> bool:
-    return x.dtype in GLOO_DTYPES and x.op != "mean"
 
 
 def _check_sizes(collective: str, chunks: Sequence[torch.Tensor] | None, algorithm: str) -> None:
@@ -161,16 +155,3 @@ def _check_sizes(collective: str, chunks: Sequence[torch.Tensor] | None, algorit
             f"{collective} by {algorithm} needs one size on all ranks, not {sizes}: the ranks in "
             "between must know how many elements come; take 'flat'"
         )
-
-
-class Gloo(SendReceive):
-    """Send and receive, and gloo's own all-reduce as one algorithm more."""
-
-    def __init__(self, group: Any):
-        super().__init__(Wire(group), own=True)
-        self._own = Native(group)
-
-    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
-        if call.algorithm == GLOO:
-            return self._own.all_reduce(x, op, call)
-        return super().all_reduce(x, op, call)

@@ -25,6 +25,9 @@ class Call(NamedTuple):
     algorithm: str
 
 
+Chosen = tuple["Transport", str]  # and the name of its algorithm
+
+
 class Transport(Protocol):
     """Carries the operations of one group. Tensors are flat and contiguous, roots are ranks
     inside the group, `chunks` are n tensors, chunk i belonging to rank i."""
@@ -35,12 +38,9 @@ class Transport(Protocol):
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
         """The algorithm for an operation of `nbytes` in all, and why."""
 
-    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
-        """Its name. Raises ValueError where `asked`, if not empty, cannot serve."""
-
-    def serving(self, algorithm: str) -> "Transport":
-        """The transport that runs this algorithm: itself, or the one it delegates to."""
-        return self
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
+        """The transport that runs it, itself or the one it delegates to, and the algorithm.
+        Raises ValueError where `asked`, if not empty, cannot serve."""
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat CPU tensor, in memory that all ranks reach where there is such memory."""
@@ -58,6 +58,11 @@ class Transport(Protocol):
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work: ...
     def send(self, x: torch.Tensor, peer: int, call: Call) -> Work: ...
     def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work: ...
+
+
+def apart(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy of it where it may overlap with one of the others."""
+    return x.clone() if share_memory(x, *others) else x
 
 
 def share_memory(x: torch.Tensor, *others: torch.Tensor) -> bool:

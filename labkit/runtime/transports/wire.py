@@ -60,7 +60,13 @@ class PacedWire(Wire):
         if isinstance(link, TwoLevel):
             self.nodes = nodes_of(ranks, link.ranks_per_node)
         own = ranks[self.rank]
-        self._out = [_outgoing(link.level(own, one), link.joining(own, one)) for one in ranks]
+        self._out: list[Outgoing] = []
+        for peer in ranks:
+            level, speed = link.level(own, peer), link.joining(own, peer)
+            with _outgoing_lock:
+                if (level, speed) not in _outgoing:
+                    _outgoing[level, speed] = Outgoing(speed)
+                self._out.append(_outgoing[level, speed])
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         return self._out[peer].post(x.nbytes, partial(super().isend, x, peer, tag))
@@ -84,28 +90,23 @@ class Outgoing:
             self.sent_bytes += nbytes
 
             def deliver() -> Work:
-                _sleep_until(arrives_s)
+                while (left_s := arrives_s - time.monotonic()) > 0:
+                    time.sleep(left_s)
                 return Posted(send())  # not waited for here: others must not queue behind it
 
-            return Departing(self._lane.submit(deliver))
+            return Departing(self._lane.put(LaneWork(deliver)))
 
 
-_every: dict[tuple[str, Link], Outgoing] = {}  # one for each, as a process has one network card
-_every_lock = threading.Lock()
-
-
-def _outgoing(level: str, link: Link) -> Outgoing:
-    """The process's wire of this level and speed: two levels of one speed are still two wires."""
-    with _every_lock:
-        if (level, link) not in _every:
-            _every[level, link] = Outgoing(link)
-        return _every[level, link]
+# Those of this process, by level and speed, as it has one network card: two levels of one speed are
+# still two wires.
+_outgoing: dict[tuple[str, Link], Outgoing] = {}
+_outgoing_lock = threading.Lock()
 
 
 def paced_bytes(link: Link) -> int:
     """Bytes that this process has sent over its modelled wires of the speed of `link`, so far."""
-    with _every_lock:
-        return sum(one.sent_bytes for (_, speed), one in _every.items() if speed == link)
+    with _outgoing_lock:
+        return sum(out.sent_bytes for (_, speed), out in _outgoing.items() if speed == link)
 
 
 class Departing:
@@ -158,9 +159,6 @@ class Lane:
         self._tasks: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self._tasks,), name=name, daemon=True).start()
         finalize(self, self._tasks.put, None).atexit = False
-
-    def submit(self, function: Callable[[], Any]) -> "LaneWork":
-        return self.put(LaneWork(function))
 
     def put(self, work: "LaneWork") -> "LaneWork":
         self._tasks.put(work)
@@ -232,8 +230,3 @@ def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[l
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The same memory as bytes, so that every dtype can travel."""
     return x.detach().view(-1).view(torch.uint8)
-
-
-def _sleep_until(when_s: float) -> None:
-    while (left_s := when_s - time.monotonic()) > 0:
-        time.sleep(left_s)

@@ -17,13 +17,11 @@ Three rules make it safe without any lock between the ranks:
     data, then word a rank first writes the data, then a word that says it is there
     leave, then word data is not overwritten before all readers have said that they are done
 
-    futex.py        a word, and waiting for it: look for a while, then let the kernel wake us
-    region.py       the file that all map, and that has no name as soon as all have
+    region.py       the file that all map, its words, and waiting for them
     slots.py        where each rank lays out pieces of its tensor: collectives go through them
     collectives.py  the collectives
     symmetric.py    tensors that all ranks reach, and that are reduced where they lie
-    ring.py         a ring of bytes from one rank to another
-    mail.py         its two ends: send and receive
+    ring.py         a ring of bytes from one rank to another, and its two ends: send and receive
     transport.py    the transport that has all of it
 
 What it costs: an all-reduce of S bytes copies (2n-1)/n S on each of n ranks, where the ring over

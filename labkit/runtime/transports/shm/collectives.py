@@ -12,7 +12,7 @@ Every slice is reduced by one rank, over all ranks in their order: the result is
 ranks, to the bit, and the same in every run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -21,6 +21,7 @@ from labkit.dispatch import no_modes
 from labkit.runtime.transports.shm.slots import (
     DONE,
     FILLED,
+    NOTHING,
     REDUCED,
     Slots,
     agreed_pieces,
@@ -28,8 +29,8 @@ from labkit.runtime.transports.shm.slots import (
     pieces,
     slices,
 )
-from labkit.runtime.transports.shm.symmetric import Symmetric, grains
-from labkit.runtime.transports.transport import share_memory
+from labkit.runtime.transports.shm.symmetric import Symmetric
+from labkit.runtime.transports.transport import apart, share_memory
 
 # Reduces two tensors into a third, which may be either of them.
 PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
@@ -40,6 +41,7 @@ PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
     "product": torch.mul,
 }
 AT_ONCE_BYTES = 1 << 15  # up to here every rank reduces everything: more sums, one wait less
+GRAIN_BYTES = 1 << 18  # of symmetric memory is reduced at once: it lies in the processor's cache
 
 
 def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
@@ -62,7 +64,7 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
             copied_bytes += slots.fill(*cut[rank])
         slots.announce(FILLED)
         slots.wait(slots.others, FILLED)
-        if not slots.all_lie_likewise():  # another rank's is in memory that all reach: see below
+        if not slots.agree():  # another rank's is in memory that all reach: see below
             slots.announce(DONE)
             return copied_bytes + all_reduce(slots, x, op, root)
         own, begin = cut[slots.rank]
@@ -85,11 +87,10 @@ def all_reduce_symmetric(
     not lie likewise, all begin again, through the slots.
     """
     own, offset = slices(x, slots.size)[slots.rank]
-    slots.begin()
-    slots.set_place(shared.place(begin))
+    slots.begin(shared.place(begin))
     slots.announce(FILLED)
     slots.wait(slots.others, FILLED)
-    if not slots.all_lie_likewise():
+    if not slots.agree():
         slots.announce(DONE)
         return all_reduce(slots, x, op)
     copied_bytes = 0
@@ -99,9 +100,11 @@ def all_reduce_symmetric(
             else shared.part(rank, begin + offset, own.numel(), own.dtype)
             for rank in range(slots.size)
         ]  # fmt: skip
-        for first, last in grains(own, slots.slot_bytes):
-            total = slots.view(slots.rank, 0, last - first, own.dtype)
-            _reduce_parts(total, [part[first:last] for part in parts], op)
+        step = min(GRAIN_BYTES, slots.slot_bytes) // own.element_size()
+        for first in range(0, own.numel(), step):
+            grain = [part[first : first + step] for part in parts]
+            total = slots.view(slots.rank, 0, grain[0].numel(), own.dtype)
+            _reduce_parts(total, grain, op)
             for rank in range(slots.size):
                 place = begin + offset + first * own.element_size()
                 copied_bytes += shared.write(total, rank, place)
@@ -143,63 +146,39 @@ def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
     """chunks[i] becomes rank i's `x`. Copies: S/n in, (n-1)/n S out."""
     own = chunks[slots.rank]
     if own.data_ptr() != x.data_ptr():
-        x = x.clone() if share_memory(x, *chunks) else x
+        x = apart(x, *chunks)
         own.copy_(x)
-    copied_bytes = 0
-    for begin, end in pieces(slots, max(chunk.nbytes for chunk in chunks), slots.slot_bytes, x):
-        copied_bytes += slots.fill(x[begin:end])
-        slots.announce(FILLED)
-        for rank in slots.others:
-            slots.wait((rank,), FILLED)
-            copied_bytes += slots.take(chunks[rank][begin:end], rank)
-    return copied_bytes
+    longest_bytes = max(chunk.nbytes for chunk in chunks)
+    arriving = [(chunks[rank], rank, 0) for rank in slots.others]
+    return _move(slots, pieces(slots, longest_bytes, slots.slot_bytes, x), [(x, 0)], arriving)
 
 
 def broadcast(slots: Slots, x: torch.Tensor, root: int) -> int:
     """`x` becomes that of the root. Copies: S in on the root, S out on the others."""
-    copied_bytes = 0
-    for begin, end in pieces(slots, x.nbytes, slots.slot_bytes, x):
-        if slots.rank == root:
-            copied_bytes += slots.fill(x[begin:end])
-            slots.announce(FILLED)
-        else:
-            slots.wait((root,), FILLED)
-            copied_bytes += slots.take(x[begin:end], root)
-    return copied_bytes
+    at_root = slots.rank == root
+    leaving, arriving = ([(x, 0)], []) if at_root else ([], [(x, root, 0)])
+    return _move(slots, pieces(slots, x.nbytes, slots.slot_bytes, x), leaving, arriving)
 
 
 def gather(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> int:
-    """chunks[i] on the root becomes rank i's `x`. Copies: S/n in, on the root the others' out.
-
-    A rank knows its own size only, so each announces it with the first piece.
-    """
+    """chunks[i] on the root becomes rank i's `x`. Copies: S/n in, on the root the others' out."""
+    leaving, arriving = [(x, 0)], []
     if chunks is not None:
         chunks[root].copy_(x)
-    copied_bytes = 0
-    for begin, end in agreed_pieces(slots, x.nbytes, slots.slot_bytes, x):
-        if slots.rank != root:
-            copied_bytes += slots.fill(x[begin:end])
-        slots.announce(FILLED)
-        if chunks is not None:
-            for rank in slots.others:
-                slots.wait((rank,), FILLED)
-                copied_bytes += slots.take(chunks[rank][begin:end], rank)
-    return copied_bytes
+        leaving, arriving = [], [(chunks[rank], rank, 0) for rank in slots.others]
+    return _move(slots, agreed_pieces(slots, x.nbytes, slots.slot_bytes, x), leaving, arriving)
 
 
 def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> int:
     """`x` becomes the root's chunk r. Copies: on the root the others' in, S/n out."""
     room_bytes = part_bytes(slots)
-    longest_bytes = max(chunk.nbytes for chunk in chunks) if chunks else 0
-    copied_bytes = 0
-    for begin, end in agreed_pieces(slots, longest_bytes, room_bytes, x):
-        if chunks is not None:
-            for rank in slots.others:
-                copied_bytes += slots.fill(chunks[rank][begin:end], rank * room_bytes)
-        slots.announce(FILLED)
-        if slots.rank != root:
-            slots.wait((root,), FILLED)
-            copied_bytes += slots.take(x[begin:end], root, slots.rank * room_bytes)
+    leaving, arriving, longest_bytes = [], [(x, root, slots.rank * room_bytes)], 0
+    if chunks is not None:
+        leaving, arriving = [(chunks[rank], rank * room_bytes) for rank in slots.others], []
+        longest_bytes = max(chunk.nbytes for chunk in chunks)
+    copied_bytes = _move(
+        slots, agreed_pieces(slots, longest_bytes, room_bytes, x), leaving, arriving
+    )
     if chunks is not None:
         x.copy_(chunks[root])
     return copied_bytes
@@ -207,40 +186,43 @@ def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> 
 
 def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
     """outs[i] becomes rank i's ins[r]. Copies: all but one's own in, as much out."""
-    leaving = [x.clone() if share_memory(x, *outs) else x for x in ins]
-    outs[slots.rank].copy_(leaving[slots.rank])
+    ins = [apart(x, *outs) for x in ins]
+    outs[slots.rank].copy_(ins[slots.rank])
     room_bytes = part_bytes(slots)
-    longest_bytes = max(x.nbytes for x in leaving)
-    copied_bytes = 0
-    for begin, end in agreed_pieces(slots, longest_bytes, room_bytes, ins[0]):
-        for rank in slots.others:
-            copied_bytes += slots.fill(leaving[rank][begin:end], rank * room_bytes)
-        slots.announce(FILLED)
-        for rank in slots.others:
-            slots.wait((rank,), FILLED)
-            copied_bytes += slots.take(outs[rank][begin:end], rank, slots.rank * room_bytes)
-    return copied_bytes
+    leaving = [(ins[rank], rank * room_bytes) for rank in slots.others]
+    arriving = [(outs[rank], rank, slots.rank * room_bytes) for rank in slots.others]
+    longest_bytes = max(x.nbytes for x in ins)
+    return _move(slots, agreed_pieces(slots, longest_bytes, room_bytes, ins[0]), leaving, arriving)
 
 
 def barrier(slots: Slots, _: torch.Tensor) -> int:
     """An empty piece."""
-    slots.begin()
-    slots.announce(FILLED)
-    slots.wait(slots.others, FILLED)
-    slots.announce(DONE)
+    slots.exchange(NOTHING)
     return 0
 
 
 def ring_exchange(slots: Slots, out: torch.Tensor, x: torch.Tensor) -> int:
     """`out` becomes the `x` of the rank before. Copies: S in, S out."""
-    leaving = x.clone() if share_memory(x, out) else x
-    before = (slots.rank - 1) % slots.size
+    leaving, arriving = [(apart(x, out), 0)], [(out, (slots.rank - 1) % slots.size, 0)]
+    return _move(slots, pieces(slots, x.nbytes, slots.slot_bytes, x), leaving, arriving)
+
+
+def _move(
+    slots: Slots,
+    bounds: Iterable[tuple[int, int]],
+    leaving: list[tuple[torch.Tensor, int]],
+    arriving: list[tuple[torch.Tensor, int, int]],
+) -> int:
+    """In each piece, fill this rank's slot with what is `leaving` (a tensor, and from which byte of
+    the slot on), then take what is `arriving` (a tensor, the rank of its slot, the byte there)."""
     copied_bytes = 0
-    for begin, end in pieces(slots, x.nbytes, slots.slot_bytes, x):
-        copied_bytes += slots.fill(leaving[begin:end])
+    for begin, end in bounds:
+        for x, place in leaving:
+            copied_bytes += slots.fill(x[begin:end], place)
         slots.announce(FILLED)
-        slots.wait((before,), FILLED)
-        copied_bytes += slots.take(out[begin:end], before)
+        for x, rank, place in arriving:
+            slots.wait((rank,), FILLED)
+            copied_bytes += slots.take(x[begin:end], rank, place)
     return copied_bytes
 
 

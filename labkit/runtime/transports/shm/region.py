@@ -1,20 +1,49 @@
-"""A file that some processes have mapped into their memory, and that soon has no name.
+"""Memory that some processes share: words, with which they tell each other how far they are, and
+data behind them.
 
-Each opens it, or creates it where it is not there yet, gives it its size (new bytes are zero) and
-writes "I have it". The first to see that all have it removes the name; the memory lives as long as
-a process has it mapped, so that however the ranks end, nothing stays.
+Each opens the file, or creates it where it is not there yet, gives it its size (new bytes are zero)
+and writes "I have it". The first to see that all have it removes the name; the memory lives as long
+as a process has it mapped, so that however the ranks end, nothing stays.
+
+A word is written by one process only, in one aligned store of the processor, so it needs no lock:
+it is an announcement. A reader looks for a while (the answer often comes within microseconds), and
+then sleeps until the writer wakes it. On Linux the kernel does that (futex: "sleep while this word
+is 7", "wake the sleepers on this word"); elsewhere a reader takes naps that grow. Either way a
+waiting rank leaves its core, and Python's lock, to the others.
+
+    writer                                    reader
+    copies the data                           word < expected: "I sleep" (one more in my note)
+    fence                                     fence
+    word = 7                                  sleep while the word is what I saw
+    fence                                     awake: one less in my note; look again
+    does anybody sleep? wake those on word    fence; read the data
+
+The fences keep the processor from moving a load or store past another: without them a reader
+could see the word before the data, or the writer miss the sleeper while the sleeper misses the
+word.
 """
 
+import ctypes
 import mmap
 import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from labkit.runtime.transports.shm.futex import GONE, HERE, WORD_BYTES, Words, address_of
-
+WORD_BYTES = 8
 ALIGNED = 64  # bytes of a line of the cache: where data of a rank begins
+HERE, GONE = 1, 2  # what a process says of itself: "I have it mapped", "I gave up, for good"
+LOOKS, TURNS = 40, 12  # looks before the core is offered to others, and how often that is done
+X86 = platform.machine() in ("x86_64", "AMD64")
+SLEEP_S = 0.1  # then a sleeper looks again, whatever happens
+NAPS_S = 20e-6, 1e-3  # the first and the longest where the kernel wakes no one
 
 
 class Region:
@@ -22,25 +51,23 @@ class Region:
     processes, of which this one is number `me`. Raises RuntimeError where there is no room."""
 
     def __init__(self, path: Path, me: int, parties: int, words: int, data_bytes: int):
-        here = range(words, words + parties)  # "I have it", "I gave up"
-        notes = range(words + parties, words + 2 * parties)  # "I sleep"
-        self.data = -(-notes.stop * WORD_BYTES // ALIGNED) * ALIGNED
+        self._here = range(words, words + parties)  # a word of each process: "I have it", ...
+        notes = [self._here.stop + process for process in range(parties)]  # how many threads sleep
+        self.data = -(-(notes[-1] + 1) * WORD_BYTES // ALIGNED) * ALIGNED
         self.memory = _map(path, self.data + data_bytes)
-        self.words = Words(self.memory, here, notes, me)
-        self._own = here[me]
-        self._start = address_of(self.memory) + self.data
-        self.words.announce(self._own, HERE)
-        if all(self.words[i] for i in here):
+        self._words = memoryview(self.memory).cast("Q")
+        self._address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self._note, self._own = notes.pop(me), self._here[me]
+        self._notes_of_others = notes
+        self._sleepers = threading.Lock()  # threads of this process share its note
+        self.announce(self._own, HERE)
+        if all(self[word] for word in self._here):
             with suppress(OSError):  # two may see it at once
                 path.unlink()
 
-    def give_up(self) -> None:
-        """Tell the others not to wait for this process any more."""
-        self.words.announce(self._own, GONE)
-
     def address(self, begin: int) -> int:
         """Of the data's byte `begin`."""
-        return self._start + begin
+        return self._address + self.data + begin
 
     def tensor(self, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements that begin at the data's byte `begin`."""
@@ -48,6 +75,59 @@ class Region:
             return torch.empty(0, dtype=dtype, device="cpu")
         with torch.inference_mode(False):  # it may be written to later, outside such a block
             return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=self.data + begin)
+
+    def __getitem__(self, word: int) -> int:
+        return self._words[word]
+
+    def write(self, word: int, value: int) -> None:
+        """Write a word that others read after this process's next announcement."""
+        self._words[word] = value
+
+    def announce(self, word: int, value: int) -> None:
+        """Write a word, after all that this process has written, and wake the waiting readers."""
+        words = self._words
+        in_order()
+        words[word] = value
+        fence()
+        for note in self._notes_of_others:
+            if words[note]:
+                wake(self._address + WORD_BYTES * word)
+                return
+
+    def give_up(self) -> None:
+        """Tell the others not to wait for this process any more."""
+        self.announce(self._own, GONE)
+
+    def gave_up(self, process: int) -> bool:
+        return self._words[self._here[process]] == GONE
+
+    def wait(self, word: int, value: int, until_s: float, on: Sequence[int]) -> bool:
+        """Wait until a word is at least `value`; False when the time `until_s` comes first, or
+        when one of the processes `on` gives up. (No one is woken for that: a sleeper looks again
+        soon enough.)"""
+        words = self._words
+        for _ in range(TURNS):
+            for _ in range(LOOKS):
+                if words[word] >= value:
+                    in_order()
+                    return True
+            step_aside()
+        nap_s = NAPS_S[0]
+        while words[word] < value:
+            if time.monotonic() > until_s or any(map(self.gave_up, on)):
+                return False
+            self._count_sleepers(1)
+            if (seen := words[word]) < value:
+                sleep(self._address + WORD_BYTES * word, seen, nap_s)
+            self._count_sleepers(-1)
+            nap_s = min(2 * nap_s, NAPS_S[1])
+        in_order()
+        return True
+
+    def _count_sleepers(self, more: int) -> None:
+        with self._sleepers:
+            self._words[self._note] += more
+        fence()
 
 
 def _map(path: Path, nbytes: int) -> mmap.mmap:
@@ -67,3 +147,60 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
     finally:
         if file is not None:
             os.close(file)
+
+
+_hinge = threading.Lock()
+
+
+def fence() -> None:
+    """All loads and stores before it are done before those after it. (What comes before a lock is
+    released and after one is taken cannot pass; here the one is followed by the other.)"""
+    with _hinge:
+        pass
+    with _hinge:
+        pass
+
+
+def in_order() -> None:
+    """A fence between two stores or two loads: x86 processors keep their order anyway."""
+    if not X86:
+        fence()
+
+
+# --- what the kernel does -----------------------------------------------------------------------
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+FUTEX_WAIT, FUTEX_WAKE, EVERYBODY = 0, 1, 2**31 - 1
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # its number among the system calls
+_system_call: Callable[..., int] | None = None
+if sys.platform == "linux" and sys.byteorder == "little" and platform.machine() in _FUTEX:
+    _system_call = ctypes.CDLL(None).syscall
+    _system_call.argtypes = [
+        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
+        ctypes.POINTER(_Timespec), ctypes.c_void_p, ctypes.c_uint32,
+    ]  # fmt: skip
+_number = _FUTEX.get(platform.machine(), 0)
+_patience = _Timespec(0, int(SLEEP_S * 1e9))
+
+
+def wake(address: int) -> None:
+    """Wake all who sleep on the word at `address`."""
+    if _system_call is not None:
+        _system_call(_number, address, FUTEX_WAKE, EVERYBODY, None, None, 0)
+
+
+def sleep(address: int, seen: int, nap_s: float) -> None:
+    """Sleep while the word at `address` is `seen`, or for a moment."""
+    if _system_call is not None:
+        low = seen & 0xFFFFFFFF  # the kernel compares four bytes
+        _system_call(_number, address, FUTEX_WAIT, low, _patience, None, 0)
+    else:
+        time.sleep(nap_s)
+
+
+# Offers the core, and Python's lock, to other threads that are ready.
+step_aside = ctypes.CDLL(None).sched_yield if os.name == "posix" else partial(time.sleep, 0)

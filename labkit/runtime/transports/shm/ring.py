@@ -4,8 +4,10 @@
     ring:   ... | tag, length | data ...... | tag, length | data ... |
                  ^ read                              written ^
 
-The sender appends as far as there is room; the receiver takes out what is there. Both count bytes
-since the beginning. A message longer than the ring flows through it.
+The sender, with the outbox, appends as far as there is room; the receiver, with the inbox, takes
+out what is there. Both count bytes since the beginning. A message longer than the ring flows
+through it. The caller itself copies what fits, or what it waits for; the rest is done by a thread
+of the ring, so that a message travels while its sender and its receiver do something else.
 
 The ring is in order, but a receiver may want the message under tag 1 before that under tag 0. What
 comes out and is not asked for yet is kept in private memory until it is. A message is *taken* when
@@ -16,10 +18,18 @@ messages.) Copies: S on the sender, S on the receiver; once more for what was ke
 
 import struct
 import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
+from math import inf
 from pathlib import Path
 
-from labkit.runtime.transports.shm.region import Region
+import torch
+
+from labkit.runtime.process_context import here
+from labkit.runtime.transports.shm.region import Region, in_order
+from labkit.runtime.transports.shm.slots import copy
 from labkit.runtime.transports.wire import Lane, LaneWork
 
 RING_BYTES = 1 << 20  # a multiple of a head's
@@ -33,36 +43,37 @@ SENDER, RECEIVER = 0, 1
 class Ring:
     """One direction between two ranks, seen from one of its ends."""
 
-    def __init__(self, path: Path, end: int, timeout_s: float):
-        self._region = Region(path, end, 2, TAKEN + MOST_UNTAKEN, RING_BYTES)
-        self.words = self._region.words
+    end: int
+
+    def __init__(self, path: Path, timeout_s: float):
+        self.region = Region(path, self.end, 2, TAKEN + MOST_UNTAKEN, RING_BYTES)
         self.timeout_s = timeout_s
         self._lock = threading.Lock()  # threads of this process use the ring in turns
         self._lane: Lane | None = None
 
     def wait(self, word: int, value: int, until_s: float) -> None:
-        if not self.words.wait(word, value, until_s, (SENDER, RECEIVER)):
+        if not self.region.wait(word, value, until_s, (SENDER, RECEIVER)):
             if self.gave_up():
                 raise RuntimeError("the other rank, or this one, gave up after an error")
             raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other rank")
 
     def gave_up(self) -> bool:
         """Whether one of the ends did."""
-        return self.words.gave_up(SENDER) or self.words.gave_up(RECEIVER)
+        return self.region.gave_up(SENDER) or self.region.gave_up(RECEIVER)
 
     def give_up(self) -> None:
         """Nothing more is moved; the other end must not wait."""
         with self._lock:
-            self._region.give_up()
+            self.region.give_up()
 
     def _later(self, function: Callable[[], None]) -> LaneWork:
         if self._lane is None:
             self._lane = Lane("labkit message")
-        return self._lane.submit(function)
+        return self._lane.put(LaneWork(function))
 
     def _head(self, position: int) -> int:
         """Where the head at `position` is in the memory. (It never wraps around the end.)"""
-        return self._region.data + position % RING_BYTES
+        return self.region.data + position % RING_BYTES
 
     def _spans(self, position: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """(address in the ring, bytes before it, its bytes) from `position` on, around the end."""
@@ -70,8 +81,194 @@ class Ring:
         while done < nbytes:
             at = (position + done) % RING_BYTES
             some = min(nbytes - done, RING_BYTES - at)
-            yield self._region.address(at), done, some
+            yield self.region.address(at), done, some
             done += some
+
+
+class Outbox(Ring):
+    """The sender's end."""
+
+    end = SENDER
+
+    def __init__(self, path: Path, timeout_s: float):
+        super().__init__(path, timeout_s)
+        self._messages = self._written = self._queued = 0
+
+    def send(self, x: torch.Tensor, tag: int) -> "Sent":
+        with self._lock:
+            self._messages += 1
+            number = self._messages
+            if not self._queued and self._fits(x.nbytes, number):
+                self._write(x, tag, number)
+                return Sent(self, number, x.nbytes)
+            self._queued += 1
+            writing = self._later(partial(self._write_queued, x, tag, number))
+            return Sent(self, number, x.nbytes, writing)
+
+    def _fits(self, nbytes: int, number: int) -> bool:
+        room_bytes = RING_BYTES - (self._written - self.region[READ])
+        free = self.region[taken_word(number)] >= number - MOST_UNTAKEN
+        return free and room_bytes >= HEAD.size + nbytes
+
+    def _write(self, x: torch.Tensor, tag: int, number: int) -> None:
+        """Append the message, as far and as soon as there is room for it."""
+        self.wait(taken_word(number), number - MOST_UNTAKEN, inf)
+        self.wait(READ, self._written + HEAD.size - RING_BYTES, inf)
+        HEAD.pack_into(self.region.memory, self._head(self._written), tag, x.nbytes)
+        self._written += HEAD.size
+        source, left_bytes = x.data_ptr(), x.nbytes
+        while True:
+            wanted_bytes = min(left_bytes, GRAIN_BYTES)
+            self.wait(READ, self._written + wanted_bytes - RING_BYTES, inf)
+            some_bytes = min(left_bytes, RING_BYTES - (self._written - self.region[READ]))
+            for address, begin, nbytes in self._spans(self._written, some_bytes):
+                copy(address, source + begin, nbytes)
+            source, left_bytes = source + some_bytes, left_bytes - some_bytes
+            self._written += some_bytes if left_bytes else padded(some_bytes)
+            self.region.announce(WRITTEN, self._written)
+            if not left_bytes:
+                return
+
+    def _write_queued(self, x: torch.Tensor, tag: int, number: int) -> None:
+        self._write(x, tag, number)
+        with self._lock:
+            self._queued -= 1
+
+
+class Sent:
+    """A message on its way out: over when it is taken."""
+
+    def __init__(self, outbox: Outbox, number: int, nbytes: int, writing: LaneWork | None = None):
+        self._outbox, self._number = outbox, number
+        self._nbytes, self._writing = nbytes, writing
+
+    def wait(self) -> int:
+        """Returns the bytes copied."""
+        until_s = time.monotonic() + self._outbox.timeout_s
+        if self._writing is not None:
+            self._writing.wait_for(min(self._outbox.timeout_s, threading.TIMEOUT_MAX))
+        self._outbox.wait(taken_word(self._number), self._number, until_s)
+        return self._nbytes
+
+    def is_completed(self) -> bool:
+        return self._outbox.region[taken_word(self._number)] >= self._number
+
+
+class Inbox(Ring):
+    """The receiver's end."""
+
+    end = RECEIVER
+
+    def __init__(self, path: Path, timeout_s: float):
+        super().__init__(path, timeout_s)
+        self._messages = self._read = 0
+        self._arriving: Arriving | None = None
+        self._wanted: defaultdict[int, deque[Received]] = defaultdict(deque)  # by tag
+        self._kept: defaultdict[int, deque[Arriving]] = defaultdict(deque)
+
+    def receive(self, x: torch.Tensor, tag: int, asynchronous: bool) -> "Received":
+        received = Received(self, x)
+        with self._lock:
+            if self._kept[tag]:
+                message = self._kept[tag].popleft()
+                message.receive = received
+                self._hand_over(message)
+            else:
+                self._wanted[tag].append(received)
+            self._take_out()
+        if asynchronous and not received.done:
+            self._later(partial(self.until_done, received, inf))
+        return received
+
+    def until_done(self, received: "Received", until_s: float) -> None:
+        """Take out what arrives, for whomever it is, until `received` has its message. (Several
+        threads may do so at once.)"""
+        while (read := self.read_without(received)) is not None:
+            self.wait(WRITTEN, read + 1, until_s)
+
+    def read_without(self, received: "Received") -> int | None:
+        """Take out all that is here. The bytes read so far if `received` still has no message: it
+        comes behind them. (Read under the lock: later another thread may have taken it out.)"""
+        with self._lock:
+            if not received.done:
+                self._take_out()
+            return None if received.done else self._read
+
+    def _take_out(self) -> None:
+        if self.region.gave_up(RECEIVER):  # no tensor is written after an error
+            return
+        while (written := self.region[WRITTEN]) > self._read:
+            in_order()
+            if self._arriving is None:
+                tag, nbytes = HEAD.unpack_from(self.region.memory, self._head(self._read))
+                self._read += HEAD.size
+                self._arriving = self._expect(tag, nbytes)
+            message = self._arriving
+            target = message.x.data_ptr() + message.x.nbytes - message.left_bytes
+            some_bytes = min(written - self._read, message.left_bytes)
+            for address, begin, nbytes in self._spans(self._read, some_bytes):
+                copy(target + begin, address, nbytes)
+            message.left_bytes -= some_bytes
+            if message.left_bytes:
+                self._read += some_bytes
+            else:
+                self._read += padded(some_bytes)
+                self._arriving = None
+                self._hand_over(message)
+            self.region.announce(READ, self._read)
+
+    def _expect(self, tag: int, nbytes: int) -> "Arriving":
+        """The message that begins, on its way to its receive, or into memory of its own."""
+        self._messages += 1
+        received = self._wanted[tag].popleft() if self._wanted[tag] else None
+        if received is not None and received.x.nbytes == nbytes:
+            return Arriving(self._messages, received.x, received)
+        with here.carrying():
+            room = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        message = Arriving(self._messages, room, received)
+        if received is None:
+            self._kept[tag].append(message)
+        return message
+
+    def _hand_over(self, message: "Arriving") -> None:
+        """If it is complete and wanted, it is taken now."""
+        received = message.receive
+        if received is None or message.left_bytes:
+            return
+        if received.x.nbytes != message.x.nbytes:
+            received.problem = (
+                f"a message of {message.x.nbytes} bytes came for a tensor of {received.x.nbytes}"
+            )
+        elif message.x is not received.x:
+            copy(received.x.data_ptr(), message.x.data_ptr(), message.x.nbytes)
+        received.done = True
+        self.region.announce(taken_word(message.number), message.number)
+
+
+class Arriving:
+    """A message that comes out of the ring into `x`, for `receive` if there is one yet."""
+
+    def __init__(self, number: int, x: torch.Tensor, receive: "Received | None"):
+        self.number, self.x, self.receive, self.left_bytes = number, x, receive, x.nbytes
+
+
+class Received:
+    """A receive: done when its message is in `x`."""
+
+    def __init__(self, inbox: Inbox, x: torch.Tensor):
+        self._inbox, self.x = inbox, x
+        self.done, self.problem = False, ""
+
+    def wait(self) -> int:
+        """Returns the bytes copied."""
+        if not self.done:
+            self._inbox.until_done(self, time.monotonic() + self._inbox.timeout_s)
+        if self.problem:
+            raise RuntimeError(self.problem)
+        return self.x.nbytes
+
+    def is_completed(self) -> bool:
+        return self._inbox.read_without(self) is None
 
 
 def taken_word(number: int) -> int:

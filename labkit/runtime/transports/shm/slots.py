@@ -1,6 +1,6 @@
 """The slots of a group: where each rank lays out a piece of its tensor for the others.
 
-    | words: stage of rank 0, 1, ... n-1 | rank 0: slot, slot | rank 1: slot, slot | ...
+    | words: stage of each rank, note of each slot | rank 0: slot, slot | rank 1: slot, slot | ...
 
 A collective is cut into pieces that fit a slot. Pieces are numbered through the life of the group,
 equally on all ranks; piece p lies in slot p modulo 2. Each rank goes through every piece in the
@@ -27,8 +27,7 @@ FILLED, REDUCED, DONE = 1, 2, 3
 BUFFERS = 2
 SLOT_BYTES = 1 << 20
 MOST_BYTES = 32 << 20  # of all slots of a group: many ranks have smaller ones
-LENGTH_BYTES = 64  # before a slot: the length of its rank's tensor
-NOWHERE = 0  # the place of what lies in no memory that all ranks reach
+NOTHING = 0  # a slot's note: neither the length of a tensor nor its place in symmetric memory
 MOST_VIEWS = 512  # that are kept for the next time
 
 
@@ -40,25 +39,23 @@ class Slots:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.others = [r for r in range(size) if r != rank]
         self.slot_bytes = min(SLOT_BYTES, MOST_BYTES // (BUFFERS * size)) // ALIGNED * ALIGNED
-        self._stride = LENGTH_BYTES + self.slot_bytes
-        words = size + BUFFERS * size  # stages; places, for each slot one
-        self._region = Region(path, rank, size, words, size * BUFFERS * self._stride)
-        self._words = self._region.words
+        words = size + BUFFERS * size  # stages; notes, for each slot one
+        self._region = Region(path, rank, size, words, size * BUFFERS * self.slot_bytes)
         self._piece = 0
-        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def give_up(self) -> None:
         """This rank takes no further part: the others must not wait for it."""
         self._region.give_up()
 
-    def begin(self) -> None:
-        """Go on to the next piece, once its slot is free."""
+    def begin(self, note: int = NOTHING) -> None:
+        """Go on to the next piece, once its slot is free; with a note for the others."""
         self._piece += 1
         self._wait(self.others, DONE, self._piece - BUFFERS)
-        self.set_place(NOWHERE)
+        self._region.write(self._note(self.rank), note)
 
     def announce(self, stage: int) -> None:
-        self._words.announce(self.rank, 3 * self._piece + stage)
+        self._region.announce(self.rank, 3 * self._piece + stage)
 
     def wait(self, ranks: Iterable[int], stage: int) -> None:
         """Wait until `ranks` have announced `stage` of this piece."""
@@ -75,61 +72,53 @@ class Slots:
     def view(self, rank: int, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements in the slot of `rank`, from its byte `begin` on, as a tensor."""
         start = self._start(rank) + begin
-        key = (start, numel, self._piece % BUFFERS, dtype)
+        key = (start, numel, dtype)
         if key not in self._views:
             if len(self._views) >= MOST_VIEWS:
                 self._views.clear()
             self._views[key] = self._region.tensor(start, numel, dtype)
         return self._views[key]
 
-    def set_length(self, nbytes: int) -> None:
-        """Say, with this piece, how long this rank's tensor is."""
-        self._length(self.rank).fill_(nbytes)
+    def notes(self) -> list[int]:
+        """The ranks' notes with this piece, once all are FILLED."""
+        return [self._region[self._note(rank)] for rank in range(self.size)]
 
-    def longest(self) -> int:
-        """The longest that any rank has announced with this piece."""
-        return max(int(self._length(rank)) for rank in range(self.size))
+    def agree(self) -> bool:
+        """Whether the notes of all ranks are equal, once all are FILLED."""
+        return len({*self.notes()}) == 1
 
-    def exchange(self, number: int) -> list[int]:
-        """The `number` of each rank: a piece of its own."""
-        self.begin()
-        self.set_length(number)
+    def exchange(self, note: int) -> list[int]:
+        """The `note` of each rank: a piece of its own."""
+        self.begin(note)
         self.announce(FILLED)
         self.wait(self.others, FILLED)
-        numbers = [int(self._length(rank)) for rank in range(self.size)]
+        notes = self.notes()
         self.announce(DONE)
-        return numbers
+        return notes
 
-    def set_place(self, place: int) -> None:
-        """Say, with this piece, where in memory that all reach this rank's tensor lies."""
-        self._words.write(self._place(self.rank), place)
+    def _slot(self, rank: int) -> int:
+        """The number of the slot of `rank` for this piece."""
+        return rank * BUFFERS + self._piece % BUFFERS
 
-    def all_lie_likewise(self) -> bool:
-        """Whether all ranks have announced the same place, once all are FILLED."""
-        return len({self._words[self._place(rank)] for rank in range(self.size)}) == 1
-
-    def _place(self, rank: int) -> int:
-        return self.size + BUFFERS * rank + self._piece % BUFFERS
-
-    def _length(self, rank: int) -> torch.Tensor:
-        return self.view(rank, -LENGTH_BYTES, 1, torch.int64)
+    def _note(self, rank: int) -> int:
+        return self.size + self._slot(rank)
 
     def _start(self, rank: int) -> int:
         """Where the slot of `rank` begins for this piece, in the data of the region."""
-        return (rank * BUFFERS + self._piece % BUFFERS) * self._stride + LENGTH_BYTES
+        return self._slot(rank) * self.slot_bytes
 
     def _address(self, rank: int, begin: int) -> int:
         return self._region.address(self._start(rank) + begin)
 
     def _wait(self, ranks: Iterable[int], stage: int, piece: int) -> None:
-        words, value = self._words, 3 * piece + stage
+        region, value = self._region, 3 * piece + stage
         until_s = 0.0
         for rank in ranks:
-            arrived = words[rank] >= value
+            arrived = region[rank] >= value
             if not arrived:
                 until_s = until_s or time.monotonic() + self.timeout_s
-                arrived = words.wait(rank, value, until_s, (rank,))
-            if words.gave_up(rank):  # also of what it had announced: no result of half the ranks
+                arrived = region.wait(rank, value, until_s, (rank,))
+            if region.gave_up(rank):  # also of what it had announced: no result of half the ranks
                 raise RuntimeError(f"rank {rank} of the group gave up after an error")
             if not arrived:
                 raise RuntimeError(
@@ -168,16 +157,14 @@ def pieces(
 def agreed_pieces(
     slots: Slots, own_bytes: int, room_bytes: int, x: torch.Tensor
 ) -> Iterator[tuple[int, int]]:
-    """As `pieces`, where no rank knows the longest tensor: with the first piece each announces how
-    long its own is."""
+    """As `pieces`, where no rank knows the longest tensor: each notes how long its own is."""
     step, begin, numel = room_bytes // x.element_size(), 0, 1
     while begin < numel:
-        slots.begin()
-        slots.set_length(own_bytes)
+        slots.begin(own_bytes)
         yield begin, begin + step
         if begin == 0:
             slots.wait(slots.others, FILLED)
-            numel = slots.longest() // x.element_size()
+            numel = max(slots.notes()) // x.element_size()
         slots.announce(DONE)
         begin += step
 

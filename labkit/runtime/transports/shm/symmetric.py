@@ -15,18 +15,16 @@ twice. GPUs reach each other's memory likewise: torch's symmetric memory, NCCL's
 
 import shutil
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from labkit.runtime.transports.shm.region import ALIGNED, Region
-from labkit.runtime.transports.shm.slots import Slots, copy
+from labkit.runtime.transports.shm.slots import NOTHING, Slots, copy
 
 MOST_OF_WHAT_IS_FREE = 0.5  # so much of the shared memory that is left one tensor may take,
 RESERVE_BYTES = 48 << 20  # and leaves so much of it: the slots of groups to come lie there, too
-GRAIN_BYTES = 1 << 18  # is reduced at once: it then lies in the processor's cache
 PLACE_BITS = 40  # of a place: where in the memory; the bits above are the memory's number
 
 
@@ -70,28 +68,20 @@ class SymmetricTensors:
         shared, nbytes = None, numel * dtype.itemsize
         with suppress(RuntimeError):
             shared = Symmetric(self._made, path, slots.rank, slots.size, nbytes)
-        sizes = slots.exchange(nbytes if shared is not None else -1)
-        if sizes != [nbytes] * slots.size:
+        sizes = slots.exchange(NOTHING if shared is None else nbytes)
+        if shared is None or sizes != [nbytes] * slots.size:
             path.unlink(missing_ok=True)
             return None
-        assert shared is not None
-        mine = shared.part(slots.rank, 0, numel, dtype)
-        self._by_address[mine.data_ptr()] = shared
-        gone = weakref.finalize(mine.untyped_storage(), self._by_address.pop, mine.data_ptr(), None)
-        gone.atexit = False
-        return mine
+        own = shared.part(slots.rank, 0, numel, dtype)
+        self._by_address[own.data_ptr()] = shared
+        forget = weakref.finalize(own.untyped_storage(), self._by_address.pop, own.data_ptr(), None)
+        forget.atexit = False
+        return own
 
     def find(self, x: torch.Tensor) -> tuple[Symmetric, int] | None:
         """Whose part `x` lies in, and from which byte on; None for any other tensor."""
         if not self._by_address:
             return None
         start = x.untyped_storage().data_ptr()
-        found = self._by_address.get(start)
-        return None if found is None else (found, x.data_ptr() - start)
-
-
-def grains(x: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """(begin, end), in elements, of pieces of `x`."""
-    step = min(GRAIN_BYTES, most_bytes) // x.element_size()
-    for begin in range(0, x.numel(), step):
-        yield begin, min(begin + step, x.numel())
+        shared = self._by_address.get(start)
+        return None if shared is None else (shared, x.data_ptr() - start)

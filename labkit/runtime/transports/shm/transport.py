@@ -1,23 +1,23 @@
-"""The back that carries the operations of a group through shared memory."""
+"""The transport that carries the operations of a group through shared memory."""
 
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.shm import collectives
-from labkit.runtime.transports.shm.mail import Inbox, Outbox
-from labkit.runtime.transports.shm.ring import Ring
+from labkit.runtime.transports.shm.ring import Inbox, Outbox, Ring
 from labkit.runtime.transports.shm.slots import Slots
 from labkit.runtime.transports.shm.symmetric import SymmetricTensors
-from labkit.runtime.transports.transport import Call, Kind, Transport
+from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport
 from labkit.runtime.transports.wire import Lane, LaneWork, Work
 
+End = TypeVar("End", Inbox, Outbox)
 SLOTS = "slots"  # the name of what is in collectives.py, among the algorithms
 
 
@@ -51,30 +51,26 @@ class Shared(Transport):
         self._messages, self.forced = messages, messages.forced
         self._slots: Slots | None = None
         self._symmetric = SymmetricTensors()
-        self._outboxes: dict[int, Outbox] = {}
-        self._inboxes: dict[int, Inbox] = {}
+        self._rings: dict[tuple[int, int], Ring] = {}  # by the ranks it is from and to
         self.broken = ""  # by what
         self._lane: Lane | None = None
         self._last: LaneWork | None = None  # of those on the lane
         self._choosing, self._turn = threading.Lock(), threading.Lock()
 
-    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> str:
+    def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         if asked == SLOTS or not (asked or collective in self.forced):
-            return SLOTS
+            return self, SLOTS
         return self._messages.choose(collective, nbytes, x, asked)
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        name = self.choose(collective, nbytes, x, asked)
-        by_messages = self._messages.explain(collective, nbytes, x, "" if name == SLOTS else asked)
-        if name != SLOTS:
+        chosen, _ = self.choose(collective, nbytes, x, asked)
+        by_messages = self._messages.explain(collective, nbytes, x, "" if chosen is self else asked)
+        if chosen is not self:
             return by_messages
         why = f"the ranks share memory. Over gloo it would be {by_messages}"
         return Choice(collective, SLOTS, why)
 
-    def serving(self, algorithm: str) -> Transport:
-        return self if algorithm == SLOTS else self._messages
-
-    def _start(self, call: Call, collective: Callable[[Slots], int]) -> Work:
+    def _start(self, call: Call, collective: Callable[[Slots], object]) -> Work:
         work = LaneWork(partial(self._carry, collective))
         with self._choosing:
             if call.asynchronous or not (self._last is None or self._last.is_completed()):
@@ -84,7 +80,7 @@ class Shared(Transport):
                 return work
         return work.run()
 
-    def _carry(self, collective: Callable[[Slots], int]) -> int:
+    def _carry(self, collective: Callable[[Slots], object]) -> object:
         with self._turn, here.carrying():
             self.refuse_if_broken()
             try:
@@ -105,30 +101,28 @@ class Shared(Transport):
     def give_up(self, error: BaseException) -> None:
         with self._choosing:
             self.broken = self.broken or str(error).partition("\n")[0] or type(error).__name__
-            rings = [*self._outboxes.values(), *self._inboxes.values()]
-        for one in (*rings, self._slots):
-            if one is not None:
-                one.give_up()
+            rings = [*self._rings.values()]
+        for ring in rings:
+            ring.give_up()
+        if self._slots is not None:
+            self._slots.give_up()
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel * dtype.itemsize <= collectives.AT_ONCE_BYTES:  # the slots are as good for it
             return super().symmetric_empty(numel, dtype)
-        made: list[torch.Tensor | None] = []
-
-        def make(slots: Slots) -> int:
-            made.append(self._symmetric.make(slots, self._path, numel, dtype))
-            return 0
-
-        self._start(Call(0, False, SLOTS), make).wait()
-        return super().symmetric_empty(numel, dtype) if made[0] is None else made[0]
+        made: torch.Tensor | None = self._start(
+            Call(0, False, SLOTS),
+            lambda slots: self._symmetric.make(slots, self._path, numel, dtype),
+        ).wait()
+        return super().symmetric_empty(numel, dtype) if made is None else made
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
-        found = self._symmetric.find(x) if x.nbytes > collectives.AT_ONCE_BYTES else None
-        if found is not None:
-            return self._start(
-                call, lambda slots: collectives.all_reduce_symmetric(slots, x, *found, op)
-            )
-        return self._start(call, lambda slots: collectives.all_reduce(slots, x, op))
+        place = self._symmetric.find(x) if x.nbytes > collectives.AT_ONCE_BYTES else None
+        if place is None:
+            return self._start(call, lambda slots: collectives.all_reduce(slots, x, op))
+        return self._start(
+            call, lambda slots: collectives.all_reduce_symmetric(slots, x, *place, op)
+        )
 
     reduce_scatter = _through_slots(collectives.reduce_scatter)
     all_gather = _through_slots(collectives.all_gather)
@@ -141,23 +135,19 @@ class Shared(Transport):
     ring_exchange = _through_slots(collectives.ring_exchange)
 
     def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
-        if peer not in self._outboxes:
-            with self._choosing:
-                if peer not in self._outboxes:
-                    self._outboxes[peer] = Outbox(self._ring(self._rank, peer), self._timeout_s)
-        outbox = self._outboxes[peer]
+        outbox = self._ring(Outbox, self._rank, peer)
         return Message(self, outbox, lambda: outbox.send(x, call.tag))
 
     def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work:
-        if peer not in self._inboxes:
-            with self._choosing:
-                if peer not in self._inboxes:
-                    self._inboxes[peer] = Inbox(self._ring(peer, self._rank), self._timeout_s)
-        inbox = self._inboxes[peer]
+        inbox = self._ring(Inbox, peer, self._rank)
         return Message(self, inbox, lambda: inbox.receive(x, call.tag, call.asynchronous))
 
-    def _ring(self, source: int, target: int) -> Path:
-        return self._path.with_name(f"{self._path.name}-{source}-{target}")
+    def _ring(self, end: type[End], source: int, target: int) -> End:
+        with self._choosing:
+            if (source, target) not in self._rings:
+                path = self._path.with_name(f"{self._path.name}-{source}-{target}")
+                self._rings[source, target] = end(path, self._timeout_s)
+            return self._rings[source, target]  # type: ignore[return-value]
 
 
 class Message:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
@@ -55,7 +56,6 @@ class Replica(NoSync, nn.Module):
         super().__init__()
         self.module, self.comm = module, Comm.of(comm)
         check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        trainable(module)
         self._set_up()
         broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)
 
@@ -65,12 +65,21 @@ class Replica(NoSync, nn.Module):
         self._attached = {*vars(self)} - before
 
     def _attach(self) -> None:
+        self._parameters_to_average = trainable(self.module)
         claim(self.module.named_parameters(), self)
         self._unchanged = ParamSnapshot(self.module)
-        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
         self._synchronise = True
         for parameter in self._parameters_to_average:
             register_grad_ready_hook(parameter, self._on_grad_ready)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled() and self._synchronise:
+            self._unchanged.check()
+            self._copy_buffers()
+        return self.module(*args, **kwargs)
+
+    def _copy_buffers(self) -> None:
+        broadcast_tensors(self.module.buffers(), self.comm)
 
     def _on_grad_ready(self, p: Tensor) -> None:
         """Called by autograd when it has computed the gradient of `p`."""

@@ -12,12 +12,14 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1; DeepSpeed's f
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+
+from labkit.parallel.common.ownership import WeakMark
 
 MB = 2**20
 P = TypeVar("P", bound=Tensor)
@@ -148,14 +150,14 @@ def check_dense(gradient: Tensor) -> None:
         )
 
 
-def while_alive(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`method` as a hook of a tensor, without a cycle through torch's C++, which keeps it alive."""
-    weak = WeakMethod(method)
+def while_alive(method: Any) -> Callable[..., Any]:
+    """The bound `method` as a hook that does not keep its object alive: no cycle through torch's
+    C++, where none is collected. A copy of the hook does nothing."""
+    return partial(_call, WeakMark(method.__self__), method.__func__)
 
-    def hook(x: Any) -> Any:
-        return None if (alive := weak()) is None else alive(x)
 
-    return hook
+def _call(owner: Callable[[], Any], function: Callable[..., Any], *args: Any) -> Any:
+    return None if (alive := owner()) is None else function(alive, *args)
 
 
 def register_grad_ready_hook(parameter: Tensor, method: Callable[[Any], None]) -> None:

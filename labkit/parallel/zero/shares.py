@@ -9,7 +9,6 @@ Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 from labkit.comm import Comm, Handle
 from labkit.holdings import Footprint, OwnedPiece, parameter_bytes
 from labkit.parallel.common.data_parallel import GradReducer
-from labkit.parallel.common.flat import MB, FlatPartition, cut
-from labkit.parallel.common.ownership import WeakMark
+from labkit.parallel.common.flat import MB, FlatPartition, cut, while_alive
 from labkit.precision.shadow_optimizer import (
     LOW,
     NotCopyable,
@@ -182,7 +180,7 @@ class ParamGatherer:
                 self._buckets[module] = list(dict.fromkeys(own))
         self._below: dict[nn.Module, list[nn.Module]] = {}  # itself too, where it has parameters
         self._called: WeakSet[nn.Module] = WeakSet()
-        before, wait = _while_alive(self._before), _while_alive(self._wait)
+        before, wait = while_alive(self._before), while_alive(self._wait)
         for module in model.modules():
             self._below[module] = [part for part in module.modules() if part in self._buckets]
             module.register_forward_pre_hook(before)
@@ -199,16 +197,6 @@ class ParamGatherer:
     def _wait(self, module: nn.Module, *_: Any) -> None:
         for bucket in self._buckets.get(module, ()):
             bucket.wait_for_parameters()
-
-
-def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """For a hook that does not keep its object alive; nor does a copy of it."""
-    return partial(_call, WeakMark(method.__self__), method.__name__)  # type: ignore[attr-defined]
-
-
-def _call(owner: Callable[[], Any], name: str, *args: Any) -> None:
-    if (alive := owner()) is not None:
-        getattr(alive, name)(*args)
 
 
 def predict_zero(

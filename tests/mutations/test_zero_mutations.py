@@ -36,7 +36,7 @@ class SkipsAReduce(Faulty):
         if bucket is not self.skipped:
             return super()._send(bucket, async_op)
         gradients = bucket.fill()
-        own = bucket.layout.share_of(gradients, self.comm.rank)
+        own = bucket.partition.share_of(gradients, self.comm.rank)
         bucket.receives_in(gradients).copy_(own)
 
 

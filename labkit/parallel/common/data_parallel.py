@@ -17,8 +17,8 @@ from labkit.parallel.common.ownership import (
     ParamSnapshot,
     broadcast_tensors,
     check_same_on_all_ranks,
+    check_trainable,
     claim,
-    trainable,
 )
 
 Part = TypeVar("Part")
@@ -56,6 +56,7 @@ class Replica(NoSync, nn.Module):
         super().__init__()
         self.module, self.comm = module, Comm.of(comm)
         check_same_on_all_ranks(list(module.named_parameters()), self.comm)
+        check_trainable(module)  # not of a copy, which may be a frozen average of weights
         self._set_up()
         broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)
 
@@ -65,7 +66,7 @@ class Replica(NoSync, nn.Module):
         self._attached = {*vars(self)} - before
 
     def _attach(self) -> None:
-        self._parameters_to_average = trainable(self.module)
+        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
         claim(self.module.named_parameters(), self)
         self._unchanged = ParamSnapshot(self.module)
         self._synchronise = True
@@ -145,8 +146,7 @@ class GradReducer(NoSync):
         self._reset()
 
     def _reset(self) -> None:
-        """Be ready for the next backward, also after one that an error cut short: what is in flight
-        would write into the next one's gradients."""
+        """Also after an error: what is in flight would write into the next backward's gradients."""
         while self._received < self._sent:
             self._receive_next()
         for bucket in self._buckets:

@@ -60,10 +60,8 @@ class FlatPartition:
         return buffer[rank * self.share : (rank + 1) * self.share]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        return [
-            buffer[start : start + numel].view(shape)
-            for start, numel, shape in zip(self.starts, self.numels, self.shapes)
-        ]
+        parts = buffer[: self.numel].split(self.numels)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
 
 def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
@@ -151,8 +149,7 @@ def check_dense(gradient: Tensor) -> None:
 
 
 def while_alive(method: Any) -> Callable[..., Any]:
-    """The bound `method` as a hook that does not keep its object alive: no cycle through torch's
-    C++, where none is collected. A copy of the hook does nothing."""
+    """`method` as a hook that keeps no object alive in torch's C++; a copy of it does nothing."""
     return partial(_call, WeakMark(method.__self__), method.__func__)
 
 

@@ -119,17 +119,26 @@ def test_parameters_are_clipped_by_the_norm_that_one_process_finds(strategy: str
         check_equal(model if strategy == "zero3" else module, oracle)
 
 
+def two_groups(model: Any) -> torch.optim.Optimizer:
+    return SGD([{"params": part.parameters()} for part in (model.norm, model.head)], lr=1)
+
+
 def clips_as_torch() -> None:
-    for given in (lambda model: model.embed.weight, lambda model: model.parameters()):
+    for given, to_torch in (
+        (lambda model: model.embed.weight, lambda model: model.embed.weight),
+        (lambda model: model.parameters(), lambda model: model.parameters()),
+        (two_groups, lambda model: model.parameters()),
+    ):
         model, oracle = fresh(), fresh()
-        for one, clip in ((model, clip_grad_norm), (oracle, nn.utils.clip_grad_norm_)):
+        for one in (model, oracle):
             loss_of(one, batch()).backward()
-            assert clip(given(one), 0.5) > 0.5
+        expected = nn.utils.clip_grad_norm_(to_torch(oracle), 0.5)
+        assert torch.equal(clip_grad_norm(given(model), 0.5), expected) and expected > 0.5
         for p, q in zip(trained(model), trained(oracle)):
-            torch.testing.assert_close(p.grad, q.grad)
+            assert torch.equal(p.grad, q.grad)
 
 
-def test_one_tensor_and_a_plain_model_are_clipped_as_by_torch(pair: World) -> None:
+def test_a_tensor_a_model_and_an_optimizer_are_clipped_as_by_torch(pair: World) -> None:
     clips_as_torch()
     pair.run(clips_as_torch)
 

@@ -211,13 +211,20 @@ def test_each_elementwise_optimizer_works_as_in_one_process() -> None:
 
 @on_each_rank("world2")
 def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name() -> None:
-    whole = [getattr(torch.optim, n, None) for n in ("Adafactor", "LBFGS", "SparseAdam", "Muon")]
-    for cls, advice in (
+    """Also where a lambda makes it, or where an optimizer is given in place of its class."""
+    parameters = [nn.Linear(3, 3).weight]
+    whole = [getattr(torch.optim, n, None) for n in ("LBFGS", "SparseAdam", "Muon")]
+    for cls, reason in (
         (CountsInItsGroup, "its step changes the option"),
-        *((cls, "under DDP") for cls in (*filter(None, whole), ByNorm)),
+        (torch.optim.Adafactor, "on two pieces of a matrix"),
+        *((cls, "") for cls in (*filter(None, whole), ByNorm)),
     ):
-        message = str(raises((advice,), ZeroOptimizer, [nn.Linear(3, 3).weight], cls))
-        assert message.startswith(f"{cls.__name__} cannot be sharded: ")
+        for make in (cls, lambda params, cls=cls: cls(params)):
+            message = str(raises((reason,), ZeroOptimizer, parameters, make))
+            assert message.startswith(f"{cls.__name__} cannot be sharded: ")
+            assert message.endswith(f"or {cls.__name__} under DDP")
+    words = "'AdamW' object is not callable", "give the class of one"
+    raises(words, ZeroOptimizer, parameters, torch.optim.AdamW(parameters))
 
 
 @stages

@@ -123,7 +123,9 @@ class ParamSnapshot:
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept, so that no other gets the id of one
         self._parameters = list(module.parameters())
-        self._places = [x for part in self._modules for x in (part._parameters, part._modules)]
+        self._places: list[dict[str, Any]] = []
+        for part in self._modules:
+            self._places += [part._parameters, part._modules]
         self._before, self._fingerprint_before = self._now(), self._fingerprint()
 
     def _fingerprint(self) -> tuple[list[int], list[bool]]:
@@ -132,8 +134,7 @@ class ParamSnapshot:
         return [*map(id, present)], [p.requires_grad for p in self._parameters]
 
     def _now(self) -> dict[str, tuple[int, bool]]:
-        named = self._modules[0].named_parameters()
-        return {name: (id(p), p.requires_grad) for name, p in named}
+        return {name: (id(p), p.requires_grad) for name, p in self._modules[0].named_parameters()}
 
     def check(self) -> None:
         """Raises ValueError, naming a parameter that was added, removed, replaced, (un)frozen."""

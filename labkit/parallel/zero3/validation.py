@@ -85,7 +85,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             )
         kind, asked = type(optimizer), signature(type(optimizer)).parameters
         defaults = {name: x for name, x in optimizer.defaults.items() if name in asked}
-        constructor = update_wrapper(partial(kind, **defaults), kind)
+        constructor: Any = update_wrapper(partial(kind, **defaults), kind)
         for group in optimizer.param_groups:
             options = {key: x for key, x in group.items() if "param" not in key}
             check_elementwise(constructor, options, every[0].device)

@@ -34,7 +34,7 @@ from torch.linalg import vector_norm
 
 from labkit.comm import Comm
 from labkit.parallel.common.ownership import owner_of, pipeline_with
-from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils
+from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils, unwrapped
 from labkit.parallel.common.shards import shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
@@ -188,9 +188,7 @@ def _is_cut_over(group: Comm | None, parameter: Tensor) -> bool:
 def _parameters_of(trained: Any) -> list[Tensor]:
     """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
-        wrapped: Any = trained
-        inside = wrapped.module if fulfils(trained, OwnsGradientPieces) else wrapped
-        return list(inside.parameters())
+        return list(unwrapped(trained).parameters())
     if fulfils(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
         return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
     given = [trained] if isinstance(trained, Tensor) else list(trained)

@@ -89,21 +89,17 @@ class InStages(Protocol):
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:
         """The ranks of `comm` that have it: several, where it is tied over stages."""
-        ...
 
     def counts_here(self, parameter: Tensor) -> bool:
         """Whether this rank is the first that has it. A tied parameter has the same gradient, the
         sum, on all its owners: only the first one's counts in a norm."""
-        ...
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """That of all stages."""
-        ...
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
         """The stages of this rank, in DDP or ZeRO3 where they are; each with what its names begin
         with in the whole model."""
-        ...
 
 
 class LossScaler(Protocol):

@@ -86,7 +86,7 @@ def clip_grad_norm(
     return norm
 
 
-def clip_grad_norm_(self: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns the
     norm that they had. (labkit/parallel/__init__.py makes this a method of the sharders.)"""
     return clip_grad_norm(self, max_norm, norm_type)

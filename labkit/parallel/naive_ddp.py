@@ -10,33 +10,33 @@
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 3.2.1.
 """
 
+from typing import Any
+
 import torch
 
 from labkit.holdings import replicated
 from labkit.parallel.common.data_parallel import Replica
-from labkit.parallel.common.flat import (
-    at_end_of_backward,
-    check_dense,
-    nobody_used,
-    running_backward,
-)
+from labkit.parallel.common.flat import at_end_of_backward, check_dense, nobody_used
 
 
 class NaiveDDP(Replica):
     """Replicas of `module`, any, which start as rank 0's; their gradients are averaged when
     `backward()` returns. `comm`: the ranks that hold replicas; all by default."""
 
-    def _attach(self) -> None:
-        super()._attach()
-        self._backward: int | None = None  # the last one at whose end gradients are averaged
+    _scheduled = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._scheduled = False  # an error may have cut the last backward short
+        return super().forward(*args, **kwargs)
 
     def _on_grad_ready(self, p: torch.Tensor) -> None:
         """A gradient is there, so a backward runs: average once it is over."""
-        if self._synchronise and self._backward != running_backward():
-            self._backward = running_backward()
+        if self._synchronise and not self._scheduled:
+            self._scheduled = True
             at_end_of_backward(self._average)
 
     def _average(self) -> None:
+        self._scheduled = False
         for parameter in self._parameters_to_average:
             gradient = flagged_gradient(parameter, self.comm.size)
             self.comm.all_reduce(gradient)

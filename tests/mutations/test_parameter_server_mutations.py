@@ -64,7 +64,8 @@ class AveragesWeights(ParameterServer):
     def _share(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
-    def _average(self) -> None: ...
+    def _average(self) -> None:
+        self._scheduled = False
 
     def _pull(self, *_: object) -> None:
         for parameter in self._parameters_to_average:

@@ -82,8 +82,7 @@ class Replica(NoSync, nn.Module):
     def _copy_buffers(self) -> None:
         broadcast_tensors(self.module.buffers(), self.comm)
 
-    def _on_grad_ready(self, p: Tensor) -> None:
-        """Called by autograd when it has computed the gradient of `p`."""
+    def _on_grad_ready(self, p: Tensor) -> None: ...  # autograd has computed the gradient of `p`
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name not in self._attached}

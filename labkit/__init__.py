@@ -41,7 +41,7 @@ __all__, __getattr__, __dir__ = lazy(
         "fp16_compress_hook": "labkit.parallel.ddp.comm_hooks",
         "Fp32Gradients": "labkit.precision",
         "Fp8Linear": "labkit.precision",
-        "full_state_dict": "labkit.parallel.common.whole",
+        "full_state_dict": "labkit.parallel.common.sharder",
         "GPT": "labkit.models",
         "GradScaler": "labkit.precision",
         "Handle": "labkit.comm",

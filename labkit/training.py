@@ -15,7 +15,7 @@ from labkit.holdings import Footprint
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel.common.held import held
-from labkit.parallel.common.whole import full_state_dict
+from labkit.parallel.common.sharder import full_state_dict
 from labkit.parallel.pipeline.p2p import TAGS
 from labkit.recipes import recipe
 from labkit.runtime.attach import attach

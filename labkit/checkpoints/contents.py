@@ -22,9 +22,8 @@ from labkit.checkpoints.owners import Owners
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 from labkit.parallel.common.ownership import check_same_on_all_ranks
-from labkit.parallel.common.sharder import InStages
+from labkit.parallel.common.sharder import InStages, plain_module
 from labkit.parallel.common.shards import shard_of
-from labkit.parallel.common.whole import plain_module
 from labkit.runtime.attach import attach
 
 Key = tuple[str | int, ...]

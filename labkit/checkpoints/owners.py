@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from labkit.holdings import OwnedPiece
-from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils
-from labkit.parallel.common.whole import plain_module
+from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils, plain_module
 
 
 class Owners:

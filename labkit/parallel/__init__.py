@@ -1,6 +1,6 @@
 """The strategies, a folder or a file each. What several of them need is in `common`."""
 
-from labkit.parallel.common.clipping import ClipsItsPieces
+from labkit.parallel.common.clipping import clip_grad_norm_
 from labkit.parallel.context.context_parallel import context_parallel
 from labkit.parallel.ddp.ddp import DDP
 from labkit.parallel.naive_ddp import NaiveDDP
@@ -14,8 +14,8 @@ from labkit.parallel.zero.zero import ZeroOptimizer
 from labkit.parallel.zero3.zero3 import ZeRO3
 
 # Clipping knows the sharders by their protocol (common/sharder.py), and they know nothing of it.
-ZeroOptimizer.clip_grad_norm_ = ClipsItsPieces.clip_grad_norm_
-ZeRO3.clip_grad_norm_ = ClipsItsPieces.clip_grad_norm_
+ZeroOptimizer.clip_grad_norm_ = clip_grad_norm_
+ZeRO3.clip_grad_norm_ = clip_grad_norm_
 
 __all__ = [
     "DDP",

@@ -17,7 +17,6 @@ import torch
 from labkit.holdings import replicated
 from labkit.parallel.common.data_parallel import Replica
 from labkit.parallel.common.flat import at_end_of_backward, check_dense, nobody_used
-from labkit.parallel.common.ownership import broadcast_tensors
 
 
 class NaiveDDP(Replica):
@@ -27,11 +26,8 @@ class NaiveDDP(Replica):
     _scheduled = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and self._synchronise:
-            self._scheduled = False
-            self._unchanged.check()
-            broadcast_tensors(self.module.buffers(), self.comm)
-        return self.module(*args, **kwargs)
+        self._scheduled = False  # an error may have cut the last backward short
+        return super().forward(*args, **kwargs)
 
     def _on_grad_ready(self, p: torch.Tensor) -> None:
         """A gradient is there, so a backward runs: average once it is over."""

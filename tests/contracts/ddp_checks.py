@@ -58,6 +58,8 @@ def buckets_follow_the_order_of_arrival(strategy: Strategy) -> None:
         flats = {bucket.flat.untyped_storage().data_ptr() for bucket in model._buckets}
         grads = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
         assert flats == grads, "a gradient is no view of its bucket"
+        sizes = (bucket.flat.nbytes for bucket in model._buckets)
+        assert sum(sizes) == sum(p.grad.nbytes for p in module.parameters()), "not held once"
     assert left == [0, 3, 3], f"all-reduces before the last gradient: {left}"
     assert others == [2, 0, 0], "the order is agreed upon once: its length, and itself"
 

@@ -39,7 +39,7 @@ class ForgetsToDivide(ParameterServer):
 class WorkersKeepOldWeights(ParameterServer):
     """They take part, and ignore the new weights."""
 
-    def _pull(self) -> None:
+    def _pull(self, *_: object) -> None:
         before = [p.detach().clone() for p in self._parameters_to_average]
         super()._pull()
         if not self.is_server:
@@ -50,9 +50,9 @@ class WorkersKeepOldWeights(ParameterServer):
 class WorkersKeepGradients(ParameterServer):
     """And with them an optimizer state that nothing needs."""
 
-    def _push(self) -> None:
+    def _average(self) -> None:
         before = [p.grad for p in self._parameters_to_average]
-        super()._push()
+        super()._average()
         if not self.is_server:
             for parameter, gradient in zip(self._parameters_to_average, before):
                 parameter.grad = gradient
@@ -64,10 +64,10 @@ class AveragesWeights(ParameterServer):
     def _share(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
-    def _push(self) -> None:
+    def _average(self) -> None:
         self._scheduled = False
 
-    def _pull(self) -> None:
+    def _pull(self, *_: object) -> None:
         for parameter in self._parameters_to_average:
             weights = parameter.detach()
             every = [torch.empty_like(weights) for _ in range(self.comm.size)]
@@ -80,7 +80,7 @@ class AveragesWeights(ParameterServer):
 class SendsTwice(ParameterServer):
     """Right weights, more bytes."""
 
-    def _pull(self) -> None:
+    def _pull(self, *_: object) -> None:
         super()._pull()
         super()._pull()
 

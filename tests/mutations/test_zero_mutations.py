@@ -36,7 +36,7 @@ class SkipsAReduce(Faulty):
         if bucket is not self.skipped:
             return super()._send(bucket, async_op)
         gradients = bucket.fill()
-        own = bucket.layout.share_of(gradients, self.comm.rank)
+        own = bucket.partition.share_of(gradients, self.comm.rank)
         bucket.receives_in(gradients).copy_(own)
 
 
@@ -46,17 +46,16 @@ class SkipsAGather(Faulty):
 
 
 class DividesTwice(Faulty):
+    factor = 1 / 2  # on 2 ranks
+
     def step(self, closure: Any = None) -> Any:
         for g in self.gradient_pieces()[0]:
-            g.div_(self.comm.size)
+            g.mul_(self.factor)
         return super().step(closure)
 
 
-class ForgetsToDivide(Faulty):
-    def step(self, closure: Any = None) -> Any:
-        for g in self.gradient_pieces()[0]:
-            g.mul_(self.comm.size)
-        return super().step(closure)
+class ForgetsToDivide(DividesTwice):
+    factor = 2
 
 
 class GathersTwice(Faulty):

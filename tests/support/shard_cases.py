@@ -33,11 +33,7 @@ class Part(nn.Module):
         return x if self.comm is None else reduce_from_ranks(x, self.comm)
 
 
-class Rows(Part):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCAB, WIDTH))
-
+class Rows(Part, nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         n = -(-VOCAB // self.comm.size) if self.comm else VOCAB
         here = tokens - (n * self.comm.rank if self.comm else 0)
@@ -45,17 +41,12 @@ class Rows(Part):
         return self.g(F.embedding(here.clamp(0, n - 1), self.weight) * is_here.unsqueeze(-1))
 
 
-class Columns(Part):
-    def __init__(self, rows: int, columns: int, bias: bool = True):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, columns) / 3)
-        self.bias = nn.Parameter(torch.randn(rows)) if bias else None
-
+class Columns(Part, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.f(x), self.weight, self.bias)
 
 
-class Down(Columns):
+class Down(Part, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return self.g(F.linear(x, self.weight)) + self.bias
 
@@ -65,9 +56,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows, self.norm = Rows(), nn.LayerNorm(WIDTH)
-        self.up, self.down = Columns(HIDDEN, WIDTH), Down(WIDTH, HIDDEN)
-        self.cuts = Columns(VOCAB, WIDTH, bias=False)
+        self.rows, self.norm = Rows(VOCAB, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = Columns(WIDTH, HIDDEN), Down(HIDDEN, WIDTH)
+        self.cuts = Columns(WIDTH, VOCAB, bias=False)
         self.cuts.weight = self.rows.weight
         self.register_buffer("seen", torch.zeros(3))
 

@@ -30,10 +30,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from labkit.comm import Comm
 from labkit.parallel.common.ownership import owner_of, pipeline_with
-from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils
+from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils, unwrapped
 from labkit.parallel.common.shards import shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
@@ -85,13 +86,10 @@ def clip_grad_norm(
     return norm
 
 
-class ClipsItsPieces:
-    """The method of a sharder, which labkit/parallel/__init__.py gives to each."""
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns
-        the norm that they had."""
-        return clip_grad_norm(self, max_norm, norm_type)  # type: ignore[arg-type]
+def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns the
+    norm that they had. (labkit/parallel/__init__.py makes this a method of the sharders.)"""
+    return clip_grad_norm(self, max_norm, norm_type)
 
 
 def comms_of(parameters: Iterable[Tensor]) -> list[Comm]:
@@ -160,8 +158,15 @@ def norm_of_pieces(
     # Of each group its shards' max |g|, or sum of |g|^p; the last is of what is whole here.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
     for k, group in enumerate([*groups, None]):
-        if norms := _norms([x for of, x in gradients if _is_cut_over(group, of)], p, factor):
-            norm = torch.linalg.vector_norm(torch.stack(norms), p)
+        # In float32 or better, as 16 bits would round to 3 digits; then wide: no power overflows.
+        norms = [
+            vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
+            * (1.0 if factor is None or x.dtype not in LOW else factor)
+            for parameter, x in gradients
+            if _is_cut_over(group, parameter) and x.numel()
+        ]
+        if norms:
+            norm = vector_norm(torch.stack(norms), p)
             sums[k] = norm if op == "max" else norm**p
     if comm is not None:
         comm.all_reduce(sums, op)
@@ -175,16 +180,6 @@ def norm_of_pieces(
     return total.to(torch.promote_types(like.dtype, torch.float32))
 
 
-def _norms(pieces: list[Tensor], p: float, factor: float | Tensor | None) -> list[Tensor]:
-    """In float32 or better, as 16 bits would round to 3 digits; then wide: no power overflows."""
-    return [
-        torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
-        * (1.0 if factor is None or x.dtype not in LOW else factor)
-        for x in pieces
-        if x.numel()
-    ]
-
-
 def _is_cut_over(group: Comm | None, parameter: Tensor) -> bool:
     shard = shard_of(parameter)
     return (shard and shard.comm.ranks) == (group and group.ranks)
@@ -193,9 +188,7 @@ def _is_cut_over(group: Comm | None, parameter: Tensor) -> bool:
 def _parameters_of(trained: Any) -> list[Tensor]:
     """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
     if isinstance(trained, nn.Module):
-        wrapped: Any = trained
-        inside = wrapped.module if fulfils(trained, OwnsGradientPieces) else wrapped
-        return list(inside.parameters())
+        return list(unwrapped(trained).parameters())
     if fulfils(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
         return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
     given = [trained] if isinstance(trained, Tensor) else list(trained)

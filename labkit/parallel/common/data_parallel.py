@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
@@ -16,8 +17,8 @@ from labkit.parallel.common.ownership import (
     ParamSnapshot,
     broadcast_tensors,
     check_same_on_all_ranks,
+    check_trainable,
     claim,
-    trainable,
 )
 
 Part = TypeVar("Part")
@@ -55,7 +56,7 @@ class Replica(NoSync, nn.Module):
         super().__init__()
         self.module, self.comm = module, Comm.of(comm)
         check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        trainable(module)
+        check_trainable(module)  # not of a copy, which may be a frozen average of weights
         self._set_up()
         broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)
 
@@ -65,15 +66,23 @@ class Replica(NoSync, nn.Module):
         self._attached = {*vars(self)} - before
 
     def _attach(self) -> None:
+        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
         claim(self.module.named_parameters(), self)
         self._unchanged = ParamSnapshot(self.module)
-        self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
         self._synchronise = True
         for parameter in self._parameters_to_average:
             register_grad_ready_hook(parameter, self._on_grad_ready)
 
-    def _on_grad_ready(self, p: Tensor) -> None:
-        """Called by autograd when it has computed the gradient of `p`."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled() and self._synchronise:
+            self._unchanged.check()
+            self._copy_buffers()
+        return self.module(*args, **kwargs)
+
+    def _copy_buffers(self) -> None:
+        broadcast_tensors(self.module.buffers(), self.comm)
+
+    def _on_grad_ready(self, p: Tensor) -> None: ...  # autograd has computed the gradient of `p`
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name not in self._attached}
@@ -136,8 +145,7 @@ class GradReducer(NoSync):
         self._reset()
 
     def _reset(self) -> None:
-        """Be ready for the next backward, also after one that an error cut short: what is in flight
-        would write into the next one's gradients."""
+        """Also after an error: what is in flight would write into the next backward's gradients."""
         while self._received < self._sent:
             self._receive_next()
         for bucket in self._buckets:

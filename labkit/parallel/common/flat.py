@@ -12,12 +12,14 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1; DeepSpeed's f
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+
+from labkit.parallel.common.ownership import WeakMark
 
 MB = 2**20
 P = TypeVar("P", bound=Tensor)
@@ -58,10 +60,8 @@ class FlatPartition:
         return buffer[rank * self.share : (rank + 1) * self.share]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        return [
-            buffer[start : start + numel].view(shape)
-            for start, numel, shape in zip(self.starts, self.numels, self.shapes)
-        ]
+        parts = buffer[: self.numel].split(self.numels)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
 
 def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
@@ -148,14 +148,13 @@ def check_dense(gradient: Tensor) -> None:
         )
 
 
-def while_alive(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`method` as a hook of a tensor, without a cycle through torch's C++, which keeps it alive."""
-    weak = WeakMethod(method)
+def while_alive(method: Any) -> Callable[..., Any]:
+    """`method` as a hook that keeps no object alive in torch's C++; a copy of it does nothing."""
+    return partial(_call, WeakMark(method.__self__), method.__func__)
 
-    def hook(x: Any) -> Any:
-        return None if (alive := weak()) is None else alive(x)
 
-    return hook
+def _call(owner: Callable[[], Any], function: Callable[..., Any], *args: Any) -> Any:
+    return None if (alive := owner()) is None else function(alive, *args)
 
 
 def register_grad_ready_hook(parameter: Tensor, method: Callable[[Any], None]) -> None:

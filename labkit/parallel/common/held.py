@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from labkit.holdings import Footprint
-from labkit.parallel.common.sharder import OwnsGradientPieces, fulfils
 
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float = 0) -> Footprint:
@@ -15,7 +14,7 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float =
     has gradients and what it steps on elsewhere than in the module."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if fulfils(optimizer, OwnsGradientPieces):
+    if hasattr(optimizer, "gradient_pieces"):
         gradients += optimizer.gradient_pieces()[0]
     states = [value for state in optimizer.state.values() for value in state.values()]
     places = {p.untyped_storage().data_ptr() for p in parameters}

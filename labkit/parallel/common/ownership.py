@@ -74,15 +74,13 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> No
             x.copy_(part)
 
 
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters to be averaged. Raises ValueError when there are none."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if not parameters:
+def check_trainable(module: nn.Module) -> None:
+    """Raises ValueError when no parameter takes gradients."""
+    if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"{type(module).__name__} has no trainable parameter, so there is nothing to "
             "synchronise; use the module as it is"
         )
-    return parameters
 
 
 def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
@@ -136,8 +134,7 @@ class ParamSnapshot:
         return [*map(id, present)], [p.requires_grad for p in self._parameters]
 
     def _now(self) -> dict[str, tuple[int, bool]]:
-        named = self._modules[0].named_parameters()
-        return {name: (id(p), p.requires_grad) for name, p in named}
+        return {name: (id(p), p.requires_grad) for name, p in self._modules[0].named_parameters()}
 
     def check(self) -> None:
         """Raises ValueError, naming a parameter that was added, removed, replaced, (un)frozen."""
@@ -146,13 +143,13 @@ class ParamSnapshot:
         now = self._now()
         for name in {**self._before, **now}:
             was, is_now = self._before.get(name), now.get(name)
-            if was == is_now:
-                continue
             if was is None or is_now is None:
                 what = "was added" if was is None else "was removed"
             elif was[0] != is_now[0]:
                 what = "is another tensor"
-            else:
+            elif was[1] != is_now[1]:
                 what = "takes gradients now" if is_now[1] else "was frozen"
+            else:
+                continue
             after = "after the module was wrapped; change a module first, then wrap it"
             raise ValueError(f"{name} {what} {after}")

@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
+from labkit.parallel.common.shards import Shard, shard_of
 
 Kind = TypeVar("Kind")
 
@@ -87,21 +89,17 @@ class InStages(Protocol):
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:
         """The ranks of `comm` that have it: several, where it is tied over stages."""
-        ...
 
     def counts_here(self, parameter: Tensor) -> bool:
         """Whether this rank is the first that has it. A tied parameter has the same gradient, the
         sum, on all its owners: only the first one's counts in a norm."""
-        ...
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """That of all stages."""
-        ...
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
         """The stages of this rank, in DDP or ZeRO3 where they are; each with what its names begin
         with in the whole model."""
-        ...
 
 
 class LossScaler(Protocol):
@@ -135,3 +133,48 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """The user's module: what a strategy such as DDP has inside, or `module` itself."""
     wrapped: Any = module
     return wrapped.module if fulfils(module, DataParallel) else module
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """`state_dict()` as of the plain model: every cut parameter is whole, and the same on all
+    ranks, which call it together. `model`: edited by `tensor_parallel`, or a strategy around one;
+    of a Pipeline, that of all stages, on the CPU. After steps of a ZeroOptimizer that gathers in
+    forward (`gather_in`), call its `wait()` first.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    if isinstance(model, InStages):
+        return model.full_state_dict()
+    if any(shards_parameters(part) for part in model.modules() if part is not model):
+        raise ValueError("full_state_dict: this model has a ZeRO3 inside of it; give that one")
+    parts = plain_module(model).state_dict(keep_vars=True)
+    # ZeRO3's are whole over its own ranks, and may be cut over others.
+    sharded: Any = model
+    found = sharded.full_state_dict() if shards_parameters(model) else dict(parts)
+    whole: dict[int, Tensor] = {}
+    for name, x in found.items():
+        if isinstance(x, Tensor) and id(x) not in whole:
+            shard = shard_of(parts[name])
+            whole[id(x)] = x.detach() if shard is None else _joined(x.detach(), shard)
+    return {name: whole.get(id(x), x) for name, x in found.items()}
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module whose names count: without the strategy around it, which has nothing but it. Of a
+    Pipeline, what it has on this rank."""
+    if isinstance(model, InStages):
+        return model.module
+    inside = getattr(model, "module", None)
+    if isinstance(inside, nn.Module) and (
+        fulfils(model, Sharder)
+        or (list(model.children()) == [inside] and not model._parameters and not model._buffers)
+    ):
+        return plain_module(inside)
+    return model
+
+
+def _joined(x: Tensor, shard: Shard) -> Tensor:
+    """All ranks' parts beside each other, without the padding at the end."""
+    own = x.to(shard.comm.own_device())
+    parts = list(own.new_empty([shard.comm.size, *own.shape]))
+    shard.comm.all_gather(parts, own)
+    return torch.cat(parts, shard.dim).narrow(shard.dim, 0, shard.whole).to(x.device)

@@ -112,10 +112,7 @@ class DDP(GradReducer, Replica):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._in_backward:  # the last one was cut short by an error
             self._reset()
-        if self.training and torch.is_grad_enabled() and self._synchronise:
-            self._unchanged.check()
-            self._copy_buffers()
-        return self.module(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
     def _copy_buffers(self) -> None:
         buffers = list(self.module.buffers())

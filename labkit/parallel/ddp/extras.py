@@ -68,8 +68,7 @@ class JoinCoordinator:
         self._device = device
 
     def announce(self, phase: Phase) -> Phase:
-        """Returns the phase of the active ranks, DONE if there are none. Raises ValueError on every
-        rank when they differ."""
+        """The phase of the active ranks, DONE if none is. Raises ValueError where they differ."""
         if self._device is None:
             return phase
         numbers = torch.zeros(self.comm.size, device=self._device)

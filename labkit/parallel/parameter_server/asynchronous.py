@@ -24,7 +24,6 @@ via a Stale Synchronous Parallel Parameter Server", NIPS 2013, section 2.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -204,7 +203,6 @@ class _Pushes:
         self._comm, self._length, self._device = comm, length, device
         self._order = iter(order)
         self._coming: dict[int, tuple[Handle, torch.Tensor]] = {}
-        self._turns = cycle(range(1, comm.size))  # so that no worker is passed over
         for worker in range(1, comm.size):
             self.expect(worker)
 
@@ -214,26 +212,21 @@ class _Pushes:
 
     def next(self, waiting: list[int]) -> tuple[int, list[int]]:
         """A worker and its header. Raises ValueError where the order cannot be kept."""
-        worker = next(self._order, None)
-        if worker is None:
-            worker = self._first_to_come()
-            return worker, self._take(worker)
-        header = self._take(worker) if worker in self._coming else [DONE]
-        if header[0] == DONE:
+        ordered = next(self._order, None)
+        worker = self._first_to_arrive() if ordered is None else ordered
+        values = [DONE]
+        if worker in self._coming:
+            handle, header = self._coming.pop(worker)
+            handle.wait()
+            values = header.tolist()
+        if ordered is not None and values[0] == DONE:
             why = "it is too far ahead and waits" if worker in waiting else "it is done"
             raise ValueError(f"order asks for a push of worker {worker}, but {why}")
-        return worker, header
+        return worker, values
 
-    def _first_to_come(self) -> int:
-        for worker in self._turns:
-            if worker in self._coming and self._coming[worker][0].is_completed():
-                return worker
-            if worker == self._comm.size - 1:
-                time.sleep(POLL_S)
-        raise AssertionError("turns have no end")
-
-    def _take(self, worker: int) -> list[int]:
-        handle, header = self._coming.pop(worker)
-        handle.wait()
-        values: list[int] = header.tolist()
-        return values
+    def _first_to_arrive(self) -> int:
+        while True:
+            for worker, (handle, _) in self._coming.items():  # the longest expected ones first
+                if handle.is_completed():
+                    return worker
+            time.sleep(POLL_S)

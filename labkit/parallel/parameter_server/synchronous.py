@@ -13,23 +13,20 @@ Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Ser
 section 3; `torch.nn.DataParallel` does the same with threads of one process.
 """
 
-from typing import Any, TypeVar
-from weakref import WeakMethod
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from labkit.holdings import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.common.data_parallel import Replica
-from labkit.parallel.common.flat import at_end_of_backward, nobody_used, while_alive
-from labkit.parallel.common.ownership import broadcast_tensors
-from labkit.parallel.naive_ddp import flagged_gradient
+from labkit.parallel.common.flat import nobody_used, while_alive
+from labkit.parallel.naive_ddp import NaiveDDP, flagged_gradient
 
 SERVER = 0
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
-class ParameterServer(Replica):
+class ParameterServer(NaiveDDP):
     """`module` on every rank; rank 0 gathers the gradients, steps, and scatters its weights.
 
         model = ParameterServer(module)
@@ -46,7 +43,7 @@ class ParameterServer(Replica):
 
     def _attach(self) -> None:
         super()._attach()
-        self._scheduled, self._pulls = False, False  # a copy, too, needs `pull_after`
+        self._pulls = False  # a copy, too, needs `pull_after`
         for parameter in self._parameters_to_average:
             parameter.register_hook(while_alive(self._share))
 
@@ -54,16 +51,9 @@ class ParameterServer(Replica):
     def is_server(self) -> bool:
         return self.comm.rank == SERVER
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and self._synchronise:
-            self._scheduled = False
-            broadcast_tensors(self.module.buffers(), self.comm)
-        return self.module(*args, **kwargs)
-
     def pull_after(self, optimizer: AnyOptimizer) -> AnyOptimizer:
         """Bring the server's weights to all ranks after each step of `optimizer`; returns it."""
-        weak = WeakMethod(self._pull)
-        optimizer.register_step_post_hook(lambda *_: pull() if (pull := weak()) else None)
+        optimizer.register_step_post_hook(while_alive(self._pull))
         self._pulls = True
         return optimizer
 
@@ -72,16 +62,9 @@ class ParameterServer(Replica):
         backward before the step is right, too."""
         return gradient / self.comm.size
 
-    def _on_grad_ready(self, p: torch.Tensor) -> None:
-        """A gradient is there, so a backward runs: push once it is over."""
-        if self._synchronise and not self._scheduled:
-            self._scheduled = True
-            at_end_of_backward(self._push)
-
-    def _push(self) -> None:
-        """Gradients to the server, which adds them up; the others keep none."""
+    def _average(self) -> None:
+        """Push gradients to the server, which adds them up; the others keep none."""
         self._scheduled = False
-        self._unchanged.check()
         if not self._pulls:
             raise ValueError(
                 "ParameterServer: no optimizer brings the weights back; make it with "
@@ -105,7 +88,7 @@ class ParameterServer(Replica):
             every[0].add_(theirs)
         return every[0]
 
-    def _pull(self) -> None:
+    def _pull(self, *_: object) -> None:
         for parameter in self._parameters_to_average:
             weights = parameter.detach()
             copies = [weights] * self.comm.size if self.is_server else None

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.common.ownership import WeakMark
-from labkit.parallel.common.sharder import unwrapped
-from labkit.parallel.common.whole import full_state_dict
+from labkit.parallel.common.sharder import full_state_dict, unwrapped
 
 
 class Layers(nn.Module):

@@ -46,21 +46,17 @@ def gradient_in_pieces(p: Tensor, gradient: Tensor | None) -> Tensor:
     return Tensor._make_subclass(GradientInPieces, like)
 
 
-class ZeroBucket(ParamShare):
+class ZeroBucket(ParamShare, GradBuffer):
     """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: Comm, names: Mapping[Tensor, str]):
-        super().__init__(parameters, comm)
-        self.gradients = GradBuffer(parameters, self.layout, names)
+        ParamShare.__init__(self, parameters, comm)
+        GradBuffer.__init__(self, parameters, self.partition, names)
         self.in_pieces: dict[Tensor, Tensor] = {}  # what `.grad` is after backward
         self.averaged = self.share[:0]  # until gradients have come
         self.sending: Handle | None = None
         self._adds: set[Tensor] = set()  # parameters with a gradient from earlier backwards
         self._aside: Tensor | None = None
-
-    @property
-    def missing(self) -> set[Tensor]:
-        return self.gradients.missing
 
     def before_adding(self, p: Tensor) -> Callable[[Any], Any]:
         """A hook before autograd adds to `p.grad`: what is there is divided, what is added not."""
@@ -76,21 +72,21 @@ class ZeroBucket(ParamShare):
     def uncover(self, p: Tensor) -> bool:
         """Have in `.grad` what autograd may add to; returns whether that is divided already."""
         if p.grad is not None and p.grad is self.in_pieces.get(p):
-            p.grad = self.gradients.view[p]
-        return p.grad is not None and p.grad is self.gradients.view.get(p)
+            p.grad = self.view[p]
+        return p.grad is not None and p.grad is self.view.get(p)
 
     def take(self, p: Tensor) -> None:
-        self.gradients.take(p)
+        super().take(p)
         self._put_in_place(p, divided=p in self._adds)
         self._adds.discard(p)
 
     def _put_in_place(self, p: Tensor, divided: bool) -> None:
-        if self.gradients.flat is None:
-            flat = torch.empty_like(self.flat)
-            flat[self.layout.numel :].zero_()
-            self.gradients.use(flat)
+        if self.flat is None:
+            flat = torch.empty_like(self.whole)
+            flat[self.partition.numel :].zero_()
+            self.use(flat)
         if not self.uncover(p) and p.grad is not None:
-            self.gradients.put(p, 1 if divided else self.comm.size)
+            self.put(p, 1 if divided else self.comm.size)
 
     def has_gradient_by_hand(self) -> bool:
         return any(p.grad is not self.in_pieces.get(p) for p in self.parameters)
@@ -98,11 +94,11 @@ class ZeroBucket(ParamShare):
     def fill(self) -> Tensor:
         for p in self.parameters:
             self._put_in_place(p, divided=False)
-        return self.gradients.flag_unused()
+        return self.flag_unused()
 
     def receives_in(self, gradients: Tensor) -> Tensor:
         """The memory in which the average of this rank's share is to arrive."""
-        self.averaged = self.layout.share_of(gradients, self.comm.rank)
+        self.averaged = self.partition.share_of(gradients, self.comm.rank)
         return self.averaged
 
     def receive(self) -> None:
@@ -113,27 +109,27 @@ class ZeroBucket(ParamShare):
         self._cover([p for p in self.parameters if self.has_gradient(p)])
 
     def reset(self) -> None:
-        self.gradients.reset()
+        super().reset()
         self._adds.clear()
 
     def _averages_are_there(self) -> None:
         """The other shares are zero here, so that a second backward adds only what is new."""
-        assert self.gradients.flat is not None
-        begin = self.comm.rank * self.layout.share
-        self.gradients.flat[:begin].zero_()
-        self.gradients.flat[begin + self.layout.share :].zero_()
+        assert self.flat is not None
+        begin = self.comm.rank * self.partition.share
+        self.flat[:begin].zero_()
+        self.flat[begin + self.partition.share :].zero_()
         for p in self._used_elsewhere(self.averaged):
-            p.grad = self.gradients.view[p]
+            p.grad = self.view[p]
 
     def _used_elsewhere(self, arrived: Tensor) -> list[Tensor]:
         return [
             p
             for p, piece in zip(self.owners_of_pieces, self.pieces, strict=True)
-            if p in self.gradients.unused and not nobody_used(arrived[piece.at : piece.at + 1])
+            if p in self.unused and not nobody_used(arrived[piece.at : piece.at + 1])
         ]
 
     def _cover(self, averaged: Sequence[Tensor]) -> None:
-        self.in_pieces = {p: gradient_in_pieces(p, self.gradients.view.get(p)) for p in averaged}
+        self.in_pieces = {p: gradient_in_pieces(p, self.view.get(p)) for p in averaged}
         for p, in_pieces in self.in_pieces.items():
             p.grad = in_pieces
 
@@ -153,7 +149,7 @@ class ZeroBucket(ParamShare):
 
     def zero_gradients(self) -> None:
         by_hand = [p.grad for p in self.parameters if p.grad is not self.in_pieces.get(p)]
-        for x in (self.averaged, self.gradients.flat, *by_hand):
+        for x in (self.averaged, self.flat, *by_hand):
             if x is not None:
                 x.zero_()
 
@@ -171,9 +167,7 @@ class ZeroBucket(ParamShare):
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | Tensor | None) -> None:
         """One step on this rank's share; gradients in 16 bits are multiplied by `factor`."""
-        gradients = self.own_gradients()
-        if self.low and any(g is not None for g in gradients):
-            gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
+        gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient
         optimizer.step()
@@ -212,7 +206,7 @@ class Stage2Bucket(ZeroBucket):
         self.averaged_for.update(self._used_elsewhere(arrived))
         if self._beside is not None:
             self.averaged.add_(self._beside)
-        self.gradients.free()
+        self.free()
         self._beside = None
 
     def has_gradient(self, p: Tensor) -> bool:

@@ -2,14 +2,13 @@
 
 Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
 
-    flat         a a a a a a b b c c c .    whole on every rank, and padded; the parameters' memory
-    share                a a b b            rank 1's, a view of flat
+    whole        a a a a a a b b c c c .    the same on every rank, padded; the parameters' memory
+    share                a a b b            rank 1's, a view of whole
     stepped              a a b b            the share itself; of a bf16 share an fp32 master copy
     stand_ins           [a a|b b]           views of stepped: the optimizer's parameters
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 from labkit.comm import Comm, Handle
 from labkit.holdings import Footprint, OwnedPiece, parameter_bytes
 from labkit.parallel.common.data_parallel import GradReducer
-from labkit.parallel.common.flat import MB, FlatPartition, cut
-from labkit.parallel.common.ownership import WeakMark
+from labkit.parallel.common.flat import MB, FlatPartition, cut, while_alive
 from labkit.precision.shadow_optimizer import (
     LOW,
     NotCopyable,
@@ -37,15 +35,15 @@ class ParamShare:
 
     def __init__(self, parameters: Sequence[Tensor], comm: Comm):
         self.parameters, self.comm = list(parameters), comm
-        self.layout = FlatPartition([p.shape for p in parameters], comm.size)
+        self.partition = FlatPartition([p.shape for p in parameters], comm.size)
         first = parameters[0]
-        self.flat = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
-        for p, view in zip(parameters, self.layout.views(self.flat), strict=True):
+        self.whole = torch.zeros(self.partition.padded, dtype=first.dtype, device=first.device)
+        for p, view in zip(parameters, self.partition.views(self.whole), strict=True):
             view.copy_(p.detach())
             p.data = view
-        comm.broadcast(self.flat)
-        self.share = self.layout.share_of(self.flat, comm.rank)
-        self.pieces = list(self.layout.pieces(comm.rank))
+        comm.broadcast(self.whole)
+        self.share = self.partition.share_of(self.whole, comm.rank)
+        self.pieces = list(self.partition.pieces(comm.rank))
         self.owners_of_pieces = [self.parameters[piece.index] for piece in self.pieces]
         self.low = first.dtype in LOW
         self.stepped = fp32_of(self.share)  # the share itself, or its master copy
@@ -56,8 +54,8 @@ class ParamShare:
         self._gathering: Handle | None = None
 
     def check_in_place(self, p: Tensor, name: str) -> None:
-        """Raises ValueError where `p` lies elsewhere than in `flat`."""
-        memory, flat = p.untyped_storage(), self.flat
+        """Raises ValueError where `p` lies elsewhere than in `whole`."""
+        memory, flat = p.untyped_storage(), self.whole
         if memory._cdata != flat.untyped_storage()._cdata or p.dtype != flat.dtype:
             raise ValueError(
                 f"ZeroOptimizer: the memory of {name} is another than when the optimizer was made "
@@ -67,7 +65,9 @@ class ParamShare:
     def gather(self, async_op: bool) -> None:
         if self.low:
             self.share.copy_(self.stepped)
-        self._gathering = self.comm.all_gather_into_tensor(self.flat, self.share, async_op=async_op)
+        self._gathering = self.comm.all_gather_into_tensor(
+            self.whole, self.share, async_op=async_op
+        )
         # A backward through the forward of before must be an error, as after any torch optimizer.
         torch.autograd.graph.increment_version(self.parameters)
         self._versions = [p._version for p in self.parameters]
@@ -91,13 +91,11 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
     _depends_on = "rank, world size, bucket_mb or model"
     shards_parameters = False
     clip_grad_norm_: Callable[..., Tensor]  # of common/clipping.py
+    finish_averages: Callable[[], None]
 
     def wait(self) -> None:
         for bucket in reversed(self._buckets):
             bucket.wait_for_parameters()
-
-    def finish_averages(self) -> None:
-        raise NotImplementedError
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
         """Those in 16 bits are yet to be multiplied by `gradient_factor`."""
@@ -150,7 +148,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
         return [bucket.stepped for bucket in self._buckets if bucket.low]
 
     def _whose(self) -> list[int]:
-        shares = [bucket.layout.share for bucket in self._buckets]
+        shares = [bucket.partition.share for bucket in self._buckets]
         return [self.comm.rank, self.comm.size, *shares]
 
     def _stand_ins(self) -> dict[Tensor, list[nn.Parameter]]:
@@ -182,7 +180,7 @@ class ParamGatherer:
                 self._buckets[module] = list(dict.fromkeys(own))
         self._below: dict[nn.Module, list[nn.Module]] = {}  # itself too, where it has parameters
         self._called: WeakSet[nn.Module] = WeakSet()
-        before, wait = _while_alive(self._before), _while_alive(self._wait)
+        before, wait = while_alive(self._before), while_alive(self._wait)
         for module in model.modules():
             self._below[module] = [part for part in module.modules() if part in self._buckets]
             module.register_forward_pre_hook(before)
@@ -199,16 +197,6 @@ class ParamGatherer:
     def _wait(self, module: nn.Module, *_: Any) -> None:
         for bucket in self._buckets.get(module, ()):
             bucket.wait_for_parameters()
-
-
-def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """For a hook that does not keep its object alive; nor does a copy of it."""
-    return partial(_call, WeakMark(method.__self__), method.__name__)  # type: ignore[attr-defined]
-
-
-def _call(owner: Callable[[], Any], name: str, *args: Any) -> None:
-    if (alive := owner()) is not None:
-        getattr(alive, name)(*args)
 
 
 def predict_zero(

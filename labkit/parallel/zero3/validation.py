@@ -11,7 +11,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from labkit.parallel.common.elementwise import check_elementwise
-from labkit.parallel.common.ownership import check_same_on_all_ranks, claim, owner_of, trainable
+from labkit.parallel.common.ownership import (
+    check_same_on_all_ranks,
+    check_trainable,
+    claim,
+    owner_of,
+)
 from labkit.parallel.zero3.flat import Flat, refuse_hook
 from labkit.parallel.zero3.state import WholeState
 
@@ -21,7 +26,7 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
     module: nn.Module = strategy.module
     if prefetch < 0 or persist_below < 0:
         raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
-    trainable(module)
+    check_trainable(module)
     for name, parameter in module.named_parameters():
         if parameter.is_meta and not hasattr(parameter, "whole"):
             raise ValueError(
@@ -29,7 +34,8 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
                 "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
             )
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-        if not all(getattr(x, "__module__", "").startswith("labkit.") for x in hooks):
+        functions = [getattr(hook, "func", hook) for hook in hooks]  # ours: `while_alive`
+        if not all(getattr(x, "__module__", "").startswith("labkit.") for x in functions):
             refuse_hook()
     if any(hasattr(x, "_orig_mod") or x._compiled_call_impl for x in module.modules()):
         raise ValueError("ZeRO3: compiled code does not gather shards; wrap the plain module")
@@ -77,9 +83,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "ZeRO3: this optimizer has parameters from before ZeRO3(module), which sharded "
                 "them, so its steps would change nothing; make it of model.parameters() afterwards"
             )
+        kind, asked = type(optimizer), signature(type(optimizer)).parameters
+        defaults = {name: x for name, x in optimizer.defaults.items() if name in asked}
+        constructor: Any = update_wrapper(partial(kind, **defaults), kind)
         for group in optimizer.param_groups:
             options = {key: x for key, x in group.items() if "param" not in key}
-            check_elementwise(_constructor(optimizer), options, every[0].device)
+            check_elementwise(constructor, options, every[0].device)
         # torch's scaler then gives `found_inf` to the optimizer, and calls a step it would skip.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         _owners_of[optimizer] = owners
@@ -96,9 +105,3 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "ZeRO3: no gradient has arrived since the last forward, so this step would change "
                 "nothing; call loss.backward() before it, without inputs=, which cannot name shards"
             )
-
-
-def _constructor(optimizer: torch.optim.Optimizer) -> Any:
-    kind = type(optimizer)
-    given = {k: x for k, x in optimizer.defaults.items() if k in signature(kind).parameters}
-    return update_wrapper(partial(kind, **given), kind)

@@ -205,7 +205,7 @@ show("parallel/common/flat.py:FlatPartition.pieces")
 # copied to be gathered. `stepped` is what the optimizer gets: this rank's share in fp32.
 
 # %%
-show("parallel/zero/shares.py:ParamShare.__init__", since="self.layout", until="self._versions")
+show("parallel/zero/shares.py:ParamShare.__init__", since="self.partition", until="self._versions")
 
 # %% [markdown]
 # Autograd calls a hook at each finished gradient: it is `GradReducer._on_grad_ready` of lab 05, and

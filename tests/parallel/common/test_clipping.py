@@ -28,17 +28,6 @@ def right(norm_type: float, max_norm: float) -> tuple[torch.Tensor, list[torch.T
     return norm, [p.grad for p in module.parameters() if p.grad is not None]
 
 
-def test_an_optimizer_may_be_given_instead() -> None:
-    module, rows = model_and_rows()
-    layers = [{"params": part.parameters()} for part in (module[0], module[2])]
-    module(rows).square().mean().backward()
-    norm = clip_grad_norm(torch.optim.SGD(layers, lr=1), 0.1)
-    expected, gradients = right(2.0, 0.1)
-    assert torch.equal(norm, expected)
-    for p, gradient in zip(module.parameters(), gradients, strict=True):
-        assert p.grad is not None and torch.equal(p.grad, gradient)
-
-
 def test_the_norm_of_16_bit_gradients_of_masters_is_not_rounded() -> None:
     """bf16 knows 5472 and 5504, and nothing between."""
     p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))

@@ -112,7 +112,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": DDP,
     "small buckets": partial(DDP, bucket_mb=1e-5),
     "static_graph": partial(DDP, static_graph=True, bucket_mb=1e-5),
-    "no overlap": partial(DDP, overlap=False),
+    "no overlap, torch's keyword": partial(DDP, overlap=False, find_unused_parameters=True),
     "NaiveDDP": NaiveDDP,
 }
 

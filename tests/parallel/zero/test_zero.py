@@ -107,7 +107,7 @@ def test_what_is_not_this_ranks_is_not_kept(stage: int) -> None:
     optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, stage, bucket_mb=0.003)
     module(torch.ones(2, 30)).sum().backward()
     mine = sum(x.numel() for x in optimizer.gradient_pieces()[0])
-    flats = [b.gradients.flat for b in optimizer._buckets]
+    flats = [b.flat for b in optimizer._buckets]
     whole = sum(flat.numel() for flat in flats if flat is not None)
     optimizer.step()
     grads = [p.grad for p in module.parameters() if p.grad is not None]
@@ -132,7 +132,7 @@ def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_d
         def made(p: torch.Tensor) -> None:
             nonlocal whole
             at["first gradient made"] = time.monotonic()
-            whole = max(whole, sum(b.gradients.flat is not None for b in optimizer._buckets))
+            whole = max(whole, sum(b.flat is not None for b in optimizer._buckets))
 
         for layer in layers:
             layer.weight.register_post_accumulate_grad_hook(made)
@@ -211,13 +211,20 @@ def test_each_elementwise_optimizer_works_as_in_one_process() -> None:
 
 @on_each_rank("world2")
 def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name() -> None:
-    whole = [getattr(torch.optim, n, None) for n in ("Adafactor", "LBFGS", "SparseAdam", "Muon")]
-    for cls, advice in (
+    """Also where a lambda makes it, or where an optimizer is given in place of its class."""
+    parameters = [nn.Linear(3, 3).weight]
+    whole = [getattr(torch.optim, n, None) for n in ("LBFGS", "SparseAdam", "Muon")]
+    for cls, reason in (
         (CountsInItsGroup, "its step changes the option"),
-        *((cls, "under DDP") for cls in (*filter(None, whole), ByNorm)),
+        (torch.optim.Adafactor, "on two pieces of a matrix"),
+        *((cls, "") for cls in (*filter(None, whole), ByNorm)),
     ):
-        message = str(raises((advice,), ZeroOptimizer, [nn.Linear(3, 3).weight], cls))
-        assert message.startswith(f"{cls.__name__} cannot be sharded: ")
+        for make in (cls, lambda params, cls=cls: cls(params)):
+            message = str(raises((reason,), ZeroOptimizer, parameters, make))
+            assert message.startswith(f"{cls.__name__} cannot be sharded: ")
+            assert message.endswith(f"or {cls.__name__} under DDP")
+    words = "'AdamW' object is not callable", "give the class of one"
+    raises(words, ZeroOptimizer, parameters, torch.optim.AdamW(parameters))
 
 
 @stages

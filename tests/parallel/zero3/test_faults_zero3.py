@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -367,18 +368,25 @@ def test_a_shards_gradient_is_a_plain_tensor_for_all_else(pair: World) -> None:
 @on_each_rank("world")
 def test_copies_and_pickles_are_refused_and_end_no_rank() -> None:
     """`copy.deepcopy` read parameters that were freed: SIGSEGV."""
-    model = ZeRO3(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.BatchNorm1d(4))
+
+    model = ZeRO3(build())
+    layer = model.module[0][0]  # inside of a unit
     for call in (
         lambda: copy.deepcopy(model),
         lambda: copy.copy(model),
         lambda: copy.deepcopy(model.module),
         lambda: copy.deepcopy([model.module[0]]),
+        lambda: copy.deepcopy(layer),
+        lambda: pickle.dumps(layer),
         lambda: torch.optim.swa_utils.AveragedModel(model),
         lambda: torch.save(model, io.BytesIO()),
         lambda: torch.save(model.module, io.BytesIO()),
     ):
         raises(("cannot be copied or pickled; save its full_state_dict()",), call)
-    second = ZeRO3(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    second = ZeRO3(build())
     second.load_full_state_dict(model.full_state_dict())  # what the sentence says
     x = torch.randn(3, 4)
     assert torch.equal(model.eval()(x), second.eval()(x))

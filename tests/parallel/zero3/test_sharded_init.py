@@ -117,15 +117,6 @@ def test_what_rank_0_draws_counts(world2: World, name: str) -> None:
     world2.run(check_built_as_by_one, name, other_seeds=True)
 
 
-@on_each_rank("world2")
-def test_tied_weights_stay_one() -> None:
-    with sharded_init():
-        model, awkward = GPT.preset("tiny"), Awkward()
-    again = [model.head.weight is model.embed.tokens.weight, awkward.again is awkward.w]
-    again.append(model.to(torch.bfloat16).head.weight is model.embed.tokens.weight)
-    assert again == [True] * 3
-
-
 class _Held(TorchDispatchMode):
     """The most bytes that tensors held at once, of those that were made in this block."""
 

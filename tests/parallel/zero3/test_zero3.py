@@ -322,35 +322,32 @@ def layer() -> nn.Module:
     return nn.Linear(8, 8)
 
 
-# LoRA: a frozen matrix beside two small ones that are trained.
-Adapter = block_of(
-    lambda m, x: torch.tanh(m.base(x) + m.up(m.down(x))),
-    base=lambda: layer().requires_grad_(False),
-    down=lambda: nn.Linear(8, 2, bias=False),
-    up=lambda: nn.Linear(2, 8, bias=False),
-)
-FrozenNorm = block_of(
-    lambda m, x: x + torch.tanh(m.layer(m.norm(x))),
-    norm=lambda: nn.LayerNorm(8).requires_grad_(False),
-    layer=layer,
-)
-FrozenScale = block_of(
-    lambda m, x: torch.tanh(m.layer(x * m.scale)),
-    scale=lambda: nn.Parameter(torch.rand(8), requires_grad=False),
-    layer=layer,
-)
-OneUnused = block_of(
-    lambda m, x: torch.tanh(m.layer(x)), layer=layer, unused=lambda: nn.Parameter(torch.zeros(3))
-)
-AllTrained = block_of(lambda m, x: m.layer(x.mul_(0.5).clone()), layer=layer)  # and overwrites x
-
-
-def AllFrozen() -> nn.Module:
-    return layer().requires_grad_(False)
-
-
-PARTLY_TRAINED = ("Adapter", "FrozenNorm", "FrozenScale", "OneUnused", "AllTrained", "AllFrozen")
-BLOCKS = {name: globals()[name] for name in PARTLY_TRAINED}
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "Adapter": block_of(  # LoRA: a frozen matrix beside two small ones that are trained
+        lambda m, x: torch.tanh(m.base(x) + m.up(m.down(x))),
+        base=lambda: layer().requires_grad_(False),
+        down=lambda: nn.Linear(8, 2, bias=False),
+        up=lambda: nn.Linear(2, 8, bias=False),
+    ),
+    "FrozenNorm": block_of(
+        lambda m, x: x + torch.tanh(m.layer(m.norm(x))),
+        norm=lambda: nn.LayerNorm(8).requires_grad_(False),
+        layer=layer,
+    ),
+    "FrozenScale": block_of(
+        lambda m, x: torch.tanh(m.layer(x * m.scale)),
+        scale=lambda: nn.Parameter(torch.rand(8), requires_grad=False),
+        layer=layer,
+    ),
+    "OneUnused": block_of(
+        lambda m, x: torch.tanh(m.layer(x)),
+        layer=layer,
+        unused=lambda: nn.Parameter(torch.zeros(3)),
+    ),
+    # It overwrites its input.
+    "AllTrained": block_of(lambda m, x: m.layer(x.mul_(0.5).clone()), layer=layer),
+    "AllFrozen": lambda: layer().requires_grad_(False),
+}
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.comm import Comm
 from labkit.memory.recompute import Recomputed
-from labkit.parallel.tensor.linear import RowParallelLinear
+from labkit.parallel.tensor.layers import RowParallelLinear
 
 
 class Part(NamedTuple):

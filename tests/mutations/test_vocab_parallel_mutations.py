@@ -6,7 +6,7 @@ import vocab_checks as checks
 from harness import Edit, Mutation, noticed, on_ranks
 from labkit import RankError
 from labkit.parallel.common.conjugate import copy_to_ranks
-from labkit.parallel.tensor import linear, vocab
+from labkit.parallel.tensor import layers
 
 pytestmark = pytest.mark.slow
 
@@ -14,24 +14,24 @@ VOCAB = 5  # 3 rows on rank 0, 2 and one of padding on rank 1
 
 
 def embedding() -> None:
-    checks.embedding_is_torchs(vocab, VOCAB)
+    checks.embedding_is_torchs(layers, VOCAB)
 
 
 def head() -> None:
     for gather in (True, False):
-        checks.head_is_torchs(vocab, VOCAB, gather)
+        checks.head_is_torchs(layers, VOCAB, gather)
 
 
 def loss() -> None:
-    checks.loss_is_torchs(vocab, VOCAB, 1e3)
+    checks.loss_is_torchs(layers, VOCAB, 1e3)
 
 
 def tied_weights() -> None:
-    checks.tied_weights_train_as_one(vocab, VOCAB)
+    checks.tied_weights_train_as_one(layers, VOCAB)
 
 
 def sent_bytes() -> None:
-    checks.bytes_are_the_formulas(vocab, VOCAB)
+    checks.bytes_are_the_formulas(layers, VOCAB)
 
 
 FAULTS = [
@@ -69,12 +69,12 @@ FAULTS = [
 ]  # fmt: skip
 NAMES = {"copy_to_ranks": copy_to_ranks}  # that a faulty line needs
 MUTATIONS = [
-    Mutation(Edit(label, vocab.__name__, old, new, NAMES), check)
+    Mutation(Edit(label, layers.__name__, old, new, NAMES), check)
     for check, label, old, new in FAULTS
 ]
 start = "start = min(comm.rank * length, size)"
 MUTATIONS += [
-    Mutation(Edit("all ranks have the first rows", linear.__name__, start, "start = 0"), embedding)
+    Mutation(Edit("all ranks have the first rows", layers.__name__, start, "start = 0"), embedding)
 ]
 
 pair = {"size": 2, "timeout_s": 5}  # some of the faults let ranks wait for each other

@@ -10,10 +10,8 @@ weight is read, so models without memory are tried, too.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from copy import copy, deepcopy
 from functools import partial
-from itertools import zip_longest
 from math import gcd
 from typing import Any
 
@@ -26,9 +24,8 @@ from labkit.comm import Comm
 from labkit.dispatch import no_modes
 from labkit.events import ranks_in_words
 from labkit.parallel.common.shards import check_same
-from labkit.parallel.tensor.linear import ShardedLinear
+from labkit.parallel.tensor.layers import SAME_BATCH, ShardedLinear
 
-SAME_BATCH = "give all of them the same batch, chosen by the rank along the data-parallel axis"
 LAYERS = (["q", "k", "v"], "out"), (["gate", "up"], "down"), (["up"], "down")
 
 
@@ -70,23 +67,24 @@ def _check_layer(prefix: str, layer: nn.Module, names: list[str]) -> None:
     """Its linear layers must be plain. Another parameter would get a part of its gradient between
     columns and rows, and all of it elsewhere."""
     for name in names:
-        linear = getattr(layer, name)
+        linear, problem = getattr(layer, name), ""
         if isinstance(linear, ShardedLinear):
-            raise ValueError(
-                f"{prefix}{name} is cut over {ranks_in_words(linear.comm.size)} already; edit a "
-                "model once, or build a new one"
+            ranks = ranks_in_words(linear.comm.size)
+            problem = f"is cut over {ranks} already; edit a model once, or build a new one"
+        elif type(linear) is not nn.Linear:
+            problem = (
+                f"is a {type(linear).__name__}; tensor_parallel cuts plain nn.Linear: cut first, "
+                "and edit in other ways afterwards"
             )
-        if type(linear) is not nn.Linear:
-            raise ValueError(
-                f"{prefix}{name} is a {type(linear).__name__}; tensor_parallel cuts plain "
-                "nn.Linear: cut first, and edit in other ways afterwards"
+        elif "forward" in vars(linear) or any(
+            hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")
+        ):
+            problem = (
+                "has hooks or a forward of its own, which the layers that take its place would not "
+                "call; cut first, then add these"
             )
-        hooks = [x for key, x in vars(linear).items() if key.endswith("_hooks") and x]
-        if hooks or "forward" in vars(linear):
-            raise ValueError(
-                f"{prefix}{name} has hooks or a forward of its own, which the layers that take its "
-                "place would not call; cut first, then add these"
-            )
+        if problem:
+            raise ValueError(f"{prefix}{name} {problem}")
     for name, _ in layer.named_parameters():
         if name.partition(".")[0] not in names:
             raise ValueError(
@@ -162,8 +160,7 @@ def random_states(model: nn.Module) -> list[Tensor]:
     """Of the generators from which `model` draws, the CPU's and its device's; none where dropout is
     off."""
     devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
-    drawn_from = generators() if draws(model) else []
-    return [g.get_state() for g in drawn_from if g.device in devices]
+    return [g.get_state() for g in generators() if g.device in devices and draws(model)]
 
 
 def draws(module: nn.Module) -> bool:
@@ -172,10 +169,8 @@ def draws(module: nn.Module) -> bool:
 
 
 def _dropout_of(module: nn.Module) -> float:
-    if isinstance(module, _DropoutNd):
-        return module.p
-    p = getattr(module, "dropout", None)
-    return p if isinstance(p, float) else 0
+    p = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
+    return p if isinstance(module, _DropoutNd) or isinstance(p, float) else 0
 
 
 class SplitTrial:
@@ -184,9 +179,9 @@ class SplitTrial:
     cannot be cut."""
 
     def __init__(self, size: int, path: str, layer: Any, columns: list[str], row: str) -> None:
-        self.size, self.path, self.layer = size, path or "the model", layer
-        self.columns, self.row, self.names = columns, row, [*columns, row]
-        self.forward = layer.forward
+        self.size, self.layer, self.forward = size, layer, layer.forward
+        self.path, self.names = path or "the model", [*columns, row]
+        self.columns, self.row = columns, row
         # A part that another strategy has edited exchanges data in its forward.
         attributes = [x for module in layer.modules() for x in vars(module).values()]
         self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
@@ -197,19 +192,19 @@ class SplitTrial:
                 self.copy = deepcopy(layer, memo).eval()
             except Exception as error:
                 raise self._refusal(f"it cannot be copied to be tried ({error})") from None
-            self._try_at_edit()
+            with no_modes():
+                self._try_at_edit()
 
     def _try_at_edit(self) -> None:
         column, row = getattr(self.layer, self.columns[0]), getattr(self.layer, self.row)
         device = "cpu" if _has_no_memory(column.weight) else column.weight.device
         for width in (column.in_features, row.in_features):
-            with no_modes():
-                x = _random(2, 3, width).to(device, column.weight.dtype)
-                try:
-                    whole = self._run((x,), {})
-                except Exception:  # it takes another input, or more
-                    continue
-                return self._compare(whole, (x,), {})
+            x = _random(2, 3, width).to(device, column.weight.dtype)
+            try:
+                whole = self._run((x,), {})
+            except Exception:  # it takes another input, or more
+                continue
+            return self._compare(whole, (x,), {})
         if type(self.layer).forward is nn.Module.forward:
             raise self._refusal("it has no forward")
 
@@ -218,56 +213,50 @@ class SplitTrial:
             self._compare(self._run(args, kwargs), args, kwargs)
         return self.forward(*args, **kwargs)
 
-    def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> Any:
+    def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> list[tuple[str, Tensor]]:
         """With random numbers in place of what the linear layers compute; or `rank`'s slice.
-        Returns the names of those called; their inputs, and then the outputs."""
-        names, tensors = list[str](), list[Tensor]()
+        Returns the name and the input of each of them that is called, and then the outputs."""
+        seen: list[tuple[str, Tensor]] = []
 
         def compute(name: str, x: Tensor) -> Tensor:
             features = getattr(self.layer, name).out_features
-            y = _random(*x.shape[:-1], features, seed=len(names)).to(x)
-            names.append(name)
-            tensors.append(x.clone())
+            y = _random(*x.shape[:-1], features, seed=len(seen)).to(x)
+            seen.append((name, x.clone()))
             return y if rank is None or name == self.row else y.chunk(self.size, -1)[rank].clone()
 
         def fresh(x: Tensor) -> Tensor:  # may be written to, and autograd sees what depends on it
             traced = x.requires_grad or (x.is_floating_point() and args and x is args[0])
             return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
 
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.random.fork_rng(range(len(generators()) - 1)),
-            ExitStack() as stack,
-        ):
-            before = random_states(self.layer)
-            for name in self.names:
-                self.copy._modules[name] = linear = copy(getattr(self.layer, name))
-                linear.forward, linear._forward_pre_hooks = partial(compute, name), {}
-                stack.callback(self.copy._modules.__setitem__, name, None)
-            args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
-            output = tree_leaves(self.copy.forward(*args, **kwargs))
-            # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
-            self.draws = not all(map(torch.equal, before, random_states(self.layer)))
-        return names, [*tensors, *(x for x in output if isinstance(x, Tensor))]
+        for name in self.names:
+            self.copy._modules[name] = linear = copy(getattr(self.layer, name))
+            linear.forward, linear._forward_pre_hooks = partial(compute, name), {}
+        forked = torch.random.fork_rng(range(len(generators()) - 1))
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), forked:
+                before = random_states(self.layer)
+                args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
+                output = tree_leaves(self.copy.forward(*args, **kwargs))
+                # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
+                self.draws = not all(map(torch.equal, before, random_states(self.layer)))
+        finally:  # it keeps no weights
+            self.copy._modules.update(dict.fromkeys(self.names))
+        return seen + [("", x) for x in output if isinstance(x, Tensor)]
 
-    def _compare(self, whole: Any, args: Any, kwargs: Any) -> None:
-        names, tensors = whole
-        if unused := {*self.names} - {*names}:
+    def _compare(self, whole: list[tuple[str, Tensor]], args: Any, kwargs: Any) -> None:
+        called = [name for name, _ in whole]
+        if unused := {*self.names} - {*called}:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
-        if any(n == self.row and x.requires_grad for n, x in zip(names, tensors)):
+        if any(name == self.row and x.requires_grad for name, x in whole):
             raise self._refusal("its forward computes with more than their outputs there")
         for rank in (0, self.size - 1) if not self.draws else ():
-            expected = [
-                x.chunk(self.size, -1)[rank] if name == self.row else x
-                for name, x in zip_longest(names, tensors)
-            ]
+            expected = [x.chunk(self.size, -1)[rank] if n == self.row else x for n, x in whole]
             try:
-                called, computed = self._run(args, kwargs, rank)
+                seen = self._run(args, kwargs, rank)
             except Exception as error:
                 raise self._refusal(f"its forward fails on a slice ({error})") from None
-            same = (called, len(computed)) == (names, len(expected))
-            if not same or not all(map(_close, computed, expected)):
+            same = [name for name, _ in seen] == called
+            if not same or not all(_close(x, y) for (_, x), y in zip(seen, expected)):
                 raise self._refusal("its forward computes something else on a slice")
         self.pending = False
 

@@ -12,7 +12,7 @@ import tensor_contract as contract
 from labkit import GPT, Comm, World
 from labkit.models.attention import Dropout, PlainAttention
 from labkit.parallel.tensor import tensor_parallel as strategy
-from labkit.parallel.tensor.tensor_parallel import DrawsItsOwn, own_numbers, tensor_parallel
+from labkit.parallel.tensor.tensor_parallel import OwnForward, own_numbers, tensor_parallel
 from small_models import Custom
 from tensor_contract import check_runs, predicted, with_sequence
 from worlds import on_each_rank
@@ -171,7 +171,7 @@ def test_a_nested_or_interrupted_call_leaves_the_region_whole() -> None:
             drawn.append(torch.rand(3))
 
     layer = Custom(forward, drop=nn.Dropout(0.5))
-    layer.forward = DrawsItsOwn(layer, comm)
+    layer.forward = OwnForward(layer, comm)
     for interrupted in (False, True):
         torch.manual_seed(7)
         if interrupted:

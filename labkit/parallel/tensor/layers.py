@@ -34,6 +34,7 @@ Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -63,6 +64,8 @@ class ShardedLinear(nn.Module):
     """A linear layer of which each rank has a shard: made by `from_linear`, or from sizes of the
     nn.Linear that all ranks, with one seed, would make."""
 
+    dim, padded = 0, False  # which dim of `weight` is cut, and whether it need not divide
+
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
         sequence: bool = False, **of_linear: Any,
@@ -71,23 +74,20 @@ class ShardedLinear(nn.Module):
         self._shard(nn.Linear(in_features, out_features, bias, **of_linear), comm, sequence)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, comm: Comm, **options: Any) -> Self:
-        """This rank's shard of `linear`, which is the same on all ranks, and stays as it is.
-        `options`: sequence, and gather_output of a head."""
+    def from_linear(cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False) -> Self:
+        """This rank's shard of `linear`, which is the same on all ranks, and stays as it is."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._shard(linear, comm, **options)
+        layer._shard(linear, comm, sequence)
         return layer
 
-    def _shard(self, linear: nn.Linear, comm: Comm, sequence: bool = False) -> None:
+    def _shard(self, linear: nn.Linear, comm: Comm, sequence: bool) -> None:
         self.train(linear.training)
         self.comm, self.sequence = Comm.of(comm), sequence
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = self._shard_of(linear.weight)
-        self.bias = None if linear.bias is None else self._shard_of(linear.bias)
-
-    def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        raise NotImplementedError
+        shard = partial(shard_parameter, comm=self.comm, dim=self.dim, padded=self.padded)
+        self.weight = shard(linear.weight)
+        self.bias = None if linear.bias is None else shard(linear.bias)
 
     def extra_repr(self) -> str:
         shape, bias = tuple(self.weight.shape), self.bias is not None
@@ -100,16 +100,18 @@ class ColumnParallelLinear(ShardedLinear):
     where `out` does not divide over the ranks.
     """
 
+    # weight [out/t, in], bias [out/t]
     one_input: Any = None  # the forward of a layer in which several columns have one input
-    beside: "Sequence[ColumnParallelLinear]" = ()  # whose parameters a call of this one uses, too
-
-    def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        return shard_parameter(parameter, self.comm, dim=0)  # [out/t, in] or [out/t]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.one_input is not None:
             return self.one_input.output_of(self, x)
         return columns([self], x)[0]
+
+    @property
+    def beside(self) -> "list[ColumnParallelLinear]":
+        """The layers whose parameters a call of this one may use, too."""
+        return [] if self.one_input is None else self.one_input.columns
 
 
 class RowParallelLinear(ShardedLinear):
@@ -118,11 +120,7 @@ class RowParallelLinear(ShardedLinear):
     ValueError where `in` does not divide over the ranks or, with `sequence`, s does not.
     """
 
-    def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        if parameter.ndim == 1:
-            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)  # [out]
-            return marked_as(parameter, copy)
-        return shard_parameter(parameter, self.comm, dim=1)  # [out, in/t]
+    dim = 1  # weight [out, in/t], bias [out]
 
     def forward(self, x: Tensor) -> Tensor:
         summand = F.linear(x, self.weight)  # [b, s, out]
@@ -196,8 +194,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
-    """This rank's of t equal shards along `dim`, marked, in memory of its own; `padded`: with zeros
-    behind the whole's, where these do not divide over the ranks. Raises ValueError otherwise."""
+    """This rank's of t equal shards along `dim`, marked, in memory of its own; all of a parameter
+    without that dim. `padded`: with zeros behind, where the whole does not divide over the ranks.
+    Raises ValueError otherwise."""
+    if whole.ndim <= dim:
+        return marked_as(whole, nn.Parameter(whole.detach().clone(), whole.requires_grad))
     size, shape = whole.shape[dim], [*whole.shape]
     if size % comm.size and not padded:
         fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
@@ -224,9 +225,9 @@ class SummedGradients:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         whole: Any = self.module._parameters
-        there = {name: p for name, p in whole.items() if p is not None}
-        shared: Any = copies_to_ranks([*there.values()], self.comm)
-        self.module._parameters = {**whole, **dict(zip(there, shared, strict=True))}
+        present = {name: p for name, p in whole.items() if p is not None}
+        copies: Any = copies_to_ranks([*present.values()], self.comm)
+        self.module._parameters = whole | dict(zip(present, copies, strict=True))
         try:
             return self.forward(*args, **kwargs)
         finally:
@@ -258,7 +259,9 @@ class VocabParallelEmbedding(nn.Module):
         self._shard(whole, comm, sequence)
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, comm: Comm, *, sequence: bool = False) -> Self:
+    def from_embedding(
+        cls, embedding: nn.Embedding, comm: Comm, *, sequence: bool = False
+    ) -> "VocabParallelEmbedding":
         """This rank's rows of `embedding`, which is the same on all ranks, and stays as it is."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -303,6 +306,8 @@ class VocabParallelHead(ColumnParallelLinear):
     Tied weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding`.
     """
 
+    padded = True  # weight [V/t, in], bias [V/t]
+
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = False,
         sequence: bool = False, gather_output: bool = True, **of_linear: Any,
@@ -310,14 +315,14 @@ class VocabParallelHead(ColumnParallelLinear):
         super().__init__(in_features, out_features, comm, bias=bias, sequence=sequence, **of_linear)
         self.gather_output = gather_output
 
-    def _shard(
-        self, linear: nn.Linear, comm: Comm, sequence: bool = False, gather_output: bool = True
-    ) -> None:
-        super()._shard(linear, comm, sequence)
-        self.gather_output = gather_output
-
-    def _shard_of(self, parameter: Tensor) -> nn.Parameter:
-        return shard_parameter(parameter, self.comm, dim=0, padded=True)  # [V/t, in] or [V/t]
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False, gather_output: bool = True
+    ) -> Self:
+        """This rank's rows of `linear`, which is the same on all ranks, and stays as it is."""
+        head = super().from_linear(linear, comm, sequence=sequence)
+        head.gather_output = gather_output
+        return head
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # [b, s, V/t]

@@ -75,12 +75,12 @@ def tensor_parallel(
     trials = validation.check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     broadcast_tensors([*model.parameters(), *model.buffers()], comm)
-    tied = validation.tied_names(model)
+    before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for trial in trials:
         _cut_layer(trial, comm, sequence)
     cut = [*(x.layer for x in trials), *_cut_vocabulary(model, comm, sequence, gather_logits)]
     has_ends = {layers.VocabParallelEmbedding, layers.VocabParallelHead} <= {*map(type, cut)}
-    validation.check_edited(model, tied, lacks_ends=sequence and comm.size > 1 and not has_ends)
+    validation.check_edited(model, before, lacks_ends=sequence and comm.size > 1 and not has_ends)
     if sequence:
         _cut_sequence(model, comm, {part for layer in cut for part in layer.modules()})
     check = partial(validation.check_same_input, comm, sequence)
@@ -111,11 +111,12 @@ def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool)
             part = layers.VocabParallelEmbedding.from_embedding(whole, comm, sequence=sequence)
             module.tokens, rows[whole.weight] = part, part.weight
             cut.append(part)
-    options = {"gather_output": gather_logits, "sequence": sequence}
     for module in list(model.modules()):
         whole = getattr(module, "head", None)
         if isinstance(whole, nn.Linear) and (module is model or whole.weight in rows):
-            module.head = layers.VocabParallelHead.from_linear(whole, comm, **options)
+            module.head = layers.VocabParallelHead.from_linear(
+                whole, comm, sequence=sequence, gather_output=gather_logits
+            )
             module.head.weight = rows.get(whole.weight, module.head.weight)
             cut.append(module.head)
     return cut
@@ -147,7 +148,7 @@ class OwnForward:
         self._own: Any = None  # the block of own numbers, once it has begun
         self._call: Any = None  # while forward runs: x, its state, the outputs not asked for yet
         for column in columns:
-            column.one_input, column.beside = self, self.columns
+            column.one_input = self
         if row is not None:
             row.register_forward_pre_hook(self._end)
 

@@ -114,36 +114,30 @@ def _counts_of(prefix: str, layer: Any, row: str) -> dict[str, int]:
     return {"hidden features": hidden}
 
 
-def tied_names(model: nn.Module) -> set[frozenset[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, set()).add(name)
-    return {frozenset(several) for several in names.values() if len(several) > 1}
-
-
-def check_edited(model: nn.Module, tied: set[frozenset[str]], lacks_ends: bool) -> None:
-    """Raises ValueError where nothing cuts or joins the sequence; where parameters that were `tied`
-    before the edit are not any more."""
+def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> None:
+    """Raises ValueError where nothing cuts or joins the sequence; where parameters that were tied
+    `before` the edit, of one id, are not any more."""
     if lacks_ends:
         raise ValueError(
             "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
             "together again; this model lacks one, so ranks would take all of x for their part"
         )
-    if untied := tied - tied_names(model):
-        raise ValueError(
-            f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
-            "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
-        )
+    now = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, known in before.items():
+        if now[name] is not now[tied := first.setdefault(known, name)]:
+            raise ValueError(
+                f"{tied} and {name} were one parameter and would be cut into several; build the "
+                "model anew, and give each its own, or tie only `head` and `tokens`"
+            )
 
 
 def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kwargs: Any) -> None:
     """Before each forward: where a `World` checks, raises ValueError unless all tensors of the
     input are the same on all ranks and, with dropout on, the random state."""
 
-    def inputs() -> list[Tensor]:
+    def inputs() -> list[Tensor]:  # with a cut sequence, x of a later stage of the model is a shard
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        # With a cut sequence, x of a later stage of the model is a shard, and tokens are whole.
         return [x for x in tensors if not (sequence and x.is_floating_point())]
 
     check_same(comm, "input", inputs, SAME_BATCH)

@@ -34,13 +34,14 @@ def sent_bytes() -> None:
     checks.bytes_are_the_formulas(layers, VOCAB)
 
 
+SUMMED = "return (reduce_scatter_sequence if self.sequence else reduce_from_ranks)(x, self.comm)"
 FAULTS = [
     (embedding, "others' tokens look up row 0",
      "x = x.masked_fill(~mine.unsqueeze(-1), 0)", ""),
     (embedding, "what others looked up is not summed",
-     "return reduce_from_ranks(x, self.comm)", "return x"),
+     SUMMED, "return x"),
     (embedding, "f in the place of g: the gradient is summed, x is not",
-     "return reduce_from_ranks(x, self.comm)", "return copy_to_ranks(x, self.comm)"),
+     SUMMED, "return copy_to_ranks(x, self.comm)"),
     (head, "the gradient of the head's x is one rank's",
      "logits = super().forward(x)", "logits = F.linear(x, self.weight, self.bias)"),
     (head, "padding is seen among all logits",

@@ -97,8 +97,7 @@ class ShardedLinear(nn.Module):
 class ColumnParallelLinear(ShardedLinear):
     """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t]; with
     `sequence` a shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]. Raises ValueError
-    where `out` does not divide over the ranks.
-    """
+    where `out` does not divide over the ranks."""
 
     # weight [out/t, in], bias [out/t]
     one_input: Any = None  # the forward of a layer in which several columns have one input
@@ -117,8 +116,7 @@ class ColumnParallelLinear(ShardedLinear):
 class RowParallelLinear(ShardedLinear):
     """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out] on all ranks; with
     `sequence` [b, s, in/t] -> a shard of it, [b, s/t, out]. Every rank has the whole bias. Raises
-    ValueError where `in` does not divide over the ranks or, with `sequence`, s does not.
-    """
+    ValueError where `in` does not divide over the ranks or, with `sequence`, s does not."""
 
     dim = 1  # weight [out, in/t], bias [out]
 
@@ -247,8 +245,7 @@ class VocabParallelEmbedding(nn.Module):
 
     tokens [b, s] integers, the same on all ranks -> [b, s, w], the same on all ranks; with
     `sequence`, this rank's shard, [b, s/t, w], by a reduce-scatter. Raises ValueError for a token
-    outside the vocabulary (on a GPU the device asserts).
-    """
+    outside the vocabulary (on a GPU the device asserts)."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, comm: Comm, *,
@@ -287,13 +284,11 @@ class VocabParallelEmbedding(nn.Module):
         own, mine = _own_of(tokens, len(self.weight), self.comm)
         x = F.embedding(own, self.weight, self._own_padding_idx)  # [b, s, w]
         x = x.masked_fill(~mine.unsqueeze(-1), 0)
-        if self.sequence:
-            return reduce_scatter_sequence(x, self.comm)  # [b, s/t, w]
-        return reduce_from_ranks(x, self.comm)  # [b, s, w]
+        return (reduce_scatter_sequence if self.sequence else reduce_from_ranks)(x, self.comm)
 
     def extra_repr(self) -> str:
-        shape = tuple(self.weight.shape)
-        return f"weight {shape} of {(self.num_embeddings, self.embedding_dim)}"
+        whole = self.num_embeddings, self.embedding_dim
+        return f"weight {tuple(self.weight.shape)} of {whole}"
 
 
 class VocabParallelHead(ColumnParallelLinear):

@@ -110,6 +110,7 @@ class Pipeline(StagedModel):
         ]  # fmt: skip
         self._last_backward = synchronising.last_backward(actions, self._stages)
         self._has_first, self._has_last = own[0] == 0, own[-1] == last
+        self._xs: dict[Action, Tensor] = {}  # on the first stage: the micro-batch of each forward
         self._loss_fn = loss_fn
         parts = scatter_gather_over(scatter_gather, comm, modules)
         self._p2p = P2PChannel(comm, self.schedule, parts)
@@ -163,7 +164,7 @@ class Pipeline(StagedModel):
         rows = events.chunk_sizes(len(x), self.microbatches)
         self._shares = [n / len(x) for n in rows]
         xs = x.detach().split(rows) if self._has_first else ()
-        self._xs = {Action("forward", k): part for k, part in enumerate(xs)}  # on the first stage
+        self._xs = {Action("forward", k): part for k, part in enumerate(xs)}
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
         alike = validation.check_alike(x, self, self._alike)

@@ -42,76 +42,14 @@ def layers_to_cut(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]
 def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
     """Raises ValueError where a layer cannot be cut, or there is none. Returns the layers' trials;
     pending ones are to be made on the first real input."""
-    layers = list(layers_to_cut(model))
-    for path, layer, columns, row in layers:
-        _check_layer(path and f"{path}.", layer, [*columns, row])
-        counts = _counts_of(path and f"{path}.", layer, row)
-        for what, count in counts.items():
-            if count % comm.size:
-                fits = gcd(*counts.values())
-                sizes = ", ".join(str(n) for n in range(1, fits + 1) if fits % n == 0)
-                raise ValueError(
-                    f"{count} {what} of {path or 'the model'} do not divide over {comm.size} "
-                    f"tensor-parallel ranks; choose a size that does: {sizes}"
-                )
-    if not layers:
+    trials = [SplitTrial(comm.size, *layer) for layer in layers_to_cut(model)]
+    if not trials:
         raise ValueError(
             f"{type(model).__name__} has nothing that tensor_parallel knows to cut: modules with "
             "q, k, v and out (attention) or with up and down, and gate where it is gated (an MLP); "
             "give its layers these names"
         )
-    return [SplitTrial(comm.size, *layer) for layer in layers]
-
-
-def _check_layer(prefix: str, layer: nn.Module, names: list[str]) -> None:
-    """Its linear layers must be plain. Another parameter would get a part of its gradient between
-    columns and rows, and all of it elsewhere."""
-    for name in names:
-        linear, problem = getattr(layer, name), ""
-        if isinstance(linear, ShardedLinear):
-            ranks = ranks_in_words(linear.comm.size)
-            problem = f"is cut over {ranks} already; edit a model once, or build a new one"
-        elif type(linear) is not nn.Linear:
-            problem = (
-                f"is a {type(linear).__name__}; tensor_parallel cuts plain nn.Linear: cut first, "
-                "and edit in other ways afterwards"
-            )
-        elif "forward" in vars(linear) or any(
-            hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")
-        ):
-            problem = (
-                "has hooks or a forward of its own, which the layers that take its place would not "
-                "call; cut first, then add these"
-            )
-        if problem:
-            raise ValueError(f"{prefix}{name} {problem}")
-    for name, _ in layer.named_parameters():
-        if name.partition(".")[0] not in names:
-            raise ValueError(
-                f"{prefix}{name} is a parameter inside a layer that is cut, and tensor_parallel "
-                f"knows {', '.join(names)} there: whether each rank has all of its gradient "
-                "depends on where it is used; move it out of the layer, or cut by hand with "
-                "ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
-            )
-
-
-def _counts_of(prefix: str, layer: Any, row: str) -> dict[str, int]:
-    """What must divide over the ranks, by its name."""
-    if row == "out":
-        if not isinstance(width := getattr(layer, "head_width", None), int):
-            raise ValueError(
-                f"{prefix[:-1]} has q, k, v and out, and no head_width: attention is cut by heads; "
-                "give it `head_width`, the features of one head"
-            )
-        heads = {"query heads": layer.q, "key-value heads": layer.k}
-        return {what: linear.out_features // width for what, linear in heads.items()}
-    hidden: int = layer.up.out_features
-    if hasattr(layer, "gate") and layer.gate.out_features != hidden:
-        raise ValueError(
-            f"{prefix}gate has {layer.gate.out_features} features and up {hidden}: a gate is cut "
-            "as what it is multiplied with; make them equal, or give it another name"
-        )
-    return {"hidden features": hidden}
+    return trials
 
 
 def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> None:
@@ -176,6 +114,8 @@ class SplitTrial:
         self.size, self.layer, self.forward = size, layer, layer.forward
         self.path, self.names = path or "the model", [*columns, row]
         self.columns, self.row = columns, row
+        self._check_parts(path and f"{path}.")
+        self._check_sizes(path and f"{path}.")
         # A part that another strategy has edited exchanges data in its forward.
         attributes = [x for module in layer.modules() for x in vars(module).values()]
         self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
@@ -188,6 +128,65 @@ class SplitTrial:
                 raise self._refusal(f"it cannot be copied to be tried ({error})") from None
             with no_modes():
                 self._try_at_edit()
+
+    def _check_parts(self, prefix: str) -> None:
+        """Its linear layers must be plain. Another parameter would get a part of its gradient
+        between columns and rows, and all of it elsewhere."""
+        for name in self.names:
+            linear, problem = getattr(self.layer, name), ""
+            if isinstance(linear, ShardedLinear):
+                ranks = ranks_in_words(linear.comm.size)
+                problem = f"is cut over {ranks} already; edit a model once, or build a new one"
+            elif type(linear) is not nn.Linear:
+                problem = (
+                    f"is a {type(linear).__name__}; tensor_parallel cuts plain nn.Linear: cut "
+                    "first, and edit in other ways afterwards"
+                )
+            elif "forward" in vars(linear) or any(
+                hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")
+            ):
+                problem = (
+                    "has hooks or a forward of its own, which the layers that take its place would "
+                    "not call; cut first, then add these"
+                )
+            if problem:
+                raise ValueError(f"{prefix}{name} {problem}")
+        for name, _ in self.layer.named_parameters():
+            if name.partition(".")[0] not in self.names:
+                raise ValueError(
+                    f"{prefix}{name} is a parameter inside a layer that is cut, and "
+                    f"tensor_parallel knows {', '.join(self.names)} there: whether each rank has "
+                    "all of its gradient depends on where it is used; move it out of the layer, or "
+                    "cut by hand with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
+                )
+
+    def _check_sizes(self, prefix: str) -> None:
+        """Whole heads, or hidden features, for each rank."""
+        layer = self.layer
+        if self.row == "out":
+            if not isinstance(width := getattr(layer, "head_width", None), int):
+                raise ValueError(
+                    f"{prefix[:-1]} has q, k, v and out, and no head_width: attention is cut by "
+                    "heads; give it `head_width`, the features of one head"
+                )
+            heads = {"query heads": layer.q, "key-value heads": layer.k}
+            counts = {what: linear.out_features // width for what, linear in heads.items()}
+        else:
+            counts = {"hidden features": layer.up.out_features}
+            if hasattr(layer, "gate") and layer.gate.out_features != layer.up.out_features:
+                raise ValueError(
+                    f"{prefix}gate has {layer.gate.out_features} features and up "
+                    f"{layer.up.out_features}: a gate is cut as what it is multiplied with; make "
+                    "them equal, or give it another name"
+                )
+        for what, count in counts.items():
+            if count % self.size:
+                fits = gcd(*counts.values())
+                sizes = ", ".join(str(n) for n in range(1, fits + 1) if fits % n == 0)
+                raise ValueError(
+                    f"{count} {what} of {self.path} do not divide over {self.size} "
+                    f"tensor-parallel ranks; choose a size that does: {sizes}"
+                )
 
     def _try_at_edit(self) -> None:
         column, row = getattr(self.layer, self.columns[0]), getattr(self.layer, self.row)

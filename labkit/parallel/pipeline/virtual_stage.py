@@ -214,8 +214,3 @@ class WeightVersions:
         for p in self.module.parameters():
             p.grad = None
         self._newest = None
-
-    @property
-    def in_use(self) -> int:
-        """How many versions micro-batches in flight need."""
-        return len({id(version) for version in self._used.values()})

@@ -28,8 +28,8 @@ from labkit.bench.data_parallel import LR
 from labkit.bench.harness import Contest, StepTimes
 from labkit.comm import Comm
 from labkit.models import GPT
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.runtime.attach import attach
 
 ROWS, LENGTH, VOCAB = 8, 64, 1024  # the batch, shared by all ranks

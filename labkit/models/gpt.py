@@ -142,7 +142,22 @@ class GPT(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
-        kv_heads = _check_sizes(vocab, width, depth, heads, context, kv_heads)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if min(vocab, width, depth, heads, context, kv_heads) < 1:
+            raise ValueError(
+                f"every size of a GPT must be at least 1, but got {vocab=}, {width=}, {depth=}, "
+                f"{heads=}, {context=}, {kv_heads=}"
+            )
+        if width % heads:
+            raise ValueError(
+                f"width {width} does not divide into {heads} heads; choose heads that divide the "
+                "width"
+            )
+        if heads % kv_heads:
+            raise ValueError(
+                f"{heads} query heads do not divide over {kv_heads} key-value heads; choose "
+                f"kv_heads that divides {heads}"
+            )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout is a probability from 0 to below 1, not {dropout}")
         self.vocab, self.width, self.depth, self.context = vocab, width, depth, context
@@ -203,25 +218,3 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)  # [b, s, w]
         return self.head(self.norm(x))  # [b, s, v]
-
-
-def _check_sizes(
-    vocab: int, width: int, depth: int, heads: int, context: int, kv_heads: int | None
-) -> int:
-    """Raise ValueError for sizes that make no GPT; return the number of key-value heads."""
-    kv_heads = heads if kv_heads is None else kv_heads
-    if min(vocab, width, depth, heads, context, kv_heads) < 1:
-        raise ValueError(
-            f"every size of a GPT must be at least 1, but got {vocab=}, {width=}, {depth=}, "
-            f"{heads=}, {context=}, {kv_heads=}"
-        )
-    if width % heads:
-        raise ValueError(
-            f"width {width} does not divide into {heads} heads; choose heads that divide the width"
-        )
-    if heads % kv_heads:
-        raise ValueError(
-            f"{heads} query heads do not divide over {kv_heads} key-value heads; "
-            f"choose kv_heads that divides {heads}"
-        )
-    return kv_heads

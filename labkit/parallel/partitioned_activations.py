@@ -11,22 +11,14 @@
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.comm import Comm
 from labkit.memory.recompute import Recomputed
-from labkit.parallel.tensor.linear import RowParallelLinear
-
-
-class Part(NamedTuple):
-    """What a rank keeps of a tensor: some of its elements, in a row."""
-
-    mine: Tensor
-    shape: torch.Size
+from labkit.parallel.tensor.layers import RowParallelLinear
 
 
 class Partitioned:
@@ -39,20 +31,22 @@ class Partitioned:
         with saved_tensors_hooks(self.keep, self.whole):  # recompute saves its inputs, and no more
             return self.forward(*args, **kwargs)
 
-    def keep(self, x: Tensor) -> Part | Tensor:
-        """This rank's elements of `x`. Integers, as tokens and positions, stay whole."""
+    def keep(self, x: Tensor) -> Any:
+        """This rank's elements of `x`, in a row, and its shape. Integers, as tokens and positions,
+        stay whole."""
         if not x.is_floating_point():
             return x.detach()
         mine = x.detach().reshape(-1).tensor_split(self.comm.size)[self.comm.rank]
-        return Part(mine.clone(), x.shape)
+        return mine.clone(), x.shape
 
-    def whole(self, kept: Part | Tensor) -> Tensor:
+    def whole(self, kept: Any) -> Tensor:
         """All ranks' elements, in their shape."""
         if isinstance(kept, Tensor):
             return kept
-        flat = kept.mine.new_empty(kept.shape.numel())
-        self.comm.all_gather(list(flat.tensor_split(self.comm.size)), kept.mine)
-        return flat.view(kept.shape)
+        mine, shape = kept
+        flat = mine.new_empty(shape.numel())
+        self.comm.all_gather(list(flat.tensor_split(self.comm.size)), mine)
+        return flat.view(shape)
 
 
 def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:

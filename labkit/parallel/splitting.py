@@ -13,7 +13,7 @@ Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpi
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -58,11 +58,12 @@ def split(
 
 def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The layers that `split` cuts between, in order, by their names in the model."""
-    if isinstance(model, nn.Sequential):
-        return dict(_parts(model))  # one that stands twice is two layers
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return {str(index): layer for index, layer in enumerate(model)}
-    have = dict(_parts(model))
+    # (named_children leaves out a module that it has seen before; one that stands twice is two.)
+    have = {name: part for name, part in model._modules.items() if part is not None}
+    if isinstance(model, nn.Sequential):
+        return have
     kind = type(model).__name__
     if not {"embed", "blocks", "head"} <= set(have):
         raise ValueError(
@@ -80,11 +81,6 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     layers = {"embed": have["embed"]}
     layers |= {f"blocks.{index}": block for index, block in enumerate(blocks)}
     return layers | {name: have[name] for name in ("norm", "head") if name in have}
-
-
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(named_children leaves out a module that it has seen before.)"""
-    return ((name, part) for name, part in model._modules.items() if part is not None)
 
 
 def _even(paths: list[str], stages: int) -> list[int]:

@@ -15,6 +15,7 @@ In this order; the first violation is reported:
 """
 
 from collections import deque
+from itertools import product
 
 from labkit.schedules.actions import (
     LETTERS,
@@ -90,22 +91,19 @@ def peak_in_flight(schedule: Schedule) -> list[int]:
 def _known_actions(schedule: Schedule) -> None:
     for stage, actions in enumerate(schedule):
         for position, action in enumerate(actions):
-            if problem := _unknown(action):
-                raise ScheduleError(
-                    "known actions",
-                    f"stage {stage}, position {position} has {problem}",
-                    stage, position, action if isinstance(action, Action) else None,
-                )  # fmt: skip
-
-
-def _unknown(action: Action) -> str:
-    if not isinstance(action, Action):
-        return f"{action!r}; an Action is needed"
-    if action.phase not in LETTERS:
-        return f"phase {action.phase!r}; there are {', '.join(LETTERS)}"
-    if not all(isinstance(n, int) and n >= 0 for n in action[1:]):
-        return f"micro-batch {action.microbatch} on chunk {action.chunk}; both count from 0"
-    return ""
+            known = action if isinstance(action, Action) else None
+            if known is None:
+                problem = f"{action!r}; an Action is needed"
+            elif action.phase not in LETTERS:
+                problem = f"phase {action.phase!r}; there are {', '.join(LETTERS)}"
+            elif not all(isinstance(n, int) and n >= 0 for n in action[1:]):
+                problem = (
+                    f"micro-batch {action.microbatch} on chunk {action.chunk}; both count from 0"
+                )
+            else:
+                continue
+            text = f"stage {stage}, position {position} has {problem}"
+            raise ScheduleError("known actions", text, stage, position, known)
 
 
 def _exactly_once(schedule: Schedule, microbatches: int) -> None:
@@ -121,9 +119,8 @@ def _exactly_once(schedule: Schedule, microbatches: int) -> None:
                 text = f"stage {stage} does {action} at position {problem}"
                 raise ScheduleError("exactly once", text, stage, position, action)
             first[action] = position
-        for chunk in range(chunks_of(schedule)):
-            for k in range(microbatches):
-                _complete(stage, k, chunk, first)
+        for chunk, k in product(range(chunks_of(schedule)), range(microbatches)):
+            _complete(stage, k, chunk, first)
 
 
 def _complete(stage: int, microbatch: int, chunk: int, position: dict[Action, int]) -> None:
@@ -132,14 +129,13 @@ def _complete(stage: int, microbatch: int, chunk: int, position: dict[Action, in
         Action(phase, microbatch, chunk) for phase in ("forward", "backward", "input", "weight")
     )
     back = [action for action in (backward, inputs, weight) if action in position]
-    missing = None
+    missing = ""
     if forward not in position:
         missing = f"{forward}"
     elif not back:
         missing = f"{backward} (nor {inputs} and {weight})"
     elif back in ([inputs], [weight]):
-        (half,) = back
-        missing = f"{weight if half == inputs else inputs}, the other half of {half}"
+        missing = f"{weight if back == [inputs] else inputs}, the other half of {back[0]}"
     if missing:
         raise ScheduleError("exactly once", f"stage {stage} never does {missing}", stage)
     if backward in back and len(back) > 1:

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit import GPT, Comm, Recompute, Text, World, listen, loss
 from labkit.parallel.common.shards import shard_of
-from labkit.parallel.tensor.linear import ColumnParallelLinear
+from labkit.parallel.tensor.layers import ColumnParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import padded_vocab
 from shard_cases import joined
 from small_models import difference
+from vocab_checks import padded_vocab
 
 AGREE = 1e-10
 STEPS, ROWS, LENGTH, WIDTH, DEPTH, VOCAB = 3, 2, 12, 24, 2, 256

@@ -1,5 +1,5 @@
 """What a vocabulary cut over ranks must do, on a rank: torch's values and gradients to 1e-10 in
-float64, the formula's bytes. `made` has the three parts as labkit.parallel.tensor.vocab, or faulty
+float64, the formula's bytes. `made` has the three parts as labkit.parallel.tensor.layers, or faulty
 ones."""
 
 import math
@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from labkit import Comm, listen
 from labkit.events import all_gather_bus_bytes, all_reduce_bus_bytes, chunk_sizes
 from labkit.parallel.common.shards import shard_of
-from labkit.parallel.tensor.vocab import IGNORED, padded_vocab
+from labkit.parallel.tensor.layers import IGNORED
 
 WIDTH, ROWS, LENGTH = 3, 2, 12  # 12 positions divide over 1, 2, 3 and 4 ranks
 AGREE = 1e-10
+
+
+def padded_vocab(vocab: int, size: int) -> int:
+    """The least number of rows, `vocab` or more, that divides over `size` ranks."""
+    return -(-vocab // size) * size
 
 
 def near(a: Tensor, b: Tensor, what: str) -> None:

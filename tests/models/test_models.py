@@ -106,15 +106,6 @@ def test_forward_equals_the_model_written_out(kv_heads: int) -> None:
     torch.testing.assert_close(model(tokens), by_hand(model, tokens), rtol=0, atol=1e-10)
 
 
-def test_a_token_changes_nothing_before_it() -> None:
-    model, changed = small(), tokens_of(small())
-    tokens = changed.clone()
-    changed[:, 4] = (changed[:, 4] + 1) % model.vocab
-    same = (model(tokens) == model(changed)).all(-1)
-    assert same[:, :4].all()
-    assert not same[:, 4:].any()
-
-
 def test_positions_say_where_columns_stand() -> None:
     model = small()
     tokens = tokens_of(model)
@@ -259,31 +250,6 @@ def test_parts_have_their_names_and_no_buffers() -> None:
     assert block.attn.k.weight.shape == (6, 12) and block.attn.q.weight.shape == (12, 12)
     assert model.head.bias is None
     assert not list(model.buffers())
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_can_be_cut_by_heads_from_outside(kv_heads: int) -> None:
-    """What tensor parallelism does: half the heads each, and the two outputs add up."""
-    attn = small(kv_heads=kv_heads).blocks[0].attn
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    total = attn.out.bias.clone()
-    for half in range(2):
-        part = copy.deepcopy(attn)
-        for name, rows in (("q", 6), ("k", kv_heads * 3 // 2), ("v", kv_heads * 3 // 2)):
-            linear, kept = getattr(part, name), slice(half * rows, half * rows + rows)
-            linear.weight = nn.Parameter(linear.weight[kept])
-            linear.bias = nn.Parameter(linear.bias[kept])
-        part.out.weight, part.out.bias = nn.Parameter(attn.out.weight[:, half * 6 :][:, :6]), None
-        total = total + part(x)
-    torch.testing.assert_close(total, attn(x), rtol=0, atol=1e-14)
-
-
-def test_blocks_run_one_by_one_as_a_pipeline_runs_them() -> None:
-    model = small()
-    x = model.embed(tokens_of(model))
-    for block in model.blocks:
-        x = block(x)
-    assert torch.equal(model.head(model.norm(x)), model(tokens_of(model)))
 
 
 @pytest.mark.parametrize("sizes", [[3, 5], [7, 13, 1], [5, 3, 11, 2]])

@@ -20,7 +20,7 @@ from labkit.parallel.common.conjugate import (
     reduce_scatter_sequence,
 )
 from labkit.parallel.tensor import tensor_parallel as tensor
-from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from tensor_contract import check_overlap, check_with_bytes, with_sequence
 from test_tensor_dropout import check_masks
@@ -220,7 +220,7 @@ def replicas_differ(real: Any, comm: Comm, *_: Tensor) -> Any:
 
 # Shards draw from the generator that replicas draw from.
 shards_share_the_generator = instead(
-    "shards_share_the_generator", tensor, "DrawsItsOwn", lambda module, *_: module.forward
+    "shards_share_the_generator", tensor.OwnForward, "_begin", lambda _: None
 )
 
 

@@ -6,7 +6,7 @@ import vocab_checks as checks
 from harness import Edit, Mutation, noticed, on_ranks
 from labkit import RankError
 from labkit.parallel.common.conjugate import copy_to_ranks
-from labkit.parallel.tensor import linear, vocab
+from labkit.parallel.tensor import layers
 
 pytestmark = pytest.mark.slow
 
@@ -14,33 +14,34 @@ VOCAB = 5  # 3 rows on rank 0, 2 and one of padding on rank 1
 
 
 def embedding() -> None:
-    checks.embedding_is_torchs(vocab, VOCAB)
+    checks.embedding_is_torchs(layers, VOCAB)
 
 
 def head() -> None:
     for gather in (True, False):
-        checks.head_is_torchs(vocab, VOCAB, gather)
+        checks.head_is_torchs(layers, VOCAB, gather)
 
 
 def loss() -> None:
-    checks.loss_is_torchs(vocab, VOCAB, 1e3)
+    checks.loss_is_torchs(layers, VOCAB, 1e3)
 
 
 def tied_weights() -> None:
-    checks.tied_weights_train_as_one(vocab, VOCAB)
+    checks.tied_weights_train_as_one(layers, VOCAB)
 
 
 def sent_bytes() -> None:
-    checks.bytes_are_the_formulas(vocab, VOCAB)
+    checks.bytes_are_the_formulas(layers, VOCAB)
 
 
+SUMMED = "return (reduce_scatter_sequence if self.sequence else reduce_from_ranks)(x, self.comm)"
 FAULTS = [
     (embedding, "others' tokens look up row 0",
      "x = x.masked_fill(~mine.unsqueeze(-1), 0)", ""),
     (embedding, "what others looked up is not summed",
-     "return reduce_from_ranks(x, self.comm)", "return x"),
+     SUMMED, "return x"),
     (embedding, "f in the place of g: the gradient is summed, x is not",
-     "return reduce_from_ranks(x, self.comm)", "return copy_to_ranks(x, self.comm)"),
+     SUMMED, "return copy_to_ranks(x, self.comm)"),
     (head, "the gradient of the head's x is one rank's",
      "logits = super().forward(x)", "logits = F.linear(x, self.weight, self.bias)"),
     (head, "padding is seen among all logits",
@@ -69,12 +70,12 @@ FAULTS = [
 ]  # fmt: skip
 NAMES = {"copy_to_ranks": copy_to_ranks}  # that a faulty line needs
 MUTATIONS = [
-    Mutation(Edit(label, vocab.__name__, old, new, NAMES), check)
+    Mutation(Edit(label, layers.__name__, old, new, NAMES), check)
     for check, label, old, new in FAULTS
 ]
 start = "start = min(comm.rank * length, size)"
 MUTATIONS += [
-    Mutation(Edit("all ranks have the first rows", linear.__name__, start, "start = 0"), embedding)
+    Mutation(Edit("all ranks have the first rows", layers.__name__, start, "start = 0"), embedding)
 ]
 
 pair = {"size": 2, "timeout_s": 5}  # some of the faults let ranks wait for each other

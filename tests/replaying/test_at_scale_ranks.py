@@ -8,8 +8,8 @@ import torch
 
 from labkit import DDP, GPT, MasterWeights, Mesh, Pipeline, World, ZeroOptimizer, record, split
 from labkit.clusters import cluster
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.step_model import StepModel
 from labkit.replaying.planning.steps import step_report

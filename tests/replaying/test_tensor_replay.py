@@ -7,8 +7,8 @@ import torch
 
 from labkit import GPT, attach, dry_run, replay, split_of
 from labkit.clusters import cluster
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.trace import Trace
 
 RANKS, ROWS, DEPTH, WIDTH, LENGTH = 8, 2, 2, 3072, 2048

@@ -42,7 +42,11 @@ def copy_to_ranks(x: Tensor, comm: Comm) -> Tensor:
 
 def copies_to_ranks(xs: Sequence[Tensor], comm: Comm) -> list[Tensor]:
     """f of several tensors of one dtype, whose gradients travel in one all-reduce."""
-    return list(xs) if comm.size == 1 else list(_Copy.apply(comm, *xs))
+    trained = [x for x in xs if x.requires_grad]
+    if comm.size == 1 or not trained:
+        return list(xs)
+    copies = iter(_Copy.apply(comm, *trained))
+    return [next(copies) if x.requires_grad else x for x in xs]
 
 
 def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
@@ -80,20 +84,14 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Comm, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.comm = comm
-        ys = tuple(x.view_as(x) for x in xs)
-        needed = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(y for y, is_needed in zip(ys, needed) if not is_needed))
-        return ys
+        return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        needed = ctx.needs_input_grad[1:]
-        wanted = [g for g, is_needed in zip(grads, needed) if is_needed]
-        flat = torch.cat([g.reshape(-1) for g in wanted])
+        flat = torch.cat([gradient.reshape(-1) for gradient in grads])
         ctx.comm.all_reduce(flat)
-        sums = iter(_unflatten_dense_tensors(flat, wanted))
-        return None, *(next(sums) if is_needed else None for is_needed in needed)
+        return None, *_unflatten_dense_tensors(flat, grads)
 
 
 class Exchange(torch.autograd.Function):

@@ -62,7 +62,11 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
     comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):
         raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')
-    if not (attentions := [m for name, m in model.named_modules() if _is_attention(name, m)]):
+    attentions: list[Any] = [
+        module for name, module in model.named_modules()
+        if name.split(".")[-1] == "attn" and isinstance(getattr(module, "core", None), nn.Module)
+    ]  # fmt: skip
+    if not attentions:
         raise ValueError(
             f"{type(model).__name__} has no module attn.core, which context parallelism replaces; "
             "give a model whose blocks have one, as labkit.GPT"
@@ -72,7 +76,14 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
             f"{type(model).__name__}.forward takes no `positions`, by which a rank says where its "
             "tokens stand; edit the plain model first, then wrap it"
         )
-    _check_owners(model, comm)
+    for name, parameter in model.named_parameters():  # as the mark checks what comes later
+        owner = owner_of(parameter)
+        if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
+            raise ValueError(
+                f"{name} belongs to a {type(owner).__name__} over ranks {list(owner.comm.ranks)}, "
+                f"which are not all that are to share a sequence, {list(comm.ranks)}; call "
+                'context_parallel first, then make the strategy over mesh["dp", "cp"]'
+            )
     cores = [_core_for(attention, comm, way) for attention in attentions]
     for attention, core in zip(attentions, cores, strict=True):
         attention.core = core
@@ -104,10 +115,6 @@ class SequenceParts(CopiedMark):
             )
 
 
-def _is_attention(name: str, module: nn.Module) -> bool:
-    return name.split(".")[-1] == "attn" and isinstance(getattr(module, "core", None), nn.Module)
-
-
 def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     """What takes the place of attention.core. Raises ValueError where nothing can."""
     core = attention.core
@@ -131,18 +138,6 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
             'block.attn.core.dropout = 0.0 in each block, or use way="ulysses"'
         )
     return RingAttention(comm)
-
-
-def _check_owners(model: nn.Module, comm: Comm) -> None:
-    """As a strategy that comes later would be checked by the mark."""
-    for name, parameter in model.named_parameters():
-        owner = owner_of(parameter)
-        if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
-            raise ValueError(
-                f"{name} belongs to a {type(owner).__name__} over ranks {list(owner.comm.ranks)}, "
-                f"which are not all that are to share a sequence, {list(comm.ranks)}; call "
-                'context_parallel first, then make the strategy over mesh["dp", "cp"]'
-            )
 
 
 class _PositionsFilledIn:

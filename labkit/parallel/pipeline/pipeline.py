@@ -110,7 +110,7 @@ class Pipeline(StagedModel):
         ]  # fmt: skip
         self._last_backward = synchronising.last_backward(actions, self._stages)
         self._has_first, self._has_last = own[0] == 0, own[-1] == last
-        self._xs = self._ys = cast(tuple[Tensor, ...], ())  # micro-batches, on first and last stage
+        self._xs: dict[Action, Tensor] = {}  # on the first stage: the micro-batch of each forward
         self._loss_fn = loss_fn
         parts = scatter_gather_over(scatter_gather, comm, modules)
         self._p2p = P2PChannel(comm, self.schedule, parts)
@@ -139,7 +139,7 @@ class Pipeline(StagedModel):
         """
         self._begin(x, y, scaler)
         for action, needed, leaving in self._program:
-            message = self._p2p.receive(needed) if needed else self._of_batch(action)
+            message = self._p2p.receive(needed) if needed else self._xs.get(action)
             with self._without_sync(action):
                 result = self._stages[action.chunk].do(action, message)
             if leaving:
@@ -147,7 +147,7 @@ class Pipeline(StagedModel):
             del message, result  # frees their memory
         self._p2p.end()
         self._tied.sum_gradients()
-        self._xs = self._ys = ()
+        self._xs, self._ys = {}, ()
         return self._loss if self._has_last else None
 
     def _without_sync(self, action: Action) -> ExitStack:
@@ -157,17 +157,14 @@ class Pipeline(StagedModel):
             stack.enter_context(optimizer.no_sync())
         return stack
 
-    def _of_batch(self, action: Action) -> Tensor | None:
-        """The rows of a forward of the first stage; None for other actions without a message."""
-        return self._xs[action.microbatch] if action.phase == "forward" else None
-
     def _begin(self, x: Tensor, y: Tensor, scaler: LossScaler | None) -> None:
         validation.check_batch(x, y, self.microbatches, self.comm, self._has_last)
         for stage in self._stages:
             stage.unchanged.check()
         rows = events.chunk_sizes(len(x), self.microbatches)
         self._shares = [n / len(x) for n in rows]
-        self._xs = x.detach().split(rows) if self._has_first else ()
+        xs = x.detach().split(rows) if self._has_first else ()
+        self._xs = {Action("forward", k): part for k, part in enumerate(xs)}
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
         alike = validation.check_alike(x, self, self._alike)

@@ -47,7 +47,17 @@ class Layers(nn.Module):
         """The stages `own` of one rank, under their names in the whole model, without wrappers, as
         DDP. Raises ValueError where two layers of any stages have one name."""
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
-        _check_names(layers)
+        first: dict[str, int] = {}
+        for index, paths in enumerate(layers):
+            for path, layer in paths.items():
+                other = first.setdefault(path, index)
+                if layer is not layers[other][path]:
+                    raise ValueError(
+                        f"stages {other} and {index} have a layer called {path} each, and they are "
+                        "not the same: one would take the other's place in parameters(), train() "
+                        "and full_state_dict(); cut one model, as split(nn.Sequential(*first, "
+                        f"*second), {len(stages)}) does"
+                    )
         return Layers({path: layer for index in own for path, layer in layers[index].items()})
 
 
@@ -123,18 +133,3 @@ def further_names(stages: Sequence[nn.Module]) -> dict[str, str]:
                 if (known := first.setdefault(id(x), name)) != name:
                     further[name] = known
     return further
-
-
-def _check_names(stages: Sequence[Mapping[str, nn.Module]]) -> None:
-    """Raises ValueError where two stages have a layer of one name, unless it is the same one."""
-    first: dict[str, int] = {}
-    for index, layers in enumerate(stages):
-        for path, layer in layers.items():
-            other = first.setdefault(path, index)
-            if layer is not stages[other][path]:
-                raise ValueError(
-                    f"stages {other} and {index} have a layer called {path} each, and they are not "
-                    "the same: one would take the other's place in parameters(), train() and "
-                    "full_state_dict(); cut one model, as split(nn.Sequential(*first, *second), "
-                    f"{len(stages)}) does"
-                )

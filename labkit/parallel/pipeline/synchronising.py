@@ -114,13 +114,15 @@ class Tied:
 
     def begin(self) -> None:
         """Before a step: the gradients of earlier steps, summed already, are put aside."""
-        self._gradients = [
-            (_gradient_of(parameter, group), group)
-            for parameter, group in self._copies
-            if parameter.requires_grad and torch.is_grad_enabled()
-        ]
-        for gradient, _ in self._gradients:
-            gradient.put_aside()
+        self._gradients = []
+        for parameter, group in self._copies:
+            if parameter.requires_grad and torch.is_grad_enabled():
+                owner = owner_of(parameter)
+                gradient: TiedGradient = WholeGradient(parameter, group)
+                if fulfils(owner, Sharder):  # this rank's share
+                    gradient = owner.gradient_of_copy(parameter)
+                gradient.put_aside()
+                self._gradients.append((gradient, group))
 
     def sum_gradients(self) -> None:
         """After the last backward: every owner gets the sum of all owners' gradients."""
@@ -146,14 +148,6 @@ class WholeGradient:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         group.all_reduce(parameter.grad)
-
-
-def _gradient_of(parameter: nn.Parameter, group: Any) -> TiedGradient:
-    """Whole, or this rank's share of it."""
-    owner = owner_of(parameter)
-    if fulfils(owner, Sharder):
-        return owner.gradient_of_copy(parameter)
-    return WholeGradient(parameter, group)
 
 
 def check_ties(

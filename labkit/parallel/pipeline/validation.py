@@ -39,25 +39,15 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} is a {type(stage).__name__}; it must be an nn.Module")
-    _check_built_alike(stages, comm)
-    return count // size
-
-
-def _check_built_alike(stages: Sequence[nn.Module], comm: Comm) -> None:
-    """Raises ValueError where a stage differs between ranks. (One that its rank has wrapped, in DDP
-    say, is not compared: on the others it is not wrapped.)"""
+    # One that its rank has wrapped, in DDP say, is not compared: on the others it is not wrapped.
     own = [None if fulfils(stage, DataParallel) else _parameters_of(stage) for stage in stages]
-    for index, of_ranks in enumerate(zip_longest(*comm.all_gather_object(own))):
-        known = [(rank, found) for rank, found in enumerate(of_ranks) if found is not None]
-        for rank, parameters in known[1:]:
-            first, expected = known[0]
-            if parameters != expected:
-                pairs = zip_longest(expected, parameters, fillvalue="nothing")
-                here, there = next(pair for pair in pairs if pair[0] != pair[1])
-                raise ValueError(
-                    f"stage {index} differs between ranks {first} and {rank}, which has {there}, "
-                    f"and not {here}; build the same stages on every rank"
-                )
+    if difference := _difference(own, comm):
+        index, first, rank, _, here, there = difference
+        raise ValueError(
+            f"stage {index} differs between ranks {first} and {rank}, which has {there}, and not "
+            f"{here}; build the same stages on every rank"
+        )
+    return count // size
 
 
 def _parameters_of(stage: nn.Module) -> list[str]:
@@ -66,6 +56,22 @@ def _parameters_of(stage: nn.Module) -> list[str]:
         + ("" if p.requires_grad else ", frozen")
         for name, p in stage.named_parameters()
     ]
+
+
+def _difference(
+    own: Sequence[list[str] | None], comm: Comm
+) -> tuple[int, int, int, int, str, str] | None:
+    """The first difference between ranks in a list for each stage (None is not compared): which
+    stage, which two ranks, at which position, and what they have there."""
+    for stage, of_ranks in enumerate(zip_longest(*comm.all_gather_object(own))):
+        known = [(rank, names) for rank, names in enumerate(of_ranks) if names is not None]
+        for rank, names in known[1:]:
+            first, expected = known[0]
+            pairs = zip_longest(expected, names, fillvalue="nothing")
+            for position, (here, there) in enumerate(pairs):
+                if here != there:
+                    return stage, first, rank, position, here, there
+    return None
 
 
 def agreed_schedule(
@@ -89,17 +95,13 @@ def agreed_schedule(
                 f"the schedule is of {has} chunks on each rank, and there are "
                 f"{chunks * comm.size} stages for {comm.size} ranks: give {has * comm.size} stages"
             )
-    every = comm.all_gather_object([[str(action) for action in actions] for actions in schedule])
-    for rank, other in enumerate(every):
-        for stage, (expected, actions) in enumerate(zip(every[0], other, strict=True)):
-            pairs = zip_longest(expected, actions, fillvalue="nothing")
-            for position, (here, there) in enumerate(pairs):
-                if here != there:
-                    raise ValueError(
-                        f"rank {rank} has another schedule than rank 0: on stage {stage}, position "
-                        f"{position}, {there} and not {here}; give the same schedule and "
-                        "microbatches on every rank"
-                    )
+    if difference := _difference([list(map(str, actions)) for actions in schedule], comm):
+        stage, first, rank, position, here, there = difference
+        raise ValueError(
+            f"rank {rank} has another schedule than rank {first}: on stage {stage}, position "
+            f"{position}, {there} and not {here}; give the same schedule and microbatches on every "
+            "rank"
+        )
     return schedule, microbatches_of(schedule)
 
 

@@ -37,7 +37,6 @@ from labkit.schedules.actions import Action
 # An action with nothing to compute runs a backward all the same: a recording has one for each.
 NOTHING = partial(torch.zeros, (), requires_grad=True)
 
-
 Version = dict[str, Tensor]
 
 
@@ -80,28 +79,23 @@ class VirtualStage:
     def do(self, action: Action, message: Tensor | None) -> Tensor | None:
         """Compute `action` from its message: the input of a forward, the gradient of the output for
         a backward. Returns what to send to the next stage (or the one before)."""
-        k = action.microbatch
+        k, phase = action.microbatch, action.phase
         with self._without_sync(action):
-            match action.phase:
-                case "forward":
-                    assert message is not None
-                    return self._forward(k, message)
-                case "backward":
-                    flight = self.in_flight.pop(k)
-                    with _without_autocast(flight.x):
-                        return self._backward(flight, message, k)
-                case "input":
-                    flight = self.in_flight[k]
-                    with _without_autocast(flight.x), deferring(self.module, flight.later):
-                        return self._backward(flight, message, k)
-                case "weight":
-                    flight = self.in_flight.pop(k)
-                    with _without_autocast(flight.x):
-                        self._weight(flight, action, k)
-                case "update":
-                    assert self.versions is not None
-                    self.versions.update(k)
-        return None
+            if phase == "forward":
+                assert message is not None
+                return self._forward(k, message)
+            if phase == "update":
+                assert self.versions is not None
+                self.versions.update(k)
+                return None
+            flight = self.in_flight[k] if phase == "input" else self.in_flight.pop(k)
+            with _without_autocast(flight.x):
+                if phase == "weight":
+                    self._weight(flight, action, k)
+                    return None
+                deferred = deferring(self.module, flight.later)
+                with deferred if phase == "input" else nullcontext():
+                    return self._backward(flight, message, k)
 
     def _without_sync(self, action: Action) -> AbstractContextManager[Any]:
         """A stage in DDP averages over the replicas once in a step, in its last backward."""
@@ -220,8 +214,3 @@ class WeightVersions:
         for p in self.module.parameters():
             p.grad = None
         self._newest = None
-
-    @property
-    def in_use(self) -> int:
-        """How many versions micro-batches in flight need."""
-        return len({id(version) for version in self._used.values()})

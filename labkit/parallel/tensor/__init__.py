@@ -1,11 +1,6 @@
 """Tensor and sequence parallelism: every layer is cut, and all ranks compute on the same tokens.
 
-    x ─▶ norm ─ f ─▶ q k v ─▶ some heads ─▶ out ─ g ─▶ + ─▶ norm ─ f ─▶ up ─▶ gelu ─▶ down ─ g ─▶ +
-                     columns                rows                        columns       rows
-    whole            ├──────── 1/t ───────────┤  whole                  ├─────── 1/t ─────┤  whole
-
 tensor_parallel.py    the edit of a model; f and g: ../common/conjugate.py
-linear.py             the two ways to cut a matrix: by columns and by rows
-vocab.py              the embedding, the head and the loss, cut by the vocabulary
+layers.py             what is cut: matrices, the embedding, the head and the loss
 validation.py         which layers can be cut: asked, and tried; the same input on all ranks
 """

@@ -36,9 +36,9 @@ Narayanan et al., arXiv 2104.04473.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
 from labkit.dispatch import no_modes
-from labkit.parallel.common.conjugate import copies_to_ranks, own_part
 from labkit.parallel.common.ownership import broadcast_tensors, check_same_on_all_ranks
-from labkit.parallel.tensor import validation
-from labkit.parallel.tensor.linear import ColumnParallelLinear, OneInput, RowParallelLinear
-from labkit.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelHead
+from labkit.parallel.tensor import layers, validation
 
 
 def tensor_parallel(
@@ -78,12 +75,12 @@ def tensor_parallel(
     trials = validation.check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     broadcast_tensors([*model.parameters(), *model.buffers()], comm)
-    tied = validation.tied_names(model)
+    before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for trial in trials:
         _cut_layer(trial, comm, sequence)
     cut = [*(x.layer for x in trials), *_cut_vocabulary(model, comm, sequence, gather_logits)]
-    has_ends = {VocabParallelEmbedding, VocabParallelHead} <= {*map(type, cut)}
-    validation.check_edited(model, tied, lacks_ends=sequence and comm.size > 1 and not has_ends)
+    has_ends = {layers.VocabParallelEmbedding, layers.VocabParallelHead} <= {*map(type, cut)}
+    validation.check_edited(model, before, lacks_ends=sequence and comm.size > 1 and not has_ends)
     if sequence:
         _cut_sequence(model, comm, {part for layer in cut for part in layer.modules()})
     check = partial(validation.check_same_input, comm, sequence)
@@ -92,20 +89,17 @@ def tensor_parallel(
 
 
 def _cut_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None:
-    """Columns, then rows, all made before any is put in place: a refused layer stays whole. What is
-    drawn between the two is drawn for this rank's shard."""
+    """Columns, then rows, all made before any is put in place: a refused layer stays whole."""
     layer, options = trial.layer, dict[str, Any](comm=comm, sequence=sequence)
     linears = [getattr(layer, name) for name in trial.columns]
-    columns = [ColumnParallelLinear.from_linear(linear, **options) for linear in linears]
-    row = RowParallelLinear.from_linear(getattr(layer, trial.row), **options)
+    columns = [layers.ColumnParallelLinear.from_linear(linear, **options) for linear in linears]
+    row = layers.RowParallelLinear.from_linear(getattr(layer, trial.row), **options)
     for name, part in zip(trial.names, (*columns, row), strict=True):
         setattr(layer, name, part)
-    if len(columns) > 1:
-        OneInput(columns)
     if trial.pending:
         layer.forward = trial
     # With a cut sequence all that is drawn here is for a shard.
-    layer.forward = DrawsItsOwn(layer, comm, *(() if sequence else (columns, row)))
+    layer.forward = OwnForward(layer, comm, columns, None if sequence else row)
 
 
 def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
@@ -113,17 +107,17 @@ def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool)
     cut: list[nn.Module] = []
     rows: dict[Tensor, nn.Parameter] = {}
     for module in list(model.modules()):
-        if isinstance(tokens := getattr(module, "tokens", None), nn.Embedding):
-            module.tokens = VocabParallelEmbedding.from_embedding(tokens, comm, sequence=sequence)
-            rows[tokens.weight] = module.tokens.weight
-            cut.append(module.tokens)
+        if isinstance(whole := getattr(module, "tokens", None), nn.Embedding):
+            part = layers.VocabParallelEmbedding.from_embedding(whole, comm, sequence=sequence)
+            module.tokens, rows[whole.weight] = part, part.weight
+            cut.append(part)
     for module in list(model.modules()):
-        head = getattr(module, "head", None)
-        if isinstance(head, nn.Linear) and (module is model or head.weight in rows):
-            module.head = VocabParallelHead.from_linear(
-                head, comm, gather_output=gather_logits, sequence=sequence
+        whole = getattr(module, "head", None)
+        if isinstance(whole, nn.Linear) and (module is model or whole.weight in rows):
+            module.head = layers.VocabParallelHead.from_linear(
+                whole, comm, sequence=sequence, gather_output=gather_logits
             )
-            module.head.weight = rows.get(head.weight, module.head.weight)
+            module.head.weight = rows.get(whole.weight, module.head.weight)
             cut.append(module.head)
     return cut
 
@@ -143,73 +137,63 @@ def own_numbers(comm: Comm) -> Iterator[None]:
         yield
 
 
-class DrawsItsOwn:
-    """In place of `module.forward`: the same, with random numbers of the rank's own; all of it, or
-    from where one of `starts` is called to where `end` is, as from columns to rows."""
+class OwnForward:
+    """In place of `module.forward`: the same, with random numbers of the rank's own; in a layer
+    that is cut, from its columns to its row. Columns have one x, as q, k and v: the first computes
+    for all, so that x is gathered once, and its gradient sent once."""
 
-    def __init__(self, module: nn.Module, comm: Comm, starts: Sequence[Any] = (), end: Any = None):
+    def __init__(self, module: nn.Module, comm: Comm, columns: Sequence[Any] = (), row: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
-        self._runs, self._inside = False, cast(ExitStack | None, None)
-        self._begins_at_once = not starts
-        for start in starts:
-            start.register_forward_pre_hook(self._begin)
-        if end is not None:
-            end.register_forward_pre_hook(self._end)
+        self.columns, self._begins_at_once = list(columns), row is None
+        self._own: Any = None  # the block of own numbers, once it has begun
+        self._call: Any = None  # while forward runs: x, its state, the outputs not asked for yet
+        for column in columns:
+            column.one_input = self
+        if row is not None:
+            row.register_forward_pre_hook(self._end)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        nested, self._runs = self._runs, True
-        outer, self._inside = (self._inside, None) if nested else (None, self._inside)
+        outer = self._own, self._call
+        self._own, self._call = None, (None, None, {})
         try:
             if self._begins_at_once:
                 self._begin()
             return self.forward(*args, **kwargs)
         finally:
             self._end()
-            self._runs, self._inside = nested, outer
+            self._own, self._call = outer
 
-    def _begin(self, *_: Any) -> None:
-        if self._inside is None and validation.draws(self.module):
-            inside = ExitStack()
-            inside.enter_context(own_numbers(self.comm))
-            self._inside = inside
+    def output_of(self, column: layers.ColumnParallelLinear, x: Tensor) -> Tensor:
+        """Its part of x A; for this column alone, where it is called from outside of the layer."""
+        if self._call is None:
+            return layers.columns([column], x)[0]
+        self._begin()
+        known, before, ys = self._call
+        state = torch.is_grad_enabled(), x.is_inference() or x._version
+        if x is not known or state != before or column not in ys:
+            ys = dict(zip(self.columns, layers.columns(self.columns, x), strict=True))
+        y = ys.pop(column)
+        self._call = (x, state, ys) if ys else (None, None, {})
+        return y
+
+    def _begin(self) -> None:
+        if self._own is None and validation.draws(self.module):
+            own = own_numbers(self.comm)
+            own.__enter__()
+            self._own = own
 
     def _end(self, *_: Any) -> None:
-        inside, self._inside = self._inside, None
-        if inside is not None:
-            inside.close()
+        own, self._own = self._own, None
+        if own is not None:
+            own.__exit__(None, None, None)
 
 
 def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:
     """From the embedding to the head, x is [b, s/t, w], but for what is `cut` already."""
     for module in (module for module in model.modules() if module not in cut):
         if isinstance(module, _DropoutNd):
-            module.forward = DrawsItsOwn(module, comm)
+            module.forward = OwnForward(module, comm)
         elif isinstance(module, nn.Embedding):
-            module.forward = _OwnPositions(module, comm)  # type: ignore[method-assign, assignment]
+            module.forward = layers.OwnPositions(module, comm)  # type: ignore[method-assign, assignment]
         elif module._parameters:
-            module.forward = SummedGradients(module, comm)
-
-
-class SummedGradients:
-    """In place of the forward of a module, as a norm, that sees a shard of the sequence: backward
-    sums the gradients of its own parameters over the ranks, in one all-reduce."""
-
-    def __init__(self, module: nn.Module, comm: Comm):
-        self.module, self.forward, self.comm = module, module.forward, comm
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        whole: Any = self.module._parameters
-        there = {name: p for name, p in whole.items() if p is not None}
-        shared: Any = copies_to_ranks([*there.values()], self.comm)
-        self.module._parameters = {**whole, **dict(zip(there, shared, strict=True))}
-        try:
-            return self.forward(*args, **kwargs)
-        finally:
-            self.module._parameters = whole
-
-
-class _OwnPositions(SummedGradients):
-    """The table of positions: [s] -> the vectors of the own part, [s/t, w]."""
-
-    def __call__(self, positions: Tensor) -> Any:
-        return super().__call__(own_part(positions, self.comm, dim=-1))
+            module.forward = layers.SummedGradients(module, comm)

@@ -10,10 +10,8 @@ weight is read, so models without memory are tried, too.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from copy import copy, deepcopy
 from functools import partial
-from itertools import zip_longest
 from math import gcd
 from typing import Any
 
@@ -26,9 +24,8 @@ from labkit.comm import Comm
 from labkit.dispatch import no_modes
 from labkit.events import ranks_in_words
 from labkit.parallel.common.shards import check_same
-from labkit.parallel.tensor.linear import ShardedLinear
+from labkit.parallel.tensor.layers import SAME_BATCH, ShardedLinear
 
-SAME_BATCH = "give all of them the same batch, chosen by the rank along the data-parallel axis"
 LAYERS = (["q", "k", "v"], "out"), (["gate", "up"], "down"), (["up"], "down")
 
 
@@ -45,107 +42,40 @@ def layers_to_cut(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]
 def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
     """Raises ValueError where a layer cannot be cut, or there is none. Returns the layers' trials;
     pending ones are to be made on the first real input."""
-    layers = list(layers_to_cut(model))
-    for path, layer, columns, row in layers:
-        _check_layer(path and f"{path}.", layer, [*columns, row])
-        counts = _counts_of(path and f"{path}.", layer, row)
-        for what, count in counts.items():
-            if count % comm.size:
-                fits = gcd(*counts.values())
-                sizes = ", ".join(str(n) for n in range(1, fits + 1) if fits % n == 0)
-                raise ValueError(
-                    f"{count} {what} of {path or 'the model'} do not divide over {comm.size} "
-                    f"tensor-parallel ranks; choose a size that does: {sizes}"
-                )
-    if not layers:
+    trials = [SplitTrial(comm.size, *layer) for layer in layers_to_cut(model)]
+    if not trials:
         raise ValueError(
             f"{type(model).__name__} has nothing that tensor_parallel knows to cut: modules with "
             "q, k, v and out (attention) or with up and down, and gate where it is gated (an MLP); "
             "give its layers these names"
         )
-    return [SplitTrial(comm.size, *layer) for layer in layers]
+    return trials
 
 
-def _check_layer(prefix: str, layer: nn.Module, names: list[str]) -> None:
-    """Its linear layers must be plain. Another parameter would get a part of its gradient between
-    columns and rows, and all of it elsewhere."""
-    for name in names:
-        linear = getattr(layer, name)
-        if isinstance(linear, ShardedLinear):
-            raise ValueError(
-                f"{prefix}{name} is cut over {ranks_in_words(linear.comm.size)} already; edit a "
-                "model once, or build a new one"
-            )
-        if type(linear) is not nn.Linear:
-            raise ValueError(
-                f"{prefix}{name} is a {type(linear).__name__}; tensor_parallel cuts plain "
-                "nn.Linear: cut first, and edit in other ways afterwards"
-            )
-        hooks = [x for key, x in vars(linear).items() if key.endswith("_hooks") and x]
-        if hooks or "forward" in vars(linear):
-            raise ValueError(
-                f"{prefix}{name} has hooks or a forward of its own, which the layers that take its "
-                "place would not call; cut first, then add these"
-            )
-    for name, _ in layer.named_parameters():
-        if name.partition(".")[0] not in names:
-            raise ValueError(
-                f"{prefix}{name} is a parameter inside a layer that is cut, and tensor_parallel "
-                f"knows {', '.join(names)} there: whether each rank has all of its gradient "
-                "depends on where it is used; move it out of the layer, or cut by hand with "
-                "ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
-            )
-
-
-def _counts_of(prefix: str, layer: Any, row: str) -> dict[str, int]:
-    """What must divide over the ranks, by its name."""
-    if row == "out":
-        if not isinstance(width := getattr(layer, "head_width", None), int):
-            raise ValueError(
-                f"{prefix[:-1]} has q, k, v and out, and no head_width: attention is cut by heads; "
-                "give it `head_width`, the features of one head"
-            )
-        heads = {"query heads": layer.q, "key-value heads": layer.k}
-        return {what: linear.out_features // width for what, linear in heads.items()}
-    hidden: int = layer.up.out_features
-    if hasattr(layer, "gate") and layer.gate.out_features != hidden:
-        raise ValueError(
-            f"{prefix}gate has {layer.gate.out_features} features and up {hidden}: a gate is cut "
-            "as what it is multiplied with; make them equal, or give it another name"
-        )
-    return {"hidden features": hidden}
-
-
-def tied_names(model: nn.Module) -> set[frozenset[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, set()).add(name)
-    return {frozenset(several) for several in names.values() if len(several) > 1}
-
-
-def check_edited(model: nn.Module, tied: set[frozenset[str]], lacks_ends: bool) -> None:
-    """Raises ValueError where nothing cuts or joins the sequence; where parameters that were `tied`
-    before the edit are not any more."""
+def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> None:
+    """Raises ValueError where nothing cuts or joins the sequence; where parameters that were tied
+    `before` the edit, of one id, are not any more."""
     if lacks_ends:
         raise ValueError(
             "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
             "together again; this model lacks one, so ranks would take all of x for their part"
         )
-    if untied := tied - tied_names(model):
-        raise ValueError(
-            f"{' and '.join(sorted(next(iter(untied))))} were one parameter and would be cut into "
-            "several; build the model anew, and give each its own, or tie only `head` and `tokens`"
-        )
+    now = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, known in before.items():
+        if now[name] is not now[tied := first.setdefault(known, name)]:
+            raise ValueError(
+                f"{tied} and {name} were one parameter and would be cut into several; build the "
+                "model anew, and give each its own, or tie only `head` and `tokens`"
+            )
 
 
 def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kwargs: Any) -> None:
     """Before each forward: where a `World` checks, raises ValueError unless all tensors of the
     input are the same on all ranks and, with dropout on, the random state."""
 
-    def inputs() -> list[Tensor]:
+    def inputs() -> list[Tensor]:  # with a cut sequence, x of a later stage of the model is a shard
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        # With a cut sequence, x of a later stage of the model is a shard, and tokens are whole.
         return [x for x in tensors if not (sequence and x.is_floating_point())]
 
     check_same(comm, "input", inputs, SAME_BATCH)
@@ -162,8 +92,7 @@ def random_states(model: nn.Module) -> list[Tensor]:
     """Of the generators from which `model` draws, the CPU's and its device's; none where dropout is
     off."""
     devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
-    drawn_from = generators() if draws(model) else []
-    return [g.get_state() for g in drawn_from if g.device in devices]
+    return [g.get_state() for g in generators() if g.device in devices and draws(model)]
 
 
 def draws(module: nn.Module) -> bool:
@@ -172,10 +101,8 @@ def draws(module: nn.Module) -> bool:
 
 
 def _dropout_of(module: nn.Module) -> float:
-    if isinstance(module, _DropoutNd):
-        return module.p
-    p = getattr(module, "dropout", None)
-    return p if isinstance(p, float) else 0
+    p = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
+    return p if isinstance(module, _DropoutNd) or isinstance(p, float) else 0
 
 
 class SplitTrial:
@@ -184,9 +111,11 @@ class SplitTrial:
     cannot be cut."""
 
     def __init__(self, size: int, path: str, layer: Any, columns: list[str], row: str) -> None:
-        self.size, self.path, self.layer = size, path or "the model", layer
-        self.columns, self.row, self.names = columns, row, [*columns, row]
-        self.forward = layer.forward
+        self.size, self.layer, self.forward = size, layer, layer.forward
+        self.path, self.names = path or "the model", [*columns, row]
+        self.columns, self.row = columns, row
+        self._check_parts(path and f"{path}.")
+        self._check_sizes(path and f"{path}.")
         # A part that another strategy has edited exchanges data in its forward.
         attributes = [x for module in layer.modules() for x in vars(module).values()]
         self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
@@ -197,19 +126,78 @@ class SplitTrial:
                 self.copy = deepcopy(layer, memo).eval()
             except Exception as error:
                 raise self._refusal(f"it cannot be copied to be tried ({error})") from None
-            self._try_at_edit()
+            with no_modes():
+                self._try_at_edit()
+
+    def _check_parts(self, prefix: str) -> None:
+        """Its linear layers must be plain. Another parameter would get a part of its gradient
+        between columns and rows, and all of it elsewhere."""
+        for name in self.names:
+            linear, problem = getattr(self.layer, name), ""
+            if isinstance(linear, ShardedLinear):
+                ranks = ranks_in_words(linear.comm.size)
+                problem = f"is cut over {ranks} already; edit a model once, or build a new one"
+            elif type(linear) is not nn.Linear:
+                problem = (
+                    f"is a {type(linear).__name__}; tensor_parallel cuts plain nn.Linear: cut "
+                    "first, and edit in other ways afterwards"
+                )
+            elif "forward" in vars(linear) or any(
+                hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")
+            ):
+                problem = (
+                    "has hooks or a forward of its own, which the layers that take its place would "
+                    "not call; cut first, then add these"
+                )
+            if problem:
+                raise ValueError(f"{prefix}{name} {problem}")
+        for name, _ in self.layer.named_parameters():
+            if name.partition(".")[0] not in self.names:
+                raise ValueError(
+                    f"{prefix}{name} is a parameter inside a layer that is cut, and "
+                    f"tensor_parallel knows {', '.join(self.names)} there: whether each rank has "
+                    "all of its gradient depends on where it is used; move it out of the layer, or "
+                    "cut by hand with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
+                )
+
+    def _check_sizes(self, prefix: str) -> None:
+        """Whole heads, or hidden features, for each rank."""
+        layer = self.layer
+        if self.row == "out":
+            if not isinstance(width := getattr(layer, "head_width", None), int):
+                raise ValueError(
+                    f"{prefix[:-1]} has q, k, v and out, and no head_width: attention is cut by "
+                    "heads; give it `head_width`, the features of one head"
+                )
+            heads = {"query heads": layer.q, "key-value heads": layer.k}
+            counts = {what: linear.out_features // width for what, linear in heads.items()}
+        else:
+            counts = {"hidden features": layer.up.out_features}
+            if hasattr(layer, "gate") and layer.gate.out_features != layer.up.out_features:
+                raise ValueError(
+                    f"{prefix}gate has {layer.gate.out_features} features and up "
+                    f"{layer.up.out_features}: a gate is cut as what it is multiplied with; make "
+                    "them equal, or give it another name"
+                )
+        for what, count in counts.items():
+            if count % self.size:
+                fits = gcd(*counts.values())
+                sizes = ", ".join(str(n) for n in range(1, fits + 1) if fits % n == 0)
+                raise ValueError(
+                    f"{count} {what} of {self.path} do not divide over {self.size} "
+                    f"tensor-parallel ranks; choose a size that does: {sizes}"
+                )
 
     def _try_at_edit(self) -> None:
         column, row = getattr(self.layer, self.columns[0]), getattr(self.layer, self.row)
         device = "cpu" if _has_no_memory(column.weight) else column.weight.device
         for width in (column.in_features, row.in_features):
-            with no_modes():
-                x = _random(2, 3, width).to(device, column.weight.dtype)
-                try:
-                    whole = self._run((x,), {})
-                except Exception:  # it takes another input, or more
-                    continue
-                return self._compare(whole, (x,), {})
+            x = _random(2, 3, width).to(device, column.weight.dtype)
+            try:
+                whole = self._run((x,), {})
+            except Exception:  # it takes another input, or more
+                continue
+            return self._compare(whole, (x,), {})
         if type(self.layer).forward is nn.Module.forward:
             raise self._refusal("it has no forward")
 
@@ -218,56 +206,50 @@ class SplitTrial:
             self._compare(self._run(args, kwargs), args, kwargs)
         return self.forward(*args, **kwargs)
 
-    def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> Any:
+    def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> list[tuple[str, Tensor]]:
         """With random numbers in place of what the linear layers compute; or `rank`'s slice.
-        Returns the names of those called; their inputs, and then the outputs."""
-        names, tensors = list[str](), list[Tensor]()
+        Returns the name and the input of each of them that is called, and then the outputs."""
+        seen: list[tuple[str, Tensor]] = []
 
         def compute(name: str, x: Tensor) -> Tensor:
             features = getattr(self.layer, name).out_features
-            y = _random(*x.shape[:-1], features, seed=len(names)).to(x)
-            names.append(name)
-            tensors.append(x.clone())
+            y = _random(*x.shape[:-1], features, seed=len(seen)).to(x)
+            seen.append((name, x.clone()))
             return y if rank is None or name == self.row else y.chunk(self.size, -1)[rank].clone()
 
         def fresh(x: Tensor) -> Tensor:  # may be written to, and autograd sees what depends on it
             traced = x.requires_grad or (x.is_floating_point() and args and x is args[0])
             return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
 
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.random.fork_rng(range(len(generators()) - 1)),
-            ExitStack() as stack,
-        ):
-            before = random_states(self.layer)
-            for name in self.names:
-                self.copy._modules[name] = linear = copy(getattr(self.layer, name))
-                linear.forward, linear._forward_pre_hooks = partial(compute, name), {}
-                stack.callback(self.copy._modules.__setitem__, name, None)
-            args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
-            output = tree_leaves(self.copy.forward(*args, **kwargs))
-            # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
-            self.draws = not all(map(torch.equal, before, random_states(self.layer)))
-        return names, [*tensors, *(x for x in output if isinstance(x, Tensor))]
+        for name in self.names:
+            self.copy._modules[name] = linear = copy(getattr(self.layer, name))
+            linear.forward, linear._forward_pre_hooks = partial(compute, name), {}
+        forked = torch.random.fork_rng(range(len(generators()) - 1))
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), forked:
+                before = random_states(self.layer)
+                args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
+                output = tree_leaves(self.copy.forward(*args, **kwargs))
+                # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
+                self.draws = not all(map(torch.equal, before, random_states(self.layer)))
+        finally:  # it keeps no weights
+            self.copy._modules.update(dict.fromkeys(self.names))
+        return seen + [("", x) for x in output if isinstance(x, Tensor)]
 
-    def _compare(self, whole: Any, args: Any, kwargs: Any) -> None:
-        names, tensors = whole
-        if unused := {*self.names} - {*names}:
+    def _compare(self, whole: list[tuple[str, Tensor]], args: Any, kwargs: Any) -> None:
+        called = [name for name, _ in whole]
+        if unused := {*self.names} - {*called}:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
-        if any(n == self.row and x.requires_grad for n, x in zip(names, tensors)):
+        if any(name == self.row and x.requires_grad for name, x in whole):
             raise self._refusal("its forward computes with more than their outputs there")
         for rank in (0, self.size - 1) if not self.draws else ():
-            expected = [
-                x.chunk(self.size, -1)[rank] if name == self.row else x
-                for name, x in zip_longest(names, tensors)
-            ]
+            expected = [x.chunk(self.size, -1)[rank] if n == self.row else x for n, x in whole]
             try:
-                called, computed = self._run(args, kwargs, rank)
+                seen = self._run(args, kwargs, rank)
             except Exception as error:
                 raise self._refusal(f"its forward fails on a slice ({error})") from None
-            same = (called, len(computed)) == (names, len(expected))
-            if not same or not all(map(_close, computed, expected)):
+            same = [name for name, _ in seen] == called
+            if not same or not all(_close(x, y) for (_, x), y in zip(seen, expected)):
                 raise self._refusal("its forward computes something else on a slice")
         self.pending = False
 

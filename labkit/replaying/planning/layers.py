@@ -22,8 +22,8 @@ from labkit.memory.edits import Recompute
 from labkit.models.attention import PlainAttention
 from labkit.models.gpt import GPT
 from labkit.parallel.tensor import tensor_parallel as tensor
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.precision import MasterWeights
 from labkit.replaying.dry_runs import dry_run
 from labkit.replaying.planning.layout import Layout, Sizes

@@ -24,9 +24,8 @@ from labkit.labs.lab_13 import checks as check
 from labkit.models import PlainAttention
 from labkit.parallel.common.conjugate import copy_to_ranks, reduce_from_ranks
 from labkit.parallel.tensor import tensor_parallel as tensor
-from labkit.parallel.tensor.linear import RowParallelLinear
+from labkit.parallel.tensor.layers import RowParallelLinear, vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.replaying import dry_run, peak_of, replay
 from labkit.trace import split_of
 from labkit.trace.measures import peak_memory
@@ -269,10 +268,10 @@ show("parallel/tensor/tensor_parallel.py:_cut_layer", since="for name")
 # trains the same model. The mark `Shard` says which part it is; clipping and checkpoints ask for it.
 
 # %%
-show("parallel/tensor/linear.py:shard_parameter", since="shape[dim] = ")
+show("parallel/tensor/layers.py:shard_parameter", since="shape[dim] = ")
 
 # %% [markdown]
-# q, k and v have one input. Without `OneInput` there would be three f, and three all-reduces in
+# q, k and v have one input. Without `OwnForward` there would be three f, and three all-reduces in
 # backward; so the first that is called computes for all three.
 #
 # Attention takes its number of heads from the width of what it gets. So nothing in it has to be told
@@ -285,12 +284,12 @@ show("models/gpt.py:Attention.heads")
 # The embedding. `_own_of` says which tokens are mine, and which of my rows they are:
 
 # %%
-show("parallel/tensor/vocab.py:VocabParallelEmbedding.forward", since="own, mine", until="if self")
+show("parallel/tensor/layers.py:VocabParallelEmbedding.forward", since="own, mine", until="if self")
 
 # %% [markdown]
 # Last, dropout. Between f and g each rank has other heads, and should drop other elements. Outside,
 # all ranks have the same x, and must drop **the same**, or they have the same x no more. So between
-# f and g (above, `DrawsItsOwn` sees to it) a rank draws from a stream of its own:
+# f and g (above, `OwnForward` sees to it) a rank draws from a stream of its own:
 
 # %%
 show("parallel/tensor/tensor_parallel.py:own_numbers", since="with no_modes")

@@ -24,8 +24,8 @@ from labkit.memory.saved import saved_by
 from labkit.models import PlainAttention
 from labkit.parallel.context.ring_attention import RingAttention
 from labkit.parallel.context.ulysses import Ulysses
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.predict.context import (
     ring_attention_bytes,
     ring_exposed_s,
@@ -218,7 +218,7 @@ show("parallel/common/conjugate.py:Exchange")
 # summed in backward, and the norm knows nothing of it:
 
 # %%
-show("parallel/tensor/tensor_parallel.py:SummedGradients.__call__")
+show("parallel/tensor/layers.py:SummedGradients.__call__")
 
 # %% [markdown]
 # Context parallelism. The shards of all ranks:

@@ -24,8 +24,8 @@ from labkit.labs.lab_17.placement import JOBS, TINY, by_rule, idle, leaving_byte
 from labkit.parallel import split
 from labkit.parallel.common.clipping import clip_grad_norm
 from labkit.parallel.common.shards import shard_of
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.plot.style import BLUE, GREY, ORANGE, PURPLE, VERMILION
 from labkit.replaying.costs import Costs
 

@@ -15,8 +15,8 @@ from labkit.course.samples import detached
 from labkit.models import GPT
 from labkit.models.gpt import Block
 from labkit.parallel import DDP, Pipeline, split
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 
 Axes = dict[str, int]
 

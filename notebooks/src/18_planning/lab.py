@@ -20,8 +20,8 @@ from labkit import DDP, GPT, Mesh, Pipeline, Sizes, World, cluster, listen, plot
 from labkit import predict as formulas
 from labkit.course import predict, report, show
 from labkit.labs.lab_18 import checks as check
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from labkit.plot.style import CATEGORIES, MEASURED, PREDICTED
 
 # %% [markdown]

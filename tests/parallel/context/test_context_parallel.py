@@ -223,10 +223,8 @@ def test_memory_is_linear_in_the_shard(worlds: Any, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("way", "full"), [("ring", 1), ("ulysses", 4)])
-def test_recompute_sends_what_forward_sends_once_more(
-    worlds: Any, way: Any, full: int, ranks: int
-) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_recompute_sends_what_forward_sends_once_more(worlds: Any, way: Any, ranks: int) -> None:
     """The core alone stops before its result: of Ulysses' four all-to-alls it repeats three."""
 
     def sent(recompute: str | None) -> list[int]:
@@ -243,13 +241,9 @@ def test_recompute_sends_what_forward_sends_once_more(
             loss.backward()
         return [*counts, len(events) - counts[0]]
 
-    each = (ranks - 1) if way == "ring" else 4
-    backward = 2 * (ranks - 1) if way == "ring" else 4
-    assert worlds(ranks).run(sent, None) == [[2 * each, 2 * backward]] * ranks
-    again = each if way == "ring" else full
-    assert worlds(ranks).run(sent, "full") == [[2 * each, 2 * (backward + again)]] * ranks
-    core = each if way == "ring" else 3
-    assert worlds(ranks).run(sent, "selective") == [[2 * each, 2 * (backward + core)]] * ranks
+    each, back, core = (ranks - 1, 2 * (ranks - 1), ranks - 1) if way == "ring" else (4, 4, 3)
+    for recompute, again in ((None, 0), ("full", each), ("selective", core)):
+        assert worlds(ranks).run(sent, recompute) == [[2 * each, 2 * (back + again)]] * ranks
 
 
 @on_each_rank("world4")

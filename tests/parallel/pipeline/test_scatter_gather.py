@@ -42,6 +42,7 @@ from worlds import on_each_rank, world_fixture
 ROWS, LENGTH, WIDTH = 6, 5, 6  # rows of a step
 SENT = [("send", tag) for tag in DATA.values()]
 SHAPES = [{"pp": 3, "tp": 2}, {"pp": 2, "tp": 3}]
+MESH = partial(Mesh, pp=3, tp=2)
 six = world_fixture(6, timeout_s=20)
 
 
@@ -242,34 +243,19 @@ def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
     assert Counter(issued(six.run(work)[0])) == Counter(on_paper)
 
 
-def cut_sequence() -> None:
-    mesh = Mesh(pp=3, tp=2)
-    model = tensor_parallel(GPT(12, 6, 3, 2, 6), mesh.tp, sequence=True)
-    Pipeline(split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.tp)
+def piped_over(stages: list[nn.Module], mesh: Mesh, over: Comm | None) -> Pipeline:
+    return Pipeline(stages, mesh.pp, loss_fn=tokens_loss, scatter_gather=over)
 
 
 def parts_of_sequences() -> None:
     mesh = Mesh(pp=3, cp=2)
     model = context_parallel(GPT(12, 6, 3, 2, 6), mesh.cp)
-    Pipeline(split(model, 3), mesh.pp, loss_fn=tokens_loss, scatter_gather=mesh.cp)
+    piped_over(split(model, 3), mesh, mesh.cp)
 
 
-def stages_of_the_pipeline() -> None:
-    mesh = Mesh(pp=3, tp=2)
-    Pipeline(layers(3), mesh.pp, loss_fn=F.mse_loss, scatter_gather=mesh.pp)
-
-
-def other_ranks_than_the_cut() -> None:
-    mesh = Mesh(pp=3, tp=2)
+def other_ranks_than_the_cut(mesh: Mesh) -> None:
     across = [Comm().subgroup(ranks) for ranks in ([0, 3], [2, 5], [1, 4])]
-    mine = next(one for one in across if one is not None)
-    Pipeline(gpt_on(mesh), mesh.pp, loss_fn=tokens_loss, scatter_gather=mine)
-
-
-def not_on_all_stages() -> None:
-    mesh = Mesh(pp=3, tp=2)
-    mine = mesh.tp if mesh.pp.rank < 2 else None
-    Pipeline(layers(3), mesh.pp, loss_fn=F.mse_loss, scatter_gather=mine)
+    piped_over(gpt_on(mesh), mesh, next(one for one in across if one is not None))
 
 
 def other_data() -> None:
@@ -280,14 +266,24 @@ def other_data() -> None:
     pipe.step(x, x)
 
 
-REFUSED = [
-    (cut_sequence, "is cut along the sequence (sequence=True), so each rank has a part of its own"),
-    (parts_of_sequences, "have parts of one sequence (context_parallel); leave it out"),
-    (stages_of_the_pipeline, "have other stages of this pipeline"),
-    (other_ranks_than_the_cut, "are cut over ranks [0, 1], and it is over [0, 3]; give mesh.tp"),
-    (not_on_all_stages, "scatter_gather is not given on rank 2 of the pipeline and rank 0 of 2 on"),
-    (other_data, "the output of stage 0 (rank 0), micro-batch 0, differs between the ranks"),
-]
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "cut_sequence": (
+        lambda: piped_over(gpt_on(mesh := MESH(), sequence=True), mesh, mesh.tp),
+        "is cut along the sequence (sequence=True), so each rank has a part of its own"),
+    "parts_of_sequences": (
+        parts_of_sequences, "have parts of one sequence (context_parallel); leave it out"),
+    "stages_of_the_pipeline": (
+        lambda: piped_over(layers(3), mesh := MESH(), mesh.pp),
+        "have other stages of this pipeline"),
+    "other_ranks_than_the_cut": (
+        lambda: other_ranks_than_the_cut(MESH()),
+        "are cut over ranks [0, 1], and it is over [0, 3]; give mesh.tp"),
+    "not_on_all_stages": (
+        lambda: piped_over(layers(3), mesh := MESH(), mesh.tp if mesh.pp.rank < 2 else None),
+        "scatter_gather is not given on rank 2 of the pipeline and rank 0 of 2 on"),
+    "other_data": (
+        other_data, "the output of stage 0 (rank 0), micro-batch 0, differs between the ranks"),
+}  # fmt: skip
 
 
 def test_shards_over_other_ranks_are_named_before_parts_of_sequences() -> None:
@@ -302,9 +298,10 @@ def test_shards_over_other_ranks_are_named_before_parts_of_sequences() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
-def test_it_is_refused(six: World, run: Callable[[], None], expected: str) -> None:
-    raises((expected,), six.run, run, error=RankError)
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_is_refused(six: World, what: str) -> None:
+    run, words = REFUSED[what]
+    raises((words,), six.run, run, error=RankError)
 
 
 @replaces(ScatterGather, "own_part")

@@ -9,7 +9,6 @@ from torch import Tensor
 from harness import Mutation, instead, noticed, on_ranks
 from labkit import GPT, Batch, Comm, RankError, Recompute, World, full_state_dict, listen, loss
 from labkit.memory.peak import PeakMemory
-from labkit.parallel import partitioned_activations
 from labkit.parallel.partitioned_activations import Partitioned, partition_activations
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from small_models import difference
@@ -107,7 +106,7 @@ def keeps_all(self: Partitioned, x: Tensor) -> Tensor:
 
 def keeps_the_first(self: Partitioned, x: Tensor) -> Any:
     parts = x.detach().reshape(-1).tensor_split(self.comm.size)
-    return partitioned_activations.Part(parts[0].clone(), x.shape)
+    return parts[0].clone(), x.shape
 
 
 def gathers_each_input_once() -> None:

@@ -12,7 +12,8 @@ import tensor_contract as contract
 from labkit import GPT, Comm, World
 from labkit.models.attention import Dropout, PlainAttention
 from labkit.parallel.tensor import tensor_parallel as strategy
-from labkit.parallel.tensor.tensor_parallel import DrawsItsOwn, own_numbers, tensor_parallel
+from labkit.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.tensor.tensor_parallel import OwnForward, own_numbers, tensor_parallel
 from small_models import Custom
 from tensor_contract import check_runs, predicted, with_sequence
 from worlds import on_each_rank
@@ -160,24 +161,31 @@ def test_own_numbers() -> None:
     assert len({tuple(numbers) for numbers in (*one, *other)}) == 6
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @on_each_rank("world2")
-def test_a_nested_or_interrupted_call_leaves_the_region_whole() -> None:
-    """What follows an inner call is the rank's own still, as is what follows a failed entry."""
+def test_a_nested_or_interrupted_call_leaves_the_region_whole(cut: bool) -> None:
+    """What follows an inner call is the rank's own still, as is what follows a failed entry; of a
+    layer that is cut, from its columns on."""
     comm, drawn = Comm(), []
 
-    def forward(layer: Any, inner: bool = False) -> None:
+    def forward(layer: Any, x: Tensor, inner: bool = False) -> Tensor:
+        h = layer.up(x)
         if not inner:
-            layer(inner=True)
+            layer(x, inner=True)
             drawn.append(torch.rand(3))
+        return layer.down(h)
 
-    layer = Custom(forward, drop=nn.Dropout(0.5))
-    layer.forward = DrawsItsOwn(layer, comm)
+    up, down = ColumnParallelLinear(4, 4, comm), RowParallelLinear(4, 4, comm)
+    layer = Custom(forward, up=up, down=down, drop=nn.Dropout(0.5))
+    layer.forward = OwnForward(layer, comm, *(([up], down) if cut else ()))
     for interrupted in (False, True):
         torch.manual_seed(7)
         if interrupted:
             fails = patch.object(strategy, "own_numbers", side_effect=KeyboardInterrupt)
             with fails, pytest.raises(KeyboardInterrupt):
-                layer()
-        layer()
+                layer(torch.ones(1, 4))
+        layer(torch.ones(1, 4))
+        drawn.append(torch.rand(3))
     one, other = comm.all_gather_object([x.tolist() for x in drawn])
-    assert one[0] == one[1] != other[0] == other[1]
+    assert one[0] == one[2] != other[0] == other[2], "its own, inside"
+    assert one[1] == one[3] == other[1] == other[3], "that of all, behind it"

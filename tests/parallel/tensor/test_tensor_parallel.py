@@ -10,9 +10,12 @@ from torch import nn
 import tensor_contract as contract
 from labkit import Comm, Link, Mesh, RankError, Text, World, ZeroOptimizer, autocast, listen, loss
 from labkit.parallel.common.shards import shard_of
-from labkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    vocab_parallel_cross_entropy,
+)
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
 from small_models import difference
 from tables import raises
 from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence

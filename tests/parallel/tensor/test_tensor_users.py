@@ -22,7 +22,7 @@ from labkit import (
 )
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
-from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.recipes import held_bytes
 from small_models import Custom, difference
 from tables import raises

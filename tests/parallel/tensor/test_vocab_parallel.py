@@ -12,11 +12,10 @@ from torch import nn
 import vocab_checks
 from labkit import Comm, World, dry_run, listen, recompute
 from labkit.parallel.common.shards import shard_of
-from labkit.parallel.tensor import vocab as vocab_parallel
-from labkit.parallel.tensor.vocab import (
+from labkit.parallel.tensor import layers
+from labkit.parallel.tensor.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
-    padded_vocab,
     vocab_parallel_cross_entropy,
 )
 from tables import cases, raises
@@ -39,13 +38,13 @@ CHECKS = [
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("check", CHECKS)
 def test_it_is_torchs(world: World, check: Callable[[Any, int], None], vocab: int) -> None:
-    world.run(check, vocab_parallel, vocab)
+    world.run(check, layers, vocab)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("gather", [True, False])
 def test_the_head_is_torchs(world: World, vocab: int, gather: bool) -> None:
-    world.run(vocab_checks.head_is_torchs, vocab_parallel, vocab, gather)
+    world.run(vocab_checks.head_is_torchs, layers, vocab, gather)
 
 
 def test_the_same_seed_gives_the_same_weights_on_any_number_of_ranks(world: World) -> None:
@@ -68,7 +67,7 @@ def test_the_same_seed_gives_the_same_weights_on_any_number_of_ranks(world: Worl
 
 def test_huge_logits_do_not_overflow(world: World) -> None:
     """exp(1e4) is infinite in every dtype; the highest logit is taken off before."""
-    world.run(vocab_checks.loss_is_torchs, vocab_parallel, 10, 1e4)
+    world.run(vocab_checks.loss_is_torchs, layers, 10, 1e4)
 
 
 @on_each_rank("world4")
@@ -213,11 +212,6 @@ def test_it_runs_on_paper() -> None:
     one = dry_run(work, ranks=8, step=0).ranks[0]
     reduced = [event.payload_bytes for event in one.comms]
     assert reduced == [2 * 8 * 3 * 4, 2 * 8 * 4, 2 * 2 * 8 * 4, 2 * 8 * 3 * 4]
-
-
-def test_padded_vocab() -> None:
-    assert [padded_vocab(50257, size) for size in (1, 2, 3, 8)] == [50257, 50258, 50259, 50264]
-    assert padded_vocab(3, 8) == 8
 
 
 def loss_of(y: list[Any], comm: Comm, **how: Any) -> torch.Tensor:

@@ -62,7 +62,8 @@ def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -
 
 def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
     """All forwards, then all backwards. Source: arXiv 1811.06965 and 2104.04473, section 2.2.1."""
-    _check(stages, microbatches, forward_s=forward_s, backward_s=backward_s)
+    check_counts(stages=stages, microbatches=microbatches)
+    check_not_negative(forward_s=forward_s, backward_s=backward_s)
     one_s = forward_s + backward_s
     return PipelineStep(microbatches * one_s, (stages - 1) * one_s, microbatches)
 
@@ -137,15 +138,11 @@ def _zero_bubble(
     peak: int,
 ) -> PipelineStep:
     """`each_s`: what each stage after the first adds to the bubble."""
-    _check(stages, microbatches, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+    check_counts(stages=stages, microbatches=microbatches)
+    check_not_negative(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     if microbatches < peak:
         raise ValueError(
             f"microbatches={microbatches}: with {stages} stages, this schedule needs {peak} or more"
         )
     ideal_s = microbatches * (forward_s + input_s + weight_s)
     return PipelineStep(ideal_s, (stages - 1) * each_s, peak)
-
-
-def _check(stages: int, microbatches: int, **seconds: float) -> None:
-    check_counts(stages=stages, microbatches=microbatches)
-    check_not_negative(**seconds)

@@ -10,7 +10,7 @@ from labkit.memory.edits import Choices
 from labkit.memory.saved import SavedTensor, saved_by
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.tensor.vocab import vocab_parallel_cross_entropy
-from labkit.predict.bills import OTHERS, STATISTICS
+from labkit.predict.activations import OTHERS, STATISTICS
 from recorded_memory import use_core
 from test_predict import ACTIVATIONS, value
 from worlds import world_fixture

@@ -105,14 +105,8 @@ def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) 
 
 def smallest_budget(costs: Costs, most_moved_bytes: int = 0) -> int:
     """The least peak of any plan."""
-    low, high = 0, _ceiling(costs)
-    while low < high:  # between the two lies the answer; nothing fits into less
-        middle = (low + high) // 2
-        if (plan := _search(costs, middle, most_moved_bytes)) is None:
-            low = middle + 1
-        else:
-            high = plan.peak_bytes
-    return high
+    budgets = range(_ceiling(costs))
+    return bisect_left(budgets, True, key=lambda x: bool(_search(costs, x, most_moved_bytes)))
 
 
 def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:

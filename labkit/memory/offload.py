@@ -18,6 +18,7 @@ arXiv 1910.02054, section 5.1 (P_a+cpu); Rhu et al., "vDNN", arXiv 1602.08124, s
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,14 @@ class Offload:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.pop().__exit__(*error)
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`forward(*args, **kwargs)`, whose saved tensors go to the host."""
+        with self:
+            return forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Offload":
+        return self  # the copy of an edited model uses the same bus to the same memory
 
     # --- forward: autograd keeps a tensor ---
 

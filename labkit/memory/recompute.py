@@ -26,27 +26,26 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from labkit.memory.conditions import Conditions, tensors_in
+from labkit.memory.policies import Kept, Policy
 
 Check = Literal["shapes", "values", "none"]
 
 
 class Recomputed:
-    """`recompute` of a function, to be called with the function's own arguments. `kept()` makes
-    what keeps some results of a call: `keeping()` is around forward, `serving()` around its rerun.
-    """
+    """`recompute` of a function, to be called with the function's own arguments."""
 
     runs_again_in_backward = True  # what context_parallel asks a forward
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        kept: Callable[[], Any] | None = None,
+        policy: Policy | None = None,
         preserve_rng: bool = True,
         check: Check = "shapes",
     ):
         if check not in ("shapes", "values", "none"):
             raise ValueError(f"check={check!r}: choose shapes, values or none")
-        self.fn, self.kept, self.preserve_rng, self.check = fn, kept, preserve_rng, check
+        self.fn, self.policy, self.preserve_rng, self.check = fn, policy, preserve_rng, check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -78,10 +77,10 @@ class _Enough(BaseException):
 class _Call:
     """One call of a function, and how to do it again. It lives as long as one of its slots."""
 
-    def __init__(self, what: Recomputed, inputs: "_Inputs", conditions: Conditions):
-        self.fn, self.check = what.fn, what.check
+    def __init__(self, recomputed: Recomputed, inputs: "_Inputs", conditions: Conditions):
+        self.fn, self.check = recomputed.fn, recomputed.check
         self.inputs, self.conditions = inputs, conditions
-        self.kept = what.kept() if what.kept else None
+        self.kept = Kept(recomputed.policy) if recomputed.policy else None
         self.saved: list[tuple[ref[_Slot], Any]] = []  # in the order of forward, with their looks
         self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by place
 
@@ -95,9 +94,9 @@ class _Call:
     def wanted(self, slot: _Slot) -> torch.Tensor:
         if slot.tensor is None:  # the first of this backward
             self.run_again()
-        found, slot.tensor = slot.tensor, None  # the next backward runs it again
-        assert found is not None
-        return found
+        x, slot.tensor = slot.tensor, None  # the next backward runs it again
+        assert x is not None
+        return x
 
     def run_again(self) -> None:
         filled: list[tuple[_Slot | None, int]] = []  # and which version of a tensor each has got
@@ -130,7 +129,7 @@ class _Call:
             if slot is not None and slot.tensor is not None and slot.tensor._version != version:
                 raise ValueError(
                     "recompute: the function changed a tensor in place that backward needs, "
-                    f"{_told(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
+                    f"{_described(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
                     "`out=` or `[...]=`, or make it on a copy, `x = x.clone()`"
                 )
 
@@ -138,7 +137,7 @@ class _Call:
         leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
         if leaf is not None and leaf is then() and leaf._version != version:
             raise RuntimeError(
-                f"a parameter that backward needs, {_told(_looks(leaf, 'shapes'))}, has been "
+                f"a parameter that backward needs, {_described(_looks(leaf, 'shapes'))}, has been "
                 "modified by an inplace operation since recompute used it in forward; call "
                 "backward before you change it"
             )
@@ -149,8 +148,8 @@ class _Call:
         slot, looked = self.saved[place]
         if (looks := _looks(x, self.check)) != looked:
             raise _not_the_same(
-                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_told(looks)}, "
-                f"and was {_told(looked)} in forward"
+                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_described(looks)}, "
+                f"and was {_described(looked)} in forward"
             )
         return slot()
 
@@ -187,7 +186,7 @@ class _Inputs:
             if x._version != version:
                 raise ValueError(
                     f"recompute: the function changed its input tensor {number} of {len(tensors)}, "
-                    f"{_told(_looks(x, 'shapes'))}, in place, so it cannot be run again from it; "
+                    f"{_described(_looks(x, 'shapes'))}, in place, so it cannot be run again from it; "
                     "let it write to a copy, `x = x.clone()`, or without `_`, `out=` and `[...]=`"
                 )
 
@@ -202,13 +201,10 @@ class _Save(torch.autograd.Function):
 
 
 def _looks(x: torch.Tensor, check: Check) -> Any:
-    match check:
-        case "none":
-            return None
-        case "shapes":
-            return x.shape, x.dtype, x.device
-        case "values":
-            return x.shape, x.dtype, x.device, _print_of(x)
+    if check == "none":
+        return None
+    print_of = [_print_of(x)] if check == "values" else []
+    return x.shape, x.dtype, x.device, *print_of
 
 
 @torch.no_grad()
@@ -226,7 +222,7 @@ def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
     return root if root.is_leaf and root.requires_grad else None
 
 
-def _told(looks: Any) -> str:
+def _described(looks: Any) -> str:
     shape, dtype, device, *print_of = looks
     numbers = f" with other numbers (their print {print_of[0]:.6g})" if print_of else ""
     return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}{numbers}"

@@ -103,7 +103,6 @@ class _Call:
 
         def fill(x: torch.Tensor) -> torch.Tensor:
             slot = self._next_slot(len(filled), x)
-            self._check_unchanged(len(filled), x)
             filled.append((slot, x._version))
             x = x.detach()  # else the graph of this run would keep itself alive
             if slot is not None:  # None: backward was here already, and let it go
@@ -129,18 +128,9 @@ class _Call:
             if slot is not None and slot.tensor is not None and slot.tensor._version != version:
                 raise ValueError(
                     "recompute: the function changed a tensor in place that backward needs, "
-                    f"{_described(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
+                    f"{_text(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
                     "`out=` or `[...]=`, or make it on a copy, `x = x.clone()`"
                 )
-
-    def _check_unchanged(self, place: int, x: torch.Tensor) -> None:
-        leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
-        if leaf is not None and leaf is then() and leaf._version != version:
-            raise RuntimeError(
-                f"a parameter that backward needs, {_described(_looks(leaf, 'shapes'))}, has been "
-                "modified by an inplace operation since recompute used it in forward; call "
-                "backward before you change it"
-            )
 
     def _next_slot(self, place: int, x: torch.Tensor) -> _Slot | None:
         if place == len(self.saved):
@@ -148,8 +138,15 @@ class _Call:
         slot, looked = self.saved[place]
         if (looks := _looks(x, self.check)) != looked:
             raise _not_the_same(
-                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_described(looks)}, "
-                f"and was {_described(looked)} in forward"
+                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_text(looks)}, "
+                f"and was {_text(looked)} in forward"
+            )
+        leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
+        if leaf is not None and leaf is then() and leaf._version != version:
+            raise RuntimeError(
+                f"a parameter that backward needs, {_text(_looks(leaf, 'shapes'))}, has been "
+                "modified by an inplace operation since recompute used it in forward; call "
+                "backward before you change it"
             )
         return slot()
 
@@ -186,7 +183,7 @@ class _Inputs:
             if x._version != version:
                 raise ValueError(
                     f"recompute: the function changed its input tensor {number} of {len(tensors)}, "
-                    f"{_described(_looks(x, 'shapes'))}, in place, so it cannot be run again from it; "
+                    f"{_text(_looks(x, 'shapes'))}, in place, so it cannot be run again from it; "
                     "let it write to a copy, `x = x.clone()`, or without `_`, `out=` and `[...]=`"
                 )
 
@@ -222,7 +219,7 @@ def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
     return root if root.is_leaf and root.requires_grad else None
 
 
-def _described(looks: Any) -> str:
+def _text(looks: Any) -> str:
     shape, dtype, device, *print_of = looks
     numbers = f" with other numbers (their print {print_of[0]:.6g})" if print_of else ""
     return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}{numbers}"

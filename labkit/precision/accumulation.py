@@ -79,7 +79,8 @@ class Fp32Gradients(NotCopyable):
                 "its own shares"
             )
         replicas: Comm | None = getattr(owner, "comm", None)
-        if replicas is not None and not self._averages_over(replicas):
+        averaged = {*self.comm.ranks} if self.comm else set[int]()
+        if replicas is not None and replicas.size > 1 and not {*replicas.ranks} <= averaged:
             raise ValueError(
                 f"in `no_sync()` gradients are not averaged over the {replicas.size} ranks of "
                 f"{type(owner).__name__}, and their weights would drift apart; give its comm: "
@@ -95,11 +96,6 @@ class Fp32Gradients(NotCopyable):
         self._arrived.add(p)
         self.sums[p] += p.grad  # bf16 becomes fp32 first, exactly
         p.grad = None
-
-    def _averages_over(self, replicas: Comm) -> bool:
-        if self.comm is None:
-            return replicas.size == 1
-        return {*replicas.ranks} <= {*self.comm.ranks}
 
     def hand_over(self) -> None:
         """Make the sums (over ranks: their mean) the parameters' `.grad`, in fp32."""

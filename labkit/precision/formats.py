@@ -172,7 +172,10 @@ class Format:
         beyond = self._largest_rank + (0 if self._saturates(saturate) else 1)
         if not isinstance(value, float) or math.isfinite(value):
             return self._bits(sign, min(self.rank(abs(Fraction(value))), beyond))
-        return self._bits(0, self._nan_rank) if math.isnan(value) else self._bits(sign, beyond)
+        if math.isinf(value):
+            return self._bits(sign, beyond)
+        quiet = 2 ** (self.fraction_bits - 1)  # the first bit of the fraction: a quiet NaN
+        return self._bits(0, self._largest_rank + 1 + (quiet if self.infinities else 0))
 
     def round(self, value: Exact | int, saturate: bool | None = None) -> Exact:
         return self.decode(self.encode(value, saturate))
@@ -186,11 +189,6 @@ class Format:
     def _largest_rank(self) -> int:
         ones = 2 ** (self.exponent_bits + self.fraction_bits) - 1
         return ones - (2**self.fraction_bits if self.infinities else 1)
-
-    @property
-    def _nan_rank(self) -> int:
-        quiet = 2 ** (self.fraction_bits - 1)  # the first bit of the fraction: a quiet NaN
-        return self._largest_rank + 1 + (quiet if self.infinities else 0)
 
     def rank(self, size: Fraction) -> int:
         """Of the number nearest to `size` >= 0; also of those that would lie past the largest."""

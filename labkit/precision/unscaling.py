@@ -46,7 +46,7 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     """
     gradients = gradients_of(trained)
     keeps_scale = isinstance(trained, ShadowOptimizer)
-    low = [x for x in gradients if x.dtype in LOW] if keeps_scale else []
+    low = [x for x in gradients if keeps_scale and x.dtype in LOW]
     there = [x for x in gradients if not (keeps_scale and x.dtype in LOW)]
     if any(x.dtype == torch.float16 for x in there):
         raise ValueError(
@@ -55,8 +55,7 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
             "float16 (autocast), or give a float16 model's parameters to "
             "MasterWeights(params, torch.optim.AdamW, ...), and unscale_ that optimizer"
         )
-    if low:
-        assert isinstance(trained, ShadowOptimizer)
+    if low and isinstance(trained, ShadowOptimizer):
         trained.gradient_factor = 1 / scale
     found = [_multiply(some, 1 / scale) for some in _alike(there)]
     found += [_multiply(some, 1.0) for some in _alike(low)]  # looks only

@@ -43,9 +43,9 @@ class PeakMemory(DispatchMode):
         self._known.add(storage)
 
 
-def storages_in(things: Any) -> list[torch.UntypedStorage]:
-    """The memory of the tensors in a nest of things, without what was moved to the host."""
-    return [x.untyped_storage() for x in tensors_in(things) if not is_host_memory(x)]
+def storages_in(nested: Any) -> list[torch.UntypedStorage]:
+    """The memory of the tensors in nested tuples, lists and dicts, but for what is on the host."""
+    return [x.untyped_storage() for x in tensors_in(nested) if not is_host_memory(x)]
 
 
 def alive_storages(device: torch.device | None = None) -> list[torch.UntypedStorage]:

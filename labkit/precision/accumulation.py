@@ -61,13 +61,11 @@ class Fp32Gradients(NotCopyable):
         parts = self.flat.split(sizes)
         self.sums = {p: x.view(p.shape) for p, x in zip(self.parameters, parts, strict=True)}
         self._arrived: set[nn.Parameter] = set()  # since the last hand_over()
-        add = WeakMethod(self._add)  # the parameters do not keep this object alive
-
-        def on_grad_ready(p: nn.Parameter) -> None:
-            if (alive := add()) is not None:
-                alive(p)
-
-        self._hooks = [p.register_post_accumulate_grad_hook(on_grad_ready) for p in self.parameters]
+        weak = WeakMethod(self._add)  # the parameters do not keep this object alive
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: add(p) if (add := weak()) else None)
+            for p in self.parameters
+        ]
 
     @torch.no_grad()
     def _add(self, p: nn.Parameter) -> None:

@@ -213,8 +213,8 @@ class Format:
 
 
 FORMATS = {
-    one.name: one
-    for one in (
+    format.name: format
+    for format in (
         Format("binary128", 15, 112),
         Format("x87", 15, 63, leading_bit=True),
         Format("fp64", 11, 52, torch.float64),
@@ -228,11 +228,11 @@ FORMATS = {
 }
 
 
-def format_of(one: Format | str) -> Format:
+def format_of(format: Format | str) -> Format:
     """By its name. Raises ValueError, with the names there are."""
-    if isinstance(one, str) and one not in FORMATS:
-        raise ValueError(f"no format is named {one!r}; choose one of {', '.join(FORMATS)}")
-    return FORMATS[one] if isinstance(one, str) else one
+    if isinstance(format, str) and format not in FORMATS:
+        raise ValueError(f"no format is named {format!r}; choose one of {', '.join(FORMATS)}")
+    return FORMATS[format] if isinstance(format, str) else format
 
 
 def floor_log2(size: Fraction) -> int:

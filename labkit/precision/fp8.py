@@ -194,24 +194,24 @@ def use_fp8(
 
     >>> use_fp8(model, only="blocks.*")
     """
-    found = [
+    linears = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
         if name and type(module) is nn.Linear and fnmatch.fnmatchcase(name, only)
     ]
-    if not found:
+    if not linears:
         names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
         raise ValueError(
             f"no nn.Linear of {type(model).__name__} has a name like {only!r}; it has {names[:8]}"
         )
-    for name, linear in found:
+    for name, linear in linears:
         if any(hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")):
             raise ValueError(
                 f"{name} has hooks, which an Fp8Linear in its place would not call; use_fp8 comes "
                 "first, then strategies and what else puts hooks on modules"
             )
-    layers = {linear: Fp8Linear(linear, history, simulate) for _, linear in found}
-    for name, linear in found:
+    layers = {linear: Fp8Linear(linear, history, simulate) for _, linear in linears}
+    for name, linear in linears:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layers[linear])
-    return [name for name, _ in found]
+    return [name for name, _ in linears]

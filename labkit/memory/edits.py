@@ -14,8 +14,9 @@ Source: Korthikanti et al., arXiv 2205.05198, section 5.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -57,7 +58,7 @@ def recompute(
     return Recomputed(fn, policy, preserve_rng, check)(*args, **kwargs)
 
 
-class _ForwardEdits:
+class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
     """Replaced `forward`s. `remove()` puts the first ones back; as a context, at its end."""
 
     def __init__(self) -> None:
@@ -74,9 +75,6 @@ class _ForwardEdits:
             del module.forward
             if forward is not None:  # of the instance, from before
                 module.forward = forward
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.remove()

@@ -15,7 +15,7 @@ from tables import raises, refusals
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sequences_end_as_torchs(seed: int) -> None:
-    check_as_torch(GradScaler, seed)
+    check_as_torch(seed)
 
 
 def fresh(

@@ -159,9 +159,27 @@ def same(found: list[list[float]], expected: list[list[float]], rel: float) -> b
     )
 
 
-def scaled_step(scaler: Any, loss: torch.Tensor, optimizer: Any) -> None:
-    """Backward through the scaled loss, a step, and the next scale."""
+def fresh(
+    dtype: torch.dtype = torch.float32, lr: float = 0.1, **options: Any
+) -> tuple[nn.Linear, torch.Tensor, Any, GradScaler]:
+    """A small model of the type, an input, an optimizer, and a scaler with these options."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).to(dtype), torch.randn(4, 3).to(dtype)
+    if dtype == torch.float32:
+        return model, x, torch.optim.SGD(model.parameters(), lr=lr), GradScaler(**options)
+    masters = MasterWeights(model.parameters(), torch.optim.SGD, lr=lr)
+    return model, x, masters, GradScaler(**options)
+
+
+def scaled_step(
+    scaler: Any, loss: torch.Tensor, optimizer: Any, max_norm: float | None = None, of: Any = None
+) -> None:
+    """Backward through the scaled loss, gradients (those `of` this, or of the optimizer) clipped, a
+    step, and the next scale."""
     scaler.scale(loss).backward()
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        clip_grad_norm(optimizer if of is None else of, max_norm)
     scaler.step(optimizer)
     scaler.update()
 

@@ -160,7 +160,7 @@ class _Marks(PeakMemory):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in storages_in((args, kwargs or {})):
             if storage not in self._there:
-                self.enter(storage)
+                self._known.add(storage)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self._now.flops += flops_of(func, args, kwargs or {}, out)
         return out

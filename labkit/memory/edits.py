@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from labkit.memory.offload import Offload
-from labkit.memory.policies import Policy
+from labkit.memory.policies import Kept, Policy
 from labkit.memory.recompute import Check, Recomputed
 
 CHOICES = ("none", "selective", "full", "offload")
@@ -55,7 +55,8 @@ def recompute(
     when it was called again; RuntimeError where a parameter that backward needs was changed since
     forward. (That of a bias is not seen: backward does not ask for it.)
     """
-    return Recomputed(fn, policy, preserve_rng, check)(*args, **kwargs)
+    kept = None if policy is None else partial(Kept, policy)
+    return Recomputed(fn, kept, preserve_rng, check)(*args, **kwargs)
 
 
 class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
@@ -115,9 +116,9 @@ class Recompute(_ForwardEdits):
                     f"this {type(module).__name__} is computed again already; call remove() of the "
                     "first Recompute, or give other blocks"
                 )
-        policy = what if callable(what) else None
+        kept = partial(Kept, what) if callable(what) else None
         for module in modules:
-            self._replace(module, Recomputed(module.forward, policy, preserve_rng, check))
+            self._replace(module, Recomputed(module.forward, kept, preserve_rng, check))
 
 
 class Choices(_ForwardEdits):

@@ -26,26 +26,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from labkit.memory.conditions import Conditions, tensors_in
-from labkit.memory.policies import Kept, Policy
 
 Check = Literal["shapes", "values", "none"]
 
 
 class Recomputed:
-    """`recompute` of a function, to be called with the function's own arguments."""
+    """`recompute` of a function, to be called with the function's own arguments. `kept()` makes
+    what keeps some results of a call: `keeping()` is around forward, `serving()` around its rerun.
+    """
 
     runs_again_in_backward = True  # what context_parallel asks a forward
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        policy: Policy | None = None,
+        kept: Callable[[], Any] | None = None,
         preserve_rng: bool = True,
         check: Check = "shapes",
     ):
         if check not in ("shapes", "values", "none"):
             raise ValueError(f"check={check!r}: choose shapes, values or none")
-        self.fn, self.policy, self.preserve_rng, self.check = fn, policy, preserve_rng, check
+        self.fn, self.kept, self.preserve_rng, self.check = fn, kept, preserve_rng, check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -80,7 +81,7 @@ class _Call:
     def __init__(self, recomputed: Recomputed, inputs: "_Inputs", conditions: Conditions):
         self.fn, self.check = recomputed.fn, recomputed.check
         self.inputs, self.conditions = inputs, conditions
-        self.kept = Kept(recomputed.policy) if recomputed.policy else None
+        self.kept = recomputed.kept() if recomputed.kept else None
         self.saved: list[tuple[ref[_Slot], Any]] = []  # in the order of forward, with their looks
         self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by place
 

@@ -157,7 +157,7 @@ def ways(bus: Bus | None = None, to: torch.dtype = torch.float16) -> list[Transf
     for place in [PACED] * (bus is not None) + gpus[:1]:
         pairs += [("cpu", place), (place, "cpu")]
     pairs += [(gpus[0], gpus[1])] if len(gpus) == 2 else []
-    found = []
+    every = []
     for source, target in pairs:
         over_bus = source != target and "cpu" in (source, target)
         by_itself = [(to, None)] if PACED not in (source, target) else []
@@ -165,8 +165,8 @@ def ways(bus: Bus | None = None, to: torch.dtype = torch.float16) -> list[Transf
         either = [False, True] if over_bus else [False]
         for (wanted, cast), pinned, non_blocking in product(casts, either, either):
             way = Transfer(source, target, torch.float32, wanted, cast, pinned, non_blocking)
-            found.append(way)
-    return found
+            every.append(way)
+    return every
 
 
 def short(dtype: torch.dtype) -> str:

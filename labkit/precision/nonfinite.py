@@ -29,11 +29,11 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'
     """
-    found: list[str] = []
+    problems: list[str] = []
 
     def look(place: str, value: Any, advice: str, masks: bool = False) -> None:
-        if not found and (problem := _problem(value, masks)):
-            found.append(f"{place} {problem}; {advice}")
+        if not problems and (problem := _problem(value, masks)):
+            problems.append(f"{place} {problem}; {advice}")
 
     def look_at_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """A forward hook; it runs for a module's children first."""
@@ -65,7 +65,7 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
             stack.callback(hook.remove)
         stack.enter_context(_as_it_was(model))
         model(*args, **kwargs)  # in any case: other ranks may need this one for it
-    return found[0] if found else None
+    return problems[0] if problems else None
 
 
 @contextmanager

@@ -139,11 +139,11 @@ class GradScaler:
         comm = self.comm or _all_ranks()
         check_owner(trained, comm)
         check_not_clipped(trained, self._now.scale)
-        found = unscale(trained, self._now.scale)
-        device = found.device if found is not None else parameters[0].device
-        number = torch.full((), 0.0 if found is None else self._now.scale, device=device)
-        if found is not None:
-            number.masked_fill_(found > 0, torch.inf)
+        nonfinite = unscale(trained, self._now.scale)
+        device = nonfinite.device if nonfinite is not None else parameters[0].device
+        number = torch.full((), 0.0 if nonfinite is None else self._now.scale, device=device)
+        if nonfinite is not None:
+            number.masked_fill_(nonfinite > 0, torch.inf)
         if comm is not None:
             comm.all_reduce(number, "max")
         self._turns.append(Turn(trained, {*parameters}, number, still_scaled(trained)))

@@ -154,7 +154,7 @@ class _Marks(PeakMemory):
         super().__init__()
         self.stretches: dict[str, _Stretch] = {}  # by the mark at which they begin
         self.leaving_bytes = 0  # the most at any mark
-        self._now = _Stretch()
+        self._now, self._moved_bytes = _Stretch(), 0  # since the last mark; before it
         self._there, self._offload = there, offload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,11 +170,11 @@ class _Marks(PeakMemory):
         leaving_bytes = self._offload.leaving_bytes if self._offload else 0
         moved_bytes = self._offload.moved_bytes if self._offload else 0
         self._now.peak_bytes = self.peak_bytes
-        self._now.moved_bytes += moved_bytes  # less those before it
+        self._now.moved_bytes = moved_bytes - self._moved_bytes
         self.leaving_bytes = max(self.leaving_bytes, leaving_bytes)
         held_bytes = self.held_bytes - leaving_bytes - sum(x.nbytes for x in tensors_in(but))
-        self._now = self.stretches[name] = _Stretch(held_bytes, moved_bytes=-moved_bytes)
-        self.peak_bytes = self.held_bytes
+        self._now = self.stretches[name] = _Stretch(held_bytes)
+        self.peak_bytes, self._moved_bytes = self.held_bytes, moved_bytes
 
 
 def _one_step(

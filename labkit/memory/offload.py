@@ -115,7 +115,7 @@ class Offload:
     def __exit__(self, *error: Any) -> None:
         self._hooks.pop().__exit__(*error)
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`forward(*args, **kwargs)`, whose saved tensors go to the host."""
         with self:
             return forward(*args, **kwargs)

@@ -16,7 +16,7 @@ import weakref
 
 import torch
 
-ALIGNED_BYTES = 64  # where a piece may begin, so that it can hold any type
+ALIGNED_BYTES = 64  # a cache line: kernels are slower on, or refuse, tensors that lie across
 
 _host_memory: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 

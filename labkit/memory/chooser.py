@@ -75,11 +75,12 @@ def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
         if name not in block:
             raise ValueError(f"{name!r} is no choice of this block; it has {', '.join(block)}")
     chosen = [block[name] for block, name in zip(costs.blocks, choices)]
-    flops, moved = sum(one.again_flops for one in chosen), sum(one.moved_bytes for one in chosen)
+    flops = sum(cost.again_flops for cost in chosen)
+    moved = sum(cost.moved_bytes for cost in chosen)
     level = costs.before_bytes + (costs.leaving_bytes if moved else 0)
     peak = level + costs.after_bytes
-    for one in chosen:
-        peak, level = max(peak, level + one.need_bytes), level + one.kept_bytes
+    for cost in chosen:
+        peak, level = max(peak, level + cost.need_bytes), level + cost.kept_bytes
     return Plan(tuple(choices), max(peak, level + costs.head_bytes), flops, moved, costs.step_flops)
 
 
@@ -105,14 +106,8 @@ def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) 
 
 def smallest_budget(costs: Costs, most_moved_bytes: int = 0) -> int:
     """The least peak of any plan."""
-    low, high = 0, _ceiling(costs)
-    while low < high:  # between the two lies the answer; nothing fits into less
-        middle = (low + high) // 2
-        if (plan := _search(costs, middle, most_moved_bytes)) is None:
-            low = middle + 1
-        else:
-            high = plan.peak_bytes
-    return high
+    budgets = range(_ceiling(costs))
+    return bisect_left(budgets, True, key=lambda x: bool(_search(costs, x, most_moved_bytes)))
 
 
 def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:
@@ -129,7 +124,7 @@ def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:
 
 def _ceiling(costs: Costs) -> int:
     """No plan needs more."""
-    most = sum(max(one.need_bytes for one in block.values()) for block in costs.blocks)
+    most = sum(max(cost.need_bytes for cost in block.values()) for block in costs.blocks)
     return sum((costs.before_bytes, most, costs.head_bytes, costs.after_bytes, costs.leaving_bytes))
 
 

@@ -14,9 +14,9 @@ Source: Korthikanti et al., arXiv 2205.05198, section 5.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -55,18 +55,15 @@ def recompute(
     when it was called again; RuntimeError where a parameter that backward needs was changed since
     forward. (That of a bias is not seen: backward does not ask for it.)
     """
-    return Recomputed(fn, _kept_by(policy), preserve_rng, check)(*args, **kwargs)
+    kept = None if policy is None else partial(Kept, policy)
+    return Recomputed(fn, kept, preserve_rng, check)(*args, **kwargs)
 
 
-class _ForwardEdits:
+class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
     """Replaced `forward`s. `remove()` puts the first ones back; as a context, at its end."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, Any]] = []
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [module for module, _ in self._before]
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._before.append((module, module.__dict__.get("forward")))
@@ -79,9 +76,6 @@ class _ForwardEdits:
             del module.forward
             if forward is not None:  # of the instance, from before
                 module.forward = forward
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.remove()
@@ -122,7 +116,7 @@ class Recompute(_ForwardEdits):
                     f"this {type(module).__name__} is computed again already; call remove() of the "
                     "first Recompute, or give other blocks"
                 )
-        kept = _kept_by(what if callable(what) else None)
+        kept = partial(Kept, what) if callable(what) else None
         for module in modules:
             self._replace(module, Recomputed(module.forward, kept, preserve_rng, check))
 
@@ -169,37 +163,18 @@ class Choices(_ForwardEdits):
                 self._before += Recompute(model, what, chosen_blocks, core)._before
         for block, name in zip(every, names):
             if name == "offload" and offload is not None:
-                self._replace(block, _Offloaded(block.forward, offload))
-
-
-class _Offloaded:
-    """`forward`, whose saved tensors go to the host."""
-
-    def __init__(self, forward: Callable[..., Any], offload: Offload):
-        self.forward, self.offload = forward, offload
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.offload:
-            return self.forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Offloaded":
-        """In a copy of the model: the copy's own method, over the same bus to the same memory."""
-        return _Offloaded(deepcopy(self.forward, memo), self.offload)
-
-
-def _kept_by(policy: Policy | None) -> Callable[[], Kept] | None:
-    return None if policy is None else partial(Kept, policy)
+                self._replace(block, partial(offload.run, block.forward))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The entries of the outermost ModuleLists. Raises ValueError where there are none."""
 
-    def found_in(module: nn.Module) -> list[nn.Module]:
+    def blocks_in(module: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList):
             return list(module)
-        return [block for child in module.children() for block in found_in(child)]
+        return [block for child in module.children() for block in blocks_in(child)]
 
-    if not (blocks := found_in(model)):
+    if not (blocks := blocks_in(model)):
         raise ValueError(
             f"{type(model).__name__} has no ModuleList of blocks; say which modules are to be "
             "computed again: Recompute(model, blocks=[...])"

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from labkit.memory.buffers import ALIGNED_BYTES
 from labkit.memory.bus import Arrival, Bus, StreamBus
 from labkit.trace import RankTrace, Span, Step, Trace
-
-ALIGN_BYTES = 64  # a cache line; kernels are slower on, or refuse, tensors that lie across
 
 
 class Waiting:
@@ -201,7 +200,7 @@ class Packed:
                     f"{name} is on {x.device}, but weights wait in CPU memory; use block.cpu()"
                 )
             self.places[name] = slice(end, end + x.nbytes), x.dtype, x.shape
-            end += -(-x.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            end += -(-x.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
         self.flat = torch.zeros(end, dtype=torch.uint8, pin_memory=pin)
         for name, view in self.views(self.flat).items():
             tensors[name].data = view.copy_(tensors[name].detach())

@@ -13,6 +13,7 @@ that are leaving for the host at a mark are not in the level.
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,23 +70,24 @@ def measure(
     for name in names:
         with Choices(model, name, every, core, offload):
             runs[name] = _one_step(model, step, every, offload, there)
-    none, n = runs["none"], len(every)
-    costs: list[dict[str, Cost]] = []
-    for i in range(n):
-        costs.append({})
-        for name, run in runs.items():
-            level = run.held[f"f{i}"]
-            costs[i][name] = Cost(
-                kept_bytes=run.held[f"f{i + 1}"] - level,
-                need_bytes=max(run.most[f"f{i}"], run.most[f"b{i}"]) - level,
-                again_flops=run.flops[f"b{i}"] - none.flops[f"b{i}"],
-                moved_bytes=run.moved[f"f{i}"],
+    none, n = runs["none"].stretches, len(every)
+    costs: list[dict[str, Cost]] = [{} for _ in every]
+    for name, run in runs.items():
+        for i, block in enumerate(costs):
+            forward, after, backward = (run.stretches[x] for x in (f"f{i}", f"f{i + 1}", f"b{i}"))
+            block[name] = Cost(
+                kept_bytes=after.held_bytes - forward.held_bytes,
+                need_bytes=max(forward.peak_bytes, backward.peak_bytes) - forward.held_bytes,
+                again_flops=backward.flops - none[f"b{i}"].flops,
+                moved_bytes=forward.moved_bytes,
             )
-    head = max(run.most[f"f{n}"] - run.held[f"f{n}"] for run in runs.values())
-    after = max(run.most["a"] - run.held["f0"] for run in runs.values())
-    first = max(run.held["f0"] for run in runs.values())
+    ran = [run.stretches for run in runs.values()]
+    head = max(x[f"f{n}"].peak_bytes - x[f"f{n}"].held_bytes for x in ran)
+    after_bytes = max(x["a"].peak_bytes - x["f0"].held_bytes for x in ran)
+    before = held_bytes + max(x["f0"].held_bytes for x in ran)
     leaving = max(run.leaving_bytes for run in runs.values())
-    return Costs(costs, held_bytes + first, head, after, leaving, sum(none.flops.values()))
+    step_flops = sum(stretch.flops for stretch in none.values())
+    return Costs(costs, before, head, after_bytes, leaving, step_flops)
 
 
 @dataclass(frozen=True)
@@ -132,46 +134,47 @@ def choose_activations(
     return Chosen(plan, costs, Choices(model, plan.choices, blocks, core, offload))
 
 
-class _Counted(PeakMemory):
-    """Also counts FLOPs, and storages that no operation made when they are first seen."""
+@dataclass
+class _Stretch:
+    """From one mark of a step to the next."""
 
-    def __init__(self, there: "weakref.WeakSet[torch.UntypedStorage]"):
+    held_bytes: int = 0  # when it begins
+    peak_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+
+
+class _Marks(PeakMemory):
+    """Counts memory, FLOPs and moved bytes from mark to mark; storages that no operation made count
+    when they are first seen."""
+
+    def __init__(
+        self, there: "weakref.WeakSet[torch.UntypedStorage]", offload: Offload | None
+    ) -> None:
         super().__init__()
-        self.flops = 0
-        self._there = there
+        self.stretches: dict[str, _Stretch] = {}  # by the mark at which they begin
+        self.leaving_bytes = 0  # the most at any mark
+        self._now, self._moved_bytes = _Stretch(), 0  # since the last mark; before it
+        self._there, self._offload = there, offload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in storages_in((args, kwargs or {})):
             if storage not in self._there:
-                self.enter(storage)
+                self._known.add(storage)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.flops += flops_of(func, args, kwargs or {}, out)
+        self._now.flops += flops_of(func, args, kwargs or {}, out)
         return out
 
-
-class _Marks:
-    """Bytes held at each mark; from it to the next, the peak, FLOPs and moved bytes."""
-
-    def __init__(self, counted: _Counted, offload: Offload | None):
-        self.held: dict[str, int] = {}
-        self.most: dict[str, int] = {}
-        self.flops: dict[str, int] = {}
-        self.moved: dict[str, int] = {}
-        self.leaving_bytes = 0  # the most at any mark
-        self._counted, self._offload = counted, offload
-        self._last, self._before = "", (0, 0)
-
     def mark(self, name: str, *_: Any, but: Any = ()) -> None:
-        counted = self._counted
-        sums = counted.flops, self._offload.moved_bytes if self._offload else 0
-        if self._last:
-            self.most[self._last] = counted.peak_bytes
-            self.flops[self._last] = sums[0] - self._before[0]
-            self.moved[self._last] = sums[1] - self._before[1]
-        leaving = self._offload.leaving_bytes if self._offload else 0
-        self.leaving_bytes = max(self.leaving_bytes, leaving)
-        self.held[name] = counted.held_bytes - leaving - sum(x.nbytes for x in tensors_in(but))
-        self._last, self._before, counted.peak_bytes = name, sums, counted.held_bytes
+        """The next stretch begins; the tensors in `but` do not count as held."""
+        leaving_bytes = self._offload.leaving_bytes if self._offload else 0
+        moved_bytes = self._offload.moved_bytes if self._offload else 0
+        self._now.peak_bytes = self.peak_bytes
+        self._now.moved_bytes = moved_bytes - self._moved_bytes
+        self.leaving_bytes = max(self.leaving_bytes, leaving_bytes)
+        held_bytes = self.held_bytes - leaving_bytes - sum(x.nbytes for x in tensors_in(but))
+        self._now = self.stretches[name] = _Stretch(held_bytes)
+        self.peak_bytes, self._moved_bytes = self.held_bytes, moved_bytes
 
 
 def _one_step(
@@ -182,13 +185,10 @@ def _one_step(
     there: "weakref.WeakSet[torch.UntypedStorage]",
 ) -> _Marks:
     gpus = {p.device.index for p in model.parameters() if p.is_cuda}
-    handles = []
-    with torch.random.fork_rng(sorted(gpus)), _Counted(there) as counted:
-        marks = _Marks(counted, offload)
-        marks.mark("start")
+    with torch.random.fork_rng(sorted(gpus)), ExitStack() as hooks, _Marks(there, offload) as marks:
 
         def begins(i: int, block: nn.Module, args: Any) -> None:
-            if len(marks.held) != i + 1:
+            if len(marks.stretches) != i + 1:
                 raise ValueError(
                     f"block {i} of {len(blocks)} was not called once and in its turn; give the "
                     "blocks in the order in which forward calls them: measure(..., blocks=[...])"
@@ -202,26 +202,23 @@ def _one_step(
             if i == len(blocks) - 1:
                 marks.mark(f"f{i + 1}", but=output)
 
+        marks.mark("start")
         for i, block in enumerate(blocks):
-            handles.append(block.register_forward_pre_hook(partial(begins, i)))
-            handles.append(block.register_forward_hook(partial(ends, i)))
+            hooks.callback(block.register_forward_pre_hook(partial(begins, i)).remove)
+            hooks.callback(block.register_forward_hook(partial(ends, i)).remove)
         try:
             step().backward()
         finally:
-            for handle in handles:
-                handle.remove()
             for p in model.parameters():
                 p.grad = None
         marks.mark("end")
-    marks.most.setdefault("a", 0)
-    for i in range(len(blocks)):  # one that is frozen has no backward
-        marks.most.setdefault(f"b{i}", 0)
-        marks.flops.setdefault(f"b{i}", 0)
+    for name in ("a", *(f"b{i}" for i in range(len(blocks)))):
+        marks.stretches.setdefault(name, _Stretch())  # what is frozen has no backward
     return marks
 
 
-def _at_gradient(thing: Any, call: Callable[..., None]) -> None:
-    for x in tensors_in(thing):
+def _at_gradient(nested: Any, call: Callable[..., None]) -> None:
+    for x in tensors_in(nested):
         if x.requires_grad:
             x.register_hook(call)
             return

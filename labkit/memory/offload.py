@@ -18,6 +18,7 @@ arXiv 1910.02054, section 5.1 (P_a+cpu); Rhu et al., "vDNN", arXiv 1602.08124, s
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,15 +58,7 @@ def offload_activations(
     Raises ValueError for arguments that cannot be; in backward, RuntimeError for a tensor that was
     changed in place while it left, or although it stayed.
     """
-    if in_flight < 1 or smallest_bytes < 0:
-        raise ValueError(
-            f"in_flight={in_flight}, smallest_bytes={smallest_bytes}: at least one tensor must be "
-            "able to travel, and no size is below 0"
-        )
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    carrier = bus or bus_for(device, link)
-    host = ConstantBuffer(host_bytes, pinned=device.type == "cuda")
-    return Offload(model, device, carrier, host, smallest_bytes, in_flight)
+    return Offload(model, link, smallest_bytes, in_flight, host_bytes, bus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +78,19 @@ class Offload:
     """See `offload_activations`. `moved_bytes` have left so far, `no_room_bytes` had to stay."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, bus: Bus | StreamBus,
-        host: ConstantBuffer, smallest_bytes: int, in_flight: int,
+        self, model: nn.Module, link: Link | None, smallest_bytes: int, in_flight: int,
+        host_bytes: int, bus: Bus | StreamBus | None,
     ):  # fmt: skip
-        self.bus, self.host = bus, host
+        if in_flight < 1 or smallest_bytes < 0:
+            raise ValueError(
+                f"in_flight={in_flight}, smallest_bytes={smallest_bytes}: at least one tensor must "
+                "be able to travel, and no size is below 0"
+            )
+        self._model = model
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.bus = bus or bus_for(self._device, link)
+        self.host = ConstantBuffer(host_bytes, pinned=self._device.type == "cuda")
         self.moved_bytes = self.no_room_bytes = 0
-        self._model, self._device = model, device
         self._smallest_bytes, self._in_flight = smallest_bytes, in_flight
         self._stay: set[int] = set()  # the memory of parameters
         self._of: weakref.WeakKeyDictionary[Any, weakref.ref[Moved]] = weakref.WeakKeyDictionary()
@@ -114,6 +114,14 @@ class Offload:
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.pop().__exit__(*error)
+
+    def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`forward(*args, **kwargs)`, whose saved tensors go to the host."""
+        with self:
+            return forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Offload":
+        return self  # the copy of an edited model uses the same bus to the same memory
 
     # --- forward: autograd keeps a tensor ---
 

@@ -23,7 +23,7 @@ class PeakMemory(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # what counts until it is freed
 
     @property
     def held_bytes(self) -> int:
@@ -34,24 +34,21 @@ class PeakMemory(DispatchMode):
         out = func(*args, **(kwargs or {}))
         for storage in storages_in(out):
             if id(storage) not in before:
-                self.enter(storage)
+                self._known.add(storage)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return out
 
-    def enter(self, storage: torch.UntypedStorage) -> None:
-        """Count it from now until it is freed, if it does not count already."""
-        self._known.add(storage)
+
+def storages_in(nested: Any) -> list[torch.UntypedStorage]:
+    """The memory of the tensors in nested tuples, lists and dicts, but for what is on the host."""
+    return [x.untyped_storage() for x in tensors_in(nested) if not is_host_memory(x)]
 
 
-def storages_in(things: Any) -> list[torch.UntypedStorage]:
-    """The memory of the tensors in a nest of things, without what was moved to the host."""
-    return [x.untyped_storage() for x in tensors_in(things) if not is_host_memory(x)]
-
-
-def alive_storages(device: torch.device | None = None) -> list[torch.UntypedStorage]:
-    """Of all tensors that Python knows of, each memory once; without what was moved to the host."""
+def alive_storages(device: torch.device) -> list[torch.UntypedStorage]:
+    """Of all tensors there that Python knows of, each memory once, without what was moved to the
+    host."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
     strided = [x for x in tensors if x.layout is torch.strided and x.device.type != "meta"]
-    here = [x for x in strided if device is None or x.device == device]
+    here = [x for x in strided if x.device == device]
     return list({x._cdata: x for x in storages_in(here)}.values())

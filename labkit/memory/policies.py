@@ -94,9 +94,9 @@ class Kept:
         seen = [(x, x._version) for x in tensors_in(value)]
         kept = None
         if shared := _memories(out) & _memories((args, kwargs)):  # a view that counts by itself
-            for maker, call in (self._kept_in[one] for one in shared & self._kept_in.keys()):
-                if (its := self.results[maker][call]) is not None:
-                    its.seen.extend(seen)
+            for maker, call in (self._kept_in[memory] for memory in shared & self._kept_in.keys()):
+                if (maker_result := self.results[maker][call]) is not None:
+                    maker_result.seen.extend(seen)
         elif self.policy(op):
             random = states_of(generator for generator, _ in used(before))
             kept = _Result(value, random, seen)

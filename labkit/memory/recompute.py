@@ -78,10 +78,10 @@ class _Enough(BaseException):
 class _Call:
     """One call of a function, and how to do it again. It lives as long as one of its slots."""
 
-    def __init__(self, what: Recomputed, inputs: "_Inputs", conditions: Conditions):
-        self.fn, self.check = what.fn, what.check
+    def __init__(self, recomputed: Recomputed, inputs: "_Inputs", conditions: Conditions):
+        self.fn, self.check = recomputed.fn, recomputed.check
         self.inputs, self.conditions = inputs, conditions
-        self.kept = what.kept() if what.kept else None
+        self.kept = recomputed.kept() if recomputed.kept else None
         self.saved: list[tuple[ref[_Slot], Any]] = []  # in the order of forward, with their looks
         self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by place
 
@@ -95,16 +95,15 @@ class _Call:
     def wanted(self, slot: _Slot) -> torch.Tensor:
         if slot.tensor is None:  # the first of this backward
             self.run_again()
-        found, slot.tensor = slot.tensor, None  # the next backward runs it again
-        assert found is not None
-        return found
+        x, slot.tensor = slot.tensor, None  # the next backward runs it again
+        assert x is not None
+        return x
 
     def run_again(self) -> None:
         filled: list[tuple[_Slot | None, int]] = []  # and which version of a tensor each has got
 
         def fill(x: torch.Tensor) -> torch.Tensor:
             slot = self._next_slot(len(filled), x)
-            self._check_unchanged(len(filled), x)
             filled.append((slot, x._version))
             x = x.detach()  # else the graph of this run would keep itself alive
             if slot is not None:  # None: backward was here already, and let it go
@@ -130,18 +129,9 @@ class _Call:
             if slot is not None and slot.tensor is not None and slot.tensor._version != version:
                 raise ValueError(
                     "recompute: the function changed a tensor in place that backward needs, "
-                    f"{_told(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
+                    f"{_text(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
                     "`out=` or `[...]=`, or make it on a copy, `x = x.clone()`"
                 )
-
-    def _check_unchanged(self, place: int, x: torch.Tensor) -> None:
-        leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
-        if leaf is not None and leaf is then() and leaf._version != version:
-            raise RuntimeError(
-                f"a parameter that backward needs, {_told(_looks(leaf, 'shapes'))}, has been "
-                "modified by an inplace operation since recompute used it in forward; call "
-                "backward before you change it"
-            )
 
     def _next_slot(self, place: int, x: torch.Tensor) -> _Slot | None:
         if place == len(self.saved):
@@ -149,8 +139,15 @@ class _Call:
         slot, looked = self.saved[place]
         if (looks := _looks(x, self.check)) != looked:
             raise _not_the_same(
-                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_told(looks)}, "
-                f"and was {_told(looked)} in forward"
+                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_text(looks)}, "
+                f"and was {_text(looked)} in forward"
+            )
+        leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
+        if leaf is not None and leaf is then() and leaf._version != version:
+            raise RuntimeError(
+                f"a parameter that backward needs, {_text(_looks(leaf, 'shapes'))}, has been "
+                "modified by an inplace operation since recompute used it in forward; call "
+                "backward before you change it"
             )
         return slot()
 
@@ -187,7 +184,7 @@ class _Inputs:
             if x._version != version:
                 raise ValueError(
                     f"recompute: the function changed its input tensor {number} of {len(tensors)}, "
-                    f"{_told(_looks(x, 'shapes'))}, in place, so it cannot be run again from it; "
+                    f"{_text(_looks(x, 'shapes'))}, in place, so it cannot be run again from it; "
                     "let it write to a copy, `x = x.clone()`, or without `_`, `out=` and `[...]=`"
                 )
 
@@ -202,13 +199,10 @@ class _Save(torch.autograd.Function):
 
 
 def _looks(x: torch.Tensor, check: Check) -> Any:
-    match check:
-        case "none":
-            return None
-        case "shapes":
-            return x.shape, x.dtype, x.device
-        case "values":
-            return x.shape, x.dtype, x.device, _print_of(x)
+    if check == "none":
+        return None
+    print_of = [_print_of(x)] if check == "values" else []
+    return x.shape, x.dtype, x.device, *print_of
 
 
 @torch.no_grad()
@@ -226,7 +220,7 @@ def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
     return root if root.is_leaf and root.requires_grad else None
 
 
-def _told(looks: Any) -> str:
+def _text(looks: Any) -> str:
     shape, dtype, device, *print_of = looks
     numbers = f" with other numbers (their print {print_of[0]:.6g})" if print_of else ""
     return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}{numbers}"

@@ -9,6 +9,7 @@ Memory counts once, for the first operation that saves it. Parameters, buffers a
 are left out. Source: torch, "Hooks for autograd saved tensors".
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,16 +33,13 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
 
     >>> sum(one.nbytes for one in saved_by(block, x))
     """
-    there = (*module.parameters(), *module.buffers())
-    own = {_memory(x) for x in there if x.layout is torch.strided}
+    weights = (*module.parameters(), *module.buffers())
+    own = {_memory(x) for x in weights if x.layout is torch.strided}
     running, saved = [""], []
     alive: dict[int, torch.Tensor] = {}  # a freed storage's number could be another's soon
 
     def save(x: torch.Tensor) -> torch.Tensor:
-        if x.layout is not torch.strided:
-            return x.detach()
-        key = _memory(x)
-        if key not in own and key not in alive:
+        if x.layout is torch.strided and (key := _memory(x)) not in own and key not in alive:
             alive[key] = x.detach()
             nbytes = x.untyped_storage().nbytes()
             saved.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
@@ -53,16 +51,12 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
     def leave(*_: Any) -> None:
         running.pop()
 
-    handles = []
-    for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(partial(enter, name)))
-        handles.append(part.register_forward_hook(leave, always_call=True))
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-            output = module(*args, **kwargs)  # which holds the graph, and all that is saved
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name, part in module.named_modules():
+            stack.callback(part.register_forward_pre_hook(partial(enter, name)).remove)
+            stack.callback(part.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda x: x))
+        output = module(*args, **kwargs)  # which holds the graph, and all that is saved
     del output
     return saved
 

@@ -41,8 +41,9 @@ def measure(
         for i in range(len(rigs)):
             place = (i + turn) % len(rigs)  # each turn begins with another
             seconds[place].append(rigs[place].timed())
-    medians = [[median(one) for one in zip(*its[1:])] for its in seconds]
-    return [Measured(way, numel, *its) for way, its in zip(chosen, medians)]
+    return [
+        Measured(way, numel, *map(median, zip(*times[1:]))) for way, times in zip(chosen, seconds)
+    ]
 
 
 def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
@@ -50,11 +51,11 @@ def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
     the fastest where several are alike. A paced bus has the rate `paced_gbps`, in gigabits per
     second."""
     rates: dict[tuple[str, str], float] = {}
-    for one in measured:
-        first, *others = one.way.parts(one.numel)
+    for x in measured:
+        part, *others = x.way.parts(x.numel)
         if not others:
-            key = first.what, first.where
-            rates[key] = max(rates.get(key, 0.0), first.nbytes / one.done_s)
+            key = part.what, part.where
+            rates[key] = max(rates.get(key, 0.0), part.nbytes / x.done_s)
     for where in (f"cpu → {PACED}", f"{PACED} → cpu") if paced_gbps else ():
         rates["bus", where] = paced_gbps * 1e9 / 8
     return Rates(rates)

@@ -26,7 +26,6 @@ import torch
 from labkit.memory.bus import Bus
 
 PACED = "paced"  # a place: this machine's memory again, reached by a paced `Bus` only
-CASTS = ("before", "after")
 
 
 class Part(NamedTuple):
@@ -60,7 +59,7 @@ class Transfer:
     non_blocking: bool = False
 
     def __post_init__(self) -> None:
-        if self.cast not in (None, *CASTS):
+        if self.cast not in (None, "before", "after"):
             raise ValueError(f"cast={self.cast!r}: choose 'before', 'after' or None")
         if self.cast and self.dtype == self.to:
             raise ValueError(f"cast={self.cast!r}, but {self.dtype} is wanted as it is: give None")
@@ -92,8 +91,8 @@ class Transfer:
             return self.cast
         if not self.over_host_bus:
             return "before"
-        caster_is_cpu = not self.non_blocking
-        return "before" if (self.source == "cpu") == caster_is_cpu else "after"
+        cast_by_cpu = not self.non_blocking
+        return "before" if (self.source == "cpu") == cast_by_cpu else "after"
 
     @property
     def sent(self) -> torch.dtype:
@@ -149,9 +148,7 @@ class Rates:
         return sum(self.seconds(part) for part in way.parts(numel))
 
 
-def ways(
-    bus: Bus | None = None, to: torch.dtype = torch.float16, pinned_only: bool = False
-) -> list[Transfer]:
+def ways(bus: Bus | None = None, to: torch.dtype = torch.float16) -> list[Transfer]:
     """All ways that this machine can do, of fp32 to fp32 and to `to`: inside the CPU's memory; over
     `bus` and back, if one is given; with GPUs to and from the first, inside it, and to the second.
     """
@@ -160,15 +157,16 @@ def ways(
     for place in [PACED] * (bus is not None) + gpus[:1]:
         pairs += [("cpu", place), (place, "cpu")]
     pairs += [(gpus[0], gpus[1])] if len(gpus) == 2 else []
-    found = []
+    every = []
     for source, target in pairs:
         over_bus = source != target and "cpu" in (source, target)
         by_itself = [(to, None)] if PACED not in (source, target) else []
         casts = [(torch.float32, None), (to, "before"), (to, "after"), *by_itself]
-        pins = [True] if pinned_only and over_bus else [False, True][: 1 + over_bus]
-        for (wanted, cast), pinned, nb in product(casts, pins, [False, True][: 1 + over_bus]):
-            found.append(Transfer(source, target, torch.float32, wanted, cast, pinned, nb))
-    return found
+        either = [False, True] if over_bus else [False]
+        for (wanted, cast), pinned, non_blocking in product(casts, either, either):
+            way = Transfer(source, target, torch.float32, wanted, cast, pinned, non_blocking)
+            every.append(way)
+    return every
 
 
 def short(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from labkit.plot import style
 from labkit.plot.figure import constrained, label, name_rows, note, styled
 from labkit.plot.memories import detailed_step
 from labkit.plot.style import COLOURS, INK, PAPER, VERMILION, byte_unit, text_on
-from labkit.predict.bills import Bill
+from labkit.predict.activations import Bill
 from labkit.trace import RankTrace, Trace
 
 if TYPE_CHECKING:

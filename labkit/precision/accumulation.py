@@ -61,13 +61,11 @@ class Fp32Gradients(NotCopyable):
         parts = self.flat.split(sizes)
         self.sums = {p: x.view(p.shape) for p, x in zip(self.parameters, parts, strict=True)}
         self._arrived: set[nn.Parameter] = set()  # since the last hand_over()
-        add = WeakMethod(self._add)  # the parameters do not keep this object alive
-
-        def on_grad_ready(p: nn.Parameter) -> None:
-            if (alive := add()) is not None:
-                alive(p)
-
-        self._hooks = [p.register_post_accumulate_grad_hook(on_grad_ready) for p in self.parameters]
+        weak = WeakMethod(self._add)  # the parameters do not keep this object alive
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: add(p) if (add := weak()) else None)
+            for p in self.parameters
+        ]
 
     @torch.no_grad()
     def _add(self, p: nn.Parameter) -> None:
@@ -79,7 +77,8 @@ class Fp32Gradients(NotCopyable):
                 "its own shares"
             )
         replicas: Comm | None = getattr(owner, "comm", None)
-        if replicas is not None and not self._averages_over(replicas):
+        averaged = {*self.comm.ranks} if self.comm else set[int]()
+        if replicas is not None and replicas.size > 1 and not {*replicas.ranks} <= averaged:
             raise ValueError(
                 f"in `no_sync()` gradients are not averaged over the {replicas.size} ranks of "
                 f"{type(owner).__name__}, and their weights would drift apart; give its comm: "
@@ -95,11 +94,6 @@ class Fp32Gradients(NotCopyable):
         self._arrived.add(p)
         self.sums[p] += p.grad  # bf16 becomes fp32 first, exactly
         p.grad = None
-
-    def _averages_over(self, replicas: Comm) -> bool:
-        if self.comm is None:
-            return replicas.size == 1
-        return {*replicas.ranks} <= {*self.comm.ranks}
 
     def hand_over(self) -> None:
         """Make the sums (over ranks: their mean) the parameters' `.grad`, in fp32."""

@@ -119,16 +119,16 @@ class _Casting(TorchFunctionMode):
                 return func(*args, **kwargs)
         return func(*self._all_cast(args, to), **self._all_cast(kwargs, to))
 
-    def _all_cast(self, thing: Any, to: torch.dtype) -> Any:
-        if isinstance(thing, torch.Tensor):
-            if not _may_be_cast(thing):
-                return thing
-            return self._cast(thing, to) if torch.is_autocast_cache_enabled() else thing.to(to)
-        if type(thing) in (list, tuple):
-            return type(thing)(self._all_cast(x, to) for x in thing)
-        if type(thing) is dict:
-            return {key: self._all_cast(x, to) for key, x in thing.items()}
-        return thing
+    def _all_cast(self, nested: Any, to: torch.dtype) -> Any:
+        if isinstance(nested, torch.Tensor):
+            if not _may_be_cast(nested):
+                return nested
+            return self._cast(nested, to) if torch.is_autocast_cache_enabled() else nested.to(to)
+        if type(nested) in (list, tuple):
+            return type(nested)(self._all_cast(x, to) for x in nested)
+        if type(nested) is dict:
+            return {key: self._all_cast(x, to) for key, x in nested.items()}
+        return nested
 
     def _cast(self, x: torch.Tensor, to: torch.dtype) -> torch.Tensor:
         is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
@@ -151,15 +151,15 @@ def _may_be_cast(x: torch.Tensor) -> bool:
     return x.device.type in POLICIES and low_type_around(x) is not None
 
 
-def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested lists, tuples and dicts."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, (list, tuple)):
-        for x in thing:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, (list, tuple)):
+        for x in nested:
             yield from tensors_in(x)
-    elif isinstance(thing, dict):
-        yield from tensors_in(list(thing.values()))
+    elif isinstance(nested, dict):
+        yield from tensors_in(list(nested.values()))
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -185,20 +185,18 @@ def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
                 "torch.bfloat16 for autocast around it"
             )
         raise ValueError(f"autocast cannot run ops in {dtype}; {advice}")
-    device = device_type or "cpu"
-    if device == "cuda" and torch.cuda.is_available():
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("there is no CUDA device here; leave device_type out, or take 'cpu'")
         if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ValueError(
                 f"{torch.cuda.get_device_name()} has no bfloat16 (compute capability 8.0 has); "
                 "take torch.float16 with a GradScaler"
             )
-    elif device == "cuda":
-        raise ValueError("there is no CUDA device here; leave device_type out, or take 'cpu'")
-    else:
-        one = torch.ones(1, 1, dtype=dtype)
-        try:
-            one @ one
-        except RuntimeError as error:
-            raise ValueError(
-                f"this CPU's torch has no products in {dtype}; take torch.bfloat16 ({error})"
-            ) from None
+        return
+    try:
+        torch.ones(1, 1, dtype=dtype) @ torch.ones(1, 1, dtype=dtype)
+    except RuntimeError as error:
+        raise ValueError(
+            f"this CPU's torch has no products in {dtype}; take torch.bfloat16 ({error})"
+        ) from None

@@ -82,10 +82,10 @@ class DynamicScale:
         """Raises ValueError where it is no such state; then nothing has changed."""
         known = [f.name for f in fields(self)]
         if not isinstance(state, dict) or set(state) != set(known):
-            found = ", ".join(map(str, state)) or "nothing (it was saved with enabled=False)"
+            names = ", ".join(map(str, state)) or "nothing (it was saved with enabled=False)"
             raise ValueError(
                 f"GradScaler.load_state_dict: a scaler's state has {', '.join(known)}; this one "
-                f"has {found}"
+                f"has {names}"
             )
         loaded = DynamicScale(**state)
         for name in known:

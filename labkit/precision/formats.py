@@ -172,7 +172,10 @@ class Format:
         beyond = self._largest_rank + (0 if self._saturates(saturate) else 1)
         if not isinstance(value, float) or math.isfinite(value):
             return self._bits(sign, min(self.rank(abs(Fraction(value))), beyond))
-        return self._bits(0, self._nan_rank) if math.isnan(value) else self._bits(sign, beyond)
+        if math.isinf(value):
+            return self._bits(sign, beyond)
+        quiet = 2 ** (self.fraction_bits - 1)  # the first bit of the fraction: a quiet NaN
+        return self._bits(0, self._largest_rank + 1 + (quiet if self.infinities else 0))
 
     def round(self, value: Exact | int, saturate: bool | None = None) -> Exact:
         return self.decode(self.encode(value, saturate))
@@ -186,11 +189,6 @@ class Format:
     def _largest_rank(self) -> int:
         ones = 2 ** (self.exponent_bits + self.fraction_bits) - 1
         return ones - (2**self.fraction_bits if self.infinities else 1)
-
-    @property
-    def _nan_rank(self) -> int:
-        quiet = 2 ** (self.fraction_bits - 1)  # the first bit of the fraction: a quiet NaN
-        return self._largest_rank + 1 + (quiet if self.infinities else 0)
 
     def rank(self, size: Fraction) -> int:
         """Of the number nearest to `size` >= 0; also of those that would lie past the largest."""
@@ -215,8 +213,8 @@ class Format:
 
 
 FORMATS = {
-    one.name: one
-    for one in (
+    format.name: format
+    for format in (
         Format("binary128", 15, 112),
         Format("x87", 15, 63, leading_bit=True),
         Format("fp64", 11, 52, torch.float64),
@@ -230,11 +228,11 @@ FORMATS = {
 }
 
 
-def format_of(one: Format | str) -> Format:
+def format_of(format: Format | str) -> Format:
     """By its name. Raises ValueError, with the names there are."""
-    if isinstance(one, str) and one not in FORMATS:
-        raise ValueError(f"no format is named {one!r}; choose one of {', '.join(FORMATS)}")
-    return FORMATS[one] if isinstance(one, str) else one
+    if isinstance(format, str) and format not in FORMATS:
+        raise ValueError(f"no format is named {format!r}; choose one of {', '.join(FORMATS)}")
+    return FORMATS[format] if isinstance(format, str) else format
 
 
 def floor_log2(size: Fraction) -> int:

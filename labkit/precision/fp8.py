@@ -148,15 +148,6 @@ class Fp8Linear(nn.Module):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_runs_once()
-        dtype = low_type_around(x) or x.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            rows = x.reshape(-1, self.in_features)
-            y = _Product.apply(rows, self.weight, self, dtype)
-            y = y.view(*x.shape[:-1], self.out_features)
-            return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def _check_runs_once(self) -> None:
         in_backward = torch._C._current_graph_task_id() != -1  # as torch's checkpoint asks
         if in_backward and self.training and len(self.cast_x.amaxes):
             raise ValueError(
@@ -164,6 +155,12 @@ class Fp8Linear(nn.Module):
                 f"history={len(self.cast_x.amaxes)} it would be scaled by other calls than the "
                 "first time: its gradients would be wrong. Take history=0, or do not recompute it"
             )
+        dtype = low_type_around(x) or x.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.reshape(-1, self.in_features)
+            y = _Product.apply(rows, self.weight, self, dtype)
+            y = y.view(*x.shape[:-1], self.out_features)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         how = "simulated" if self.simulate else "torch._scaled_mm"
@@ -197,24 +194,24 @@ def use_fp8(
 
     >>> use_fp8(model, only="blocks.*")
     """
-    found = [
+    linears = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
         if name and type(module) is nn.Linear and fnmatch.fnmatchcase(name, only)
     ]
-    if not found:
+    if not linears:
         names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
         raise ValueError(
             f"no nn.Linear of {type(model).__name__} has a name like {only!r}; it has {names[:8]}"
         )
-    for name, linear in found:
+    for name, linear in linears:
         if any(hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")):
             raise ValueError(
                 f"{name} has hooks, which an Fp8Linear in its place would not call; use_fp8 comes "
                 "first, then strategies and what else puts hooks on modules"
             )
-    layers = {linear: Fp8Linear(linear, history, simulate) for _, linear in found}
-    for name, linear in found:
+    layers = {linear: Fp8Linear(linear, history, simulate) for _, linear in linears}
+    for name, linear in linears:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layers[linear])
-    return [name for name, _ in found]
+    return [name for name, _ in linears]

@@ -92,9 +92,9 @@ class MasterWeights(ShadowOptimizer):
     def _check_options_stayed(self) -> None:
         """Raises ValueError where `inner` counts in its groups: they are handed down anew in each
         step, and `inner` steps several times in one."""
-        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            for key, x in options_of(its).items():
-                if key not in mine or (x is not mine[key] and x != mine[key]):
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for key, x in options_of(inner_group).items():
+                if key not in group or (x is not group[key] and x != group[key]):
                     raise ValueError(
                         f"{type(self.inner).__name__} cannot step on master weights: its step "
                         f"changes the option {key!r} of the group; what it counts belongs into "

@@ -7,7 +7,7 @@ NaN spreads, in backward to all gradients: what counts is the first place in for
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,32 +29,43 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'
     """
-    found: list[str] = []
-    given = {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}
-    for name, x in given.items():
-        if problem := _problem(x, masks=True):
-            found.append(f"{name} of the model {problem}; look at the batch, not at the training")
+    problems: list[str] = []
+
+    def look(place: str, value: Any, advice: str, masks: bool = False) -> None:
+        if not problems and (problem := _problem(value, masks)):
+            problems.append(f"{place} {problem}; {advice}")
+
+    def look_at_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A forward hook; it runs for a module's children first."""
+        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        made_between = (
+            f"no module has made it: look at what is computed between the call of {where} and that "
+            "of the module before"
+        )
+        look(f"the input of {where}", (args, kwargs), made_between, masks=True)
+        divides = (
+            "input and parameters are finite: it divides by 0, or has left the range of its dtype"
+            f"{_range_of(output)}"
+        )
+        look(f"the output of {where}", output, divides)
+
+    for name, x in {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}.items():
+        look(f"{name} of the model", x, "look at the batch, not at the training", masks=True)
     for name, x in model.named_parameters():
-        if problem := _problem(x):
-            found.append(
-                f"the parameter {name} {problem}; an earlier step has written it: go back to a "
-                "checkpoint, and look at the gradients and the learning rate of the steps after it"
-            )
+        look(
+            f"the parameter {name}", x,
+            "an earlier step has written it: go back to a checkpoint, and look at the gradients "
+            "and the learning rate of the steps after it",
+        )  # fmt: skip
     for name, x in model.named_buffers():
-        if problem := _problem(x, masks=True):
-            found.append(f"the buffer {name} {problem}; make it anew, or go back to a checkpoint")
-    parts = model.named_modules()
-    hooks = [
-        part.register_forward_hook(partial(_look, found, name), with_kwargs=True)
-        for name, part in parts
-    ]
-    try:
-        with _as_it_was(model):
-            model(*args, **kwargs)  # in any case: other ranks may need this one for it
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else None
+        look(f"the buffer {name}", x, "make it anew, or go back to a checkpoint", masks=True)
+    with ExitStack() as stack:
+        for name, part in model.named_modules():
+            hook = part.register_forward_hook(partial(look_at_call, name), with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.enter_context(_as_it_was(model))
+        model(*args, **kwargs)  # in any case: other ranks may need this one for it
+    return problems[0] if problems else None
 
 
 @contextmanager
@@ -68,25 +79,6 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             for x, version, was in before:
                 if x._version != version:  # autograd may have kept the others
                     x.copy_(was)
-
-
-def _look(
-    found: list[str], name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
-) -> None:
-    """A forward hook; it runs for a module's children first."""
-    if found:
-        return
-    where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    if problem := _problem((args, kwargs), masks=True):
-        found.append(
-            f"the input of {where} {problem}; no module has made it: look at what is computed "
-            f"between the call of {where} and that of the module before"
-        )
-    elif problem := _problem(output):
-        found.append(
-            f"the output of {where} {problem}; input and parameters are finite: it divides by 0, "
-            f"or has left the range of its dtype{_range_of(output)}"
-        )
 
 
 def _range_of(output: Any) -> str:

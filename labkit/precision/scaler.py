@@ -22,6 +22,7 @@ growth and back-off, state and methods: torch.amp.GradScaler.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -48,15 +49,14 @@ class Turn:
 
     trained: Trained
     parameters: set[torch.Tensor]
-    number: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
+    sent: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
     still_scaled: list[tuple[int, int]]  # 16-bit gradients that an optimizer unscales in its step
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
-    decided: float | None = None  # `number`, once it has been waited for
 
-    def number_found(self) -> float:
-        if self.decided is None:
-            self.decided = self.number.item()
-        return self.decided
+    @cached_property
+    def number(self) -> float:
+        """`sent`, which is waited for once."""
+        return self.sent.item()
 
 
 class GradScaler:
@@ -139,11 +139,11 @@ class GradScaler:
         comm = self.comm or _all_ranks()
         check_owner(trained, comm)
         check_not_clipped(trained, self._now.scale)
-        found = unscale(trained, self._now.scale)
-        device = found.device if found is not None else parameters[0].device
-        number = torch.full((), 0.0 if found is None else self._now.scale, device=device)
-        if found is not None:
-            number.masked_fill_(found > 0, torch.inf)
+        nonfinite = unscale(trained, self._now.scale)
+        device = nonfinite.device if nonfinite is not None else parameters[0].device
+        number = torch.full((), 0.0 if nonfinite is None else self._now.scale, device=device)
+        if nonfinite is not None:
+            number.masked_fill_(nonfinite > 0, torch.inf)
         if comm is not None:
             comm.all_reduce(number, "max")
         self._turns.append(Turn(trained, {*parameters}, number, still_scaled(trained)))
@@ -203,7 +203,7 @@ class GradScaler:
         if new_scale is not None:
             self._now.load_state_dict({**self._now.state_dict(), "scale": float(new_scale)})
         elif turns:
-            with_gradients = [turn for turn in turns if turn.number_found() != 0] or turns
+            with_gradients = [turn for turn in turns if turn.number != 0] or turns
             self._now.after_step(skipped=any([self._must_skip(turn) for turn in with_gradients]))
         else:
             raise ValueError("GradScaler.update: no step since the last one; call step before")
@@ -222,20 +222,17 @@ class GradScaler:
 
     def _must_skip(self, turn: Turn) -> bool:
         """Whether a rank has found inf or NaN: what a step waits for."""
-        number = turn.number_found()
-        if number == 0:
+        if turn.number == 0:
             raise ValueError(
                 "GradScaler: no parameter of this optimizer has a gradient, on any rank; call "
                 "scaler.scale(loss).backward() before, and zero_grad() after the step"
             )
-        if number not in (self._now.scale, torch.inf):
+        if turn.number not in (self._now.scale, torch.inf):
             raise ValueError(
-                f"GradScaler: the scale is {self._now.scale:g} on this rank and {number:g} on "
+                f"GradScaler: the scale is {self._now.scale:g} on this rank and {turn.number:g} on "
                 "another; make the scaler alike, and load the same state, on every rank"
             )
-        return number == torch.inf
-
-    # --- bad input ---
+        return turn.number == torch.inf
 
     def _check_scaled(self, method: str) -> None:
         if not self._losses:

@@ -65,8 +65,8 @@ class ShadowOptimizer(torch.optim.Optimizer):
             groups.append({**options_of(group), "params": params})
         self.inner = optimizer_cls(groups, **defaults)
         self.defaults = self.inner.defaults
-        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update(options_of(its))
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(options_of(inner_group))
         self.state = self.inner.state
         for x in (x for p, some in stand_ins.items() for x in some if x.dtype != p.dtype):
             self.state[x] = self.state[x]  # a master copy is known before the first step
@@ -82,8 +82,8 @@ class ShadowOptimizer(torch.optim.Optimizer):
             )
 
     def _hand_down_options(self) -> None:
-        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            its.update(options_of(mine))
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner_group.update(options_of(group))
 
     # --- this rank's own state: checkpoints (labkit.checkpoints) hold that of all ---
 
@@ -104,17 +104,17 @@ class ShadowOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError when it is that of another rank, number of ranks or model."""
-        found, own = dict(state_dict), self._masters()
-        masters, whose = found.pop("masters", None), found.pop("whose", None)
-        if whose != self._whose() or [x.shape for x in masters] != [x.shape for x in own]:
+        inner_state, own = dict(state_dict), self._masters()
+        masters, position = inner_state.pop("masters", None), inner_state.pop("whose", None)
+        if position != self._whose() or [x.shape for x in masters] != [x.shape for x in own]:
             raise ValueError(
                 f"{type(self).__name__}: this state is of another {self._depends_on} than this "
                 "optimizer; a checkpoint (labkit's save_checkpoint) can be loaded into any"
             )
-        self.inner.load_state_dict(found)
+        self.inner.load_state_dict(inner_state)
         self.state = self.inner.state
-        for mine, its in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update(options_of(its))
+        for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(options_of(inner_group))
         with torch.no_grad():
             for x, loaded in zip(own, masters, strict=True):
                 x.copy_(loaded)

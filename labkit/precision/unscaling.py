@@ -46,29 +46,28 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     """
     gradients = gradients_of(trained)
     keeps_scale = isinstance(trained, ShadowOptimizer)
-    low = [x for x in gradients if x.dtype in LOW] if keeps_scale else []
-    there = [x for x in gradients if not (keeps_scale and x.dtype in LOW)]
-    if any(x.dtype == torch.float16 for x in there):
+    low = [x for x in gradients if keeps_scale and x.dtype in LOW]
+    unscaled_here = [x for x in gradients if not (keeps_scale and x.dtype in LOW)]
+    if any(x.dtype == torch.float16 for x in unscaled_here):
         raise ValueError(
             f"GradScaler: {type(trained).__name__} has float16 gradients, and divided by the scale "
             "in float16 the small ones would be lost again. Keep float32 weights and compute in "
             "float16 (autocast), or give a float16 model's parameters to "
             "MasterWeights(params, torch.optim.AdamW, ...), and unscale_ that optimizer"
         )
-    if low:
-        assert isinstance(trained, ShadowOptimizer)
+    if low and isinstance(trained, ShadowOptimizer):
         trained.gradient_factor = 1 / scale
-    found = [_multiply(some, 1 / scale) for some in _alike(there)]
-    found += [_multiply(some, 1.0) for some in _alike(low)]  # looks only
-    return torch.stack([x.to(found[0].device) for x in found]).amax() if found else None
+    flags = [_multiply(group, 1 / scale) for group in _alike(unscaled_here)]
+    flags += [_multiply(group, 1.0) for group in _alike(low)]  # looks only
+    return torch.stack([x.to(flags[0].device) for x in flags]).amax() if flags else None
 
 
 def _multiply(gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
     """Multiply in one pass; returns 1 where a result is inf or NaN."""
-    found = torch.zeros((), device=gradients[0].device)
-    by = torch.full((), factor, device=found.device)
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, by)
-    return found
+    nonfinite = torch.zeros((), device=gradients[0].device)
+    by = torch.full((), factor, device=nonfinite.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, nonfinite, by)
+    return nonfinite
 
 
 def _alike(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

@@ -4,8 +4,7 @@
     predict.table(formula={...}, replayed={...}, measured={...})      # side by side
 
     states.py        parameters, gradients and optimizer state of a rank: ZeRO
-    activations.py   what forward keeps for backward
-    bills.py         the same, term by term, beside what is measured
+    activations.py   what forward keeps for backward, term by term, beside what is measured
     transformer.py   parameters and FLOPs of a GPT
     volumes.py       bytes that data, tensor and pipeline parallelism send in a step
     three_d.py       the same by axes of a mesh, for each stage, exactly
@@ -22,12 +21,13 @@ context; `rows` are the sequences that one rank computes at once, `sequence` is 
 """
 
 from labkit.predict.activations import (
+    Bill,
+    activation_bill,
     activation_bytes,
     activation_terms,
     first_stage_activation_bytes,
     flash_activation_bytes,
 )
-from labkit.predict.bills import Bill, activation_bill
 from labkit.predict.context import (
     ring_attention_bytes,
     ring_exposed_s,

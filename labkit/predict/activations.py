@@ -31,11 +31,16 @@ Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transfor
 arXiv 2205.05198, section 4 and Table 2.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
+from labkit.predict.tables import Table, rounded, written
 
 RECOMPUTED = ("none", "selective", "full")
+STATISTICS = "statistics of the norms"  # 8sb or 16sb, which the formula leaves out
+OTHERS = "other"
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,12 @@ def activation_terms(
 ) -> dict[str, float]:
     """`activation_bytes`, summand by summand: name -> bytes. Source: arXiv 2205.05198, sections 4.1
     and 4.2."""
-    _check_layer(sequence, rows, width, heads, tensor_parallel, recompute)
+    check_counts(sequence=sequence, rows=rows, width=width, heads=heads)
+    check_counts(tensor_parallel=tensor_parallel)
+    check_divides("width", width, "heads", heads)
+    check_divides("heads", heads, "tensor_parallel", tensor_parallel)
+    if recompute not in RECOMPUTED:
+        raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTED)}")
     terms = {"none": TERMS, "full": (LAYER_INPUT,)}.get(
         recompute, tuple(term for term in TERMS if not term.of_scores)
     )
@@ -94,17 +104,6 @@ def activation_terms(
         term.name: (term.of_sbw * sbw + term.of_scores * scores) / over[term.outside]
         for term in terms
     }
-
-
-def _check_layer(
-    sequence: int, rows: int, width: int, heads: int, tensor_parallel: int, recompute: str
-) -> None:
-    check_counts(sequence=sequence, rows=rows, width=width, heads=heads)
-    check_counts(tensor_parallel=tensor_parallel)
-    check_divides("width", width, "heads", heads)
-    check_divides("heads", heads, "tensor_parallel", tensor_parallel)
-    if recompute not in RECOMPUTED:
-        raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTED)}")
 
 
 def activation_bytes(
@@ -126,13 +125,10 @@ def activation_bytes(
             "full": the layer, from its input, which is all that is kept.
 
     Source: arXiv 2205.05198, Table 2."""
-    _check_layer(sequence, rows, width, heads, tensor_parallel, recompute)
-    t, sbw = tensor_parallel, sequence * rows * width
-    whole = t if sequence_parallel else 1  # ranks that share what is outside the matrices
-    if recompute == "full":
-        return 2 * sbw / whole
-    core = 5 * heads * sequence / width / t if recompute == "none" else 0.0
-    return sbw * (10 / whole + 24 / t + core)
+    terms = activation_terms(
+        sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
+    )
+    return sum(terms.values())
 
 
 def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
@@ -159,3 +155,101 @@ def first_stage_activation_bytes(
     check_divides("depth", depth, "stages x chunks", stages * chunks)
     more = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
     return layer_bytes * depth * more
+
+
+# --- the bill of a layer: each term beside what the layer's modules keep
+
+
+@dataclass(frozen=True)
+class Line:
+    """One term of the bill."""
+
+    term: str  # "q, k, v: their shared input"
+    per_sbw: str  # "2", "2as/w", "6/t"; "" for what no formula counts
+    formula_bytes: float
+    measured_bytes: int
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What one layer keeps, term by term. In a notebook, a table."""
+
+    lines: list[Line]
+
+    @property
+    def formula_bytes(self) -> float:
+        return sum(line.formula_bytes for line in self.lines)
+
+    @property
+    def measured_bytes(self) -> int:
+        return sum(line.measured_bytes for line in self.lines)
+
+    @property
+    def table(self) -> Table:
+        rows = [
+            (line.term, line.per_sbw, rounded(line.formula_bytes), written(line.measured_bytes),
+             "✓ equal" if line.formula_bytes == line.measured_bytes else "")
+            for line in self.lines
+        ]  # fmt: skip
+        sums = ("in all", "", rounded(self.formula_bytes), written(self.measured_bytes), "")
+        heads = ("kept", "× sbw", "formula (bytes)", "measured (bytes)", "")
+        return Table(heads, [*rows, sums])
+
+    def __repr__(self) -> str:
+        return repr(self.table)
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def activation_bill(
+    kept: Iterable[Any],
+    sequence: int,
+    rows: int,
+    width: int,
+    heads: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> Bill:
+    """What a labkit.GPT block has kept, beside the formula's terms.
+
+    Args:
+        kept: of `labkit.memory.saved.saved_by(block, x)`, each with its `module`, `shape` and
+            `nbytes`; x [rows, sequence, width] in a 2-byte dtype, `labkit.models.PlainAttention` as
+            the core. With `sequence_parallel`, x is this rank's shard of the positions; `sequence`
+            are all of them.
+        tensor_parallel, sequence_parallel, recompute: as in `activation_bytes`.
+
+    At the end comes what no term counts: the statistics of the norms, and "other". Scores are known
+    by their shape, [..., s, s]: no head may be as wide as the sequence is long.
+    """
+    formula = activation_terms(
+        sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
+    )
+    over = "/t" if tensor_parallel > 1 else ""
+    measured = dict.fromkeys([*formula, STATISTICS, OTHERS], 0)
+    for tensor in kept:
+        term = _term_of(tensor, sequence)
+        measured[term if term in measured else OTHERS] += tensor.nbytes
+    shares = {
+        term.name: term.per_sbw if term.outside and not sequence_parallel else term.per_sbw + over
+        for term in (*TERMS, LAYER_INPUT)
+    }
+    lines = [
+        Line(term, shares.get(term, ""), formula.get(term, 0.0), nbytes)
+        for term, nbytes in measured.items()
+        if formula.get(term, 0.0) or nbytes
+    ]
+    return Bill(lines)
+
+
+def _term_of(tensor: Any, sequence: int) -> str:
+    """The term that counts a kept tensor; at the core of attention, scores are apart."""
+    if "norm" in tensor.module and tensor.shape[-1] == 1:
+        return STATISTICS
+    scores = tensor.module.startswith("attn.core") and tensor.shape[-2:] == (sequence, sequence)
+    for term in (*TERMS, LAYER_INPUT):
+        if term.module == tensor.module and bool(term.of_scores) == scores:
+            return term.name
+    return OTHERS

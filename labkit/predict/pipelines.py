@@ -62,7 +62,8 @@ def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -
 
 def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
     """All forwards, then all backwards. Source: arXiv 1811.06965 and 2104.04473, section 2.2.1."""
-    _check(stages, microbatches, forward_s=forward_s, backward_s=backward_s)
+    check_counts(stages=stages, microbatches=microbatches)
+    check_not_negative(forward_s=forward_s, backward_s=backward_s)
     one_s = forward_s + backward_s
     return PipelineStep(microbatches * one_s, (stages - 1) * one_s, microbatches)
 
@@ -115,7 +116,8 @@ def zero_bubble_h1(
     Source: Qi et al., arXiv 2401.10241, section 2.3 (its T_B is the input gradient alone). Raises
     ValueError for fewer micro-batches than stages."""
     each_s = max(forward_s + input_s - weight_s, input_s)
-    return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, each_s, stages)
+    parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
+    return _zero_bubble(stages, microbatches, each_s, stages, **parts_s)
 
 
 def zero_bubble_h2(
@@ -124,28 +126,18 @@ def zero_bubble_h2(
     """ZB-H2: twice the memory, and no bubble where F = I = W. Source: arXiv 2401.10241, section
     2.3. Raises ValueError for less than 2 stages - 1 micro-batches."""
     each_s = max(forward_s + input_s - 2 * weight_s, input_s - forward_s, 0.0)
-    return _zero_bubble(stages, microbatches, forward_s, input_s, weight_s, each_s, 2 * stages - 1)
+    parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
+    return _zero_bubble(stages, microbatches, each_s, 2 * stages - 1, **parts_s)
 
 
 def _zero_bubble(
-    stages: int,
-    microbatches: int,
-    forward_s: float,
-    input_s: float,
-    weight_s: float,
-    each_s: float,
-    peak: int,
+    stages: int, microbatches: int, each_s: float, peak: int, **parts_s: float
 ) -> PipelineStep:
-    """`each_s`: what each stage after the first adds to the bubble."""
-    _check(stages, microbatches, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+    """`each_s`: what each stage after the first adds to the bubble; `parts_s` of a micro-batch."""
+    check_counts(stages=stages, microbatches=microbatches)
+    check_not_negative(**parts_s)
     if microbatches < peak:
         raise ValueError(
             f"microbatches={microbatches}: with {stages} stages, this schedule needs {peak} or more"
         )
-    ideal_s = microbatches * (forward_s + input_s + weight_s)
-    return PipelineStep(ideal_s, (stages - 1) * each_s, peak)
-
-
-def _check(stages: int, microbatches: int, **seconds: float) -> None:
-    check_counts(stages=stages, microbatches=microbatches)
-    check_not_negative(**seconds)
+    return PipelineStep(microbatches * sum(parts_s.values()), (stages - 1) * each_s, peak)

@@ -70,9 +70,8 @@ def forward_flops(
     kv_heads: int | None = None,
 ) -> int:
     """FLOPs of the whole forward: depth layers and the head. Source: arXiv 2104.04473, appendix."""
-    check_counts(depth=depth)
+    check_counts(vocab=vocab, depth=depth)
     layers = depth * layer_forward_flops(width, heads, rows, sequence, kv_heads)
-    check_counts(vocab=vocab)
     return layers + 2 * rows * sequence * width * vocab
 
 
@@ -98,8 +97,7 @@ def step_flops(
 
     Source: arXiv 2104.04473, appendix (with recompute, equation 3); Kaplan, arXiv 2001.08361,
     section 2.1; FlashAttention, arXiv 2205.14135, section 3.1."""
-    sizes = dict(vocab=vocab, width=width, depth=depth, heads=heads, kv_heads=kv_heads)
-    flops = 3 * forward_flops(**sizes, rows=rows, sequence=sequence)  # type: ignore[arg-type]
+    flops = 3 * forward_flops(vocab, width, depth, heads, rows, sequence, kv_heads)
     if flash:
         flops += depth * attention_core_flops(width, rows, sequence) // 2
     if recompute:

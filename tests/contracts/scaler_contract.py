@@ -3,7 +3,6 @@ gradient of one rank: all ranks skip exactly these, have the scales of one proce
 weights, in float64 to 1e-10, with a model in fp16 to its precision."""
 
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,7 +27,6 @@ from small_models import difference
 STEPS, ROWS = 10, 12
 BAD = {2: torch.inf, 3: torch.nan, 7: -torch.inf}  # step -> what one rank finds in a gradient
 MIB = 2**20
-Scaler = Callable[..., GradScaler]
 
 
 class Net(nn.Module):
@@ -90,7 +88,6 @@ def train(
     dtype: torch.dtype,
     rank: int = 0,
     size: int = 1,
-    scaler_cls: Scaler = GradScaler,
     max_norm: float | None = None,
     parts: int = 1,
     culprit: int = 0,
@@ -100,7 +97,7 @@ def train(
     every_x, every_y = torch.randn(STEPS, ROWS, 6).half(), torch.randn(STEPS, ROWS, 5)
     wrapped, optimizer, clipped = build(strategy, net, dtype)
     syncs = optimizer if isinstance(optimizer, ZeroOptimizer) else wrapped
-    scaler = scaler_cls(init_scale=2.0**10, growth_interval=3)
+    scaler = GradScaler(init_scale=2.0**10, growth_interval=3)
     seen = Seen([], [], [], [], {}, {})
     for step in range(STEPS):
         net.spoil = BAD.get(step) if rank == culprit % size else None
@@ -134,19 +131,13 @@ def alone(dtype: torch.dtype, max_norm: float | None = None, parts: int = 1) -> 
     return train("single", dtype, max_norm=max_norm, parts=parts)
 
 
-def check_equal_to_single(
-    world: World,
-    strategy: str,
-    dtype: torch.dtype,
-    scaler_cls: Scaler = GradScaler,
-    **options: Any,
-) -> None:
+def check_equal_to_single(world: World, strategy: str, dtype: torch.dtype, **options: Any) -> None:
     """Raises AssertionError, or what the world raises."""
     expected = alone(dtype, **{k: x for k, x in options.items() if k != "culprit"})
 
     def run() -> Seen:
         comm = Comm()
-        return train(strategy, dtype, comm.rank, comm.size, scaler_cls, **options)
+        return train(strategy, dtype, comm.rank, comm.size, **options)
 
     ranks = world.run(run)
     agree = 1e-10 if dtype == torch.float64 else 4e-3
@@ -168,9 +159,27 @@ def same(found: list[list[float]], expected: list[list[float]], rel: float) -> b
     )
 
 
-def scaled_step(scaler: Any, loss: torch.Tensor, optimizer: Any) -> None:
-    """Backward through the scaled loss, a step, and the next scale."""
+def fresh(
+    dtype: torch.dtype = torch.float32, lr: float = 0.1, **options: Any
+) -> tuple[nn.Linear, torch.Tensor, Any, GradScaler]:
+    """A small model of the type, an input, an optimizer, and a scaler with these options."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).to(dtype), torch.randn(4, 3).to(dtype)
+    if dtype == torch.float32:
+        return model, x, torch.optim.SGD(model.parameters(), lr=lr), GradScaler(**options)
+    masters = MasterWeights(model.parameters(), torch.optim.SGD, lr=lr)
+    return model, x, masters, GradScaler(**options)
+
+
+def scaled_step(
+    scaler: Any, loss: torch.Tensor, optimizer: Any, max_norm: float | None = None, of: Any = None
+) -> None:
+    """Backward through the scaled loss, gradients (those `of` this, or of the optimizer) clipped, a
+    step, and the next scale."""
     scaler.scale(loss).backward()
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        clip_grad_norm(optimizer if of is None else of, max_norm)
     scaler.step(optimizer)
     scaler.update()
 
@@ -184,17 +193,17 @@ OPTIONS = [  # some begin where a gradient is soon inf, or the scale itself
 ]  # fmt: skip
 
 
-def check_as_torch(scaler_cls: Scaler, seed: int, steps: int = 60) -> None:
+def check_as_torch(seed: int) -> None:
     """Random infs, optimizers, `unscale_` and reloads leave torch's scale, count and weights."""
     draw = random.Random(seed)
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
     options = dict(zip(names, OPTIONS[seed % len(OPTIONS)], strict=True))
-    scalers: list[Any] = [scaler_cls(**options), torch.amp.GradScaler("cpu", **options)]
+    scalers: list[Any] = [GradScaler(**options), torch.amp.GradScaler("cpu", **options)]
     parameters = [[nn.Parameter(torch.ones(3)) for _ in range(4)] for _ in scalers]
     optimizers = [
         [torch.optim.SGD(ps[:2], 0.1, 0.9), torch.optim.SGD(ps[2:], 0.1)] for ps in parameters
     ]
-    for _ in range(steps):
+    for _ in range(60):
         chance = draw.choice([0.0, 0.0, 0.2])
         gradients = torch.tensor([[draw.uniform(-1, 1) for _ in range(3)] for _ in range(4)])
         bad = [
@@ -221,5 +230,5 @@ def check_as_torch(scaler_cls: Scaler, seed: int, steps: int = 60) -> None:
         for x, y in zip(*parameters, strict=True):
             assert torch.equal(x, y)
         if reloads:  # each takes the other's
-            scalers = [scaler_cls(), torch.amp.GradScaler("cpu")]
+            scalers = [GradScaler(), torch.amp.GradScaler("cpu")]
             scalers[0].load_state_dict(theirs), scalers[1].load_state_dict(ours)

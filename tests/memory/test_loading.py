@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from labkit import plot, predict
 from labkit.memory import loading
+from labkit.memory.buffers import ALIGNED_BYTES
 from labkit.memory.bus import Arrival, Bus, StreamBus
 from labkit.memory.loading import (
-    ALIGN_BYTES,
     Packed,
     Run,
     Waiting,
@@ -183,7 +183,7 @@ def test_packed_weights_are_the_modules_own():
     for name, x in block.named_parameters():
         assert torch.equal(x, before[name])
         assert x.untyped_storage().data_ptr() == packed.flat.untyped_storage().data_ptr()
-        assert packed.places[name][0].start % ALIGN_BYTES == 0
+        assert packed.places[name][0].start % ALIGNED_BYTES == 0
     packed.flat.zero_()
     assert not any(x.any() for x in block.parameters())
 

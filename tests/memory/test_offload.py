@@ -190,7 +190,7 @@ def test_small_memory_that_stays_does_not_keep_its_graph_alive():
         assert memory.held_bytes < 10_000
 
 
-class ToldBus(Bus):
+class LoggedBus(Bus):
     """Copies only when somebody waits, and writes down what happens."""
 
     def __init__(self) -> None:
@@ -201,12 +201,12 @@ class ToldBus(Bus):
         way = "out" if is_host_memory(target) else "back"
         number = sum(word.startswith(f"ask {way}") for word in self.log)
         self.log.append(f"ask {way} {number}")
-        return Told(self, f"{way} {number}", target, source)
+        return LoggedCopy(self, f"{way} {number}", target, source)
 
 
-class Told(Arrival):
-    def __init__(self, bus: ToldBus, name: str, target: torch.Tensor, source: torch.Tensor):
-        super().__init__("load", 0, source.nbytes, bus.clock, "told")
+class LoggedCopy(Arrival):
+    def __init__(self, bus: LoggedBus, name: str, target: torch.Tensor, source: torch.Tensor):
+        super().__init__("load", 0, source.nbytes, bus.clock, "logged")
         self.bus, self.name, self.ends = bus, name, (target, source)
 
     def _wait(self) -> None:
@@ -219,7 +219,7 @@ class Told(Arrival):
 def test_copies_run_ahead_in_both_directions():
     """Two tensors under way: nothing is awaited too early, and the last made comes first."""
     layers = [nn.Linear(8, 8, bias=False) for _ in range(5)]
-    model, bus = nn.Sequential(*layers), ToldBus()
+    model, bus = nn.Sequential(*layers), LoggedBus()
     for i, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, i=i: bus.log.append(f"made {i}"))
         layer.weight.register_hook(lambda *_, i=i: bus.log.append(f"used {i}"))

@@ -4,13 +4,12 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
 
 import test_recompute as proofs
-from harness import Mutation, here, instead, noticed, replaces
+from harness import Edit, Mutation, here, instead, noticed, replaces
 from labkit.memory import conditions, edits, policies
 from labkit.memory import recompute as module
 from labkit.memory.conditions import Conditions
@@ -29,36 +28,27 @@ def does_not_restore_the_generator(real: Any, self: Conditions) -> Any:
     yield
 
 
-@replaces(Conditions, "forget_unused")
-def forgets_every_state(real: Any, self: Conditions) -> None:
-    self.states = []
-
-
+forgets_every_state = instead(
+    "forgets_every_state", Conditions, "forget_unused", lambda self: self.states.clear()
+)
 forgets_casts = instead("forgets_casts", conditions, "_autocast", lambda kind: None)
 forgets_modes = instead("forgets_modes", conditions, "_modes", lambda: [])
 
 
-@replaces(module._Call, "save")
-def keeps_everything(real: Any, self: Any, x: torch.Tensor) -> Any:
-    slot = module._Slot()
-    slot.tensor = x.detach()
-    self.saved.append((ref(slot), None))
-    return slot
-
-
-@replaces(module._Call, "wanted")
-def keeps_what_was_recomputed(real: Any, self: Any, slot: Any) -> Any:
-    if slot.tensor is None:
-        self.run_again()
-    return slot.tensor
-
-
-@replaces(module._Inputs, "again")
-def runs_from_other_inputs(real: Any, self: Any) -> Any:
-    args, kwargs = real(self)
-    return tuple(
-        x * 1.01 if torch.is_tensor(x) and x.dtype.is_floating_point else x for x in args
-    ), kwargs
+slot = "slot = _Slot()\n"
+keeps_everything = Edit(
+    "keeps_everything", module.__name__, slot, f"{slot}        slot.tensor = x.detach()\n"
+)
+keeps_what_was_recomputed = Edit(
+    "keeps_what_was_recomputed",
+    module.__name__,
+    "x, slot.tensor = slot.tensor, None",
+    "x = slot.tensor",
+)
+runs_from_other_inputs = Edit(
+    "runs_from_other_inputs", module.__name__, "leaves[i] = x\n",
+    "leaves[i] = x * 1.01 if x.is_floating_point() else x\n",
+)  # fmt: skip
 
 
 @replaces(module.Recomputed, "__call__")

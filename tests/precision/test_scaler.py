@@ -8,25 +8,14 @@ import torch
 from torch import nn
 
 from labkit import Fp8Linear, GradScaler, MasterWeights, clip_grad_norm, find_nonfinite
-from scaler_contract import check_as_torch, scaled_step
+from scaler_contract import check_as_torch, fresh, scaled_step
 from small_models import Custom
 from tables import raises, refusals
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sequences_end_as_torchs(seed: int) -> None:
-    check_as_torch(GradScaler, seed)
-
-
-def fresh(
-    dtype: torch.dtype = torch.float32, scale: float = 2.0**16, lr: float = 0.1
-) -> tuple[nn.Linear, torch.Tensor, Any, GradScaler]:
-    torch.manual_seed(0)
-    model, x = nn.Linear(3, 2).to(dtype), torch.randn(4, 3).to(dtype)
-    if dtype == torch.float32:
-        return model, x, torch.optim.SGD(model.parameters(), lr=lr), GradScaler(scale)
-    masters = MasterWeights(model.parameters(), torch.optim.SGD, lr=lr)
-    return model, x, masters, GradScaler(scale)
+    check_as_torch(seed)
 
 
 def test_a_step_waits_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +75,7 @@ def test_they_are_clipped_without_a_rounding_to_fp16(max_norm: float) -> None:
 
 def test_fp32_gradients_of_16_bit_parameters_are_unscaled_once() -> None:
     """As where the gradients of micro-batches are added up in fp32."""
-    model, _, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
+    model, _, optimizer, scaler = fresh(torch.float16, lr=1.0, init_scale=8.0)
     model.weight.grad_dtype = None
     model.weight.grad = torch.full((2, 3), 8.0)
     model.bias.grad = torch.full((2,), 8.0, dtype=torch.float16)
@@ -107,7 +96,7 @@ def check_a_plain_step(model: nn.Linear, x: torch.Tensor, optimizer: MasterWeigh
 
 
 def test_a_factor_is_used_once() -> None:
-    model, x, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
+    model, x, optimizer, scaler = fresh(torch.float16, lr=1.0, init_scale=8.0)
     for bad in (False, True):
         scaler.scale(model(x).float().sum()).backward()
         if bad:
@@ -119,7 +108,7 @@ def test_a_factor_is_used_once() -> None:
 
 def test_a_factor_does_not_outlive_update() -> None:
     """Unscaled and not stepped, as where a user looks at the norm and leaves the step out."""
-    model, x, optimizer, scaler = fresh(torch.float16, 8.0, lr=1.0)
+    model, x, optimizer, scaler = fresh(torch.float16, lr=1.0, init_scale=8.0)
     scaler.scale(model(x).float().sum()).backward()
     scaler.unscale_(optimizer)
     scaler.update()
@@ -187,13 +176,9 @@ def test_the_order_of_calls_is_held() -> None:
 
 @pytest.mark.parametrize("by", ["model", "optimizer"])
 def test_clipping_before_unscaling_is_refused(by: str) -> None:
-    model, x, optimizer, scaler = fresh(scale=1024.0)
+    model, x, optimizer, scaler = fresh(init_scale=1024.0)
     for _ in range(2):  # the second time, what was clipped in the first is not held against it
-        scaler.scale(model(x).sum()).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm(optimizer, 0.1)
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(scaler, model(x).sum(), optimizer, max_norm=0.1)
     scaler.scale(torch.zeros(()))
     for p in model.parameters():  # as a collective may write: past torch's count of what is written
         p.grad.numpy().fill(1024.0)

@@ -1,7 +1,6 @@
 """The loss scaler on ranks: under each strategy the same decisions, scales and weights as alone."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,12 @@ from labkit import (
     World,
     ZeRO3,
     ZeroOptimizer,
-    clip_grad_norm,
     listen,
     load_checkpoint,
     save_checkpoint,
 )
 from labkit.runtime.errors import RankError
-from scaler_contract import build, check_equal_to_single, scaled_step
+from scaler_contract import build, check_equal_to_single, fresh, scaled_step
 from tables import raises
 from worlds import on_each_rank
 
@@ -45,12 +43,6 @@ def test_three_ranks_decide_as_a_single_process(
 ) -> None:
     check_equal_to_single(world3, strategy, dtype, culprit=2)
     check_equal_to_single(world3, strategy, dtype, parts=2, max_norm=0.05, culprit=1)
-
-
-def fresh(**options: Any) -> tuple[nn.Linear, torch.Tensor, torch.optim.Optimizer, GradScaler]:
-    torch.manual_seed(0)
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    return model, x, torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(**options)
 
 
 def spoiled_step(comm: Comm, scaler: GradScaler) -> tuple[bool, float]:
@@ -190,11 +182,7 @@ def test_clipping_of_one_step_is_not_taken_for_that_of_the_next() -> None:
         model, x, _, scaler = fresh(init_scale=16.0)
         wrapped, optimizer, clipped = build(strategy, model, torch.float16)
         for _ in range(3):
-            scaler.scale(wrapped(x.half()).float().sum()).backward()
-            scaler.unscale_(optimizer)
-            clip_grad_norm(clipped, 0.01)
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_step(scaler, wrapped(x.half()).float().sum(), optimizer, 0.01, of=clipped)
             optimizer.zero_grad()
 
 

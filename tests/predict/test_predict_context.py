@@ -116,14 +116,7 @@ def test_what_is_exposed_in_a_replay_is_what_is_predicted(
 
 
 def test_what_does_not_divide_is_told() -> None:
-    good = {
-        "rows": 1,
-        "kv_heads": 2,
-        "head_width": 4,
-        "element_bytes": 2,
-        "sequence": 8,
-        "heads": 2,
-    }
+    good = dict(rows=1, kv_heads=2, head_width=4, element_bytes=2, sequence=8, heads=2)
     for name, value in (("sequence", 9), ("heads", 3), ("kv_heads", 1)):
         words = f"{name}={value} does not divide over ranks=2"
         raises(words, ulysses_bytes, **{**good, "ranks": 2, name: value})

@@ -10,7 +10,7 @@ from labkit.memory.edits import Choices
 from labkit.memory.saved import SavedTensor, saved_by
 from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.predict.bills import OTHERS, STATISTICS
+from labkit.predict.activations import OTHERS, STATISTICS
 from recorded_memory import use_core
 from test_predict import ACTIVATIONS, value
 from worlds import world_fixture
@@ -96,13 +96,14 @@ def test_volumes_of_a_layer_are_the_published_ones(t: int) -> None:
     """8 b s h (t-1)/t elements: arXiv 2104.04473, section 3.2. Two inputs gathered again: arXiv
     2205.05198, section 4.2.2."""
 
-    def layer(**how: bool) -> float:
-        return predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=t, element_bytes=1, **how)
+    def layer(**how: bool) -> float:  # one of five, in 2-byte types
+        return predict.tensor_parallel_bytes(128, 3, 64, depth=5, ranks=t, **how) / 5 / 2
 
     def printed(halves: int) -> Any:
         return pytest.approx(value(f"{halves}*b*s*h*(t-1)/t", b=3, s=128, h=64, t=t))
 
     assert layer() == printed(8)
+    assert predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=t, element_bytes=1) == printed(8)
     assert layer(sequence_parallel=True) == printed(10)
     assert layer(sequence_parallel=True, kept_whole=True) == printed(8)
     assert layer(recompute=True) == printed(12)

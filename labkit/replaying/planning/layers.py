@@ -24,7 +24,7 @@ from labkit.models.gpt import GPT
 from labkit.parallel.tensor import tensor_parallel as tensor
 from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.precision import MasterWeights
+from labkit.precision.master import MasterWeights
 from labkit.replaying.dry_runs import dry_run
 from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.replays import events_of

@@ -18,7 +18,7 @@ from labkit.parallel.context import ring_attention as ring
 from labkit.parallel.context import ulysses
 from labkit.parallel.context.context_parallel import context_parallel
 from labkit.parallel.context.zigzag import gather_sequence, positions_of, sequence_shard
-from labkit.precision import autocast
+from labkit.precision.autocasting import autocast
 from small_models import Custom
 from tables import raises
 from worlds import on_each_rank

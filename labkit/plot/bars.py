@@ -136,8 +136,7 @@ def _module_names(span: Span) -> tuple[str, ...]:
 
 def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
     """The longest part without waits, where a name can be read."""
-    over = [x for x in waited_ms if x[0] < bar.end_ms and x[1] > bar.begin_ms]
-    left = without([(bar.begin_ms, bar.end_ms)], over)
+    left = without([(bar.begin_ms, bar.end_ms)], waited_ms)
     return max(left, key=lambda x: x[1] - x[0], default=(bar.begin_ms, bar.begin_ms))
 
 

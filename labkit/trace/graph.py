@@ -152,14 +152,11 @@ class Trace:
     def only(self, steps: Iterable[int]) -> "Trace":
         """These steps alone, at the times that they have here."""
         chosen, kinds = set(steps), ("spans", "comms", "memory", "operations")
-
-        def part(rank: RankTrace) -> RankTrace:
-            part = replace(rank, steps=[x for x in rank.steps if x.index in chosen])
-            for kind in kinds:
-                setattr(part, kind, [x for x in getattr(rank, kind) if x.step in chosen])
-            return part
-
-        ranks = {number: part(rank) for number, rank in self.ranks.items()}
+        ranks = {}
+        for number, rank in self.ranks.items():
+            kept = {kind: [x for x in getattr(rank, kind) if x.step in chosen] for kind in kinds}
+            own = [x for x in rank.steps if x.index in chosen]
+            ranks[number] = replace(rank, steps=own, **kept)
         return Trace(ranks, self.about, [x for x in self.metrics if x.get("step") in chosen])
 
     @property

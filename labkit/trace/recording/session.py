@@ -35,14 +35,14 @@ class Recording:
         self.folder, self._detail_step, self._about = folder, detail_step, about
         self._here, self._number = here, next(self._blocks)
         self.world: object = None  # the one that is recorded, where it is not this process
-        self._failed = False
+        self.failed = False  # the ranks were stopped: what they wrote is all there will be
 
     def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
         """For a run of `world`, which `about` describes; None when it is not to be recorded.
 
         Raises RuntimeError for a second world: a run folder is of one.
         """
-        if self._failed:  # its ranks are gone, and with them the numbers of steps and operations
+        if self.failed:  # its ranks are gone, and with them the numbers of steps and operations
             warnings.warn(
                 "this record() has seen its ranks stopped, and records no more; begin a new block",
                 stacklevel=2,
@@ -57,10 +57,6 @@ class Recording:
             raise RuntimeError("record(): this block has recorded another world; use one for each")
         assert self.folder is not None
         return self._number, str(self.folder.resolve()), self._detail_step
-
-    def failed(self) -> None:
-        """The ranks were stopped in a run: what they wrote is all there will be."""
-        self._failed = True
 
 
 @contextmanager

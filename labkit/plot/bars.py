@@ -181,7 +181,7 @@ def legend_entries(trace: Trace) -> dict[str, Any]:
 
 def unfinished(trace: Trace) -> bool:
     """Whether anything never ended."""
-    return any(not x.ended_s for rank in trace.ranks.values() for x in rank.things())
+    return any(not x.ended_s for rank in trace.ranks.values() for x in rank.timed_records())
 
 
 def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) -> str:

@@ -31,13 +31,18 @@ APART = [parse("F0 F1 I0 W0 I1 W1"), parse("F0 I0 F1 I1 W0 W1")]
 CHUNKS = [parse("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"), parse("F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1")]
 
 
+def lanes(figure: Figure, panel: int = 0) -> list[PolyCollection]:
+    """Of each stage: the idle time, and over it the actions."""
+    return [x for x in figure.axes[panel].collections if isinstance(x, PolyCollection)]
+
+
 def boxes(figure: Figure, panel: int = 0) -> list[tuple[int, float, float, str]]:
     """Stage, begin, end and colour of each action that is drawn, from left to right."""
-    _, polygons = (x for x in figure.axes[panel].collections if isinstance(x, PolyCollection))
     found = []
-    for path, colour in zip(polygons.get_paths(), polygons.get_facecolor(), strict=True):
-        x, y = path.vertices[:, 0], path.vertices[:, 1]
-        found.append((int(y.mean()), x.min(), x.max(), to_hex(colour).upper()))
+    for lane in lanes(figure, panel):
+        for path, colour in list(zip(lane.get_paths(), lane.get_facecolor(), strict=True))[1:]:
+            x, y = path.vertices[:, 0], path.vertices[:, 1]
+            found.append((int(y.mean()), x.min(), x.max(), to_hex(colour).upper()))
     return sorted(found)
 
 
@@ -93,8 +98,7 @@ def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: floa
     """Of F = 1 and B = 2, or F = I = W = 1: (p-1)/(v m+p-1), (p-1)/(3m+p-1), 0."""
     figure = plot.schedule(schedule(name, 4, 8, chunks))
     assert f"bubble {bubble:.1%} of the total" in title(figure)
-    idle, _ = (x for x in figure.axes[0].collections if isinstance(x, PolyCollection))
-    sizes = [np.ptp(path.vertices[:, 0]) for path in idle.get_paths()]
+    sizes = [np.ptp(lane.get_paths()[0].vertices[:, 0]) for lane in lanes(figure)]
     busy = sum(end - begin for _, begin, end, _ in boxes(figure))
     assert 1 - busy / sum(sizes) == pytest.approx(bubble), "what is seen is what is said"
 

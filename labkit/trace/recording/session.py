@@ -86,8 +86,8 @@ def record(
     ...     world.run(train)
     >>> plot.timeline(trace)
     """
-    if Recording.now is not None:
-        raise RuntimeError("record(): this process is being recorded already")
+    if Recorder.now is not None:
+        raise RuntimeError("record(): this process is being recorded already; end that block first")
     if detail_step is not None and detail_step < 0:
         raise ValueError(f"detail_step={detail_step}: steps count from 0")
     rank, comm = 0, None

@@ -154,7 +154,9 @@ class Trace:
         chosen, kinds = set(steps), ("spans", "comms", "memory", "operations")
         ranks = {}
         for number, rank in self.ranks.items():
-            kept = {kind: [x for x in getattr(rank, kind) if x.step in chosen] for kind in kinds}
+            kept: dict[str, Any] = {
+                kind: [x for x in getattr(rank, kind) if x.step in chosen] for kind in kinds
+            }
             own = [x for x in rank.steps if x.index in chosen]
             ranks[number] = replace(rank, steps=own, **kept)
         return Trace(ranks, self.about, [x for x in self.metrics if x.get("step") in chosen])

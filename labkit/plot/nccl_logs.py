@@ -1,6 +1,5 @@
 """A log of NCCL as a picture: rings and trees, each connection in its transport's colour."""
 
-from collections.abc import Hashable, Mapping
 from itertools import cycle
 from math import ceil, cos, hypot, radians, sin
 
@@ -13,6 +12,7 @@ from labkit.foreign import literal
 from labkit.plot.figure import constrained, label, legend_row, styled
 from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_PT, VERMILION
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
+from labkit.trace.nccl_log.log import alike
 
 TINTS = ["#DCEBF5", "#FBEFD5", "#DDF1EA", "#F6E6EF"]  # of hosts, in turn
 COLOURS = {
@@ -47,7 +47,7 @@ def nccl(
     panels = [
         (kind, draw, channels)
         for kind, draw, graphs in (("ring", _ring, group.rings), ("tree", _tree, trees))
-        for channels in _alike(graphs)[:MOST_OF_A_KIND]
+        for channels in alike(graphs)[:MOST_OF_A_KIND]
     ]
     if not panels:
         raise ValueError(
@@ -89,14 +89,6 @@ def over(connection: Connection | None) -> str:
     if connection.kind == "NET/Socket":
         return "TCP sockets"
     return "network, GPUDirect" if connection.gpu_direct else "network"
-
-
-def _alike(graphs: Mapping[int, Hashable]) -> list[list[int]]:
-    """The channels, grouped by equal rings or trees."""
-    channels: dict[Hashable, list[int]] = {}
-    for channel, graph in sorted(graphs.items()):
-        channels.setdefault(graph, []).append(channel)
-    return list(channels.values())
 
 
 def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:

@@ -11,7 +11,6 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from labkit import Comm, PacedStage, Pipeline, World, plot, record
-from labkit.plot.lettering import Lettering
 from labkit.plot.pipelines import LIGHTEST
 from labkit.plot.style import PHASES, contrast, text_on, tint
 from labkit.replaying import by_microbatch, pipeline_trace
@@ -20,9 +19,7 @@ from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, 
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws
 from tables import cases, raises
-from test_plot import assert_readable as no_words_overlap
-from test_plot import title
-from test_plot import words as figure_words
+from test_plot import assert_readable, letterings, title, words
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
 
@@ -44,18 +41,6 @@ def boxes(figure: Figure, panel: int = 0) -> list[tuple[int, float, float, str]]
             x, y = path.vertices[:, 0], path.vertices[:, 1]
             found.append((int(y.mean()), x.min(), x.max(), to_hex(colour).upper()))
     return sorted(found)
-
-
-def lettering(figure: Figure) -> list[Lettering]:
-    return [x for x in figure.findobj(Lettering) if isinstance(x, Lettering)]
-
-
-def words(figure: Figure) -> list[str]:
-    return figure_words(figure) + [name.text for one in lettering(figure) for name in one.names]
-
-
-def assert_readable(figure: Figure) -> None:
-    no_words_overlap(figure, *lettering(figure))
 
 
 def test_every_action_is_drawn_when_the_replay_has_it() -> None:
@@ -114,7 +99,7 @@ def test_numbers_stand_in_their_boxes_and_what_is_held_beside(
 ) -> None:
     """A weight's gradient needs the activations; those of one chunk of two are half as many."""
     figure = plot.schedule(schedule)
-    numbers = [int(name.text) for name in lettering(figure)[0].names]
+    numbers = [int(name.text) for name in letterings(figure)[0].names]
     assert sorted(numbers) == sorted(x.microbatch for actions in schedule for x in actions)
     assert [text for text in words(figure) if text.startswith("holds")] == held
 
@@ -175,9 +160,8 @@ def test_a_recorded_run_is_drawn_as_its_schedule_was_before_it_ran(schedule: Sch
     for one, other in zip(boxes(before), boxes(after), strict=True):
         assert (one[0], one[3]) == (other[0], other[3])
         assert other[1:3] == pytest.approx(one[1:3])
-    assert [x.text for x in lettering(before)[0].names] == [
-        x.text for x in lettering(after)[0].names
-    ]
+    numbers = [[x.text for x in letterings(figure)[0].names] for figure in (before, after)]
+    assert numbers[0] == numbers[1]
     assert title(after) == f"{title(before)}  ·  paced"
     named = by_microbatch(recorded(schedule), schedule)
     assert boxes(plot.schedule(named)) == boxes(after)

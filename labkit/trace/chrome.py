@@ -158,6 +158,7 @@ class _Page:
 
 
 def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[tuple[str, _Slice, _Slice]]:
+    """The name of each arrow, and the slices at its ends."""
     for rank, page in pages.items():
         for event in trace.ranks[rank].comms:
             issued_ns = round(event.issued_s * 1e9)

@@ -153,6 +153,7 @@ class Detail:
             self._in_place.callback(hook.remove)
 
     def enter_state(self, optimizer: Any) -> None:
+        """Enter the tensors that an optimizer keeps, and the gradients that it owns."""
         given = {id(x) for group in optimizer.param_groups for x in group["params"]}
         for stepped_on, state in optimizer.state.items():
             for x in state.values():

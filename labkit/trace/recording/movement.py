@@ -91,6 +91,7 @@ def watch_collective(
 def _on_rank(
     collective: str, algorithm: str | Student, root: int, ranks_per_node: int
 ) -> list[Note]:
+    """Run the collective on this rank, and return what was noted."""
     comm = Comm()
     x = torch.zeros(comm.size, dtype=torch.int64)
     for chunk in range(comm.size):

@@ -48,7 +48,7 @@ def draw(trace: Trace, folder: Path, step: int | None = None) -> list[Path]:
     pictures = {}
     if trace.steps():
         pictures["timeline.png"] = plot.timeline(trace, step=step)
-    if trace.steps(detail=True) and any(one.memory for one in trace.ranks.values()):
+    if trace.steps(detail=True) and any(rank.memory for rank in trace.ranks.values()):
         pictures["memory.png"] = plot.memory(trace)
     for name, figure in pictures.items():
         check_output(folder / name)
@@ -85,31 +85,31 @@ def _times(trace: Trace) -> Rows:
     steps = [timed.step(index) for index in timed.steps()]
     phases = [p for p in PHASES if any(x.phase == p for r in timed.ranks.values() for x in r.spans)]
     measures: list[tuple[str, Callable[[RankTrace], float]]] = [
-        ("the whole", lambda one: sum(x.ended_s - x.began_s for x in one.steps)),
+        ("the whole", lambda rank: sum(x.ended_s - x.began_s for x in rank.steps)),
         *((phase, partial(_phase_s, phase=phase)) for phase in phases),
-        ("waiting", lambda one: length_s(waiting(one))),
+        ("waiting", lambda rank: length_s(waiting(rank))),
     ]
     rows = []
     for name, measure in measures:
         times_s: dict[int, list[float]] = defaultdict(list)  # of each rank
         for step in steps:
-            for rank, one in step.ranks.items():
-                if any(x.ended_s for x in one.steps):
-                    times_s[rank].append(measure(one))
+            for number, rank in step.ranks.items():
+                if any(x.ended_s for x in rank.steps):
+                    times_s[number].append(measure(rank))
         if times_s:
             typical_s = median(time_s for of_rank in times_s.values() for time_s in of_rank)
-            slowest = max(times_s, key=lambda rank: median(times_s[rank]))
+            slowest = max(times_s, key=lambda number: median(times_s[number]))
             most = f", most on rank {slowest}: {_ms(median(times_s[slowest]))}"
             rows.append((name, _ms(typical_s) + (most if len(times_s) > 1 else "")))
-    if any(communicating(one) for one in timed.ranks.values()):
+    if any(communicating(rank) for rank in timed.ranks.values()):
         rows.append(("overlap", f"{overlap(timed):.0%} of communication ran behind computing"))
     return rows
 
 
-def _phase_s(one: RankTrace, phase: str) -> float:
+def _phase_s(rank: RankTrace, phase: str) -> float:
     """Seconds in its spans, less the waits inside them."""
-    spans = [x for x in one.spans if x.phase == phase and x.ended_s]
-    return length_s(without(union((x.began_s, x.ended_s) for x in spans), waiting(one)))
+    spans = [x for x in rank.spans if x.phase == phase and x.ended_s]
+    return length_s(without(union((x.began_s, x.ended_s) for x in spans), waiting(rank)))
 
 
 def _sent(trace: Trace) -> Rows:
@@ -144,7 +144,7 @@ def _memory(trace: Trace) -> Rows:
 def _timed(trace: Trace) -> Trace:
     """The usual steps: without those whose times mean nothing, those that never ended and, where
     others are left, the first, which has to warm up."""
-    unfinished = {x.index for one in trace.ranks.values() for x in one.steps if not x.ended_s}
+    unfinished = {x.index for rank in trace.ranks.values() for x in rank.steps if not x.ended_s}
     steps = set(trace.steps(detail=False)) - unfinished
     steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()
     return trace.only(steps)

@@ -31,31 +31,22 @@ Each returns what a notebook shows as the value of its cell. They are imported w
 
 from labkit.lazy import lazy
 
+HOMES = {
+    "activations": ("bill", "front", "step_memory"),
+    "bandwidths": ("bandwidth",),
+    "bit_patterns": ("bits",),
+    "format_ranges": ("magnitudes", "number_line"),
+    "memories": ("memory",),
+    "memory_transfers": ("loading", "transfers"),
+    "meshes": ("mesh",),
+    "movements": ("movement",),
+    "nccl_logs": ("nccl",),
+    "pipelines": ("schedule", "schedules"),
+    "plans": ("calibration", "plan"),
+    "strategies": ("compare",),
+    "timelines": ("timeline",),
+    "widgets": ("flip_bits", "plan_view", "steps", "view"),
+}
 __all__, __getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "bandwidth": "labkit.plot.bandwidths",
-        "bill": "labkit.plot.activations",
-        "bits": "labkit.plot.bit_patterns",
-        "calibration": "labkit.plot.plans",
-        "compare": "labkit.plot.strategies",
-        "flip_bits": "labkit.plot.widgets",
-        "front": "labkit.plot.activations",
-        "loading": "labkit.plot.memory_transfers",
-        "magnitudes": "labkit.plot.format_ranges",
-        "memory": "labkit.plot.memories",
-        "mesh": "labkit.plot.meshes",
-        "movement": "labkit.plot.movements",
-        "nccl": "labkit.plot.nccl_logs",
-        "number_line": "labkit.plot.format_ranges",
-        "plan": "labkit.plot.plans",
-        "plan_view": "labkit.plot.widgets",
-        "schedule": "labkit.plot.pipelines",
-        "schedules": "labkit.plot.pipelines",
-        "step_memory": "labkit.plot.activations",
-        "steps": "labkit.plot.widgets",
-        "timeline": "labkit.plot.timelines",
-        "transfers": "labkit.plot.memory_transfers",
-        "view": "labkit.plot.widgets",
-    },
+    __name__, {name: f"{__name__}.{home}" for home, names in HOMES.items() for name in names}
 )

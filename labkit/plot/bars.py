@@ -136,8 +136,7 @@ def _module_names(span: Span) -> tuple[str, ...]:
 
 def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
     """The longest part without waits, where a name can be read."""
-    over = [x for x in waited_ms if x[0] < bar.end_ms and x[1] > bar.begin_ms]
-    left = without([(bar.begin_ms, bar.end_ms)], over)
+    left = without([(bar.begin_ms, bar.end_ms)], waited_ms)
     return max(left, key=lambda x: x[1] - x[0], default=(bar.begin_ms, bar.begin_ms))
 
 
@@ -182,7 +181,7 @@ def legend_entries(trace: Trace) -> dict[str, Any]:
 
 def unfinished(trace: Trace) -> bool:
     """Whether anything never ended."""
-    return any(not x.ended_s for rank in trace.ranks.values() for x in rank.things())
+    return any(not x.ended_s for rank in trace.ranks.values() for x in rank.timed_records())
 
 
 def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) -> str:

@@ -2,9 +2,8 @@
 
 from fractions import Fraction
 
-from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from labkit.plot.figure import Picture, label, size_in, styled
 from labkit.plot.style import BLUE, GREEN, GREY, MUTED, PAPER, SMALL_PT, VERMILION, text_on
@@ -48,14 +47,13 @@ def bits(
         for place, digit in enumerate(f"{pattern:0{format.width_bits}b}"):
             x = LEFT_IN + place * box_in
             colour = (SET if digit == "1" else CLEAR)[field_of(format, place)]
-            boxes.append(Rectangle((x, top - BOX_HIGH_IN), box_in, BOX_HIGH_IN))
+            boxes.append((x, box_in))
             colours.append(colour)
             if box_in >= READABLE_IN:
                 label(axes, (x + box_in / 2, middle), digit, va="center_baseline",
                       color=text_on(colour))  # fmt: skip
-        axes.add_collection(
-            PatchCollection(boxes, facecolor=colours, edgecolor=PAPER, linewidth=0.8)
-        )
+        lane = (top - BOX_HIGH_IN, BOX_HIGH_IN)
+        axes.broken_barh(boxes, lane, facecolors=colours, edgecolors=PAPER, linewidths=0.8)
         axes.text(0.12, middle, format.name, va="center", fontsize="large")
         axes.text(0.12, top - 0.42, f"{format.width_bits} bits", va="center", color=MUTED)
         words = formula(format, pattern)

@@ -11,7 +11,7 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
 
     Raises ValueError for a step that is not in the trace, and for an empty trace.
     """
-    if not any(True for rank in trace.ranks.values() for _ in rank.things()):
+    if not any(True for rank in trace.ranks.values() for _ in rank.timed_records()):
         raise ValueError(
             "this trace is empty: nothing was recorded; train some steps inside `with record() as "
             "trace:` and draw it after that block"

@@ -46,7 +46,7 @@ def constrained(figure: Figure | None, height_in: float) -> Figure:
     """The figure, or a new one of this height, whose layout makes room for labels and legends."""
     figure = figure or Picture(height_in)
     if figure.get_layout_engine() is None:
-        figure.set_layout_engine("constrained")
+        figure.figure.set_layout_engine("constrained")  # of the whole, where it is a subfigure
     return figure
 
 

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from labkit.plot.figure import Picture, constrained, name_rows, open_rows, size_in, styled
+from labkit.plot.figure import constrained, name_rows, open_rows, styled
 from labkit.plot.style import BLUE, GREY, INK, MUTED, ORANGE, SMALL_PT, VERMILION
 from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of, rounded
 
@@ -27,7 +27,6 @@ NORMAL, SUBNORMAL = BLUE, ORANGE
 ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: fp32 and shorter formats are seen whole
 VALUES_10 = (-16.0, 7.0)  # with values: fp16 and shorter formats, or as far as the values go
 ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
-LEFT, RIGHT = 0.09, 0.70
 MOST_NUMBERS = 2000
 
 PANEL_IN, MARGIN_IN = 1.25, 0.75  # of magnitudes
@@ -60,15 +59,8 @@ def number_line(
     near = [] if values is not None else [format_of(format) for format in near_zero]
     heights = [VALUES_IN] * (values is not None) + [ROW_IN * len(chosen)]
     heights += [NEAR_IN * len(near)] * bool(near)
-    figure = figure or Picture(sum(heights) + AROUND_IN * (1 + len(heights)))
-    height_in = size_in(figure)[1]
-    around = {
-        "left": LEFT, "right": RIGHT, "top": 1 - 0.36 / height_in, "bottom": 0.5 / height_in,
-        "hspace": AROUND_IN * len(heights) / sum(heights) * 1.15,
-    }  # fmt: skip
-    panels = figure.subplots(
-        len(heights), 1, height_ratios=heights, gridspec_kw=around, squeeze=False
-    ).flatten()
+    figure = constrained(figure, sum(heights) + AROUND_IN * (1 + len(heights)))
+    panels = figure.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0]
     ends = ALL_10 if values is None else _sizes(panels[0], values)
     _ranges(panels[int(values is not None)], chosen, ends, values)
     if near:

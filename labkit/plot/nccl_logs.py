@@ -1,6 +1,5 @@
 """A log of NCCL as a picture: rings and trees, each connection in its transport's colour."""
 
-from collections.abc import Hashable, Mapping
 from itertools import cycle
 from math import ceil, cos, hypot, radians, sin
 
@@ -10,9 +9,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 
 from labkit.foreign import literal
-from labkit.plot.figure import Picture, label, size_in, styled
+from labkit.plot.figure import constrained, label, legend_row, styled
 from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_PT, VERMILION
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
+from labkit.trace.nccl_log.log import alike
 
 TINTS = ["#DCEBF5", "#FBEFD5", "#DDF1EA", "#F6E6EF"]  # of hosts, in turn
 COLOURS = {
@@ -47,7 +47,7 @@ def nccl(
     panels = [
         (kind, draw, channels)
         for kind, draw, graphs in (("ring", _ring, group.rings), ("tree", _tree, trees))
-        for channels in _alike(graphs)[:MOST_OF_A_KIND]
+        for channels in alike(graphs)[:MOST_OF_A_KIND]
     ]
     if not panels:
         raise ValueError(
@@ -61,15 +61,10 @@ def nccl(
         )
     columns = min(MOST_COLUMNS, len(panels))
     rows = ceil(len(panels) / columns)
-    figure = figure or Picture(rows * PANEL_IN + AROUND_IN)
-    height_in = size_in(figure)[1]
-    grid = figure.add_gridspec(
-        rows, columns, left=0.01, right=0.99, wspace=0.05, hspace=0.2,
-        top=1 - 0.62 / height_in, bottom=0.4 / height_in,
-    )  # fmt: skip
+    figure = constrained(figure, rows * PANEL_IN + AROUND_IN)
     used: set[str] = set()
-    for i, (kind, draw, channels) in enumerate(panels):
-        axes = figure.add_subplot(grid[i], aspect="equal")
+    for i, (kind, draw, channels) in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, i, aspect="equal")
         axes.axis("off")
         used |= draw(axes, group, channels[0])
         numbers = ", ".join(map(str, channels[:6])) + " ..." * (len(channels) > 6)
@@ -78,11 +73,10 @@ def nccl(
     nodes = len(group.hosts())
     words = [f"NCCL {log.version}", f"{group.size} ranks", f"{nodes} node{'s' * (nodes != 1)}"]
     words += [f"{group.channels} channels"] if group.channels else []
-    title_y = 1 - 0.22 / height_in
-    figure.text(0.02, title_y, "  ·  ".join(words), fontsize="large", va="center")
+    figure.suptitle("  ·  ".join(words), x=0.02, ha="left", fontsize="large")
     shown = [name for name in COLOURS if name in used]
     handles = [Line2D([], [], color=COLOURS[name], lw=2.5, label=name) for name in shown]
-    figure.legend(handles=handles, loc="lower center", ncols=len(shown), borderaxespad=0.3)
+    legend_row(figure, handles)
     return figure
 
 
@@ -95,14 +89,6 @@ def over(connection: Connection | None) -> str:
     if connection.kind == "NET/Socket":
         return "TCP sockets"
     return "network, GPUDirect" if connection.gpu_direct else "network"
-
-
-def _alike(graphs: Mapping[int, Hashable]) -> list[list[int]]:
-    """The channels, grouped by equal rings or trees."""
-    channels: dict[Hashable, list[int]] = {}
-    for channel, graph in sorted(graphs.items()):
-        channels.setdefault(graph, []).append(channel)
-    return list(channels.values())
 
 
 def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:

@@ -21,7 +21,16 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update":
 @dataclass
 class Lanes:
     """What one panel shows: the timed actions of each stage, in `unit` ("ms", or "" for forwards),
-    the first at 0."""
+    the first at 0.
+
+    length    from the first action to the end of the last one
+    step      the longest time from a stage's first action to its last (`pipeline_step_s`): the next
+              step may begin on each stage so much later
+    bubble    the part of a step, of all stages together, in which nothing is computed: 0 to 1
+    windows   when the step runs on each stage; all of it but computing is bubble
+    held      the most micro-batches whose activations each stage holds, from a forward until its
+              backward or its weights' gradients; one chunk counts as a part of a micro-batch
+    """
 
     name: str
     stages: list[list[TimedAction]]
@@ -31,37 +40,14 @@ class Lanes:
     def __post_init__(self) -> None:
         self.actions = [timed for stage in self.stages for timed in stage]
         self.chunks = 1 + max(timed.action.chunk for timed in self.actions)  # of each stage
-
-    @property
-    def length(self) -> float:
-        """From the first action to the end of the last one."""
-        return max(timed.ended_s for timed in self.actions)
-
-    @property
-    def step(self) -> float:
-        """The longest time from a stage's first action to its last (`pipeline_step_s`): the next
-        step may begin on each stage so much later."""
-        return max(stage[-1].ended_s - stage[0].began_s for stage in self.stages if stage)
-
-    @property
-    def bubble(self) -> float:
-        """The part of a step, of all stages together, in which nothing is computed: 0 to 1."""
+        self.length = max(timed.ended_s for timed in self.actions)
+        self.step = max(stage[-1].ended_s - stage[0].began_s for stage in self.stages if stage)
         busy = sum(timed.ended_s - timed.began_s for timed in self.actions)
-        return 1 - busy / (self.step * len(self.stages)) if self.step else 0.0
-
-    @property
-    def windows(self) -> list[tuple[float, float]]:
-        """When the step runs on each stage; all of it but computing is bubble."""
-        ends = [stage[-1].ended_s if stage else self.step for stage in self.stages]
-        begins = [max(0.0, end - self.step) for end in ends]
-        return [(begin, begin + self.step) for begin in begins]
-
-    @property
-    def held(self) -> list[float]:
-        """The most micro-batches whose activations each stage holds, from a forward until its
-        backward or its weights' gradients; one chunk counts as a part of a micro-batch."""
+        self.bubble = 1 - busy / (self.step * len(self.stages)) if self.step else 0.0
+        ends = [max(self.step, stage[-1].ended_s if stage else 0.0) for stage in self.stages]
+        self.windows = [(end - self.step, end) for end in ends]
         order = [[timed.action for timed in stage] for stage in self.stages]
-        return [peak / self.chunks for peak in peak_in_flight(order)]
+        self.held = [peak / self.chunks for peak in peak_in_flight(order)]
 
     @property
     def title(self) -> str:

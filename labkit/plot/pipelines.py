@@ -8,9 +8,7 @@ One drawing for a schedule by its costs, and for a recorded run of it.
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -118,22 +116,24 @@ def _draw_panel(axes: Axes, panel: Lanes, longest: float) -> None:
     fit_title(axes, panel.title)
     box = axes.get_window_extent()
     px_per_unit, px_per_lane = box.width / (longest * 1.005), box.height / stages
-    idle = [(stage, *window) for stage, window in enumerate(panel.windows)]
-    _draw_boxes(axes, idle, [FAINT] * stages, [FAINT] * stages)
     numbers = Lettering(axes, NAME_PT, axes.transData, align=0.5, clip=True)
     px_per_pt = axes.figure.dpi / 72
-    boxes, colours, edges, names = [], [], [], []
-    for stage, actions in enumerate(panel.stages):
+    names = []
+    for stage, (actions, (begin, end)) in enumerate(zip(panel.stages, panel.windows)):
+        boxes, colours, edges = [(begin, end - begin)], [FAINT], [FAINT]  # idle, under the others
         for action, began, ended in actions:
             lighter = LIGHTEST * action.chunk / max(panel.chunks - 1, 1)
             colour, width_px = tint(PHASES[action.phase], lighter), (ended - began) * px_per_unit
-            boxes.append((stage, began, ended))
+            boxes.append((began, ended - began))
             colours.append(colour)
             edges.append(PAPER if width_px > EDGE_PX else colour)
             text = str(action.microbatch)
             if numbers.width_pt("0" * len(text)) * px_per_pt + 2 < width_px:
                 names.append(Name(text, (began + ended) / 2, stage + 0.5, text_on(colour)))
-    _draw_boxes(axes, boxes, colours, edges)
+        axes.broken_barh(
+            boxes, (stage + (1 - LANE) / 2, LANE), facecolors=colours, edgecolors=edges,
+            linewidths=0.7, joinstyle="miter", zorder=2,
+        )  # fmt: skip
     if px_per_lane * LANE > LINE_PX - 2:
         numbers.write(names)
     every = 1  # label every lane, or every second, fourth, ...
@@ -145,18 +145,3 @@ def _draw_panel(axes: Axes, panel: Lanes, longest: float) -> None:
     lanes = list(enumerate(panel.held))[::every]
     left.write([Name(f"stage {stage}", -0.008, stage + 0.5, INK) for stage, _ in lanes])
     right.write([Name(f"holds {held:.3g}", 1.008, stage + 0.5, MUTED) for stage, held in lanes])
-
-
-def _draw_boxes(
-    axes: Axes, boxes: Sequence[tuple[float, ...]], faces: list[str], edges: list[str]
-) -> None:
-    """Rectangles from (stage, begin, end), as one collection."""
-    stage, began, ended = np.array(boxes).T
-    top, bottom = stage + (1 - LANE) / 2, stage + (1 + LANE) / 2
-    x = np.stack([began, ended, ended, began], axis=1)
-    y = np.stack([top, top, bottom, bottom], axis=1)
-    polygons = PolyCollection(
-        list(np.stack([x, y], axis=2)), facecolors=faces, edgecolors=edges, linewidths=0.7,
-        joinstyle="miter", zorder=2,
-    )  # fmt: skip
-    axes.add_collection(polygons, autolim=False)

@@ -258,7 +258,7 @@ class World:
             if not keep:
                 self._stop(kill=True)
                 if recording:
-                    recording.failed()
+                    recording.failed = True
             output.close()
         return values
 

@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from labkit.events import CommEvent
 from labkit.trace.graph import CATEGORIES, RankTrace, Trace
-from labkit.trace.measures import end_of, lanes
+from labkit.trace.measures import end_of
 
 Event = dict[str, Any]
 
@@ -90,18 +89,15 @@ class _Page:
                 wait = self._slice(name, "wait", event.wait_began_s, event.wait_ended_s)
                 self.waited[id(event)] = wait
         self._lay("waiting", self.waited.values())
-        closed = [x if x.ended_s else _until(x, end_s) for x in rank.comms]
-        original = {id(new): old for new, old in zip(closed, rank.comms)}
-        for group, lane in lanes(closed):
-            slices = []
-            for event in lane:
-                old, name = original[id(event)], f"{event.op} {event.seq}"
-                args = {x: getattr(event, x) for x in SHOWN} | {"shape": list(event.shape)}
-                until_s = old.ended_s and event.ended_s  # 0.0 where it never ended
-                transfer = self._slice(name, "communication", event.began_s, until_s, **args)
-                self.carried[id(old)] = transfer
-                slices.append(transfer)
-            self._lay(f"group {group}", slices)
+        groups: dict[str, list[_Slice]] = {}
+        for event in rank.comms:
+            args = {x: getattr(event, x) for x in SHOWN} | {"shape": list(event.shape)}
+            name, began_s = f"{event.op} {event.seq}", event.began_s or event.issued_s
+            transfer = self._slice(name, "communication", began_s, event.ended_s, **args)
+            self.carried[id(event)] = transfer
+            groups.setdefault(event.group, []).append(transfer)
+        for group, transfers in groups.items():
+            self._lay(f"group {group}", transfers, nest=False)
         self._begins = [x.begin_ns for x in self.threads[0][1]]
 
     def _slice(self, name: str, category: str, begin_s: float, end_s: float, **args: Any) -> _Slice:
@@ -111,8 +107,9 @@ class _Page:
         known = {key: value for key, value in args.items() if value is not None}
         return _Slice(name, category, begin_ns, max(begin_ns, end_ns), known, self.rank.rank)
 
-    def _lay(self, name: str, slices: Iterable[_Slice]) -> None:
-        """Put the slices on a thread, and those that would cut across others on a further one."""
+    def _lay(self, name: str, slices: Iterable[_Slice], nest: bool = True) -> None:
+        """Put the slices on a thread, and those that would cut across others on a further one; with
+        nest=False also those that would lie inside others."""
         rest = sorted(slices, key=lambda x: (x.begin_ns, -x.end_ns))
         while rest or not self.threads:
             here: list[_Slice] = []
@@ -121,7 +118,7 @@ class _Page:
             for x in rest:
                 while around and around[-1].end_ns <= x.begin_ns:
                     around.pop()
-                if around and x.end_ns > around[-1].end_ns:
+                if around and (x.end_ns > around[-1].end_ns or not nest):
                     crossing.append(x)
                     continue
                 x.around, x.thread = around[-1] if around else None, len(self.threads) + 1
@@ -161,6 +158,7 @@ class _Page:
 
 
 def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[tuple[str, _Slice, _Slice]]:
+    """The name of each arrow, and the slices at its ends."""
     for rank, page in pages.items():
         for event in trace.ranks[rank].comms:
             issued_ns = round(event.issued_s * 1e9)
@@ -199,8 +197,3 @@ def _meta(what: str, pid: int, thread: int, **args: Any) -> Event:
 
 def _pid(rank: int) -> int:
     return rank + 1  # process 0 is the idle one of Linux, to Perfetto
-
-
-def _until(event: CommEvent, end_s: float) -> CommEvent:
-    began_s = event.began_s or event.issued_s
-    return replace(event, began_s=began_s, ended_s=max(end_s, began_s))

@@ -99,7 +99,7 @@ class RankTrace:
     complete: bool = True  # False: the rank died, or the file was cut off
     alike: tuple[int, ...] = ()  # global ranks that do the same, and have no record of their own
 
-    def things(self) -> Iterator[Span | CommEvent | Step]:
+    def timed_records(self) -> Iterator[Span | CommEvent | Step]:
         return chain(self.steps, self.spans, self.comms)
 
     def lists(self) -> tuple[list[Any], ...]:
@@ -129,7 +129,7 @@ class Trace:
     @property
     def size(self) -> int:
         """Ranks in the world (of which a damaged trace may miss some)."""
-        return max((one.size for one in self.ranks.values()), default=0)
+        return max((rank.size for rank in self.ranks.values()), default=0)
 
     @property
     def complete(self) -> bool:
@@ -138,7 +138,7 @@ class Trace:
 
     def steps(self, detail: bool | None = None) -> list[int]:
         """Numbers of the steps; only the detailed or only the timed ones where asked."""
-        every = (step for one in self.ranks.values() for step in one.steps)
+        every = (step for rank in self.ranks.values() for step in rank.steps)
         return sorted({s.index for s in every if detail is None or s.detail == detail})
 
     def step(self, index: int) -> "Trace":
@@ -152,20 +152,19 @@ class Trace:
     def only(self, steps: Iterable[int]) -> "Trace":
         """These steps alone, at the times that they have here."""
         chosen, kinds = set(steps), ("spans", "comms", "memory", "operations")
-
-        def part(rank: RankTrace) -> RankTrace:
-            part = replace(rank, steps=[x for x in rank.steps if x.index in chosen])
-            for kind in kinds:
-                setattr(part, kind, [x for x in getattr(rank, kind) if x.step in chosen])
-            return part
-
-        ranks = {number: part(rank) for number, rank in self.ranks.items()}
+        ranks = {}
+        for number, rank in self.ranks.items():
+            kept: dict[str, Any] = {
+                kind: [x for x in getattr(rank, kind) if x.step in chosen] for kind in kinds
+            }
+            own = [x for x in rank.steps if x.index in chosen]
+            ranks[number] = replace(rank, steps=own, **kept)
         return Trace(ranks, self.about, [x for x in self.metrics if x.get("step") in chosen])
 
     @property
     def record_of(self) -> dict[int, RankTrace]:
         """Global rank -> its record, or that of the rank that does the same; in order."""
-        every = [(number, one) for one in self.ranks.values() for number in one.alike]
+        every = [(number, rank) for rank in self.ranks.values() for number in rank.alike]
         every += self.ranks.items()
         return dict(sorted(every, key=lambda x: x[0]))
 
@@ -187,8 +186,8 @@ class Trace:
 
     def from_zero(self) -> "Trace":
         """The same with its earliest time at 0 s; itself is left as it is."""
-        zero_s = min((t for one in self.ranks.values() for t in _begins(one)), default=0.0)
-        ranks = {number: earlier(one, zero_s) for number, one in self.ranks.items()}
+        zero_s = min((t for rank in self.ranks.values() for t in _begins(rank)), default=0.0)
+        ranks = {number: earlier(rank, zero_s) for number, rank in self.ranks.items()}
         return replace(self, ranks=ranks)
 
     def collectives(self) -> dict[tuple[str, int], dict[int, CommEvent]]:
@@ -216,13 +215,13 @@ class Trace:
 
 
 def _begins(rank: RankTrace) -> Iterable[float]:
-    for record in rank.things():
+    for record in rank.timed_records():
         yield record.issued_s if isinstance(record, CommEvent) else record.began_s
     for point in rank.memory[:1]:
         yield point.when_s
 
 
-def earlier(one: RankTrace, by_s: float) -> RankTrace:
+def earlier(rank: RankTrace, by_s: float) -> RankTrace:
     """All times earlier by `by_s`; an end that is 0.0, "not yet", stays so."""
 
     def moved(record: Any, begin: str, *others: str) -> Any:
@@ -232,12 +231,12 @@ def earlier(one: RankTrace, by_s: float) -> RankTrace:
 
     waits = ("wait_began_s", "wait_ended_s")
     return replace(
-        one,
-        steps=[moved(x, "began_s", "ended_s") for x in one.steps],
-        spans=[moved(x, "began_s", "ended_s") for x in one.spans],
-        comms=[moved(x, "issued_s", "began_s", "ended_s", *waits) for x in one.comms],
-        memory=[x._replace(when_s=x.when_s - by_s) for x in one.memory],
-        operations=[x._replace(when_s=x.when_s - by_s) for x in one.operations],
+        rank,
+        steps=[moved(x, "began_s", "ended_s") for x in rank.steps],
+        spans=[moved(x, "began_s", "ended_s") for x in rank.spans],
+        comms=[moved(x, "issued_s", "began_s", "ended_s", *waits) for x in rank.comms],
+        memory=[x._replace(when_s=x.when_s - by_s) for x in rank.memory],
+        operations=[x._replace(when_s=x.when_s - by_s) for x in rank.operations],
     )
 
 

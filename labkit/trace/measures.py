@@ -17,7 +17,7 @@ Intervals = list[tuple[float, float]]
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
     """The same time, each moment once."""
     joined: Intervals = []
-    for begin, end in sorted(one for one in intervals if one[1] > one[0]):
+    for begin, end in sorted(x for x in intervals if x[1] > x[0]):
         if joined and begin <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
@@ -41,9 +41,9 @@ def without(intervals: Intervals, taken: Intervals) -> Intervals:
     return left
 
 
-def common(one: Intervals, other: Intervals) -> Intervals:
+def common(first: Intervals, second: Intervals) -> Intervals:
     """What is in both."""
-    return without(one, without(one, other))
+    return without(first, without(first, second))
 
 
 def length_s(intervals: Intervals) -> float:
@@ -51,29 +51,29 @@ def length_s(intervals: Intervals) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def waiting(one: RankTrace) -> Intervals:
+def waiting(rank: RankTrace) -> Intervals:
     """When the program waited for communication."""
-    return union((x.wait_began_s, x.wait_ended_s) for x in one.comms if x.wait_ended_s)
+    return union((x.wait_began_s, x.wait_ended_s) for x in rank.comms if x.wait_ended_s)
 
 
-def computing(one: RankTrace) -> Intervals:
+def computing(rank: RankTrace) -> Intervals:
     """When it computed: its outermost spans, less the waits inside them. A user's span counts only
     where it holds no other: one around the whole loop is no computing."""
-    spans = [x for x in one.spans if x.depth == 0 and x.ended_s]
+    spans = [x for x in rank.spans if x.depth == 0 and x.ended_s]
     known = union((x.began_s, x.ended_s) for x in spans if x.phase != "user")
     own = [(x.began_s, x.ended_s) for x in spans if x.phase == "user"]
-    return without(union([*known, *(x for x in own if not common([x], known))]), waiting(one))
+    return without(union([*known, *(x for x in own if not common([x], known))]), waiting(rank))
 
 
-def communicating(one: RankTrace) -> Intervals:
+def communicating(rank: RankTrace) -> Intervals:
     """When something was under way."""
-    return union((x.began_s, x.ended_s) for x in one.comms if x.ended_s)
+    return union((x.began_s, x.ended_s) for x in rank.comms if x.ended_s)
 
 
 def overlap(trace: Trace) -> float:
     """The part of the communication during which the same rank computed, 0 to 1, over all ranks;
     0 where nothing travelled."""
-    pairs = [(communicating(one), computing(one)) for one in trace.ranks.values()]
+    pairs = [(communicating(rank), computing(rank)) for rank in trace.ranks.values()]
     total_s = sum(length_s(comm) for comm, _ in pairs)
     hidden_s = sum(length_s(common(comm, compute)) for comm, compute in pairs)
     return hidden_s / total_s if total_s else 0.0
@@ -83,7 +83,7 @@ def end_of(trace: Trace) -> float:
     """The last moment of a trace, in seconds; 0.0 of an empty one."""
     times = [0.0]
     for rank in trace.ranks.values():
-        for record in rank.things():
+        for record in rank.timed_records():
             times += [record.began_s, record.ended_s]
             if isinstance(record, CommEvent):
                 times += [record.issued_s, record.wait_began_s, record.wait_ended_s]
@@ -104,17 +104,17 @@ def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:
     return [(group, lane) for group, group_lanes in lanes_of.items() for lane in group_lanes]
 
 
-def peak_memory(one: RankTrace) -> dict[str, int]:
+def peak_memory(rank: RankTrace) -> dict[str, int]:
     """Bytes by category at the moment when it held the most; all 0 where nothing is known."""
-    most = max((point.held_bytes for point in one.memory), key=sum, default=(0,) * len(CATEGORIES))
+    most = max((point.held_bytes for point in rank.memory), key=sum, default=(0,) * len(CATEGORIES))
     return dict(zip(CATEGORIES, most, strict=True))
 
 
 def main_dtype(trace: Trace) -> str | None:
     """That in which the most operations were counted; None where none was."""
     flops: Counter[str] = Counter()
-    for one in trace.ranks.values():
-        for operation in one.operations:
+    for rank in trace.ranks.values():
+        for operation in rank.operations:
             flops[operation.dtype] += operation.flops
     return max(flops, key=lambda dtype: flops[dtype], default=None) if flops.total() else None
 

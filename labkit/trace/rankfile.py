@@ -80,6 +80,7 @@ class RankFile:
         self._write([["end", self._count]])
 
     def close(self) -> None:
+        """Write what has ended since; without an end mark the file reads as cut off."""
         if not self._file.closed:
             self.append()
             self._file.close()

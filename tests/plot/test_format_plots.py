@@ -1,32 +1,19 @@
 """Pictures of number formats show what the formats hold; the widget's parts follow each other."""
 
 from fractions import Fraction
-from itertools import combinations
 
 import pytest
 import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from labkit import FORMATS, Format, plot
 from labkit.plot.bit_patterns import CLEAR, SET, formula
 from labkit.plot.format_ranges import lost
 from tables import cases, raises
-from test_plot import words
+from test_plot import assert_readable, words
 
 ipywidgets = pytest.importorskip("ipywidgets", reason="the widget needs it")
-
-
-def overlaps(figure: Figure) -> list[tuple[str, str]]:
-    """Texts that lie on each other, or are cut off by the edge of the figure."""
-    figure.canvas.draw()
-    page = figure.bbox
-    seen = [x for x in figure.findobj(Text) if x.get_text() and x.get_visible()]
-    boxes = [(x.get_text(), x.get_window_extent()) for x in seen]
-    found = [(a, b) for (a, one), (b, other) in combinations(boxes, 2) if one.overlaps(other)]
-    outside = [(a, "the edge") for a, box in boxes if box.x1 > page.x1 + 1 or box.y1 > page.y1 + 1]
-    return found + outside
 
 
 def colours(figure: Figure) -> list[list[str]]:
@@ -49,7 +36,7 @@ def test_each_bit_is_a_box_in_the_colour_of_its_field():
 
 @pytest.mark.parametrize("names", [list(FORMATS), ["e4m3"]], ids=str)
 def test_texts_of_bits_do_not_lie_on_each_other(names: list[str]):
-    assert overlaps(plot.bits(Fraction(1, 3), *names)) == []
+    assert_readable(plot.bits(Fraction(1, 3), *names), slack_px=0)
 
 
 @cases(
@@ -153,4 +140,4 @@ def test_values_are_counted_that_become_zero():
     "values", [None, torch.tensor([1.0, 1e-30]), torch.zeros(3)], ids=["none", "two", "zeros"]
 )
 def test_texts_of_the_number_line_do_not_lie_on_each_other(values: torch.Tensor | None):
-    assert overlaps(plot.number_line(values=values)) == []
+    assert_readable(plot.number_line(values=values), slack_px=0)

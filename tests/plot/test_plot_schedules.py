@@ -11,7 +11,6 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from labkit import Comm, PacedStage, Pipeline, World, plot, record
-from labkit.plot.lettering import Lettering
 from labkit.plot.pipelines import LIGHTEST
 from labkit.plot.style import PHASES, contrast, text_on, tint
 from labkit.replaying import by_microbatch, pipeline_trace
@@ -20,9 +19,7 @@ from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, 
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws
 from tables import cases, raises
-from test_plot import assert_readable as no_words_overlap
-from test_plot import title
-from test_plot import words as figure_words
+from test_plot import assert_readable, letterings, title, words
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
 
@@ -31,26 +28,19 @@ APART = [parse("F0 F1 I0 W0 I1 W1"), parse("F0 I0 F1 I1 W0 W1")]
 CHUNKS = [parse("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"), parse("F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1")]
 
 
+def lanes(figure: Figure, panel: int = 0) -> list[PolyCollection]:
+    """Of each stage: the idle time, and over it the actions."""
+    return [x for x in figure.axes[panel].collections if isinstance(x, PolyCollection)]
+
+
 def boxes(figure: Figure, panel: int = 0) -> list[tuple[int, float, float, str]]:
     """Stage, begin, end and colour of each action that is drawn, from left to right."""
-    _, polygons = (x for x in figure.axes[panel].collections if isinstance(x, PolyCollection))
     found = []
-    for path, colour in zip(polygons.get_paths(), polygons.get_facecolor(), strict=True):
-        x, y = path.vertices[:, 0], path.vertices[:, 1]
-        found.append((int(y.mean()), x.min(), x.max(), to_hex(colour).upper()))
+    for lane in lanes(figure, panel):
+        for path, colour in list(zip(lane.get_paths(), lane.get_facecolor(), strict=True))[1:]:
+            x, y = path.vertices[:, 0], path.vertices[:, 1]
+            found.append((int(y.mean()), x.min(), x.max(), to_hex(colour).upper()))
     return sorted(found)
-
-
-def lettering(figure: Figure) -> list[Lettering]:
-    return [x for x in figure.findobj(Lettering) if isinstance(x, Lettering)]
-
-
-def words(figure: Figure) -> list[str]:
-    return figure_words(figure) + [name.text for one in lettering(figure) for name in one.names]
-
-
-def assert_readable(figure: Figure) -> None:
-    no_words_overlap(figure, *lettering(figure))
 
 
 def test_every_action_is_drawn_when_the_replay_has_it() -> None:
@@ -93,8 +83,7 @@ def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: floa
     """Of F = 1 and B = 2, or F = I = W = 1: (p-1)/(v m+p-1), (p-1)/(3m+p-1), 0."""
     figure = plot.schedule(schedule(name, 4, 8, chunks))
     assert f"bubble {bubble:.1%} of the total" in title(figure)
-    idle, _ = (x for x in figure.axes[0].collections if isinstance(x, PolyCollection))
-    sizes = [np.ptp(path.vertices[:, 0]) for path in idle.get_paths()]
+    sizes = [np.ptp(lane.get_paths()[0].vertices[:, 0]) for lane in lanes(figure)]
     busy = sum(end - begin for _, begin, end, _ in boxes(figure))
     assert 1 - busy / sum(sizes) == pytest.approx(bubble), "what is seen is what is said"
 
@@ -110,7 +99,7 @@ def test_numbers_stand_in_their_boxes_and_what_is_held_beside(
 ) -> None:
     """A weight's gradient needs the activations; those of one chunk of two are half as many."""
     figure = plot.schedule(schedule)
-    numbers = [int(name.text) for name in lettering(figure)[0].names]
+    numbers = [int(name.text) for name in letterings(figure)[0].names]
     assert sorted(numbers) == sorted(x.microbatch for actions in schedule for x in actions)
     assert [text for text in words(figure) if text.startswith("holds")] == held
 
@@ -171,9 +160,8 @@ def test_a_recorded_run_is_drawn_as_its_schedule_was_before_it_ran(schedule: Sch
     for one, other in zip(boxes(before), boxes(after), strict=True):
         assert (one[0], one[3]) == (other[0], other[3])
         assert other[1:3] == pytest.approx(one[1:3])
-    assert [x.text for x in lettering(before)[0].names] == [
-        x.text for x in lettering(after)[0].names
-    ]
+    numbers = [[x.text for x in letterings(figure)[0].names] for figure in (before, after)]
+    assert numbers[0] == numbers[1]
     assert title(after) == f"{title(before)}  ·  paced"
     named = by_microbatch(recorded(schedule), schedule)
     assert boxes(plot.schedule(named)) == boxes(after)

@@ -114,7 +114,7 @@ def _memory_is_in_order(one: RankTrace) -> Iterator[str]:
 
 
 def _nothing_is_open(one: RankTrace) -> Iterator[str]:
-    for thing in one.things():
+    for thing in one.timed_records():
         if one.complete and not thing.ended_s:
             yield f"{_name(thing)} never ended, though the rank's record is whole"
 

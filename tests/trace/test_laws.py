@@ -162,6 +162,11 @@ FAULTS: list[tuple[Callable[[Trace], None], str]] = [
     (memory_holds(1, -2, 3, 4, 5, 6), "rank 3: gradients hold -2 bytes at"),
     (memory_holds(1, 2, 3, 4, 5), "has 5 categories, not 6"),
 ]
+ONCE = (
+    "rank 0: forward of late in step 2, ", ONE + "ended_s = ", "rank 3: gradients hold -2 bytes at",
+    "rank 3: all_reduce 9 of group default never ended", SECOND + "dtype float64, but float32 on",
+)  # fmt: skip
+assert {*ONCE} <= {words for _, words in FAULTS}
 
 
 @pytest.mark.parametrize(("break_it", "words"), FAULTS, ids=[words for _, words in FAULTS])
@@ -171,17 +176,7 @@ def test_a_broken_law_is_reported(break_it: Callable[[Trace], None], words: str)
     reported = broken_laws(trace)
     assert any(words in sentence for sentence in reported), reported
     assert all(sentence.startswith("rank ") for sentence in reported)
-
-
-@pytest.mark.parametrize(
-    "break_it",
-    [ended_before_began, span_is_outside, other("dtype", "float64"), never_ends,
-     memory_holds(1, -2, 3, 4, 5, 6)],
-)  # fmt: skip
-def test_one_fault_is_reported_once(break_it: Callable[[Trace], None]) -> None:
-    trace = sample_trace(4)
-    break_it(trace)
-    assert len(broken_laws(trace)) == 1
+    assert len(reported) == 1 or words not in ONCE
 
 
 def test_clocks_have_a_tolerance() -> None:

@@ -37,7 +37,7 @@ def small(rank: int = 0) -> RankTrace:
 
 
 def things(one: RankTrace) -> list[Any]:
-    return [*one.things(), *one.memory]
+    return [*one.timed_records(), *one.memory]
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])

@@ -1,7 +1,7 @@
 """What a log of NCCL says, as data (no torch here). A *channel* is one ring and one tree, with some
 of the GPU's threads and a share of the bytes: NCCL runs several at once to fill all links."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 
@@ -91,6 +91,14 @@ class Communicator:
         """(source, target) along the ring of a channel."""
         ring = self.rings[channel]
         return zip(ring, ring[1:] + ring[:1])
+
+
+def alike(graphs: Mapping[int, Hashable]) -> list[list[int]]:
+    """The channels, grouped by equal rings or trees."""
+    channels: dict[Hashable, list[int]] = {}
+    for channel, graph in sorted(graphs.items()):
+        channels.setdefault(graph, []).append(channel)
+    return list(channels.values())
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
 
 from rich.table import Table
 
 from labkit.foreign import markup
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog
+from labkit.trace.nccl_log.log import alike
 
 MOST_SHOWN = 4  # warnings, hosts or rings
 
@@ -15,9 +15,6 @@ MOST_SHOWN = 4  # warnings, hosts or rings
 def table(log: NcclLog, name: str = "NCCL log") -> Table:
     """What the log says of its largest communicator. Raises ValueError for a log without one."""
     group = log.main
-    rings: dict[tuple[int, ...], list[int]] = {}  # channels with the same ring share a row
-    for channel, ring in group.rings.items():
-        rings.setdefault(ring, []).append(channel)
     rows = [
         ("NCCL", log.version or "not said"),
         ("ranks", _ranks(group)),
@@ -25,7 +22,8 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
         *(("cards", f"{host}: {', '.join(cards)}") for host, cards in sorted(log.cards.items())),
         ("channels", str(group.channels or "not said")),
     ]
-    for ring, channels in islice(rings.items(), MOST_SHOWN):
+    for channels in alike(group.rings)[:MOST_SHOWN]:
+        ring = group.rings[channels[0]]
         rows.append(("ring", f"{_some(ring, ' ')}  (channel {_some(channels)})"))
     for title, inside in (("inside nodes", True), ("between nodes", False)):
         for kind, count in kinds(group, inside).most_common():

@@ -92,16 +92,7 @@ class Ledger:
 
 
 class Detail:
-    """Counts between `begin` and `end`, into `trace` and the spans of `spans`. The categories:
-
-    parameters              those of modules, also those that a strategy holds beside a module's
-    gradients               what a parameter's `.grad` lies in, so a bucket, too; what an optimizer
-                            says are its `gradient_pieces()`
-    optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
-    activations             made in forward, and not freed yet
-    communication buffers   made inside the communicator
-    other                   made in backward or by the optimizer; batches; module buffers
-    """
+    """Counts between `begin` and `end`, into `trace` and the spans of `spans`."""
 
     def __init__(self, spans: Spans, trace: RankTrace):
         self._spans, self._trace = spans, trace
@@ -134,8 +125,9 @@ class Detail:
             self._ledger.measure_again(only=storage)
             return resized
 
-        resizes = patch.object(torch.UntypedStorage, "resize_", resize_and_measure)
-        self._in_place.enter_context(resizes)
+        self._in_place.enter_context(
+            patch.object(torch.UntypedStorage, "resize_", resize_and_measure)
+        )
         self._counting = True
         self._ledger.measure_again()
         self._in_place.enter_context(_Mode(self))
@@ -161,6 +153,7 @@ class Detail:
             self._in_place.callback(hook.remove)
 
     def enter_state(self, optimizer: Any) -> None:
+        """Enter the tensors that an optimizer keeps, and the gradients that it owns."""
         given = {id(x) for group in optimizer.param_groups for x in group["params"]}
         for stepped_on, state in optimizer.state.items():
             for x in state.values():

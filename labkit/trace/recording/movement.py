@@ -11,6 +11,8 @@ same on every run.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -89,6 +91,7 @@ def watch_collective(
 def _on_rank(
     collective: str, algorithm: str | Student, root: int, ranks_per_node: int
 ) -> list[Note]:
+    """Run the collective on this rank, and return what was noted."""
     comm = Comm()
     x = torch.zeros(comm.size, dtype=torch.int64)
     for chunk in range(comm.size):
@@ -148,15 +151,26 @@ class WatchedComm:
         self.note("wait", key)
         x.copy_(arrived)
 
-    def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> "WatchedMessage":
+    def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> Any:
         key = self._post("send", self.rank, dst, tag, self._contents(x))
-        return WatchedMessage(self, key, self._comm.isend(x.clone(), dst, tag))
+        return self._handle(key, self._comm.isend(x.clone(), dst, tag))
 
-    def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> "WatchedMessage":
+    def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> Any:
         key = self._post("recv", src, self.rank, tag)
         arrived = torch.empty_like(x)
         work = self._comm.irecv(arrived, src, tag)
-        return WatchedMessage(self, key, work, lambda: x.copy_(arrived))
+        return self._handle(key, work, lambda: x.copy_(arrived))
+
+    def _handle(self, key: Key, work: Work, finish: Callable[[], object] = lambda: None) -> Any:
+        """What is returned for a message under way: its first `wait` is noted."""
+
+        @cache
+        def wait() -> None:
+            work.wait()
+            self.note("wait", key)
+            finish()
+
+        return SimpleNamespace(wait=wait, is_completed=work.is_completed)
 
     def note(
         self,
@@ -186,24 +200,6 @@ class WatchedComm:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
-
-
-class WatchedMessage:
-    """A message under way."""
-
-    def __init__(
-        self, comm: WatchedComm, key: Key, work: Work, finish: Callable[[], object] = lambda: None
-    ):
-        self._comm, self._key, self._work, self._finish = comm, key, work, finish
-        self._waited = False
-        self.is_completed = work.is_completed
-
-    def wait(self) -> None:
-        self._work.wait()
-        if not self._waited:
-            self._waited = True
-            self._comm.note("wait", self._key)
-            self._finish()
 
 
 class WatchedWire(Wire):

@@ -19,16 +19,12 @@ MAKE_ROOM = {  # nothing is read or written
 OVERWRITE = {aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.bernoulli_, aten.uniform_}
 LOOK_UP = {aten.embedding, aten.index_select, aten.gather, aten.index}  # some rows of a table
 ADD_ROWS = {aten.index_add_, aten.scatter_add_, aten.index_put_}  # into some rows of a table
-ATTENTION = (  # torch has no formula for the first pair
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_cudnn_attention_backward,
-)
+ATTENTION = [
+    getattr(aten, f"_scaled_dot_product_{core}{way}")
+    for core in ("flash_attention_for_cpu", "flash_attention", "efficient_attention",
+                 "cudnn_attention")
+    for way in ("", "_backward")
+]  # fmt: skip
 
 Tensors = Sequence[torch.Tensor]
 
@@ -38,7 +34,7 @@ def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
     table for look-ups."""
     kind = func._overloadpacket
     in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
-    if kind in MAKE_ROOM or is_view(func):
+    if kind in MAKE_ROOM or func.is_view:
         return 0
     if kind in OVERWRITE:
         return in_bytes  # copy_: that of the source, and as much written
@@ -80,9 +76,3 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     arguments = func._schema.arguments
     given = dict(zip((x.name for x in arguments), args)) | kwargs
     return tensors_in([given.get(x.name) for x in arguments if x.is_write])
-
-
-def is_view(func: Any) -> bool:
-    """Whether the outputs are views of the inputs."""
-    infos = [output.alias_info for output in func._schema.returns]
-    return bool(infos) and all(info is not None and not info.is_write for info in infos)

@@ -56,8 +56,6 @@ class Recorder:
         self._on = ExitStack()
 
     def __enter__(self) -> "Recorder":
-        if Recorder.now is not None:
-            raise RuntimeError("this process is being recorded already; end that block first")
         Recorder.now, here.clock = self, self.clock
         self._on.callback(setattr, Recorder, "now", None)
         self._on.callback(setattr, here, "clock", HOST_CLOCK)

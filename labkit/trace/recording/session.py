@@ -9,9 +9,10 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from labkit.comm import Comm
 from labkit.runtime.transports.chooser import table_note
@@ -23,44 +24,40 @@ from labkit.trace.recording.recorder import Recorder
 Spec = tuple[int, str, int | None]
 
 
+@dataclass
 class Recording:
     """A `record()` block in this process."""
 
-    now: "Recording | None" = None
-    _blocks = count(1)
+    now: ClassVar["Recording | None"] = None
 
-    def __init__(
-        self, folder: Path | None, detail_step: int | None, about: dict[str, Any], here: Recorder
-    ):
-        self.folder, self._detail_step, self._about = folder, detail_step, about
-        self._here, self._number = here, next(self._blocks)
-        self.world: object = None  # the one that is recorded, where it is not this process
-        self._failed = False
+    folder: Path | None
+    detail_step: int | None
+    about: dict[str, Any]
+    recorder: Recorder  # of this process
+    world: object = None  # the one that is recorded, where it is not this process
+    failed: bool = False  # the ranks were stopped: what they wrote is all there will be
+    number: int = field(default_factory=count(1).__next__)
 
     def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
         """For a run of `world`, which `about` describes; None when it is not to be recorded.
 
         Raises RuntimeError for a second world: a run folder is of one.
         """
-        if self._failed:  # its ranks are gone, and with them the numbers of steps and operations
+        if self.failed:  # its ranks are gone, and with them the numbers of steps and operations
             warnings.warn(
                 "this record() has seen its ranks stopped, and records no more; begin a new block",
                 stacklevel=2,
             )
             return None
         if self.world is None:
-            self._here.leave_to_ranks()
+            self.recorder.leave_to_ranks()
             self.world = world
             self.folder = self.folder or Path(tempfile.mkdtemp(prefix="labkit-run-"))
-            begin_run(self.folder, {**about, **self._about}, replace=True)
+            begin_run(self.folder, {**about, **self.about}, replace=True)
         elif self.world is not world:
             raise RuntimeError("record(): this block has recorded another world; use one for each")
         assert self.folder is not None
-        return self._number, str(self.folder.resolve()), self._detail_step
-
-    def failed(self) -> None:
-        """The ranks were stopped in a run: what they wrote is all there will be."""
-        self._failed = True
+        return self.number, str(self.folder.resolve()), self.detail_step
 
 
 @contextmanager
@@ -90,8 +87,8 @@ def record(
     ...     world.run(train)
     >>> plot.timeline(trace)
     """
-    if Recording.now is not None:
-        raise RuntimeError("record(): this process is being recorded already")
+    if Recorder.now is not None:
+        raise RuntimeError("record(): this process is being recorded already; end that block first")
     if detail_step is not None and detail_step < 0:
         raise ValueError(f"detail_step={detail_step}: steps count from 0")
     rank, comm = 0, None

@@ -26,8 +26,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from labkit.checkpoints import folders
 from labkit.checkpoints.boxes import placed_boxes
-from labkit.checkpoints.contents import FORMAT, Contents, Key, check_one_for_all, comm_of, lies_like
-from labkit.checkpoints.owners import whole
+from labkit.checkpoints.contents import (
+    FORMAT,
+    Contents,
+    Key,
+    check_one_for_all,
+    comm_of,
+    lies_like,
+    whole,
+)
 from labkit.checkpoints.stored import check_weights_only
 from labkit.checkpoints.together import on_rank_0, together
 from labkit.comm import Comm

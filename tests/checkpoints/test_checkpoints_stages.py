@@ -29,7 +29,6 @@ from labkit import (
     split,
 )
 from labkit.checkpoints.contents import Contents
-from labkit.checkpoints.owners import Owners
 from pipeline_cases import batch, layers, tokens_loss
 from stage_cases import Layout, alone, built, gpt, tokens, train
 from worlds import on_each_rank
@@ -389,24 +388,24 @@ def test_it_is_refused(
 
 
 def the_last_copy_is_written(self: Any) -> set[str]:
-    every = {name for name, _ in self.named()}
+    every = {name for name, _ in self.named}
     return every - {"embed.tokens.weight"} if self.pipeline.comm.rank == 0 else every
 
 
 def a_stage_is_forgotten(self: Any, real: Any = Contents.to_write) -> Any:
-    return iter(()) if self.owners.pipeline.comm.rank == 1 else real(self)
+    return iter(()) if self.pipeline.comm.rank == 1 else real(self)
 
 
-def a_stages_state_is_forgotten(self: Any, real: Any = Owners.pieces) -> Any:
+def a_stages_state_is_forgotten(self: Any, real: Any = Contents.owned) -> Any:
     last = self.pipeline.comm.rank == 1
     return [replace(piece, optimizer=None) if last else piece for piece in real(self)]
 
 
 FAULTS = {
-    "every copy under its own name": (Owners, "first_name", lambda self, name: name),
-    "the last copy is written": (Owners, "written_here", the_last_copy_is_written),
+    "every copy under its own name": (Contents, "first_name", lambda self, name: name),
+    "the last copy is written": (Contents, "written_here", the_last_copy_is_written),
     "a stage is forgotten": (Contents, "to_write", a_stage_is_forgotten),
-    "a stage's state is forgotten": (Owners, "pieces", a_stages_state_is_forgotten),
+    "a stage's state is forgotten": (Contents, "owned", a_stages_state_is_forgotten),
 }
 
 

@@ -16,9 +16,9 @@ pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 import labkit.course.ranks
 from answers import RIGHT, WRONG, Answer, Solution, answer, names_of
 from command import python
+from editions import labs, solved
 from labkit.comm import CommError
 from labkit.course import EXERCISES, CheckFailed, Exercise, Score, equal, fail, predict, report, run
-from labkit.course.build import labs, solved
 from labkit.course.exercise import Passed
 from labkit.memory.peak import PeakMemory
 from labkit.runtime.world import World

@@ -16,8 +16,8 @@ pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 import labkit.course.ranks as check_ranks
 import liars
 import test_checks
+from editions import labs, solved, student
 from labkit.course import EXERCISES, CheckFailed, equal, predict, run
-from labkit.course.build import labs, solved, student
 from labkit.course.findings import difference, honest
 from labkit.schedules.actions import Action
 from liars import LIARS, LyingTensor, changed, wrong

@@ -9,7 +9,9 @@ edition has a stub in its place: the cell's metadata `stub="..."`, or a
 `raise NotImplementedError("your turn: ...")` that names the function. A cell with the tag
 "answer" is in the solved edition only.
 
-Ids and metadata follow from the source alone, so that building twice gives the same.
+Ids and metadata follow from the source alone, so that building twice gives the same. Only a
+checkout has the sources, and only `make setup` the packages that build them: so this tool stands
+beside the labs, not in the package.
 """
 
 import hashlib
@@ -221,7 +223,7 @@ def _bare(notebook: Notebook) -> list[object]:
 
 
 def main() -> None:
-    """`python -m labkit.course.build [00 05 ...] [--all]`"""
+    """`python notebooks/src/editions.py [00 05 ...] [--all]`"""
     names = [word for word in sys.argv[1:] if word != "--all"]
     try:
         build(names, everything="--all" in sys.argv)

@@ -1,7 +1,7 @@
 """What a user can do with labkit, written down: run before a change and after it, then compare.
 
-    python tests/support/freeze.py write FOLDER
-    python tests/support/freeze.py compare BEFORE AFTER
+    python tests/support/freeze.py FOLDER
+    diff -r BEFORE AFTER
 
 FOLDER then has names.txt (public names with signatures), commands.txt (commands with options),
 files.txt (what a run and a checkpoint consist of), labs/NN.txt (cells with their tagged outputs),
@@ -9,7 +9,6 @@ tests.txt (test ids), and a run and a checkpoint themselves, which later version
 tests/data/frozen.tar.gz is such a folder, of the last version in one drawer (tests/test_frozen.py).
 """
 
-import difflib
 import inspect
 import json
 import re
@@ -129,20 +128,7 @@ def write(folder: Path) -> None:
     (folder / "files.txt").write_text("\n".join(files) + "\n")
 
 
-def compare(before: Path, after: Path) -> Iterator[str]:
-    """Lines of a diff of the texts, without the tests' ids, whose table is written by hand."""
-    for old in sorted(before.rglob("*.txt")):
-        new = after / old.relative_to(before)
-        lines = [path.read_text().splitlines() if path.exists() else [] for path in (old, new)]
-        if old.name != "tests.txt":
-            yield from difflib.unified_diff(*lines, str(old), str(new), lineterm="", n=0)
-
-
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["write", folder]:
-            write(Path(folder))
-        case ["compare", before, after]:
-            print("\n".join(compare(Path(before), Path(after))))
-        case _:
-            sys.exit(__doc__)
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    write(Path(sys.argv[1]))

@@ -177,13 +177,13 @@ def contest_table(
     return table
 
 
-def save(measured: Sequence[StepTimes], path: str | Path, **about: Any) -> Path:
+def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
     """Write everything as JSON, with the ratios; `read` returns it."""
     steps = [
         asdict(times) | {"ratios": {x.ours: times.ratio(x.ours, x.theirs) for x in times.contests}}
         for times in measured
     ]
-    about = {"torch": torch.__version__, "cores": os.cpu_count(), **about}
+    about = {"torch": torch.__version__, "cores": os.cpu_count()}
     return write_json(path, {"about": about, "steps": steps})
 
 

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -189,8 +188,9 @@ def _on_rank(model: str, names: Sequence[str], microbatches: int, turns: int) ->
     }
     cases |= {f"floor {name}": floor.measure for name, floor in floors.items()}
     samples = harness.take_turns(cases, turns, f"{model} on {comm.size} ranks")
+    sizes = {"rows": ROWS, "length": LENGTH, "depth": DEPTH, "vocab": VOCAB}
     return StepTimes(
-        {"ranks": comm.size, "model": model, "microbatches": microbatches},
+        {"ranks": comm.size, "model": model, "microbatches": microbatches, **sizes},
         {case: [x for x in samples[case] if x is not None] for case in steps},
         [Contest(name, f"torch {name}", AIM) for name in names],
         {"floor_s": {name: floor.step_s() for name, floor in floors.items()}},
@@ -224,12 +224,6 @@ def bench_pipeline(
             if microbatches < size:
                 raise ValueError(f"{microbatches} micro-batches: torch needs one a rank, {size}")
     return harness.on_worlds(_on_rank, ranks, models, transport, names, microbatches, turns)
-
-
-def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
-    """Write everything as JSON, with the ratios; `harness.read` returns it."""
-    sizes = {"rows": ROWS, "length": LENGTH, "depth": DEPTH, "vocab": VOCAB}
-    return harness.save(measured, path, **sizes)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

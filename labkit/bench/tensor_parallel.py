@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ def _on_rank(model: str, turns: int) -> StepTimes:
         turn_of[name] = partial(_turn, comm, step)
     samples = harness.take_turns(turn_of, turns, f"{model} on {comm.size} ranks")
     whole, without = ({name: [x[i] for x in samples[name]] for name in CASES} for i in (0, 1))
-    about = {"ranks": comm.size, "model": model}
+    about = {"ranks": comm.size, "model": model, "rows": ROWS, "length": LENGTH}
     return StepTimes(about, whole, CONTESTS, {WITHOUT_ADAMW: without})
 
 
@@ -132,11 +131,6 @@ def bench_tensor_parallel(
 ) -> list[StepTimes]:
     """Time all cases for each number of ranks and model, a preset of labkit's."""
     return harness.on_worlds(_on_rank, ranks, models, transport, turns)
-
-
-def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
-    """Write everything as JSON, with the ratios; `harness.read` returns it."""
-    return harness.save(measured, path, rows=ROWS, length=LENGTH)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

@@ -18,13 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
 from labkit.bench import harness, peers
 from labkit.bench.data_parallel import LR
-from labkit.bench.harness import Contest, StepTimes
+from labkit.bench.harness import Contest, StepTimes, mean_loss
 from labkit.comm import Comm
 from labkit.models import GPT
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
@@ -54,10 +53,6 @@ class Case:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def _whole_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def _sliced_logits(comm_class: Callable[[], Comm]) -> Case:
     return Case(
         lambda model: tensor_parallel(model, comm_class(), gather_logits=False),
@@ -68,9 +63,9 @@ def _sliced_logits(comm_class: Callable[[], Comm]) -> Case:
 CASES = {
     FLOOR: _sliced_logits(Silent),
     "tensor": _sliced_logits(Comm),
-    "DTensor": Case(lambda model: peers.dtensor(model, False), _whole_loss, peers.loss_parallel),
-    "tensor, all logits": Case(lambda model: tensor_parallel(model, Comm()), _whole_loss),
-    "DTensor, all logits": Case(lambda model: peers.dtensor(model, True), _whole_loss),
+    "DTensor": Case(lambda model: peers.dtensor(model, False), mean_loss, peers.loss_parallel),
+    "tensor, all logits": Case(lambda model: tensor_parallel(model, Comm()), mean_loss),
+    "DTensor, all logits": Case(lambda model: peers.dtensor(model, True), mean_loss),
 }
 CONTESTS = [
     Contest("tensor", "DTensor", 0.7),

@@ -28,6 +28,7 @@ def doctor(
     from labkit import doctor as examining
     from labkit.bench.machine import measure_machine
     from labkit.clusters import write_clusters
+    from labkit.view import grouped_table
 
     if cluster is None and ranks is not None:
         raise ValueError("--ranks goes with --cluster FILE.toml, which is written")
@@ -44,7 +45,7 @@ def doctor(
         return
     with console.status("looking ..."):
         findings = examining.examine()
-    console.print(examining.table(findings))
+    console.print(grouped_table("labkit doctor", findings.groups))
     for problem in findings.problems:
         console.print(f"[red]wrong:[/] {markup(problem)}")
     if findings.problems:

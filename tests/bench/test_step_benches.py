@@ -96,7 +96,7 @@ def test_every_case_of_tensor_parallelism_trains_the_same_model(world2: World) -
             losses[name] = [step()[1] for _ in range(3)]
         return losses
 
-    whole = tensor_parallel.Case(lambda model: model, tensor_parallel._whole_loss)
+    whole = tensor_parallel.Case(lambda model: model, harness.mean_loss)
     alone = tensor_parallel.stepper(whole, "tiny", rows=2)
     expected = [alone()[1] for _ in range(3)]
     for of_rank in world2.run(losses):
@@ -136,12 +136,12 @@ def test_both_pipelines_have_the_loss_and_the_gradients_of_one_process(world2: W
         comm, largest = Comm(), {}
         for name in pipeline.SCHEDULES:
             alone = stages_of("tiny", name, comm.size)
-            x, y = pipeline.batch()
-            loss = pipeline.loss_of(torch.nn.Sequential(*alone)(x), y)
+            batch = pipeline.batch()
+            loss = harness.mean_loss(torch.nn.Sequential(*alone)(batch.x), batch.y)
             loss.backward()
-            for side in (pipeline.ours, pipeline.theirs):
+            for side in pipeline.SIDES:
                 stages = stages_of("tiny", name, comm.size)
-                step = side(stages, name, 4, comm)
+                step = pipeline.stepper(side, stages, name, 4, comm)
                 step()
                 value = step()  # the gradients are those of one step
                 off = [
@@ -150,7 +150,7 @@ def test_both_pipelines_have_the_loss_and_the_gradients_of_one_process(world2: W
                     for p, q in zip(stages[k].parameters(), alone[k].parameters(), strict=True)
                 ]
                 loss_off = None if value is None else float(value - loss)
-                largest[f"{side.__name__} {name}"] = max(off), loss_off
+                largest[side + name] = max(off), loss_off
         return largest
 
     first, last = world2.run(differences)

@@ -284,20 +284,20 @@ def test_two_that_shard_are_one_too_many(world2: World, tmp_path: Path) -> None:
     assert "MasterWeights and ZeRO3 both say what a rank owns" in refused(world2, both)
 
 
-def test_weights_alone_have_no_optimizer_to_load(world2: World, tmp_path: Path) -> None:
-    world2.run(lambda: save_checkpoint(tmp_path, Net()))
-    assert "optimizer=None" in refused(world2, load, tmp_path)
+def in_two_groups(model: Net) -> torch.optim.Optimizer:
+    parts = (model.first, model.second)
+    return torch.optim.AdamW([{"params": part.parameters()} for part in parts])
 
 
-def test_various_groups_cannot_become_one(world2: World, tmp_path: Path) -> None:
-    def two() -> None:
-        model = Net()
-        groups = [{"params": model.first.parameters()}, {"params": model.second.parameters()}]
-        save_checkpoint(tmp_path, model, torch.optim.AdamW(groups))
-
-    world2.run(two)
-    text = refused(world2, load, tmp_path)
-    assert "are in one parameter group here and were in several" in text
+@cases(
+    (lambda model: None, "optimizer=None"),  # weights alone
+    (in_two_groups, "are in one parameter group here and were in several"),
+)
+def test_another_optimizer_is_refused(
+    make: Callable[[Net], Any], words: str, world2: World, tmp_path: Path
+) -> None:
+    world2.run(lambda: save_checkpoint(tmp_path, model := Net(), make(model)))
+    assert words in refused(world2, load, tmp_path)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: Path) -> None:

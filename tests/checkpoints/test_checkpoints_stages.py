@@ -31,6 +31,7 @@ from labkit import (
 from labkit.checkpoints.contents import Contents
 from pipeline_cases import batch, layers, tokens_loss
 from stage_cases import Layout, alone, built, gpt, tokens, train
+from tables import raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -74,25 +75,18 @@ def goes_round(world: World, layouts: list[Layout], tied: bool, folder: Path) ->
     assert train(None, last, its_optimizer, steps) == pytest.approx(expected, abs=AGREE, rel=0)
 
 
-def test_a_tied_model_goes_from_layout_to_layout(world4: World, tmp_path: Path) -> None:
-    layouts = [
+ALWAYS = ("a few, tied", "a few, untied")  # the others in the slow tests
+FOUR = {
+    "a few, tied": [
         Layout(pp=2, dp=2, strategy="ddp"),
         Layout(pp=2, tp=2, chunks=2, scatter_gather=True),
         Layout(dp=2, tp=2, strategy="zero-1"),
-    ]
-    goes_round(world4, layouts, True, tmp_path)
-
-
-def test_shards_of_stages_go_from_layout_to_layout(world4: World, tmp_path: Path) -> None:
-    layouts = [
+    ],
+    "a few, untied": [
         Layout(pp=2, dp=2, strategy="zero-1"),
         Layout(pp=2, dp=2, chunks=2, strategy="zero-3"),
         Layout(pp=2, tp=2, sequence=True),
-    ]
-    goes_round(world4, layouts, False, tmp_path)
-
-
-FOUR = {
+    ],
     "tied": [
         Layout(pp=4),
         Layout(dp=2, tp=2, strategy="zero-3"),
@@ -130,10 +124,11 @@ EIGHT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FOUR)
-def test_many_layouts_go_on_from_each_other(world4: World, kind: str, tmp_path: Path) -> None:
-    goes_round(world4, FOUR[kind], kind != "untied", tmp_path)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in FOUR]
+)
+def test_layouts_go_on_from_each_other(world4: World, kind: str, tmp_path: Path) -> None:
+    goes_round(world4, FOUR[kind], "untied" not in kind, tmp_path)
 
 
 @pytest.mark.slow
@@ -381,9 +376,7 @@ def test_it_is_refused(
 ) -> None:
     world4.run(saved, Layout(pp=4), False, str(tmp_path))
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(RankError) as caught:
-        world4.run(run, str(tmp_path))
-    assert expected in str(caught.value)
+    raises((expected,), world4.run, run, str(tmp_path), error=RankError)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 

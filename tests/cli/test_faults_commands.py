@@ -18,6 +18,7 @@ from labkit.foreign import literal, markup, plain
 from labkit.replaying.planning import ranking
 from labkit.runtime.errors import RankError
 from labkit.runtime.ranks import Ranks
+from tables import cases
 from traces import sample_trace
 
 PLAN = "plan --model gpt3-175b --cluster selene --gpus 64 --batch 64"
@@ -273,20 +274,19 @@ def test_a_run_is_recorded_into_a_new_folder_only(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("picture", ["compare.png", "steps.png"])
-def test_compare_draws_through_no_link(picture: str, tmp_path: Path, before_work: None) -> None:
+@cases(
+    ("compare ddp --model tiny --out HERE", "compare.png"),
+    ("compare ddp --model tiny --out HERE", "steps.png"),
+    ("nccl-log --example two_nodes", "two_nodes.png"),
+)
+def test_nothing_is_drawn_through_a_link(
+    line: str, picture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_work: None
+) -> None:
     (outside := tmp_path / "outside").write_text("mine")
-    (out := tmp_path / "out").mkdir()
-    (out / picture).symlink_to(outside)
-    assert "is a link" in refusal(f"compare ddp --model tiny --out {out}", out, out)
-    assert outside.read_text() == "mine"
-
-
-def test_nccl_log_draws_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (outside := tmp_path / "outside").write_text("mine")
-    (tmp_path / "two_nodes.png").symlink_to(outside)
-    assert "is a link" in refusal("nccl-log --example two_nodes", tmp_path, tmp_path)
+    (here := tmp_path / "here").mkdir()
+    (here / picture).symlink_to(outside)
+    monkeypatch.chdir(here)
+    assert "is a link" in refusal(line, here, here)
     assert outside.read_text() == "mine"
 
 

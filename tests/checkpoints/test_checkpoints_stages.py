@@ -30,6 +30,7 @@ from labkit import (
 )
 from labkit.checkpoints.contents import Contents
 from pipeline_cases import batch, layers, tokens_loss
+from small_models import difference
 from stage_cases import Layout, alone, built, gpt, tokens, train
 from tables import raises
 from worlds import on_each_rank
@@ -63,10 +64,7 @@ def goes_round(world: World, layouts: list[Layout], tied: bool, folder: Path) ->
         assert losses == pytest.approx(expected * len(losses), abs=AGREE, rel=0), str(layout)
         assert len(losses) == layout.dp * layout.tp, str(layout)
         for _, state in results:
-            assert state.keys() == weights.keys()
-            for name, x in weights.items():
-                off = (state[name] - x).abs().max().item()
-                assert off <= AGREE, f"{layout}: {name} is off by {off:.1e}"
+            assert (off := difference(state, weights)) <= AGREE, f"{layout}: off by {off}"
     last, its_optimizer = alone(tied, seed=3, make=OTHER)
     step = load_checkpoint(folder / str(len(layouts)), last, its_optimizer).step
     assert step == len(layouts) + 2
@@ -250,9 +248,7 @@ def test_pipedream_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
     other.step(x, y)
     load_checkpoint(tmp_path, other, other.optimizer)
     found = [other.step(x, y) for _ in range(2)], other.full_state_dict()
-    assert expected[0] == found[0] and all(
-        torch.equal(one, found[1][name]) for name, one in expected[1].items()
-    )
+    assert expected[0] == found[0] and difference(found[1], expected[1]) == 0
 
 
 def test_a_model_in_bf16_goes_on_from_fp32_masters(world4: World, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint_cases import first_ranks
+from checkpoint_cases import first_ranks, same
 from labkit import World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import folders, stored
 from tables import cases, raises
@@ -53,16 +53,6 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def save(folder: Path, step: int = 3) -> None:
     save_checkpoint(folder, *trained(), step=step, extra=EXTRA)
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(x, other[key]) for key, x in one.items())
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def outcome(folder: Path, **how: Any) -> str:

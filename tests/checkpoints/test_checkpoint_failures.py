@@ -323,23 +323,6 @@ def test_a_newer_format_is_refused(world2: World, tmp_path: Path) -> None:
     assert "has format 2, this labkit reads up to 1" in refused(world2, load, tmp_path)
 
 
-def test_damage_is_found_before_anything_is_loaded(world2: World, tmp_path: Path) -> None:
-    world2.run(save, tmp_path, 1)
-    file = tmp_path / "step_00000001" / "__1_0.distcp"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1])
-    text = refused(world2, load, tmp_path)
-    assert f"{file} is damaged: bytes " in text and f"to {len(whole)} are missing" in text
-    for path in file.parent.glob("*.distcp"):
-        path.write_bytes(bytes(len(path.read_bytes())))
-    text = refused(world2, load, tmp_path)
-    assert ".distcp is damaged: bytes 0 to " in text and "not those that were saved" in text
-    metadata = tmp_path / "step_00000001" / ".metadata"
-    metadata.write_bytes(metadata.read_bytes()[:100])
-    text = refused(world2, load, tmp_path)
-    assert f"{metadata} cannot be read" in text and "does not match its checksum" in text
-
-
 def test_arguments_that_cannot_be_are_refused(world2: World, tmp_path: Path) -> None:
     assert "keep=0" in refused(world2, lambda: save_checkpoint(tmp_path, Net(), keep=0))
     assert "step=-1" in refused(world2, lambda: save_checkpoint(tmp_path, Net(), step=-1))

@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 
-import labkit.course.ranks
 from answers import RIGHT, WRONG, Answer, Solution, answer, names_of
 from command import python
 from editions import labs, solved
@@ -232,17 +231,6 @@ def test_ranks_are_fresh_after_a_message_that_nobody_waited_for():
         return theirs[0].item()
 
     assert run(2, swaps).values == [5.0, 5.0]
-
-
-def test_a_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(labkit.course.ranks, "LIMIT_S", 1.0)
-
-    def play(comm: Any) -> None:
-        while comm.rank == 0:
-            time.sleep(0.1)
-
-    assert "did not come back within 1 s" in message(play)
-    assert run(2, lambda comm: comm.size).values == [2, 2]
 
 
 def test_a_value_that_cannot_travel_is_named():

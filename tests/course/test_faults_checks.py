@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +23,7 @@ from labkit.course import EXERCISES, CheckFailed, equal, predict, run
 from labkit.course.findings import difference, honest
 from labkit.schedules.actions import Action
 from liars import LIARS, LyingTensor, changed, wrong
+from provoke import gone
 from tables import cases, raises
 
 cloudpickle.register_pickle_by_value(liars)
@@ -117,39 +119,32 @@ def test_a_type_that_lies_passes_no_exercise_of_types() -> None:
             EXERCISES[name](lambda *_, value=value: LIARS[type(value)](value))
 
 
-def endless_when_watched(comm: Any, x: torch.Tensor) -> None:
+def endless(comm: Any, *_: Any) -> None:
     while comm.rank == 0:
         time.sleep(0.05)
 
 
-def ends_of(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def watched_too_long() -> None:
+def loops_too_long(call: Callable[..., Any], *args: Any) -> None:
     pids = run(3, lambda comm: os.getpid()).values
-    says = "did not come back within 1 s", "a loop that does"
-    raises(says, check_ranks.watch, 3, "all_reduce", endless_when_watched, error=CheckFailed)
-    assert ends_of(pids), "the ranks that looped are left"
+    raises(("did not come back within 1 s", "a loop that does"), call, *args, error=CheckFailed)
+    assert gone(pids, 60), "the ranks that looped are left"
     assert run(3, lambda comm: comm.size).values == [3] * 3
     assert not [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
 
 
 @pytest.mark.parametrize("on_a_thread", [False, True])
-def test_a_watched_loop_without_an_end_is_ended(
-    on_a_thread: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "args", [(run, 3, endless), (check_ranks.watch, 3, "all_reduce", endless)], ids=["run", "watch"]
+)
+def test_a_loop_without_an_end_is_ended(
+    args: Any, on_a_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_ranks, "LIMIT_S", 1.0)
     if on_a_thread:
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(watched_too_long).result(120)
+            pool.submit(loops_too_long, *args).result(120)
     else:
-        watched_too_long()
+        loops_too_long(*args)
 
 
 def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:

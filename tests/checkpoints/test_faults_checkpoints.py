@@ -393,7 +393,8 @@ def test_what_could_not_be_loaded_is_refused_when_it_is_saved(
     assert all(type(extra) is type(value) for extra in loaded)
 
 
-def test_plain_values_and_random_states_come_back(ranks: World, tmp_path: Path) -> None:
+@on_each_rank("ranks")
+def test_plain_values_and_random_states_come_back(tmp_path: Path) -> None:
     extra = {
         "python": random.Random(5).getstate(),
         "numpy": np.random.default_rng(5).bit_generator.state,
@@ -401,11 +402,8 @@ def test_plain_values_and_random_states_come_back(ranks: World, tmp_path: Path) 
         "set": {1, 2}, "complex": 1j, "bytes": b"ab", "dtype": torch.bfloat16, None: (1.5, [True]),
     }  # fmt: skip
 
-    def run() -> bool:
-        save_checkpoint(tmp_path, *trained(), extra=extra)
-        return same(extra, load_checkpoint(tmp_path, *trained()).extra)
-
-    assert ranks.run(run) == [True] * RANKS
+    save_checkpoint(tmp_path, *trained(), extra=extra)
+    assert same(extra, load_checkpoint(tmp_path, *trained()).extra)
 
 
 @on_each_rank("ranks")

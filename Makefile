@@ -40,7 +40,7 @@ lab: $(STAMP) ## Open the labs in JupyterLab.
 	$(PY) -m jupyterlab notebooks $(ARGS)
 
 notebooks: $(STAMP) ## Build the labs' editions from notebooks/src (ARGS="00", ARGS=--all).
-	$(PY) -m labkit.course.build $(ARGS)
+	$(PY) notebooks/src/editions.py $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite (ARGS="..." goes to pytest).
 	$(PY) $(PYTEST) $(ARGS)

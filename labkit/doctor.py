@@ -26,7 +26,6 @@ from labkit.runtime.channel import loopback
 from labkit.runtime.errors import RankError
 from labkit.runtime.pick import available_bytes, check_size, pick, pick_transport
 from labkit.runtime.world import World
-from labkit.view import grouped_table
 
 LAB_PACKAGES = ("ipykernel", "ipywidgets", "jupyterlab")
 OLDEST_TORCH = (2, 11)
@@ -50,11 +49,6 @@ def examine() -> Findings:
     for look in (_versions, _hardware, _picks, _links):
         look(found)
     return found
-
-
-def table(found: Findings) -> Table:
-    """The findings, a group after the other."""
-    return grouped_table("labkit doctor", found.groups)
 
 
 def check_cluster_file(path: Path) -> None:

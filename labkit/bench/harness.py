@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from rich.box import SIMPLE
 from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from labkit.data import Batch
 from labkit.foreign import read_file, write_json
@@ -69,6 +71,11 @@ def random_batch(vocab: int, rows: int, length: int, device: torch.device | None
     """Tokens drawn by the default generator, [rows, length] in and out."""
     tokens = torch.randint(0, vocab, (rows, length + 1), device=device)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), rows * length)
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the tokens: logits [rows, length, vocab], targets [rows, length]."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def take_turns(
@@ -177,13 +184,13 @@ def contest_table(
     return table
 
 
-def save(measured: Sequence[StepTimes], path: str | Path, **about: Any) -> Path:
+def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
     """Write everything as JSON, with the ratios; `read` returns it."""
     steps = [
         asdict(times) | {"ratios": {x.ours: times.ratio(x.ours, x.theirs) for x in times.contests}}
         for times in measured
     ]
-    about = {"torch": torch.__version__, "cores": os.cpu_count(), **about}
+    about = {"torch": torch.__version__, "cores": os.cpu_count()}
     return write_json(path, {"about": about, "steps": steps})
 
 

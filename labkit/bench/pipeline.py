@@ -13,17 +13,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
-import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
 from labkit.bench import harness, peers
-from labkit.bench.harness import Contest, StepTimes
+from labkit.bench.harness import Contest, StepTimes, mean_loss
 from labkit.comm import Comm
+from labkit.data import Batch
 from labkit.models import GPT
 from labkit.models.gpt import PRESETS
 from labkit.parallel.pipeline.pipeline import Pipeline
@@ -41,18 +40,14 @@ AIM = 1.0
 SCHEDULES = list(peers.PIPELINES)
 
 Step = Callable[[], Tensor | None]
+Loss = Callable[[Tensor, Tensor], Tensor]
+PipelineStep = Callable[[Tensor, Tensor], Tensor | None]
 
 
-def loss_of(logits: Tensor, y: Tensor) -> Tensor:
-    """Mean over the tokens: logits [rows, length, vocab], y [rows, length]."""
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    """x and y, [ROWS, LENGTH] each, the same on all ranks."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def batch() -> Batch:
+    """The same on all ranks."""
+    torch.manual_seed(1)
+    return harness.random_batch(VOCAB, ROWS, LENGTH)
 
 
 def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
@@ -63,27 +58,22 @@ def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
     return split(whole, ranks * CHUNKS.get(name, 1))
 
 
-def ours(stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:
-    """A step of labkit's; it leaves `.grad`, and returns the loss on the last rank."""
-    pipeline = Pipeline(stages, comm, name, microbatches, loss_of)
-    x, y = batch()
-
-    def step() -> Tensor | None:
-        pipeline.zero_grad()
-        return pipeline.step(x, y)
-
-    return step
+def ours(name: str, stages: list[nn.Module], microbatches: int, loss_fn: Loss) -> PipelineStep:
+    """A step of labkit's, as `peers.pipeline` is one of torch's."""
+    return Pipeline(stages, None, name, microbatches, loss_fn).step
 
 
-def theirs(stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:
-    """A step of torch's."""
-    own = nn.ModuleList(stages[comm.rank :: comm.size])
-    pipeline = peers.pipeline(name, stages, microbatches, loss_of)
-    x, y = batch()
+SIDES = {"": ours, "torch ": peers.pipeline}  # of a contest, before the schedule's name
+
+
+def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:
+    """A step that leaves `.grad` in this rank's stages, and returns the loss on the last rank."""
+    own, tokens = nn.ModuleList(stages[comm.rank :: comm.size]), batch()
+    pipeline = SIDES[side](name, stages, microbatches, mean_loss)
 
     def step() -> Tensor | None:
         own.zero_grad()
-        return pipeline(x, y)
+        return pipeline(tokens.x, tokens.y)
 
     return step
 
@@ -101,11 +91,11 @@ class Floor:
         self.comm, chunks = comm, CHUNKS.get(name, 1)
         self.schedule = schedule(name, comm.size, microbatches, chunks)
         self.actions, stages = self.schedule[comm.rank], stages_of(model, name, comm.size)
-        x, y = batch()
-        ys = y.chunk(microbatches)
+        tokens = batch()
+        ys = tokens.y.chunk(microbatches)
 
         def loss(output: Tensor, k: int) -> Tensor:
-            return loss_of(output, ys[k]) / microbatches
+            return mean_loss(output, ys[k]) / microbatches
 
         self.stages = []
         for chunk in range(chunks):
@@ -114,7 +104,7 @@ class Floor:
             of_last = loss if index == len(stages) - 1 else None
             stage = VirtualStage(stages[index], index, comm.rank, own, False, None, of_last)
             self.stages.append(stage)
-        self.xs, width = x.chunk(microbatches), PRESETS[model]["width"]
+        self.xs, width = tokens.x.chunk(microbatches), PRESETS[model]["width"]
         self.activations = [torch.randn(len(x), LENGTH, width) for x in self.xs]
         self.position = comm.rank, comm.size, chunks
         self.turns: list[list[list[float]]] = []  # seconds of each action of each stage
@@ -178,8 +168,9 @@ def _on_rank(model: str, names: Sequence[str], microbatches: int, turns: int) ->
     floors = {name: Floor(model, name, microbatches, comm) for name in names}
     steps: dict[str, Step] = {}
     for name in names:
-        for side, case in ((ours, name), (theirs, f"torch {name}")):
-            steps[case] = side(stages_of(model, name, comm.size), name, microbatches, comm)
+        for side in SIDES:
+            stages = stages_of(model, name, comm.size)
+            steps[side + name] = stepper(side, stages, name, microbatches, comm)
     for _ in range(2):
         for step in (*steps.values(), *(floor.time_actions for floor in floors.values())):
             step()
@@ -189,8 +180,9 @@ def _on_rank(model: str, names: Sequence[str], microbatches: int, turns: int) ->
     }
     cases |= {f"floor {name}": floor.measure for name, floor in floors.items()}
     samples = harness.take_turns(cases, turns, f"{model} on {comm.size} ranks")
+    sizes = {"rows": ROWS, "length": LENGTH, "depth": DEPTH, "vocab": VOCAB}
     return StepTimes(
-        {"ranks": comm.size, "model": model, "microbatches": microbatches},
+        {"ranks": comm.size, "model": model, "microbatches": microbatches, **sizes},
         {case: [x for x in samples[case] if x is not None] for case in steps},
         [Contest(name, f"torch {name}", AIM) for name in names],
         {"floor_s": {name: floor.step_s() for name, floor in floors.items()}},
@@ -224,12 +216,6 @@ def bench_pipeline(
             if microbatches < size:
                 raise ValueError(f"{microbatches} micro-batches: torch needs one a rank, {size}")
     return harness.on_worlds(_on_rank, ranks, models, transport, names, microbatches, turns)
-
-
-def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
-    """Write everything as JSON, with the ratios; `harness.read` returns it."""
-    sizes = {"rows": ROWS, "length": LENGTH, "depth": DEPTH, "vocab": VOCAB}
-    return harness.save(measured, path, **sizes)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

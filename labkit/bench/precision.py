@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,7 +129,7 @@ def bench_precision(
     turns: int = 20,
     device: str | None = None,
     sizes: Sizes | None = None,
-) -> StepTimes:
+) -> list[StepTimes]:
     """Time `only` these cases and their peers, or all that the device supports.
 
     Raises ValueError for a name that is none of them.
@@ -148,7 +147,7 @@ def bench_precision(
     contests = [x for x in CONTESTS if x.ours in names and x.theirs in names]
     times = StepTimes(_about(where, sizes), seconds, contests, {"peak_bytes": peaks})
     times.figures["mfu"] = {name: mfu_of(times, name, sizes) for name in names}
-    return times
+    return [times]
 
 
 def _wanted(name: str, only: Sequence[str]) -> bool:
@@ -223,8 +222,9 @@ def _processor() -> str:
     return f"{has.get('cpu_name', platform.machine())} CPU, for 16 bits: {words}"
 
 
-def table(times: StepTimes) -> Table:
+def table(measured: Sequence[StepTimes]) -> Table:
     """A row for each case, with its ratio and its aim where it has a peer."""
+    (times,) = measured
     first, about = next(iter(times.seconds)), times.about
     peers = ", ".join(f"{x.ours} to {x.theirs}" for x in times.contests)
     shown = harness.titled(
@@ -242,8 +242,3 @@ def table(times: StepTimes) -> Table:
             *ratios.get(name, ()),
         )  # fmt: skip
     return shown
-
-
-def save(times: StepTimes, path: str | Path) -> Path:
-    """Write everything as JSON."""
-    return harness.save([times], path, **times.about)

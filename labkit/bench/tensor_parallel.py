@@ -15,17 +15,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
 from labkit.bench import harness, peers
 from labkit.bench.data_parallel import LR
-from labkit.bench.harness import Contest, StepTimes
+from labkit.bench.harness import Contest, StepTimes, mean_loss
 from labkit.comm import Comm
 from labkit.models import GPT
 from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
@@ -55,10 +53,6 @@ class Case:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def _whole_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def _sliced_logits(comm_class: Callable[[], Comm]) -> Case:
     return Case(
         lambda model: tensor_parallel(model, comm_class(), gather_logits=False),
@@ -69,9 +63,9 @@ def _sliced_logits(comm_class: Callable[[], Comm]) -> Case:
 CASES = {
     FLOOR: _sliced_logits(Silent),
     "tensor": _sliced_logits(Comm),
-    "DTensor": Case(lambda model: peers.dtensor(model, False), _whole_loss, peers.loss_parallel),
-    "tensor, all logits": Case(lambda model: tensor_parallel(model, Comm()), _whole_loss),
-    "DTensor, all logits": Case(lambda model: peers.dtensor(model, True), _whole_loss),
+    "DTensor": Case(lambda model: peers.dtensor(model, False), mean_loss, peers.loss_parallel),
+    "tensor, all logits": Case(lambda model: tensor_parallel(model, Comm()), mean_loss),
+    "DTensor, all logits": Case(lambda model: peers.dtensor(model, True), mean_loss),
 }
 CONTESTS = [
     Contest("tensor", "DTensor", 0.7),
@@ -120,7 +114,7 @@ def _on_rank(model: str, turns: int) -> StepTimes:
         turn_of[name] = partial(_turn, comm, step)
     samples = harness.take_turns(turn_of, turns, f"{model} on {comm.size} ranks")
     whole, without = ({name: [x[i] for x in samples[name]] for name in CASES} for i in (0, 1))
-    about = {"ranks": comm.size, "model": model}
+    about = {"ranks": comm.size, "model": model, "rows": ROWS, "length": LENGTH}
     return StepTimes(about, whole, CONTESTS, {WITHOUT_ADAMW: without})
 
 
@@ -132,11 +126,6 @@ def bench_tensor_parallel(
 ) -> list[StepTimes]:
     """Time all cases for each number of ranks and model, a preset of labkit's."""
     return harness.on_worlds(_on_rank, ranks, models, transport, turns)
-
-
-def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
-    """Write everything as JSON, with the ratios; `harness.read` returns it."""
-    return harness.save(measured, path, rows=ROWS, length=LENGTH)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

@@ -3,9 +3,9 @@
     save_checkpoint("runs/gpt", model, optimizer, step=100)      # on every rank
     step = load_checkpoint("runs/gpt", model, optimizer).step
 
-`owners.py` asks the strategy, or a pipeline's stages, what a rank owns, `contents.py` names it,
-`boxes.py` cuts that into what the format can hold, `saving.py` and `loading.py` do the two calls,
-`folders.py` sees that a killed save harms nothing.
+`contents.py` asks the strategy, or a pipeline's stages, what a rank owns, and names it, `boxes.py`
+cuts that into what the format can hold, `saving.py` and `loading.py` do the two calls, `folders.py`
+sees that a killed save harms nothing.
 """
 
 from labkit.checkpoints.loading import Loaded, load_checkpoint

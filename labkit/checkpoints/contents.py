@@ -5,9 +5,17 @@
     optimizer.param_groups.GROUP.KEY        hyperparameters; KEY `params` has the names
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
-These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. Several ranks may
-have the same piece, then one writes it. A parameter that is cut over tensor-parallel ranks has its
-plain name and its whole shape.
+These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A parameter that is
+cut over tensor-parallel ranks has its plain name and its whole shape. The slices that a rank owns:
+
+    DDP, or none         all ranks have every parameter whole
+    ZeroOptimizer        the optimizer's `owned(module)`
+    ZeRO3                the model's `owned(optimizer)`
+    Pipeline             the optimizer's, of this rank's stages; or each stage's own, whole or
+                         in ZeRO3, under the names of the whole model
+
+Several ranks may have the same piece, then one writes it. A parameter that is tied over stages has
+the first of its names everywhere; the first of its ranks writes it, the others read it, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.checkpoints.owners import Owners
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 from labkit.parallel.common.ownership import check_same_on_all_ranks
-from labkit.parallel.common.sharder import InStages, plain_module
+from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils, plain_module
 from labkit.parallel.common.shards import shard_of
 from labkit.runtime.attach import attach
 
@@ -43,6 +50,10 @@ def comm_of(model: nn.Module, optimizer: Any) -> Comm:
 class Contents:
     """What this rank holds of a model and its optimizer, and what all ranks hold together.
 
+    module         the part of the model that is here, under the names of the whole
+    pipeline       the model, where it is one
+    strategies     those that say what a rank owns; [] where all is whole
+    named          the parameters that are here, under first names
     pieces         this rank's pieces of parameters
     shapes         name -> shape of every parameter that any rank has, whole
     buffers        name -> buffer, of those that a state dict has and this rank has
@@ -51,44 +62,97 @@ class Contents:
     groups         for each parameter group the names of its parameters, of all ranks
     stateful       names of the parameters that the optimizer steps on; trained: unless frozen
 
-    Raises ValueError where the ranks have different models or optimizers, or some are missing."""
+    Raises ValueError where the ranks have different models or optimizers, where some are missing,
+    or where model and optimizer both say what a rank owns."""
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
-        self.optimizer, self.owners = optimizer, Owners(model, optimizer)
-        self._groups = [] if optimizer is None else optimizer.param_groups
-        named, pipeline = self.owners.named(), self.owners.pipeline
+        self.module, self.optimizer = plain_module(model), optimizer
+        self.pipeline = pipeline = model if isinstance(model, InStages) else None
+        stages = pipeline.stages_here() if pipeline else [("", model)]
+        self._sharders: list[tuple[str, Any]] = [x for x in stages if fulfils(x[1], OwnsPieces)]
+        self._by_optimizer = fulfils(optimizer, OwnsPieces)
+        sharders = [sharder for _, sharder in self._sharders]
+        self._cut = {p for sharder in sharders for p in sharder.module.parameters()}
+        self.strategies = [optimizer] * self._by_optimizer + sharders
+        if self._by_optimizer and sharders:
+            first, second = (type(x).__name__ for x in self.strategies[:2])
+            raise ValueError(
+                f"{first} and {second} both say what a rank owns; under {second} use "
+                "a plain torch optimizer, which it gives its pieces to step on"
+            )
         if pipeline is not None and not {*pipeline.comm.ranks} <= {*comm.ranks}:
             raise ValueError(
                 f"the stages of this Pipeline are on ranks {list(pipeline.comm.ranks)}, and ranks "
                 f"{list(comm.ranks)} would save a part of the model; give comm=mesh.comm"
             )
-        self.buffers, self.also = _buffers(self.owners)
-        if not self.owners.strategies and pipeline is None:
-            uncut = [(name, _without_cut(p)) for name, p in named]
+        self._groups = [] if optimizer is None else optimizer.param_groups
+        self.named = [(self.first_name(name), p) for name, p in self.module.named_parameters()]
+        self.also = dict(pipeline.further_names) if pipeline else {}
+        self.buffers = self._find_buffers()
+        if not self.strategies and pipeline is None:
+            uncut = [(name, _without_cut(p)) for name, p in self.named]
             check_same_on_all_ranks(uncut, comm, averaged=False)
-        shards = {name: shard_of(p) for name, p in named}
-        self.pieces = [replace(x, shard=shards[x.name]) for x in self.owners.pieces()]
+        shards = {name: shard_of(p) for name, p in self.named}
+        self.pieces = [replace(x, shard=shards[x.name]) for x in self.owned()]
         self.shapes: dict[str, torch.Size] = {}
         self.buffer_shapes: dict[str, torch.Size] = {}
-        self._gather(comm, named)
+        self._gather(comm)
 
-        unowned = [replace(x, shard=shards[x.name]) for x in self.owners.unowned(self.shapes)]
+        # Without an owner: frozen ones, which a sharded optimizer may leave out, and empty ones.
+        unowned = [
+            replace(whole(name, p), shard=shards[name])
+            for name, p in self.named
+            if name not in self.shapes and p not in self._cut
+        ]
         self.pieces += unowned
         more = {x.name: x.whole_shape for x in unowned}
         # Without a pipeline all ranks add the same.
         everyones = [more] if pipeline is None else comm.all_gather_object(more)
         self.shapes = _union([self.shapes, *everyones])
 
-        first = {id(p): name for name, p in named}
-        for name, p in self.owners.module.named_parameters(remove_duplicate=False):
-            if first[id(p)] != name:
-                self.also[name] = first[id(p)]
+        first_of = {id(p): name for name, p in self.named}
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if first_of[id(p)] != name:
+                self.also[name] = first_of[id(p)]
         there = self.shapes | self.buffer_shapes
         self.also = {name: first for name, first in self.also.items() if first in there}
 
-    def _gather(self, comm: Comm, named: list[tuple[str, nn.Parameter]]) -> None:
+    def first_name(self, name: str) -> str:
+        """The name under which a parameter is saved, whichever of its names it has here."""
+        return self.pipeline.further_names.get(name, name) if self.pipeline else name
+
+    def owned(self) -> list[OwnedPiece]:
+        """The pieces that the strategies say this rank owns, under first names."""
+        if self._by_optimizer:
+            pieces = list(self.optimizer.owned(self.module))
+        else:
+            pieces = [
+                replace(piece, name=prefix + piece.name)
+                for prefix, sharder in self._sharders
+                for piece in sharder.owned(self.optimizer)
+            ]
+            named = self.module.named_parameters()
+            pieces += [whole(name, p, self.optimizer) for name, p in named if p not in self._cut]
+        return [replace(piece, name=self.first_name(piece.name)) for piece in pieces]
+
+    def _find_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that a state dict has; further names of those that have several: `also`."""
+        buffers: dict[str, torch.Tensor] = {}
+        first_of: dict[int, str] = {}
+        for prefix, part in self.module.named_modules(remove_duplicate=False):
+            for key, buffer in part._buffers.items():
+                name = self.first_name(f"{prefix}.{key}" if prefix else key)
+                if buffer is None or key in part._non_persistent_buffers_set:
+                    continue
+                if first_of.setdefault(id(buffer), name) == name:
+                    buffers[name] = buffer
+                else:
+                    self.also[name] = first_of[id(buffer)]
+        return buffers
+
+    def _gather(self, comm: Comm) -> None:
         """Exchange names and shapes with the other ranks."""
-        names = {id(p): name for name, p in named}
+        names = {id(p): name for name, p in self.named}
         names |= {id(piece.tensor): piece.name for piece in self.pieces}
         stepped_on = [piece for piece in self.pieces if piece.optimizer is not None]
         own_groups = [[names.get(id(p)) for p in group["params"]] for group in self._groups]
@@ -118,11 +182,16 @@ class Contents:
         """This rank's pieces; of those that all tensor-parallel ranks have, only on the first of
         them (data-parallel ranks may cut them at other places on the others); of those that
         several stages have, only on the first of these."""
-        named = self.owners.named()
-        shards = (shard_of(p) for _, p in named)
+        shards = (shard_of(p) for _, p in self.named)
         first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
-        here = self.owners.written_here()
+        here = self.written_here()
         return (x for x in self.pieces if x.name in here and (first or x.shard is not None))
+
+    def written_here(self) -> set[str]:
+        """The first names of the parameters that no rank before this one has for its stages."""
+        counts_here = self.pipeline.counts_here if self.pipeline else lambda p: True
+        others = {name for name, p in self.named if not counts_here(p)}
+        return {name for name, _ in self.named} - others
 
     def hyperparameters(self) -> Iterator[tuple[Key, Any]]:
         """Those of each group, with the names of its parameters."""
@@ -133,8 +202,15 @@ class Contents:
 
     def after_load(self) -> None:
         """The pieces were written to: the strategies update what they derive from them."""
-        for strategy in self.owners.strategies:
+        for strategy in self.strategies:
             strategy.after_load()
+
+
+def whole(name: str, tensor: torch.Tensor, optimizer: Any = None) -> OwnedPiece:
+    """All of a tensor, on which `optimizer` steps if it has it."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    steps = any(tensor is p for group in groups for p in group["params"])
+    return OwnedPiece(name, tensor.shape, 0, tensor, optimizer if steps else None)
 
 
 def lies_like(key: str, shape: torch.Size, parameter: torch.Size) -> bool:
@@ -173,21 +249,3 @@ def _without_cut(parameter: nn.Parameter) -> torch.Tensor:
         return parameter
     whole = torch.empty(shard.whole_shape(parameter.shape), dtype=parameter.dtype, device="meta")
     return whole.requires_grad_(parameter.requires_grad)
-
-
-def _buffers(owners: Owners) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The buffers that a state dict has, and further names of those that have several; of a
-    pipeline, further names in all stages."""
-    buffers: dict[str, torch.Tensor] = {}
-    first: dict[int, str] = {}
-    also = dict(owners.pipeline.further_names) if owners.pipeline else {}
-    for prefix, part in owners.module.named_modules(remove_duplicate=False):
-        for key, buffer in part._buffers.items():
-            name = owners.first_name(f"{prefix}.{key}" if prefix else key)
-            if buffer is None or key in part._non_persistent_buffers_set:
-                continue
-            if first.setdefault(id(buffer), name) == name:
-                buffers[name] = buffer
-            else:
-                also[name] = first[id(buffer)]
-    return buffers, also

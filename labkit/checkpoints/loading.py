@@ -19,8 +19,14 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from labkit.checkpoints import folders
-from labkit.checkpoints.contents import FORMAT, Contents, check_one_for_all, comm_of, lies_like
-from labkit.checkpoints.owners import whole
+from labkit.checkpoints.contents import (
+    FORMAT,
+    Contents,
+    check_one_for_all,
+    comm_of,
+    lies_like,
+    whole,
+)
 from labkit.checkpoints.stored import Fill, Stored
 from labkit.checkpoints.together import on_every_rank, on_rank_0, together
 from labkit.comm import Comm

@@ -26,8 +26,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from labkit.checkpoints import folders
 from labkit.checkpoints.boxes import placed_boxes
-from labkit.checkpoints.contents import FORMAT, Contents, Key, check_one_for_all, comm_of, lies_like
-from labkit.checkpoints.owners import whole
+from labkit.checkpoints.contents import (
+    FORMAT,
+    Contents,
+    Key,
+    check_one_for_all,
+    comm_of,
+    lies_like,
+    whole,
+)
 from labkit.checkpoints.stored import check_weights_only
 from labkit.checkpoints.together import on_rank_0, together
 from labkit.comm import Comm
@@ -74,7 +81,7 @@ def save_checkpoint(
     record = {"format": FORMAT, "step": step, "extra": extra}
     planner = PiecePlanner(contents, record, comm.rank, weights_only)
     plans = together(comm, planner.create_local_plan, failed)
-    plans, described = _whole_plan(planner, plans, contents)  # the same on every rank
+    plans, described = planner.create_global_plan(plans)  # the same on every rank
 
     unfinished = on_rank_0(comm, lambda: folders.begin(folder, step), failed)
     try:
@@ -96,24 +103,6 @@ def save_checkpoint(
     failed = f"{final} is saved, but an older checkpoint could not be removed"
     on_rank_0(comm, lambda: folders.remove_old(final, keep), failed)
     return final
-
-
-def _whole_plan(
-    planner: "PiecePlanner", plans: list[SavePlan], contents: Contents
-) -> tuple[list[SavePlan], metadata.Metadata]:
-    """Torch's global plan. Raises ValueError when the ranks' pieces do not make up the model."""
-    try:
-        plans, described = planner.create_global_plan(plans)
-    except ValueError as error:
-        raise ValueError(
-            f"the pieces that the ranks own do not make up the model: {error}"
-        ) from error
-    for name, shape in contents.shapes.items():
-        entry = described.state_dict_metadata.get(f"model.{name}")
-        chunks = entry.chunks if isinstance(entry, metadata.TensorStorageMetadata) else []
-        if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
-            raise ValueError(f"the ranks' pieces do not make up all of {name}")
-    return plans, described
 
 
 class PiecePlanner(DefaultSavePlanner):
@@ -151,6 +140,23 @@ class PiecePlanner(DefaultSavePlanner):
                 self._value(path, value)
             self._value(("labkit",), self._record)
         return SavePlan(self._items, planner_data=self._paths)
+
+    def create_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], metadata.Metadata]:
+        """Torch's. Raises ValueError when the ranks' pieces do not make up the model."""
+        try:
+            plans, described = super().create_global_plan(all_plans)
+        except ValueError as error:
+            raise ValueError(
+                f"the pieces that the ranks own do not make up the model: {error}"
+            ) from error
+        for name, shape in self._contents.shapes.items():
+            entry = described.state_dict_metadata.get(f"model.{name}")
+            chunks = entry.chunks if isinstance(entry, metadata.TensorStorageMetadata) else []
+            if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
+                raise ValueError(f"the ranks' pieces do not make up all of {name}")
+        return plans, described
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The bytes to be written of a tensor or another value."""

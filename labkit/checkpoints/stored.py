@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from labkit.checkpoints.boxes import placed_boxes
-from labkit.checkpoints.contents import Key
+from labkit.checkpoints.contents import Key, whole
 from labkit.checkpoints.folders import METADATA, inside, sealed
-from labkit.checkpoints.owners import whole
 from labkit.holdings import OwnedPiece
 from labkit.runtime.progress import slow_progress
 

@@ -70,7 +70,7 @@ def tensor_parallel(
     save: Save = None,
 ) -> None:
     """A step of tensor parallelism against torch's DTensor."""
-    sizes, names = split_numbers(ranks), split_words(models)
+    sizes, names = split_numbers("ranks", ranks), split_words(models)
     _measure("tensor_parallel", save, sizes, names, turns, transport)
 
 
@@ -90,7 +90,7 @@ def pipeline(
     save: Save = None,
 ) -> None:
     """A step of a pipeline against torch's by the same schedule, and the floor of both."""
-    sizes, names = split_numbers(ranks), split_words(models)
+    sizes, names = split_numbers("ranks", ranks), split_words(models)
     _measure("pipeline", save, split_words(only), sizes, names, microbatches, turns, transport)
 
 
@@ -182,7 +182,7 @@ def collectives(
     sweep = module.bench_collectives(
         sizes_between(parse_bytes(from_), parse_bytes(to), factor),
         defaults.OPS if ops is None else split_words(ops),
-        defaults.RANKS if ranks is None else split_numbers(ranks),
+        defaults.RANKS if ranks is None else split_numbers("ranks", ranks),
         None if algorithms is None else split_words(algorithms), dtype, redop, turns, check,
         transport or ("gloo" if fit else None),
     )  # fmt: skip
@@ -235,12 +235,14 @@ def transfers(
 
 def _measure(name: str, save: Path | None, *args: Any, **options: Any) -> Any:
     """Run `labkit.bench.bench_NAME`, print its table, and return what was measured."""
+    from labkit.bench import harness
+
     module = import_module(f"labkit.bench.{name}")
     with console.status(f"measuring {name.replace('_', '-')} ..."):
         measured = getattr(module, f"bench_{name}")(*args, **options)
     print_table(module.table(measured))
     if save is not None:
-        _report_saved(module.save(measured, save))
+        _report_saved(harness.save(measured, save))
     return measured
 
 

@@ -26,33 +26,28 @@ def doctor(
 ) -> None:
     """Tell what this machine has, what a lab will pick, and what is wrong."""
     from labkit import doctor as examining
+    from labkit.bench.machine import measure_machine
+    from labkit.clusters import write_clusters
+    from labkit.view import grouped_table
 
     if cluster is None and ranks is not None:
         raise ValueError("--ranks goes with --cluster FILE.toml, which is written")
     if cluster is not None:
-        _measure_machine(cluster, ranks or 4)
+        examining.check_cluster_file(cluster)
+        measured = measure_machine(ranks or 4)
+        write_clusters(cluster, {measured.name: measured})
+        console.print(examining.cluster_table(measured))
+        console.print(
+            f"To use it: from labkit import read_clusters; "
+            f'read_clusters("{cluster.as_posix()}")["{measured.name}"]',
+            markup=False,
+        )
         return
     with console.status("looking ..."):
         findings = examining.examine()
-    console.print(examining.table(findings))
+    console.print(grouped_table("labkit doctor", findings.groups))
     for problem in findings.problems:
         console.print(f"[red]wrong:[/] {markup(problem)}")
     if findings.problems:
         raise typer.Exit(1)
     console.print("[green]Nothing is wrong.[/]")
-
-
-def _measure_machine(path: Path, ranks: int) -> None:
-    from labkit import doctor as examining
-    from labkit.bench.machine import measure_machine
-    from labkit.clusters import write_clusters
-
-    examining.check_cluster_file(path)
-    measured = measure_machine(ranks)
-    write_clusters(path, {measured.name: measured})
-    console.print(examining.cluster_table(measured))
-    console.print(
-        f"To use it: from labkit import read_clusters; "
-        f'read_clusters("{path.as_posix()}")["{measured.name}"]',
-        markup=False,
-    )

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from labkit.cli.terminal import Plot, app, console, save_picture, split_words
+from labkit.cli.terminal import Plot, app, console, save_picture, split_numbers
 from labkit.foreign import markup
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def plan(
     }
     several = {"tp": tp, "pp": pp, "dp": dp, "microbatch": microbatch, "chunks": chunks,
                "zero": zero}  # fmt: skip
-    asked |= {name: _numbers(name, text) for name, text in several.items() if text is not None}
+    asked |= {name: split_numbers(name, text) for name, text in several.items() if text is not None}
     if fits or largest:
         _show_fit(_fit(sizes, where, batch, largest, asked), largest, as_json)
         return
@@ -202,10 +202,3 @@ def _sizes(name: str | None, **given: int | None) -> "Sizes | None":
     if missing := [f"--{key}" for key in ("width", "depth", "heads") if key not in sizes]:
         raise ValueError(f"a model without a name needs {' and '.join(missing)}, too")
     return Sizes(**sizes)
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    words = split_words(text)
-    if wrong := [word for word in words if not word.isdecimal()]:
-        raise ValueError(f"--{name} {wrong[0]!r}: give whole numbers, as --{name} 4,8")
-    return [int(word) for word in words]

@@ -33,11 +33,11 @@ def split_words(text: str | None) -> list[str]:
     return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
-def split_numbers(text: str) -> list[int]:
-    """ "2,4" -> numbers of ranks. Raises ValueError for anything else, and for none."""
+def split_numbers(option: str, text: str) -> list[int]:
+    """ "2,4" -> the numbers. Raises ValueError, naming the option, for anything else and none."""
     words = split_words(text)
     if wrong := [word for word in words or [text] if not word.isdecimal()]:
-        raise ValueError(f"{wrong[0]!r} is no number of ranks; write them as 2,4")
+        raise ValueError(f"--{option} {wrong[0]!r}: give whole numbers, as --{option} 2,4")
     return [int(word) for word in words]
 
 

@@ -1,5 +1,5 @@
-"""The labs' framework: checks of a student's code on real ranks, predictions, the two editions. A
-lab's notebook calls a check as `check.average(average)`; how to write one: exercise.py.
+"""The labs' framework: checks of a student's code on real ranks, and predictions. A lab's notebook
+calls a check as `check.average(average)`; how to write one: exercise.py.
 """
 
 from labkit.course.exercise import EXERCISES, Exercise, Passed, Score, exercise, report

@@ -67,9 +67,9 @@ def test_a_ratio_is_the_median_of_ratios() -> None:
 def test_results_read_back_and_other_files_are_refused(tmp_path: Path) -> None:
     samples = {"a": [1.0, 2, 3], "b": [2.0, 2, 2]}
     times = StepTimes({"ranks": 2}, samples, [Contest("a", "b", 0.9)], {"peak": {"a": 5}})
-    path = harness.save([times, times], tmp_path / "new" / "x.json", rows=4)
+    path = harness.save([times, times], tmp_path / "new" / "x.json")
     assert harness.read(path) == [times, times]
-    assert f'"torch": "{torch.__version__}"' in path.read_text() and '"rows": 4' in path.read_text()
+    assert f'"torch": "{torch.__version__}"' in path.read_text()
     for text in ("", "[]", "{}", '{"steps": [{}]}', '{"steps": [3]}'):
         path.write_text(text)
         raises("is no file of `labkit bench NAME --save`", harness.read, path)
@@ -96,7 +96,7 @@ def test_every_case_of_tensor_parallelism_trains_the_same_model(world2: World) -
             losses[name] = [step()[1] for _ in range(3)]
         return losses
 
-    whole = tensor_parallel.Case(lambda model: model, tensor_parallel._whole_loss)
+    whole = tensor_parallel.Case(lambda model: model, harness.mean_loss)
     alone = tensor_parallel.stepper(whole, "tiny", rows=2)
     expected = [alone()[1] for _ in range(3)]
     for of_rank in world2.run(losses):
@@ -118,7 +118,7 @@ def test_tensor_parallelism_times_every_case_with_and_without_adamw(
         assert len(whole) == 3
         assert all(0 < b < a for a, b in zip(whole, without[name], strict=True))
     assert tensor_parallel.table([times]).row_count == 2
-    assert harness.read(tensor_parallel.save([times], tmp_path / "x.json")) == [times]
+    assert harness.read(harness.save([times], tmp_path / "x.json")) == [times]
 
 
 def test_the_floor_of_tensor_parallelism_has_the_slices_of_one_rank(world2: World) -> None:
@@ -136,12 +136,12 @@ def test_both_pipelines_have_the_loss_and_the_gradients_of_one_process(world2: W
         comm, largest = Comm(), {}
         for name in pipeline.SCHEDULES:
             alone = stages_of("tiny", name, comm.size)
-            x, y = pipeline.batch()
-            loss = pipeline.loss_of(torch.nn.Sequential(*alone)(x), y)
+            batch = pipeline.batch()
+            loss = harness.mean_loss(torch.nn.Sequential(*alone)(batch.x), batch.y)
             loss.backward()
-            for side in (pipeline.ours, pipeline.theirs):
+            for side in pipeline.SIDES:
                 stages = stages_of("tiny", name, comm.size)
-                step = side(stages, name, 4, comm)
+                step = pipeline.stepper(side, stages, name, 4, comm)
                 step()
                 value = step()  # the gradients are those of one step
                 off = [
@@ -150,7 +150,7 @@ def test_both_pipelines_have_the_loss_and_the_gradients_of_one_process(world2: W
                     for p, q in zip(stages[k].parameters(), alone[k].parameters(), strict=True)
                 ]
                 loss_off = None if value is None else float(value - loss)
-                largest[f"{side.__name__} {name}"] = max(off), loss_off
+                largest[side + name] = max(off), loss_off
         return largest
 
     first, last = world2.run(differences)
@@ -172,7 +172,7 @@ def test_the_pipeline_bench_times_both_sides_and_the_floor(
     assert set(floors_s) == {"1f1b", "zb-h1"} and min(floors_s.values()) > 0
     shown = pipeline.table([times])
     assert shown.row_count == 2 and "16 x 64 tokens in 2 micro-batches" in str(shown.title)
-    assert harness.read(pipeline.save([times], tmp_path / "x.json")) == [times]
+    assert harness.read(harness.save([times], tmp_path / "x.json")) == [times]
 
 
 def test_the_floor_is_computing_and_the_bubble() -> None:
@@ -198,16 +198,16 @@ def test_the_floor_computes_what_a_stage_does_and_sends_nothing(worlds: Any) -> 
 
 @pytest.mark.slow
 def test_formats_are_timed_in_the_same_turns_and_saved(tmp_path: Path) -> None:
-    times = bench.bench_precision(("tf32", "fp16", "fp8", "recompute"), 3, "cpu", SMALL)
+    (times,) = bench.bench_precision(("tf32", "fp16", "fp8", "recompute"), 3, "cpu", SMALL)
     assert list(times.seconds) == ["fp16", "torch.amp fp16", "fp8", "recompute", "torch checkpoint"]
     assert {len(samples) for samples in times.seconds.values()} == {3}
     assert times.about["date"] and times.about["device"] and times.about["torch"]
     assert [contest.ours for contest in times.contests] == ["fp16", "recompute"]
     assert times.figures["mfu"]["fp16"] is None, "this CPU's peak is unknown"
-    assert precision.table(times).row_count == len(times.seconds)
+    assert precision.table([times]).row_count == len(times.seconds)
     peaks = times.figures["peak_bytes"]
     assert peaks["recompute"] == peaks["torch checkpoint"]
-    assert harness.read(precision.save(times, tmp_path / "x.json")) == [times]
+    assert harness.read(harness.save([times], tmp_path / "x.json")) == [times]
 
 
 def test_mfu_is_of_the_peak_of_the_format() -> None:
@@ -228,7 +228,7 @@ def test_mfu_is_of_the_peak_of_the_format() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_times_its_formats() -> None:
-    times = bench.bench_precision(turns=3, device="cuda", sizes=SMALL)
+    (times,) = bench.bench_precision(turns=3, device="cuda", sizes=SMALL)
     assert {"fp32", "bf16", "fp16"} <= times.seconds.keys()
     assert all(nbytes > 0 for nbytes in times.figures["peak_bytes"].values())
     assert torch.get_float32_matmul_precision() == "highest"

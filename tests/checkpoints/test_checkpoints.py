@@ -14,7 +14,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from checkpoint_cases import STRATEGIES, fresh, groups_of, load_and_go_on, save_and_go_on, train
+from checkpoint_cases import (
+    STRATEGIES,
+    fresh,
+    groups_of,
+    load_and_go_on,
+    same,
+    save_and_go_on,
+    train,
+)
 from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
@@ -141,13 +149,6 @@ def small(seed: int) -> tuple[Small, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def flat(thing: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(thing, dict | list):
-        items = thing.items() if isinstance(thing, dict) else enumerate(thing)
-        return {k: x for key, one in items for k, x in flat(one, f"{name}.{key}").items()}
-    return {name: thing.tolist() if isinstance(thing, torch.Tensor) else thing}
-
-
 def test_torchs_own_load_reads_it(world: World, tmp_path: Path) -> None:
     def save() -> dict[str, Any]:
         torch.manual_seed(0)
@@ -174,16 +175,14 @@ def test_torchs_own_load_reads_it(world: World, tmp_path: Path) -> None:
 
 def test_what_torchs_own_save_wrote_is_read(tmp_path: Path) -> None:
     model, optimizer = small(0)
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path, no_dist=True)
-    expected = flat(weights), flat(states)
+    expected = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.save(expected, checkpoint_id=tmp_path, no_dist=True)
 
     other, optimizer = small(1)
     with pytest.warns(UserWarning, match="has no checksums"):
         loaded = load_checkpoint(tmp_path, other, optimizer)
     assert (loaded.path, loaded.step) == (tmp_path, None)
-    weights, states = get_state_dict(other, optimizer)
-    assert (flat(weights), flat(states)) == expected
+    assert same(list(get_state_dict(other, optimizer)), [*expected.values()])
 
 
 def test_replicas_are_written_once_and_by_all_ranks_alike(world: World, tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ from labkit import (
     split,
 )
 from labkit.checkpoints.contents import Contents
-from labkit.checkpoints.owners import Owners
 from pipeline_cases import batch, layers, tokens_loss
+from small_models import difference
 from stage_cases import Layout, alone, built, gpt, tokens, train
+from tables import raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -63,10 +64,7 @@ def goes_round(world: World, layouts: list[Layout], tied: bool, folder: Path) ->
         assert losses == pytest.approx(expected * len(losses), abs=AGREE, rel=0), str(layout)
         assert len(losses) == layout.dp * layout.tp, str(layout)
         for _, state in results:
-            assert state.keys() == weights.keys()
-            for name, x in weights.items():
-                off = (state[name] - x).abs().max().item()
-                assert off <= AGREE, f"{layout}: {name} is off by {off:.1e}"
+            assert (off := difference(state, weights)) <= AGREE, f"{layout}: off by {off}"
     last, its_optimizer = alone(tied, seed=3, make=OTHER)
     step = load_checkpoint(folder / str(len(layouts)), last, its_optimizer).step
     assert step == len(layouts) + 2
@@ -75,25 +73,18 @@ def goes_round(world: World, layouts: list[Layout], tied: bool, folder: Path) ->
     assert train(None, last, its_optimizer, steps) == pytest.approx(expected, abs=AGREE, rel=0)
 
 
-def test_a_tied_model_goes_from_layout_to_layout(world4: World, tmp_path: Path) -> None:
-    layouts = [
+ALWAYS = ("a few, tied", "a few, untied")  # the others in the slow tests
+FOUR = {
+    "a few, tied": [
         Layout(pp=2, dp=2, strategy="ddp"),
         Layout(pp=2, tp=2, chunks=2, scatter_gather=True),
         Layout(dp=2, tp=2, strategy="zero-1"),
-    ]
-    goes_round(world4, layouts, True, tmp_path)
-
-
-def test_shards_of_stages_go_from_layout_to_layout(world4: World, tmp_path: Path) -> None:
-    layouts = [
+    ],
+    "a few, untied": [
         Layout(pp=2, dp=2, strategy="zero-1"),
         Layout(pp=2, dp=2, chunks=2, strategy="zero-3"),
         Layout(pp=2, tp=2, sequence=True),
-    ]
-    goes_round(world4, layouts, False, tmp_path)
-
-
-FOUR = {
+    ],
     "tied": [
         Layout(pp=4),
         Layout(dp=2, tp=2, strategy="zero-3"),
@@ -131,10 +122,11 @@ EIGHT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FOUR)
-def test_many_layouts_go_on_from_each_other(world4: World, kind: str, tmp_path: Path) -> None:
-    goes_round(world4, FOUR[kind], kind != "untied", tmp_path)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in FOUR]
+)
+def test_layouts_go_on_from_each_other(world4: World, kind: str, tmp_path: Path) -> None:
+    goes_round(world4, FOUR[kind], "untied" not in kind, tmp_path)
 
 
 @pytest.mark.slow
@@ -256,29 +248,25 @@ def test_pipedream_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
     other.step(x, y)
     load_checkpoint(tmp_path, other, other.optimizer)
     found = [other.step(x, y) for _ in range(2)], other.full_state_dict()
-    assert expected[0] == found[0] and all(
-        torch.equal(one, found[1][name]) for name, one in expected[1].items()
-    )
+    assert expected[0] == found[0] and difference(found[1], expected[1]) == 0
 
 
-def test_a_model_in_bf16_goes_on_from_fp32_masters(world4: World, tmp_path: Path) -> None:
-    def run(folder: str) -> bool:
-        def made(seed: int) -> tuple[Mesh, Pipeline, ZeroOptimizer]:
-            mesh = Mesh(pp=2, dp=2)
-            stages = split(gpt(seed, tied=False).bfloat16(), 2)
-            pipe = Pipeline(stages, mesh.pp, "1f1b", 1, tokens_loss)
-            params = pipe.parameters()
-            return mesh, pipe, ZeroOptimizer(params, torch.optim.AdamW, 2, mesh.dp, lr=0.1)
+@on_each_rank("world4")
+def test_a_model_in_bf16_goes_on_from_fp32_masters(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[Mesh, Pipeline, ZeroOptimizer]:
+        mesh = Mesh(pp=2, dp=2)
+        stages = split(gpt(seed, tied=False).bfloat16(), 2)
+        pipe = Pipeline(stages, mesh.pp, "1f1b", 1, tokens_loss)
+        params = pipe.parameters()
+        return mesh, pipe, ZeroOptimizer(params, torch.optim.AdamW, 2, mesh.dp, lr=0.1)
 
-        mesh, pipe, optimizer = made(0)
-        train(mesh, pipe, optimizer, range(2))
-        save_checkpoint(folder, pipe, optimizer)
-        expected = train(mesh, pipe, optimizer, range(2, 4))
-        mesh, pipe, optimizer = made(1)
-        load_checkpoint(folder, pipe, optimizer)
-        return train(mesh, pipe, optimizer, range(2, 4)) == expected
-
-    assert world4.run(run, str(tmp_path)) == [True] * 4
+    mesh, pipe, optimizer = made(0)
+    train(mesh, pipe, optimizer, range(2))
+    save_checkpoint(tmp_path, pipe, optimizer)
+    expected = train(mesh, pipe, optimizer, range(2, 4))
+    mesh, pipe, optimizer = made(1)
+    load_checkpoint(tmp_path, pipe, optimizer)
+    assert train(mesh, pipe, optimizer, range(2, 4)) == expected
 
 
 class HeadFirst(GPT):
@@ -382,31 +370,29 @@ def test_it_is_refused(
 ) -> None:
     world4.run(saved, Layout(pp=4), False, str(tmp_path))
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(RankError) as caught:
-        world4.run(run, str(tmp_path))
-    assert expected in str(caught.value)
+    raises((expected,), world4.run, run, str(tmp_path), error=RankError)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def the_last_copy_is_written(self: Any) -> set[str]:
-    every = {name for name, _ in self.named()}
+    every = {name for name, _ in self.named}
     return every - {"embed.tokens.weight"} if self.pipeline.comm.rank == 0 else every
 
 
 def a_stage_is_forgotten(self: Any, real: Any = Contents.to_write) -> Any:
-    return iter(()) if self.owners.pipeline.comm.rank == 1 else real(self)
+    return iter(()) if self.pipeline.comm.rank == 1 else real(self)
 
 
-def a_stages_state_is_forgotten(self: Any, real: Any = Owners.pieces) -> Any:
+def a_stages_state_is_forgotten(self: Any, real: Any = Contents.owned) -> Any:
     last = self.pipeline.comm.rank == 1
     return [replace(piece, optimizer=None) if last else piece for piece in real(self)]
 
 
 FAULTS = {
-    "every copy under its own name": (Owners, "first_name", lambda self, name: name),
-    "the last copy is written": (Owners, "written_here", the_last_copy_is_written),
+    "every copy under its own name": (Contents, "first_name", lambda self, name: name),
+    "the last copy is written": (Contents, "written_here", the_last_copy_is_written),
     "a stage is forgotten": (Contents, "to_write", a_stage_is_forgotten),
-    "a stage's state is forgotten": (Owners, "pieces", a_stages_state_is_forgotten),
+    "a stage's state is forgotten": (Contents, "owned", a_stages_state_is_forgotten),
 }
 
 

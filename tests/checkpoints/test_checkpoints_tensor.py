@@ -186,7 +186,8 @@ def test_shards_of_other_sizes_move_where_data_parallel_ranks_cut(
     assert torch.equal(plain.bias, torch.arange(8.0).double())
 
 
-def test_frozen_parts_and_16_bits_come_back(world4: World, tmp_path: Path) -> None:
+@on_each_rank("world4")
+def test_frozen_parts_and_16_bits_come_back(tmp_path: Path) -> None:
     def start(seed: int) -> tuple[Mesh, nn.Module, Any]:
         mesh = Mesh(dp=2, tp=2)
         model = cut(fresh(seed, torch.bfloat16), mesh.tp)
@@ -194,16 +195,13 @@ def test_frozen_parts_and_16_bits_come_back(world4: World, tmp_path: Path) -> No
         model.norm.weight.requires_grad_(False)
         return mesh, model, ZeroOptimizer(model.parameters(), torch.optim.AdamW, 2, mesh.dp, lr=0.1)
 
-    def run() -> bool:
-        mesh, model, optimizer = start(0)
-        train(model, optimizer, mesh.dp, EARLY)
-        save_checkpoint(tmp_path, model, optimizer)
-        expected = train(model, optimizer, mesh.dp, LATE)
-        mesh, model, optimizer = start(1)
-        load_checkpoint(tmp_path, model, optimizer)
-        return train(model, optimizer, mesh.dp, LATE) == expected
-
-    assert world4.run(run) == [True] * 4
+    mesh, model, optimizer = start(0)
+    train(model, optimizer, mesh.dp, EARLY)
+    save_checkpoint(tmp_path, model, optimizer)
+    expected = train(model, optimizer, mesh.dp, LATE)
+    mesh, model, optimizer = start(1)
+    load_checkpoint(tmp_path, model, optimizer)
+    assert train(model, optimizer, mesh.dp, LATE) == expected
 
 
 @on_each_rank("world4")

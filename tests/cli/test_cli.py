@@ -73,24 +73,18 @@ def test_compare_takes_one_of_each_family_or_all(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_compare_holds_the_strategies_that_cut_layers_and_sequences(tmp_path: Path) -> None:
-    """Weights, bytes held and bytes sent of tensor, sequence and context parallelism, and of a
-    pipeline."""
-    names = ["tensor", "sequence", "context", "pipeline"]
-    args = ["compare", *names, *TINY.split(), "--ranks", "2", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, args)
+@cases(
+    ("tensor sequence context pipeline", f"{TINY} --ranks 2"),
+    ("three-d", "--model tiny --steps 3 --rows 8 --ranks 4"),  # two stages of two
+    ("three-d", "--model tiny --steps 3 --rows 8 --ranks 8"),  # and replicas
+)
+def test_compare_holds_weights_bytes_sent_and_bytes_held(
+    names: str, options: str, tmp_path: Path
+) -> None:
+    line = f"compare {names} {options} --out {tmp_path}"
+    done = CliRunner().invoke(app, line.split())
     assert done.exit_code == 0 and "All equal" in done.output, done.output
-    assert all(re.search(rf"^{name} .*✓", done.output, re.MULTILINE) for name in names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["4", "8"])
-def test_compare_holds_three_dimensions(ranks: str, tmp_path: Path) -> None:
-    """4 ranks are two stages of two, 8 have replicas, too."""
-    options = f"--model tiny --steps 3 --rows 8 --ranks {ranks} --out {tmp_path}"
-    done = CliRunner().invoke(app, ["compare", "three-d", *options.split()])
-    assert done.exit_code == 0 and "All equal" in done.output, done.output
-    assert re.search(r"^three-d .*✓", done.output, re.MULTILINE)
+    assert all(re.search(rf"^{name} .*✓", done.output, re.MULTILINE) for name in names.split())
 
 
 def test_a_pipeline_is_predicted_stage_by_stage() -> None:

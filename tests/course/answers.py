@@ -116,7 +116,7 @@ def answer(exercise: str, edition: str) -> Any:
 
 def handed(exercise: str) -> str:
     """Its name."""
-    from labkit.course.build import checked
+    from editions import checked
 
     lab, name = exercise.split(".")
     (call,) = (text for text in cells_of(lab, "solved") if checked(text) == name)
@@ -135,10 +135,10 @@ def names_of(lab: str, edition: str) -> dict[str, Any]:
 @cache
 def cells_of(lab: str, edition: str) -> list[str]:
     """The cells of code in the "student" or "solved" edition, without magics."""
-    from labkit.course import build
+    import editions
 
-    (folder,) = (folder for folder in build.labs() if folder.name.startswith(lab))
-    cells = [cell for cell in getattr(build, edition)(folder).cells if cell.cell_type == "code"]
+    (folder,) = (folder for folder in editions.labs() if folder.name.startswith(lab))
+    cells = [cell for cell in getattr(editions, edition)(folder).cells if cell.cell_type == "code"]
     texts = [cell.source for cell in cells if not cell.source.startswith("%%")]
     return [re.sub(r"^[%!].*", "pass", text, flags=re.MULTILINE) for text in texts]
 

@@ -5,7 +5,10 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import cloudpickle
 import pytest
@@ -16,12 +19,13 @@ pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 import labkit.course.ranks as check_ranks
 import liars
 import test_checks
+from editions import labs, solved, student
 from labkit.course import EXERCISES, CheckFailed, equal, predict, run
-from labkit.course.build import labs, solved, student
 from labkit.course.findings import difference, honest
 from labkit.schedules.actions import Action
 from liars import LIARS, LyingTensor, changed, wrong
-from tables import cases
+from provoke import gone
+from tables import cases, raises
 
 cloudpickle.register_pickle_by_value(liars)
 
@@ -49,8 +53,7 @@ class Point(tuple):
 )
 def test_a_liar_is_compared_as_what_it_is(liar: Any, right: Any) -> None:
     assert difference(liar, right, 1e-6)
-    with pytest.raises(CheckFailed):
-        equal([right, liar], [right, right])
+    raises("", equal, [right, liar], [right, right], error=CheckFailed)
     assert not difference(honest(right), right, 1e-6)
 
 
@@ -107,54 +110,41 @@ def test_no_exercise_falls_for_a_liar(name: str) -> None:
 
 
 def test_a_type_that_lies_passes_no_exercise_of_types() -> None:
-    """10.runs_in asks for torch's types; a text or a number in their place is wrong."""
-    for value in ("torch.float32", 1.0, 1):
+    """10.runs_in asks for torch's types; a text or a number in their place is wrong. And no number
+    is the global norm."""
+    for name, value in (
+        ("10.runs_in", "torch.float32"), ("10.runs_in", 1.0), ("10.runs_in", 1),
+        ("17.global_norm", 99.0),
+    ):  # fmt: skip
         with pytest.raises(CheckFailed):
-            EXERCISES["10.runs_in"](lambda *_, value=value: LIARS[type(value)](value))
+            EXERCISES[name](lambda *_, value=value: LIARS[type(value)](value))
 
 
-def endless_when_watched(comm: Any, x: torch.Tensor) -> None:
+def endless(comm: Any, *_: Any) -> None:
     while comm.rank == 0:
         time.sleep(0.05)
 
 
-def ends_of(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 60
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def watched_too_long() -> None:
+def loops_too_long(call: Callable[..., Any], *args: Any) -> None:
     pids = run(3, lambda comm: os.getpid()).values
-    with pytest.raises(CheckFailed, match=r"did not come back within 1 s(.|\n)*a loop that does"):
-        check_ranks.watch(3, "all_reduce", endless_when_watched)
-    assert ends_of(pids), "the ranks that looped are left"
+    says = "did not come back within 1 s", "a loop that does"
+    with patch.object(check_ranks, "LIMIT_S", 1.0):
+        raises(says, call, *args, error=CheckFailed)
+    assert gone(pids, 60), "the ranks that looped are left"
     assert run(3, lambda comm: comm.size).values == [3] * 3
     assert not [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
 
 
-def test_a_watched_loop_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_ranks, "LIMIT_S", 1.0)
-    watched_too_long()
-
-
-def test_a_watched_loop_is_ended_on_another_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_ranks, "LIMIT_S", 1.0)
-    errors: list[BaseException] = []
-
-    def play() -> None:
-        try:
-            watched_too_long()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=play)
-    thread.start()
-    thread.join(120)
-    assert not thread.is_alive() and not errors, errors
+@pytest.mark.parametrize("on_a_thread", [False, True])
+@pytest.mark.parametrize(
+    "args", [(run, 3, endless), (check_ranks.watch, 3, "all_reduce", endless)], ids=["run", "watch"]
+)
+def test_a_loop_without_an_end_is_ended(args: Any, on_a_thread: bool) -> None:
+    if on_a_thread:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loops_too_long, *args).result(120)
+    else:
+        loops_too_long(*args)
 
 
 def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:
@@ -168,11 +158,10 @@ def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:
         there: dict[str, Any] = {"predict": predict}
         exec("\n".join(lines), there)
         for name in names:
-            with pytest.raises(CheckFailed, match="^nothing is predicted yet") as caught:
-                there[name].beside(anything=1)
-            assert "step 3" in caught.value.hint
-            with pytest.raises(CheckFailed, match="^nothing is predicted yet"):
-                there[name].numbers["anything"]
+            nothing = "^nothing is predicted yet"
+            failed = raises(nothing, there[name].beside, anything=1, error=CheckFailed)
+            assert "step 3" in failed.hint
+            raises(nothing, there[name].numbers.__getitem__, "anything", error=CheckFailed)
 
 
 def test_the_solved_edition_is_as_its_source_says() -> None:
@@ -181,8 +170,3 @@ def test_the_solved_edition_is_as_its_source_says() -> None:
         first = next(cell for cell in solved(lab).cells if cell.cell_type == "code")
         text = (lab / "lab.py").read_text()
         assert first.source in text.replace("# %load_ext", "%load_ext")
-
-
-def test_a_number_that_lies_is_no_global_norm() -> None:
-    with pytest.raises(CheckFailed):
-        EXERCISES["17.global_norm"](lambda *_: LIARS[float](99.0))

@@ -16,7 +16,7 @@ pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 import nbformat
 from nbclient import NotebookClient
 
-from labkit.course.build import METADATA, checked, labs, solved
+from editions import METADATA, checked, labs, solved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -16,8 +16,8 @@ pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import nbformat
 
-from labkit.course import EXERCISES, Exercise, build
-from labkit.course.build import (
+import editions
+from editions import (
     BEGIN,
     END,
     checked,
@@ -30,6 +30,7 @@ from labkit.course.build import (
     student_path,
     without_solutions,
 )
+from labkit.course import EXERCISES, Exercise
 from labkit.course.source import show
 from tables import cases, raises
 
@@ -174,7 +175,7 @@ def run_nbval(*paths: Path) -> "subprocess.CompletedProcess[str]":
 def test_nbval_sees_a_tagged_output_that_changed(tmp_path: Path):
     pytest.importorskip("nbval", reason="compares the outputs of notebooks")
     for name, output in (("same", "2"), ("changed", "3")):
-        notebook = nbformat.v4.new_notebook(metadata=build.METADATA)
+        notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
         cell = nbformat.v4.new_code_cell(
             "1 + 1", execution_count=1, metadata={"tags": ["nbval-check-output"]}
         )
@@ -211,7 +212,7 @@ half(8) if callable(half) else guess
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(build, "NOTEBOOKS", tmp_path / "notebooks")
+    monkeypatch.setattr(editions, "NOTEBOOKS", tmp_path / "notebooks")
     folder = tmp_path / "notebooks" / "src" / "99_test"
     folder.mkdir(parents=True)
     (folder / "lab.py").write_text(LAB)
@@ -271,10 +272,10 @@ def test_a_build_writes_both_editions_and_then_has_nothing_to_do(
     lab: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert [text.split(":")[1].strip() for text in out_of_step(lab)] == ["run `make notebooks`"] * 2
-    build.build(["99"])
+    editions.build(["99"])
     assert out_of_step(lab) == []
     assert "99_test: built, ran in" in capsys.readouterr().out
-    build.build([])
+    editions.build([])
     assert "99_test: in step" in capsys.readouterr().out
     outputs = [cell.get("outputs") for cell in nbformat.read(solved_path(lab), 4).cells]
     assert outputs[3][0].text == "the answer is 4\n" and outputs[4][0].data["text/plain"] == "4.0"
@@ -290,19 +291,19 @@ WIDGET_AND_BAR = (
 @pytest.mark.slow
 def test_a_widget_is_kept_as_its_picture_alone_and_a_bar_not_at_all() -> None:
     pytest.importorskip("ipywidgets", reason="makes the widget")
-    notebook = nbformat.v4.new_notebook(metadata=build.METADATA)
+    notebook = nbformat.v4.new_notebook(metadata=editions.METADATA)
     notebook.cells = [nbformat.v4.new_code_cell(text) for text in WIDGET_AND_BAR]
-    (widget,), (bar,) = (cell.outputs for cell in build.execute(notebook).cells)
+    (widget,), (bar,) = (cell.outputs for cell in editions.execute(notebook).cells)
     assert list(widget.data) == ["text/plain"]
     assert bar.text == "on\n"
-    assert notebook.metadata.keys() == build.METADATA.keys()
+    assert notebook.metadata.keys() == editions.METADATA.keys()
 
 
 @pytest.mark.parametrize("edition", ["student", "solved"])
 @pytest.mark.parametrize("change", ["source", "metadata", "id", "cells"])
 def test_an_edition_that_was_edited_by_hand_is_found(lab: Path, edition: str, change: str):
     for make, path in [(student, student_path), (solved, solved_path)]:
-        build.write(make(lab), path(lab))
+        editions.write(make(lab), path(lab))
     assert out_of_step(lab) == []
     path = (student_path if edition == "student" else solved_path)(lab)
     notebook = nbformat.read(path, as_version=4)
@@ -321,15 +322,15 @@ def test_an_edition_that_was_edited_by_hand_is_found(lab: Path, edition: str, ch
 
 
 def test_outputs_do_not_put_an_edition_out_of_step(lab: Path):
-    build.write(student(lab), student_path(lab))
+    editions.write(student(lab), student_path(lab))
     notebook = solved(lab)
     notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", text="at 12:31")]
-    build.write(notebook, solved_path(lab))
+    editions.write(notebook, solved_path(lab))
     assert out_of_step(lab) == []
 
 
 def test_a_lab_that_is_not_there_is_refused(lab: Path):
-    raises("no source for all of 42; there are 99_test", build.build, ["42"])
+    raises("no source for all of 42; there are 99_test", editions.build, ["42"])
 
 
 @pytest.mark.parametrize(

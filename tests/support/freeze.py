@@ -1,25 +1,9 @@
-"""What a user can do with labkit, written down: run before a change and after it, then compare.
+"""What a user can do with labkit: its public names and its commands (tests/test_frozen.py)."""
 
-    python tests/support/freeze.py write FOLDER
-    python tests/support/freeze.py compare BEFORE AFTER
-
-FOLDER then has names.txt (public names with signatures), commands.txt (commands with options),
-files.txt (what a run and a checkpoint consist of), labs/NN.txt (cells with their tagged outputs),
-tests.txt (test ids), and a run and a checkpoint themselves, which later versions must open.
-tests/data/frozen.tar.gz is such a folder, of the last version in one drawer (tests/test_frozen.py).
-"""
-
-import difflib
 import inspect
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-from places import ROOT
 
 TEMPORARY = re.compile(r"0x[0-9a-f]+")
 MODULE = re.compile(r"\blabkit\.(?:\w+\.)*(?=\w)")  # a module path before a name
@@ -68,81 +52,3 @@ def commands() -> Iterator[str]:
             yield from walk(command.commands[name], f"{path} {name}")
 
     yield from walk(typer.main.get_command(app), "labkit")
-
-
-def labs() -> Iterator[tuple[str, str]]:
-    """The cells of each solved lab, with the outputs of those that are compared."""
-    import nbformat
-
-    for path in sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb")):
-        lines = []
-        for cell in nbformat.read(path, as_version=4).cells:
-            lines.append(f"--- {cell.cell_type} {' '.join(cell.metadata.get('tags', []))}".rstrip())
-            lines.append(cell.source)
-            if "nbval-check-output" in cell.metadata.get("tags", []):
-                for output in cell.outputs:
-                    text = output.get("text") or output.get("data", {}).get("text/plain", "")
-                    lines.append("==> " + TEMPORARY.sub("...", text))
-        yield path.stem, "\n".join(lines) + "\n"
-
-
-def test_ids() -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return sorted(line for line in done.stdout.splitlines() if "::" in line)
-
-
-def write_run_and_checkpoint(folder: Path) -> Iterator[str]:
-    """Two ranks train, record and save; what their files hold, without its numbers."""
-    import torch
-
-    from labkit import World, ZeroOptimizer, record, save_checkpoint
-
-    def train(where: str) -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 3)
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=1, lr=1e-3)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(4, 8)).pow(2).mean().backward()
-            optimizer.step()
-        save_checkpoint(where, model, optimizer, step=2, extra={"seed": 3})
-
-    with World(2, backend="gloo") as world, record(folder / "run", 1, what="frozen"):
-        world.run(train, str(folder / "checkpoints"))
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield str(path.relative_to(folder))
-    about = json.loads((folder / "run" / "run.json").read_text())
-    yield "run.json: " + ", ".join(sorted(about))
-    header = json.loads(next((folder / "run").glob("rank0*")).read_text().splitlines()[0])
-    yield "rank0: " + json.dumps(header.get("columns"), sort_keys=True)
-
-
-def write(folder: Path) -> None:
-    (folder / "labs").mkdir(parents=True)
-    for name, lines in (("names", names()), ("commands", commands()), ("tests", test_ids())):
-        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-    for lab, text in labs():
-        (folder / "labs" / f"{lab}.txt").write_text(text)
-    files = write_run_and_checkpoint(folder / "made")
-    (folder / "files.txt").write_text("\n".join(files) + "\n")
-
-
-def compare(before: Path, after: Path) -> Iterator[str]:
-    """Lines of a diff of the texts, without the tests' ids, whose table is written by hand."""
-    for old in sorted(before.rglob("*.txt")):
-        new = after / old.relative_to(before)
-        lines = [path.read_text().splitlines() if path.exists() else [] for path in (old, new)]
-        if old.name != "tests.txt":
-            yield from difflib.unified_diff(*lines, str(old), str(new), lineterm="", n=0)
-
-
-if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["write", folder]:
-            write(Path(folder))
-        case ["compare", before, after]:
-            print("\n".join(compare(Path(before), Path(after))))
-        case _:
-            sys.exit(__doc__)

@@ -9,7 +9,9 @@ edition has a stub in its place: the cell's metadata `stub="..."`, or a
 `raise NotImplementedError("your turn: ...")` that names the function. A cell with the tag
 "answer" is in the solved edition only.
 
-Ids and metadata follow from the source alone, so that building twice gives the same.
+Ids and metadata follow from the source alone, so that building twice gives the same. Only a
+checkout has the sources, and only `make setup` the packages that build them: so this tool stands
+beside the labs, not in the package.
 """
 
 import hashlib
@@ -98,15 +100,15 @@ def without_solutions(text: str, stub: str | None = None) -> str:
             inside = True
             indent = line[: len(line) - len(line.lstrip())]
             lines = stub or f'raise NotImplementedError("your turn: write {name}")'
-            kept += [indent + one for one in lines.splitlines()]
+            kept += [indent + stub_line for stub_line in lines.splitlines()]
         elif line.strip() == END and inside:
             inside = False
         elif BEGIN in line or END in line:
             raise ValueError(f"line {number}, {line.strip()!r}: {BEGIN} and {END} must take turns")
         elif not inside:
             kept.append(line)
-            if found := re.match(r"\s*(?:def|class) (\w+)", line):
-                name = found[1]
+            if defined := re.match(r"\s*(?:def|class) (\w+)", line):
+                name = defined[1]
     if inside:
         raise ValueError(f"{BEGIN} without {END} in the cell that begins {text.splitlines()[0]!r}")
     return "\n".join(kept)
@@ -114,8 +116,8 @@ def without_solutions(text: str, stub: str | None = None) -> str:
 
 def checked(text: str) -> str | None:
     """The exercise that a cell checks: "average" of `check.average(average)`."""
-    found = re.search(r"^check\.(\w+)\(", text, re.MULTILINE)
-    return found[1] if found else None
+    call = re.search(r"^check\.(\w+)\(", text, re.MULTILINE)
+    return call[1] if call else None
 
 
 def exercises(lab: str) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def exercises(lab: str) -> dict[str, Any]:
     if lab in FOLDERS:
         import_module(f"labkit.labs.lab_{lab}.checks")
     prefix = f"{lab}."
-    return {n.removeprefix(prefix): one for n, one in EXERCISES.items() if n.startswith(prefix)}
+    return {n.removeprefix(prefix): x for n, x in EXERCISES.items() if n.startswith(prefix)}
 
 
 def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
@@ -147,7 +149,7 @@ def _unused(name: str, taken: set[str]) -> str:
     """`name`, with a number where it is taken. (A cell's id is made from its text: so it keeps it
     when other cells come and go.)"""
     numbered = (f"{name}-{number}" for number in count(2))
-    unused = next(one for one in chain([name], numbered) if one not in taken)
+    unused = next(free for free in chain([name], numbered) if free not in taken)
     taken.add(unused)
     return unused
 
@@ -187,7 +189,7 @@ def execute(notebook: Notebook) -> Notebook:
                 # a progress bar overwrites what it wrote before.
                 output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
         if "outputs" in cell:
-            cell.outputs = [one for one in cell.outputs if one.get("text") != ""]
+            cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
     return notebook
 
 
@@ -221,7 +223,7 @@ def _bare(notebook: Notebook) -> list[object]:
 
 
 def main() -> None:
-    """`python -m labkit.course.build [00 05 ...] [--all]`"""
+    """`python notebooks/src/editions.py [00 05 ...] [--all]`"""
     names = [word for word in sys.argv[1:] if word != "--all"]
     try:
         build(names, everything="--all" in sys.argv)

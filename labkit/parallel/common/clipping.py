@@ -18,8 +18,8 @@ Under tensor parallelism a rank has shards of some parameters and replicas of ot
 Pipeline ranks add the sums of their stages; an embedding tied across stages counts on its first
 rank only.
 
-    all-reduced    over data-parallel ranks with slices: two scalars, for shards and replicas;
-                   over tensor-parallel ranks: the scalar of the shards; over a pipeline: the total
+    all-reduced    over ZeRO's ranks two scalars, for shards and replicas; over tensor-parallel
+                   ranks the shards' scalar; over a pipeline the total
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
 arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
@@ -53,8 +53,7 @@ def clip_grad_norm(
     With a loss scaler, call `scaler.unscale_(optimizer)` first. With MasterWeights, pass the
     optimizer, not the model: its step unscales 16-bit gradients, and clips them there. Raises
     ValueError without parameters and, for sharded gradients, if `norm_type` is not positive or if
-    the parameters are not exactly those of the strategy.
-    """
+    the parameters are not exactly those of the strategy."""
     parameters = _parameters_of(trained)
     groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
     comm, stages = None, pipeline.comm if pipeline else None
@@ -87,8 +86,7 @@ def clip_grad_norm(
 
 
 def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """Scales gradients so that their norm over all ranks is at most `max_norm`; returns the norm
-    before clipping. (labkit/parallel/__init__.py makes this a method of the sharders.)"""
+    """`clip_grad_norm(self, ...)`; labkit/parallel/__init__.py makes this a method of sharders."""
     return clip_grad_norm(self, max_norm, norm_type)
 
 
@@ -106,7 +104,7 @@ def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
 
 
 def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
-    """Whether the norm counts `piece` on this rank rather than on another that also has it."""
+    """Whether the norm counts `piece` here, not on another rank that also has it."""
     pipeline = pipeline_with(parameter)
     return getattr(piece, "counts_here", True) and (
         pipeline is None or pipeline.counts_here(parameter)
@@ -114,8 +112,7 @@ def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
 
 
 def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradientPieces]:
-    """The strategies that shard the gradients. Raises ValueError unless `parameters` are all of
-    theirs, since `gradient_pieces` covers all."""
+    """The strategies that shard the gradients; ValueError unless `parameters` are all of theirs."""
     if fulfils(trained, OwnsGradientPieces):
         return [trained]
     every = {id(owner): owner for owner in map(owner_of, parameters)}.values()

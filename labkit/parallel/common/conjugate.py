@@ -117,21 +117,19 @@ def summed(x: Tensor, comm: Comm) -> Tensor:
 
 
 def gathered(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """All ranks' `x`, of equal shapes, concatenated along `dim`."""
     parts = list(x.new_empty([comm.size, *x.shape]))
     comm.all_gather(parts, x)
     return torch.cat(parts, dim)
 
 
 def own_sum(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """This rank's slice along `dim` of the sum of `x` over the ranks."""
     return sum_scattered(x, comm, dim)[0]
 
 
 def sum_scattered(
     x: Tensor, comm: Comm, dim: int, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
-    """Like `own_sum`, with the handle of the reduce-scatter (None unless `async_op`)."""
+    """This rank's slice along `dim` of the sum of `x`, and the handle (None unless `async_op`)."""
     parts = list(x.detach().chunk(comm.size, dim))
     own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
     return own, comm.reduce_scatter(own, parts, async_op=async_op)

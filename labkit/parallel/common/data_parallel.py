@@ -25,8 +25,6 @@ Part = TypeVar("Part")
 
 
 class NoSync:
-    """Gradient accumulation over several backwards."""
-
     _synchronise = True
 
     @contextmanager

@@ -1,6 +1,5 @@
-"""Tests whether an optimizer can be sharded. It must update elements independently, as SGD and Adam
-do (not Adafactor, Muon or LBFGS), and must not count steps in its groups, as ZeRO steps per bucket.
-"""
+"""Tests whether an optimizer can be sharded: updates must be elementwise, as in SGD and Adam (not
+Adafactor, Muon, LBFGS), and groups must not count steps, as ZeRO steps bucket by bucket."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

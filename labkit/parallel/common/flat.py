@@ -48,7 +48,6 @@ class FlatPartition:
         self.padded = self.share * ranks
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """The pieces of tensors in the share of `rank`, in order."""
         begin, end = rank * self.share, (rank + 1) * self.share
         for index, (start, numel) in enumerate(zip(self.starts, self.numels)):
             first, last = max(start, begin), min(start + numel, end)

@@ -1,5 +1,4 @@
-"""Checks on a module that a strategy wraps: its parameters are the same on all ranks, have no other
-owner, and stay unchanged."""
+"""Checks on wrapped modules: parameters equal on all ranks, owned once, and unchanged."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -128,7 +127,6 @@ class ParamSnapshot:
         self._before, self._fingerprint_before = self._now(), self._fingerprint()
 
     def _fingerprint(self) -> tuple[list[int], list[bool]]:
-        """Cheaper to compare than names on every step."""
         present = chain.from_iterable(map(dict.values, self._places))
         return [*map(id, present)], [p.requires_grad for p in self._parameters]
 

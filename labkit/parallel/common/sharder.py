@@ -44,9 +44,8 @@ class OwnsGradientPieces(Protocol):
     """Shards the averaged gradients over ranks."""
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
-        """Returns (pieces, comm): this rank's averaged gradients, of any shape, writable in place.
-        Each element is in exactly one piece over the ranks of `comm`. `piece.piece_of` is its
-        parameter."""
+        """Returns (this rank's averaged gradients, of any shape, writable in place; the ranks over
+        which each element is in exactly one piece). `piece.piece_of` is its parameter."""
 
 
 class TiedGradient(Protocol):
@@ -64,8 +63,7 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
 
     sends_once          keeps unsharded gradients between backwards, so that a pipeline may reduce
                         them once per step
-    shards_parameters   gathers parameters only while their layers compute
-    """
+    shards_parameters   gathers parameters only while their layers compute"""
 
     comm: Comm
     shards_parameters: bool
@@ -98,8 +96,7 @@ class InStages(Protocol):
         """The state dict of all stages."""
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """The stages of this rank, wrapped if they are in DDP or ZeRO3, as (prefix of its names in
-        the whole model, stage)."""
+        """(Name prefix in the whole model, stage, maybe in DDP or ZeRO3) for each stage here."""
 
 
 class LossScaler(Protocol):
@@ -137,11 +134,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The `state_dict()` of the unsharded model, equal on all ranks. Collective: call it on all.
-
     `model`: edited by `tensor_parallel`, a strategy around one, or a Pipeline (all stages, on the
     CPU). With a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
-    Raises ValueError if a ZeRO3 is nested inside `model`.
-    """
+    Raises ValueError if a ZeRO3 is nested inside `model`."""
     model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     if isinstance(model, InStages):
         return model.full_state_dict()

@@ -31,8 +31,6 @@ from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_or
 
 
 class Bucket(GradBuffer):
-    """Gradients that are reduced together."""
-
     def __init__(self, parameters: Sequence[Any], comm: Comm | None, names: Mapping[Any, str]):
         super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1), names)
         numel, first = self.partition.numel, parameters[0].detach()
@@ -169,10 +167,9 @@ class DDP(GradReducer, Replica):
 
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
-        """Wraps a training loop with different numbers of steps on the ranks. All ranks end with
-        the weights of a rank that was active to the end. Optimizer state differs between ranks, so
-        create a new optimizer to train on. Gradients are divided by the number of ranks or, with
-        `divide_by_active`, of active ranks."""
+        """Allows a different number of steps on each rank in this block. All end with the weights
+        of a rank that was active last; optimizer state differs, so train on with a new optimizer.
+        Gradients are divided by the number of ranks or, with `divide_by_active`, active ranks."""
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)
         try:

@@ -50,8 +50,6 @@ def agreed_used(
 
 
 class Phase(IntEnum):
-    """The next step of a rank."""
-
     DONE = 0
     FORWARD = 1  # in which buffers are broadcast
     BACKWARD = 2

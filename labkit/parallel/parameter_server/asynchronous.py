@@ -50,7 +50,6 @@ class Update:
 
     @property
     def staleness(self) -> int:
-        """The number of updates since the worker pulled its weights."""
         return self.applied_to - self.made_with
 
 
@@ -143,8 +142,7 @@ class AsyncParameterServer(Replica):
         self.comm.send(torch.tensor(header, dtype=torch.int64, device=self._device), SERVER)
 
     def _serve(self) -> None:
-        """Steps on each push and answers every worker within the limit, until all are done. The
-        slowest worker is always within the limit, so this cannot deadlock."""
+        """Serves until all workers are done; always answers the slowest, so it cannot deadlock."""
         length = 1 + len(self._parameters_to_serve)
         pushes = _Pushes(self.comm, length, self._device, self.order)
         steps = dict.fromkeys(range(1, self.comm.size), 0)  # of active workers

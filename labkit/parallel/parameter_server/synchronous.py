@@ -36,8 +36,7 @@ class ParameterServer(NaiveDDP):
     have none; their `optimizer.step()` only receives the new weights. Clipping acts on rank 0.
 
     Raises ValueError, on every rank, if the models differ between ranks, if a parameter belongs to
-    another strategy or changed after wrapping, and in backward without `pull_after`.
-    """
+    another strategy or changed after wrapping, and in backward without `pull_after`."""
 
     def _attach(self) -> None:
         super()._attach()
@@ -60,7 +59,6 @@ class ParameterServer(NaiveDDP):
         return gradient / self.comm.size
 
     def _average(self) -> None:
-        """Sums the gradients on the server; workers drop theirs."""
         self._scheduled = False
         if not self._pulls:
             raise ValueError(

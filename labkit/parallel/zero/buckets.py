@@ -96,7 +96,6 @@ class ZeroBucket(ParamShare, GradBuffer):
         return self.flag_unused()
 
     def receives_in(self, gradients: Tensor) -> Tensor:
-        """The tensor that will receive the averages of this rank's share."""
         self.averaged = self.partition.share_of(gradients, self.comm.rank)
         return self.averaged
 
@@ -178,10 +177,9 @@ class ZeroBucket(ParamShare, GradBuffer):
 
 
 class Stage2Bucket(ZeroBucket):
-    """Stage 2: keeps this rank's share of the gradients and frees the rest.
-
-    Averages arrive directly in `averaged` if it is free: at first, after `zero_grad`, and after a
-    step. Otherwise (accumulation) they are added to it."""
+    """Stage 2: keeps this rank's share of the gradients and frees the rest. Averages arrive in
+    `averaged` itself if it is free: at first, after `zero_grad`, and after a step. Otherwise
+    (accumulation) they are added to it."""
 
     _stepped_on = False  # the next backward may overwrite `averaged`
     _beside: Tensor | None = None

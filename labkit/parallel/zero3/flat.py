@@ -1,4 +1,4 @@
-"""The flat buffers of a unit under ZeRO-3, one set per dtype and per frozen or trainable.
+"""The flat buffers of a unit under ZeRO-3, for each kind of parameter (one dtype, frozen or not).
 
                     | a a a a a a | b b | c c c c c c c | pad |      a FlatPartition
     share           |     rank 0     |  rank 1  ...                  always: master dtype, 1/n
@@ -78,8 +78,7 @@ class Flat:
     gathered    the model's parameters in their shapes, views of `full`
     ungathered  placeholders in the modules during a pass, while `full` is freed
 
-    With `keep_whole` (few elements) the share is the whole buffer; gradients are all-reduced.
-    """
+    With `keep_whole` (few elements) the share is the whole buffer; gradients are all-reduced."""
 
     def __init__(
         self, group: list[tuple[nn.Parameter, list[Place]]], comm: Comm, keep_whole: bool,
@@ -219,7 +218,6 @@ class ShardGradient(Tensor):
 
 
 def refuse_hook(*_: Any) -> None:
-    """Replaces `register_hook` of shards. Raises ValueError."""
     raise ValueError(
         "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"

@@ -48,9 +48,8 @@ class PendingGradients:
         return bool(self._to_send)
 
     def begin(self, task: int) -> bool:
-        """Whether this backward is new."""
         if task in self._to_send:
-            return False
+            return False  # known already
         self._to_send[task], self._noted[task] = {}, set()
         return True
 

@@ -117,7 +117,7 @@ class GradBuffer:
         self.missing.remove(p)
 
     def put(self, p: Tensor, divisor: float) -> None:
-        """Divides `p.grad` and moves it into the buffer, unless it is there already."""
+        """Divides `p.grad` and stores it in the buffer, where it may lie already."""
         assert p.grad is not None
         check_dense(p.grad)
         torch.div(p.grad.detach(), divisor, out=self.view[p])

@@ -10,8 +10,7 @@ from labkit.holdings import Footprint
 
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float = 0) -> Footprint:
-    """The bytes that this rank holds now, shared memory counted once, including the gradients and
-    master copies that a sharded optimizer keeps outside the module."""
+    """Bytes that this rank holds, with a sharded optimizer's own tensors; shared memory once."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     if hasattr(optimizer, "gradient_pieces"):

@@ -89,8 +89,7 @@ class InStages(Protocol):
         """The ranks of `comm` that have `parameter`: several if it is tied across stages."""
 
     def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this is the first rank that has `parameter`. All owners of a tied parameter have
-        the same summed gradient; norms count only the first."""
+        """Whether this is the first rank with `parameter`; norms count a tied gradient there."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict of all stages."""

@@ -9,7 +9,7 @@ hold their sum over the ranks. With `async_op` the hook returns at once.
                                  |##|##|##|            bf16, as sent and summed
 
 Gradients are divided *before* the cast, so that fp16 sums do not overflow. Values below 6e-8 become
-0: use a loss scaler.
+0 in fp16: use a loss scaler.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 6.2.3 (gradient compression).
 """

@@ -64,7 +64,7 @@ class DDP(GradReducer, Replica):
     Args:
         module: any module; all replicas start with rank 0's weights.
         comm: the ranks that hold replicas; default: all.
-        bucket_mb: bucket size in MiB.
+        bucket_mb: maximum bucket size in MiB; a larger parameter is a bucket by itself.
         overlap: send buckets as soon as they are full; False: at the end of backward.
         static_graph: every step uses the same parameters as the first, on all ranks. Unused ones
             are never sent. Raises ValueError if a later step differs.

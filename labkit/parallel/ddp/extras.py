@@ -4,9 +4,9 @@
     buckets by registration    [ g3  g2 ][ g1  g0 ]      the first is full only at the end
     buckets by arrival         [ g1  g3 ][ g0  g2 ]      used after the first backward
 
-Uneven inputs: a rank without data joins. Before each collective, active ranks announce their phase
-and joined ranks DONE, by an all-reduce of one element per rank. While any rank is active, joined
-ranks take part in its collectives like ranks that used no parameter, which changes no sum.
+Uneven inputs: a rank that runs out of data joins. Before each collective, active ranks announce
+their phase and joined ranks DONE, by an all-reduce of one element per rank. While any rank is
+active, joined ranks take part in its collectives as if they used no parameter: sums do not change.
 
 Sources: "PyTorch Distributed", arXiv 2006.15704, sections 3.2.2, 4.2, 6.2.1; torch's `Join`.
 """

@@ -41,8 +41,7 @@ POLL_S = 0.0002
 
 @dataclass(frozen=True)
 class Update:
-    """A step of the server: the gradient that `worker` computed with weight version `made_with` is
-    applied to version `applied_to`."""
+    """A server step: the gradient of weight version `made_with`, applied to `applied_to`."""
 
     worker: int
     made_with: int

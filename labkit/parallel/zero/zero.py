@@ -47,7 +47,7 @@ class ZeroOptimizer(OwnedShares):
         optimizer_cls: a torch optimizer with elementwise updates, created with `defaults`.
         stage: 1 shards optimizer state (with fp32 master copies); 2 also gradients.
         comm: the ranks to shard over; default: all.
-        bucket_mb: bucket size in MiB.
+        bucket_mb: maximum bucket size in MiB; a larger parameter is a bucket by itself.
         gather_in: the model, to overlap the all-gather of parameters with its next forward. Call
             `wait()` before other code reads them (`copy.deepcopy`).
 

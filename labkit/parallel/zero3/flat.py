@@ -165,8 +165,7 @@ class Flat:
         self.gradients.put(parameter, self.comm.size)  # frees the old one
 
     def send_gradients(self, async_op: bool) -> None:
-        """Sums gradients over the ranks, directly into `gradient` if the shards have none yet and
-        the dtype is the same."""
+        """Sums over ranks, directly into `gradient` if shards have none yet and dtypes match."""
         self.unreduced.allocate()
         flat = self.gradients.flag_unused()
         self._are_new = all(self.shards[piece.index].grad is None for piece in self.pieces)

@@ -1,5 +1,4 @@
-"""Forward and backward passes under ZeRO-3: the order of units, pending gradients, hooks on inputs
-and outputs, and parameters that autograd saves."""
+"""Passes under ZeRO-3: unit order, pending gradients, hooks on inputs, outputs, saved tensors."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

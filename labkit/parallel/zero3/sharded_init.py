@@ -65,8 +65,7 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
 
 
 class _ClosesBeforeNew(TorchDispatchMode):
-    """Closes the open parameter before a factory function such as `torch.empty` allocates the next,
-    so that two are never whole at once."""
+    """Closes the open parameter before a factory such as `torch.empty` allocates the next one."""
 
     def __init__(self, construction: "Construction"):
         super().__init__()
@@ -83,8 +82,7 @@ class _ClosesBeforeNew(TorchDispatchMode):
 
 
 class Elements:
-    """The elements of one parameter and its detached aliases: this rank's share and, while it is
-    open, the full tensor."""
+    """This rank's share of one parameter and its detached aliases; `full` only while it is open."""
 
     def __init__(self, what: str, full: Tensor, construction: "Construction"):
         self.what, self.construction = what, construction

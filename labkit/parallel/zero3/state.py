@@ -28,7 +28,7 @@ class WholeState:
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's pieces, flat, under the parameters' names in the module."""
+        """This rank's pieces, under their parameters' names in the module."""
         for name, shard in self._named:
             if shard.numel():
                 yield (f"{prefix}.{name}" if prefix else name), shard

@@ -53,9 +53,9 @@ class ZeRO3(WholeState, nn.Module):
         compute_dtype: of gathered parameters and reduced gradients; shards then stay float32.
 
     `parameters()` yields this rank's flat pieces under the original names. Create the optimizer
-    from them, after wrapping; its updates must be elementwise. Group parameters by name, as all
+    from them, after wrapping; its updates must be elementwise. Group parameters by name, as shards
     have `p.ndim` 1. Clip with `model.clip_grad_norm_`; scale with labkit.GradScaler (torch's
-    raises). All ranks must use units in the same order. torch.compile skips the model.
+    raises). All ranks must use the same units in the same order. torch.compile skips the model.
     """
 
     init = staticmethod(sharded_init)  # in `with ZeRO3.init(comm):` no rank holds the full model

@@ -1,8 +1,7 @@
-"""Data parallelism, the naive way: after backward, one all-reduce for each parameter.
+"""Naive data parallelism: one all-reduce per parameter after backward.
 
     each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
-    travels           2(n-1)/n P bytes from each rank and step, in as many messages as there are
-                      parameters, while no rank computes:
+    each rank sends   2(n-1)/n P bytes per step, in one message per parameter, all exposed:
 
         rank 0   forward | backward | w9 w8 w7 ... w0 | step
         rank 1   forward | backward | w9 w8 w7 ... w0 | step
@@ -20,8 +19,8 @@ from labkit.parallel.common.flat import at_end_of_backward, check_dense, nobody_
 
 
 class NaiveDDP(Replica):
-    """Replicas of `module`, any, which start as rank 0's; their gradients are averaged when
-    `backward()` returns. `comm`: the ranks that hold replicas; all by default."""
+    """Replicates rank 0's `module` on the ranks of `comm` (default: all), and averages gradients
+    before `backward()` returns."""
 
     _scheduled = False
 
@@ -30,7 +29,6 @@ class NaiveDDP(Replica):
         return super().forward(*args, **kwargs)
 
     def _on_grad_ready(self, p: torch.Tensor) -> None:
-        """A gradient is there, so a backward runs: average once it is over."""
         if self._synchronise and not self._scheduled:
             self._scheduled = True
             at_end_of_backward(self._average)
@@ -47,7 +45,7 @@ class NaiveDDP(Replica):
 
 
 def flagged_gradient(p: torch.Tensor, divisor: float = 1) -> torch.Tensor:
-    """The gradient of `p`, divided in place; -0.0 everywhere where this rank did not use it."""
+    """The gradient of `p`, divided in place; all -0.0 if this rank did not use `p`."""
     if p.grad is None:
         return torch.full_like(p, -0.0)
     check_dense(p.grad)

@@ -1,5 +1,5 @@
-"""Single-process training: the first strategy, and the oracle of all others, which must end with
-the same weights. It holds parameters P, gradients P, Adam 2P; nothing travels."""
+"""Single-process training: the reference; all other strategies must end with the same weights.
+It holds parameters P, gradients P, Adam 2P, and sends nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,8 @@ from labkit.holdings import Footprint, adam_bytes, parameter_bytes
 
 
 class Single(nn.Module):
-    """Train `module` here, on the whole batch.
-
-    Raises ValueError in a world of more than one rank, where it would train n unrelated copies.
-    """
+    """Trains `module` on the whole batch. Raises ValueError if `comm` has more than one rank, as
+    each would train its own unrelated copy."""
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
         super().__init__()
@@ -30,11 +28,10 @@ class Single(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients: here there is nothing to hold back."""
+        """Does nothing: there is no communication to skip."""
         yield
 
     @staticmethod
     def predict(module: nn.Module, size: int = 1) -> Footprint:
-        """P of parameters, P of gradients, 2P of Adam, nothing sent."""
         grads = parameter_bytes(module, trainable_only=True)
         return Footprint(parameter_bytes(module), grads, adam_bytes(module), 0)

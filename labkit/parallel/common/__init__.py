@@ -1,13 +1,12 @@
-"""What several strategies are made of.
+"""Building blocks that several strategies share.
 
-ownership.py          a module taken over: the same on all ranks, of one strategy, unchanged
-data_parallel.py      replicas; when buckets of gradients leave, while backward runs
-flat.py               tensors in one flat buffer, cut into equal shares; gradients collected there
-elementwise.py        can an optimizer be sharded? tried before it is
-sharder.py            what strategies owe clipping, checkpoints and pipelines: protocols; a model
-                      whose parameters are cut, put together again
-held.py               bytes that a rank holds, counted
-shards.py             marks of parameters of which a rank has a part
-conjugate.py          exchanges whose backward is another exchange: f, g, gather, scatter
-clipping.py           the norm of all gradients, wherever they are
+ownership.py          checks on a wrapped module: equal on all ranks, one owner, unchanged
+data_parallel.py      replicas; sending gradient buckets while backward runs
+flat.py               tensors in one flat buffer, split into equal shares; gradient buffers
+elementwise.py        tests whether an optimizer can be sharded
+sharder.py            protocols for clipping, checkpoints and pipelines; full state dicts
+held.py               measures the bytes that a rank holds
+shards.py             marks parameters that are shards of a larger tensor
+conjugate.py          collectives paired with the collective of their backward: f, g, ...
+clipping.py           gradient clipping by global norm under any strategy
 """

@@ -1,25 +1,25 @@
-"""Gradient clipping by global norm: the length of all gradients together is at most max_norm.
+"""Gradient clipping by global norm.
 
     ||g|| = ( sum over elements |g_i|^p )^(1/p)          p = 2, or p = inf: max |g_i|
     g <- g * min(1, max_norm / ||g||)
 
-Under data parallelism every rank has all (averaged) gradients, and clips as a single process does.
-Under ZeRO each rank has a part: sums of p-th powers add up, so one number travels.
+Under data parallelism every rank has all averaged gradients and clips like a single process. Under
+ZeRO each rank has a slice; sums of p-th powers add up, so one scalar is all-reduced.
 
         rank 0   |g g g g|        sum |g|^2 = 3 \\
         rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, the norm is 3 on both
 
-Under tensor parallelism a rank has shards of some parameters and others whole (common/shards.py).
-What is whole on all ranks must count once, so only the sums of shards travel:
+Under tensor parallelism a rank has shards of some parameters and replicas of others
+(common/shards.py). Replicas must count once, so only the sums of the shards are all-reduced:
 
         tp rank 0   shards 3    norms, biases 2 \\
         tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
 
-The stages of a pipeline are parts, too: the ranks add what each has, of an embedding tied over
-stages the first one alone.
+Pipeline ranks add the sums of their stages; an embedding tied across stages counts on its first
+rank only.
 
-    travels      over data-parallel ranks that have pieces, two numbers: of shards, of what is
-                 whole; over tensor-parallel ranks that of shards; over a pipeline their sum
+    all-reduced    over ZeRO's ranks two scalars, for shards and replicas; over tensor-parallel
+                   ranks the shards' scalar; over a pipeline the total
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
 arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
@@ -46,15 +46,14 @@ Gradients = list[tuple[Tensor, Tensor]]  # (the parameter, its gradient or a pie
 def clip_grad_norm(
     trained: "Trained | OwnsGradientPieces", max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Scale gradients so that their norm is at most `max_norm`; returns what it was, the same on
-    all ranks. Call it on every rank, after backward, with a wrapped module, its optimizer or, as
-    torch's, its parameters. Under a Pipeline the norm is that of all stages.
+    """Scales gradients so that their global norm is at most `max_norm`; returns the norm before
+    clipping, the same on all ranks. Call it on every rank after backward, with a wrapped module,
+    its optimizer, or its parameters. Under a Pipeline the norm covers all stages.
 
-    Under a loss scaler call `scaler.unscale_(optimizer)` first, and give the optimizer, not the
-    model, where it is MasterWeights: gradients in 16 bits are clipped as its step unscales them.
-    Raises ValueError without parameters; and where gradients are in pieces, for a norm that is no
-    power sum, and for other parameters than those of the strategy that has the pieces.
-    """
+    With a loss scaler, call `scaler.unscale_(optimizer)` first. With MasterWeights, pass the
+    optimizer, not the model: its step unscales 16-bit gradients, and clips them there. Raises
+    ValueError without parameters and, for sharded gradients, if `norm_type` is not positive or if
+    the parameters are not exactly those of the strategy."""
     parameters = _parameters_of(trained)
     groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
     comm, stages = None, pipeline.comm if pipeline else None
@@ -72,7 +71,7 @@ def clip_grad_norm(
         mark_clipped(p.grad for p in parameters if p.grad is not None)
         return norm
     once = [(p, x) for p, x in gradients if _counts_here(p, x)]
-    if not once:  # a stage of tied or frozen ones: the dtype of the norm is that of the others
+    if not once:  # only tied or frozen parameters here: take the dtype from them
         once = [(x, x.new_empty(0)) for x in [*(g for _, g in gradients), *parameters][:1]]
     norm = norm_of_pieces(once, comm, norm_type, factor, groups, stages)
     share = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
@@ -87,26 +86,25 @@ def clip_grad_norm(
 
 
 def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """Scale the gradients so that their norm, over all ranks, is at most `max_norm`; returns the
-    norm that they had. (labkit/parallel/__init__.py makes this a method of the sharders.)"""
+    """`clip_grad_norm(self, ...)`; labkit/parallel/__init__.py makes this a method of sharders."""
     return clip_grad_norm(self, max_norm, norm_type)
 
 
 def comms_of(parameters: Iterable[Tensor]) -> list[Comm]:
-    """The groups over which some of these are sharded, in the order of the parameters."""
+    """The groups over which any of the parameters is sharded, in parameter order."""
     comms = [shard.comm for p in parameters if (shard := shard_of(p)) is not None]
     return list({comm.ranks: comm for comm in comms}.values())
 
 
 def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
-    """The pipeline that `trained` is, or that has `parameters`, over more than one rank."""
+    """The pipeline of `trained` or its parameters; None without one, or if it has one rank only."""
     pipelines = [trained] if isinstance(trained, InStages) else map(pipeline_with, parameters)
     pipeline = next((x for x in pipelines if x is not None), None)
     return pipeline if pipeline is not None and pipeline.comm.size > 1 else None
 
 
 def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
-    """Whether it counts on this rank, not on an earlier stage or where a sharder keeps it whole."""
+    """Whether the norm counts `piece` here, not on another rank that also has it."""
     pipeline = pipeline_with(parameter)
     return getattr(piece, "counts_here", True) and (
         pipeline is None or pipeline.counts_here(parameter)
@@ -114,8 +112,7 @@ def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
 
 
 def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradientPieces]:
-    """What has the gradients in pieces: `trained` itself, or the owners of `parameters`. Raises
-    ValueError where these have other parameters: `gradient_pieces` are of all."""
+    """The strategies that shard the gradients; ValueError unless `parameters` are all of theirs."""
     if fulfils(trained, OwnsGradientPieces):
         return [trained]
     every = {id(owner): owner for owner in map(owner_of, parameters)}.values()
@@ -140,11 +137,9 @@ def norm_of_pieces(
     groups: Sequence[Comm] = (),
     stages: Comm | None = None,
 ) -> Tensor:
-    """The norm of all ranks' pieces together, those in 16 bits times `factor`; 0 without any.
-    `comm` has the ranks over which every element is in one piece (None: all are here), `groups`
-    those over which parameters are shards, `stages` those of a pipeline. A rank without pieces may
-    give an empty one: its dtype and device are those of the result.
-    """
+    """The norm over all ranks' pieces, 16-bit ones times `factor`; 0 without pieces. `comm`: ranks
+    with disjoint pieces (None: this rank has all); `groups`: over which parameters are sharded;
+    `stages`: a pipeline's ranks. An empty piece sets the dtype and device of the result."""
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")
@@ -155,10 +150,10 @@ def norm_of_pieces(
         if gradients
         else torch.empty(0, device=some.own_device() if some else "cpu")
     )
-    # Of each group its shards' max |g|, or sum of |g|^p; the last is of what is whole here.
+    # Per group: max |g| or sum |g|^p of its shards; the last entry is for replicas.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
     for k, group in enumerate([*groups, None]):
-        # In float32 or better, as 16 bits would round to 3 digits; then wide: no power overflows.
+        # At least float32, as 16 bits round to 3 digits; then float64, so no power overflows.
         norms = [
             vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
             * (1.0 if factor is None or x.dtype not in LOW else factor)

@@ -1,7 +1,7 @@
-"""Replicas, and the averaging of their gradients while backward runs: DDP, ZeRO-1 and 2.
+"""Replicas, and averaging their gradients while backward runs: DDP, ZeRO-1 and 2.
 
-Buckets leave in the same order on all ranks: a complete one waits for those before it, and one that
-misses a gradient leaves when backward is over.
+All ranks send buckets in the same order: a full bucket waits for earlier ones, and buckets that
+still miss a gradient are sent at the end of backward.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,14 +25,12 @@ Part = TypeVar("Part")
 
 
 class NoSync:
-    """Gradients that accumulate over several backwards before they are sent."""
-
     _synchronise = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this block add to the local gradients only; the next one outside sends.
-        Stage 2 of ZeRO holds whole gradients meanwhile."""
+        """Backwards in this block only accumulate local gradients; the next one outside averages
+        them. ZeRO stage 2 holds unsharded gradients until then."""
         before, self._synchronise = self._synchronise, False
         try:
             yield
@@ -40,8 +38,8 @@ class NoSync:
             self._synchronise = before
 
     def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The micro-batches of one step, of which the last sends. Gradients add up: the loss of a
-        part is the sum over its rows (tokens), times ranks / (rows of all parts on all ranks)."""
+        """Yields the micro-batches of one step; only the last communicates. Gradients add up, so
+        scale each loss, a sum over rows (tokens), by ranks / (the step's rows on all ranks)."""
         parts = list(parts)
         with self.no_sync():
             yield from parts[:-1]
@@ -49,14 +47,14 @@ class NoSync:
 
 
 class Replica(NoSync, nn.Module):
-    """`module` on each rank of `comm`, equal to rank 0's. A copy (`copy.deepcopy`, pickle) creates
-    its own hooks and buckets in `_attach`, where nothing travels: rank 0 may copy or load alone."""
+    """Replicates rank 0's `module` on the ranks of `comm`. A copy (`copy.deepcopy`, pickle) creates
+    its own hooks and buckets without communication, so one rank may copy or load alone."""
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
         super().__init__()
         self.module, self.comm = module, Comm.of(comm)
         check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        check_trainable(module)  # not of a copy, which may be a frozen average of weights
+        check_trainable(module)  # skipped for copies, which may be frozen weight averages
         self._set_up()
         broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)
 
@@ -94,23 +92,23 @@ class Replica(NoSync, nn.Module):
 
 
 class GradReducer(NoSync):
-    """Says when a bucket of gradients leaves; a strategy says how, in `_send`."""
+    """Decides when a bucket of gradients is sent; a strategy implements how, in `_send`."""
 
-    overlap = True  # False: all buckets leave when backward is over
-    max_in_flight: int | None = None  # buckets at a time; None: all of them
+    overlap = True  # False: send all buckets at the end of backward
+    max_in_flight: int | None = None  # buckets; None: no limit
 
     def _set_buckets(self, buckets: Sequence[Any]) -> None:
-        """Each has `parameters`, those `missing` gradients, `take`, `receive` and `reset`."""
+        """A bucket has `parameters`, `missing`, `take`, `receive` and `reset`."""
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._last = len(buckets) - 1  # it is left to `_finish`
+        self._last = len(buckets) - 1  # `_finish` sends it
         self._sent = self._received = 0  # buckets, in this backward
         self._in_backward = False
 
     def _begin_backward(self) -> None: ...
 
     def _send(self, bucket: Any, async_op: bool) -> None:
-        """Start to reduce the gradients of `bucket`; `async_op` returns at once."""
+        """Starts to reduce the gradients of `bucket`; returns at once with `async_op`."""
         raise NotImplementedError
 
     def _on_grad_ready(self, p: Tensor) -> None:
@@ -145,7 +143,7 @@ class GradReducer(NoSync):
         self._reset()
 
     def _reset(self) -> None:
-        """Also after an error: what is in flight would write into the next backward's gradients."""
+        """Also after an error: buckets in flight would overwrite the next backward's gradients."""
         while self._received < self._sent:
             self._receive_next()
         for bucket in self._buckets:

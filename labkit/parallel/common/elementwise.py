@@ -1,5 +1,5 @@
-"""Can an optimizer be sharded? Only if it treats each element by itself, as SGD and Adam do, and
-Adafactor, Muon and LBFGS do not; and counts nothing in its groups: ZeRO steps bucket by bucket."""
+"""Tests whether an optimizer can be sharded: updates must be elementwise, as in SGD and Adam (not
+Adafactor, Muon, LBFGS), and groups must not count steps, as ZeRO steps bucket by bucket."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +16,8 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 def check_elementwise(
     optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> None:
-    """Try it on a small matrix, whole and in two flat pieces; ValueError where these differ."""
-    # In a thread of its own: what records this one, or runs it without data, is not there.
+    """Steps on a small matrix, whole and as two flat slices; raises ValueError if they differ."""
+    # In a separate thread, where no recording or fake-tensor mode is active.
     with ThreadPoolExecutor(1) as thread:
         name, why = thread.submit(_difference, optimizer_cls, options, device).result()
     if why:
@@ -38,7 +38,7 @@ def _difference(
     try:
         for parameters in ([whole], pieces):
             optimizer = optimizer_cls([{**options, "params": parameters}])
-            name = type(optimizer).__name__  # a lambda or partial has none of its own
+            name = type(optimizer).__name__  # lambdas and partials have no class name
             group = optimizer.param_groups[0]
             before = deepcopy({key: x for key, x in group.items() if key != "params"})
             for step in range(STEPS):
@@ -52,7 +52,7 @@ def _difference(
                         f"its step changes the option {key!r} of the group (what it counts belongs "
                         "into the state of each parameter)"
                     )
-    except Exception as error:  # of any kind: it is somebody's optimizer
+    except Exception as error:  # third-party optimizers may raise anything
         return name, f"it failed when it was tried on pieces of a matrix ({error})"
     same = torch.allclose(whole.view(-1), torch.cat([p.view(-1) for p in pieces]), rtol=1e-9)
     return name, "" if same else "on two pieces of a matrix it steps otherwise than on the whole"

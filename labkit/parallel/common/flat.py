@@ -1,12 +1,12 @@
-"""Tensors one after the other in one flat buffer, and the gradients that are collected there.
+"""Flat buffers of concatenated tensors, for parameters and gradients.
 
     tensors   | a a a a a a a a | b b | c c c c c c c c c c c | pad |     FlatPartition
     shares    |     rank 0      |     rank 1      |     rank 2      |
 
-Shares are equal, so a tensor may be cut within a row: optimizers must treat each element by itself.
-A rank that did not use a parameter contributes -0.0 to the sum of its gradients, which is -0.0 only
-where all terms are: then its gradient stays None. Gradients are divided before they are summed, so
-that fp16 sums do not overflow; + 0.0 undoes a -0.0 from underflow.
+Equal shares may split a tensor within a row, so optimizers must update elements independently. A
+rank that did not use a parameter contributes -0.0. A sum is -0.0 only if all its terms are; then
+the gradient stays None. Gradients are divided before they are summed, so that fp16 sums do not
+overflow; adding 0.0 clears a -0.0 from underflow.
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1; DeepSpeed's flat fp16 groups.
 """
 
@@ -27,7 +27,7 @@ P = TypeVar("P", bound=Tensor)
 
 @dataclass(frozen=True)
 class Piece:
-    """`numel` elements of tensor `index` from its element `start` on, in a share from `at` on."""
+    """`numel` elements: from `start` in tensor number `index`, from `at` in the share."""
 
     index: int
     start: int
@@ -36,8 +36,8 @@ class Piece:
 
 
 class FlatPartition:
-    """Tensors of these shapes, together `numel` elements, in `ranks` equal shares of `share`
-    elements; the last ones end with padding: `padded` = share * ranks."""
+    """Splits tensors of `numel` elements together into `ranks` equal shares of `share` elements;
+    padding at the end makes `padded` = share * ranks."""
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int):
         self.shapes, self.ranks = list(shapes), ranks
@@ -48,7 +48,6 @@ class FlatPartition:
         self.padded = self.share * ranks
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """The tensors' parts in the share of `rank`, in order."""
         begin, end = rank * self.share, (rank + 1) * self.share
         for index, (start, numel) in enumerate(zip(self.starts, self.numels)):
             first, last = max(start, begin), min(start + numel, end)
@@ -56,7 +55,7 @@ class FlatPartition:
                 yield Piece(index, first - start, first - begin, last - first)
 
     def share_of(self, buffer: Tensor, rank: int) -> Tensor:
-        """A view of the buffer [padded] -> [share]."""
+        """buffer [padded] -> a view [share]."""
         return buffer[rank * self.share : (rank + 1) * self.share]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -65,8 +64,8 @@ class FlatPartition:
 
 
 def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
-    """The parameters, last first, in lists of one dtype and device: of at most `bucket_bytes`, or
-    of one parameter."""
+    """Buckets of parameters in reverse order, each of one dtype and device and at most
+    `bucket_bytes`, unless one parameter is larger. Raises ValueError unless `bucket_bytes` > 0."""
     if not bucket_bytes > 0:
         raise ValueError(f"bucket_mb={bucket_bytes / MB:g}: a bucket holds over 0 MiB; 25 is usual")
     full: list[list[P]] = []
@@ -81,7 +80,7 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
 
 
 class GradBuffer:
-    """The gradients of `parameters` in one flat tensor. `names` are for errors."""
+    """The gradients of `parameters` in one flat tensor; `names` serve error messages."""
 
     def __init__(
         self, parameters: Sequence[Tensor], partition: FlatPartition, names: Mapping[Any, str]
@@ -94,8 +93,8 @@ class GradBuffer:
         first = self.parameters[0]
         self._begins = torch.tensor(begins, dtype=torch.long, device=first.device)
         self._zeros = torch.zeros(len(begins), dtype=first.dtype, device=first.device)
-        self.missing = set(self.parameters)  # their gradients are still to come in this backward
-        self.unused: set[Tensor] = set()  # by this rank, in the last one
+        self.missing = set(self.parameters)  # gradients not yet computed in this backward
+        self.unused: set[Tensor] = set()  # by this rank, in the last backward
 
     def use(self, flat: Tensor) -> None:
         views = self.partition.views(flat)
@@ -108,7 +107,7 @@ class GradBuffer:
         self.missing = set(self.parameters)  # ready for the next backward
 
     def take(self, p: Tensor) -> None:
-        """The gradient of `p` is there. Raises RuntimeError for a second one in one backward."""
+        """Marks the gradient of `p` as ready; RuntimeError if it was already in this backward."""
         if p not in self.missing:
             raise RuntimeError(
                 f"the gradient of {self._names[p]} came twice in one backward, "
@@ -118,16 +117,16 @@ class GradBuffer:
         self.missing.remove(p)
 
     def put(self, p: Tensor, divisor: float) -> None:
-        """Move the gradient of `p`, divided, to its place, maybe where it is already."""
+        """Divides `p.grad` and stores it in the buffer, where it may lie already."""
         assert p.grad is not None
         check_dense(p.grad)
         torch.div(p.grad.detach(), divisor, out=self.view[p])
         p.grad = self.view[p]
 
     def flag_unused(self) -> Tensor:
-        """Returns the flat gradients, -0.0 where this rank did not use a parameter."""
+        """Returns the flat gradients, with -0.0 for parameters that this rank did not use."""
         assert self.flat is not None
-        self.flat.index_add_(0, self._begins, self._zeros)  # no used one begins with -0.0
+        self.flat.index_add_(0, self._begins, self._zeros)  # so no used gradient begins with -0.0
         self.unused = {p for p in self.parameters if p.grad is None}
         for p in self.unused:
             self.view[p].fill_(-0.0)
@@ -135,13 +134,12 @@ class GradBuffer:
 
 
 def nobody_used(flat: Tensor) -> bool:
-    """Whether the reduced gradient says that no rank used its parameter."""
+    """Whether the reduced gradient shows that no rank used its parameter."""
     first = flat[:1].real if flat.is_complex() else flat[:1]
     return bool(((first == 0) & torch.signbit(first)).all())
 
 
 def check_dense(gradient: Tensor) -> None:
-    """Raises TypeError for a sparse gradient."""
     if gradient.layout != torch.strided:
         raise TypeError(
             f"a gradient is {gradient.layout}; only dense ones are reduced: give sparse=False"
@@ -149,7 +147,7 @@ def check_dense(gradient: Tensor) -> None:
 
 
 def while_alive(method: Any) -> Callable[..., Any]:
-    """`method` as a hook that keeps no object alive in torch's C++; a copy of it does nothing."""
+    """`method` as a hook that keeps its object only weakly; a copied hook does nothing."""
     return partial(_call, WeakMark(method.__self__), method.__func__)
 
 
@@ -158,16 +156,16 @@ def _call(owner: Callable[[], Any], function: Callable[..., Any], *args: Any) ->
 
 
 def register_grad_ready_hook(parameter: Tensor, method: Callable[[Any], None]) -> None:
-    """Have autograd call `method(parameter)` when it has finished the gradient of `parameter`."""
+    """Calls `method(parameter)` whenever autograd has accumulated its gradient."""
     parameter.register_post_accumulate_grad_hook(while_alive(method))
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the backward that now runs is over, before `backward()` returns."""
+    """Calls `function` when the running backward ends, before `backward()` returns."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def running_backward() -> int | None:
-    """Which backward runs now, in whose hooks or recomputed forward we are; None outside."""
+    """The id of the backward in which this code runs; None outside."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task

@@ -1,4 +1,4 @@
-"""What a strategy costs a rank, counted, in bytes: what `Footprint`s predict."""
+"""Measures what a strategy holds on a rank, in bytes: the quantities that `predict` estimates."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,8 +10,7 @@ from labkit.holdings import Footprint
 
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float = 0) -> Footprint:
-    """What this rank holds now: memory that two tensors share counts once. A sharded optimizer
-    has gradients and what it steps on elsewhere than in the module."""
+    """Bytes that this rank holds, with a sharded optimizer's own tensors; shared memory once."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     if hasattr(optimizer, "gradient_pieces"):
@@ -28,7 +27,7 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float =
 
 
 def _memory_bytes(values: Iterable[Any]) -> int:
-    """Bytes that the tensors among these see, each place in memory once."""
+    """Bytes that the tensors in `values` cover, overlaps counted once."""
     total, end = 0, (0, 0)  # (storage, the first byte after what has been counted)
     for storage, begin, nbytes in sorted(
         (x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.element_size(), x.nbytes)

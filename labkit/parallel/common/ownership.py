@@ -1,5 +1,4 @@
-"""What a strategy makes sure of when it takes over a module: its parameters are the same on all
-ranks, and equal to rank 0's; no other strategy owns them; and they stay what they were."""
+"""Checks on wrapped modules: parameters equal on all ranks, owned once, and unchanged."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -16,20 +15,20 @@ from labkit.comm import Comm
 
 
 class Mark:
-    """An attribute of a parameter: the ranks of `comm` have other parts of it, or its gradient."""
+    """An attribute of a parameter: ranks of `comm` have different parts of it or its gradient."""
 
     comm: Comm
 
     def attach_to(self, parameter: Tensor) -> None: ...
 
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
-        """Raises ValueError where the ranks of `comm` do not have the same part of parameter
-        `name`; with `averaged` also where its gradients must not be averaged over `comm` alone."""
+        """Raises ValueError if ranks of `comm` have different parts of parameter `name` or, with
+        `averaged`, if its gradients must not be averaged over `comm` alone."""
         raise NotImplementedError
 
 
 def marks_of(parameter: Tensor) -> list[Mark]:
-    """The marks of `parameter`, of any kind, a shard's before a sequence's."""
+    """All marks of `parameter`; its `Shard` comes before sequence marks."""
     attributes = [vars(parameter)[name] for name in sorted(vars(parameter), reverse=True)]
     return [x for x in attributes if isinstance(x, Mark)]
 
@@ -37,8 +36,8 @@ def marks_of(parameter: Tensor) -> list[Mark]:
 def check_same_on_all_ranks(
     named: Sequence[tuple[str, Tensor]], comm: Comm, averaged: bool = True
 ) -> None:
-    """Raises ValueError on every rank when names, shapes, dtypes, order or frozen ones differ, or
-    where a mark forbids `comm`; `averaged`: to average gradients over it."""
+    """Raises ValueError on every rank if names, shapes, dtypes, order or frozen parameters differ,
+    or if a mark forbids `comm` (with `averaged`: forbids averaging gradients over it)."""
     for name, x in named:
         for mark in marks_of(x):
             mark.check(name, comm, averaged)
@@ -64,7 +63,6 @@ def _described(name: str, x: Tensor) -> str:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> None:
-    """Make all ranks' tensors equal to rank `src`'s."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x.detach())
@@ -75,7 +73,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> No
 
 
 def check_trainable(module: nn.Module) -> None:
-    """Raises ValueError when no parameter takes gradients."""
+    """Raises ValueError if no parameter requires gradients."""
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"{type(module).__name__} has no trainable parameter, so there is nothing to "
@@ -84,7 +82,7 @@ def check_trainable(module: nn.Module) -> None:
 
 
 def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
-    """Make `owner` their strategy, while it lives. Raises ValueError where one has another."""
+    """Makes `owner` their strategy while it lives. Raises ValueError if one has another owner."""
     named = list(named)
     for name, parameter in named:
         before = owner_of(parameter)
@@ -103,12 +101,12 @@ def owner_of(parameter: Tensor) -> Any:
 
 
 def pipeline_with(parameter: Tensor) -> Any:
-    """The pipeline of which a stage here has `parameter`, or None."""
+    """The pipeline with `parameter` in a stage on this rank, or None."""
     return getattr(parameter, "_labkit_pipeline", _nothing)()
 
 
 class WeakMark(ref):
-    """A weak reference, as an attribute of a parameter; a pickled parameter has a dead one."""
+    """A weak reference as an attribute of a parameter; pickling replaces it by a dead one."""
 
     def __reduce__(self) -> Any:
         return partial, (_nothing,)
@@ -118,10 +116,10 @@ def _nothing() -> None: ...
 
 
 class ParamSnapshot:
-    """The parameters of `module` as they are now, by name: which tensors, and which are frozen."""
+    """Which tensors `module` has under which names, and which are frozen, for later comparison."""
 
     def __init__(self, module: nn.Module):
-        self._modules = list(module.modules())  # kept, so that no other gets the id of one
+        self._modules = list(module.modules())  # kept alive, so that their ids are not reused
         self._parameters = list(module.parameters())
         self._places: list[dict[str, Any]] = []
         for part in self._modules:
@@ -129,7 +127,6 @@ class ParamSnapshot:
         self._before, self._fingerprint_before = self._now(), self._fingerprint()
 
     def _fingerprint(self) -> tuple[list[int], list[bool]]:
-        """Which tensors are where, and which are frozen: much cheaper than their names."""
         present = chain.from_iterable(map(dict.values, self._places))
         return [*map(id, present)], [p.requires_grad for p in self._parameters]
 
@@ -137,7 +134,7 @@ class ParamSnapshot:
         return {name: (id(p), p.requires_grad) for name, p in self._modules[0].named_parameters()}
 
     def check(self) -> None:
-        """Raises ValueError, naming a parameter that was added, removed, replaced, (un)frozen."""
+        """Raises ValueError if a parameter was added, removed, replaced, frozen or unfrozen."""
         if self._fingerprint() == self._fingerprint_before:
             return
         now = self._now()

@@ -1,12 +1,12 @@
-"""What the data-parallel strategies owe the rest of labkit, which never asks for their class.
+"""Protocols through which the rest of labkit uses data-parallel strategies, without their classes.
 
     clipping, recording         gradient_pieces(): averaged gradients, each element on one rank
-    checkpoints                 owned(...): pieces of parameters and their optimizer state, and
-                                after_load(), when they were written to
+    checkpoints                 owned(...): pieces of parameters and their optimizer state;
+                                after_load(), called after a load wrote to them
     a pipeline                  no_sync(), sends_once, shards_parameters, gradient_of_copy(p)
 
-A `DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also keeps a
-part of the gradients or parameters on each rank: ZeroOptimizer, ZeRO3, a new sharded stage.
+A `DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also shards
+gradients or parameters: ZeroOptimizer, ZeRO3.
 """
 
 from contextlib import AbstractContextManager
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 
 
 class DataParallel(Protocol):
-    """Averages gradients over replicas, except in `no_sync()`. torch's own DDP and FSDP do, too."""
+    """Averages gradients over replicas, except in `no_sync()`. torch's DDP and FSDP fit, too."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -33,39 +33,37 @@ class OwnsPieces(Protocol):
     """An optimizer (MasterWeights, ZeroOptimizer) or a wrapped model (ZeRO3)."""
 
     def owned(self, other: Any) -> list[OwnedPiece]:
-        """This rank's pieces, in the order of the module's parameters. `other` is the model for an
-        optimizer, the optimizer for a wrapped model."""
+        """This rank's pieces, in the module's parameter order. `other`: the model if `self` is an
+        optimizer, the optimizer if `self` is a wrapped model."""
 
     def after_load(self) -> None:
-        """The pieces were written to: bring what depends on them in step."""
+        """Updates everything derived from the pieces after a load wrote to them."""
 
 
 class OwnsGradientPieces(Protocol):
-    """Has a part of the averaged gradients on each rank."""
+    """Shards the averaged gradients over ranks."""
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
-        """Returns (pieces, comm): this rank's averaged gradients, of any shape, to be scaled in
-        place; over the ranks of `comm`, each element is in exactly one piece. The attribute
-        `piece_of` of a piece is its parameter."""
+        """Returns (this rank's averaged gradients, of any shape, writable in place; the ranks over
+        which each element is in exactly one piece). `piece.piece_of` is its parameter."""
 
 
 class TiedGradient(Protocol):
-    """The gradient of a parameter of which other stages of a pipeline have copies."""
+    """The gradient of a parameter that is tied across stages of a pipeline."""
 
     def put_aside(self) -> None:
-        """Before a step: what earlier steps have left is summed over the copies already."""
+        """Called before a step: sets aside what earlier steps left, which is already summed."""
 
     def sum_copies(self, copies: Any) -> None:
-        """After the last backward: all-reduce it over the ranks `copies`."""
+        """Called after the last backward: all-reduces the gradient over the ranks `copies`."""
 
 
 class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
-    """Owns a part of the gradients on each rank of `comm`; maybe of the parameters, too.
+    """Shards gradients, and maybe parameters, over the ranks of `comm`.
 
-    sends_once          whole gradients stay on a rank between backwards, so that a pipeline may let
-                        them leave after the last one of a step
-    shards_parameters   parameters are whole only while their layers compute
-    """
+    sends_once          keeps unsharded gradients between backwards, so that a pipeline may reduce
+                        them once per step
+    shards_parameters   gathers parameters only while their layers compute"""
 
     comm: Comm
     shards_parameters: bool
@@ -74,32 +72,30 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
     def sends_once(self) -> bool: ...
 
     def gradient_of_copy(self, p: nn.Parameter) -> TiedGradient:
-        """That of a parameter which is tied over the stages of a pipeline: all its owners must
-        have the same elements of it. Raises ValueError where they do not."""
+        """The gradient of a parameter tied across pipeline stages. Raises ValueError unless all
+        ranks that own `p` hold the same elements of it."""
 
 
 @runtime_checkable
 class InStages(Protocol):
-    """Has a model in stages, one or more on each rank of `comm`: a Pipeline. Parameters of its
-    stages have it as a weak attribute (ownership.py): without it they are like others."""
+    """A model in stages, one or more on each rank of `comm`: a Pipeline. The parameters of its
+    stages refer to it by a weak attribute (ownership.py)."""
 
     comm: Comm
-    module: nn.Module  # what is here, under the names of the whole model
-    further_names: dict[str, str]  # of what is tied, in any stages: a further name -> the first
+    module: nn.Module  # the stages of this rank, under the names of the whole model
+    further_names: dict[str, str]  # of tied parameters in any stages: further name -> first name
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:
-        """The ranks of `comm` that have it: several, where it is tied over stages."""
+        """The ranks of `comm` that have `parameter`: several if it is tied across stages."""
 
     def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first that has it. A tied parameter has the same gradient, the
-        sum, on all its owners: only the first one's counts in a norm."""
+        """Whether this is the first rank with `parameter`; norms count a tied gradient there."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """That of all stages."""
+        """The state dict of all stages."""
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """The stages of this rank, in DDP or ZeRO3 where they are; each with what its names begin
-        with in the whole model."""
+        """(Name prefix in the whole model, stage, maybe in DDP or ZeRO3) for each stage here."""
 
 
 class LossScaler(Protocol):
@@ -111,8 +107,8 @@ class LossScaler(Protocol):
 
 
 def fulfils(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
-    """Whether `x` has all that `protocol` asks for. From Python 3.12 on, `isinstance` does not see
-    what a wrapper passes on from inside, as that of `torch.compile` does."""
+    """Whether `x` has all members of `protocol`. Unlike `isinstance` from Python 3.12 on, it sees
+    attributes that a wrapper forwards, as `torch.compile`'s does."""
     asked: Any = protocol
     return all(hasattr(x, name) for name in _members(asked))
 
@@ -125,29 +121,28 @@ def _members(protocol: Any) -> set[str]:
 
 
 def shards_parameters(strategy: Any) -> bool:
-    """Whether `strategy` keeps only parts of the parameters on a rank, as ZeRO3 does."""
+    """Whether `strategy` shards parameters, as ZeRO3 does."""
     return fulfils(strategy, Sharder) and strategy.shards_parameters
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module: what a strategy such as DDP has inside, or `module` itself."""
+    """The module inside a strategy such as DDP, or `module` itself."""
     wrapped: Any = module
     return wrapped.module if fulfils(module, DataParallel) else module
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """`state_dict()` as of the plain model: every cut parameter is whole, and the same on all
-    ranks, which call it together. `model`: edited by `tensor_parallel`, or a strategy around one;
-    of a Pipeline, that of all stages, on the CPU. After steps of a ZeroOptimizer that gathers in
-    forward (`gather_in`), call its `wait()` first.
-    """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    """The `state_dict()` of the unsharded model, equal on all ranks. Collective: call it on all.
+    `model`: edited by `tensor_parallel`, a strategy around one, or a Pipeline (all stages, on the
+    CPU). With a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
+    Raises ValueError if a ZeRO3 is nested inside `model`."""
+    model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     if isinstance(model, InStages):
         return model.full_state_dict()
     if any(shards_parameters(part) for part in model.modules() if part is not model):
         raise ValueError("full_state_dict: this model has a ZeRO3 inside of it; give that one")
     parts = plain_module(model).state_dict(keep_vars=True)
-    # ZeRO3's are whole over its own ranks, and may be cut over others.
+    # ZeRO3 returns them whole over its own ranks; they may still be sharded over others.
     sharded: Any = model
     found = sharded.full_state_dict() if shards_parameters(model) else dict(parts)
     whole: dict[int, Tensor] = {}
@@ -159,8 +154,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The module whose names count: without the strategy around it, which has nothing but it. Of a
-    Pipeline, what it has on this rank."""
+    """The module inside a strategy that adds no state; for a Pipeline, its stages on this rank."""
     if isinstance(model, InStages):
         return model.module
     inside = getattr(model, "module", None)
@@ -173,7 +167,7 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def _joined(x: Tensor, shard: Shard) -> Tensor:
-    """All ranks' parts beside each other, without the padding at the end."""
+    """All ranks' parts concatenated, without padding."""
     own = x.to(shard.comm.own_device())
     parts = list(own.new_empty([shard.comm.size, *own.shape]))
     shard.comm.all_gather(parts, own)

@@ -1,19 +1,19 @@
-"""The mark of a sharded parameter: which part of the whole is on this rank.
+"""Marks of sharded parameters: which part of the whole tensor this rank has.
 
     whole [5, 3], rows over 2 ranks          rank 0           rank 1
                                              | 0 1 2 |        | 9 a b |      rows 3:5, and a row
     Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      of padding: all
     Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      ranks have 3
 
-A parameter without that mark is replicated: the tensor-parallel ranks have the same numbers.
+A parameter without a mark is replicated: equal on all tensor-parallel ranks.
 
-    clipping      a replicated parameter counts once in the norm, shards are summed over `comm`
-    checkpoints   write the whole under the plain name, and read any part of it; padding never
+    clipping      counts replicated parameters once in the norm, sums shards over `comm`
+    checkpoints   write the whole tensor under its plain name, without padding, and read any part
     DDP and ZeRO  average over ranks that have the same part, never over `comm`
 
-Marks are attributes of the parameter. They stay through `module.to(...)`, `p.data = ...`,
-`copy.deepcopy`, pickle (then `comm` is a `DetachedComm`) and every strategy around the module. A
-parameter made anew (`to_empty` from the meta device) has none.
+Marks are attributes of the parameter. They survive `module.to(...)`, `p.data = ...`,
+`copy.deepcopy`, pickle (`comm` becomes a `DetachedComm`) and wrapping in a strategy, but not
+`to_empty` from the meta device, which creates a new parameter.
 """
 
 import zlib
@@ -33,13 +33,13 @@ Marked = TypeVar("Marked", bound=torch.Tensor)
 
 
 class CopiedMark(Mark):
-    """A mark that deep copies and pickles of its parameter have, too."""
+    """A mark that survives deep copy and pickle of its parameter."""
 
     name: ClassVar[str]  # of the attribute
 
     def attach_to(self, parameter: torch.Tensor) -> None:
-        """nn.Parameter's own `__deepcopy__` drops attributes, and a subclass would lose the fast
-        optimizers; but `copy` and `pickle` ask the object itself."""
+        """Overrides copy and pickle on the instance: nn.Parameter's `__deepcopy__` drops its
+        attributes, and a subclass would lose torch's fast optimizer paths."""
         weak: Any = ref(parameter)
         setattr(parameter, self.name, self)
         parameter.__deepcopy__ = partial(_deepcopied, weak)  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ class CopiedMark(Mark):
 
 
 def marked_as(parameter: torch.Tensor, x: Marked) -> Marked:
-    """`x`, a piece or a copy of `parameter`, with the marks that it has."""
+    """Attaches the marks of `parameter` to `x`, its piece or copy; returns `x`."""
     for mark in marks_of(parameter):
         mark.attach_to(x)
     return x
@@ -76,9 +76,9 @@ def _unpickled(
 
 @dataclass(frozen=True)
 class Shard(CopiedMark):
-    """This rank has `start:stop` along `dim` (counted from 0) of a parameter that is `whole` long
-    there; the parts of the ranks of `comm` make up the whole. A local tensor that is longer than
-    `stop - start` ends with padding, whose gradients are zero."""
+    """This rank has `start:stop` along `dim` (>= 0) of a parameter of size `whole` there; the ranks
+    of `comm` together have all. A local tensor longer than `stop - start` ends with padding, with
+    zero gradients."""
 
     comm: Comm
     dim: int
@@ -98,7 +98,7 @@ class Shard(CopiedMark):
         return f"{self.start}:{self.stop} of {self.whole} along dim {self.dim}"
 
     def whole_shape(self, local: torch.Size) -> torch.Size:
-        """The shape of the whole parameter, without padding, from that of the part here."""
+        """Shape of the local part -> shape of the whole parameter, without padding."""
         return torch.Size([*local[: self.dim], self.whole, *local[self.dim + 1 :]])
 
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
@@ -111,8 +111,8 @@ class Shard(CopiedMark):
 
 
 def mark_shard(parameter: torch.Tensor, shard: Shard) -> None:
-    """Mark `parameter`, whose size along `shard.dim` is stop - start, or more: padding. Raises
-    ValueError where it is smaller, or has no such dim."""
+    """Marks `parameter`. Raises ValueError if it has no `shard.dim` or is shorter there than
+    stop - start; a longer one has padding."""
     if parameter.ndim <= shard.dim or parameter.shape[shard.dim] < shard.stop - shard.start:
         raise ValueError(
             f"a parameter of shape {list(parameter.shape)} cannot be {shard}; mark it with the "
@@ -122,15 +122,15 @@ def mark_shard(parameter: torch.Tensor, shard: Shard) -> None:
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:
-    """Which part of a whole `parameter` is; None for a replicated one."""
+    """The mark of `parameter`; None if it is replicated."""
     return getattr(parameter, Shard.name, None)
 
 
 def check_same(
     comm: Comm, what: str, tensors: Callable[[], Iterable[torch.Tensor]], advice: str
 ) -> None:
-    """Raises ValueError where calls are compared (`World(check=True)`) and the bytes, shapes or
-    dtypes of `tensors()`, of which ranks compute together, differ between them."""
+    """With `World(check=True)`, raises ValueError if bytes, shapes or dtypes of `tensors()` differ
+    between the ranks of `comm`, which compute with them together."""
 
     def checksum() -> str:
         crc = 0

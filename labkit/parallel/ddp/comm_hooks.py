@@ -1,14 +1,15 @@
-"""Communication hooks: how the gradients of a bucket travel.
+"""Communication hooks: how the gradients of a bucket are reduced.
 
-    hook(flat, comm, async_op) -> something with wait()
+    hook(flat, comm, async_op) -> an object with wait(), or None when done
 
-`flat` holds a bucket's gradients, divided already by the number of ranks; after `wait()` it must
-hold their sum over the ranks. With `async_op` the hook starts this and returns at once.
+`flat` holds a bucket's gradients, already divided by the number of ranks; after `wait()` it must
+hold their sum over the ranks. With `async_op` the hook returns at once.
 
     compressed(torch.bfloat16)   |####|####|####|      fp32, 4 bytes each, in the bucket
-                                 |##|##|##|            bf16: these travel, and are summed
+                                 |##|##|##|            bf16, as sent and summed
 
-Divided *before* the cast, a sum in fp16 does not overflow; below 6e-8 it is 0: scale the loss.
+Gradients are divided *before* the cast, so that fp16 sums do not overflow. Values below 6e-8 become
+0 in fp16: use a loss scaler.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 6.2.3 (gradient compression).
 """
@@ -23,7 +24,7 @@ from labkit.comm import Comm
 
 
 class UnderWay(Protocol):
-    """A reduction; `wait()` returns when the sum is in the tensor given to the hook."""
+    """A running reduction; after `wait()` the sum is in the tensor given to the hook."""
 
     def wait(self) -> None: ...
 
@@ -32,13 +33,13 @@ Hook = Callable[[torch.Tensor, Comm, bool], UnderWay | None]
 
 
 def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
-    """The default hook: `flat` is summed over the ranks in its own dtype."""
+    """The default hook: an all-reduce in the dtype of `flat`."""
     return comm.all_reduce(flat, async_op=async_op)
 
 
 def compressed(dtype: torch.dtype) -> Hook:
-    """A hook that casts gradients to `dtype` for the way; those that are as small stay as they are.
-    Raises ValueError for a dtype that cannot hold a gradient."""
+    """A hook that all-reduces gradients in `dtype`, unless theirs is as small already. Raises
+    ValueError if `dtype` is not a floating-point dtype."""
     if not dtype.is_floating_point:
         raise ValueError(f"compressed({dtype}): gradients travel as torch.bfloat16 or float16")
     return partial(_compressed, dtype)  # not a closure: it can be pickled
@@ -49,7 +50,7 @@ def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bo
     if numbers.element_size() <= dtype.itemsize:
         return all_reduced(flat, comm, async_op)
     small = numbers.to(dtype)
-    small.masked_fill_((small == 0) & (numbers != 0), 0.0)  # -0.0 means: not used
+    small.masked_fill_((small == 0) & (numbers != 0), 0.0)  # -0.0 would mean unused
     return _CastBack(small, numbers, comm.all_reduce(small, async_op=async_op))
 
 

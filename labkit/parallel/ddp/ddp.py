@@ -1,15 +1,15 @@
-"""Distributed data parallelism: gradients travel in buckets while backward still runs.
+"""Distributed data parallelism: gradient buckets are all-reduced while backward still runs.
 
     each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
-    travels           2(n-1)/n P bytes from each rank and step, in P / bucket_mb messages
+    each rank sends   2(n-1)/n P bytes per step, in P / bucket_mb messages
 
-Backward makes the last layer's gradient first. Parameters are therefore put into buckets in
-reverse order, and a bucket leaves as soon as its last gradient is there:
+Backward computes the last layer's gradients first. Buckets therefore take the parameters in reverse
+order, and each is sent as soon as it is full:
 
         each rank   forward | backward: g9 g8 g7 | g6 g5 g4 | g3 g2 g1 g0 | wait | step
                                                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
 
-Only the last bucket is not hidden. After backward the gradients *are* views of the buckets.
+Only the last bucket is exposed. After backward the gradients *are* views of the buckets.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, sections 3.2 and 4.2.
 """
@@ -31,13 +31,11 @@ from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_or
 
 
 class Bucket(GradBuffer):
-    """Gradients that travel together."""
-
     def __init__(self, parameters: Sequence[Any], comm: Comm | None, names: Mapping[Any, str]):
         super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1), names)
         numel, first = self.partition.numel, parameters[0].detach()
         self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
-        self.handle: UnderWay | None = None  # of the reduction under way
+        self.handle: UnderWay | None = None  # of the running reduction
 
     def fill(self, divisor: float) -> torch.Tensor:
         for p in self.parameters:
@@ -53,28 +51,28 @@ class Bucket(GradBuffer):
             if not nobody_used(self.view[parameter].view(-1)):
                 parameter.grad = self.view[parameter]
 
-    def take_over(self) -> None:  # from the buckets in which gradients are
+    def take_over(self) -> None:  # copies gradients from the old buckets
         for parameter, view in self.view.items():
             if parameter.grad is not None:
                 parameter.grad = view.copy_(parameter.grad)
 
 
 class DDP(GradReducer, Replica):
-    """Replicas of `module`, whose gradients are averaged while `backward()` runs; they are valid
-    until the next backward.
+    """Replicates `module` and averages gradients while `backward()` runs. Gradients are valid until
+    the next backward.
 
     Args:
-        module: any module; replicas start as rank 0's.
-        comm: the ranks that hold replicas; all by default.
-        bucket_mb: gradients travel in pieces of about this many MiB.
-        overlap: send a bucket as soon as it is full; False: when backward is over, to compare.
-        static_graph: every step uses the parameters that the first one used, on all ranks. The
-            others are not sent at all; ValueError where it turns out otherwise.
-        hook: how a bucket travels, as `compressed(torch.bfloat16)`; see `comm_hooks`.
-        find_unused_parameters: changes nothing, as unused ones are found anyway (common/flat.py).
+        module: any module; all replicas start with rank 0's weights.
+        comm: the ranks that hold replicas; default: all.
+        bucket_mb: maximum bucket size in MiB; a larger parameter is a bucket by itself.
+        overlap: send buckets as soon as they are full; False: at the end of backward.
+        static_graph: every step uses the same parameters as the first, on all ranks. Unused ones
+            are never sent. Raises ValueError if a later step differs.
+        hook: how buckets are reduced, such as `compressed(torch.bfloat16)`; see `comm_hooks`.
+        find_unused_parameters: no effect; unused parameters are always found (common/flat.py).
 
-    Raises ValueError, on every rank, where the ranks' modules differ or one is wrapped already; in
-    forward, where parameters were changed since.
+    Raises ValueError, on every rank, if the modules differ between ranks or one is already wrapped;
+    in forward, if parameters changed after wrapping.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class DDP(GradReducer, Replica):
         hook: Hook = all_reduced,
         find_unused_parameters: bool = False,
     ):
-        cut([], bucket_mb * MB)  # a size that is refused is refused before anything changes
+        cut([], bucket_mb * MB)  # validates the size before anything changes
         super().__init__(module, comm)
         self.overlap, self.static_graph, self.hook = overlap, static_graph, hook
         self._bucket_bytes = bucket_mb * MB
@@ -96,7 +94,7 @@ class DDP(GradReducer, Replica):
     def _attach(self) -> None:
         super()._attach()
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        self._arrived: list[torch.Tensor] | None = None  # the first backward's gradients, in order
+        self._arrived: list[torch.Tensor] | None = None  # order of the first backward's gradients
         self._join = JoinCoordinator(self.comm)
         self._set_buckets([])
 
@@ -110,7 +108,7 @@ class DDP(GradReducer, Replica):
         self._arrived = [] if len(self._buckets) > 1 or self.static_graph else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._in_backward:  # the last one was cut short by an error
+        if self._in_backward:  # an error interrupted the last backward
             self._reset()
         return super().forward(*args, **kwargs)
 
@@ -169,10 +167,9 @@ class DDP(GradReducer, Replica):
 
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
-        """Around a loop whose number of steps may differ between the ranks. All end with the
-        weights of a rank that was active last; an optimizer's state is each rank's own, so make a
-        new one to train on. Gradients are divided by the number of ranks, or `divide_by_active`.
-        """
+        """Allows a different number of steps on each rank in this block. All end with the weights
+        of a rank that was active last; optimizer state differs, so train on with a new optimizer.
+        Gradients are divided by the number of ranks or, with `divide_by_active`, active ranks."""
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)
         try:

@@ -1,12 +1,12 @@
-"""What the ranks of a DDP agree on: the order of buckets, what a static graph uses, who has data.
+"""Agreement between the ranks of a DDP: bucket order, static graphs, uneven inputs.
 
-    registered w0 w1 w2 w3, used w2 w0 w3 w1         gradients come   g1  g3  g0  g2
-    buckets by registration    [ g3  g2 ][ g1  g0 ]      the first is full when backward is over
-    buckets by arrival         [ g1  g3 ][ g0  g2 ]      so after the first backward
+    registered w0 w1 w2 w3, used w2 w0 w3 w1         gradients arrive   g1  g3  g0  g2
+    buckets by registration    [ g3  g2 ][ g1  g0 ]      the first is full only at the end
+    buckets by arrival         [ g1  g3 ][ g0  g2 ]      used after the first backward
 
-Ranks whose data ends early join: before each collective, an active rank announces its phase, and a
-joined rank that it is done: one all-reduce of a number for each rank. While any rank is active, the
-joined ones take part in the same collectives, as ranks that used no parameter: they change no sum.
+Uneven inputs: a rank that runs out of data joins. Before each collective, active ranks announce
+their phase and joined ranks DONE, by an all-reduce of one element per rank. While any rank is
+active, joined ranks take part in its collectives as if they used no parameter: sums do not change.
 
 Sources: "PyTorch Distributed", arXiv 2006.15704, sections 3.2.2, 4.2, 6.2.1; torch's `Join`.
 """
@@ -25,7 +25,7 @@ STATIC = "leave out static_graph=True: its ranks use the same parameters in ever
 def agreed_order(
     parameters: Sequence[nn.Parameter], arrived: Sequence[nn.Parameter], comm: Comm, src: int = 0
 ) -> list[nn.Parameter]:
-    """The order in which gradients arrived on rank `src`. Those that did not come are last."""
+    """The parameters in order of gradient arrival on rank `src`; those without gradients last."""
     place = {parameter: i for i, parameter in enumerate(parameters)}
     order = comm.broadcast_object([place[p] for p in arrived], src)
     others = sorted(set(place.values()) - set(order), reverse=True)
@@ -35,8 +35,8 @@ def agreed_order(
 def agreed_used(
     names: Mapping[nn.Parameter, str], used: Collection[nn.Parameter] | None, comm: Comm
 ) -> set[nn.Parameter]:
-    """The parameters that all ranks used; `used` is None on a rank that had no backward of its own.
-    Raises ValueError on every rank where they used different ones."""
+    """The parameters used, on all ranks alike; `used` is None on joined ranks. Raises ValueError on
+    every rank if ranks used different parameters."""
     mine = None if used is None else [names[p] for p in names if p in used]
     every = {rank: {*x} for rank, x in enumerate(comm.all_gather_object(mine)) if x is not None}
     first, *others = every
@@ -50,15 +50,13 @@ def agreed_used(
 
 
 class Phase(IntEnum):
-    """What a rank is about to do."""
-
     DONE = 0
     FORWARD = 1  # in which buffers are broadcast
     BACKWARD = 2
 
 
 class JoinCoordinator:
-    """The active ranks. Outside of `join()`, without a device, all are, and announce nothing."""
+    """Tracks active ranks. Outside of `join()` (device=None) all are active, without messages."""
 
     def __init__(
         self, comm: Comm, device: torch.device | None = None, divide_by_active: bool = False
@@ -68,7 +66,7 @@ class JoinCoordinator:
         self._device = device
 
     def announce(self, phase: Phase) -> Phase:
-        """The phase of the active ranks, DONE if none is. Raises ValueError where they differ."""
+        """The phase of the active ranks, DONE without any. Raises ValueError if phases differ."""
         if self._device is None:
             return phase
         numbers = torch.zeros(self.comm.size, device=self._device)
@@ -85,7 +83,7 @@ class JoinCoordinator:
 
     @property
     def first(self) -> int:
-        return self.active[0]  # it has what joined ranks no longer have
+        return self.active[0]  # its weights are current, those of joined ranks are not
 
     @property
     def divisor(self) -> int:

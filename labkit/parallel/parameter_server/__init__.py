@@ -1,5 +1,5 @@
-"""A parameter server: rank 0 keeps the optimizer, the others push gradients and pull weights.
+"""Parameter server: rank 0 runs the optimizer; workers push gradients and pull weights.
 
 synchronous.py        all ranks step together
-asynchronous.py       each pushes when it is ready; the server steps on stale gradients
+asynchronous.py       workers push independently; the server steps on stale gradients
 """

@@ -1,20 +1,20 @@
-"""A parameter server, asynchronous: each worker pushes and pulls when it is ready, and waits for no
-other. Its gradient may be *stale*: computed with weights that others have changed since.
+"""Asynchronous parameter server: workers push and pull independently. Gradients may be *stale*:
+computed with weights that other workers have updated since.
 
-    rank 0, the server  parameters P, the optimizer's state, room for one gradient G
+    rank 0, the server  parameters P, optimizer state, a buffer for one gradient G
     rank 1 ... n-1      parameters P and gradients G; each its own data
-    travels             G from a worker to the server and P back, in each of its steps
+    bytes per step      G from the worker to the server and P back
 
         rank 1  [ w0: forward backward ]push [ w1 .................... ]push
         rank 2  [ w0: forward backward ..........  ]push [ w3: forward ...
         rank 3  [ w0: forward backward ...... ]push [ w2: ...
         rank 0                         step -> w1    w2  w3
 
-    staleness of an update = version it is applied to - version its gradient was made with:
-    0 for rank 1 above, 1 for rank 3 (made with w0, applied to w1), 2 for rank 2
+    staleness of an update = weight version it is applied to - version its gradient was computed
+    with: 0 for rank 1 above, 1 for rank 3 (computed with w0, applied to w1), 2 for rank 2
 
-With `max_staleness=s` (*stale synchronous parallel*) a worker gets its next weights only when it is
-at most s steps ahead of the slowest; then no update is staler than (n-2)(2s + 1) on n ranks.
+With `max_staleness=s` (*stale synchronous parallel*) a worker waits while it is more than s steps
+ahead of the slowest; staleness is then at most (n-2)(2s + 1) on n ranks.
 
 Sources: Dean et al. (DistBelief), NIPS 2012, section 4.1; Li et al., "Scaling Distributed Machine
 Learning with the Parameter Server", OSDI 2014, section 3; Ho et al., "More Effective Distributed ML
@@ -35,14 +35,13 @@ from labkit.parallel.common.flat import check_dense
 from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.parameter_server.synchronous import SERVER
 
-DONE = -1  # in place of the version: this worker pushes no more
+DONE = -1  # sent as version by a worker that has finished
 POLL_S = 0.0002
 
 
 @dataclass(frozen=True)
 class Update:
-    """A step of the server: the gradient of `worker`, made with version `made_with` of the weights,
-    applied to version `applied_to`."""
+    """A server step: the gradient of weight version `made_with`, applied to `applied_to`."""
 
     worker: int
     made_with: int
@@ -50,16 +49,15 @@ class Update:
 
     @property
     def staleness(self) -> int:
-        """How many updates the server had made since the worker got its weights."""
         return self.applied_to - self.made_with
 
 
 class AsyncParameterServer(Replica):
-    """`module` on every rank; rank 0 serves its weights, the others train them, unsynchronised.
+    """Rank 0 serves the weights of `module`; the other ranks train them without synchronisation.
 
         model = AsyncParameterServer(module, torch.optim.SGD, lr=0.1)
 
-        def work():  # on each worker: an ordinary loop
+        def work():  # an ordinary training loop, on each worker
             for x, y in my_batches:
                 model.zero_grad()
                 F.mse_loss(model(x), y).backward()
@@ -67,20 +65,19 @@ class AsyncParameterServer(Replica):
 
         updates = model.run(work)  # on all ranks; rank 0 serves meanwhile
 
-    After `run` all ranks have the same weights and the list of all updates. Each gradient is
-    applied by itself: n workers make n steps where a synchronous server makes one. Buffers stay
-    each rank's own.
+    After `run` all ranks have the same weights and the list of all updates. The server steps once
+    per push: n workers make n steps where a synchronous server makes one. Buffers are not shared.
 
     Args:
-        module: any module; the copies start as rank 0's.
-        optimizer_cls: made on rank 0, with `defaults`; takes one step for each push.
-        comm: rank 0 serves, the others work; all by default. At least 2.
-        max_staleness: how many steps a worker may be ahead of the slowest; None: any number.
-        order: the workers in the order in which their first pushes are to be taken, so that a run
-            can be repeated to the bit; then, and by default, as they arrive.
+        module: any module; all copies start with rank 0's weights.
+        optimizer_cls: created on rank 0 with `defaults`.
+        comm: rank 0 serves, the others work; default: all. At least 2 ranks.
+        max_staleness: how many steps a worker may be ahead of the slowest; None: no limit.
+        order: the workers of the first pushes, in order, for bitwise reproducible runs; later
+            pushes are taken as they arrive.
 
-    Raises ValueError, on every rank, when the ranks have different models, or a parameter belongs
-    to another strategy; in `run`, when `order` asks for a worker that waits or is done.
+    Raises ValueError, on every rank, if the models differ between ranks or a parameter belongs to
+    another strategy; in `run`, if `order` names a worker that is waiting or done.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class AsyncParameterServer(Replica):
         self.max_staleness, self.order = max_staleness, list(order)
         self._check_arguments()
         self._parameters_to_serve = self._parameters_to_average
-        self._device = self._parameters_to_serve[0].device  # where the headers are, too
+        self._device = self._parameters_to_serve[0].device  # also of the headers
         self.optimizer: torch.optim.Optimizer | None = None
         if self.is_server:
             self.optimizer = optimizer_cls(self._parameters_to_serve, **defaults)
@@ -111,7 +108,7 @@ class AsyncParameterServer(Replica):
         return self.module(*args, **kwargs)
 
     def run(self, work: Callable[[], object]) -> list[Update]:
-        """Call `work` on each worker, and serve until all of them have returned from it."""
+        """Calls `work` on each worker; rank 0 serves until all have returned. Collective."""
         if self.is_server:
             self._serve()
         else:
@@ -123,7 +120,7 @@ class AsyncParameterServer(Replica):
         return self.updates
 
     def step(self) -> None:
-        """Push the gradients, then pull the weights that the server has by then."""
+        """Pushes the gradients, then pulls the server's current weights."""
         self._unchanged.check()
         self._send_header(self.version)
         for parameter in self._parameters_to_serve:
@@ -136,7 +133,7 @@ class AsyncParameterServer(Replica):
         self.version = int(version)
 
     def _send_header(self, version: int) -> None:
-        """The version with which the gradients were made, and which there are."""
+        """Header: the weight version, then for each parameter whether it has a gradient."""
         gradients = [p.grad for p in self._parameters_to_serve]
         for gradient in (g for g in gradients if g is not None):
             check_dense(gradient)
@@ -144,12 +141,11 @@ class AsyncParameterServer(Replica):
         self.comm.send(torch.tensor(header, dtype=torch.int64, device=self._device), SERVER)
 
     def _serve(self) -> None:
-        """Take a push, step, and answer all workers that may go on, until none is left. The slowest
-        is never ahead, so it always gets its answer."""
+        """Serves until all workers are done; always answers the slowest, so it cannot deadlock."""
         length = 1 + len(self._parameters_to_serve)
         pushes = _Pushes(self.comm, length, self._device, self.order)
         steps = dict.fromkeys(range(1, self.comm.size), 0)  # of active workers
-        waiting: list[int] = []  # workers that have pushed, and are too far ahead for an answer
+        waiting: list[int] = []  # workers that have pushed and are too far ahead
         while steps:
             worker, (made_with, *there) = pushes.next(waiting)
             if made_with == DONE:
@@ -197,7 +193,7 @@ class AsyncParameterServer(Replica):
 
 
 class _Pushes:
-    """The headers of pushes: in a given order, and then as they arrive."""
+    """Receives the headers of pushes: first in `order`, then as they arrive."""
 
     def __init__(self, comm: Comm, length: int, device: torch.device, order: list[int]):
         self._comm, self._length, self._device = comm, length, device
@@ -211,7 +207,7 @@ class _Pushes:
         self._coming[worker] = self._comm.irecv(header, worker), header
 
     def next(self, waiting: list[int]) -> tuple[int, list[int]]:
-        """A worker and its header. Raises ValueError where the order cannot be kept."""
+        """Returns (worker, header). Raises ValueError if `order` cannot be kept."""
         ordered = next(self._order, None)
         worker = self._first_to_arrive() if ordered is None else ordered
         values = [DONE]
@@ -226,7 +222,7 @@ class _Pushes:
 
     def _first_to_arrive(self) -> int:
         while True:
-            for worker, (handle, _) in self._coming.items():  # the longest expected ones first
+            for worker, (handle, _) in self._coming.items():  # longest-waiting first
                 if handle.is_completed():
                     return worker
             time.sleep(POLL_S)

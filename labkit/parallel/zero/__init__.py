@@ -1,7 +1,7 @@
-"""ZeRO stages 1 and 2: each rank keeps the optimizer's state, and the gradients, of its share.
+"""ZeRO stages 1 and 2: optimizer state, and in stage 2 gradients, are sharded over the ranks.
 
-zero.py       the strategy: reduce-scatter in backward, step on a share, gather parameters
-buckets.py    a bucket's gradients, and this rank's share of the averages; stage 2 frees the rest
-shares.py     a bucket's parameters, this rank's share of them, and what it owns of everything
-common/data_parallel.py says when a bucket leaves, for DDP and ZeRO alike
+zero.py       the strategy: reduce-scatter in backward, step on a share, all-gather parameters
+buckets.py    gradients of a bucket and this rank's share of their averages
+shares.py     parameters of a bucket and this rank's share of parameters and optimizer state
+common/data_parallel.py   when buckets are sent, for DDP and ZeRO alike
 """

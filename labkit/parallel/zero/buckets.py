@@ -1,9 +1,9 @@
-"""The gradients of a bucket under ZeRO-1 and 2, and this rank's share of their averages.
+"""Gradients of a bucket under ZeRO-1 and 2, and this rank's share of their averages.
 
-    gradients    a a a a a a b b c c c .    filled as backward makes them, each divided by n
+    gradients    a a a a a a b b c c c .    filled during backward, each divided by n
     averaged             a a b b            rank 1's share of 3, summed over the ranks
 
-Between backward and step, `.grad` only says that there is a gradient.
+Between backward and step, `.grad` only marks that a gradient exists.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ from labkit.precision.shadow_optimizer import fp32_gradient
 
 
 class GradientInPieces(Tensor):
-    """Has the gradient's shape and dtype. Computing with it raises ValueError: torch's
-    `clip_grad_norm_` would clip each share by its own norm."""
+    """A placeholder with the gradient's shape and dtype. Computing with it raises ValueError, as
+    torch's `clip_grad_norm_` would clip each share by its own norm."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     __repr__ = object.__repr__  # type: ignore[assignment]
@@ -36,10 +36,9 @@ class GradientInPieces(Tensor):
 
 
 def gradient_in_pieces(p: Tensor, gradient: Tensor | None) -> Tensor:
-    """What `.grad` of `p` is between backward and step: of its shape and dtype, in the memory of
-    `gradient`, or in none."""
+    """The `.grad` of `p` between backward and step, in the memory of `gradient` or without any."""
     like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
-    if type(like) is not Tensor:  # a fake one, in a dry run
+    if type(like) is not Tensor:  # a fake tensor, in a dry run
         return like
     if gradient is None:
         like.untyped_storage().resize_(0)
@@ -47,19 +46,19 @@ def gradient_in_pieces(p: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 class ZeroBucket(ParamShare, GradBuffer):
-    """Some parameters, their gradients, and this rank's share of both. Stage 1: gradients stay."""
+    """Parameters, gradients and this rank's share of both. Stage 1: keeps unsharded gradients."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: Comm, names: Mapping[Tensor, str]):
         ParamShare.__init__(self, parameters, comm)
         GradBuffer.__init__(self, parameters, self.partition, names)
-        self.in_pieces: dict[Tensor, Tensor] = {}  # what `.grad` is after backward
-        self.averaged = self.share[:0]  # until gradients have come
+        self.in_pieces: dict[Tensor, Tensor] = {}  # `.grad` after backward
+        self.averaged = self.share[:0]  # until gradients arrive
         self.sending: Handle | None = None
         self._adds: set[Tensor] = set()  # parameters with a gradient from earlier backwards
         self._aside: Tensor | None = None
 
     def before_adding(self, p: Tensor) -> Callable[[Any], Any]:
-        """A hook before autograd adds to `p.grad`: what is there is divided, what is added not."""
+        """A hook that divides an incoming gradient if autograd adds it to a divided `p.grad`."""
 
         def hook(gradients: Any) -> Any:
             if not self.uncover(p):
@@ -70,7 +69,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         return hook
 
     def uncover(self, p: Tensor) -> bool:
-        """Have in `.grad` what autograd may add to; returns whether that is divided already."""
+        """Makes `p.grad` a tensor that autograd can add to; returns whether it is divided by n."""
         if p.grad is not None and p.grad is self.in_pieces.get(p):
             p.grad = self.view[p]
         return p.grad is not None and p.grad is self.view.get(p)
@@ -97,7 +96,6 @@ class ZeroBucket(ParamShare, GradBuffer):
         return self.flag_unused()
 
     def receives_in(self, gradients: Tensor) -> Tensor:
-        """The memory in which the average of this rank's share is to arrive."""
         self.averaged = self.partition.share_of(gradients, self.comm.rank)
         return self.averaged
 
@@ -113,7 +111,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         self._adds.clear()
 
     def _averages_are_there(self) -> None:
-        """The other shares are zero here, so that a second backward adds only what is new."""
+        """Zeroes the other shares, so that a second backward sends only new gradients."""
         assert self.flat is not None
         begin = self.comm.rank * self.partition.share
         self.flat[:begin].zero_()
@@ -153,20 +151,20 @@ class ZeroBucket(ParamShare, GradBuffer):
             if x is not None:
                 x.zero_()
 
-    def put_aside(self) -> None:  # of a TiedGradient, as is `sum_copies`
+    def put_aside(self) -> None:  # implements TiedGradient, with `sum_copies`
         has_gradients = any(self.has_gradient(p) for p in self.owners_of_pieces)
         self._aside = self.averaged.clone() if has_gradients else None
         for p in self.parameters:
             p.grad = None
 
     def sum_copies(self, copies: Any) -> None:
-        copies.all_reduce(self.averaged)  # the parameter is alone here, so its copies are cut alike
+        copies.all_reduce(self.averaged)  # alone in its bucket, so equally sharded on all
         if self._aside is not None:
             self.averaged.add_(self._aside)
         self._cover(self.parameters)
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | Tensor | None) -> None:
-        """One step on this rank's share; gradients in 16 bits are multiplied by `factor`."""
+        """Steps on this rank's share, with 16-bit gradients times `factor`."""
         gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient
@@ -175,16 +173,15 @@ class ZeroBucket(ParamShare, GradBuffer):
             x.grad = None
 
     def end_step(self) -> None:
-        """After a step, or in place of one: the gradients are of no use any more."""
+        """Called after a step or a skipped step: the gradients are no longer needed."""
 
 
 class Stage2Bucket(ZeroBucket):
-    """Stage 2: of the gradients only this rank's share stays, the others leave and are freed.
+    """Stage 2: keeps this rank's share of the gradients and frees the rest. Averages arrive in
+    `averaged` itself if it is free: at first, after `zero_grad`, and after a step. Otherwise
+    (accumulation) they are added to it."""
 
-    The averages, of the parameters `averaged_for`, arrive in `averaged` itself where it is free: at
-    first, after `zero_grad`, and after a step. Otherwise (accumulation) they are added to it."""
-
-    _stepped_on = False  # the next backward may overwrite what is there
+    _stepped_on = False  # the next backward may overwrite `averaged`
     _beside: Tensor | None = None
 
     def __init__(self, *args: Any):
@@ -213,7 +210,7 @@ class Stage2Bucket(ZeroBucket):
         return p in self.averaged_for
 
     def uncover(self, p: Tensor) -> bool:
-        """Averages stay where they are; what was set by hand replaces them."""
+        """Keeps averages in place, unless `.grad` was set by hand, which replaces them."""
         in_pieces = self.in_pieces.pop(p, None)
         if in_pieces is not None and p.grad is in_pieces:
             p.grad = None

@@ -1,10 +1,10 @@
-"""The parameters of a bucket under ZeRO-1 and 2, and what this rank owns of them.
+"""Parameters of a bucket under ZeRO-1 and 2, and this rank's share of them.
 
-Parameters a, b and c, of 6, 2 and 3 elements, on 3 ranks, as rank 1 has them:
+Parameters a, b and c, of 6, 2 and 3 elements, on rank 1 of 3:
 
-    whole        a a a a a a b b c c c .    the same on every rank, padded; the parameters' memory
-    share                a a b b            rank 1's, a view of whole
-    stepped              a a b b            the share itself; of a bf16 share an fp32 master copy
+    whole        a a a a a a b b c c c .    the parameters' memory, padded; equal on all ranks
+    share                a a b b            of rank 1: a view of whole
+    stepped              a a b b            the share itself, or the fp32 master of a bf16 share
     stand_ins           [a a|b b]           views of stepped: the optimizer's parameters
 """
 
@@ -27,7 +27,7 @@ from labkit.precision.shadow_optimizer import (
     sync_master_from_param,
 )
 
-STEP_COUNT_BYTES = 4  # Adam has one for each tensor that it steps on
+STEP_COUNT_BYTES = 4  # Adam counts steps for each tensor
 
 
 class ParamShare:
@@ -54,7 +54,7 @@ class ParamShare:
         self._gathering: Handle | None = None
 
     def check_in_place(self, p: Tensor, name: str) -> None:
-        """Raises ValueError where `p` lies elsewhere than in `whole`."""
+        """Raises ValueError if `p` is no longer in the memory of `whole`."""
         memory, flat = p.untyped_storage(), self.whole
         if memory._cdata != flat.untyped_storage()._cdata or p.dtype != flat.dtype:
             raise ValueError(
@@ -68,7 +68,7 @@ class ParamShare:
         self._gathering = self.comm.all_gather_into_tensor(
             self.whole, self.share, async_op=async_op
         )
-        # A backward through the forward of before must be an error, as after any torch optimizer.
+        # A backward through an earlier forward must raise, as after any torch optimizer's step.
         torch.autograd.graph.increment_version(self.parameters)
         self._versions = [p._version for p in self.parameters]
 
@@ -83,7 +83,7 @@ class ParamShare:
 
 
 class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
-    """What a ZeroOptimizer owns on this rank: its pieces of gradients, parameters and state."""
+    """The pieces of gradients, parameters and state that a ZeroOptimizer owns on this rank."""
 
     comm: Comm
     stage: int
@@ -98,7 +98,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
             bucket.wait_for_parameters()
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
-        """Those in 16 bits are yet to be multiplied by `gradient_factor`."""
+        """See OwnsGradientPieces; 16-bit pieces are not yet multiplied by `gradient_factor`."""
         return self.own_gradients(), self.comm
 
     def own_gradients(self) -> list[Tensor]:
@@ -167,10 +167,9 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
 
 
 class ParamGatherer:
-    """Before the forward of each module of `model`, its own parameters have arrived. It also waits
-    for those of modules below it that have not been called so far, as attention uses a projection
-    without a call; and for modules `beside` it, as column-parallel layers that multiply together.
-    """
+    """Waits for a module's own parameters before its forward. Also waits for submodules that were
+    never called, since a parent may use their weights directly (attention), and for modules in its
+    attribute `beside` (column-parallel layers that multiply together)."""
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[Tensor, ParamShare]):
         self._buckets: dict[nn.Module, list[ParamShare]] = {}
@@ -178,17 +177,17 @@ class ParamGatherer:
             own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
             if own:
                 self._buckets[module] = list(dict.fromkeys(own))
-        self._below: dict[nn.Module, list[nn.Module]] = {}  # itself too, where it has parameters
+        self._below: dict[nn.Module, list[nn.Module]] = {}  # and itself, if it has parameters
         self._called: WeakSet[nn.Module] = WeakSet()
         before, wait = while_alive(self._before), while_alive(self._wait)
         for module in model.modules():
             self._below[module] = [part for part in module.modules() if part in self._buckets]
             module.register_forward_pre_hook(before)
-            module.register_state_dict_pre_hook(wait)  # called for each module that is in it
+            module.register_state_dict_pre_hook(wait)  # called for each submodule
 
     def _before(self, module: nn.Module, *_: Any) -> None:
         if module not in self._below:
-            return  # a copy of `model` has its hooks, and parameters that nobody gathers
+            return  # a copy of `model`: it has the hooks, but its parameters are not gathered
         self._called.add(module)
         uncalled = [part for part in self._below[module] if part not in self._called]
         for part in (module, *getattr(module, "beside", ()), *uncalled):
@@ -202,9 +201,9 @@ class ParamGatherer:
 def predict_zero(
     module: nn.Module, size: int, stage: int, bucket_mb: float = 25, rank: int | None = None
 ) -> Footprint:
-    """With Adam, on `rank`; None: the mean of all ranks. Padding is sent, but not held by any."""
+    """Bytes with Adam on `rank`, or the mean over ranks. Padding counts as sent, not as held."""
     ranks = range(size) if rank is None else [rank]
-    gradients = optimizer = sent = 0  # bytes; the first two of all these ranks
+    gradients = optimizer = sent = 0  # bytes; the first two summed over `ranks`
     for bucket in cut([p for p in module.parameters() if p.requires_grad], bucket_mb * MB):
         layout = FlatPartition([p.shape for p in bucket], size)
         element = bucket[0].element_size()

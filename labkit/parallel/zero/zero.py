@@ -1,18 +1,18 @@
-"""ZeRO, stages 1 and 2: data parallelism in which each rank keeps the optimizer of its share.
+"""ZeRO stages 1 and 2: data parallelism with sharded optimizer state and gradients.
 
     bytes held for Adam, P parameters, n ranks       model in bf16          in fp32
         DDP                                          2P + 2P + 12P          4P + 4P + 8P
-        stage 1, the optimizer's state is sharded    2P + 2P + 12P/n        4P + 4P + 8P/n
-        stage 2, the gradients, too                  2P + (2P + 12P)/n      4P + (4P + 8P)/n
+        stage 1, optimizer state is sharded          2P + 2P + 12P/n        4P + 4P + 8P/n
+        stage 2, gradients, too                      2P + (2P + 12P)/n      4P + (4P + 8P)/n
 
-An all-reduce is a reduce-scatter, then an all-gather. Between the two, each rank has the averages
-of one share, all that it needs to step on it. What is gathered is not gradients, but parameters:
+An all-reduce is a reduce-scatter followed by an all-gather. After the reduce-scatter each rank has
+the averages of one share and can step on it, so ZeRO gathers parameters instead of gradients:
 
         rank 1   | backward: g9 g8 g7 | g6 g5 g4 | g3 ...  | step on share 1 |
                          [ reduce-scatter ][ reduce-scatter ]        [ all-gather of parameters ]
 
-    travels      (n-1)/n (G + P) from each rank and step, as with DDP: G bytes of gradients, then P
-                 of parameters; each bucket is padded to n equal shares
+    each rank sends   (n-1)/n (G + P) per step, as with DDP: G bytes of gradients, then P of
+                      parameters; each bucket is padded to n equal shares
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 """
@@ -36,26 +36,26 @@ from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
 from labkit.parallel.zero.shares import OwnedShares, ParamGatherer, predict_zero
 from labkit.precision.shadow_optimizer import value_of
 
-IN_FLIGHT = 2  # buckets of stage 2 whose gradients are whole, on their way
+IN_FLIGHT = 2  # stage-2 buckets with unsharded gradients at a time
 
 
 class ZeroOptimizer(OwnedShares):
-    """`optimizer_cls`, of which each rank has its share, and the averaging of gradients.
+    """Averages gradients and runs `optimizer_cls` on this rank's share of the parameters.
 
     Args:
-        params: parameters, groups of them, or named ones; replicas start as rank 0's.
-        optimizer_cls: any torch optimizer that treats each element by itself; with `defaults`.
-        stage: 1 shards the optimizer's state (and fp32 master copies); 2 the gradients, too.
-        comm: the ranks that share; all by default.
-        bucket_mb: gradients and parameters travel in pieces of about this many MiB.
-        gather_in: the model; then `step` returns at once, and new parameters arrive while the next
-            forward runs. `wait()` for them before anything else reads them (`copy.deepcopy`).
+        params: parameters, parameter groups or named parameters; all ranks start with rank 0's.
+        optimizer_cls: a torch optimizer with elementwise updates, created with `defaults`.
+        stage: 1 shards optimizer state (with fp32 master copies); 2 also gradients.
+        comm: the ranks to shard over; default: all.
+        bucket_mb: maximum bucket size in MiB; a larger parameter is a bucket by itself.
+        gather_in: the model, to overlap the all-gather of parameters with its next forward. Call
+            `wait()` before other code reads them (`copy.deepcopy`).
 
-    After `loss.backward()` each rank has the averages of its share, in stage 2 until `zero_grad` or
+    After backward each rank has the averages of its share; stage 2 keeps them until `zero_grad` or
     the first backward after `step`. Computing with `.grad`, as torch's `clip_grad_norm_` does,
-    raises ValueError: clip with this optimizer's. A `.grad` set by hand, on all ranks, is averaged
-    by the next `step`. Scale losses with labkit.GradScaler; torch's is refused. fp32 master copies
-    follow the model's `load_state_dict`; a write past autograd (`p.data`) is undone by `step`.
+    raises ValueError; use this optimizer's. The next `step` averages a `.grad` set by hand on all
+    ranks. Scale losses with labkit.GradScaler; torch's raises. fp32 master copies follow the
+    model's `load_state_dict`, but `step` undoes writes past autograd (`p.data`).
     """
 
     copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
@@ -93,7 +93,7 @@ class ZeroOptimizer(OwnedShares):
         self._set_buckets([kind(group, self.comm, self._named) for group in groups])
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         self.max_in_flight = None if stage == 1 else IN_FLIGHT
-        self._not_averaged = False  # gradients of `no_sync` that no backward has sent since
+        self._not_averaged = False  # gradients from `no_sync` that were not sent since
         # Hooks on these nodes, unlike hooks on tensors, do not run in `torch.autograd.grad`.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of]
         for (p, bucket), node in zip(self._bucket_of.items(), self._nodes, strict=True):
@@ -139,7 +139,7 @@ class ZeroOptimizer(OwnedShares):
             bucket.sync_master_from_param()
             bucket.step(self.inner, factor)
             bucket.end_step()
-            last = bucket is self._buckets[0]  # nothing here could hide it
+            last = bucket is self._buckets[0]  # no computation left to overlap with
             bucket.gather(async_op=not last or self._gathers is not None)
         if self._gathers is None:
             self.wait()

@@ -1,11 +1,11 @@
-"""The flat memory of a unit under ZeRO-3, for each kind of parameter (one dtype, frozen or not).
+"""The flat buffers of a unit under ZeRO-3, for each kind of parameter (one dtype, frozen or not).
 
                     | a a a a a a | b b | c c c c c c c | pad |      a FlatPartition
     share           |     rank 0     |  rank 1  ...                  always: master dtype, 1/n
     full            | a a a a a a | b b | c c c c c c c | pad |      while in use: compute dtype
     unreduced       | their gradients, divided by n     | pad |      until they are reduced
 
-Only the memory behind `full` and `unreduced` comes and goes: autograd may keep views of them.
+`full` and `unreduced` are allocated and freed behind their views, which autograd may keep.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ NORMS = {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter stands: `module.attribute`; `unit` is the module whose forward uses it."""
+    """The location of a parameter: `module.attribute`, gathered for the forward of `unit`."""
 
     name: str
     module: nn.Module
@@ -37,22 +37,22 @@ class Place:
     def put(self, parameter: Any) -> None:
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.attribute] = parameter
-        else:  # recurrent layers keep a list of their weights in step
+        else:  # recurrent layers also update their list of weights
             setattr(self.module, self.attribute, parameter)
 
 
 def compute_dtype_of(parameter: Tensor, asked: torch.dtype | None) -> torch.dtype:
-    """Of the gathered parameter; integers stay what they are."""
+    """The dtype of the gathered parameter; integers keep theirs."""
     return asked if asked and parameter.is_floating_point() else parameter.dtype
 
 
 def master_dtype_of(parameter: Tensor, asked: torch.dtype | None) -> torch.dtype:
-    """Of what the optimizer steps on: float32 where the model computes in 16 bits."""
+    """The dtype of the optimizer's copy: float32 if the model computes in 16 bits."""
     return torch.float32 if asked in HALF and parameter.is_floating_point() else parameter.dtype
 
 
 class ResizableBuffer:
-    """A flat tensor of a partition, whose memory comes and goes behind its views."""
+    """A flat tensor with memory that is allocated and freed behind its views."""
 
     def __init__(self, partition: FlatPartition, dtype: torch.dtype, device: torch.device):
         self.flat = torch.empty(partition.padded, dtype=dtype, device=device)
@@ -72,14 +72,13 @@ class ResizableBuffer:
 
 
 class Flat:
-    """Parameters of one unit and kind.
+    """Parameters of one unit, all of the same dtype and device and all frozen or all trainable.
 
-    shards      what the optimizer steps on: of each parameter this rank's piece, flat, maybe empty
-    gathered    what the model computes with: the parameters in their shapes, views of `full`
-    ungathered  what the modules have during a pass while `full` is free
+    shards      the optimizer's parameters: this rank's piece of each, flat, maybe empty
+    gathered    the model's parameters in their shapes, views of `full`
+    ungathered  placeholders in the modules during a pass, while `full` is freed
 
-    Kept whole (few elements), the "share" is everything and the gradients are all-reduced.
-    """
+    With `keep_whole` (few elements) the share is the whole buffer; gradients are all-reduced."""
 
     def __init__(
         self, group: list[tuple[nn.Parameter, list[Place]]], comm: Comm, keep_whole: bool,
@@ -103,7 +102,7 @@ class Flat:
             for mark in marks_of(parameter):
                 mark.attach_to(shard)
                 mark.attach_to(gathered)
-            if parameter._backward_hooks:  # of `register_hook`
+            if parameter._backward_hooks:  # from `register_hook`
                 gathered._backward_hooks = parameter._backward_hooks
             shard.register_hook = refuse_hook  # type: ignore[method-assign]
             shard.register_post_accumulate_grad_hook = refuse_hook  # type: ignore[method-assign]
@@ -111,8 +110,8 @@ class Flat:
         names = {x: at[0].name for x, at in zip(self.gathered, self.places, strict=True)}
         self.gradients = GradBuffer(self.gathered, cut, names)
         self.gradients.use(self.unreduced.flat)
-        self.gradient: Tensor | None = None  # [share], what the shards' gradients lie in
-        self.ungathered: list[Tensor] = []  # `register_hooks` makes them
+        self.gradient: Tensor | None = None  # [share], memory of the shards' gradients
+        self.ungathered: list[Tensor] = []  # set by `register_hooks`
         self.resting: Sequence[Tensor] = self.shards
         self._handle: Handle | None = None
         self.reset()
@@ -163,11 +162,10 @@ class Flat:
     def take_gradient(self, parameter: Tensor) -> None:
         self.gradients.take(parameter)
         self.unreduced.allocate()
-        self.gradients.put(parameter, self.comm.size)  # the other one is freed
+        self.gradients.put(parameter, self.comm.size)  # frees the old one
 
     def send_gradients(self, async_op: bool) -> None:
-        """Sum them over the ranks. They arrive in `gradient` itself, which the shards then show,
-        unless these have some already, to which they are added, or the dtype is another."""
+        """Sums over ranks, directly into `gradient` if shards have none yet and dtypes match."""
         self.unreduced.allocate()
         flat = self.gradients.flag_unused()
         self._are_new = all(self.shards[piece.index].grad is None for piece in self.pieces)
@@ -203,7 +201,7 @@ class Flat:
 
 
 class ShardGradient(Tensor):
-    """The `.grad` of a shard: a norm does not take it for the whole. Copies of it are plain."""
+    """The `.grad` of a shard. Norms of it raise ValueError; copies are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,7 +217,6 @@ class ShardGradient(Tensor):
 
 
 def refuse_hook(*_: Any) -> None:
-    """In place of a shard's `register_hook`. Raises ValueError."""
     raise ValueError(
         "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"

@@ -1,5 +1,4 @@
-"""The passes of ZeRO-3 over a model: in which order units are used, which gradients a backward has
-yet to reduce, what tensors go in and come out, and which of them autograd keeps for backward."""
+"""Passes under ZeRO-3: unit order, pending gradients, hooks on inputs, outputs, saved tensors."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
 
 
 class Order:
-    """The order in which units are used, in this pass and in the last one."""
+    """The order of units in this pass and in the last one."""
 
     def __init__(self) -> None:
         self._now: list[Unit] = []
@@ -28,8 +27,8 @@ class Order:
         self._follows = True
 
     def after(self, unit: Unit, number: int) -> list[Unit]:
-        """`unit` is used now; returns those that came after it in the last pass, as long as this
-        one follows that."""
+        """Records that `unit` is used; returns its next `number` successors in the last pass, or
+        none once this pass deviates from it."""
         at = len(self._now)
         self._follows = self._follows and at < len(self._before) and self._before[at] is unit
         self._now.append(unit)
@@ -37,20 +36,19 @@ class Order:
 
 
 class PendingGradients:
-    """What the running backwards (by their graph tasks) have not reduced yet."""
+    """Gradients not yet reduced, for each running backward (by graph task)."""
 
     def __init__(self) -> None:
         self._to_send: dict[int, dict[Flat, None]] = {}  # in order
-        self._noted: dict[int, set[Unit]] = {}  # units that have taken part
+        self._noted: dict[int, set[Unit]] = {}  # units that took part
         self._in_flight: deque[Flat] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._to_send)
 
     def begin(self, task: int) -> bool:
-        """Returns whether this backward is new."""
         if task in self._to_send:
-            return False
+            return False  # known already
         self._to_send[task], self._noted[task] = {}, set()
         return True
 
@@ -61,7 +59,7 @@ class PendingGradients:
             self._to_send[task].update(dict.fromkeys(unit.trainable))
 
     def reduce(self, flat: Flat, async_op: bool) -> None:
-        """Send the gradients of `flat`; at most `REDUCES_IN_FLIGHT` are under way."""
+        """Sends the gradients of `flat`, with at most `REDUCES_IN_FLIGHT` in flight."""
         for pending in self._to_send.values():
             pending.pop(flat, None)
         while len(self._in_flight) >= REDUCES_IN_FLIGHT:
@@ -82,8 +80,8 @@ class PendingGradients:
 
 
 class SavedParameters:
-    """What autograd saves for backward is often a parameter, whose memory is gone by then. Its unit
-    is noted, for what reaches it not through the unit's output (a loss that a layer keeps)."""
+    """Autograd saves gathered parameters, which are freed before backward needs them. These hooks
+    gather their unit again even if backward does not pass the unit's output (an auxiliary loss)."""
 
     def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
         self._use = use
@@ -92,16 +90,16 @@ class SavedParameters:
         }
 
     def shares_memory(self, output: Any, unit: Unit) -> bool:
-        """Whether `output` has a view of a parameter of `unit`, as an identity returns one."""
+        """Whether `output` contains a view of a parameter of `unit`."""
         memories = (x.untyped_storage() for x in tensors_in(output) if x.layout == torch.strided)
         return any(self.unit_of_memory.get(memory._cdata) is unit for memory in memories)
 
     def pack(self, x: Tensor) -> tuple[Unit | None, Tensor]:
-        """Called by autograd when forward saves `x`: notes the unit whose memory it is in."""
+        """Called by autograd to save `x`: adds the unit that owns its memory, if any."""
         return self.unit_of_memory.get(x.untyped_storage()._cdata), x
 
     def unpack(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
-        """Called by autograd when backward needs what was saved: gathers its unit first."""
+        """Called by autograd to read a saved tensor: gathers its unit first."""
         unit, x = saved
         if unit is not None and not unit.is_gathered:
             self._use(unit)
@@ -122,7 +120,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
-    """Have `hook` called before the backward of what a unit has put out."""
+    """Calls `hook` before the backward of a unit's outputs. Raises ValueError without tensors."""
     outputs = list(tensors_in(output))
     if not outputs and output is not None:
         raise ValueError(
@@ -137,8 +135,8 @@ def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
 def watch_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[Tensor], None]
 ) -> tuple[int, Any]:
-    """Have `hook` called with the gradient of each of a unit's inputs, before the unit before is;
-    returns how many have one, and views of them, to give to the unit. (Containers stay.)"""
+    """Calls `hook` with the gradient of each input tensor (not in containers), before the previous
+    unit's backward; returns their number and (args, kwargs) with views to pass to the unit."""
     every = [*args, *kwargs.values()]
     nested = {id(x) for x in tensors_in([y for y in every if not isinstance(y, Tensor)])}
     views = {
@@ -153,7 +151,7 @@ def watch_inputs(
 
 
 def cast(nested: Any, dtype: torch.dtype) -> Any:
-    """The same, with tensors of real numbers in `dtype`, each once (`q is k`)."""
+    """Casts floating-point tensors to `dtype`, each once, so that `q is k` still holds."""
     made: dict[int, Tensor] = {}
 
     def converted(x: Tensor) -> Tensor:

@@ -1,19 +1,19 @@
-"""Sharded construction: a model is built, and no rank ever holds all of it.
+"""Sharded construction: builds a model that never exists in full on any rank.
 
     with ZeRO3.init(comm):
         model = GPT(...)             # any module's own code, initialisation included
     model = ZeRO3(model, comm)
 
-Each parameter that a module registers becomes a `ShardedParameter`, with 1/n of its elements. One
-at a time is *open*, that is, whole: the newest, or the last that was touched.
+Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. One at a time is
+*open* (gathered): the newest, or the last one used.
 
     weight = empty(...)       register      normal_(weight)      bias = empty(...)   register
-    rank 0   [whole      ]    open          open, drawn          [0   ] closed       bias is open
-    rank 1   [whole      ]    open          open, drawn          [   1] closed       bias is open
+    rank 0   [whole      ]    open          open, filled         [0   ] closed       bias is open
+    rank 1   [whole      ]    open          open, filled         [   1] closed       bias is open
 
-    each rank holds   P/n of closed parameters, and the one that is open
-    travels           (n-1)/n of a parameter's bytes whenever it closes (rank 0 scatters what it
-                      drew), and as much whenever it opens again (all-gather; not by `normal_`)
+    each rank holds   P/n of closed parameters, and the open one
+    traffic           (n-1)/n of a parameter's bytes each time it closes (rank 0 scatters its
+                      values) or opens again (all-gather; not for `normal_`)
 
 Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
 """
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from labkit.comm import Comm
 
 aten = torch.ops.aten
-OVERWRITES = {  # their first argument need not be gathered: all its elements get new values
+OVERWRITES = {  # they overwrite all of their first argument, so it is not gathered
     aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.copy_.default,
     aten.fill_.Scalar, aten.fill_.Tensor, aten.exponential_.default, aten.random_.default,
     aten.bernoulli_.float,
@@ -40,10 +40,10 @@ OVERWRITES = {  # their first argument need not be gathered: all its elements ge
 
 @contextmanager
 def sharded_init(comm: Comm | None = None) -> Iterator[None]:
-    """Parameters that modules register in this block are sharded over the ranks of `comm` (all by
-    default), which run the same block; not buffers, lazy or meta ones. With one seed the weights
-    are the same to the bit as in one process. A view, as `weight[0]`, may be written to until
-    another parameter is made or touched."""
+    """Shards the parameters that modules register in this block over the ranks of `comm` (default:
+    all), which must run the same block; buffers, lazy and meta parameters are not sharded. With one
+    seed the weights are bitwise those of one process. Views such as `weight[0]` are writable until
+    another parameter is created or used."""
     construction = Construction(Comm.of(comm))
     register = nn.Module.register_parameter
 
@@ -65,15 +65,14 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
 
 
 class _ClosesBeforeNew(TorchDispatchMode):
-    """What makes a tensor from nothing, as `torch.empty`, is about to make the next parameter: the
-    open one closes before, and not when there are two."""
+    """Closes the open parameter before a factory such as `torch.empty` allocates the next one."""
 
     def __init__(self, construction: "Construction"):
         super().__init__()
         self._construction = construction
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # its first use would load torch._dynamo, for 3 s
+    def _should_skip_dynamo(cls) -> bool:  # saves 3 s of importing torch._dynamo
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,8 +82,7 @@ class _ClosesBeforeNew(TorchDispatchMode):
 
 
 class Elements:
-    """The elements of one parameter, and of what `detach` makes of it: this rank's share, and all
-    of them while it is open."""
+    """This rank's share of one parameter and its detached aliases; `full` only while it is open."""
 
     def __init__(self, what: str, full: Tensor, construction: "Construction"):
         self.what, self.construction = what, construction
@@ -117,20 +115,18 @@ class Elements:
 
 
 class Construction:
-    """The parameters that one `sharded_init` block makes, over the ranks of `comm`."""
-
     def __init__(self, comm: Comm):
         self.comm, self.is_over = comm, False
-        # No weak references: ranks collect garbage at different times, and must close alike.
+        # Not weak: ranks must close alike, but collect garbage at different times.
         self._open: list[Elements] = []
 
     def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
-        """The sharded one, inside of the object to which the module's code may still write."""
+        """Swaps the sharded parameter into `parameter`, which the module may still write to."""
         sharded = ShardedParameter(self.new(what, parameter.detach()), parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)
         try:
             torch.utils.swap_tensors(parameter, sharded)
-        except RuntimeError:  # a fake tensor, which has nothing to write to
+        except RuntimeError:  # a fake tensor, without data to write to
             return parameter.__dict__.setdefault("_sharded", sharded)
         return parameter  # type: ignore[return-value]
 
@@ -151,8 +147,8 @@ class Construction:
 
 
 class ShardedParameter(Tensor):
-    """An `nn.Parameter` to look at, with this rank's share of the elements inside. An operation
-    gets it whole while the model is built; afterwards it is an error."""
+    """Looks like an `nn.Parameter`, but holds this rank's share. Operations gather it while the
+    model is built, and raise ValueError afterwards."""
 
     elements: Elements
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -165,11 +161,11 @@ class ShardedParameter(Tensor):
             requires_grad=requires_grad, storage_size=0,
         )  # fmt: skip
         self.elements = elements
-        self._is_param = True  # by this, torch takes a subclass for an nn.Parameter
+        self._is_param = True  # so that torch treats a subclass as an nn.Parameter
         return self
 
     def whole(self) -> Tensor:
-        """All elements, from all ranks, each of which calls this."""
+        """All elements. Collective: call it on every rank."""
         full = self.elements.full
         return self.elements.gathered() if full is None else full
 
@@ -179,7 +175,7 @@ class ShardedParameter(Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        """As initialisations do: `layer.weight.data = torch.zeros(3, 5)`."""
+        """For initialisation code such as `layer.weight.data = torch.zeros(3, 5)`."""
         old = self.elements
         if not isinstance(new, ShardedParameter):
             new = ShardedParameter(old.construction.new(old.what, new.detach()), False)
@@ -196,7 +192,7 @@ class ShardedParameter(Tensor):
         touched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
         elements = [x.elements for x in touched]
         construction = elements[0].construction
-        if func is aten._to_copy.default:  # to another dtype or device, as `module.to` does
+        if func is aten._to_copy.default:  # dtype or device, for `module.to`
             construction.only_open([])
             kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
             return cls(elements[0].of_share(func(elements[0].share, **kwargs)), requires_grad=False)
@@ -210,7 +206,7 @@ class ShardedParameter(Tensor):
         construction.only_open(once, elements[0] if func in OVERWRITES else None)
         args, kwargs = tree_map_only(cls, lambda x: x.elements.full, (args, kwargs))
         result = func(*args, **kwargs)
-        return next((x for x in touched if x.elements.full is result), result)  # in place: itself
+        return next((x for x in touched if x.elements.full is result), result)  # in-place: itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         self.elements.construction.only_open([])
@@ -219,7 +215,7 @@ class ShardedParameter(Tensor):
         return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["share"], None  # so `nn.Module.to` exchanges the whole object
+        return ["share"], None  # so that `nn.Module.to` swaps the whole object
 
     @staticmethod
     def __tensor_unflatten__(*_: Any) -> Tensor:

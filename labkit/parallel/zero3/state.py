@@ -1,4 +1,4 @@
-"""What ZeRO-3 shows of a model: this rank's shards, and the whole state, parameter by parameter."""
+"""The state of a model under ZeRO-3: this rank's shards, and full state dicts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from labkit.parallel.zero3.flat import Flat
 
 
 class WholeState:
-    """Methods of `ZeRO3`. All but `owned` and `gradient_pieces` are called on all ranks."""
+    """Methods of `ZeRO3`. Clipping and both state-dict methods are collective."""
 
     module: nn.Module
     comm: Comm
@@ -23,12 +23,12 @@ class WholeState:
     clip_grad_norm_: Callable[..., Tensor]  # of common/clipping.py
     awaits_gradients = False  # since a forward with autograd
     shards_parameters = True
-    sends_once = False  # whole gradients would need the memory that this stage saves
+    sends_once = False  # unsharded gradients would need the memory that this stage saves
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's pieces, under the names that their parameters have in the module."""
+        """This rank's pieces, under their parameters' names in the module."""
         for name, shard in self._named:
             if shard.numel():
                 yield (f"{prefix}.{name}" if prefix else name), shard
@@ -46,12 +46,12 @@ class WholeState:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Every backward adds to the shards' gradients: to hold back whole ones needs memory."""
+        """Does nothing: each backward is reduced, as unsharded gradients would need memory."""
         yield
 
     @property
     def gathered_bytes(self) -> int:
-        """Now; `peak_gathered_bytes`: the most since one set it to 0."""
+        """Bytes gathered now; `peak_gathered_bytes` is the peak since it was last set to 0."""
         return sum(flat.full.held_bytes for flat in self._flats if not flat.keep_whole)
 
     def owned(self, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedPiece]:
@@ -67,7 +67,7 @@ class WholeState:
         ]
 
     def after_load(self) -> None:
-        """The pieces were written to. What is gathered is gathered anew at its next use."""
+        """Nothing to do: parameters are gathered from the shards at their next use."""
 
     def gradient_of_copy(self, p: nn.Parameter) -> NoReturn:
         raise ValueError(
@@ -76,8 +76,8 @@ class WholeState:
         )
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
-        """This rank's gradients, flat, and the ranks. Every element is on one rank, but for those
-        kept whole (`persist_below`), which count on rank 0 (`piece.counts_here`)."""
+        """See OwnsGradientPieces. Parameters kept whole (`persist_below`) are on every rank, and
+        count on rank 0 (`piece.counts_here`)."""
         pieces = []
         for flat in self._flats:
             for shard in (flat.shards[piece.index] for piece in flat.pieces):
@@ -89,12 +89,12 @@ class WholeState:
         return pieces, self.comm
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """The module's state, whole, in master dtype, on the CPU: on every rank, or on rank 0 only
-        and {} on the others. Beside the result one parameter at a time is gathered."""
+        """The module's unsharded state in master dtype on the CPU; with `rank0_only`, {} on other
+        ranks. Gathers one parameter at a time. Collective."""
         self._clean_up()
         keep = self.comm.rank == 0 or not rank0_only
         state: dict[str, Any] = {}
-        gathered: dict[int, Tensor] = {}  # a tied one once
+        gathered: dict[int, Tensor] = {}  # by id: tied parameters once
         for key, x, flat, index in self._entries():
             if flat is not None:
                 if id(x) not in gathered:
@@ -108,9 +108,9 @@ class WholeState:
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take the module's state from `state`, whole: given on every rank, or on rank 0 only and
-        None on the others. Raises ValueError on every rank, and changes nothing, where a key is
-        missing or not known, or a shape is another."""
+        """Loads an unsharded state dict, given on every rank, or on rank 0 and None on the others.
+        Collective. Raises ValueError on every rank, and changes nothing, if a key is missing or
+        unknown or a shape differs."""
         self._clean_up()
         entries = list(self._entries())
         every = self.comm.all_gather_object((state is not None, _problem(entries, state)))
@@ -143,7 +143,7 @@ class WholeState:
             yield key, x, *homes.get(id(x), (None, 0))
 
 
-Entry = tuple[str, Any, Flat | None, int]  # key, value and, of a parameter, its flat and index
+Entry = tuple[str, Any, Flat | None, int]  # key, value; a parameter's flat and index
 
 
 def _shape(x: Tensor, flat: Flat | None, index: int) -> torch.Size:

@@ -1,11 +1,11 @@
-"""Which parameters ZeRO-3 gathers together: the units of a module, and what they cost.
+"""Units: the parameters that ZeRO-3 gathers together, and their predicted cost.
 
-    GPT     embed.tokens, head                 one unit, as they have the same weight
+    GPT     embed.tokens, head                 one unit, as they share a weight
             embed.positions; norm              a unit each
             blocks                             a list: each of its entries is a unit
 
-A unit's parameters, and those of all modules inside, are gathered before its forward. What is in no
-block is a unit of the module that owns it.
+A unit gathers the parameters of its modules and submodules before their forward. Parameters outside
+of blocks form a unit with the module that owns them.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,22 +30,22 @@ METADATA |= {Tensor.size, Tensor.dim, Tensor.numel}
 
 
 class Unit:
-    """Modules whose parameters are gathered before they compute, and freed after."""
+    """Modules with parameters that are gathered before forward and backward, and freed after."""
 
     def __init__(self, members: list[nn.Module], flats: list[Flat]):
         self.members, self.flats = members, flats
         self.trainable = [flat for flat in flats if flat.trainable]
         self.has_frozen = len(self.trainable) < len(flats)
-        self.frees_itself = False  # its last gradient was its last moment in the last backward
-        self.inputs = self.inputs_back = 0  # of the last forward; those with their gradients there
+        self.frees_itself = False  # its last gradient freed it in the last backward
+        self.inputs = self.inputs_back = 0  # in the last forward; with gradients by now
         self.has_run: set[nn.Module] = set()  # members, since the last gather
-        self.awaited: set[Flat] = set()  # whose gradients this backward still has to make
+        self.awaited: set[Flat] = set()  # with gradients still to come in this backward
         self.is_gathered = False  # and shown to the modules
-        self.stays = False  # to the end of the pass, as what is outside of the unit may use it
+        self.stays = False  # until the end of the pass, for uses outside of the unit
         self._handles: list[Handle | None] | None = None
 
     def start_gather(self, async_op: bool) -> None:
-        if self._handles is None:  # neither here nor on their way
+        if self._handles is None:  # neither gathered nor in flight
             self._handles = [flat.gather(async_op) for flat in self.flats]
 
     def finish_gather(self) -> None:
@@ -62,7 +62,7 @@ class Unit:
     def free(self) -> None:
         if self._handles is None or self.stays:
             return
-        self._wait()  # what is under way has to arrive first
+        self._wait()  # for a gather in flight
         for flat in self.flats:
             if self.is_gathered:
                 flat.show(flat.resting)
@@ -71,7 +71,7 @@ class Unit:
         self.has_run.clear()
 
     def note_input_gradient(self, gradient: Tensor) -> None:
-        """With the last one all that the unit did in forward is undone."""
+        """Frees the unit with the last input's gradient, when its backward is complete."""
         self.inputs_back += 1
         if self.inputs_back >= self.inputs:
             self.free()
@@ -81,7 +81,7 @@ class Unit:
         self.free()
         self.rest(in_pass=False)
         self.inputs_back = 0
-        if self.awaited:  # some parameter was not used
+        if self.awaited:  # there were unused parameters
             self.frees_itself = False
             self.awaited.clear()
 
@@ -93,10 +93,10 @@ class Unit:
 
 
 class UngatheredParameter(Tensor):
-    """In a module during a pass: an operation outside of the unit's forward that uses it, as
-    `F.linear(x, self.embedding.weight)` in a head, gathers the unit first."""
+    """Placeholder during a pass: an operation outside of the unit's forward, such as a head's
+    `F.linear(x, self.embedding.weight)`, gathers the unit first."""
 
-    _is_param = True  # by this, torch takes a subclass for an nn.Parameter
+    _is_param = True  # so that torch treats a subclass as an nn.Parameter
 
     def __new__(cls, parameter: Tensor, gather_unit: Callable[[], None]) -> Any:
         self: Any = Tensor._make_wrapper_subclass(cls, (0,))
@@ -117,14 +117,14 @@ class UngatheredParameter(Tensor):
 
 
 def group_parameters(root: nn.Module, choice: Choice | None) -> list[Group]:
-    """The units of a module, in the order of its parameters."""
+    """Groups the parameters of a module into units, in parameter order."""
     places: dict[int, Sharing] = {}
     for parameter, place in _walk(root, "", root, None, False, _chooser(choice)):
         places.setdefault(id(parameter), (parameter, []))[1].append(place)
     groups: dict[frozenset[int], Group] = {}
     for sharing in places.values():
         members = list(dict.fromkeys(place.unit for place in sharing[1]))
-        if len(members) > 1:  # tied across units: it comes and goes with the layers that have it
+        if len(members) > 1:  # tied across units: gathered with the layers that own it
             members = list(dict.fromkeys(place.owner for place in sharing[1]))
         groups.setdefault(frozenset(map(id, members)), (members, []))[1].append(sharing)
     return list(groups.values())
@@ -134,7 +134,7 @@ def _walk(
     module: nn.Module, name: str, owner: nn.Module, unit: nn.Module | None, listed: bool,
     chosen: Callable[[nn.Module, bool], bool],
 ) -> Iterator[tuple[nn.Parameter, Place]]:  # fmt: skip
-    """Every place of every parameter; `listed`: the module is an entry of a list."""
+    """Every place of every parameter; `listed`: `module` is an entry of a list."""
     can_be_called = type(module).forward is not nn.Module.forward
     owner = module if can_be_called else owner
     if unit is None and can_be_called and chosen(module, listed):
@@ -149,14 +149,14 @@ def _walk(
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Also what has its parts under numbers, as a stage of `split` has those of a list."""
+    """True also for modules with numbered children, as in a stage of `split`."""
     numbered = bool(module._modules) and all(name.isdecimal() for name in module._modules)
     return numbered or isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def _chooser(choice: Choice | None) -> Callable[[nn.Module, bool], bool]:
-    """By default the entries of the outermost lists; attention of torch, which uses the weights
-    of a layer inside without calling it."""
+    """By default: entries of the outermost lists, and nn.MultiheadAttention, which uses a
+    submodule's weights without calling it."""
     if choice is None:
         return lambda module, listed: listed or isinstance(module, nn.MultiheadAttention)
     if isinstance(choice, (type, tuple)):
@@ -168,9 +168,9 @@ def units_of(
     root: nn.Module, comm: Comm, choice: Choice | None, persist_below: int,
     compute_dtype: torch.dtype | None,
 ) -> list[Unit]:  # fmt: skip
-    """Shard the parameters of a module, one unit after the other: only one is whole."""
+    """Shards a module unit by unit; each frees its whole parameters before the next."""
     groups, units = group_parameters(root, choice), []
-    while groups:  # without a reference to what is sharded
+    while groups:  # drop references, so that sharded parameters are freed
         members, parameters = groups.pop(0)
         kinds, flats = _kinds(parameters, persist_below), []
         del parameters
@@ -192,7 +192,7 @@ def _kinds(parameters: list[Sharing], persist_below: int) -> list[tuple[bool, li
 
 
 def register_hooks(unit: Unit, strategy: Any) -> None:
-    """Have `strategy`, a ZeRO3, called around forward and when a gradient is there."""
+    """Registers the hooks of `strategy`, a ZeRO3, on the modules and parameters of `unit`."""
     for member in unit.members:
         before = partial(strategy._before_forward, unit)
         member.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -215,7 +215,7 @@ def register_hooks(unit: Unit, strategy: Any) -> None:
 def _check_gathered(strategy: Any, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
     if unit.is_gathered:
         return
-    if running_backward() is None:  # else it computes again
+    if running_backward() is None:  # otherwise forward is being recomputed
         raise ValueError(
             f"{name} is sharded: its {type(module).__name__} was called outside of the forward "
             f"of the {type(unit.members[0]).__name__} with which it is gathered; call that, or "
@@ -228,8 +228,8 @@ def predict(
     module: nn.Module, size: int, units: Choice | None = None, persist_below: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> Footprint:  # fmt: skip
-    """The mean of the ranks: 1/n of everything; each unit gathered twice, its gradients reduced."""
-    parameters, gradients, optimizer, sent = 0, 0, 0, 0  # bytes of all ranks together
+    """Mean over ranks: holds 1/n of everything; gathers each unit twice, reduces its gradients."""
+    parameters, gradients, optimizer, sent = 0, 0, 0, 0  # bytes, summed over ranks
     groups = (_kinds(group, persist_below) for _, group in group_parameters(module, units))
     for keep_whole, kind in (kind for kinds in groups for kind in kinds):
         first, copies = kind[0][0], size if keep_whole else 1
@@ -241,6 +241,6 @@ def predict(
         if first.requires_grad:
             pieces = sum(len(list(cut.pieces(rank))) for rank in range(cut.ranks))
             gradients += held
-            optimizer += 2 * held + 4 * pieces * copies  # Adam counts the steps of each piece
+            optimizer += 2 * held + 4 * pieces * copies  # 4: Adam's step count of each piece
             sent += 2 * moved if keep_whole else moved
     return Footprint(parameters / size, gradients / size, optimizer / size, sent / size)

@@ -1,4 +1,4 @@
-"""What ZeRO-3 cannot shard, and the optimizers that cannot step on shards."""
+"""Checks for models that ZeRO-3 cannot shard and optimizers that cannot step on shards."""
 
 from collections.abc import Iterable
 from functools import cache, partial, update_wrapper
@@ -22,7 +22,7 @@ from labkit.parallel.zero3.state import WholeState
 
 
 def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
-    """Raises ValueError where `strategy.module` cannot be sharded, or differs between the ranks."""
+    """Raises ValueError if `strategy.module` cannot be sharded or differs between ranks."""
     module: nn.Module = strategy.module
     if prefetch < 0 or persist_below < 0:
         raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
@@ -44,7 +44,6 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
 
 
 def check_first_order() -> None:
-    """Raises ValueError in a backward whose graph is kept, as for second derivatives."""
     if torch.is_grad_enabled():
         raise ValueError(
             "ZeRO3: create_graph=True asks for a graph of backward itself, which would need "
@@ -53,7 +52,6 @@ def check_first_order() -> None:
 
 
 def check_unwritten(flats: Iterable[Flat]) -> None:
-    """Raises ValueError where forward wrote to a gathered parameter."""
     for p, places in (pair for flat in flats for pair in zip(flat.gathered, flat.places)):
         if p._version:
             raise ValueError(
@@ -67,7 +65,7 @@ _owners_of: WeakKeyDictionary[torch.optim.Optimizer, WeakSet[Any]] = WeakKeyDict
 
 @cache
 def check_optimizers() -> None:
-    """From now on, before an optimizer's first step on shards."""
+    """Installs a global hook that checks every optimizer that steps on shards."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -89,7 +87,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for group in optimizer.param_groups:
             options = {key: x for key, x in group.items() if "param" not in key}
             check_elementwise(constructor, options, every[0].device)
-        # torch's scaler then gives `found_inf` to the optimizer, and calls a step it would skip.
+        # Makes torch's scaler set `found_inf` and call step even where it would skip it.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         _owners_of[optimizer] = owners
     if hasattr(optimizer, "found_inf"):

@@ -1,23 +1,22 @@
 """ZeRO stage 3: parameters, gradients and optimizer state are sharded; a layer's parameters are
-whole only while it computes.
+gathered only while it computes.
 
     each rank holds   16 P/n bytes in mixed precision with Adam (master 4, gradient 4, moments 8),
-                      and the working set: the unit that computes and the one that comes next
-    travels           (2c + g) P (n-1)/n bytes from each rank and step: two all-gathers in the
-                      compute dtype (c bytes an element), one reduce-scatter of gradients (g bytes,
-                      the compute dtype, too). P with the padding of each unit to n equal shares.
+                      and the working set: the unit that computes and the next one
+    each rank sends   (2c + g) P (n-1)/n bytes per step: two all-gathers in the compute dtype
+                      (c bytes per element), one reduce-scatter of gradients (g bytes, also the
+                      compute dtype). P includes the padding of each unit to n equal shares.
 
-The module is cut into units, each block of a list being one. On every rank, with prefetch=1:
+The module is split into units, such as each block of a list. On every rank, with prefetch=1:
 
     compute    |  unit 0  |  unit 1  |  unit 2  | bwd 2 (last gradient) | bwd 1 | ...
     gather     0 |   1    |    2     |          | 2 |      1            |   0
     free                  0          1          2                       2       1
     reduce                                                              |  2  |  1
 
-Hooks gather a unit before its forward and free it behind it; in backward, a hook on the gradient of
-its output gathers it again. With the last gradient of its parameters all leave in one
-reduce-scatter, and it is freed. (With frozen or unused parameters it is freed when the gradients of
-its inputs are there.) A head tied to the embedding is of the same unit.
+Hooks gather a unit before its forward and free it after; in backward, a hook on the gradient of its
+output gathers it again. The last gradient of its parameters starts one reduce-scatter and frees the
+unit. (With frozen or unused parameters, the gradients of its inputs free it.)
 
 Sources: "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-Infinity", 2104.07857,
 section 6.2; units and hooks: "PyTorch FSDP", 2304.11277, section 3.
@@ -42,24 +41,24 @@ from labkit.parallel.zero3.units import Choice, Unit, predict, register_hooks, u
 
 
 class ZeRO3(WholeState, nn.Module):
-    """`module` with its parameters sharded over the ranks, gathered where and while they are used.
+    """Shards the parameters of `module` over the ranks and gathers them while they are used.
 
     Args:
         module: any module; all ranks start with rank 0's weights.
-        comm: the ranks that share it; all by default.
-        units: what is gathered together: classes of modules, or a function module -> bool. By
-            default the entries of the outermost lists, and each other module with parameters.
-        persist_below: parameters with fewer elements stay whole, their gradients are all-reduced.
-        prefetch: so many units are gathered ahead; 0: each one when it is needed.
-        compute_dtype: of gathered parameters and travelling gradients; shards stay float32 then.
+        comm: the ranks to shard over; default: all.
+        units: modules to gather as one: classes, or a function module -> bool. Default: entries of
+            the outermost lists, and every other module with parameters.
+        persist_below: parameters with fewer elements stay whole; their gradients are all-reduced.
+        prefetch: how many units to gather ahead; 0: gather on demand.
+        compute_dtype: of gathered parameters and reduced gradients; shards then stay float32.
 
-    `parameters()` are this rank's pieces, flat, under the whole ones' names: make the optimizer of
-    them, after wrapping; it must treat every element by itself. Group by name, not by `p.ndim`,
-    which is 1 for all. Clip with `model.clip_grad_norm_`, scale by labkit.GradScaler (torch's is
-    refused). All ranks use the same units in the same order. torch.compile leaves the model alone.
+    `parameters()` yields this rank's flat pieces under the original names. Create the optimizer
+    from them, after wrapping; its updates must be elementwise. Group parameters by name, as shards
+    have `p.ndim` 1. Clip with `model.clip_grad_norm_`; scale with labkit.GradScaler (torch's
+    raises). All ranks must use the same units in the same order. torch.compile skips the model.
     """
 
-    init = staticmethod(sharded_init)  # `with ZeRO3.init(comm):` no rank holds the whole model
+    init = staticmethod(sharded_init)  # in `with ZeRO3.init(comm):` no rank holds the full model
     predict = staticmethod(predict)
 
     def __init__(
@@ -77,7 +76,7 @@ class ZeRO3(WholeState, nn.Module):
         validation.check_module(self, prefetch, persist_below)
         self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
         self._flats = [flat for unit in self.units for flat in unit.flats]
-        claim(module.named_parameters(), self)  # the shards, which now stand there
+        claim(module.named_parameters(), self)  # the shards, now in the module
         validation.check_optimizers()
         broadcast_tensors(module.buffers(), self.comm)
         self._unchanged = ParamSnapshot(module)
@@ -91,7 +90,7 @@ class ZeRO3(WholeState, nn.Module):
 
     @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if running_backward() is not None:  # activations are computed again
+        if running_backward() is not None:  # activations are recomputed
             return self.module(*args, **kwargs)
         self._clean_up()
         self._unchanged.check()
@@ -114,7 +113,7 @@ class ZeRO3(WholeState, nn.Module):
             if x.requires_grad and torch.is_grad_enabled():
                 x.register_hook(lambda _: self._note_backward(running_backward() or 0))
         if not (self.training and torch.is_grad_enabled()):
-            self.comm.compare_calls()  # of training, at the end of backward
+            self.comm.compare_calls()  # in training, at the end of backward
         return output
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -122,7 +121,7 @@ class ZeRO3(WholeState, nn.Module):
         if unit.frees_itself or running_backward() is not None or not torch.is_grad_enabled():
             return None
         inputs, watched = passes.watch_inputs(args, kwargs, unit.note_input_gradient)
-        unit.inputs += max(1, inputs)  # a call without any is over with backward only
+        unit.inputs += max(1, inputs)  # without inputs, only the end of backward frees it
         return watched
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -136,7 +135,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.free()
 
     def _use(self, unit: Unit, stays: bool = False) -> None:
-        """Have the unit here, to the end of the pass if it `stays`, and the next ones under way."""
+        """Gathers `unit`, with `stays` until the end of the pass, and prefetches the next ones."""
         unit.stays |= stays
         task = running_backward()
         if task is not None:
@@ -170,7 +169,7 @@ class ZeRO3(WholeState, nn.Module):
         if not flat.keep_whole:
             self._pending.reduce(flat, async_op=True)
         unit.awaited.discard(flat)
-        if not unit.awaited and not unit.has_frozen:  # of which backward may yet need some
+        if not unit.awaited and not unit.has_frozen:  # backward may still need frozen ones
             unit.frees_itself = True
             unit.free()
 
@@ -186,7 +185,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.end_pass()
 
     def _clean_up(self) -> None:
-        self._free_all()  # what an error has left of the last pass
+        self._free_all()  # left over if an error interrupted the last pass
         for unit in self.units:
             unit.inputs = 0
         if self._pending:

@@ -31,7 +31,7 @@ COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 STATISTIC = "a turn over its calls, on the slowest rank; median of the turns"
-TURN_S, MOST_CALLS = 0.01, 100  # the length of a turn, and its most calls
+TURN_S, MOST_CALLS = 0.01, 100  # a turn's usual length, and its most calls
 BUFFERS, CHECKING_BYTES = 2, 12  # per rank: input and output; 3 int32 per element
 
 

@@ -81,8 +81,8 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
-    """Call each case once per turn; return its results by turn. A label shows a progress bar.
-    `shuffled` (equally on all ranks): no case always follows the same one and finds its data
+    """Call each case once per turn; return the results by turn. A label shows a progress bar.
+    `shuffled` (alike on all ranks): no case always follows the same one and finds its data
     cached."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
@@ -114,8 +114,7 @@ def seconds_of(
 
 
 def calls_in_a_turn(me: Rank, call: Callable[[], object], turn_s: float, most: int) -> int:
-    """The number of calls, up to `most`, that fill `turn_s` on the slowest rank: the same on
-    all."""
+    """How many calls, up to `most`, fill `turn_s` on the slowest rank: the same on all ranks."""
     mean_s = seconds_of(call, 2, me.comm.barrier, sync_of(me.device))
     slowest_s = torch.tensor(mean_s, dtype=torch.float64, device=me.device)
     me.comm.all_reduce(slowest_s, op="max")
@@ -133,9 +132,8 @@ def on_worlds(
     measure: Callable[..., StepTimes], ranks: Sequence[int], models: Sequence[str],
     transport: str | None, *args: Any,
 ) -> list[StepTimes]:  # fmt: skip
-    """Rank 0's `measure(model, *args)` for each model and number of ranks. torch's side uses gloo,
-    labkit's the `transport`, by default a `World`'s choice. Raises ValueError for an unknown
-    preset."""
+    """Rank 0's `measure(model, *args)` for each model and number of ranks. torch uses gloo, labkit
+    the `transport`, by default a `World`'s choice. Raises ValueError for an unknown preset."""
     check_names(models, PRESETS, "no model {!r}")
     measured = []
     for size in ranks:

@@ -197,8 +197,7 @@ def bench_pipeline(
 ) -> list[StepTimes]:
     """Time each schedule for each number of ranks and model.
 
-    Raises ValueError for a schedule that torch lacks, an unknown preset, or sizes that do not
-    fit."""
+    Raises ValueError for a schedule that torch lacks, an unknown preset, or bad sizes."""
     harness.check_names(only, SCHEDULES, "no schedule {!r} is timed")
     names = [name for name in SCHEDULES if not only or name in only]
     if not 1 <= microbatches <= ROWS or ROWS % microbatches:

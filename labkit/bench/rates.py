@@ -23,8 +23,7 @@ LEAST_PART = 1e-4  # of its peak: every matmul reaches more
 
 class Case(NamedTuple):
     """What is timed: "tiny", "copy", "product" or "all-reduce". `size`: elements of a tiny
-    operation, bytes copied or reduced, or the side of square matrices. `ranks`: the group's
-    size."""
+    operation, bytes copied or reduced, or side of square matrices. `ranks`: the group's size."""
 
     what: str
     size: int

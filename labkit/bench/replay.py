@@ -32,8 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is chang
 
 
 def wires_of(link: Link, ranks: int) -> Cluster:
-    """One node with such links between its ranks, for replays of measured computation: no device
-    rates."""
+    """One node with such links between ranks, to replay measured computation: no device rates."""
     level = Level("paced", link.gbps * 1e9 / 8, link.latency_us * 1e-6, ranks)
     device = Device("not described", {}, 1.0, 1.0, 0.0)
     return Cluster("paced", f"links of {link.gbps:g} Gbit/s", device, 1, ranks, level)

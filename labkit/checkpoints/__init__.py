@@ -1,7 +1,9 @@
 """Checkpoints that any strategy on any number of ranks can load, in torch's own format.
 
-save_checkpoint("runs/gpt", model, optimizer, step=100)      # on every rank
-step = load_checkpoint("runs/gpt", model, optimizer).step
+    save_checkpoint("runs/gpt", model, optimizer, step=100)
+    step = load_checkpoint("runs/gpt", model, optimizer).step
+
+Every rank must make both calls.
 """
 
 from labkit.checkpoints.loading import Loaded, load_checkpoint

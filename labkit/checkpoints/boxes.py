@@ -37,8 +37,7 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
-    """Contiguous boxes, in order, for the `numel` elements from `start` on of a tensor of
-    `shape`."""
+    """Contiguous boxes, in order, for `numel` elements from `start` on of a tensor of `shape`."""
     if numel and not shape:
         yield Box((), ())
     if not (numel and shape):
@@ -71,8 +70,7 @@ def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iter
 
 
 def in_whole(box: Box, shard: Shard | None) -> Box | None:
-    """The box in the whole parameter, without padding (last along the cut dim); None for
-    padding."""
+    """The box in the whole parameter, without padding (last along the cut dim), if any is left."""
     if shard is None:
         return box
     offsets, sizes, dim = list(box.offsets), list(box.sizes), shard.dim

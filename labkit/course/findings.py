@@ -65,8 +65,8 @@ def equal(
 
     Values are numbers, tensors (shape and dtype must match), strings, or tuples and lists of them.
     `what` is the verb in "rank 1 returned 6.0, but 1.5 is right". `within` is the allowed
-    difference, relative and absolute; integers must be equal. A value of another type gets no
-    `hint`."""
+    difference, relative and absolute; integers must be equal. `hint` is omitted if the type is
+    wrong."""
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
         if value is None and right is not None:

@@ -43,8 +43,7 @@ def show(thing: Any, since: str = "", until: str = "") -> Code:
         thing: the object itself, or its path: "parallel/ddp/ddp.py:DDP.forward".
         since, until: words in the first line to show, and in the line after the last.
 
-    Raises ValueError for an unknown path or words: a lab must fail if the code it shows has
-    changed."""
+    Raises ValueError for an unknown path or words: a lab must fail when the code has changed."""
     if isinstance(thing, str):
         thing = _find(thing)
     thing = inspect.unwrap(thing) if callable(thing) else thing

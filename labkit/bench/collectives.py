@@ -108,8 +108,8 @@ def bench_collectives(
 
     Args:
         sizes_bytes: of the whole operation; None: 4 KiB to 64 MiB in factors of 4.
-        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", the chooser's
-            pick; None: all that support the call. The backend's own is always timed.
+        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", as without a
+            name; None: all that support the call. The backend's own is always timed.
         redop: "sum", "min", "max" or "product".
         turns: the number of times each is timed, in turns with the others.
         check: count the elements that differ from the result computed without communication.

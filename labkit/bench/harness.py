@@ -81,9 +81,8 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
-    """Call each case once per turn; return the results by turn. A label shows a progress bar.
-    `shuffled` (alike on all ranks): no case always follows the same one and finds its data
-    cached."""
+    """Call each case once per turn; return the results by turn. `label` gives a progress bar.
+    `shuffled` (alike on all ranks): no case always follows the same one and its cached data."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
         first = turn % len(names)

@@ -39,10 +39,10 @@ ENOUGH_S = 7.0  # after this, only cases without any turn are measured
 def measure_machine(ranks: int = 4) -> Cluster:
     """Measure this machine, in about ten seconds, as a cluster of one node with `ranks` devices.
 
-    Close other programs first. One rank sends nothing: its wire is its own memory. Raises
-    ValueError if this machine cannot start `ranks` ranks.
+    >>> measure_machine().device.peak_flops["float32"]  # of one rank's share
 
-    >>> measure_machine().device.peak_flops["float32"]  # of one rank's share"""
+    Close other programs first. One rank sends nothing: its wire is its own memory. Raises
+    ValueError if this machine cannot start `ranks` ranks."""
     with World(ranks, timeout_s=120) as world:
         began_s = time.monotonic()
         turns: dict[Case, list[float]] = {}

@@ -1,5 +1,5 @@
-"""Pictures of results from other machines: the files in labkit/bench/results, saved by `labkit
-bench precision --save` and `labkit bench transfers --save`.
+"""Pictures of results from other machines: the files that `labkit bench precision --save` and
+`labkit bench transfers --save` wrote to labkit/bench/results.
 """
 
 from pathlib import Path

@@ -105,8 +105,7 @@ def save_checkpoint(
 
 class PiecePlanner(DefaultSavePlanner):
     """Plans this rank's writes. If several ranks own a piece, torch's global plan picks one,
-    balancing bytes. Rank 0 writes the hyperparameters and the record, the first rank with a buffer
-    that buffer."""
+    balancing bytes. Rank 0 writes hyperparameters and record, a buffer's first rank the buffer."""
 
     def __init__(self, contents: Contents, record: dict[str, Any], rank: int, weights_only: bool):
         super().__init__()

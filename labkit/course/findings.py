@@ -64,9 +64,8 @@ def equal(
     """Compare one value per rank; fail with the first rank that differs.
 
     Values are numbers, tensors (shape and dtype must match), strings, or tuples and lists of them.
-    `what` is the verb in "rank 1 returned 6.0, but 1.5 is right". `within` is the allowed
-    difference, relative and absolute; integers must be equal. `hint` is omitted if the type is
-    wrong."""
+    `what` is the verb in "rank 1 returned 6.0, but 1.5 is right"; `within` the allowed difference,
+    relative and absolute (integers must be equal); `hint` is for values of the right type."""
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
         if value is None and right is not None:

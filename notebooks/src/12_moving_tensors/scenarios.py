@@ -17,8 +17,7 @@ BLOCKS = (300, 500, 100, 700, 200, 600)  # elements of the blocks of `double_buf
 
 
 class HeldBus(Bus):
-    """Carries a copy only when it is waited for, or after `let_go`: earlier reads see old
-    values."""
+    """Carries a copy only when it is waited for, or after `let_go`: earlier reads see old data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,8 +109,7 @@ class Doubled(NamedTuple):
 
 
 def doubled(student: Callable[..., Any]) -> Doubled:
-    """Run the student's function; a block computes until the next load ends, then checks its
-    weights."""
+    """Run the student's function; each block waits for the next load, then checks its weights."""
     blocks = [torch.full((numel,), 1.0 + k) for k, numel in enumerate(BLOCKS)]
     bus = WatchedBus(len(blocks))
     found: dict[str, int] = {}

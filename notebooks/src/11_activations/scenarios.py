@@ -81,9 +81,7 @@ class Host:
     storage from them. `put_bytes` counts the bytes put so far."""
 
     def __init__(self) -> None:
-        self._there: dict[
-            int, np.ndarray[Any, Any]
-        ] = {}  # in numpy, where PeakMemory does not count it
+        self._there: dict[int, np.ndarray[Any, Any]] = {}  # numpy: PeakMemory does not count it
         self.put_bytes = 0
 
     def put(self, storage: torch.UntypedStorage) -> int:

@@ -1,5 +1,6 @@
-"""torch's own strategies, timed beside labkit's. Functions import from torch.distributed when
-called: these imports are slow and print deprecation warnings.
+"""torch's own strategies, timed beside labkit's. Outside of comm and runtime, only this file uses
+torch.distributed for more than its checkpoint format. It imports from there inside functions, as
+these imports are slow and print deprecation warnings.
 """
 
 from collections.abc import Callable, Iterable, Sequence

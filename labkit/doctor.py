@@ -1,4 +1,4 @@
-"""`labkit doctor`: what this machine has, what a lab will pick, and what is wrong."""
+"""`labkit doctor`: this machine's hardware, the backends that labs will pick, and problems."""
 
 import importlib.util
 import os
@@ -34,7 +34,7 @@ MESSAGE_BYTES = 16 * 2**20
 
 @dataclass
 class Findings:
-    """What was found, in groups of (name, value), and the sentences of what is wrong."""
+    """Findings as (name, value) in groups, and a sentence for each problem."""
 
     groups: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Look at versions, hardware, backends, and the ranks of a real small world."""
+    """Examine versions, hardware, backends, and the ranks of a small real world."""
     found = Findings()
     for look in (_versions, _hardware, _picks, _links):
         look(found)
@@ -52,8 +52,8 @@ def examine() -> Findings:
 
 
 def check_cluster_file(path: Path) -> None:
-    """Whether what is measured may be written here, before it takes its time to measure: to a new
-    file, or over what was measured before. Raises ValueError if not."""
+    """Raises ValueError, before a slow measurement, unless `path` is new or has only earlier
+    measurements of this machine."""
     check_output(path)
     if not path.exists():
         return
@@ -71,7 +71,7 @@ def check_cluster_file(path: Path) -> None:
 
 
 def cluster_table(one: Cluster) -> Table:
-    """What was measured of a machine, and how."""
+    """The measured rates of a machine, and how they were measured."""
     device, wire = one.device, one.inside
     rows = [
         *(
@@ -126,7 +126,7 @@ def _hardware(found: Findings) -> None:
     folder = tempfile.gettempdir()
     free_gb = shutil.disk_usage(folder).free / 1e9
     found.add("machine", "temporary files", f"{folder}, {free_gb:.0f} GB free")
-    usable = torch.cuda.is_available()  # device_count() also counts those of a driver too old
+    usable = torch.cuda.is_available()  # device_count() also counts GPUs with an outdated driver
     if not usable:
         found.add("machine", "GPUs", "none that torch sees")
     for i in range(torch.cuda.device_count() if usable else 0):
@@ -154,7 +154,7 @@ def _picks(found: Findings) -> None:
 
 
 def _links(found: Findings) -> None:
-    """Bring two ranks to life and let them talk."""
+    """Start two ranks and time their messages."""
     began_s = time.perf_counter()
     try:
         with World(2, timeout_s=20) as world:
@@ -170,7 +170,7 @@ def _links(found: Findings) -> None:
 
 
 def _talk() -> tuple[float, float]:
-    """On each of two ranks: seconds of a tiny message there and back, and of an all-reduce."""
+    """On each of two ranks: seconds of a tiny round trip, and of an all-reduce."""
     me = attach()
     comm, small = me.comm, torch.zeros(1, device=me.device)
     large, sync = torch.zeros(MESSAGE_BYTES // 4, device=me.device), sync_of(me.device)

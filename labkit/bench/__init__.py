@@ -1,6 +1,6 @@
-"""Measurements of labkit beside its peers, in one run; `labkit bench` is their command line.
+"""Benchmarks of labkit and its peers in the same run; `labkit bench` is their command line.
 
-harness.py has what the benches of a step share: turns, ratios, table, file.
+harness.py has what the step benchmarks share: turns, ratios, tables and files.
 """
 
 from labkit.lazy import lazy

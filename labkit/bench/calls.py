@@ -1,6 +1,6 @@
-"""Each collective as the bench calls it, and its right result, computed without communication:
-every rank knows what the others send, since that is drawn from their rank. Inputs are 0, 1 or 2, so
-that sums are exact in every dtype; where nothing may arrive, `UNTOUCHED` must stay.
+"""Each collective as the bench calls it, and its expected result, computed without communication: a
+rank's input is seeded by its rank, so every rank knows all inputs. Inputs are 0, 1 or 2, so that
+sums are exact in every dtype; `UNTOUCHED` must stay wherever nothing may arrive.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,8 +24,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Buffers:
-    """A rank's input and output: `count` elements, or as many for each rank where the operation is
-    about parts."""
+    """A rank's input and output: `count` elements, or `count` per rank for operations in PARTED."""
 
     def __init__(
         self, op: str, rank: int, ranks: int, count: int, dtype: torch.dtype, device: torch.device
@@ -51,18 +50,18 @@ class Buffers:
             self.output.fill_(UNTOUCHED)
 
     def wrong(self, expected: torch.Tensor) -> int:
-        """How many elements of the output differ. (A sum would take 8 bytes for each.)"""
+        """The number of wrong output elements. (`sum` would need 8 bytes per element.)"""
         return int((self.output.cpu() != expected.to(self.output.dtype)).count_nonzero())
 
 
 def input_of(rank: int, numel: int) -> torch.Tensor:
-    """What `rank` sends: whole numbers from 0 to 2."""
+    """The input of `rank`: integers from 0 to 2."""
     drawn = torch.Generator().manual_seed(rank)
     return torch.randint(0, 3, (numel,), generator=drawn, dtype=torch.int32)
 
 
 def expected(buffers: Buffers, redop: str) -> torch.Tensor:
-    """What `buffers.output` must be after the operation, as whole numbers."""
+    """The expected `buffers.output` after the operation, in int32."""
     rank, ranks, count = buffers.rank, buffers.ranks, buffers.count
     own = slice(rank * count, (rank + 1) * count)
     untouched = torch.full((buffers.numel,), UNTOUCHED, dtype=torch.int32)
@@ -74,7 +73,7 @@ def expected(buffers: Buffers, redop: str) -> torch.Tensor:
         return reduce(REDUCTIONS[redop], map(sent, range(ranks)))
 
     def joined(numbers: Iterable[int]) -> torch.Tensor:
-        """The part of that number from each rank; one whole input at a time is in memory."""
+        """Part `number` of each rank's input; only one whole input at a time is in memory."""
         parts = enumerate(numbers)
         return torch.cat([sent(by).split(count)[number].clone() for by, number in parts])
 
@@ -102,7 +101,7 @@ def expected(buffers: Buffers, redop: str) -> torch.Tensor:
 
 
 def call_of(comm: Any, buffers: Buffers, redop: str, algorithm: str) -> Callable[[], object]:
-    """The operation, to be done once, blocking; `comm` is a `Comm` or `NativeCalls`."""
+    """One blocking call of the operation; `comm` is a `Comm` or `NativeCalls`."""
     b, root = buffers, 0
     if b.op == "there_and_back":
         return partial(_there_and_back, comm, b)
@@ -123,7 +122,7 @@ def call_of(comm: Any, buffers: Buffers, redop: str, algorithm: str) -> Callable
 
 
 def _there_and_back(comm: Any, buffers: Buffers) -> None:
-    """Between neighbours; the last of an odd number of ranks has none."""
+    """A round trip between neighbours; the last of an odd number of ranks has none."""
     peer = buffers.rank ^ 1
     if buffers.rank % 2:
         comm.recv(buffers.output, peer)
@@ -134,7 +133,7 @@ def _there_and_back(comm: Any, buffers: Buffers) -> None:
 
 
 class NativeCalls:
-    """The backend's own operations, past the communicator, under the names of `Comm`."""
+    """The backend's own operations, without the communicator, under the names of `Comm`."""
 
     def __init__(self, group: Any):
         self._group, self._native = group, Native(group)

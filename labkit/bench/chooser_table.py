@@ -1,7 +1,7 @@
-"""A table for the chooser (LABKIT_TABLE), from what was measured on the present link. At the
-smallest size the fastest algorithm is taken, and kept until another takes a tenth less: what
-differs by less is noise, and there the fewer steps decide. Operations not measured keep labkit's
-own rows.
+"""A table for the chooser (LABKIT_TABLE), from measurements on the present link. It starts with the
+algorithm of the fewest steps among those within a tenth of the fastest at the smallest size, and
+switches at a larger size if another takes a tenth less: smaller differences are noise. Operations
+not measured keep labkit's own rows.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,12 @@ from labkit.sweeps.sweep import Point, Sweep
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # with a choice
 RANKS = (2, 3, 4)
-BETTER = 0.9  # of the time so far: below this a change is worth it
+BETTER = 0.9  # of the current algorithm's time: below this, switch
 
 
 def table_of(sweep: Sweep) -> dict[str, Any]:
-    """The table, as `labkit.runtime.transports.chooser.read_table` reads it.
-
-    Raises ValueError where the sweep has nothing to choose from."""
+    """The table, in the format of `labkit.runtime.transports.chooser.read_table`. Raises ValueError
+    for a sweep over NCCL or shared memory, or without operations to choose for."""
     if sweep.about.get("backend") != "gloo":
         raise ValueError("only over gloo labkit chooses its algorithms; NCCL has its own tables")
     if sweep.about.get("transport") == "shm":
@@ -54,18 +53,18 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_table(sweep: Sweep, path: str | Path) -> Path:
-    """Write the table of `sweep`, atomically: a reader gets the old one or the new."""
+    """Write the table of `sweep` atomically: a reader gets the old table or the new one."""
     path = Path(path)
     return write_json(path.with_name(path.name + ".new"), table_of(sweep)).replace(path)
 
 
 def user_table() -> Path:
-    """Where a table is written when no file is named: the user's folder for settings."""
+    """The default path of a table, in the user's settings folder."""
     return Path(typer.get_app_dir("labkit")) / "table.json"
 
 
 def _rows(op: str, ranks: int, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Which algorithm from which size on, of those that the chooser may take: not the default."""
+    """The algorithm from each size on, among those that the chooser may pick: not the default."""
     times: dict[int, dict[str, float]] = {}  # bytes -> algorithm -> seconds
     for point in points:
         if point.algorithm in names(op) and (op, point.algorithm) not in EQUAL_SIZES_ONLY:
@@ -93,7 +92,7 @@ def _supports_all(op: str, name: str) -> bool:
 
 
 def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
-    """By the mean over several sizes of the time relative to the fastest."""
+    """The algorithm for any call with the least mean time relative to the fastest at each size."""
     measured = [name for name in seconds[0] if _supports_all(op, name)]
     if not measured:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The table that nccl-tests prints, for labkit's collectives and the backend's own, which take
-turns of a few calls each. As in nccl-tests, a call's time is that of a whole turn, from a barrier
-to the end of the last call on the slowest rank, over the number of calls (where ranks may run
-ahead, a single call says little). The median of the turns is reported.
+"""The table of nccl-tests for labkit's collectives and the backend's own, which take turns of a few
+calls each. As in nccl-tests, a call's time is that of a turn, from a barrier to the end of the last
+call on the slowest rank, divided by the number of calls: ranks may run ahead, so a single call says
+little. The median turn is reported.
 """
 
 import os
@@ -30,13 +30,13 @@ COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 STATISTIC = "a turn over its calls, on the slowest rank; median of the turns"
-TURN_S, MOST_CALLS = 0.01, 100  # a turn of small calls lasts about so long, or has so many
-BUFFERS, CHECKING_BYTES = 2, 12  # of a rank: input and output, and 3 int32 for each element
+TURN_S, MOST_CALLS = 0.01, 100  # a turn's usual length, and its most calls
+BUFFERS, CHECKING_BYTES = 2, 12  # per rank: input and output; 3 int32 per element
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the ranks time."""
+    """An operation for the ranks to time."""
 
     op: str
     count: int
@@ -48,7 +48,7 @@ class Case:
 
 
 class Timed(NamedTuple):
-    """What one rank measured of one algorithm: seconds of a call, in each turn."""
+    """One rank's measurement of an algorithm: seconds per call, one entry per turn."""
 
     chosen: str
     seconds: list[float]
@@ -56,8 +56,8 @@ class Timed(NamedTuple):
 
 
 def _on_rank(case: Case) -> dict[str, Timed]:
-    """All algorithms of `case`; as "" the backend's own; and as COPY the time in which this rank
-    copies as many bytes in its memory while the others do the same."""
+    """Time all algorithms of `case`, the backend's own as "", and as COPY a memory copy of as many
+    bytes on all ranks at once."""
     me = attach()
     comm, dtype = me.comm, getattr(torch, case.dtype)
     buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
@@ -103,20 +103,18 @@ def bench_collectives(
     check: bool = True,
     transport: str | None = None,
 ) -> Sweep:
-    """Time collectives over sizes, on worlds of their own.
+    """Time collectives over sizes, in new worlds.
 
     Args:
-        sizes_bytes: of the whole operation; 4 KiB to 64 MiB by fours when None.
-        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", what runs
-            when none is named; None: all that support the call. The backend's own is always timed.
+        sizes_bytes: of the whole operation; None: 4 KiB to 64 MiB in factors of 4.
+        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", as without a
+            name; None: all that support the call. The backend's own is always timed.
         redop: "sum", "min", "max" or "product".
-        turns: how often each is timed, in turns with the others.
-        check: count wrong elements, against what each rank computes without communication.
-        transport: of the worlds, "shm" or "gloo"; a `World`'s choice when None. With a GPU for
-            each rank it is always NCCL.
+        turns: the number of times each is timed, in turns with the others.
+        check: count the elements that differ from the result computed without communication.
+        transport: "shm" or "gloo"; None: a `World`'s choice. Always NCCL with one GPU per rank.
 
-    Raises ValueError for names that do not exist and sizes that do not fit.
-    """
+    Raises ValueError for unknown names, and for sizes that do not fit in memory."""
     sizes = list(sweep.sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
     _check_input(sizes, ops, ranks, algorithms, dtype, redop, turns)
     item_bytes = getattr(torch, dtype).itemsize
@@ -124,7 +122,7 @@ def bench_collectives(
     points: list[Point] = []
     for n in dict.fromkeys(ranks):
         counts = {case: sweep.count_of(case[0], n, case[1], item_bytes) for case in todo}
-        on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go by the CPU's memory
+        on_gpus = pick(n, None, None).backend == "nccl"  # gloo would go through CPU memory
         with World(
             n, device=None if on_gpus else "cpu", transport=None if on_gpus else transport,
             check=False, timeout_s=120,
@@ -151,7 +149,7 @@ def bench_collectives(
 def _points(
     case: Case, n: int, nbytes: int, backend: str, of_ranks: list[dict[str, Timed]]
 ) -> list[Point]:
-    """The lines of the table, from what each rank measured."""
+    """The table's rows, from the measurements of all ranks."""
     seconds = {name: _typical([timed[name].seconds for timed in of_ranks]) for name in of_ranks[0]}
     points = []
     copy_s = seconds.pop(COPY)
@@ -167,13 +165,13 @@ def _points(
 
 
 def _typical(of_ranks: list[list[float]]) -> float:
-    """The median of the turns; each is as long as on its slowest rank."""
+    """The median turn; a turn takes as long as on its slowest rank."""
     return median(max(turn) for turn in zip(*of_ranks))
 
 
 def _supported(op: str, n: int, algorithms: Sequence[str] | None) -> list[str]:
-    """The algorithms to time: those asked for, or all, that support this number of ranks. On one
-    machine a hierarchical all-reduce is the ring inside it: timed only where asked for."""
+    """The algorithms to time: those of `algorithms`, or all, that support `n` ranks. On one
+    machine, a hierarchical all-reduce is its inner ring, and is timed only by name."""
     asked = [DEFAULT, *ALGORITHMS.get(op, ())] if algorithms is None else dict.fromkeys(algorithms)
     return [
         name

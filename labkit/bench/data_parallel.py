@@ -1,4 +1,4 @@
-"""A step of labkit's data-parallel strategies beside torch's, and beside no communication at all.
+"""A step of labkit's data-parallel strategies, of torch's, and of one without communication.
 
 All train the same GPT in the same processes, in turns of a few steps.
 """
@@ -59,7 +59,7 @@ def stepper(
     optimizer: MakeOptimizer = _adamw,
     **changes: int,
 ) -> Callable[[], None]:
-    """A function that does one step of a wrapped model."""
+    """A function that runs one training step of a wrapped model."""
     torch.manual_seed(0)
     wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH, **changes).to(dtype))
     stepping = optimizer(wrapped.parameters())
@@ -78,7 +78,7 @@ def _on_rank(model: str, contests: list[Contest], turns: int) -> StepTimes:
     for name in dict.fromkeys([FLOOR, *(name for x in contests for name in (x.ours, x.theirs))]):
         wrap, optimizer = STRATEGIES[name]
         step = stepper(wrap, model, optimizer=optimizer)
-        for _ in range(3):  # DDP builds its buckets again after the first step
+        for _ in range(3):  # DDP rebuilds its buckets after the first step
             step()
         cases[name] = partial(harness.seconds_of, step, STEPS, comm.barrier, comm.barrier)
     seconds = harness.take_turns(cases, turns, f"{model} on {ranks_in_words(comm.size)}")
@@ -94,8 +94,7 @@ def bench_data_parallel(
 ) -> list[StepTimes]:
     """Time labkit's strategies (`only` these) and their peers, for each number of ranks and model.
 
-    Raises ValueError for a name in `only` that is none of them.
-    """
+    Raises ValueError for an unknown strategy in `only`."""
     known = [contest.ours for contest in CONTESTS]
     harness.check_names(only, known, "no strategy {!r} is timed")
     contests = [contest for contest in CONTESTS if not only or contest.ours in only]

@@ -1,7 +1,7 @@
-"""The harness of the benches: cases take turns, and a ratio is taken turn by turn.
+"""The harness of the benchmarks: cases take turns, and each turn gives a ratio.
 
-    turn 1   ddp, torch DDP, zero-1     each turn begins with another case: a machine that slows
-    turn 2   torch DDP, zero-1, ddp     down slows all of them
+    turn 1   ddp, torch DDP, zero-1     each turn begins with another case: if the machine slows
+    turn 2   torch DDP, zero-1, ddp     down, it slows all of them
     turn 3   zero-1, ddp, torch DDP
 
 `StepTimes` holds the samples of one configuration and its contests.
@@ -32,12 +32,12 @@ from labkit.runtime.progress import progress
 from labkit.runtime.world import World
 
 Samples = TypeVar("Samples")
-Heading = tuple[str, Callable[["StepTimes", "Contest"], str]]  # of a column, and its cells
+Heading = tuple[str, Callable[["StepTimes", "Contest"], str]]  # a column's title and cells
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A step of `ours` should take at most `aim` times as long as one of `theirs`."""
+    """A step of `ours` should take at most `aim` times as long as a step of `theirs`."""
 
     ours: str
     theirs: str
@@ -46,8 +46,8 @@ class Contest:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step of each case, one sample a turn; `about` says of what, on how many ranks.
-    `figures` has what else was measured, by quantity and case."""
+    """Seconds per step of each case, one sample per turn; `about` describes the configuration, and
+    `figures` has other measurements, by quantity and case."""
 
     about: dict[str, Any]
     seconds: dict[str, list[float]]
@@ -55,12 +55,12 @@ class StepTimes:
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def ms(self, case: str) -> float:
-        """Milliseconds of a step, the median of the turns."""
+        """Milliseconds per step, the median of the turns."""
         return median(self.seconds[case]) * 1e3
 
     def ratio(self, ours: str, theirs: str, quantity: str = "") -> tuple[float, float, float]:
-        """Ours over theirs in the same turn: lower quartile, median, upper quartile. `quantity`:
-        of samples among the `figures`."""
+        """Ours over theirs in the same turn: lower quartile, median, upper quartile. `quantity`
+        takes the samples from `figures`."""
         samples = self.figures[quantity] if quantity else self.seconds
         pairs = zip(samples[ours], samples[theirs], strict=True)
         low, middle, high = quantiles([a / b for a, b in pairs], n=4)
@@ -68,7 +68,7 @@ class StepTimes:
 
 
 def random_batch(vocab: int, rows: int, length: int, device: torch.device | None = None) -> Batch:
-    """Tokens drawn by the default generator, [rows, length] in and out."""
+    """Random tokens from the default generator, [rows, length] in and out."""
     tokens = torch.randint(0, vocab, (rows, length + 1), device=device)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), rows * length)
 
@@ -81,8 +81,8 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
-    """Call each case once a turn; its results, one a turn. A label gives a progress bar. `shuffled`
-    (alike on all ranks): no case always follows the same one, and finds its data in the caches."""
+    """Call each case once per turn; return the results by turn. `label` gives a progress bar.
+    `shuffled` (alike on all ranks): no case always follows the same one and its cached data."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
         first = turn % len(names)
@@ -93,7 +93,7 @@ def take_turns(
 
 
 def sync_of(device: torch.device) -> Callable[[], object]:
-    """Wait until the device has done all work."""
+    """A function that waits until the device has finished all work."""
     on_gpu = device.type == "cuda"
     return partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
 
@@ -102,8 +102,8 @@ def seconds_of(
     step: Callable[[], object], count: int, before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> float:  # fmt: skip
-    """Mean seconds of `count` steps in a row, from the end of `before()` to that of `after()`: on
-    ranks a barrier, on a GPU its synchronisation."""
+    """Mean seconds of `count` steps in a row, from the end of `before()` to the end of `after()`:
+    barriers between ranks, synchronisation of a GPU."""
     before()
     began_s = time.perf_counter()
     for _ in range(count):
@@ -113,7 +113,7 @@ def seconds_of(
 
 
 def calls_in_a_turn(me: Rank, call: Callable[[], object], turn_s: float, most: int) -> int:
-    """How many calls fill a turn of `turn_s` on the slowest rank: the same number on all."""
+    """How many calls, up to `most`, fill `turn_s` on the slowest rank: the same on all ranks."""
     mean_s = seconds_of(call, 2, me.comm.barrier, sync_of(me.device))
     slowest_s = torch.tensor(mean_s, dtype=torch.float64, device=me.device)
     me.comm.all_reduce(slowest_s, op="max")
@@ -121,7 +121,7 @@ def calls_in_a_turn(me: Rank, call: Callable[[], object], turn_s: float, most: i
 
 
 def check_names(given: Iterable[str], known: Iterable[str], words: str) -> None:
-    """Raises ValueError for the first name that is not known, with those that are."""
+    """Raises ValueError for the first unknown name, listing the known ones."""
     names = list(known)
     if unknown := [name for name in given if name not in names]:
         raise ValueError(f"{words.format(unknown[0])}; choose from {', '.join(names)}")
@@ -131,10 +131,8 @@ def on_worlds(
     measure: Callable[..., StepTimes], ranks: Sequence[int], models: Sequence[str],
     transport: str | None, *args: Any,
 ) -> list[StepTimes]:  # fmt: skip
-    """`measure(model, *args)` for each model on each number of ranks; as rank 0 sees it. Torch's
-    side always uses gloo, labkit's the `transport`, by default a `World`'s.
-
-    Raises ValueError for a model that is none of labkit's presets."""
+    """Rank 0's `measure(model, *args)` for each model and number of ranks. torch uses gloo, labkit
+    the `transport`, by default a `World`'s choice. Raises ValueError for an unknown preset."""
     check_names(models, PRESETS, "no model {!r}")
     measured = []
     for size in ranks:
@@ -147,7 +145,7 @@ def titled(
     title: str, caption: str, names: Sequence[str], words: Sequence[str],
     rows: Iterable[Sequence[str]] = (),
 ) -> Table:  # fmt: skip
-    """A table with these columns and rows; the columns of `words` are aligned to the left."""
+    """A table with these columns and rows; the columns in `words` are left-aligned."""
     table = Table(
         title=title, caption=caption, title_justify="left", caption_justify="left",
         box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False,
@@ -168,8 +166,8 @@ def ratio_cells(times: StepTimes, contest: Contest) -> list[str]:
 def contest_table(
     measured: Sequence[StepTimes], title: str, caption: str, floor: Heading, *more: Heading
 ) -> Table:
-    """A row for each contest on each configuration: the step's floor, both sides in ms, their ratio
-    with its quartiles and its aim, and what else the headings say."""
+    """A row for each contest and configuration: the step's floor, both sides in ms, their ratio
+    with quartiles and aim, and the columns of `more`."""
     columns = ("model", "ranks", floor[0], "labkit", "ms", "peer", "ms", "ratio", "", "aim")
     table = titled(title, caption, [*columns, *(name for name, _ in more)], ("labkit", "peer"))
     for times in measured:
@@ -185,7 +183,7 @@ def contest_table(
 
 
 def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
-    """Write everything as JSON, with the ratios; `read` returns it."""
+    """Write all samples and ratios as JSON, for `read`."""
     steps = [
         asdict(times) | {"ratios": {x.ours: times.ratio(x.ours, x.theirs) for x in times.contests}}
         for times in measured
@@ -195,7 +193,7 @@ def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
 
 
 def read(path: str | Path) -> list[StepTimes]:
-    """What `save` has written. Raises ValueError for another file."""
+    """Read a file written by `save`. Raises ValueError for any other file."""
     try:
         measured = []
         for step in json.loads(read_file(path))["steps"]:

@@ -1,7 +1,7 @@
-"""This machine as a cluster: the ranks of a World are its devices, all measured at the same time,
-so that a device is a rank's share of cores, memory, GPU and wire. A time is that of a turn: several
-calls from a barrier on, over their number, on the slowest rank; the lower quartile counts, as other
-programs make turns slow, and none fast. The description is fitted to these (rates.py).
+"""This machine as a cluster of devices, one per rank of a World. All are measured at the same time,
+so a device is a rank's share of cores, memory, GPU and wire. A case's time is that of a turn:
+several calls after a barrier, divided by their number, on the slowest rank. The lower quartile
+counts, as other programs only slow turns down. rates.py fits the description to these times.
 """
 
 import os
@@ -31,19 +31,18 @@ SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 
 COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # beyond what caches hold
 REDUCED_BYTES = tuple(1 << shift for shift in range(10, 25, 2))
 ROUNDS, TURNS, TURN_S, MOST_CALLS = 3, 3, 0.02, 10_000
-LONGEST_S = 0.15  # of a call; what would take longer is not measured
+LONGEST_S = 0.15  # per call; longer cases are not measured
 REACHED = "by definition: the rate is one that was reached"
-ENOUGH_S = 7.0  # from then on, only what had no turn yet is measured
+ENOUGH_S = 7.0  # after this, only cases without any turn are measured
 
 
 def measure_machine(ranks: int = 4) -> Cluster:
-    """Measure this machine, in some ten seconds, as a cluster of one node with `ranks` devices.
-
-    Close other programs first. One rank sends nothing, and its wire is its own memory.
-    Raises ValueError for a number of ranks that this machine cannot start.
+    """Measure this machine, in about ten seconds, as a cluster of one node with `ranks` devices.
 
     >>> measure_machine().device.peak_flops["float32"]  # of one rank's share
-    """
+
+    Close other programs first. One rank sends nothing: its wire is its own memory. Raises
+    ValueError if this machine cannot start `ranks` ranks."""
     with World(ranks, timeout_s=120) as world:
         began_s = time.monotonic()
         turns: dict[Case, list[float]] = {}
@@ -68,15 +67,15 @@ def _cases(world: World) -> Iterator[Case]:
 
 
 def _too_long(case: Case, turns: dict[Case, list[float]], sides: Sequence[int]) -> bool:
-    """Whether a product will take too long: the one of half the side, an eighth of the work, took
-    too long or was not measured itself. The two smallest of each dtype always are."""
+    """Whether a matmul would take too long: with half the side, an eighth of the work, it took too
+    long or was skipped. The two smallest sides of each dtype always run."""
     if case.what != "product" or case.size in sides[:2]:
         return False
     return 8 * min(turns.get(case._replace(size=case.size // 2), [inf])) > LONGEST_S
 
 
 def _turns(case: Case) -> list[float]:
-    """Seconds of a call, of each turn, while all other ranks do the same."""
+    """Seconds per call in each turn, while all other ranks do the same."""
     me = attach()
     once = _call(case, me)
     once()  # the first call finds caches cold
@@ -100,7 +99,7 @@ def _call(case: Case, me: Rank) -> Callable[[], Any]:
 
 
 def _group(me: Rank, size: int) -> Comm | None:
-    """Of `size` neighbouring ranks; None for a rank that is left over. Made once."""
+    """A group of `size` neighbouring ranks, made once; None for a rank that is left over."""
     groups: dict[int, Comm | None] = vars(me.state).setdefault("groups", {me.size: me.comm})
     if size not in groups:
         firsts = range(0, me.size - size + 1, size)
@@ -169,7 +168,7 @@ def _wire(world: World, device: Device, reduced: Times, where: str) -> Level:
 
 
 def _kind(world: World) -> str:
-    """What the ranks share, without the name of a host."""
+    """The hardware that the ranks share, without a host name."""
     if world.device == "cuda":
         used = min(torch.cuda.device_count(), world.size)
         return f"{used} {torch.cuda.get_device_name(0)}"
@@ -178,7 +177,7 @@ def _kind(world: World) -> str:
 
 
 def _memory_bytes(world: World) -> int:
-    """Of one rank: its part of a GPU, or of the machine."""
+    """Memory of one rank: its share of a GPU or of the machine."""
     if world.device == "cuda":
         on_each = -(-world.size // torch.cuda.device_count())
         return torch.cuda.get_device_properties(0).total_memory // on_each
@@ -186,5 +185,5 @@ def _memory_bytes(world: World) -> int:
 
 
 def _rounded(number: float) -> float:
-    """To four digits: more were never measured."""
+    """Round to four digits: no measurement is more precise."""
     return float(f"{number:.4g}")

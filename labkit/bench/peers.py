@@ -1,6 +1,6 @@
-"""torch's own strategies, to be timed beside labkit's. This file alone imports
-torch.distributed outside of the door and of what starts ranks: its peers come from there (when they
-are used, for that takes its time and warns of torch's own past).
+"""torch's own strategies, timed beside labkit's. Outside of comm and runtime, only this file uses
+torch.distributed for more than its checkpoint format. It imports from there inside functions, as
+these imports are slow and print deprecation warnings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,14 +14,14 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def zero_1(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """Its module is in torch's DDP, as it is meant to be."""
+    """ZeRO-1 as intended: its module is in torch's DDP."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=lr)
 
 
 def fsdp2(module: nn.Module) -> nn.Module:
-    """Each block by itself, and what is left, as FSDP2's users do."""
+    """Each block by itself, then the rest, as FSDP2's users do."""
     from torch.distributed.fsdp import fully_shard
 
     for block in module.blocks:  # type: ignore[union-attr]
@@ -31,7 +31,7 @@ def fsdp2(module: nn.Module) -> nn.Module:
 
 
 def dtensor(module: Any, gather_logits: bool) -> nn.Module:
-    """A labkit.GPT over all ranks, by torch's tensor parallelism, tied where it was."""
+    """A labkit.GPT split over all ranks by torch's tensor parallelism; tied weights stay tied."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -55,13 +55,13 @@ def dtensor(module: Any, gather_logits: bool) -> nn.Module:
         plan[f"blocks.*.{name}"] = RowwiseParallel()
     tied = module.head.weight is module.embed.tokens.weight
     module = parallelize_module(module, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
-    if tied:  # each was cut by itself
+    if tied:  # each was split by itself
         module.head.weight = module.embed.tokens.weight
     return module
 
 
 def loss_parallel() -> AbstractContextManager[Any]:
-    """Inside, F.cross_entropy takes logits that are cut over the vocabulary."""
+    """A context in which F.cross_entropy takes logits split over the vocabulary."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     return loss_parallel()
@@ -81,8 +81,8 @@ def pipeline(
     microbatches: int,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor | None]:
-    """A step by torch's schedule of that name: `step(x, y)` leaves `.grad` in this rank's part of
-    `stages` (all of the model, in order) and gives the mean loss, on the last stage."""
+    """A step by torch's schedule `name`: `step(x, y)` leaves `.grad` in this rank's part of
+    `stages` (the whole model, in order) and returns the mean loss on the last stage."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class

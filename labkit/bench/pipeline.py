@@ -1,12 +1,12 @@
-"""A step of labkit's pipeline beside torch.distributed.pipelining's by the same schedule, and the
-floor of both: what the stages compute, and the bubble.
+"""A step of labkit's pipeline and of torch.distributed.pipelining by the same schedule, and the
+floor of both.
 
-    floor     each stage's computing without communication, and the bubble (`Floor`)
+    floor     the stages' computation without communication, and the bubble (`Floor`)
     labkit    Pipeline, over `transport`
     torch     ScheduleGPipe, Schedule1F1B, ..., over gloo
 
 All have the same model in the same stages, the same batch and micro-batches, and take turns in the
-same processes. A step is forward and backward of the whole batch; the optimizer's is the same.
+same processes. A step is forward and backward of the whole batch, without the optimizer.
 """
 
 import os
@@ -32,7 +32,7 @@ from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
 from labkit.runtime.attach import attach
 from labkit.schedules import Action, received, schedule, virtual_stage
 
-ROWS, LENGTH, VOCAB, DEPTH = 16, 64, 1024, 8  # the batch, of all micro-batches; blocks of the GPT
+ROWS, LENGTH, VOCAB, DEPTH = 16, 64, 1024, 8  # the whole batch; blocks of the GPT
 CHUNKS = {"interleaved": 2}  # of the others: 1
 MICROBATCHES = 8
 STEPS = 2  # in a turn
@@ -45,29 +45,29 @@ PipelineStep = Callable[[Tensor, Tensor], Tensor | None]
 
 
 def batch() -> Batch:
-    """The same on all ranks."""
+    """The same batch on all ranks."""
     torch.manual_seed(1)
     return harness.random_batch(VOCAB, ROWS, LENGTH)
 
 
 def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
-    """The same GPT each time, in as many stages as the schedule needs. (Not tied: torch's pipelines
-    have no way to sum the gradients of one parameter on two ranks.)"""
+    """The same GPT each time, in the schedule's number of stages. (Not tied: torch's pipelines
+    cannot sum the gradients of one parameter on two ranks.)"""
     torch.manual_seed(0)
     whole = GPT.preset(model, vocab=VOCAB, context=LENGTH, depth=DEPTH, tied=False)
     return split(whole, ranks * CHUNKS.get(name, 1))
 
 
 def ours(name: str, stages: list[nn.Module], microbatches: int, loss_fn: Loss) -> PipelineStep:
-    """A step of labkit's, as `peers.pipeline` is one of torch's."""
+    """labkit's counterpart of `peers.pipeline`."""
     return Pipeline(stages, None, name, microbatches, loss_fn).step
 
 
-SIDES = {"": ours, "torch ": peers.pipeline}  # of a contest, before the schedule's name
+SIDES = {"": ours, "torch ": peers.pipeline}  # of a contest, by the prefix of the case's name
 
 
 def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:
-    """A step that leaves `.grad` in this rank's stages, and returns the loss on the last rank."""
+    """A step that leaves `.grad` in this rank's stages and returns the loss on the last rank."""
     own, tokens = nn.ModuleList(stages[comm.rank :: comm.size]), batch()
     pipeline = SIDES[side](name, stages, microbatches, mean_loss)
 
@@ -79,13 +79,11 @@ def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, co
 
 
 class Floor:
-    """The least that a step can take: `measure` a few times, then `step_s`.
+    """The least time of a step: call `measure` a few times, then `step_s`.
 
-    Each stage runs its actions on messages that are already there, and each action is timed, its
-    median over the turns. A replay of the schedule with these times, and messages that take none,
-    gives the step's time: no less than all computing together over the cores, as four stages on two
-    cores do not compute at once.
-    """
+    Each action is timed on a message that is already there, and takes its median over the turns.
+    The floor is the time of the schedule's replay with these times and instant messages, but at
+    least all computation divided by the cores: four stages cannot compute at once on two cores."""
 
     def __init__(self, model: str, name: str, microbatches: int, comm: Comm):
         self.comm, chunks = comm, CHUNKS.get(name, 1)
@@ -122,14 +120,14 @@ class Floor:
         return seconds
 
     def _message(self, action: Action) -> Tensor | None:
-        """A made-up message of the right shape."""
+        """The input of an action: a micro-batch, or a made-up message of the right shape."""
         if received(action, *self.position) is None:
             return self.xs[action.microbatch] if action.phase == "forward" else None
         message = self.activations[action.microbatch].detach().clone()
         return message.requires_grad_(action.phase == "forward")
 
     def measure(self) -> None:
-        """As many ranks at once as there are cores; the others wait for their turn."""
+        """Time the actions, on at most one rank per core at once."""
         cores = os.cpu_count() or 1
         of_ranks: list[list[float]] = [[] for _ in range(self.comm.size)]
         for first in range(0, self.comm.size, cores):
@@ -140,14 +138,14 @@ class Floor:
         self.turns.append(of_ranks)
 
     def step_s(self) -> float:
-        """The floor, from the medians of the turns."""
+        """The floor in seconds, from the medians of the turns."""
         stages = zip(*self.turns)
         medians = [[median(action) for action in zip(*stage, strict=True)] for stage in stages]
         return floor_s(self.schedule, medians, os.cpu_count() or 1)
 
 
 def floor_s(actions: Sequence[Sequence[Action]], taken: list[list[float]], cores: int) -> float:
-    """Seconds of a step whose actions take these, by stage and place in its list."""
+    """Seconds of a step with these actions and the seconds `taken` by each, both by stage."""
     seconds_of = {
         (stage, action): seconds
         for stage, listed in enumerate(actions)
@@ -159,7 +157,7 @@ def floor_s(actions: Sequence[Sequence[Action]], taken: list[list[float]], cores
 
 
 def over_floor(times: StepTimes, name: str) -> float:
-    """The median step by this schedule, over its floor."""
+    """The schedule's median step time over its floor."""
     return times.ms(name) / 1e3 / times.figures["floor_s"][name]
 
 
@@ -199,9 +197,7 @@ def bench_pipeline(
 ) -> list[StepTimes]:
     """Time each schedule for each number of ranks and model.
 
-    Raises ValueError for a schedule that torch lacks, a model that is none of labkit's presets, and
-    micro-batches or ranks that do not fit.
-    """
+    Raises ValueError for a schedule that torch lacks, an unknown preset, or bad sizes."""
     harness.check_names(only, SCHEDULES, "no schedule {!r} is timed")
     names = [name for name in SCHEDULES if not only or name in only]
     if not 1 <= microbatches <= ROWS or ROWS % microbatches:

@@ -1,16 +1,17 @@
-"""Steps of a small GPT in each number format, and labkit's mixed precision and recompute beside
-torch's.
+"""Steps of a small GPT in each number format: mixed precision and recompute of labkit and of torch.
 
-    fp32            all in float32                         its peer
-    tf32            products in TF32 (a GPU)               ─────────────────────────────────────
+    case            labkit                                 torch
+    ─────────────────────────────────────────────────────────────────────────────────────────────
+    fp32            all in float32
+    tf32            matmuls in TF32 (on a GPU)
     bf16            MasterWeights                          torch.autocast, fp32 weights
     fp16            MasterWeights, GradScaler              torch.autocast, torch.amp.GradScaler
-    fp8             bf16, products of blocks in 8 bits     (a CPU rounds to 8 bits and multiplies in
-                                                           fp32: it shows errors, not time)
+    fp8             bf16, matmuls of blocks in 8 bits      (a CPU rounds to 8 bits and multiplies
+                                                           in fp32: it shows errors, not time)
     recompute       full, fp32                             torch.utils.checkpoint
 
-All take their steps in one process, in turns. Peak memory is the GPU's allocator's; on a CPU, what
-the recorder counts in a separate step.
+All take their steps in one process, in turns. Peak memory is from the GPU's allocator; on a CPU,
+the recorder counts it in a separate step.
 """
 
 import gc
@@ -42,7 +43,7 @@ from labkit.trace.recording import record
 
 LR = 1e-4
 STEPS = 3  # in a turn
-WITH_DEVICE = {  # torch's name of a GPU: a cluster that has it, and so its peak rates
+WITH_DEVICE = {  # torch's name of a GPU: a cluster with its peak rates
     "NVIDIA H200": "h200-node",
     "NVIDIA H100 80GB HBM3": "dgx-h100",
     "NVIDIA A100-SXM4-40GB": "selene",
@@ -58,7 +59,7 @@ CONTESTS = [
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, and the batch of a step."""
+    """The sizes of the model and of a step's batch."""
 
     vocab: int
     width: int
@@ -74,7 +75,7 @@ ON_GPU = Sizes(vocab=32768, width=1024, depth=12, heads=16, length=1024, rows=8)
 
 @dataclass(frozen=True)
 class Case:
-    """How a step is taken: `dtype` of the model's weights; `context` of each forward."""
+    """How to run a step: `dtype` of the model's weights, `context` of each forward."""
 
     dtype: torch.dtype = torch.float32
     context: Callable[[str], AbstractContextManager[Any]] = lambda kind: nullcontext()
@@ -84,7 +85,7 @@ class Case:
     products: str = "highest"  # torch.set_float32_matmul_precision
 
     def stepper(self, sizes: Sizes, device: torch.device) -> Callable[[], None]:
-        """A model with its optimizer: a function that does one step."""
+        """A function that runs one step of a new model and optimizer."""
         torch.manual_seed(0)
         s = sizes
         model = GPT(s.vocab, s.width, s.depth, s.heads, s.length).to(device, self.dtype)
@@ -132,8 +133,7 @@ def bench_precision(
 ) -> list[StepTimes]:
     """Time `only` these cases and their peers, or all that the device supports.
 
-    Raises ValueError for a name that is none of them.
-    """
+    Raises ValueError for an unknown name."""
     harness.check_names(only, CASES, "no case {!r} is timed")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = sizes or (ON_GPU if where.type == "cuda" else ON_CPU)
@@ -166,7 +166,7 @@ def _supported(name: str, where: torch.device) -> bool:
 
 
 def _turn_s(name: str, step: Callable[[], None], where: torch.device, count: int = STEPS) -> float:
-    """Mean seconds of a few steps, with the products of this case."""
+    """Mean seconds of `count` steps, with the matmul precision of this case."""
     torch.set_float32_matmul_precision(CASES[name].products)
     try:
         return harness.seconds_of(step, count, after=harness.sync_of(where))
@@ -175,8 +175,8 @@ def _turn_s(name: str, step: Callable[[], None], where: torch.device, count: int
 
 
 def _peak_bytes(name: str, sizes: Sizes, where: torch.device) -> int:
-    """The peak of the third step of a case alone: by then it has all its state."""
-    gc.collect()  # the case before
+    """Peak memory of the third step of a case alone: by then it has all its state."""
+    gc.collect()  # of the previous case
     others_bytes = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
     step = CASES[name].stepper(sizes, where)
     _turn_s(name, step, where, 2)
@@ -190,7 +190,7 @@ def _peak_bytes(name: str, sizes: Sizes, where: torch.device) -> int:
 
 
 def mfu_of(times: StepTimes, name: str, sizes: Sizes) -> float | None:
-    """Model FLOPs utilization of a format, where the GPU's peak is known; None elsewhere."""
+    """Model FLOPs utilization of a format; None if the GPU's peak is unknown."""
     dtype = PEAK_OF.get(name.removeprefix("torch.amp "))
     device = times.about["device"]
     peaks = cluster(WITH_DEVICE[device]).device.peak_flops if device in WITH_DEVICE else {}
@@ -215,7 +215,7 @@ def _about(where: torch.device, sizes: Sizes) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The CPU, and its instructions for 16 bits."""
+    """The CPU and its 16-bit instructions."""
     has = torch.cpu.get_capabilities()
     kinds = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
     words = ", ".join(kind for kind in kinds if has.get(kind)) or "nothing"
@@ -223,7 +223,7 @@ def _processor() -> str:
 
 
 def table(measured: Sequence[StepTimes]) -> Table:
-    """A row for each case, with its ratio and its aim where it has a peer."""
+    """A row for each case, with ratio and aim if it has a peer."""
     (times,) = measured
     first, about = next(iter(times.seconds)), times.about
     peers = ", ".join(f"{x.ours} to {x.theirs}" for x in times.contests)

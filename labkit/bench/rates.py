@@ -1,12 +1,12 @@
-"""The rates in a cluster's description, fitted to what was measured on the machine.
+"""The rates of a cluster, fitted to measurements of the machine.
 
-    matrix product     seconds = 2 m k n / (peak x product of d / (d + tile) over the sides m, k, n)
+    matmul             seconds = 2 m k n / (peak x product of d / (d + tile) over the sides m, k, n)
     all-reduce         seconds = start + 2(n-1) latency + 2(n-1)/n S / bandwidth
 
-Pure functions. They minimise log(predicted / measured), so that a microsecond counts beside a
-second: of all-reduces its root mean square, as in labkit/sweeps/alpha_beta.py, and of products its
-mean absolute value, so that one outlier does not count. (bfloat16 on a CPU has a much longer way to
-its first multiplication.) An error of 0.1 means: typically a tenth off.
+Pure functions. They minimise log(predicted / measured), so that microseconds count as much as
+seconds: its root mean square for all-reduces, as in labkit/sweeps/alpha_beta.py, and its mean
+absolute value for matmuls, so that outliers count less. (bfloat16 on a CPU takes much longer to its
+first multiplication.) An error of 0.1 means: typically a tenth off.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from labkit.comm.collectives.costs import Cost
 from labkit.sweeps.alpha_beta import fit_line, least
 
 SEARCH = {"tried": 11, "zooms": 6}
-LEAST_PART = 1e-4  # of its peak: no product has reached less
+LEAST_PART = 1e-4  # of its peak: every matmul reaches more
 
 
 class Case(NamedTuple):
-    """What is timed: "tiny", "copy", "product" or "all-reduce". `size` is elements of a tiny
-    operation, bytes copied or reduced, or the side of square matrices; `ranks` those of a group."""
+    """What is timed: "tiny", "copy", "product" or "all-reduce". `size`: elements of a tiny
+    operation, bytes copied or reduced, or side of square matrices. `ranks`: the group's size."""
 
     what: str
     size: int
@@ -35,7 +35,7 @@ Times = Mapping[Case, float]  # seconds
 
 
 class ProductFit(NamedTuple):
-    """`peak_flops` by dtype, and the `tile` that makes small products slower."""
+    """`peak_flops` by dtype, and the `tile` that makes small matmuls slower."""
 
     peak_flops: dict[str, float]
     tile: float
@@ -52,9 +52,7 @@ class WireFit(NamedTuple):
 
 
 def fit_products(products: Times) -> ProductFit:
-    """One tile for all dtypes, and the peak of each.
-
-    Raises ValueError where no dtype has products of two sides."""
+    """Fit one tile, and the peak of each dtype. Raises ValueError if no dtype has two sides."""
     dtypes = list(dict.fromkeys(case.dtype for case in products))
     of_dtype = [[(c.size, s) for c, s in products.items() if c.dtype == dtype] for dtype in dtypes]
     if all(len(own) < 2 for own in of_dtype):
@@ -62,10 +60,9 @@ def fit_products(products: Times) -> ProductFit:
     smallest = min(case.size for case in products)
 
     def fit(part: float) -> ProductFit:
-        """With the tile by which the smallest product reaches this part of its peak, for each
-        side."""
+        """The fit with the tile for which the smallest side / (side + tile) is `part`."""
         tile = smallest * (1 / part - 1)
-        # of the peaks that the products of each dtype imply
+        # of the peaks that the matmuls of each dtype imply
         logs = [np.log([2 * (side + tile) ** 3 / s for side, s in own]) for own in of_dtype]
         off = np.concatenate([x - np.median(x) for x in logs])
         peaks = {dtype: float(np.exp(np.median(x))) for dtype, x in zip(dtypes, logs)}
@@ -75,16 +72,15 @@ def fit_products(products: Times) -> ProductFit:
 
 
 def fit_wire(reduced: Times) -> WireFit:
-    """Bandwidth, latency and start of a wire. On a single number of ranks, start and latency cannot
-    be told apart: all of it is the latency then.
+    """Fit bandwidth, latency and start. With only one number of ranks, start and latency cannot be
+    separated, and all counts as latency.
 
-    Raises ValueError for fewer than two sizes, one rank, or times that do not grow with the size.
-    """
+    Raises ValueError for fewer than two sizes, one rank, or times that do not grow with size."""
     if len({case.size for case in reduced}) < 2 or min(case.ranks for case in reduced) < 2:
         raise ValueError("all-reduces of two sizes or more, on two ranks or more, are needed")
 
     def line(part: float) -> tuple[float, float, float]:
-        """alpha, beta and error, if this part of alpha is the start, and the rest the latency."""
+        """alpha, beta and error if `part` of alpha is the start, and the rest the latency."""
         costs = [
             Cost(part + (1 - part) * 2 * (n - 1), 2 * (n - 1) / n * size)
             for _, size, _, n in reduced

@@ -1,6 +1,6 @@
-"""Is the replay right? Two worlds take turns. In one nothing slows the wires: its recording says
-how long this machine computes and moves each tensor, and a replay gives its steps the wires of a
-`Link`. In the other the ranks train over that `Link`. They are compared turn by turn.
+"""Is the replay right? Two worlds take turns. In one, no link delays messages: its recording says
+how long this machine computes and moves each tensor, and a replay adds the delays of a `Link`. In
+the other, the ranks train over that `Link`. Both are compared turn by turn.
 """
 
 from collections.abc import Callable
@@ -25,24 +25,23 @@ from labkit.trace.recording import record
 STEPS = 4  # in a turn
 BUCKET_MB = 1.0
 LINK = Link(gbps=0.5, latency_us=200)
-NO_WIRE = Link(gbps=1e6)  # the same way through the code, without the delay
+NO_WIRE = Link(gbps=1e6)  # the same code path, without the delay
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is changed in it
     "1M": ("1M", {}), "3.4M": ("3.4M", {}), "9.8M": ("3.4M", {"depth": 12})
 }  # fmt: skip
 
 
 def wires_of(link: Link, ranks: int) -> Cluster:
-    """One node whose ranks are joined by such links. Its device has no rates: it is for replays of
-    measured computing."""
+    """One node with such links between ranks, to replay measured computation: no device rates."""
     level = Level("paced", link.gbps * 1e9 / 8, link.latency_us * 1e-6, ranks)
     device = Device("not described", {}, 1.0, 1.0, 0.0)
     return Cluster("paced", f"links of {link.gbps:g} Gbit/s", device, 1, ranks, level)
 
 
 class AfterTheWire(Costs):
-    """A modelled wire holds messages back; then the machine really moves them. So an operation
-    takes the wire's time, and its time in a run without that wire: from when the last rank began,
-    for which the others waited, until it ended, averaged over the ranks."""
+    """Costs of a modelled wire, which delays a message before the machine moves it. An operation
+    takes the wire's time plus its time without the wire: from the start of the last rank, which the
+    others await, to its end, averaged over the ranks."""
 
     def __init__(self, cluster: Cluster, trace: Trace):
         super().__init__(cluster)
@@ -57,7 +56,7 @@ class AfterTheWire(Costs):
 
 
 def _begin(preset: str, changes: dict[str, Any]) -> None:
-    """On a rank: a model, and its first steps."""
+    """On a rank: build a model and run its first steps."""
     me = attach()
     me.state.step = stepper(lambda x: DDP(x, bucket_mb=BUCKET_MB), preset, **changes)
     for _ in range(3):
@@ -65,20 +64,20 @@ def _begin(preset: str, changes: dict[str, Any]) -> None:
 
 
 def _turn_s() -> float:
-    """On a rank: seconds of a step."""
+    """On a rank: seconds per step."""
     me = attach()
     return seconds_of(me.state.step, STEPS, me.comm.barrier, me.comm.barrier)
 
 
 def _step_s(trace: Trace) -> float:
-    """Seconds of a step, the mean of the ranks; with the barrier after the last, which is recorded
-    as the beginning of another step."""
+    """Mean seconds per step over the ranks, up to the barrier after the last step, which is
+    recorded as the beginning of another one."""
     ranks = trace.ranks.values()
     return mean((x.steps[-1].ended_s - x.steps[0].began_s) / STEPS for x in ranks)
 
 
 def _replayed(world: World) -> tuple[float, float]:
-    """Seconds of a step of this world without any communication, and over the wires of `LINK`."""
+    """Seconds per step of this world without communication, and over the wires of `LINK`."""
     with record() as trace:
         world.run(_turn_s)
     without, wires = (wires_of(link, world.size) for link in (NO_WIRE, LINK))
@@ -110,7 +109,7 @@ def bench_replay(
 
 
 def table(measured: list[StepTimes]) -> Table:
-    """A row for each model: its times, and how near the replay comes."""
+    """A row for each model: its times, and replayed over measured."""
     cases, rows = ("computing", "replayed", "measured"), []
     for times in measured:
         low, middle, high = times.ratio("replayed", "measured")

@@ -1,5 +1,6 @@
-"""Results of other machines that labkit includes, drawn for a notebook: the files of
-`labkit bench precision --save` and `labkit bench transfers --save` in labkit/bench/results."""
+"""Pictures of results from other machines: the files that `labkit bench precision --save` and
+`labkit bench transfers --save` wrote to labkit/bench/results.
+"""
 
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from labkit.plot.style import MEASURED
 
 
 def show_stored(what: str, folder: Path = RESULTS) -> None:
-    """Display a picture for each file of `what`, "precision" or "transfers"; print a sentence where
+    """Display a picture for each file of `what`, "precision" or "transfers"; print a sentence if
     there is none. Raises ValueError for another `what`."""
     if what not in DRAWN:
         raise ValueError(f"no pictures of {what!r} are stored; choose one of {', '.join(DRAWN)}")
@@ -26,7 +27,7 @@ def show_stored(what: str, folder: Path = RESULTS) -> None:
 
 @styled
 def _precision(path: Path) -> Picture:
-    """Milliseconds of a step and its peak memory, in each number format."""
+    """Milliseconds per step and peak memory, in each number format."""
     (times,) = harness.read(path)
     names = list(reversed(times.seconds))
     picture = Picture(0.9 + 0.22 * len(names), layout="constrained")

@@ -1,4 +1,4 @@
-"""A sweep as tables for the terminal: the columns of nccl-tests, and the ratios."""
+"""A sweep as tables for the terminal: the columns of nccl-tests, and ratios."""
 
 from statistics import geometric_mean
 
@@ -13,8 +13,8 @@ TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
 
 
 def tables(sweep: Sweep) -> list[Table]:
-    """As nccl-tests prints it, one table for each operation and number of ranks, and two columns
-    more: time over that of the backend's own, busbw over the rate at which memory is copied."""
+    """A table for each operation and number of ranks, as nccl-tests prints it, with two more
+    columns: time over the backend's own, and busbw over the rate of a memory copy."""
     backend, shown = sweep.about.get("backend", "backend"), []
     statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
     words = ("type", "redop", "root", "algorithm")
@@ -47,7 +47,7 @@ def _cells(point: Point) -> list[str]:
 
 
 def _summary(points: list[Point], backend: str) -> str:
-    """The default against the backend's own, over all sizes."""
+    """The default compared with the backend's own, over all sizes."""
     ratios = {point.size_bytes: point.ratio for point in points if point.algorithm == DEFAULT}
     if not ratios:
         return ""
@@ -59,7 +59,7 @@ def _summary(points: list[Point], backend: str) -> str:
 
 
 def fit_table(fits: list[Fit]) -> Table:
-    """alpha and beta of each algorithm, and how far the line is off."""
+    """alpha, beta and the fit's error for each algorithm."""
     names = ("operation", "ranks", "algorithm", "alpha, us", "beta, ns/byte", "error")
     rows = [
         (fit.op, str(fit.ranks), fit.algorithm, f"{fit.alpha_s * 1e6:.1f}",
@@ -72,7 +72,7 @@ def fit_table(fits: list[Fit]) -> Table:
 
 
 def doubts(fits: list[Fit]) -> str:
-    """A warning where a line fits so poorly that alpha and beta say little; else nothing."""
+    """A warning if a fit is so poor that its alpha and beta say little, else an empty string."""
     poor = [fit for fit in fits if fit.error > TRUSTED_ERROR]
     if not poor:
         return ""

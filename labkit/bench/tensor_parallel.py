@@ -1,4 +1,4 @@
-"""A step of labkit's tensor parallelism beside torch's DTensor, and beside no communication.
+"""A step of labkit's tensor parallelism, of torch's DTensor, and of one without communication.
 
     tensor                the loss from each rank's slice of the logits
     DTensor               torch's `parallelize_module` of the same model, with its `loss_parallel`
@@ -7,7 +7,7 @@
                           results are wrong, its time is the least possible
 
 All train the same GPT, from the same weights, on the same tokens, in the same processes, in turns
-of a few steps. Ratios are also given without AdamW's step, which by itself takes DTensor long.
+of a few steps. Ratios are also given without AdamW's step, which is slow with DTensor.
 """
 
 import time
@@ -37,7 +37,7 @@ WITHOUT_ADAMW = "forward_backward_s"
 
 
 class Silent(Comm):
-    """A communicator whose all-reduces do nothing: each rank keeps its own values."""
+    """A communicator with all-reduces that do nothing: each rank keeps its own values."""
 
     def all_reduce(self, x: Tensor, *args: Any, **kwargs: Any) -> None:
         return None
@@ -45,8 +45,8 @@ class Silent(Comm):
 
 @dataclass(frozen=True)
 class Case:
-    """`parallelize(model)` splits the model over all ranks, `loss(logits, targets)` is a scalar;
-    both and backward run inside `context()`."""
+    """`parallelize(model)` splits the model over all ranks, `loss(logits, targets)` returns a
+    scalar; forward, loss and backward run inside `context()`."""
 
     parallelize: Callable[[nn.Module], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -74,7 +74,7 @@ CONTESTS = [
 
 
 def stepper(case: Case, model: str, rows: int = ROWS) -> Callable[[], tuple[float, float]]:
-    """A function that does one step and returns when backward ended, and the loss."""
+    """A function that runs one step and returns when backward ended, and the loss."""
     torch.manual_seed(0)
     parallel = case.parallelize(GPT.preset(model, vocab=VOCAB, context=LENGTH))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LR)
@@ -124,7 +124,7 @@ def bench_tensor_parallel(
     turns: int = 20,
     transport: str | None = None,
 ) -> list[StepTimes]:
-    """Time all cases for each number of ranks and model, a preset of labkit's."""
+    """Time all cases for each number of ranks and each model, a labkit preset."""
     return harness.on_worlds(_on_rank, ranks, models, transport, turns)
 
 

@@ -1,6 +1,6 @@
 """Ways to move a tensor between the memories of this machine, timed side by side and compared with
-what their bytes predict; also over a paced bus, which stands for PCIe where there is no GPU. Lab 12
-draws the files in labkit/bench/results, saved on machines with other devices, beside its own.
+predicted times; also over a paced bus, which simulates PCIe without a GPU. Lab 12 also draws the
+files in labkit/bench/results, saved on other machines.
 """
 
 import json
@@ -26,18 +26,18 @@ DTYPES = {short(dtype): dtype for dtype in (torch.float32, torch.float16, torch.
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """The measured times; `about` has device, cores, torch, date and the paced bus."""
+    """The measured times; `about` describes the device, torch, the date and the paced bus."""
 
     about: dict[str, Any]
     measured: list[Measured]
 
     @property
     def rates(self) -> Rates:
-        """Of each memory and bus, from the ways with a single part."""
+        """The rate of each memory and bus, from the ways with a single part."""
         return rates_of(self.measured, self.about["paced_gbps"])
 
     def save(self, path: str | Path) -> Path:
-        """Write everything as JSON."""
+        """Write everything as JSON, for `read_transfers`."""
         rows = [
             {**vars(x.way), "dtype": short(x.way.dtype), "to": short(x.way.to)}
             | {"done_s": x.done_s, "returned_s": x.returned_s}
@@ -48,7 +48,7 @@ class TransferTimes:
 
 
 def read_transfers(path: str | Path) -> TransferTimes:
-    """What `TransferTimes.save` has written. Raises ValueError for another file."""
+    """Read a file written by `TransferTimes.save`. Raises ValueError for any other file."""
     try:
         contents = json.loads(read_file(path))
         measured = []
@@ -66,11 +66,10 @@ def read_transfers(path: str | Path) -> TransferTimes:
 def bench_transfers(
     mb: float = 64.0, gbps: float = 16.0, turns: int = 9, to: str = "fp16"
 ) -> TransferTimes:
-    """Time `mb` megabytes (1e6 bytes) of fp32 on every way that this machine has, to fp32 and to
-    the dtype `to`; over a paced bus of `gbps` gigabits per second, or none where that is 0.
+    """Time `mb` megabytes (1e6 bytes) of fp32 on every way of this machine, to fp32 and to the
+    dtype `to`; also over a paced bus of `gbps` Gbit/s, unless it is 0.
 
-    Raises ValueError for impossible sizes.
-    """
+    Raises ValueError for invalid sizes."""
     if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):
         raise ValueError(f"mb={mb}, turns={turns}, gbps={gbps}: give 4000 MB or less, and turns")
     numel = int(mb * 1e6 / 4)
@@ -92,7 +91,7 @@ def bench_transfers(
 
 
 def table(times: TransferTimes) -> Table:
-    """A row for each way, the fastest of its ends and dtypes bold."""
+    """A row for each way; the fastest for its ends and dtypes is bold."""
     numel, rates = times.measured[0].numel, times.rates
     words = ("from → to", "as", "cast", "memory", "call")
     shown = titled(
@@ -120,7 +119,7 @@ def table(times: TransferTimes) -> Table:
 
 
 def fastest_of(measured: Sequence[Measured]) -> list[Measured]:
-    """The fastest of those with the same ends and dtypes."""
+    """The fastest way for each combination of ends and dtypes."""
     best: dict[tuple[Any, ...], Measured] = {}
     for x in measured:
         key = *x.way.ends, x.way.dtype, x.way.to

@@ -1,11 +1,9 @@
 """Checkpoints that any strategy on any number of ranks can load, in torch's own format.
 
-    save_checkpoint("runs/gpt", model, optimizer, step=100)      # on every rank
+    save_checkpoint("runs/gpt", model, optimizer, step=100)
     step = load_checkpoint("runs/gpt", model, optimizer).step
 
-`contents.py` asks the strategy, or a pipeline's stages, what a rank owns, and names it, `boxes.py`
-cuts that into what the format can hold, `saving.py` and `loading.py` do the two calls, `folders.py`
-sees that a killed save harms nothing.
+Every rank must make both calls.
 """
 
 from labkit.checkpoints.loading import Loaded, load_checkpoint

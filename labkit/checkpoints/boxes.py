@@ -1,18 +1,17 @@
-"""A flat range of a tensor as boxes: a checkpoint's format has only boxes, ZeRO owns flat ranges.
+"""Flat ranges of a tensor as boxes: ZeRO owns flat ranges, the checkpoint format stores boxes.
 
     elements 2 to 13 of a [4, 4]      . . a a     a   the rest of the first row
                                       b b b b     b   the full rows, one box
                                       b b b b
-                                      c c . .     c   the beginning of the last row
+                                      c c . .     c   the start of the last row
 
-In more dimensions a row is itself a tensor, and its range is cut likewise: 2d - 1 boxes at most,
-one after the other as the elements lie.
+With more dimensions, the partial rows are split likewise: at most 2d - 1 boxes, in order.
 
-A tensor-parallel rank has rows or columns of the whole parameter, perhaps with padding behind them.
-A box of these has another place in the whole, and no padding:
+A tensor-parallel rank holds rows or columns of the whole parameter, perhaps padded. A box moves to
+its place in the whole and loses the padding:
 
-    here [4, 2]      a a      whole [4, 5]     . . . a .      columns 3:5 of 5 would be all of it;
-                     a a                       . . . a .      of 3:4 the last is padding
+    here [4, 2]      a a      whole [4, 5]     . . . . a      this rank has columns 4:5;
+                     a a                       . . . . a      its second column is padding
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,7 @@ from labkit.parallel.common.shards import Shard
 
 @dataclass(frozen=True)
 class Box:
-    """The elements `offsets[d] <= i_d < offsets[d] + sizes[d]` of a tensor; here, one after the
-    other, so that a box too is a flat range."""
+    """Elements `offsets[d] <= i_d < offsets[d] + sizes[d]` of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -39,7 +37,7 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
-    """Elements `start` to `start + numel` of a tensor of this shape, in order."""
+    """Contiguous boxes, in order, for `numel` elements from `start` on of a tensor of `shape`."""
     if numel and not shape:
         yield Box((), ())
     if not (numel and shape):
@@ -60,8 +58,7 @@ def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
 
 
 def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iterator[Box]:
-    """As `boxes_of`, in boxes of about `most` elements: of as many full rows as that allows, so
-    that one row alone may be larger. A tensor without elements is one box."""
+    """As `boxes_of`, in boxes of at most `most` elements or one row; an empty tensor is one box."""
     if prod(shape) == 0:
         yield Box((0,) * len(shape), tuple(shape))
         return
@@ -73,8 +70,7 @@ def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iter
 
 
 def in_whole(box: Box, shard: Shard | None) -> Box | None:
-    """Where in the whole parameter a box of this rank's part lies; None where it is padding. It
-    has the box's sizes less the padding, which is last along the dim that is cut."""
+    """The box in the whole parameter, without padding (last along the cut dim), if any is left."""
     if shard is None:
         return box
     offsets, sizes, dim = list(box.offsets), list(box.sizes), shard.dim
@@ -84,8 +80,7 @@ def in_whole(box: Box, shard: Shard | None) -> Box | None:
 
 
 def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> torch.Tensor:
-    """The part in `box` of a whole tensor of `shape`; `tensor` is that, or, flat, its elements from
-    `start` on."""
+    """The view of `box`; `tensor` has this shape, or is flat and begins at element `start`."""
     if tensor.shape == shape:
         slices = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes))
         return tensor[tuple(slices)]
@@ -97,8 +92,8 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
 def placed_boxes(
     piece: OwnedPiece, tensor: torch.Tensor, most: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """The boxes of a piece, of about `most` elements each: where in the whole parameter, without
-    padding, and the view of `tensor`, which has an element for each of the piece's."""
+    """Yield each box of a piece in the whole parameter, without padding, and its view of `tensor`,
+    which has one element per element of the piece. `most` as in `small_boxes`."""
     for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
         if (box := in_whole(here, piece.shard)) is not None:
             view = view_of(tensor, piece.shape, piece.start, here)

@@ -1,21 +1,21 @@
-"""What a model and its optimizer have for a checkpoint, under names that no strategy changes.
+"""The contents of a checkpoint, under names that no strategy changes.
 
     model.NAME                              a parameter or buffer, named as in the plain module
-    optimizer.state.NAME.KEY                its optimizer state, as `exp_avg`
-    optimizer.param_groups.GROUP.KEY        hyperparameters; KEY `params` has the names
+    optimizer.state.NAME.KEY                its optimizer state, such as `exp_avg`
+    optimizer.param_groups.GROUP.KEY        hyperparameters; KEY `params` lists the names
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
-These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A parameter that is
-cut over tensor-parallel ranks has its plain name and its whole shape. The slices that a rank owns:
+These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A tensor-parallel
+parameter keeps its plain name and its whole shape. The pieces that a rank owns:
 
-    DDP, or none         all ranks have every parameter whole
-    ZeroOptimizer        the optimizer's `owned(module)`
-    ZeRO3                the model's `owned(optimizer)`
-    Pipeline             the optimizer's, of this rank's stages; or each stage's own, whole or
-                         in ZeRO3, under the names of the whole model
+    DDP, no strategy     every parameter, whole
+    ZeroOptimizer        `optimizer.owned(module)`
+    ZeRO3                `model.owned(optimizer)`
+    Pipeline             the optimizer's pieces of this rank's stages, or each stage's own, whole
+                         or ZeRO3, under the names of the whole model
 
-Several ranks may have the same piece, then one writes it. A parameter that is tied over stages has
-the first of its names everywhere; the first of its ranks writes it, the others read it, too.
+If several ranks own a piece, one of them writes it. A parameter tied across stages is saved under
+the first of its names: the first rank that holds it writes it, and the others read it, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,7 @@ FORMAT = 1
 
 
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
-    """The ranks that hold the model together: those of its strategy; all, where it has none, where
-    parameters are cut over further ranks, or where it is in stages."""
+    """The strategy's ranks; all ranks for no strategy, tensor parallelism or a pipeline."""
     if not (any(map(shard_of, plain_module(model).parameters())) or isinstance(model, InStages)):
         for owner in (optimizer, model):
             if isinstance(comm := getattr(owner, "comm", None), Comm):
@@ -50,20 +49,20 @@ def comm_of(model: nn.Module, optimizer: Any) -> Comm:
 class Contents:
     """What this rank holds of a model and its optimizer, and what all ranks hold together.
 
-    module         the part of the model that is here, under the names of the whole
-    pipeline       the model, where it is one
-    strategies     those that say what a rank owns; [] where all is whole
-    named          the parameters that are here, under first names
+    module         this rank's part of the model, under the names of the whole model
+    pipeline       the model if it is a pipeline, else None
+    strategies     those that define which pieces a rank owns; [] if each rank has the whole model
+    named          this rank's parameters, under first names
     pieces         this rank's pieces of parameters
-    shapes         name -> shape of every parameter that any rank has, whole
-    buffers        name -> buffer, of those that a state dict has and this rank has
-    buffer_shapes  name -> shape of those that any rank has; buffer_rank: the first that has it
-    also           a further name of a tied parameter or buffer -> its first name
-    groups         for each parameter group the names of its parameters, of all ranks
-    stateful       names of the parameters that the optimizer steps on; trained: unless frozen
+    shapes         name -> whole shape of every parameter of all ranks
+    buffers        name -> persistent buffer on this rank
+    buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: the first rank that has one
+    also           further name of a tied parameter or buffer -> its first name
+    groups         the names of each group's parameters, of all ranks
+    stateful       names of the parameters that the optimizer steps on; trained: those not frozen
 
-    Raises ValueError where the ranks have different models or optimizers, where some are missing,
-    or where model and optimizer both say what a rank owns."""
+    Raises ValueError if the ranks' models or optimizers differ, if `comm` lacks a rank of the
+    pipeline, or if model and optimizer both define what a rank owns."""
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.module, self.optimizer = plain_module(model), optimizer
@@ -98,7 +97,7 @@ class Contents:
         self.buffer_shapes: dict[str, torch.Size] = {}
         self._gather(comm)
 
-        # Without an owner: frozen ones, which a sharded optimizer may leave out, and empty ones.
+        # Without an owner: frozen parameters, which a sharded optimizer may omit, and empty ones.
         unowned = [
             replace(whole(name, p), shard=shards[name])
             for name, p in self.named
@@ -106,7 +105,7 @@ class Contents:
         ]
         self.pieces += unowned
         more = {x.name: x.whole_shape for x in unowned}
-        # Without a pipeline all ranks add the same.
+        # Without a pipeline, all ranks add the same names.
         everyones = [more] if pipeline is None else comm.all_gather_object(more)
         self.shapes = _union([self.shapes, *everyones])
 
@@ -118,11 +117,11 @@ class Contents:
         self.also = {name: first for name, first in self.also.items() if first in there}
 
     def first_name(self, name: str) -> str:
-        """The name under which a parameter is saved, whichever of its names it has here."""
+        """The name that a parameter is saved under, whichever of its names it has here."""
         return self.pipeline.further_names.get(name, name) if self.pipeline else name
 
     def owned(self) -> list[OwnedPiece]:
-        """The pieces that the strategies say this rank owns, under first names."""
+        """The pieces that this rank owns according to the strategies, under first names."""
         if self._by_optimizer:
             pieces = list(self.optimizer.owned(self.module))
         else:
@@ -136,7 +135,7 @@ class Contents:
         return [replace(piece, name=self.first_name(piece.name)) for piece in pieces]
 
     def _find_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that a state dict has; further names of those that have several: `also`."""
+        """The persistent buffers; `also` gets the further names of shared ones."""
         buffers: dict[str, torch.Tensor] = {}
         first_of: dict[int, str] = {}
         for prefix, part in self.module.named_modules(remove_duplicate=False):
@@ -179,49 +178,47 @@ class Contents:
         }
 
     def to_write(self) -> Iterator[OwnedPiece]:
-        """This rank's pieces; of those that all tensor-parallel ranks have, only on the first of
-        them (data-parallel ranks may cut them at other places on the others); of those that
-        several stages have, only on the first of these."""
+        """The pieces this rank writes. Only the first tensor-parallel rank writes replicated pieces
+        (data-parallel splits may differ on the others); only the first stage writes shared ones."""
         shards = (shard_of(p) for _, p in self.named)
         first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.written_here()
         return (x for x in self.pieces if x.name in here and (first or x.shard is not None))
 
     def written_here(self) -> set[str]:
-        """The first names of the parameters that no rank before this one has for its stages."""
+        """First names of the parameters here that no earlier rank holds for its stages."""
         counts_here = self.pipeline.counts_here if self.pipeline else lambda p: True
         others = {name for name, p in self.named if not counts_here(p)}
         return {name for name, _ in self.named} - others
 
     def hyperparameters(self) -> Iterator[tuple[Key, Any]]:
-        """Those of each group, with the names of its parameters."""
+        """Path and value of each group's hyperparameters and of `params`, its parameter names."""
         for k, (group, names) in enumerate(zip(self._groups, self.groups, strict=True)):
             for key, value in {**group, "params": names}.items():
                 if key != "param_names":  # `params` has them
                     yield ("optimizer", "param_groups", k, key), value
 
     def after_load(self) -> None:
-        """The pieces were written to: the strategies update what they derive from them."""
+        """Let the strategies update what they derive from the loaded pieces."""
         for strategy in self.strategies:
             strategy.after_load()
 
 
 def whole(name: str, tensor: torch.Tensor, optimizer: Any = None) -> OwnedPiece:
-    """All of a tensor, on which `optimizer` steps if it has it."""
+    """The whole tensor as one piece, with `optimizer` if that steps on it."""
     groups = [] if optimizer is None else optimizer.param_groups
     steps = any(tensor is p for group in groups for p in group["params"])
     return OwnedPiece(name, tensor.shape, 0, tensor, optimizer if steps else None)
 
 
 def lies_like(key: str, shape: torch.Size, parameter: torch.Size) -> bool:
-    """Whether a state, like `exp_avg`, has an element for each of its parameter's. (`step` has not,
-    even where the parameter is a single number.)"""
+    """Whether a state, like `exp_avg` but not `step`, has one element per parameter element."""
     return key != "step" and shape == parameter
 
 
 def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
-    """Raises ValueError for a state of a cut parameter with neither one number in all nor one for
-    each element, as Adafactor has for rows: it cannot be joined or cut."""
+    """Raises ValueError if a sharded parameter's state has several values, but not one per element,
+    like Adafactor's row statistics: such state cannot be joined or split."""
     if piece.shard is not None and shape.numel() > 1:
         raise ValueError(
             f"the optimizer's {key} of {piece.name} has shape {list(shape)}, and the parameter, of "
@@ -231,7 +228,7 @@ def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
 
 
 def _union(shapes: Sequence[dict[str, torch.Size]]) -> dict[str, torch.Size]:
-    """All names that the ranks have. Raises ValueError where one is of several shapes."""
+    """The shapes of all ranks' names. Raises ValueError if a name has different shapes."""
     union: dict[str, torch.Size] = {}
     for rank, mine in enumerate(shapes):
         for name, shape in mine.items():
@@ -244,7 +241,7 @@ def _union(shapes: Sequence[dict[str, torch.Size]]) -> dict[str, torch.Size]:
 
 
 def _without_cut(parameter: nn.Parameter) -> torch.Tensor:
-    """What describes the whole parameter."""
+    """The parameter, or a meta tensor of its whole shape if it is sharded."""
     if (shard := shard_of(parameter)) is None:
         return parameter
     whole = torch.empty(shard.whole_shape(parameter.shape), dtype=parameter.dtype, device="meta")

@@ -1,14 +1,14 @@
-"""The folders of checkpoints, and how one replaces another in a single moment.
+"""Checkpoint folders, and how one checkpoint replaces another atomically.
 
-    FOLDER/step_00000100          a checkpoint: a file of each rank, and `.metadata`
-    FOLDER/latest                 the name of the one to load
-    FOLDER/step_00000300.tmp      a save that is under way, or died: it is never read
+    FOLDER/step_00000100          a checkpoint: one file per rank, and `.metadata`
+    FOLDER/latest                 the name of the checkpoint to load
+    FOLDER/step_00000300.tmp      a save in progress, or a killed one: never read
 
-A save writes into the folder `.tmp`, has every byte on the disk, renames the folder, and then
-replaces `latest`. A rename happens or does not, so whenever a save is killed, `latest` names a
-checkpoint that is whole. Old ones are removed only after that. `.metadata` and `latest` end in
-their own CRC-32, and `.metadata` has one for every item in the other files: it detects any flipped
-bit, several times as fast as a cryptographic hash; an attacker could replace either.
+A save writes into the `.tmp` folder, flushes every byte to disk, renames the folder, replaces
+`latest`, and only then removes old checkpoints. A rename is atomic, so whenever a save is killed,
+`latest` names a complete checkpoint. `.metadata` and `latest` end in their own CRC-32, and
+`.metadata` has one for every item in the other files. A CRC detects any flipped bit several times
+as fast as a cryptographic hash; an attacker could replace either.
 """
 
 import os
@@ -27,14 +27,14 @@ NAME = re.compile(r"step_\d{8,}(\.\d+)?")
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into; what dead saves left is removed."""
+    """Create an empty folder for the checkpoint of `step`, and remove what killed saves left."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.iterdir():
         if left.name.endswith(UNFINISHED) and NAME.fullmatch(left.name.removesuffix(UNFINISHED)):
             shutil.rmtree(left)
     plain = f"step_{step:08d}"
     names = chain([plain], (f"{plain}.{again}" for again in count(2)))
-    # one that was saved before stays until the new one is finished
+    # an earlier save of this step stays until the new one is finished
     name = next(name for name in names if not (folder / name).exists())
     unfinished = folder / (name + UNFINISHED)
     unfinished.mkdir()
@@ -42,23 +42,23 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(unfinished: Path) -> Path:
-    """Make what was written to `unfinished`, whose files are on the disk, the latest checkpoint."""
+    """Make `unfinished`, with all its files on disk, the latest checkpoint."""
     final = unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
     flush_folder(unfinished)
     unfinished.rename(final)
     try:
         flush_folder(final.parent)
         point_at(final)
-    except OSError:  # the disk was full of the checkpoint itself: no name for half a success
+    except OSError:  # the checkpoint filled the disk: it must not keep its final name
         final.rename(unfinished)
         raise
     return final
 
 
 def point_at(final: Path) -> None:
-    """Replace the pointer `latest` in one moment."""
+    """Replace the pointer `latest` atomically."""
     new = final.parent / (LATEST + UNFINISHED)
-    new.unlink(missing_ok=True)  # it may be a link, whose target is not ours to overwrite
+    new.unlink(missing_ok=True)  # it may be a link: never overwrite its target
     with naming(new):
         new.write_text(final.name + "\n")
     seal(new)
@@ -67,7 +67,7 @@ def point_at(final: Path) -> None:
 
 
 def seal(path: Path) -> None:
-    """Append to a file a CRC-32 of it, and have both on the disk."""
+    """Append the file's CRC-32 to it, and flush both to disk."""
     with naming(path), path.open("r+b") as file:
         file.write(b"%08x\n" % zlib.crc32(file.read()))
         file.flush()
@@ -75,13 +75,13 @@ def seal(path: Path) -> None:
 
 
 def sealed(data: bytes) -> bool:
-    """Whether a file's bytes end in the CRC-32 of those before, as `seal` writes it."""
+    """Whether `data` ends in the CRC-32 of the bytes before, as `seal` writes it."""
     return data[-9:] == b"%08x\n" % zlib.crc32(data[:-9])
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError in this block says which file it was about; one of `write` does not by itself."""
+    """Add the file's name to an OSError raised in this block: errors of `write` lack it."""
     try:
         yield
     except OSError as error:
@@ -89,7 +89,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Have the names in it on the disk, too."""
+    """Flush the names in a folder to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -98,36 +98,35 @@ def flush_folder(folder: Path) -> None:
 
 
 def discard(unfinished: Path) -> None:
-    """Give the space of a failed save back."""
+    """Delete a failed save."""
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def remove_old(latest: Path, keep: int) -> None:
-    """Remove all but `latest` and the `keep - 1` written last before it, and those that `latest`
-    was saved again in place of."""
+    """Remove all but `latest` and the `keep - 1` before it; also older saves of the same step."""
     same = latest.name.partition(".")[0]
     others = [path for path in finished_in(latest.parent) if path != latest]
     kept = [path for path in others if path.name.partition(".")[0] != same][: keep - 1]
     for path in others:
         if path not in kept:
             dying = path.with_name(path.name + UNFINISHED)
-            path.rename(dying)  # never half a checkpoint under a good name
+            path.rename(dying)  # a partly deleted checkpoint has no valid name
             discard(dying)
 
 
 def finished_in(folder: Path) -> list[Path]:
-    """The finished checkpoints in a folder, the one written last first."""
+    """The finished checkpoints in a folder, newest first."""
     paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and finished(path)]
     return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 
 def finished(path: Path) -> bool:
-    """Whether a save came to its end there: the metadata are written last."""
+    """Whether the save finished: it writes the metadata last."""
     return (path / METADATA).is_file()
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder. Raises ValueError where that is outside, also by a link."""
+    """The file `name` in a folder. Raises ValueError if it is outside, also through a link."""
     way, file = PurePath(name), folder / name
     outside = way.is_absolute() or ".." in way.parts
     if outside or not file.resolve().is_relative_to(folder.resolve()):
@@ -138,8 +137,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def find(folder: Path) -> Path:
-    """The checkpoint to load: `folder` itself if it is one, else the one that `latest` names.
-    Raises ValueError where there is none, saying what is there."""
+    """The checkpoint to load: `folder` itself, or the one that `latest` names. Raises ValueError if
+    there is none, and lists the checkpoints that `folder` has."""
     if finished(folder):
         return folder
     if not folder.is_dir():

@@ -1,10 +1,10 @@
-"""Load a checkpoint: every rank reads what it owns now, whoever wrote it.
+"""Load a checkpoint: every rank reads the pieces it owns now, whichever rank wrote them.
 
     written by 2 ranks      | a a a a a a a a | a a a a b b b b |
     read by 3               | a a a a a a | a a a a a a | b b b b |
 
-each rank holds   one box of the file beside its model
-travels           names and shapes; tensors come from the files, each rank reads its own pieces
+each rank holds   its model, and one box of the file
+travels           names and shapes; each rank reads its tensors from the files
 """
 
 import os
@@ -38,8 +38,7 @@ State = tuple[dict[str, Any], list[Fill]]  # a piece's new state, and its tensor
 
 @dataclass(frozen=True)
 class Loaded:
-    """Which checkpoint it was, and the `step` and `extra` it was saved with; None where torch's
-    own `save` made it."""
+    """The checkpoint, and its `step` and `extra`, both None if torch's own `save` wrote it."""
 
     path: pathlib.Path
     step: int | None
@@ -53,18 +52,17 @@ def load_checkpoint(
     comm: Comm | None = None,
     weights_only: bool = True,
 ) -> Loaded:
-    """Load the latest checkpoint in `folder`, or the one that `folder` is, into a model and its
+    """Load the latest checkpoint in `folder`, or `folder` itself if it is one, into a model and its
     optimizer, of any strategy and on any number of ranks; every rank calls it.
 
-    Numbers take the dtypes that the model has here. Without `optimizer` the weights alone are
-    loaded. `comm` as in `save_checkpoint`. As in torch.load, `weights_only=False` lets the
-    checkpoint run code: load only what you trust. Checkpoints of torch's own `save` and of older
-    labkits have no checksums: only file sizes are verified, with a warning on rank 0.
+    Values take the dtypes of the model. Without `optimizer`, only the weights are loaded. `comm` as
+    in `save_checkpoint`. As in torch.load, `weights_only=False` lets the checkpoint run code: load
+    only what you trust. Checkpoints of torch's own `save` and of older labkits have no checksums:
+    only file sizes are verified, and rank 0 warns.
 
-    Raises ValueError on every rank, with the model as it was, when there is no finished checkpoint,
-    when it is damaged, could run code, has files outside its folder, is of a newer format, or of
-    another model or optimizer (it names the first parameters that differ).
-    """
+    Raises ValueError on every rank, before the model changes, if there is no finished checkpoint,
+    or if it is damaged, could run code, has files outside its folder, has a newer format, or is of
+    another model or optimizer (the error names the first parameters that differ)."""
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"
@@ -111,7 +109,7 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
     fills: list[Fill] = []
     if piece.optimizer is None:
         return state, fills
-    # An optimizer has its `step` on the CPU, unless it runs in one kernel.
+    # An optimizer keeps `step` on the CPU, unless it is fused or capturable.
     group = piece.optimizer.param_groups[0]
     device = piece.tensor.device if group.get("fused") or group.get("capturable") else "cpu"
     for key, entry in stored.under("optimizer", "state", piece.name).items():
@@ -121,7 +119,7 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
         elif lies_like(key, entry.size, piece.whole_shape):
             old = piece.optimizer.state.get(piece.tensor, {}).get(key)
             fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
-            # Zeros, where there is padding: nothing is read for it.
+            # Zeros for the padding, which is not in the files.
             state[key] = old if fits else torch.zeros_like(piece.tensor, requires_grad=False)
             fills.append((path, replace(piece, tensor=state[key])))
         else:
@@ -130,12 +128,11 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
     return state, fills
 
 
-# --- is it a checkpoint of this model and this optimizer? ---
+# --- validation against the model and the optimizer ---
 
 
 def check_format(stored: Stored) -> dict[str, Any]:
-    """The record that `save_checkpoint` left: its step and `extra`. None of a plain checkpoint of
-    torch. Raises ValueError for a newer format."""
+    """The saved step and `extra`; None for torch's own `save`. Raises ValueError if too new."""
     if ("labkit",) not in stored.entries:
         return {"step": None, "extra": None}
     record: dict[str, Any] = stored.value(("labkit",))
@@ -148,7 +145,7 @@ def check_format(stored: Stored) -> dict[str, Any]:
 
 
 def check_model(stored: Stored, contents: Contents) -> None:
-    """Raises ValueError when the checkpoint has not the model's names and shapes."""
+    """Raises ValueError if the checkpoint's names and shapes differ from the model's."""
     there = {
         name: entry.size for name, entry in stored.under("model").items() if hasattr(entry, "size")
     }
@@ -170,7 +167,7 @@ def check_model(stored: Stored, contents: Contents) -> None:
 
 
 def check_optimizer(stored: Stored, contents: Contents) -> None:
-    """Raises ValueError when the checkpoint has no optimizer, or state for what has none here."""
+    """Raises ValueError if the checkpoint has no optimizer, or state for what has none here."""
     if not any(path[0] == "optimizer" for path in stored.entries):
         raise ValueError(
             f"{stored.folder} has a model and no optimizer; load it with optimizer=None"
@@ -187,8 +184,8 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
 
 
 def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, Any]]:
-    """For each parameter group, the hyperparameters that its parameters had. Raises ValueError
-    when they had none or various, or those of another kind of optimizer."""
+    """The stored hyperparameters of each group. Raises ValueError if the group's parameters had
+    none or several, or those of another kind of optimizer."""
     groups: dict[Any, dict[Any, Any]] = {}
     for path in stored.entries:
         if path[:2] == ("optimizer", "param_groups"):

@@ -1,13 +1,13 @@
-"""Save a checkpoint: every rank writes what it alone owns, one box at a time.
+"""Save a checkpoint: every rank writes the pieces it alone owns, one box at a time.
 
     rank 0     | plan | write pieces   | wait | .metadata, rename, `latest` |
     rank 1     | plan | write pieces        | wait                          |
 
-each rank holds   one box (at most 64 MiB, or one row) beside its model
-travels           plans and where the boxes lie: some hundred bytes for each; no tensor
+each rank holds   its model, and one box (at most 64 MiB, or one row)
+travels           plans and the places of boxes, a few hundred bytes per box; no tensors
 
-The format is that of torch.distributed.checkpoint, written with its own plans and metadata, so its
-`load` reads what is saved here. Communication is by the communicator, not by its `save`.
+The format is torch.distributed.checkpoint's, written with its plans and metadata, so its `load`
+reads these checkpoints. labkit's communicator replaces the communication of its `save`.
 """
 
 import io
@@ -54,24 +54,22 @@ def save_checkpoint(
     comm: Comm | None = None,
     weights_only: bool = True,
 ) -> pathlib.Path:
-    """Write a checkpoint into `folder`; every rank calls it. Returns the checkpoint's own folder.
+    """Write a checkpoint into `folder`, and return its own folder. Every rank must call this.
 
     Args:
-        folder: where the checkpoints of a run lie; all ranks must see it.
-        model: a module, or the strategy around it; a Pipeline, all whose stages are one model.
-        optimizer: its optimizer, or the strategy around that; None: the weights alone.
-        step, extra: `load_checkpoint` gives them back; of `extra`, what rank 0 has.
-        keep: how many checkpoints stay, this one included.
-        comm: the ranks that hold the model together, as `mesh.comm`; None: those of the strategy,
-            and all ranks where there is none, where parameters are cut (tensor parallelism), or of
-            a Pipeline.
+        folder: the folder of a run's checkpoints, visible to all ranks.
+        model: a module, the strategy around it, or a Pipeline, saved as one model.
+        optimizer: the model's optimizer, or the strategy around it; None saves the weights alone.
+        step, extra: returned by `load_checkpoint`; rank 0's `extra` is saved.
+        keep: how many checkpoints to keep, this one included.
+        comm: the ranks that hold the model together, such as `mesh.comm`; None: the strategy's, or
+            all ranks without a strategy, with tensor parallelism or for a Pipeline.
         weights_only: refuse an `extra` or hyperparameter that torch.load(weights_only=True) would
-            refuse, such as an object of your own class. With False, load with False, too.
+            refuse, such as an object of your own class. If False, load with False, too.
 
-    Until the new checkpoint is whole, the one before stays the latest, whatever happens. Raises
-    ValueError for arguments that cannot be, OSError, naming the file, where it cannot be written:
-    both on every rank, and nothing is left of the attempt.
-    """
+    Until the new checkpoint is complete, the one before stays the latest. On every rank, raises
+    ValueError for invalid arguments, and OSError, naming the file, if it cannot be written; nothing
+    is left of the failed save."""
     if keep < 1 or step < 0:
         raise ValueError(f"keep={keep}, step={step}: keep at least 1, count steps from 0")
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
@@ -106,9 +104,8 @@ def save_checkpoint(
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Plans the writing of what this rank owns. Where several ranks own the same, torch's global
-    plan lets one write it, so that all write about as many bytes. Values that are no tensors are
-    written by rank 0, a buffer by the first rank that has it."""
+    """Plans this rank's writes. If several ranks own a piece, torch's global plan picks one,
+    balancing bytes. Rank 0 writes hyperparameters and record, a buffer's first rank the buffer."""
 
     def __init__(self, contents: Contents, record: dict[str, Any], rank: int, weights_only: bool):
         super().__init__()
@@ -123,7 +120,7 @@ class PiecePlanner(DefaultSavePlanner):
             self._piece(("model", piece.name), piece, piece.tensor)
             optimizer = piece.optimizer
             state = optimizer.state.get(piece.tensor, {}) if optimizer is not None else {}
-            for key, value in state.items():  # nothing before the first step
+            for key, value in state.items():  # empty before the first step
                 path: Key = ("optimizer", "state", piece.name, key)
                 if not isinstance(value, torch.Tensor):
                     self._value(path, value)
@@ -144,7 +141,7 @@ class PiecePlanner(DefaultSavePlanner):
     def create_global_plan(
         self, all_plans: list[SavePlan]
     ) -> tuple[list[SavePlan], metadata.Metadata]:
-        """Torch's. Raises ValueError when the ranks' pieces do not make up the model."""
+        """Torch's plan. Raises ValueError if the ranks' pieces do not make up the model."""
         try:
             plans, described = super().create_global_plan(all_plans)
         except ValueError as error:
@@ -159,7 +156,7 @@ class PiecePlanner(DefaultSavePlanner):
         return plans, described
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The bytes to be written of a tensor or another value."""
+        """The bytes to write for a tensor or another value."""
         data = self._data[write_item.index]
         return (_serialised(_alone(data)) if torch.is_tensor(data) else data).getbuffer()
 
@@ -173,7 +170,7 @@ class PiecePlanner(DefaultSavePlanner):
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
     def _piece(self, path: Key, piece: OwnedPiece, tensor: torch.Tensor) -> None:
-        """`tensor` is what lies at `path` of this piece, or has a number for each of its own."""
+        """Plan to write `tensor`, which has one element per element of `piece`, to `path`."""
         key, tensor = self._key(path), tensor.detach()
         properties = metadata.TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()
@@ -190,10 +187,10 @@ class PiecePlanner(DefaultSavePlanner):
 
 
 class StreamingWriter(FileSystemWriter):
-    """Writes one item after the other; torch's own keeps a copy of each until the last."""
+    """Writes item by item; torch's own writer keeps a copy of each item until the last."""
 
     def write_items(self, plan: SavePlan, planner: PiecePlanner) -> list[WriteResult]:
-        """This rank's file, on the disk when it returns. An OSError names it."""
+        """Write this rank's file and flush it to disk. An OSError names the file."""
         if not plan.items:
             return []
         name = f"{plan.storage_data.prefix}0.distcp"
@@ -220,14 +217,14 @@ def _serialised(value: Any) -> io.BytesIO:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, without the storage around it."""
+    """A contiguous copy on the CPU, without the rest of the storage."""
     return tensor.cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _with_further_names(
     described: metadata.Metadata, results: list[list[WriteResult]], contents: Contents
 ) -> metadata.Metadata:
-    """Enter tied parameters under all their names: the bytes are there once."""
+    """Enter tied parameters under all their names; their bytes are stored once."""
     for name, first in contents.also.items():
         key, known = f"model.{name}", f"model.{first}"
         described.state_dict_metadata[key] = described.state_dict_metadata[known]

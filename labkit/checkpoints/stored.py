@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: what it has, and reading pieces of it, without running code in it."""
+"""A checkpoint on disk: its entries, and reading pieces of it without running its code."""
 
 import pathlib
 import pickle
@@ -25,7 +25,7 @@ from labkit.checkpoints.folders import METADATA, inside, sealed
 from labkit.holdings import OwnedPiece
 from labkit.runtime.progress import slow_progress
 
-# What torch's metadata may be made of: module -> names.
+# The classes and functions that torch's metadata may contain: module -> names.
 ALLOWED = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -44,12 +44,11 @@ Fill = tuple[Key, OwnedPiece]
 class Stored:
     """The checkpoint in a folder.
 
-    path, entries: path of names -> what torch's metadata has of it
-    has_checksums  False where torch's own `save` or an older labkit wrote it
+    entries        path of names -> entry in torch's metadata
+    has_checksums  False if torch's own `save` or an older labkit wrote it
 
-    Raises ValueError when the folder's metadata are damaged, cannot be understood or, with
-    `weights_only`, could run code.
-    """
+    Raises ValueError if the folder's metadata are damaged, cannot be read or, with `weights_only`,
+    could run code."""
 
     def __init__(self, folder: pathlib.Path, weights_only: bool):
         self.folder, self.weights_only = folder, weights_only
@@ -75,8 +74,7 @@ class Stored:
             ) from error
 
     def check(self, rank: int, ranks: int) -> None:
-        """Verify this rank's share of all items: size and checksum. Raises ValueError where bytes
-        are missing or changed."""
+        """Verify size and checksum of this rank's share of items. Raises ValueError for damage."""
         places = {(x.relative_path, x.offset): x for x in self._reader.storage_data.values()}
         for name, offset in slow_progress(sorted(places)[rank::ranks], "checking"):
             where, file = places[name, offset], inside(self.folder, name)
@@ -93,15 +91,14 @@ class Stored:
                 )
 
     def call_by(self, also: Mapping[str, str]) -> None:
-        """Have the optimizer's state of tied parameters under the names in `also` (a further name
-        -> the first): which is first may be another in a pipeline than in the plain model."""
+        """Rename tied parameters' optimizer state by `also`: a pipeline's first name may differ."""
         for path in [path for path in self.entries if path[:2] == ("optimizer", "state")]:
             here = (*path[:2], also.get(str(path[2]), path[2]), *path[3:])
             if here not in self.entries:
                 self.entries[here], self._keys[here] = self.entries.pop(path), self._keys.pop(path)
 
     def under(self, *prefix: str | int) -> dict[Any, Any]:
-        """Name -> entry of all that lies one below `prefix`, as in `under("model")`."""
+        """Name -> entry of the entries one level below `prefix`, as in `under("model")`."""
         n = len(prefix)
         return {
             path[n]: entry
@@ -110,7 +107,7 @@ class Stored:
         }
 
     def value(self, path: Key) -> Any:
-        """What lies at a path, whole."""
+        """The whole value at a path."""
         entry = self.entries[path]
         if isinstance(entry, TensorStorageMetadata):
             value = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -122,7 +119,7 @@ class Stored:
         return self._read(item, Landing({}, self.weights_only))
 
     def read(self, fills: Iterable[Fill], label: str = "loading") -> None:
-        """Fill tensors, box by box in the order of the files; the tensors' dtypes stay."""
+        """Fill tensors, box by box in the order of the files; the tensors keep their dtypes."""
         items: list[ReadItem] = []
         landing = Landing({}, self.weights_only)
         for number, fill in enumerate(fills):
@@ -132,7 +129,7 @@ class Stored:
             self._read(item, landing)
 
     def _items(self, number: int, fill: Fill, landing: "Landing") -> list[ReadItem]:
-        """Where the boxes of a tensor lie in the files."""
+        """The read items of a tensor's boxes; `landing` gets the views they fill."""
         path, piece = fill
         key, entry, items = self._keys[path], self.entries[path], []
         assert isinstance(entry, TensorStorageMetadata)
@@ -160,7 +157,7 @@ class Stored:
 
 
 class Landing(DefaultLoadPlanner):
-    """Gives torch's reader the place of each box that it reads."""
+    """Gives torch's reader the destination of each box."""
 
     def __init__(self, views: dict[MetadataIndex, torch.Tensor], weights_only: bool):
         super().__init__()
@@ -174,7 +171,7 @@ class Landing(DefaultLoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It is in its place."""
+        """The reader has already filled the view."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         if self.weights_only:
@@ -183,7 +180,7 @@ class Landing(DefaultLoadPlanner):
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes of torch's `.metadata` only; raises ValueError for any other."""
+    """Builds only the classes of torch's `.metadata`; raises ValueError for any other."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED.get(module, "").split():
@@ -201,7 +198,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def check_weights_only(data: BytesIO, key: str) -> None:
-    """Raises ValueError where torch.load(weights_only=True) refuses what torch.save wrote."""
+    """Raises ValueError if torch.load(weights_only=True) would refuse `data`, from torch.save."""
     data.seek(0)
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(data):
         name = "extra" if key == "labkit" else key

@@ -1,4 +1,4 @@
-"""All ranks do one thing, and all succeed or all raise the same error."""
+"""Run an action on the ranks: it succeeds on all, or all raise the same error."""
 
 from collections.abc import Callable
 from errno import EIO
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
-    """Do `action` on every rank; all ranks' results. Where one or more fail, every rank raises
-    the error of the first of them, an OSError or a ValueError, after the words `failed`."""
+    """Run `action` on every rank and return all ranks' results. If it fails, every rank raises the
+    first failing rank's error, an OSError or ValueError, with `failed` before its message."""
     mine: Exception | None = None
     result: Any = None
     failure = None
     try:
         result = action()
-    except Exception as error:  # travels as words: what it holds may not be picklable
+    except Exception as error:  # sent as text: its attributes may not be picklable
         number = getattr(error, "errno", None) or EIO
         mine, failure = error, (isinstance(error, OSError), number, str(error))
     results, failures = zip(*comm.all_gather_object((result, failure)))
@@ -30,13 +30,13 @@ def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
 
 
 def on_rank_0(comm: Comm, action: Callable[[], T], failed: str) -> T:
-    """Do `action` on rank 0; its result, or its error, on every rank."""
+    """Run `action` on rank 0; every rank gets its result or its error."""
     result = together(comm, lambda: action() if comm.rank == 0 else None, failed)[0]
     return cast("T", result)
 
 
 def on_every_rank(comm: Comm, action: Callable[[], T], failed: str) -> T:
-    """Do `action` on every rank; this rank's own result, which is not sent."""
+    """Run `action` on every rank, and return this rank's own result, which is not sent."""
     results: list[T] = []
     together(comm, lambda: results.append(action()), failed)
     return results[0]

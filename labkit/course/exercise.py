@@ -1,4 +1,4 @@
-"""Exercises: how one is declared, what a pass shows, how many points a lab has.
+"""Exercises: how to declare one, what a pass shows, and how many points a lab has.
 
 In `checks.py` in the lab's folder:
 
@@ -11,8 +11,8 @@ In `checks.py` in the lab's folder:
         if max(ran.sent_bytes) > 8: fail(...)
         yield "8 bytes"
 
-A check runs the student's function, fails with a sentence, and yields a line for everything it has
-proven. An open exercise yields a `Score`, too. The notebook then has
+A check runs the student's function, fails with one sentence, and yields a line for each property it
+has proven. The check of an open exercise also yields a `Score`. The notebook calls it:
 
     from labkit.labs.lab_00 import checks as check
     check.average(average)
@@ -39,7 +39,7 @@ EXERCISES: "dict[str, Exercise]" = {}  # by name, "00.average", in the order of 
 
 @dataclass(frozen=True)
 class Score:
-    """The score of an open exercise; lower is better. `unit`: "bytes sent"."""
+    """The score of an open exercise; lower is better. `unit` is, for example, "bytes sent"."""
 
     value: int
     best: int
@@ -77,8 +77,7 @@ class Passed:
 
 
 class Exercise:
-    """A check with a name and points; call it with the student's function or class. Raises
-    CheckFailed for a wrong answer."""
+    """A check with a name and points. Raises CheckFailed if the student's answer is wrong."""
 
     def __init__(self, name: str, points: int, check: Check, yields: bool = False):
         self.name, self.points, self._check, self._yields = name, points, check, yields
@@ -111,7 +110,7 @@ class Exercise:
         return self.passed
 
     def _built_on(self, student: Any) -> list[str]:
-        """Exercises of this lab, not passed yet, whose functions the student's function calls."""
+        """Exercises of this lab that the student's function calls and that are not passed yet."""
         lab = self.name.partition(".")[0]
         called = getattr(getattr(student, "__code__", None), "co_names", ())
         open_names = [
@@ -124,8 +123,7 @@ class Exercise:
 
 
 def exercise(points: int, yields: bool = False) -> Callable[[Check], Exercise]:
-    """Declare an exercise in a lab's `checks.py`, named after its check. `yields`: the answer is a
-    generator function."""
+    """Declare an exercise, named after its check. `yields`: the answer is a generator function."""
 
     def declare(check: Check) -> Exercise:
         lab = re.search(r"lab_(\d\d)\.checks$", check.__module__)

@@ -1,4 +1,4 @@
-"""Failures of a check: one sentence, what was expected, what was found, a hint."""
+"""Failures of a check: one sentence, expected and found values, and a hint."""
 
 import inspect
 import operator
@@ -13,7 +13,7 @@ BOLD_RED, PLAIN = "\x1b[1;31m", "\x1b[0m"
 
 
 class CheckFailed(AssertionError):
-    """A student's answer is wrong. The text says why; a notebook shows the text alone."""
+    """Raised for a wrong answer. A notebook shows its message without a traceback."""
 
     def __init__(
         self, sentence: str, expected: str = "", found: str = "", hint: str = "", details: str = ""
@@ -32,7 +32,7 @@ class CheckFailed(AssertionError):
         return "\n".join(lines)
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the message alone; no line of the student is in the traceback."""
+        """What a notebook shows: the message alone, as the traceback has no line of the student."""
         first, *others = str(self).split("\n")
         return [f"{BOLD_RED}✗ {first}{PLAIN}", *others]
 
@@ -40,8 +40,7 @@ class CheckFailed(AssertionError):
 def fail(
     sentence: str, *, expected: Any = "", found: Any = "", hint: str = "", details: str = ""
 ) -> NoReturn:
-    """Raise CheckFailed. `sentence` says what is wrong and on which rank; `hint` where to look,
-    without the answer."""
+    """Raise CheckFailed: `sentence` says what is wrong and where, `hint` helps without solving."""
     raise CheckFailed(sentence, str(expected), str(found), hint, details)
 
 
@@ -62,13 +61,11 @@ def equal(
     hint: str = "",
     within: float = 1e-6,
 ) -> None:
-    """Compare one value per rank; fail with the first rank whose value differs.
+    """Compare one value per rank; fail with the first rank that differs.
 
-    Values are numbers, tensors (equal in shape and dtype), texts, or tuples and lists of them.
-    `what` is the verb of the sentence: "rank 1 returned 6.0, but 1.5 is right". `within`: the
-    difference allowed, relative and absolute; integers must be equal. `hint` is about the value: it
-    is left out where the value has another type.
-    """
+    Values are numbers, tensors (shape and dtype must match), strings, or tuples and lists of them.
+    `what` is the verb in "rank 1 returned 6.0, but 1.5 is right"; `within` the allowed difference,
+    relative and absolute (integers must be equal); `hint` is for values of the right type."""
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
         if value is None and right is not None:
@@ -91,7 +88,7 @@ def _same_sort(found: Any, right: Any) -> bool:
 
 
 def plain(thing: Any) -> Any:
-    """The number in a numpy scalar, or in a tensor or array of one element."""
+    """The number in a numpy scalar or a one-element tensor or array; any other value unchanged."""
     one = isinstance(thing, torch.Tensor) and thing.numel() == 1
     one |= isinstance(thing, (np.generic, np.ndarray)) and thing.size == 1
     return thing.item() if one else thing
@@ -106,8 +103,8 @@ KNOWN = ("builtins", "labkit", "torch", "numpy")  # packages whose subclasses co
 
 
 def honest(thing: Any) -> Any:
-    """`thing`, and everything in it, in the exact types that a check compares: a student's subclass
-    could claim to equal anything."""
+    """Convert `thing`, and everything in it, to the exact types that a check compares: a student's
+    subclass could claim to equal anything."""
     known = type(thing).__module__.partition(".")[0] in KNOWN
     for base, exact in EXACT.items():
         if issubclass(type(thing), base):
@@ -167,7 +164,7 @@ def _tensor_difference(found: Any, right: torch.Tensor, within: float) -> str:
 
 
 def kind(thing: Any) -> str:
-    """The type of a value, in words: "a tensor of shape (2,)", "a list", "None"."""
+    """The type of a value in words: "a tensor of shape (2,)", "a list", "None"."""
     if thing is None:
         return "None"
     if isinstance(thing, torch.Tensor):
@@ -177,7 +174,7 @@ def kind(thing: Any) -> str:
 
 
 def whole_numbers(found: Any, name: str, expected: str) -> list[int]:
-    """The list in what `name` returned; fails for anything but whole numbers."""
+    """The integers in the list that `name` returned; fails for anything else."""
     if isinstance(found, (torch.Tensor, range, tuple, list)):
         with suppress(TypeError):  # operator.index takes whole numbers only
             return [operator.index(x) for x in found]

@@ -11,7 +11,7 @@ from labkit.predict.tables import Number, Table, label, written
 
 
 def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
-    """Note predictions, each under a name with its unit; `predict()` holds none yet. Raises
+    """Record predictions by name, with the unit in the name; `predict()` records none. Raises
     CheckFailed for a prediction that is still `...`, has no name or is not a number."""
     if unnamed:
         raise CheckFailed(
@@ -30,9 +30,9 @@ def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
 
 
 class Numbers(dict[str, Number]):
-    """Predicted numbers by name; a check that asks for a missing one fails with a hint."""
+    """Predicted numbers by name; a missing name raises CheckFailed with a hint."""
 
-    def __missing__(self, name: str) -> Number:  # as of `predict()`, in place of a KeyError
+    def __missing__(self, name: str) -> Number:  # after `predict()`; replaces a KeyError
         raise CheckFailed(
             "nothing is predicted yet.",
             hint="Fill in your prediction in step 3 first, and run its cell.",
@@ -51,8 +51,7 @@ class Prediction:
         )
 
     def beside(self, heading: str = "measured", /, **measured: Number) -> Table:
-        """The predictions beside what was measured, under the same names. `heading` says where
-        those numbers are from, if not measured."""
+        """The predictions beside `measured` values of the same names, in a column `heading`."""
         if not self.numbers:
             self.numbers["it"]
         if measured.keys() != self.numbers.keys():

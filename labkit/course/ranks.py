@@ -1,4 +1,4 @@
-"""Run a student's function on ranks, and turn what fails there into sentences."""
+"""Run a student's function on ranks, and turn its failures into sentences."""
 
 import atexit
 import io
@@ -24,7 +24,7 @@ from labkit.runtime.world import World
 from labkit.trace.movement import Movement
 from labkit.trace.recording import watch_collective
 
-WAIT_S = 5.0  # a rank that waits longer for one that still computes hangs; a deadlock shows at once
+WAIT_S = 5.0  # longest wait for a rank that computes; deadlocks are found at once
 LIMIT_S = 20.0  # of a whole call
 LIBRARIES = (Path(labkit.__file__).parent, Path(torch.__file__).parent, *FOLDERS.values())
 
@@ -46,7 +46,7 @@ class Ran:
 
     @property
     def wire_bytes(self) -> list[int]:
-        """Bytes that each rank put on its wire: in a broadcast, not every rank sends."""
+        """Bytes that each rank puts on its wire; in a broadcast, not every rank sends."""
         return [sum(event.wire_bytes for event in events) for events in self.events]
 
     @property
@@ -56,10 +56,9 @@ class Ran:
 
 
 def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
-    """Call `play(comm, *args)` on each of `size` ranks, whose world is kept for the next check; on
-    the CPU, so that every machine gives the same verdict. Raises CheckFailed for an error on a
-    rank, a hang, or ranks that call different collectives.
-    """
+    """Call `play(comm, *args)` on each of `size` ranks, on the CPU so that every machine gives the
+    same verdict; the world is kept for the next check. Raises CheckFailed for an error on a rank, a
+    hang, or ranks that call different collectives."""
     with _limited(size) as world:
         results = world.run(_one_rank, play, args)
     values, events, peaks = zip(*results)
@@ -79,7 +78,7 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
 
 @contextmanager
 def _limited(size: int) -> Iterator[World]:
-    """A world of `size` ranks, restarted after LIMIT_S. Raises CheckFailed for an error on them."""
+    """A world of `size` ranks, restarted after LIMIT_S. Raises CheckFailed for a rank's error."""
     world = _world(size)
     too_late = threading.Timer(LIMIT_S, world.restart)
     too_late.start()
@@ -97,13 +96,12 @@ def _limited(size: int) -> Iterator[World]:
 
 
 def warm(size: int, play: Callable[[], Any]) -> list[Any]:
-    """Call `play()` on the ranks, without LIMIT_S: for what is slow the first time and is no
-    student's answer. Returns one value per rank."""
+    """Call `play()` on the ranks without LIMIT_S, for slow first calls; one value per rank."""
     return _world(size).run(play)
 
 
 def first_backward() -> None:
-    """Have torch import what the first backward with a given gradient needs."""
+    """Make torch import what the first backward with a given gradient needs."""
     x = torch.ones(2, requires_grad=True)
     torch.autograd.backward(x * 2, torch.ones(2))
 
@@ -116,21 +114,21 @@ def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, lis
 
 
 def close_worlds() -> None:
-    """End the worlds that are kept for the next check."""
+    """Close the worlds that are kept for the next check."""
     for size in list(_worlds):
         _worlds.pop(size).close()
 
 
 def _world(size: int) -> World:
     if size not in _worlds:
-        with redirect_stdout(io.StringIO()):  # a check does not print what its world picked
+        with redirect_stdout(io.StringIO()):  # hide what the world prints about its backend
             _worlds[size] = World(size, device="cpu", backend="gloo", timeout_s=WAIT_S)
         atexit.register(_worlds[size].close)
     return _worlds[size]
 
 
 def check_failure(error: RankError) -> CheckFailed:
-    """The error of a run in the words of a check."""
+    """The CheckFailed that explains the error of a run."""
     lines = [line for line in str(error).splitlines() if "the next run" not in line]
     first, rest = lines[0], "\n".join(f"  {line}" for line in lines[1:])
     match error.kind:
@@ -158,7 +156,7 @@ def check_failure(error: RankError) -> CheckFailed:
 
 
 def _last_lines(trace: str) -> str:
-    """The innermost line of the student's own code in the first traceback of `trace`."""
+    """The innermost line of student code in the first traceback of `trace`."""
     place = re.compile(r'^\s*(?:File "[^"]*"|Cell In\[\d+\]), line \d+, in .*')
     lines = re.split(r"\n *ranks? [\d, and]+ raised ", trace)[0].splitlines()
     shown: list[str] = []
@@ -170,7 +168,7 @@ def _last_lines(trace: str) -> str:
 
 
 def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
-    """Fails where a rank calls a ready collective."""
+    """Fails if a rank calls anything but send, recv, isend and irecv."""
     for rank, ops in enumerate(ran.ops):
         if others := [op for op in ops if op not in ("send", "recv")]:
             fail(
@@ -181,20 +179,20 @@ def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
 
 
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
-    """How the student's function moves data on `size` ranks, step by step, with the time limit of
-    `run`. Raises CheckFailed for an error on a rank."""
+    """Record how the student's function moves data on `size` ranks, step by step, within LIMIT_S.
+    Raises CheckFailed for an error on a rank."""
     with _limited(size) as world:
         return watch_collective(world, collective, student, root)
 
 
 def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The values of `alone` for many arguments, in one call."""
+    """As `alone`, for many argument tuples in one call."""
     values: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
     return values
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:
-    """The value of a function that takes no Comm, called on a rank; its errors name no rank."""
+    """The value of a function that takes no Comm, called on one rank; its errors name no rank."""
     try:
         return run(1, lambda comm, *given: student(*given), *given).values[0]
     except CheckFailed as failed:

@@ -1,4 +1,4 @@
-"""`show`: the library's own code in a notebook, as it runs, never a copy that can grow old."""
+"""`show`: the library's own code in a notebook, as it runs, never an outdated copy."""
 
 import html
 import inspect
@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Code:
-    """Lines of a file, highlighted where that is possible."""
+    """Lines of a file, highlighted if possible."""
 
     text: str
     caption: str  # "labkit/parallel/ddp/ddp.py, lines 40 to 62"
@@ -26,7 +26,7 @@ class Code:
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import PythonLexer
 
-        # The colours stand in the lines themselves: a page with many pieces needs no style sheet.
+        # Inline colours: a page with many such cells needs no style sheet.
         style = (
             "padding: 6px 10px; line-height: 1.35; overflow-x: auto; background: #f7f7f7; "
             "font-family: monospace; font-size: 90%"
@@ -40,12 +40,10 @@ def show(thing: Any, since: str = "", until: str = "") -> Code:
     """The source of a function, method, class or module.
 
     Args:
-        thing: the object itself, or its place as a text: "parallel/ddp/ddp.py:DDP.forward".
-        since, until: words of the first line to show, and of the line after the last.
+        thing: the object itself, or its path: "parallel/ddp/ddp.py:DDP.forward".
+        since, until: words in the first line to show, and in the line after the last.
 
-    Raises ValueError when there is no such place, or no line with these words: a lab that shows
-    code which has changed must fail, not show something else.
-    """
+    Raises ValueError for an unknown path or words: a lab must fail when the code has changed."""
     if isinstance(thing, str):
         thing = _find(thing)
     thing = inspect.unwrap(thing) if callable(thing) else thing
@@ -63,7 +61,7 @@ def show(thing: Any, since: str = "", until: str = "") -> Code:
 
 
 def _find(place: str) -> Any:
-    """ "comm/collectives/broadcast.py:tree_broadcast" -> that function."""
+    """The object at a path such as "comm/collectives/broadcast.py:tree_broadcast"."""
     file, _, name = place.partition(":")
     try:
         thing: Any = import_module("labkit." + file.removesuffix(".py").replace("/", "."))

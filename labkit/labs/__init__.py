@@ -1,8 +1,8 @@
 """The labs' checks, by number: `from labkit.labs.lab_05 import checks`.
 
-A lab is one folder, such as notebooks/src/05_ddp. Python has no module whose name begins with a
-digit, so each folder gets a package here: `labkit.labs.lab_05`. A wheel has no checkout around it:
-there the student notebooks, and the folders with what they import, are in this folder itself.
+A lab is one folder, such as notebooks/src/05_ddp. A module name cannot begin with a digit, so each
+folder becomes a package here: `labkit.labs.lab_05`. In a wheel, this folder itself holds the
+student notebooks and the lab folders.
 """
 
 import sys

@@ -32,7 +32,7 @@ def average(student: Student) -> Iterator[str]:
 
 @exercise(points=2)
 def swap(student: Student) -> Iterator[str]:
-    """swap(comm, x): ranks 0 and 1, 2 and 3, ... return each other's tensor, and none waits."""
+    """swap(comm, x): ranks 0 and 1, 2 and 3, ... return each other's tensor, without deadlock."""
     for size in (2, 4):
         ran = run(size, lambda comm: student(comm, torch.full((1000,), float(comm.rank))))
         right = [torch.full((1000,), float(rank ^ 1)) for rank in range(size)]
@@ -50,7 +50,7 @@ def swap(student: Student) -> Iterator[str]:
 
 @exercise(points=2)
 def my_broadcast(student: Student) -> Iterator[str]:
-    """my_broadcast(comm, x): the x of rank 0 becomes everybody's, by send and recv alone."""
+    """my_broadcast(comm, x): the x of rank 0 reaches every rank, by send and recv alone."""
     for size in (2, 3, 4):
 
         def play(comm: Any) -> torch.Tensor:
@@ -98,13 +98,13 @@ def find_max(student: Student) -> Iterator[str | Score]:
         )
     yield "the place of the largest of 4 × 1,000 values, on every rank, for 6 draws"
     yield "also where two lie as close as float32 can, and where all are below zero"
-    # Three ranks tell a value (4 bytes) to the fourth; it tells three who has won (1 byte);
-    # the winner tells three the index (2 bytes).
+    # Three ranks send a value (4 bytes) to the fourth, which sends them the winner (1 byte);
+    # the winner sends the index (2 bytes) to the other three.
     yield Score(total, 3 * 4 + 3 * 1 + 3 * 2, "bytes sent by all ranks")
 
 
 def _draws() -> Iterator[tuple[torch.Tensor, str]]:
-    """Values, of which row r belongs to rank r, and a hint for who fails on them."""
+    """Values, row r for rank r, and a hint for a wrong answer to them."""
     draws = [torch.randn(4, 1000, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     for every in draws[:3]:
         yield every, "It is (rank, index) of the largest of all, the same on every rank."

@@ -21,14 +21,13 @@ from . import scenarios
 
 ON_RANKS = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 3}, {"dp": 3, "tp": 2})
 LARGE = {"pp": 16, "dp": 8, "tp": 8}
-CALLS = 4  # of a store that a barrier may make, on each rank: two are enough
+CALLS = 4  # to the store, allowed per rank and barrier: two are enough
 LATE_S = 0.1
-LOOP_S = 2 * WAIT_S  # a barrier that still asks the store then has a loop that does not end
+LOOP_S = 2 * WAIT_S  # a barrier that still polls the store after this never ends
 
 
 def _answers(student: Student, calls: list[tuple[Any, ...]]) -> list[Any]:
-    """What a function without a Comm returns for each of these arguments. It is called on a rank,
-    since there its errors are told."""
+    """Values of a function without a Comm, called on a rank, where its errors are reported."""
     return run(1, lambda comm: [student(*copy.deepcopy(args)) for args in calls]).values[0]
 
 
@@ -103,7 +102,7 @@ def _same_groups(found: Any, right: list[list[int]], axis: str, sizes: dict[str,
 
 
 def _sums_in_groups(comm: Any, groups: list[list[int]]) -> float:
-    """Every rank makes all groups, in the same order; the sum of the ranks in its own."""
+    """Make all groups, in the same order on every rank; sum the ranks of this rank's group."""
     own = [comm.subgroup(group) for group in groups]
     x = torch.tensor([float(comm.rank)])
     next(one for one in own if one is not None).all_reduce(x)
@@ -144,7 +143,7 @@ def _all_had_come(arrived: list[int], rank: int, size: int, late: int) -> None:
 
 
 class Counted:
-    """A store that counts its calls, and says in a student's words what is wrong with one."""
+    """A store that counts its calls and explains errors in terms a student knows."""
 
     def __init__(self, store: Any):
         self._store, self.calls, self._since_s = store, 0, time.monotonic()
@@ -193,7 +192,7 @@ IN_PLACE_HINTS = {
 
 
 def _run(hints: dict[str, str], *args: Any) -> Ran:
-    """As `run`; an error whose words are in `hints` gets that hint."""
+    """As `run`; an error that contains a key of `hints` gets that hint."""
     try:
         return run(*args)
     except CheckFailed as failed:
@@ -203,7 +202,7 @@ def _run(hints: dict[str, str], *args: Any) -> Ran:
 
 
 def _meet_twice(comm: Any, student: Student, path: str, late: int) -> tuple[list[int], list[int]]:
-    """How many had come when this rank left each barrier, and its calls of the store."""
+    """How many ranks had arrived when this one left each barrier, and its calls to the store."""
     register = file_store(path + ".register", WAIT_S)
     arrived, calls = [], []
     for name in ("one", "two"):
@@ -214,7 +213,7 @@ def _meet_twice(comm: Any, student: Student, path: str, late: int) -> tuple[list
         student(store, comm.rank, comm.size, name)
         arrived.append(register.add("arrived", 0))
         calls.append(store.calls)
-        comm.barrier()  # the register is read before anybody goes on
+        comm.barrier()  # all ranks read the register before any goes on
     return arrived, calls
 
 

@@ -1,6 +1,6 @@
-"""What lab 01's open exercise sends: 12 ranks on 3 nodes of 4, dp=3, pp=2, tp=2.
+"""The messages of lab 01's open exercise: 12 ranks on 3 nodes of 4, dp=3, pp=2, tp=2.
 
-Per step, all by send and receive, so that each message has its two ends:
+Per step, all by send and receive, so that each message has two ends:
 
     tp   both ranks of a pair send each other 8,000 bytes
     dp   a ring of 3: each rank sends 3,000 bytes to the next
@@ -23,7 +23,7 @@ Place = tuple[int, ...]  # (dp, pp, tp)
 
 
 def messages(place: Place) -> list[tuple[Place, int]]:
-    """What the rank at this place sends in a step: to whom, how many bytes."""
+    """The messages that the rank at this place sends in a step: destination and bytes."""
     dp, pp, tp = place
     return [
         ((dp, pp, 1 - tp), TP_BYTES),
@@ -33,7 +33,7 @@ def messages(place: Place) -> list[tuple[Place, int]]:
 
 
 def one_step(comm: Any, places: list[Place]) -> None:
-    """On each rank: send what its place sends, receive what others send to it."""
+    """On each rank: send its messages of a step, receive the others' messages to it."""
     handles = []
     for rank, place in enumerate(places):
         for tag, (target, nbytes) in enumerate(messages(place)):
@@ -47,7 +47,7 @@ def one_step(comm: Any, places: list[Place]) -> None:
 
 
 def between_nodes(events: list[list[CommEvent]]) -> int:
-    """Bytes of all messages whose ends are on different nodes."""
+    """Bytes of all messages between different nodes."""
     sends = [event for its in events for event in its if event.op == "send"]
     return sum(event.bus_bytes for event in sends if _node(event.rank) != _node(event.peer))
 

@@ -47,7 +47,7 @@ def _scattered(comm: Any, student: Student, sizes: list[int]) -> tuple[torch.Ten
 
 @exercise(points=2)
 def my_all_gather(student: Student) -> Iterator[str]:
-    """my_all_gather(comm, chunks): chunk r of rank r becomes everybody's, around a ring."""
+    """my_all_gather(comm, chunks): chunk r of rank r reaches every rank, around a ring."""
     for sizes in SIZES:
         size = len(sizes)
         ran = run(size, _gathered, student, sizes)
@@ -116,7 +116,7 @@ def _reduced(comm: Any, student: Student, numel: int) -> torch.Tensor:
 
 @exercise(points=2)
 def my_tree(student: Student) -> Iterator[str]:
-    """my_tree(comm, x, root): the x of `root` becomes everybody's, by a binomial tree."""
+    """my_tree(comm, x, root): the x of `root` reaches every rank, by a binomial tree."""
     for size, root in ((2, 0), (4, 0), (3, 2), (7, 4)):
         ran = run(size, _sent_from, student, root)
         right = _values(root, [5])[0]
@@ -170,7 +170,7 @@ def crossover_bytes(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def my_best_broadcast(student: Student) -> Iterator[str | Score]:
-    """my_best_broadcast(comm, x): 600,000 bytes from rank 0 to 5 others, in little time."""
+    """my_best_broadcast(comm, x): 600,000 bytes from rank 0 to 5 others, as fast as possible."""
     ran = run(6, _reduced, student, 600)
     right = _values(0, [600])[0]
     equal(ran.values, [right] * 6, "of 6 now holds", hint="Have all pieces come to all ranks?")
@@ -202,18 +202,18 @@ def my_best_broadcast(student: Student) -> Iterator[str | Score]:
 
 
 def modelled_us(movement: Movement) -> int:
-    """Microseconds of a movement of 600,000 bytes: each step waits for its longest message, which
-    takes 10 µs and its bytes at 10 GB/s."""
+    """Microseconds of a movement of 600,000 bytes: each step takes as long as its longest message,
+    10 µs plus its bytes at 10 GB/s."""
     chunk_us = SIZE_BYTES // BYTES_PER_US // movement.size
     longest = [max(len(one.contents) for one in frame.messages) for frame in movement.frames]
     return sum(ALPHA_US + chunks * chunk_us for chunks in longest)
 
 
-# ---- what these have in common
+# ---- shared by these checks
 
 
 def _values(rank: int, sizes: list[int]) -> list[torch.Tensor]:
-    """Uneven numbers of a rank, cut into chunks: no sum of them is right by chance."""
+    """Random values of a rank, split into chunks, so that no sum is right by chance."""
     generator = torch.Generator().manual_seed(rank)
     return list(torch.randn(sum(sizes), generator=generator).split(sizes))
 

@@ -171,7 +171,7 @@ def _numbers_of(rank: int) -> torch.Tensor:
 def _bytes_over(
     rank: int, events: Sequence[Any], inside: Any, between: Any, nodes: int, per_node: int
 ) -> None:
-    """Neither group sends more than the formulas say. A group of one rank sends nothing."""
+    """Fails if a group sends more or fewer bytes than the formulas say; one rank sends none."""
     nbytes, k, m = 64, per_node, nodes
     for name, group, enough in (
         ("between", between, 2 * (m - 1) * nbytes // (m * k)),

@@ -22,8 +22,7 @@ DGX1: dict[tuple[int, int], int] = _PAIRS | {(b, a): count for (a, b), count in 
 
 
 def ring_in_order(comm: Comm, x: torch.Tensor, order: Sequence[int]) -> None:
-    """Replace `x` by the sum of all ranks' `x`: the ring of lab 02, through the ranks as `order`
-    has them. `x.numel()` divides by the number of ranks."""
+    """Sum `x` over all ranks, in place, by lab 02's ring in this order. n divides `x.numel()`."""
     n, place = comm.size, order.index(comm.rank)
     after, before = order[(place + 1) % n], order[place - 1]
     chunks = x.view(n, -1)
@@ -33,14 +32,14 @@ def ring_in_order(comm: Comm, x: torch.Tensor, order: Sequence[int]) -> None:
         mine = chunks[(place - step - 1) % n]
         comm.recv(arrived, before)
         if step < n - 1:
-            mine += arrived  # on the way round, sums grow ...
+            mine += arrived  # the first time round, sums grow ...
         else:
-            mine.copy_(arrived)  # ... and on the second way they are passed on
+            mine.copy_(arrived)  # ... and the second time, they are passed on
         sending.wait()
 
 
 def bytes_by_pair(events_of_ranks: Sequence[Sequence[CommEvent]]) -> torch.Tensor:
-    """[from, to]: the bytes that each rank sends to each, from what each rank's `listen` heard."""
+    """[from, to]: the bytes that each rank sends to each other rank, from each rank's events."""
     n = len(events_of_ranks)
     sent_bytes = torch.zeros(n, n, dtype=torch.int64)
     for rank, events in enumerate(events_of_ranks):
@@ -52,11 +51,10 @@ def bytes_by_pair(events_of_ranks: Sequence[Sequence[CommEvent]]) -> torch.Tenso
 
 
 def rings_us(rings: Sequence[Sequence[int]], wires: Wires, nbytes: float = 1e9) -> float:
-    """Microseconds of an all-reduce of `nbytes`, each ring carrying an equal share.
+    """Microseconds of an all-reduce of `nbytes` if each ring carries an equal share.
 
-    On every hop of a ring 2(n-1)/n of its share passes, and rings with the same hop share the
-    NVLinks there. The fullest hop decides. A hop without NVLink goes over PCIe.
-    """
+    Every hop of a ring carries 2(n-1)/n of its share, and rings with the same hop share its
+    NVLinks. The busiest hop decides. A hop without NVLink uses PCIe."""
     load_bytes: dict[tuple[int, int], float] = {}
     for ring in rings:
         n = len(ring)
@@ -72,6 +70,6 @@ def speed_of(hop: tuple[int, int], wires: Wires) -> float:
 
 
 def best_us(wires: Wires, ranks: int = 8, nbytes: float = 1e9) -> float:
-    """No ring can be faster: all NVLinks out of a GPU are full."""
+    """The lower bound for any rings: all NVLinks out of a GPU are busy."""
     links = sum(count for (gpu, _), count in wires.items() if gpu == 0)
     return 1e-3 * 2 * (ranks - 1) / ranks * nbytes / (links * NVLINK_GBYTES)

@@ -27,7 +27,7 @@ from .scenarios import (
 
 @exercise(points=3)
 def server_step(student: Student) -> Iterator[str]:
-    """server_step(comm, model, optimizer): gradients to rank 0, one step, weights to everybody."""
+    """server_step(comm, model, optimizer): gradients to rank 0, one step, weights to every rank."""
     for size in (2, 3, 4):
         ran = run(size, two_steps, student)
         right = right_steps(size)
@@ -89,7 +89,7 @@ def _compare(
 
 @exercise(points=2)
 def staleness(student: Student) -> Iterator[str]:
-    """staleness(order): of each update, when pushes are taken from the workers in this order."""
+    """staleness(order): of each update, if the workers' pushes are taken in this order."""
     cases = [
         [1, 1, 1],
         [1, 2, 3, 1, 2, 3],
@@ -112,7 +112,7 @@ def staleness(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def serve(student: Student) -> Iterator[str]:
-    """serve(comm, w, lr, pushes): takes pushes as they come, and answers each worker at once."""
+    """serve(comm, w, lr, pushes): takes pushes as they arrive, and answers each worker at once."""
     for late in (2, 1):
         ran = run(3, with_a_server, student, late)
         answer = ran.values[0]

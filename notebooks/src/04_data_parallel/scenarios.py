@@ -1,4 +1,4 @@
-"""What the checks of lab 04 run on the ranks, and what a single process gets."""
+"""Runs of lab 04's answers on ranks, and the results of a single process."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -18,13 +18,13 @@ STEPS = 2
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """A copy of each parameter, by its name."""
+    """A copy of each parameter, by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 class Momentum:
-    """SGD with momentum, by hand: the first optimizer of torch.optim that a process makes loads
-    torch._dynamo, 1.3 s on each rank."""
+    """SGD with momentum, by hand: the first torch.optim optimizer of a process loads torch._dynamo,
+    which takes 1.3 s on each rank."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.02):
         self.parameters, self.lr = list(parameters), lr
@@ -43,7 +43,7 @@ class Momentum:
 
 
 def two_steps(comm: Any, student: Student) -> tuple[list[Weights], int]:
-    """The weights after each of two steps, and for how many parameters there is a state here."""
+    """The weights after each of two steps, and how many parameters have optimizer state here."""
     model, found = small_model(), []
     optimizer = Momentum(model.parameters())
     for step in range(STEPS):
@@ -57,7 +57,7 @@ def two_steps(comm: Any, student: Student) -> tuple[list[Weights], int]:
 
 
 def right_steps(size: int) -> list[Weights]:
-    """The weights of a single process: at first, and after each of the two steps."""
+    """The weights of a single process, at first and after each of the two steps."""
     model = small_model()
     optimizer, found = Momentum(model.parameters()), [weights_of(model)]
     for step in range(STEPS):
@@ -70,7 +70,7 @@ def right_steps(size: int) -> list[Weights]:
 
 
 def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
-    """Of each update of labkit's server, when it takes the pushes in these orders."""
+    """The staleness of each update of labkit's server, if it takes the pushes in these orders."""
     found = []
     for order in orders:
         model = AsyncParameterServer(nn.Linear(1, 1), Momentum, comm, order=order)  # type: ignore[arg-type]
@@ -85,18 +85,18 @@ def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
     return found
 
 
-# --- exercise 3: each worker draws the weights to a target of its own
+# --- exercise 3: each worker pulls the weights towards its own target
 
 LR, PUSHES = 0.25, 3
 
 
 def gradient(worker: int, weights: Tensor) -> Tensor:
-    """Of worker's squared distance to a target of its own, at `weights` [3]."""
+    """The gradient, at `weights` [3], of half the worker's squared distance to its own target."""
     return weights - torch.tensor([float(worker), -1.0, 10.0 * worker])
 
 
 def with_a_server(comm: Any, student: Student, late: int) -> Any:
-    """The student serves on rank 0. Worker `late` begins when the other worker is done."""
+    """The student's function serves on rank 0. Worker `late` starts after the other worker ends."""
     weights = torch.zeros(3)
     if comm.rank == 0:
         taken = student(comm, weights, LR, PUSHES)
@@ -116,7 +116,7 @@ def with_a_server(comm: Any, student: Student, late: int) -> Any:
 
 
 def right_service(taken: list[int]) -> tuple[Tensor, dict[int, list[Tensor]]]:
-    """The weights at the end, and what each worker has pulled, for pushes taken in this order."""
+    """The final weights, and those that each worker pulls, if pushes are taken in this order."""
     weights = torch.zeros(3)
     pulled: dict[int, list[Tensor]] = {1: [], 2: []}
     for worker in taken:
@@ -139,8 +139,8 @@ def sizes_of_gpt() -> list[int]:
 
 
 def busiest_link_bytes(servers: list[int], nbytes: list[int], size: int = SERVERS) -> int:
-    """In and out, in one step, on the link that carries most: a rank serves its parameters to all
-    others, and is a worker for the rest. `servers[i]` is the rank that serves parameter i."""
+    """Bytes in and out per step on the busiest link: a rank serves its parameters to all others,
+    and is a worker for the rest. `servers[i]` is the rank that serves parameter i."""
     served = [0] * size
     for server, one in zip(servers, nbytes, strict=True):
         served[server] += one
@@ -148,13 +148,13 @@ def busiest_link_bytes(servers: list[int], nbytes: list[int], size: int = SERVER
 
 
 def cut_bytes(nbytes: list[int]) -> int:
-    """If parameters could be cut anywhere: each server has 1/n of them."""
+    """The same if parameters could be split anywhere: each server has 1/n of the bytes."""
     each = -(-sum(nbytes) // SERVERS)
     return 2 * (SERVERS - 1) * each + 2 * (sum(nbytes) - each)
 
 
 def served_by_many(comm: Any, student: Student, nbytes: list[int]) -> Any:
-    """What the student chose; the pushes and pulls that it means are really sent."""
+    """The student's placement, and its pushes and pulls, really sent."""
     servers = student(list(nbytes), comm.size)
     if is_placement(servers, len(nbytes), comm.size):
         for server, one in zip(map(int, servers), nbytes):

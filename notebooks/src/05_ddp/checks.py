@@ -179,7 +179,7 @@ def _sent_as_cut(sent: list[int], counts: list[int], nbytes: list[int]) -> None:
     assert sent == [sum(nbytes[i:j]) for i, j in pairwise(ends)], "what is scored is what was sent"
 
 
-# --- what a student is told
+# --- comparisons, with their messages
 
 
 def _compare(
@@ -190,7 +190,7 @@ def _compare(
     where: str = "",
     hint: str = "",
 ) -> None:
-    """All ranks' gradients against those of a single process."""
+    """Fails unless all ranks' gradients equal those of a single process."""
     place = where or f"on {size} ranks" + (", in the second step" if step else "")
     for rank, its in enumerate(found):
         for name, good in right.items():

@@ -1,6 +1,6 @@
-"""What the checks of lab 05 run on the ranks, and what a single process gets.
+"""Runs of lab 05's answers on ranks, and the results of a single process.
 
-One small model, the same on all ranks; each rank has its share of a batch of random rows.
+A small model, the same on all ranks; each rank has its share of a batch of random rows.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ Gradients = dict[str, Tensor | None]
 
 
 def gradients_now(model: nn.Module) -> Gradients:
-    """As they are: a view of a bucket stays one."""
+    """The gradients themselves: a view of a bucket stays a view."""
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]]:
-    """What the student's function makes of one backward: gradients, weights."""
+    """Gradients and weights after one backward and the student's function."""
     model, (x, y) = small_model(), some_rows(4 * comm.size)
     mine = slice(4 * comm.rank, 4 * comm.rank + 4)
     F.mse_loss(model(x[mine]), y[mine]).backward()
@@ -33,8 +33,8 @@ def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]
 
 
 def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gradients]], int]:
-    """Of each step: all-reduces asked for when backward comes to the first layer, how many of
-    them block, how many were waited for, and the gradients; and how many were never waited for."""
+    """For each step, when backward reaches the first layer: all-reduces started, blocking and
+    waited for; the gradients; and how many all-reduces of the last step are never waited for."""
     model, steps = small_model(), []
     overlapped = student(comm, model)
     for step in range(2):
@@ -75,7 +75,7 @@ def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients
 def sent_in_buckets(
     comm: Any, student: Student, nbytes: list[int], ready_us: list[float]
 ) -> list[int]:
-    """The counts that the student chose; the buckets they mean are really sent."""
+    """The student's counts; their buckets are really sent."""
     counts = student(list(nbytes), list(ready_us))
     if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
         first = 0

@@ -58,7 +58,7 @@ def ring_s(student: Student) -> Iterator[str]:
         nbytes, n, latency_s, bytes_per_s = given
         _number(found, "ring_s")
         costs, ranks = Costs(plain(n, latency_s, bytes_per_s)), tuple(range(n))
-        # Both halves of a ring: of an all-reduce, the replay may know a faster way.
+        # Both halves of a ring: for an all-reduce, the replay may choose a faster algorithm.
         halves = [costs.collective(op, nbytes, ranks) for op in ("reduce_scatter", "all_gather")]
         right = sum(half.seconds for half in halves)
         if not isclose(found, right, rel_tol=1e-6, abs_tol=1e-12):
@@ -86,7 +86,7 @@ PRODUCTS = ((512, 256, 1024), (1, 4096, 4096), (2048, 2048, 2048), (8, 64, 100_0
 
 @cache
 def _products() -> list[Operation]:
-    """As a dry run counts them, in float32 and in bfloat16."""
+    """The matmuls that a dry run records, in float32 and in bfloat16."""
 
     def multiply() -> None:
         for dtype in (torch.float32, torch.bfloat16):
@@ -104,7 +104,7 @@ def _end_step() -> None:
 
 @exercise(points=2)
 def product_s(student: Student) -> Iterator[str]:
-    """product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s): the roofline of a product."""
+    """product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s): the roofline of a matmul."""
     cases: list[tuple[Any, ...]] = []
     rights = []
     for flops_per_s, bytes_per_s in ((1e12, 1e11), (1e14, 2e12)):
@@ -144,7 +144,7 @@ def product_s(student: Student) -> Iterator[str]:
 
 
 class Layer(nn.Module):
-    """The 12 w² parameters of a layer, without the rest."""
+    """A layer with its 12 w² parameters alone."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -160,7 +160,7 @@ class Layer(nn.Module):
 def _data(width: int, depth: int, tokens: int, dtype: torch.dtype) -> None:
     model = DDP(nn.Sequential(*(Layer(width) for _ in range(depth))).to(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):  # in the first step the weights are sent, too
+    for _ in range(2):  # the first step also sends the weights
         model(torch.ones(tokens, width, dtype=dtype)).sum().backward()
         optimizer.step()
 
@@ -174,7 +174,7 @@ def _tensor(width: int, depth: int, tokens: int, dtype: torch.dtype) -> None:
 
 
 def _pipeline(width: int, depth: int, tokens: int, dtype: torch.dtype) -> None:
-    """Rank 1 of 3 or more: a stage in the middle."""
+    """The messages of rank 1 of 3 or more: a stage in the middle."""
     comm, x = Comm(), torch.empty(tokens, width, dtype=dtype)
     comm.recv(x, comm.rank - 1)
     comm.send(x, comm.rank + 1)
@@ -185,7 +185,7 @@ def _pipeline(width: int, depth: int, tokens: int, dtype: torch.dtype) -> None:
 
 @cache
 def _counted(width: int, depth: int, tokens: int, n: int, element_bytes: int) -> tuple[int, ...]:
-    """What rank 1 of n sends in each of the three ways, by its events."""
+    """Bytes that rank 1 of n sends with each of the three strategies, from its events."""
     dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
     found = []
     for play, step in ((_data, 1), (_tensor, 0), (_pipeline, 0)):
@@ -234,7 +234,7 @@ Program = list[tuple[str, Any]]
 
 
 def _programs() -> list[Program]:
-    """Small ones that each show one thing, then some drawn by lot, always the same."""
+    """Small programs for one rule each, then some random ones, always the same."""
     found: list[Program] = [
         [("compute", 3.0), ("compute", 2.0)],
         [("send", 4.0), ("compute", 1.0), ("wait", 0)],
@@ -270,7 +270,7 @@ def _by_the_clock(program: Program) -> float:
 
 @exercise(points=3)
 def done_s(student: Student) -> Iterator[str]:
-    """done_s(program): when one rank with one wire has done its program."""
+    """done_s(program): when one rank with one wire has finished its program."""
     programs = _programs()
     for program, found in zip(programs, alone_for_each(student, [(list(x),) for x in programs])):
         _number(found, "done_s")

@@ -1,4 +1,4 @@
-"""Steps of DDP for the open exercise of lab 06: recorded dry, and replayed on clusters."""
+"""DDP steps for the open exercise of lab 06, recorded in dry runs and replayed on clusters."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -22,19 +22,19 @@ MODELS = (  # MB of a bucket, rows, sizes: a large vocabulary, small buckets, wi
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one DDP step. Seconds of computing are without any waiting."""
+    """The facts of a DDP step. Seconds of computation are without any waiting."""
 
     forward_s: float
     backward_s: float
     optimizer_s: float
-    bucket_bytes: tuple[int, ...]  # in the order in which they leave; the last has the embedding
+    bucket_bytes: tuple[int, ...]  # in the order of sending; the last has the embedding
     bucket_s: tuple[float, ...]  # each all-reduce, latency included
-    head_part: float  # of the operations of backward: the head, which comes first; 0 to 1
+    head_part: float  # the head's part of backward's FLOPs, 0 to 1; it comes first
 
 
 @cache
 def steps() -> list[tuple[str, Facts, float]]:
-    """Name of the configuration, its facts, and the seconds of its step when it is replayed."""
+    """Name of each configuration, its facts, and the replayed seconds of its step."""
     found = []
     for bucket_mb, rows, sizes in MODELS:
         trace = dry_run(partial(_train, bucket_mb, rows, sizes), ranks=RANKS)

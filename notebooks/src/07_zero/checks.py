@@ -37,7 +37,7 @@ LAYOUTS: tuple[tuple[list[int], int], ...] = (
 
 @exercise(points=2)
 def pieces(student: Student) -> Iterator[str]:
-    """pieces(numels, ranks, rank): what of each tensor lies in the share of `rank`."""
+    """pieces(numels, ranks, rank): which part of each tensor lies in the share of `rank`."""
     for numels, ranks in LAYOUTS:
         layout = FlatPartition([torch.Size([numel]) for numel in numels], ranks)
         for rank in range(ranks):
@@ -59,7 +59,7 @@ def pieces(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def ToOwners(student: Student) -> Iterator[str]:
-    """ToOwners(comm, buckets): each full bucket is reduced to its owners while backward runs."""
+    """ToOwners(comm, buckets): reduces each full bucket to its owners while backward runs."""
     full = len(CUTS) - 1  # the last one waits for the first layer
     for size in (2, 3):
         ran = run(size, two_steps, student)
@@ -80,7 +80,7 @@ def ToOwners(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def ShardedAdam(student: Student) -> Iterator[str]:
-    """ShardedAdam(comm, flat, lr): Adam on this rank's share, in fp32; then all get all."""
+    """ShardedAdam(comm, flat, lr): Adam on this rank's share, in fp32; then all ranks get all."""
     size = 3
     warm(size, first_adam)
     ran = run(size, some_adam_steps, student)
@@ -168,7 +168,7 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
 
 
 def _same_pieces(found: Any, right: list[tuple[int, int, int]], where: str, share: int) -> None:
-    """Are these the pieces of `share` elements that lie in this rank's share?"""
+    """Fails unless `found` are the pieces of `share` elements in this rank's share."""
     triples = isinstance(found, (list, tuple)) and all(
         isinstance(one, (list, tuple)) and len(one) == 3 and all(isinstance(x, int) for x in one)
         for one in found
@@ -192,7 +192,7 @@ def _same_pieces(found: Any, right: list[tuple[int, int, int]], where: str, shar
 
 
 def _under_way(rank: int, step: Any, full: int) -> None:
-    """Were all `full` buckets sent and freed, and none waited for, in the middle of backward?"""
+    """Fails unless, in mid-backward, all `full` buckets are sent and freed and none awaited."""
     moment = "when backward came to the first layer"
     if step.asked != full:
         fail(
@@ -222,7 +222,7 @@ def _under_way(rank: int, step: Any, full: int) -> None:
 
 
 def _same_shares(size: int, rank: int, seed: int, found: Any, right: list[Tensor]) -> None:
-    """Has the rank its share of the mean, for each bucket?"""
+    """Fails unless the rank has its share of the mean for each bucket."""
     place = f"on {size} ranks" + (", in the second step" if seed else "")
     if not isinstance(found, (list, tuple)) or len(found) != len(right):
         fail(
@@ -248,7 +248,7 @@ def _same_shares(size: int, rank: int, seed: int, found: Any, right: list[Tensor
 
 
 def _freed(rank: int, step: Any, shares_bytes: int) -> None:
-    """Is nothing but the shares left after finish()?"""
+    """Fails if anything but the shares is left after finish()."""
     if step.left:
         fail(
             f"after finish(), rank {rank} still has the gradient of {step.left[0]}.",
@@ -264,7 +264,7 @@ def _freed(rank: int, step: Any, shares_bytes: int) -> None:
 
 
 def _bytes_to_owners(size: int, ran: Ran) -> None:
-    """Did each padded bucket travel once, in reduce-scatters alone?"""
+    """Fails unless each padded bucket is sent once, by reduce-scatters alone."""
     for rank, ops in enumerate(ran.ops):
         if others := [op for op in ops if op != "reduce_scatter"]:
             fail(f"rank {rank} calls {others[0]}.", expected="reduce-scatters alone")
@@ -279,7 +279,7 @@ def _bytes_to_owners(size: int, ran: Ran) -> None:
 
 
 def _same_weights(size: int, rank: int, found: Tensor, right: Tensor, before: Tensor) -> None:
-    """Are `found`, the weights of a rank, those of one process?"""
+    """Fails unless `found`, the weights of a rank, are those of one process."""
     if found.dtype != right.dtype:
         fail(f"rank {rank}'s weights are {found.dtype} now.", expected=str(right.dtype))
     places = len(right) // size
@@ -311,7 +311,7 @@ def _same_weights(size: int, rank: int, found: Tensor, right: Tensor, before: Te
 
 
 def _bytes_of_adam(size: int, ran: Ran, weights_bytes: int) -> None:
-    """Was each rank's share of the bf16 weights sent once to all others, in each step?"""
+    """Fails unless each step sends each rank's share of the bf16 weights once to all others."""
     right = ADAM_STEPS * (size - 1) * weights_bytes
     if sum(ran.sent_bytes) != right:
         fail(
@@ -322,7 +322,7 @@ def _bytes_of_adam(size: int, ran: Ran, weights_bytes: int) -> None:
 
 
 def _same_norm(size: int, rank: int, found: Any, right: float) -> None:
-    """Is it the norm of the whole gradient?"""
+    """Fails unless `found` is the norm of the whole gradient."""
     try:
         its = float(found)
     except (TypeError, ValueError):
@@ -336,7 +336,7 @@ def _same_norm(size: int, rank: int, found: Any, right: float) -> None:
 
 
 def _is_a_short_cut(rank: int, counts: Any, gradients: int) -> None:
-    """A cut, and of few enough messages."""
+    """Fails unless `counts` splits the gradients into few enough messages."""
     is_a_cut(rank, counts, gradients)
     if len(counts) > MESSAGES:
         fail(f"rank {rank} sends {len(counts)} messages.", expected=f"{MESSAGES} at most")

@@ -1,4 +1,4 @@
-"""What the checks of lab 07 run on the ranks, and what a single process gets."""
+"""Runs of lab 07's answers on ranks, and the results of a single process."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,7 +22,7 @@ ADAM_STEPS, LR = 20, 1e-2
 
 
 def gathered(comm: Any, student: Student, numels: list[int]) -> Tensor:
-    """Every rank holds its pieces of some tensors; all-gathered, they are all of these."""
+    """The tensors all-gathered from every rank's pieces."""
     tensors = [100.0 * i + torch.arange(float(numel)) for i, numel in enumerate(numels)]
     layout = FlatPartition([x.shape for x in tensors], comm.size)
     mine, at = torch.zeros(layout.share), 0
@@ -38,12 +38,12 @@ def gathered(comm: Any, student: Student, numels: list[int]) -> Tensor:
 
 
 class Step(NamedTuple):
-    """What a rank saw in one step of backward and finish()."""
+    """A rank's record of one step of backward and finish()."""
 
-    asked: int  # reduce-scatters, when backward came to the first layer
+    asked: int  # reduce-scatters started when backward reaches the first layer
     blocking: int  # of these
     waited: int  # of these
-    not_freed: int  # gradients of buckets that are under way
+    not_freed: int  # gradients of buckets that are in flight
     shares: Any
     left: list[str]  # parameters that have a .grad at the end
     held_bytes: int  # made in this step, and still there at the end
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 def buckets_of_small_model(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Its parameters in the order of backward, cut as CUTS says."""
+    """The model's parameters in the order of backward, split as CUTS says."""
     last_first = list(model.parameters())[::-1]
     ends = [sum(CUTS[:i]) for i in range(len(CUTS) + 1)]
     return [last_first[begin:end] for begin, end in pairwise(ends)]
@@ -72,7 +72,7 @@ def right_shares(size: int, rank: int, seed: int) -> list[Tensor]:
 
 
 def two_steps(comm: Any, student: Student) -> list[Step]:
-    """What this rank sees while the student's class reduces two backwards to their owners."""
+    """This rank's record while the student's class reduces the gradients of two backwards."""
     model, steps = small_model(), []
     buckets = buckets_of_small_model(model)
     to_owners = student(comm, buckets)
@@ -105,7 +105,7 @@ def two_steps(comm: Any, student: Student) -> list[Step]:
 
 
 def _copied(shares: Any) -> Any:
-    """What finish() leaves, safe from the next step."""
+    """A copy of what finish() leaves, which the next step cannot change."""
     if not isinstance(shares, (list, tuple)):
         return shares
     return [x.detach().clone() if isinstance(x, Tensor) else x for x in shares]
@@ -115,22 +115,22 @@ def _copied(shares: Any) -> Any:
 
 
 def some_weights(size: int, share: int = 500) -> Tensor:
-    """In bf16, so large that one step of Adam is lost when it is added to them; all steps
-    together are six times what bf16 can tell apart."""
+    """Weights in bf16, so large that one step of Adam is lost in the addition; all steps together
+    are six times the spacing of bf16."""
     generator = torch.Generator().manual_seed(7)
     return (4.5 + torch.rand(size * share, generator=generator)).bfloat16()
 
 
 def gradients_of_step(weights: Tensor, step: int) -> Tensor:
-    """In bf16, the same on all ranks, another in each step. Each weight has gradients of a size of
-    its own, from 1e-4 to 1: Adam steps as far for all of them, SGD does not."""
+    """Gradients in bf16, the same on all ranks, different in each step. Sizes differ between
+    weights, from 1e-4 to 1: Adam's steps are equally large for all of them, SGD's are not."""
     generator = torch.Generator().manual_seed(100 + step)
     sizes = 10.0 ** -(torch.arange(len(weights)) % 5)
     return (sizes * (0.5 + torch.rand(len(weights), generator=generator))).bfloat16()
 
 
 def right_weights(size: int) -> Tensor:
-    """What one process has after the steps, with an fp32 master copy of everything."""
+    """The weights of one process after the steps, with an fp32 master copy of everything."""
     weights = some_weights(size)
     master = nn.Parameter(weights.float())
     adam = torch.optim.AdamW([master], lr=LR)
@@ -141,12 +141,12 @@ def right_weights(size: int) -> Tensor:
 
 
 def first_adam() -> None:
-    """A rank's first optimizer loads much of torch."""
+    """Make a rank's first optimizer, which loads much of torch."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
 
 
 def some_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
-    """The weights afterwards, and the bytes that the student's object has come to hold."""
+    """The weights after the steps, and the bytes that the student's object then holds."""
     weights = some_weights(comm.size)
     with PeakMemory() as memory:
         sharded = student(comm, weights, LR)
@@ -163,13 +163,13 @@ def some_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
 
 
 def clipped(comm: Any, student: Student, max_norm: float) -> tuple[Any, list[Tensor]]:
-    """What the student's function returns, and this rank's shares afterwards."""
+    """The value of the student's function, and this rank's shares afterwards."""
     mine = [part.clone() for part in shares_of_rank(comm.size, comm.rank)]
     norm = student(comm, mine, max_norm)
     return norm, mine
 
 
 def shares_of_rank(size: int, rank: int) -> Sequence[Tensor]:
-    """Two shares, the second larger; those of a higher rank are larger, too."""
+    """Two shares, the second one longer; values grow with the rank."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(n, generator=generator) * (rank + 1) for n in (5, 12)]

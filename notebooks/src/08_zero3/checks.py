@@ -131,7 +131,7 @@ def _not_kept(where: str, size: int, mine: dict[str, Any], right: dict[str, Any]
         )
     too_much = mine["peak_bytes"] - right["peak_bytes"]
     two_more = 2 * 4 * max(FlatPartition([shape], size).padded for shape in LAYERS)
-    if too_much > two_more:  # a copy to lay it flat, another to divide it
+    if too_much > two_more:  # a copy to flatten it, another to divide it
         fail(
             f"{where} holds {too_much:,} bytes more at its peak than are needed.",
             expected="the weight and the gradient of one layer, whole",
@@ -157,7 +157,7 @@ def _traffic(size: int, ops: list[list[str]], sent_bytes: list[int]) -> None:
 
 @exercise(points=3)
 def forward_with_prefetch(student: Student) -> Iterator[str]:
-    """forward_with_prefetch(comm, shares, layer, x, ahead): each unit gathered so many early."""
+    """forward_with_prefetch(comm, shares, layer, x, ahead): gathers each unit that many early."""
     last = len(UNITS) - 1
     for size, ahead in ((2, 0), (2, 1), (3, 2)):
         ran = run(size, watched, student, ahead)

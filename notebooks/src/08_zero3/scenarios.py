@@ -1,5 +1,4 @@
-"""What the checks of lab 08 run on the ranks, units of a model as shares, and what a single process
-gets."""
+"""Runs of lab 08's answers on ranks, units of a model as shares, and the results of one process."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,20 +22,20 @@ UNITS = (50, 64, 37, 90, 21, 70)  # elements of each share
 
 
 def parameters_of_the_unit() -> list[Tensor]:
-    """Of all ranks together: the numbers that a gather has to give."""
+    """The unit's parameters, which a gather must return."""
     draw = torch.Generator().manual_seed(8)
     return [torch.randn(shape, generator=draw) for shape in SHAPES]
 
 
 def share_of(tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-    """This rank's share [share] of tensors that lie flat, one after the other, then padding."""
+    """This rank's share [share] of the tensors, flattened one after the other and padded."""
     flat = torch.cat([x.reshape(-1) for x in tensors])
     cut = FlatPartition([x.shape for x in tensors], ranks)
     return cut.share_of(torch.cat([flat, flat.new_zeros(cut.padded - cut.numel)]), rank).clone()
 
 
 def gathered(comm: Comm, student: Student) -> tuple[Any, int]:
-    """What the student's gather returns, and the most bytes it held at once."""
+    """The value of the student's gather, and its peak memory in bytes."""
     share = share_of(parameters_of_the_unit(), comm.rank, comm.size)
     with PeakMemory() as memory:
         found = student(comm, share, list(SHAPES))
@@ -47,13 +46,13 @@ def gathered(comm: Comm, student: Student) -> tuple[Any, int]:
 
 
 def weights() -> list[Tensor]:
-    """Of three layers, whole; the same on all ranks."""
+    """The whole weights of three layers, the same on all ranks."""
     draw = torch.Generator().manual_seed(80)
     return [0.3 * torch.randn(shape, generator=draw) for shape in LAYERS]
 
 
 def rows_of(rank: int) -> Tensor:
-    """The input of this rank, 6 rows, its own."""
+    """The input of this rank, 6 rows."""
     return torch.randn(6, LAYERS[0][1], generator=torch.Generator().manual_seed(800 + rank))
 
 
@@ -67,9 +66,8 @@ def single_process(size: int) -> list[Tensor]:
 
 
 def needed(rank: int, size: int) -> dict[str, Any]:
-    """What a forward and a backward of these layers need, by plain torch with whole weights: the
-    loss, the gradient of x, bytes held between the two, and at most: with the weight of one layer,
-    its gradient, and the gradients of all shares."""
+    """A forward and a backward with whole weights in plain torch: loss, gradient of x, bytes held
+    between the two, and its peak, plus a layer's weight and gradient and all shares' gradients."""
     whole, x = weights(), rows_of(rank).requires_grad_()
     with PeakMemory() as memory:
         value = _loss(x, [partial(_product, weight=w) for w in whole])
@@ -87,15 +85,15 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _loss(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """A number from `x`, through the layers with tanh between."""
+    """A scalar from `x`, through the layers with tanh between."""
     for layer in layers:
         x = layer(x).tanh()
     return x.square().sum()
 
 
 def through_layers(comm: Comm, layer: Any) -> dict[str, Any]:
-    """A forward and a backward through three such layers: the gradients of the shares, bytes
-    held between the two, and at most, beyond what was there before."""
+    """A forward and a backward through three such layers: loss, gradients of x and of the shares,
+    bytes held between the two, and peak bytes."""
     shares = [share_of([w], comm.rank, comm.size).requires_grad_() for w in weights()]
     x = rows_of(comm.rank).requires_grad_()
     with PeakMemory() as memory:
@@ -119,12 +117,12 @@ def through_layers(comm: Comm, layer: Any) -> dict[str, Any]:
 
 
 def unit_flat(i: int, size: int) -> Tensor:
-    """The whole of unit i, of all ranks' shares."""
+    """The whole unit i, from the shares of all ranks."""
     return torch.arange(1.0, UNITS[i] * size + 1) / (i + 1)
 
 
 class Watch:
-    """The `layer` that the student calls: it looks around whenever a unit computes."""
+    """The `layer` for the student's forward; records gathers and live units at each call."""
 
     def __init__(self, events: list[Any]):
         self.events = events
@@ -149,7 +147,7 @@ class Watch:
 
 
 def watched(comm: Comm, student: Student, ahead: int) -> tuple[Any, list[dict[str, Any]]]:
-    """What the student's forward returns, and what was to be seen at each of its layers."""
+    """The value of the student's forward, and the record of each `layer` call."""
     whole = [unit_flat(i, comm.size) for i in range(len(UNITS))]
     shares = [x.tensor_split(comm.size)[comm.rank].clone() for x in whole]
     with listen() as events:
@@ -159,7 +157,7 @@ def watched(comm: Comm, student: Student, ahead: int) -> tuple[Any, list[dict[st
 
 
 def right_output(size: int) -> Tensor:
-    """What the units give, one after the other, for an x of ones."""
+    """The output of all units, one after the other, for an x of ones."""
     x = torch.ones(3)
     for i in range(len(UNITS)):
         x = 0.5 * x + unit_flat(i, size).sum()

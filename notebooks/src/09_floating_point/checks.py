@@ -51,7 +51,7 @@ def decode(student: Student) -> Iterator[str]:
 
 
 def _patterns(one: Format) -> list[int]:
-    """All of 8 bits; of 16, those where something changes, and some thousand others."""
+    """All patterns of 8 bits; of 16 bits, those at the edges and some thousand others."""
     f, sign = one.fraction_bits, 1 << (one.width_bits - 1)
     top = (2**one.exponent_bits - 1) << f
     edges = [0, 1, 2**f - 1, 2**f, one.bias << f, top - 1, top, top + 1, sign - 1]
@@ -96,7 +96,7 @@ def nearest(student: Student) -> Iterator[str]:
 
 
 def _to_round(one: Format) -> list[float]:
-    """Halfway and beside it: at 1, at the seams, at both ends."""
+    """Values halfway between two numbers and beside it: at 1, at the seams, at both ends."""
     largest, normal = float(one.largest), float(one.smallest_normal)
     places = [0.75, 1.0, 1.5, 3.0, 2 - float(one.epsilon), normal * 2, normal, normal / 2, largest]
     found = [0.0, float(one.smallest_subnormal) / 2, float(one.smallest_subnormal) * 0.51]
@@ -128,7 +128,7 @@ def _why(one: Format, x: float, found: Any, right: float) -> str:
 
 # ---- my_sum(values, add, sub)
 
-MOST_CALLS = 8  # what an addition loses can be had with 6 more
+MOST_CALLS = 8  # 6 more calls recover what an addition loses
 
 
 @exercise(points=2)
@@ -169,7 +169,7 @@ def my_sum(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def gather_int8(student: Student) -> Iterator[str]:
-    """gather_int8(comm, x, block): all ranks' x, from one byte for each number."""
+    """gather_int8(comm, x, block): all ranks' x, sent as one byte per element."""
     for size, block in ((3, 16), (2, 64)):
         ran = run(size, gathered, student, block)
         whole = torch.cat([shard(rank) for rank in range(size)])
@@ -221,7 +221,7 @@ def _int8_hint(found: torch.Tensor, right: torch.Tensor, absmax: torch.Tensor, s
 
 @exercise(points=3)
 def codebook(student: Student) -> Iterator[str | Score]:
-    """codebook(sample): 16 levels for numbers of 4 bits."""
+    """codebook(sample): 16 levels for 4-bit numbers."""
     found = alone(student, sample(seed=0))
     listed = isinstance(found, (list, tuple, torch.Tensor, np.ndarray)) and np.shape(found)
     levels = [plain(x) for x in found] if listed else []
@@ -255,7 +255,7 @@ def _written(x: Any) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal numbers, with their sign; NaN is NaN."""
+    """Whether two numbers are equal, including the sign; NaN equals NaN."""
     if not isinstance(one, (int, float)) or not isinstance(other, (int, float)):
         return False
     if math.isnan(one) or math.isnan(other):

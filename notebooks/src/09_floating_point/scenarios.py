@@ -1,4 +1,4 @@
-"""What the exercises of lab 09 are tried on: sums in fp16, shards, numbers to quantize."""
+"""Inputs for lab 09's exercises: sums in fp16, shards, numbers to quantize."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,10 +11,9 @@ import torch
 
 
 class Adder:
-    """Adds and subtracts as a processor does that has fp16 and nothing else.
+    """Adds and subtracts like a processor that has only fp16.
 
-    Raises ValueError for a number that fp16 does not have.
-    """
+    Raises ValueError for a number that is not in fp16."""
 
     def __init__(self) -> None:
         self.calls, self.results = 0, {0.0}
@@ -38,7 +37,7 @@ class Adder:
 
 
 def added_up(comm: Any, student: Callable[..., Any], values: list[float]) -> tuple[Any, bool, int]:
-    """What my_sum returns, whether add or sub has made that, and how often they were called."""
+    """The value of my_sum, whether add or sub returned it, and the number of their calls."""
     adder = Adder()
     found = student(list(values), adder.add, adder.sub)
     return found, found in adder.results, adder.calls
@@ -61,7 +60,7 @@ SHARD = 192  # 3 blocks of 64, 12 of 16
 
 
 def shard(rank: int) -> torch.Tensor:
-    """A rank's numbers: each block of 16 has another size, one is all zero."""
+    """A rank's values: magnitudes differ between blocks of 16, and one block is zero."""
     generator = torch.Generator().manual_seed(rank)
     sizes = 10.0 ** torch.arange(-6, 6).float().roll(rank)
     sizes[5] = 0.0
@@ -69,7 +68,7 @@ def shard(rank: int) -> torch.Tensor:
 
 
 def gathered(comm: Any, student: Callable[..., Any], block: int) -> Any:
-    """On a rank: what the student makes of this rank's shard and the others'."""
+    """On a rank: the student's result for this rank's shard and the others'."""
     return student(comm, shard(comm.rank), block)
 
 
@@ -81,7 +80,7 @@ BEST_MILLIONTHS = 20_270  # of the variance lost: the best known
 
 @cache
 def sample(seed: int) -> torch.Tensor:
-    """4,096 numbers as weights and gradients are: many small ones, and a few large ones."""
+    """4,096 values, distributed like weights and gradients: many small ones, a few large ones."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(4096, generator=generator, dtype=torch.float64)
     size = torch.randn(4096, generator=generator, dtype=torch.float64).mul(0.5).exp()
@@ -89,7 +88,7 @@ def sample(seed: int) -> torch.Tensor:
 
 
 def codebook_error(levels: Sequence[float], seed: int = 1) -> float:
-    """The mean squared error of new numbers at their nearest level, by their variance."""
+    """The mean squared error of new values at their nearest level, over their variance."""
     x = sample(seed)
     table = torch.tensor(sorted(levels), dtype=torch.float64)
     nearest = (x[:, None] - table).abs().amin(dim=1)
@@ -97,6 +96,6 @@ def codebook_error(levels: Sequence[float], seed: int = 1) -> float:
 
 
 def uniform_levels(x: torch.Tensor) -> list[float]:
-    """16 equal steps from -largest to largest."""
+    """16 equally spaced levels from -largest to largest."""
     largest = float(x.abs().max())
     return torch.linspace(-largest, largest, 2**BITS, dtype=torch.float64).tolist()

@@ -40,10 +40,10 @@ WHY = {
 
 @exercise(points=2)
 def runs_in(student: Student) -> Iterator[str]:
-    """runs_in(op, types, low): the type into which autocast casts the inputs of an op on a GPU."""
+    """runs_in(op, types, low): the dtype to which autocast casts the inputs of an op on a GPU."""
     for (op, types, low), found in zip(asked(), alone_for_each(student, asked()), strict=True):
         right, same = right_type(op, types, low), types[0] if len(set(types)) == 1 else None
-        if (right or same) != (found or same):  # to the type that it has is no cast
+        if (right or same) != (found or same):  # a cast to the input's own type is none
             fail(
                 f"{op}, whose inputs are {' and '.join(map(_short, types))}: {_short(found)}.",
                 expected=_short(right),

@@ -1,4 +1,4 @@
-"""What the checks of lab 10 run on ranks or alone, and what is right."""
+"""Runs of lab 10's answers on ranks or alone, and the right results."""
 
 import random
 from typing import Any
@@ -23,14 +23,14 @@ LOWS = (torch.bfloat16, torch.float16)
 
 
 def asked() -> list[tuple[str, Types, torch.dtype]]:
-    """Every operation with every mix of input types, under both low formats."""
+    """Every op with every mix of input types, for both low formats."""
     fp32 = torch.float32
     return [(op, types, low) for low in LOWS for op in OPS
             for types in ((low,), (fp32,), (low, fp32))]  # fmt: skip
 
 
 def right_type(op: str, types: Types, low: torch.dtype) -> torch.dtype | None:
-    """By the policy of a GPU."""
+    """The type by a GPU's policy."""
     widest = torch.float32 if torch.float32 in types else low
     return {"low": low, "fp32": torch.float32, "promote": widest}.get(CUDA.of(op))
 
@@ -41,13 +41,13 @@ INTERVALS = (1, 3, 4)
 
 
 def infinities(interval: int) -> list[bool]:
-    """Some steps, most of which are good."""
+    """For each step, whether it has an inf: most have none."""
     lot = random.Random(interval)
     return [lot.random() < 0.15 for _ in range(60)]
 
 
 def all_scales(student: Student, interval: int) -> list[Any]:
-    """What the student's update makes of a series of steps, each from the one before."""
+    """The values of the student's update over a series of steps, each from the one before."""
     scale, good, seen = 2.0**16, 0, []
     for found_inf in infinities(interval):
         answer = student(scale, good, found_inf, interval)
@@ -57,7 +57,7 @@ def all_scales(student: Student, interval: int) -> list[Any]:
 
 
 def right_scales(interval: int) -> list[tuple[float, int]]:
-    """What `DynamicScale` makes of the same series."""
+    """The values of `DynamicScale` over the same series."""
     now, seen = DynamicScale(2.0**16, 2.0, 0.5, interval), []
     for found_inf in infinities(interval):
         now.after_step(found_inf)
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[int, float]] = {  # which rank has which bad number; -1: 
 
 
 def pieces_of(rank: int, size: int, case: str) -> list[Tensor]:
-    """Two of them in fp16; the last of three ranks has none."""
+    """Two gradient pieces in fp16 per rank; the last of three ranks has none."""
     if rank == 2:
         return []
     whose, number = CASES[case]
@@ -88,12 +88,12 @@ def pieces_of(rank: int, size: int, case: str) -> list[Tensor]:
 
 
 def right_pieces(rank: int, size: int) -> list[Tensor]:
-    """This rank's gradients, unscaled, where all are finite."""
+    """This rank's unscaled gradients if all are finite."""
     return [x.float() / SCALE for x in pieces_of(rank, size, "all is finite")]
 
 
 def unscaled(comm: Any, student: Student, case: str) -> Any:
-    """On a rank: what the student makes of its pieces."""
+    """On a rank: the student's result for its pieces."""
     return student(comm, pieces_of(comm.rank, comm.size, case), SCALE)
 
 
@@ -109,13 +109,13 @@ def some_weights() -> list[Tensor]:
 
 
 def some_gradients(step: int) -> list[Tensor]:
-    """Those of a step, in bfloat16."""
+    """The gradients of a step, in bfloat16."""
     lot = torch.Generator().manual_seed(step)
     return [torch.randn(6, generator=lot).bfloat16(), torch.ones(3).bfloat16()]
 
 
 def right_masters(steps: int = STEPS) -> list[Tensor]:
-    """The weights in float32 after so many steps of plain descent."""
+    """The weights in float32 after `steps` steps of plain SGD."""
     masters = [torch.nn.Parameter(x.float()) for x in some_weights()]
     optimizer = torch.optim.SGD(masters, lr=LR)
     for step in range(steps):
@@ -126,7 +126,7 @@ def right_masters(steps: int = STEPS) -> list[Tensor]:
 
 
 def master_steps(student: Student) -> tuple[list[Tensor], list[Tensor]]:
-    """The student's weights in bfloat16 and in float32, after all steps."""
+    """The student's weights in bfloat16 and in float32 after all steps."""
     parameters = [torch.nn.Parameter(x) for x in some_weights()]
     masters = [x.float() for x in some_weights()]
     for step in range(STEPS):

@@ -88,7 +88,7 @@ def _gradients(mine: dict[str, Any], right: dict[str, Any]) -> None:
 
 @exercise(points=3)
 def Away(student: Student) -> Iterator[str]:
-    """Away(host, parameters): saved tensors wait on the host, each memory once."""
+    """Away(host, parameters): saved tensors wait on the host, each storage once."""
     (right,) = run(1, in_backward, None).values
     (mine,) = run(1, in_backward, student).values
     names = ["the input", *(name for name, _ in sharing().named_parameters())]
@@ -128,7 +128,7 @@ def Away(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def attend(student: Student) -> Iterator[str]:
-    """attend(q, tiles): softmax(q kᵀ / √e) v, from tiles of keys and values that come and go."""
+    """attend(q, tiles): softmax(q kᵀ / √e) v, from one tile of keys and values at a time."""
     peaks = {}
     for count, large in ((1, 1.0), (4, 1.0), (4, 60.0), (16, 1.0)):
         ((out, peaks[count]),) = run(1, attended, student, count, large).values

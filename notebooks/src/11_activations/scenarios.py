@@ -1,4 +1,4 @@
-"""What the exercises of lab 11 run on: layers with dropout, a host, tiles, a U of layers."""
+"""Inputs for lab 11's exercises: layers with dropout, a host, tiles, a U-shaped model."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -21,8 +21,7 @@ ROWS, WIDTH = 64, 128
 
 
 class TwoStreams(nn.Module):
-    """What it computes from x goes on as the next x, and onto a second stream. It keeps much more
-    than its inputs."""
+    """Returns the next x, and adds to a second stream. It saves much more than its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class TwoStreams(nn.Module):
 
 
 def layers(count: int = 3) -> nn.ModuleList:
-    """With the same weights on every call."""
+    """Layers with the same weights on every call."""
     torch.manual_seed(0)
     return nn.ModuleList(TwoStreams() for _ in range(count))
 
@@ -49,7 +48,7 @@ def some_input() -> Tensor:
 
 
 def one_step(comm: Any, call: Callable[..., Any]) -> dict[str, Any]:
-    """Loss, gradients, what is held between forward and backward, and what is drawn afterwards."""
+    """Loss, gradients, bytes held between forward and backward, and the next random number."""
     model, x = layers(), some_input()
     torch.manual_seed(2)
     with PeakMemory() as memory:
@@ -58,7 +57,7 @@ def one_step(comm: Any, call: Callable[..., Any]) -> dict[str, Any]:
             y, stream = call(layer, y, stream)
         held_bytes = memory.held_bytes
         value = y.square().mean() + stream.square().mean()
-        torch.rand(1)  # between forward and backward, others draw, too
+        torch.rand(1)  # other code also draws random numbers between forward and backward
         value.backward()
     return {
         "value": value.item(),
@@ -70,7 +69,7 @@ def one_step(comm: Any, call: Callable[..., Any]) -> dict[str, Any]:
 
 
 def through(function: Any) -> Callable[..., Any]:
-    """The student's autograd function around a layer."""
+    """Layers called through the student's autograd function."""
     return lambda layer, *inputs: function.apply(layer, *inputs)
 
 
@@ -78,11 +77,11 @@ def through(function: Any) -> Callable[..., Any]:
 
 
 class Host:
-    """Memory elsewhere. `put` copies the bytes of a storage there and gives a number; `get` makes a
-    new storage of them. `put_bytes` have come so far."""
+    """Memory elsewhere. `put` copies a storage's bytes there and returns a key; `get` makes a new
+    storage from them. `put_bytes` counts the bytes put so far."""
 
     def __init__(self) -> None:
-        self._there: dict[int, np.ndarray[Any, Any]] = {}  # not torch's: nobody counts it here
+        self._there: dict[int, np.ndarray[Any, Any]] = {}  # numpy: PeakMemory does not count it
         self.put_bytes = 0
 
     def put(self, storage: torch.UntypedStorage) -> int:
@@ -97,7 +96,7 @@ class Host:
 
 
 def sharing() -> nn.Module:
-    """Three layers with one input, as q, k and v."""
+    """Three blocks, each with three layers of one input, like q, k and v."""
     torch.manual_seed(0)
 
     class Shared(nn.Module):
@@ -115,7 +114,7 @@ def sharing() -> nn.Module:
 
 
 def in_backward(comm: Any, make: Callable[..., Any] | None) -> dict[str, Any]:
-    """Gradients, and what is held between forward and backward."""
+    """Gradients, and bytes held and put between forward and backward."""
     model, x, host = sharing(), some_input(), Host()
     away = make(host, list(model.parameters())) if make else None
     pack = away.pack if away else torch.Tensor.detach
@@ -135,7 +134,7 @@ QUERIES, TILE, HEAD = 16, 32, 8
 
 
 def tiles(count: int, large: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values, made when they are asked for; the largest scores come last."""
+    """Keys and values, made on demand; the largest scores come last."""
     for i in range(count):
         torch.manual_seed(10 + i)
         yield large * (i + 1) / count * torch.randn(TILE, HEAD), torch.randn(TILE, HEAD)
@@ -148,7 +147,7 @@ def queries() -> Tensor:
 
 
 def attended(comm: Any, attend: Student, count: int, large: float) -> tuple[Any, int]:
-    """What the student's attention gives over the tiles, and the most bytes it held."""
+    """The student's attention over the tiles, and its peak memory in bytes."""
     q = queries()
     with PeakMemory() as memory:
         out = attend(q, tiles(count, large))
@@ -156,7 +155,7 @@ def attended(comm: Any, attend: Student, count: int, large: float) -> tuple[Any,
 
 
 def right_attention(count: int, large: float) -> Tensor:
-    """The same from all keys at once, by torch's softmax."""
+    """The same from all keys at once, with torch's softmax."""
     keys, values = zip(*tiles(count, large))
     k, v = torch.cat(keys), torch.cat(values)
     return torch.softmax(queries() @ k.T / HEAD**0.5, dim=-1) @ v
@@ -171,8 +170,8 @@ MODEL_WIDTH, HEADS = 1024, 16
 
 @cache
 def u_shaped() -> Costs:
-    """A model that makes sequences shorter and longer again, layer by layer, by the formulas; to
-    work, a layer needs half as much again as it keeps when it keeps everything."""
+    """A model whose sequences shrink and grow again, with costs by the formulas; a layer's working
+    memory is 1.5 times what it keeps without recompute."""
     blocks = []
     for sequence in SEQUENCES:
         kept = {
@@ -191,11 +190,11 @@ def u_shaped() -> Costs:
 
 @cache
 def best(budget_bytes: int) -> Plan:
-    """The plan with the least work within the budget."""
+    """The plan with the least recompute within the budget."""
     return least_recompute(u_shaped(), budget_bytes)
 
 
 def the_same_for_all(budget_bytes: int) -> Plan:
-    """The least work with one choice for all layers."""
+    """The plan with the least recompute that treats all layers alike."""
     plans = [plan_of(u_shaped(), [name] * len(SEQUENCES)) for name in ("none", "selective", "full")]
     return next(plan for plan in plans if plan.peak_bytes <= budget_bytes)

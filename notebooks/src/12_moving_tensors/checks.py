@@ -20,7 +20,7 @@ RATES = (  # bytes per second of the bus, of casts here and there; what is best
     (60e9, 20e9, 3000e9, "after"),
     (6e9, 20e9, 2000e9, "before"),
     (7e9, 20e9, 2000e9, "after"),  # 2 / bus is less than 6 / here
-    (60e9, 20e9, 20e9, "before"),  # the same memory there: nothing is won by casting late
+    (60e9, 20e9, 20e9, "before"),  # equally fast casts on both sides: casting late gains nothing
     (9e9, 20e9, 40e9, "before"),
 )
 
@@ -65,7 +65,7 @@ def bring_half(student: Student) -> Iterator[str]:
 
 @exercise(points=2, yields=True)
 def prefetched(student: Student) -> Iterator[str]:
-    """prefetched(load, n, ahead): yields the weights of each block, with `ahead` more under way."""
+    """prefetched(load, n, ahead): yields the weights of each block, with `ahead` more in flight."""
     for n, ahead in ((5, 1), (6, 3), (3, 0), (2, 4), (1, 1), (0, 2)):
         _judge_log(alone(prefetch_log, student, n, ahead), n, ahead)
     yield "all blocks in order, each waited for before it is used"
@@ -113,7 +113,7 @@ def _judge_log(log: list[tuple[str, int]], n: int, ahead: int) -> None:
 
 @exercise(points=3)
 def double_buffered(student: Student) -> Iterator[str]:
-    """double_buffered(bus, blocks, compute, x): two buffers; the bus loads as blocks compute."""
+    """double_buffered(bus, blocks, compute, x): two buffers; the bus loads while blocks compute."""
     ran = alone(doubled, student)
     if ran.order != list(range(len(BLOCKS))):
         fail(

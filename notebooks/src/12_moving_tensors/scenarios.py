@@ -1,5 +1,5 @@
-"""Buses for the checks of lab 12: one that carries only what is waited for, one that tells when
-each copy ended. So an answer that waits too little, or too much, is found without a clock.
+"""Buses for the checks of lab 12: one carries only copies that are waited for, one signals the end
+of each copy. They detect too few or too many waits without a clock.
 """
 
 import threading
@@ -12,13 +12,12 @@ from torch import Tensor
 from labkit.memory.bus import Arrival, Bus
 from labkit.memory.peak import PeakMemory
 
-PATIENCE_S = 2.0  # for what must come at once
-BLOCKS = (300, 500, 100, 700, 200, 600)  # numbers of the blocks of `double_buffered`
+PATIENCE_S = 2.0  # for events that must come at once
+BLOCKS = (300, 500, 100, 700, 200, 600)  # elements of the blocks of `double_buffered`
 
 
 class HeldBus(Bus):
-    """Carries a copy when somebody waits for it, or after `let_go`: what is read before that is
-    what was there before."""
+    """Carries a copy only when it is waited for, or after `let_go`: earlier reads see old data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class HeldBus(Bus):
 
 
 class WatchedBus(Bus):
-    """Says when copy k has ended, and which were waited for."""
+    """Signals the end of copy k, and keeps all arrivals."""
 
     def __init__(self, copies: int) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class WatchedBus(Bus):
 
 
 def brought(student: Callable[..., Any], numel: int, rates: tuple[float, ...]) -> Any:
-    """What the student's function returned, and the bytes over the bus."""
+    """The value of the student's function, and the bytes over the bus."""
     bus, x = HeldBus(), torch.linspace(-3, 3, numel)
     value = student(bus, x, *rates)
     found = value.clone() if isinstance(value, Tensor) else value  # as it is when it returns
@@ -74,7 +73,7 @@ def brought(student: Callable[..., Any], numel: int, rates: tuple[float, ...]) -
 
 
 def prefetch_log(student: Callable[..., Any], n: int, ahead: int) -> list[tuple[str, int]]:
-    """("load", k), ("wait", k), ("use", k) and ("done", k), in the order in which they happened."""
+    """("load", k), ("wait", k), ("use", k) and ("done", k), in order of occurrence."""
     log: list[tuple[str, int]] = []
 
     class Coming:
@@ -96,7 +95,7 @@ def prefetch_log(student: Callable[..., Any], n: int, ahead: int) -> list[tuple[
 
 
 class Doubled(NamedTuple):
-    """What a run of `double_buffered` came to."""
+    """The record of a run of `double_buffered`."""
 
     value: Any
     right: float
@@ -105,12 +104,12 @@ class Doubled(NamedTuple):
     moved_bytes: int
     late: int | None  # the first block that computed while nothing was loaded
     not_waited: int | None  # the first block that computed before its load was waited for
-    spoiled: int | None  # the first whose weights changed as it computed
+    spoiled: int | None  # the first block with weights that changed as it computed
     order: list[int]
 
 
 def doubled(student: Callable[..., Any]) -> Doubled:
-    """Run it; each block computes until the next load has ended, then looks at its weights."""
+    """Run the student's function; each block waits for the next load, then checks its weights."""
     blocks = [torch.full((numel,), 1.0 + k) for k, numel in enumerate(BLOCKS)]
     bus = WatchedBus(len(blocks))
     found: dict[str, int] = {}

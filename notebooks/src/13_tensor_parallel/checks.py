@@ -40,7 +40,7 @@ WITHIN = 1e-5
 
 
 def times(found: Any, right: Tensor) -> str:
-    """How a tensor is wrong: "2 × the right one", where it is a multiple."""
+    """How a tensor is wrong: "2 × the right one", if it is a multiple."""
     if isinstance(found, Tensor) and found.shape == right.shape:
         factor = float((found * right).sum() / right.square().sum())
         if factor and not difference(found, right * round(factor, 3), 1e-3):
@@ -53,7 +53,7 @@ def times(found: Any, right: Tensor) -> str:
 
 @exercise(points=3)
 def Column(student: Student) -> Iterator[str]:
-    """Column: a column-parallel product, and its backward with the all-reduce behind a product."""
+    """Column: a column-parallel matmul; in backward, another matmul hides the all-reduce."""
     for size in (2, 3):
         ran = run(size, through_column, student)
         for rank, its in enumerate(ran.values):
@@ -110,7 +110,7 @@ def _column_messages(rank: int, its: Any) -> None:
 
 @exercise(points=3)
 def mlp(student: Student) -> Iterator[str]:
-    """mlp(comm, x, up, down): an MLP in pieces, with f, g, and each bias once."""
+    """mlp(comm, x, up, down): a sharded MLP, with f, g, and each bias once."""
     no_yield(student)
     for size in (1, 2, 3):
         ran, where = run(size, through_mlp, student), f"on {size} rank{'s' * (size > 1)}"
@@ -181,7 +181,7 @@ PACKED = {
 
 @exercise(points=2)
 def own_rows(student: Student) -> Iterator[str]:
-    """own_rows(heads, kv_heads, head_width, ranks, rank): which rows of a packed q, k, v."""
+    """own_rows(heads, kv_heads, head_width, ranks, rank): this rank's rows of a packed q, k, v."""
     no_yield(student)
     for (heads, kv_heads, e, ranks), parts in PACKED.items():
         for rank, its in enumerate(parts):
@@ -210,7 +210,7 @@ def own_rows(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def cross_entropy(student: Student) -> Iterator[str]:
-    """cross_entropy(comm, logits, targets): of logits that are cut over the ranks."""
+    """cross_entropy(comm, logits, targets): the loss of logits that are split over the ranks."""
     no_yield(student)
     for size, large in ((1, 1.0), (2, 1.0), (3, 1.0), (2, 80.0)):
         ran = run(size, through_cross_entropy, student, large)

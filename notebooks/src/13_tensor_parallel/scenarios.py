@@ -1,4 +1,4 @@
-"""What the checks of lab 13 run on the ranks, and what a single process gets."""
+"""Runs of lab 13's answers on ranks, and the results of a single process."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ TOKENS, WIDTH, HIDDEN = 5, 6, 12
 
 
 class Products(TorchDispatchMode):
-    """Before each product of matrices: how many messages were started, and how many waited for."""
+    """Before each matmul: how many messages were started, and how many were waited for."""
 
     def __init__(self, events: list[Any]):
         super().__init__()
@@ -32,7 +32,7 @@ class Products(TorchDispatchMode):
 
 
 class ColumnRan(NamedTuple):
-    """What a rank got and sent with the student's function, and the products it made."""
+    """A rank's results and messages with the student's function, and its matmuls."""
 
     y: Any
     dx: Any
@@ -53,7 +53,7 @@ def column_inputs(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def through_column(comm: Any, student: Student) -> ColumnRan:
-    """The student's function with this rank's piece of the weight."""
+    """The student's function with this rank's shard of the weight."""
     x, weight, dy = column_inputs(comm.size)
     x.requires_grad_()
     mine = weight.chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
@@ -94,7 +94,7 @@ def pieces_of_mlp(size: int, rank: int, up: nn.Linear, down: nn.Linear) -> list[
 
 
 def through_mlp(comm: Any, student: Student) -> tuple[Any, list[Any]]:
-    """y, and the gradients of x and of this rank's pieces."""
+    """y, and the gradients of x and of this rank's shards."""
     x, up, down = whole_mlp()
     new = [nn.Linear(WIDTH, HIDDEN // comm.size), nn.Linear(HIDDEN // comm.size, WIDTH)]
     places = [p for layer in new for p in (layer.weight, layer.bias)]
@@ -107,7 +107,7 @@ def through_mlp(comm: Any, student: Student) -> tuple[Any, list[Any]]:
 
 
 def right_mlp(size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
-    """The same from one process."""
+    """The same from a single process."""
     x, up, down = whole_mlp()
     y = down(F.gelu(up(x)))
     (y * drawn(TOKENS, WIDTH, seed=5)).sum().backward()
@@ -143,7 +143,7 @@ def through_cross_entropy(comm: Any, student: Student, large: float) -> tuple[An
 
 
 def right_cross_entropy(size: int, rank: int, large: float) -> tuple[Tensor, Tensor]:
-    """The loss of whole logits, and this rank's part of their gradient."""
+    """The loss of the whole logits, and this rank's shard of their gradient."""
     logits, targets = some_logits(size, large)
     logits.requires_grad_()
     value = F.cross_entropy(logits, targets)

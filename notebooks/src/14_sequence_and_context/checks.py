@@ -80,7 +80,7 @@ def _gradient(size: int, rank: int, found: Any, right: Tensor) -> None:
 
 @exercise(points=3)
 def merge(student: Student) -> Iterator[str]:
-    """merge(out, L, more_out, more_L): attention to some keys, and to others, become one."""
+    """merge(out, L, more_out, more_L): attention to two sets of keys becomes attention to all."""
     for large in (1.0, 60.0):
         scores, v = some_attention(large)
         where = "with large scores, " if large > 1 else ""
@@ -116,7 +116,7 @@ def _merged(where: str, found: Any, right: Any, large: float) -> None:
 
 @exercise(points=2)
 def own_positions(student: Student) -> Iterator[str]:
-    """own_positions(length, ranks, rank): where a rank's tokens stand."""
+    """own_positions(length, ranks, rank): the positions of a rank's tokens."""
     for length, ranks in ((8, 2), (12, 3), (32, 4), (6, 1)):
         shards = [
             whole_numbers(
@@ -157,13 +157,13 @@ def own_positions(student: Student) -> Iterator[str]:
 
 
 def _of_all(most: int) -> float:
-    """What is exposed where all jobs have the same u, or the largest below it that they allow."""
+    """Exposed time if all jobs take u = `most`, or their largest u below it."""
     return sum(exposed_us(job, max(u for u in choices(job) if u <= most)) for job in JOBS.values())
 
 
 @exercise(points=3)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): how many neighbours swap tokens for heads."""
+    """choose(job): the number of neighbours that swap tokens for heads."""
     no_yield(student)
     total = 0.0
     for name, job in JOBS.items():

@@ -1,4 +1,4 @@
-"""What the checks of lab 14 run on the ranks, and what a single process gets."""
+"""Runs of lab 14's answers on ranks, and the results of a single process."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ ROWS, PART, WIDTH = 2, 3, 4  # of each rank: x [b, s/t, w]
 
 
 class Gathered(NamedTuple):
-    """What a rank got and sent with the student's function."""
+    """A rank's results and messages with the student's function."""
 
     y: Any
     dx: Any
@@ -31,7 +31,7 @@ def part_of_x(rank: int) -> Tensor:
 
 
 def gradient_of(rank: int, size: int) -> Tensor:
-    """What backward is handed on this rank: of the whole sequence, another on each rank."""
+    """The output gradient on this rank, for the whole sequence; it differs between ranks."""
     return drawn(ROWS, PART * size, WIDTH, seed=40 + rank)
 
 
@@ -72,5 +72,5 @@ def attention_to(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores_of(positions: list[int]) -> int:
-    """How many keys these queries see, all together."""
+    """The number of scores of these queries under a causal mask."""
     return sum(position + 1 for position in positions)

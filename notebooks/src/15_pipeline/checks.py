@@ -55,7 +55,7 @@ COSTS = (
 
 @exercise(points=2)
 def cut(student: Student) -> Iterator[str]:
-    """cut(costs, stages): how many layers each stage gets, the slowest as fast as can be."""
+    """cut(costs, stages): how many layers each stage gets, the slowest as fast as possible."""
     no_yield(student)
     for costs, stages in COSTS:
         sizes = whole_numbers(
@@ -145,7 +145,7 @@ def _forward_values(where: str, rank: int, found: Any) -> None:
 
 
 def _computed_and_sent(where: str, its: Ran, what: str, sends: bool) -> None:
-    """Each micro-batch computed once, and sent before the next is."""
+    """Fails unless each micro-batch is computed once, and sent before the next is computed."""
     if len(its.sent_before) != MICROBATCHES:
         fail(
             f"{where} computes {len(its.sent_before)} times, with {what}.",

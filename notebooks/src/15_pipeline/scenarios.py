@@ -1,4 +1,4 @@
-"""What the checks of lab 15 run on the ranks, and what a single process gets."""
+"""Runs of lab 15's answers on ranks, and the results of a single process."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ ONE_BYTES = 8  # float64
 
 
 def stage_of(rank: int) -> nn.Sequential:
-    """The layers of this stage, the same whoever asks."""
+    """The layers of this stage, the same on every rank."""
     stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
     with torch.no_grad():
         for i, parameter in enumerate(stage.parameters()):
@@ -37,13 +37,13 @@ def rows_of() -> list[int]:
 
 
 def loss_of(y: Tensor, target: Tensor) -> Tensor:
-    """The mean over the rows."""
+    """The mean loss over the rows."""
     return (y - target).square().sum(1).mean()
 
 
 class Ran(NamedTuple):
-    """What a rank did with the student's function. `sent_before[i]`: how many messages it had
-    started to send when it began to compute for the i-th time."""
+    """A rank's record of the student's function. `sent_before[i]`: how many sends it had started
+    before its i-th computation."""
 
     values: Any
     sent_before: list[int]
@@ -54,17 +54,17 @@ class Ran(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A pair (x, y) of forward, and what backward will find in it."""
+    """A pair (x, y) that forward keeps, and what backward will find in it."""
 
     x: Tensor
     y: Tensor
-    wants: bool  # x asks for a gradient
+    wants: bool  # x requires a gradient
     has_graph: bool  # y has one
     arrives: bool  # a backward from y would leave a gradient in x.grad
 
 
 def through_forward(comm: Any, student: Student) -> Ran:
-    """Values: for each micro-batch what is Kept of it."""
+    """The student's forward: `values` has a Kept for each micro-batch."""
     stage, before = stage_of(comm.rank), list[int]()
     xs = list(batch()[0]) if comm.rank == 0 else [torch.full_like(x, 7.0) for x in batch()[0]]
     with listen() as events:
@@ -104,7 +104,7 @@ def _pair(pair: Any) -> Kept:
 
 
 def through_backward(comm: Any, student: Student) -> Ran:
-    """Values: the gradients of this stage. What forward leaves is made without the student's."""
+    """The student's backward, after correct forwards: `values` has this stage's gradients."""
     stage, before = stage_of(comm.rank), list[int]()
     kept, losses = [], []
     for k, (x, _) in enumerate(right_forward(comm.rank)):
@@ -122,7 +122,7 @@ def through_backward(comm: Any, student: Student) -> Ran:
 
 
 def right_backward(size: int, rank: int, weights: Sequence[float]) -> list[Tensor]:
-    """The gradients of a stage in one process, where micro-batch k counts weights[k]."""
+    """The gradients of a stage in one process, if micro-batch k has the weight weights[k]."""
     stages = [stage_of(r) for r in range(size)]
     model = nn.Sequential(*stages)
     for weight, x, y in zip(weights, *batch(), strict=True):
@@ -132,7 +132,7 @@ def right_backward(size: int, rank: int, weights: Sequence[float]) -> list[Tenso
 
 
 def right_weights() -> list[float]:
-    """By rows."""
+    """Each micro-batch's part of the rows."""
     return [rows / ROWS for rows in rows_of()]
 
 
@@ -146,7 +146,7 @@ def _sends(events: list[Any]) -> int:
 def right_step(
     forward_ms: Sequence[float], backward_ms: Sequence[float], microbatches: int
 ) -> tuple[float, float]:
-    """The step and its bubble, replayed."""
+    """The length of a step and its bubble, replayed."""
     schedule = gpipe(len(forward_ms), microbatches)
     of_phase = {"forward": forward_ms, "backward": backward_ms}
     trace = pipeline_trace(schedule, lambda stage, action: of_phase[action.phase][stage])

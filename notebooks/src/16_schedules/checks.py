@@ -45,7 +45,7 @@ HINTS = {
 
 
 def _is_valid(found: Any, stages: int, microbatches: int) -> Schedule:
-    """The schedule, if it keeps the rules."""
+    """The schedule; fails if it breaks a rule."""
     where = f"with {stages} stages and {microbatches} micro-batches"
     for stage, actions in enumerate(found):
         if not isinstance(actions, (list, tuple)):
@@ -74,7 +74,7 @@ def _phases(schedule: Schedule, allowed: tuple[str, ...], hint: str) -> None:
 
 
 def _of_all_stages(student: Any, sizes: Any, *more: Any) -> list[tuple[int, int, Any]]:
-    """What it returns for each stage of each size."""
+    """The student's result for each stage of each size."""
 
     def ask() -> list[Any]:
         return [(p, m, [student(r, p, m, *more) for r in range(p)]) for p, m in sizes]
@@ -88,7 +88,7 @@ def _of_all_stages(student: Any, sizes: Any, *more: Any) -> list[tuple[int, int,
 
 @exercise(points=3)
 def my_1f1b(student: Any) -> Iterator[str]:
-    """my_1f1b(stage, stages, microbatches): the list of one stage."""
+    """my_1f1b(stage, stages, microbatches): the actions of one stage."""
     for p, m, found in _of_all_stages(student, SIZES):
         schedule = _is_valid(found, p, m)
         _phases(schedule, ("forward", "backward"), "1F1B has neither halves nor updates.")
@@ -171,7 +171,7 @@ def _warm_up(where: str, found: list[int], p: int, m: int, chunks: int) -> None:
 
 @exercise(points=3)
 def zb_h1(student: Any) -> Iterator[str]:
-    """zb_h1(stage, stages, microbatches): the list of one stage, backward in halves."""
+    """zb_h1(stage, stages, microbatches): the actions of one stage, backward in halves."""
     for p, m, found in _of_all_stages(student, ((1, 2), (2, 4), (3, 3), (4, 8))):
         schedule = _is_valid(found, p, m)
         where = f"with {p} stages and {m} micro-batches"
@@ -207,7 +207,7 @@ BEST = 37  # per mille of the time, idle: halves and chunks together (wrong_answ
 
 
 def _bubbles(schedules: dict[str, Schedule]) -> float:
-    """The mean over the jobs, in per mille."""
+    """The mean bubble over the jobs, in per mille."""
     each = [replayed_bubble(schedules[name], job.costs) for name, job in JOBS.items()]
     return 1000 * sum(each) / len(each)
 
@@ -261,6 +261,6 @@ def _fits(name: str, job: Job, found: Any) -> Schedule:
 
 
 def _weights(name: str, of_ranks: list[dict[str, Tensor]]) -> None:
-    """What all ranks have together is what one process has."""
+    """Fails unless all ranks together have the weights of one process."""
     if wrong := furthest(of_ranks, trained_alone()):
         fail(f"for {name}, run on 4 ranks: {wrong}.", expected="the weights of a single process")

@@ -1,9 +1,9 @@
-"""What the checks of lab 16 hold schedules to, and what they run on ranks.
+"""Scores of lab 16's schedules, and their runs on ranks.
 
-A schedule is scored by replay: what it idles, and how many micro-batches a stage holds at most.
+A replay scores a schedule by its idle time and by the micro-batches that a stage holds at most.
 
-    idle    of one stage, in units of time: the length of a step, less what a stage computes in it
-    step    the longest that any stage is at it, from its own first action to its own last
+    idle    of one stage, in units of time: the length of a step, less the stage's computation
+    step    the longest time of any stage, from its own first action to its own last
     held    micro-batches; one of v chunks counts 1/v
 """
 
@@ -23,11 +23,11 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 SHORT_W = {"forward": 1.0, "backward": 1.5, "input": 1.0, "weight": 0.5}
 MESSAGE_S = 0.1  # in forwards of a stage
 SIZES = ((1, 3), (2, 5), (3, 3), (4, 8), (4, 2))  # stages, micro-batches
-LAYERS, WIDTH, ROWS = 8, 6, 8  # of what runs on ranks
+LAYERS, WIDTH, ROWS = 8, 6, 8  # of the model that runs on ranks
 
 
 class Job(NamedTuple):
-    """A pipeline to fill: its sizes, what a stage may hold, and what each thing takes."""
+    """A pipeline to schedule: its sizes, the memory of a stage, and the cost of each phase."""
 
     stages: int
     microbatches: int
@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
     @property
     def costs(self) -> dict[str, float]:
-        """Of each phase; backward is both halves."""
+        """The cost of each phase; backward is both halves."""
         return {
             "forward": self.forward, "backward": self.input + self.weight,
             "input": self.input, "weight": self.weight,
@@ -54,7 +54,7 @@ JOBS = {
 
 
 def replayed_bubble(schedule: Schedule, costs: Mapping[str, float]) -> float:
-    """The part of a step, of all stages together, in which nothing is computed: 0 to 1."""
+    """The idle part of a step, over all stages: 0 to 1."""
     chunks = chunks_of(schedule)
     seconds = {phase: cost / chunks for phase, cost in costs.items()}
     step_s = pipeline_step_s(pipeline_trace(schedule, seconds))
@@ -62,7 +62,7 @@ def replayed_bubble(schedule: Schedule, costs: Mapping[str, float]) -> float:
 
 
 def idle(schedule: Schedule, costs: Mapping[str, float] = UNITS, message_s: float = 0.0) -> float:
-    """Units of time in a step in which a stage computes nothing (a mean over the stages)."""
+    """Units of time per step in which a stage is idle (mean over the stages)."""
     chunks = chunks_of(schedule)
     seconds = {phase: cost / chunks for phase, cost in costs.items()}
     step_s = pipeline_step_s(pipeline_trace(schedule, seconds, message_s))
@@ -70,7 +70,7 @@ def idle(schedule: Schedule, costs: Mapping[str, float] = UNITS, message_s: floa
 
 
 def held(schedule: Schedule) -> list[float]:
-    """Of each stage, the micro-batches whose activations it holds at most."""
+    """For each stage, the most micro-batches whose activations it holds."""
     return [peak / chunks_of(schedule) for peak in peak_in_flight(schedule)]
 
 
@@ -78,7 +78,7 @@ def held(schedule: Schedule) -> list[float]:
 
 
 def interleaved_after(warm_ups: Sequence[int], microbatches: int, chunks: int) -> Schedule:
-    """Interleaved 1F1B in which stage r does `warm_ups[r]` forwards before the first pair."""
+    """Interleaved 1F1B; stage r runs `warm_ups[r]` forwards before its first pair."""
     stages = len(warm_ups)
     groups = range(0, microbatches, stages)
     forwards = [(k, c) for g in groups for c in range(chunks) for k in range(g, g + stages)]
@@ -98,14 +98,14 @@ def interleaved_after(warm_ups: Sequence[int], microbatches: int, chunks: int) -
 
 
 def layers() -> nn.Sequential:
-    """A model in float64, the same everywhere."""
+    """A model in float64, the same on all ranks."""
     torch.manual_seed(16)
     parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
     return nn.Sequential(*parts).double()
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """x and y [rows, width], the same everywhere."""
+    """x and y [rows, width], the same on all ranks."""
     g = torch.Generator().manual_seed(17)
     x, y = (torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=g) for _ in range(2))
     return x, y
@@ -139,8 +139,7 @@ def trained_alone() -> dict[str, Tensor]:
 
 
 def furthest(found: Sequence[Mapping[str, Tensor]], right: Mapping[str, Tensor]) -> str:
-    """Which weight is furthest from the single process's, in words; "" where all are equal, and
-    each is there once."""
+    """The weight furthest from a single process's, in words; "" if all are equal and there once."""
     names = [name for its in found for name in its]
     if sorted(names) != sorted(right):
         return f"{len(names)} weights on all ranks, and the model has {len(right)}"

@@ -57,7 +57,7 @@ PLACE_HINTS = {
 
 @exercise(points=2)
 def place(student: Student) -> Iterator[str]:
-    """place(rank, axes, rows): its rows, the rank after it, and its groups."""
+    """place(rank, axes, rows): its rows, the next rank, and its groups."""
     no_yield(student)
     for axes, rows in PLACES:
         ranks = range(axes["pp"] * axes["dp"] * axes["tp"])
@@ -198,7 +198,7 @@ def _norm_hint(axes: Axes, rank: int, found: Any) -> str:
 
 @exercise(points=3)
 def hand_on(student: Student) -> Iterator[str]:
-    """hand_on(mesh, x): x goes to the next stage once, and not t times."""
+    """hand_on(mesh, x): x goes to the next stage once, not t times."""
     no_yield(student)
     whole = 8 * SHAPE[0] * SHAPE[1] * SHAPE[2]
     for axes in HANDING:

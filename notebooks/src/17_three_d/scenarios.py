@@ -1,4 +1,4 @@
-"""What the checks of lab 17 run on the ranks of a mesh, and what is right there."""
+"""Runs of lab 17's answers on the ranks of a mesh, and the right results."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -32,7 +32,7 @@ PLACES: tuple[tuple[Axes, int], ...] = (  # outermost first, rows of a global ba
 
 
 class Place(NamedTuple):
-    """What a rank must know of the others."""
+    """A rank's rows, the next stage's rank, and the groups it belongs to."""
 
     rows: tuple[int, int]
     after: int | None
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 def right_place(rank: int, axes: Mapping[str, int], rows: int) -> Place:
-    """By the groups of a Mesh."""
+    """The place according to the groups of a Mesh."""
     stages, replicas = (_line(axes, axis, rank) for axis in ("pp", "dp"))
     index, share = coordinates(axes, rank)["dp"], rows // axes["dp"]
     last = rank == stages[-1]
@@ -72,7 +72,7 @@ ROWS, MICROBATCHES = 8, 2
 
 
 class Training(NamedTuple):
-    """What is trained on a mesh: a GPT in float64, its embedding tied."""
+    """A GPT trained on a mesh, in float64, with a tied embedding."""
 
     axes: Axes  # "pp", "dp" and "tp"
     rows: int  # of a step, for all replicas together
@@ -85,7 +85,7 @@ class Training(NamedTuple):
 
 @cache
 def counted() -> list[tuple[Training, list[dict[str, int]]]]:
-    """Each training, and for each stage what its ranks sent in a step, by axis."""
+    """Each training, and the bytes that the ranks of each stage send in a step, by axis."""
     warm(4, first_backward)
     of_ranks = warm(4, lambda: [_step(axes) for axes in MESHES])
     return [_of_stages(axes, its) for axes, its in zip(MESHES, zip(*of_ranks))]
@@ -103,7 +103,7 @@ def _of_stages(axes: Axes, of_ranks: Sequence[Any]) -> tuple[Training, list[dict
 
 
 def _step(axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
-    """Of this rank: its stage, its layers and parameters, and bytes by axis."""
+    """This rank's stage, its numbers of layers and parameters, and its bytes by axis."""
     mesh = Mesh(**axes)
     torch.manual_seed(0)
     model = tensor_parallel(GPT(**GPT_SIZES).double(), mesh.tp, gather_logits=False)
@@ -130,7 +130,7 @@ def _step(axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
 
 
 def _axis_of(event: Any, mesh: Mesh) -> str:
-    """Along pp messages go from stage to stage, and the embedding group adds up."""
+    """The axis of an event. Along pp, stages send messages, and the embedding group all-reduces."""
     if event.ranks == mesh.tp.ranks:
         return "tensor"
     if event.ranks == mesh.dp.ranks:
@@ -149,11 +149,10 @@ NORM_MESHES: tuple[Axes, ...] = (
 
 
 class Gradient(NamedTuple):
-    """Of a parameter on this rank, averaged over the replicas, the embedding's summed.
+    """A parameter's gradient on this rank, averaged over the replicas, the embedding's also summed.
 
-    is_cut: over tp; else all ranks of mesh.tp have the same. is_tied: the embedding, on the first
-    stage, and on the last as the head.
-    """
+    is_cut: split over tp; otherwise all ranks of mesh.tp have the same. is_tied: the embedding, on
+    the first stage, and on the last as the head."""
 
     g: Tensor
     is_cut: bool
@@ -161,7 +160,7 @@ class Gradient(NamedTuple):
 
 
 def gradients_of(stage: int, stages: int) -> list[Gradient]:
-    """Those of a stage, whole: a matrix and a norm, at the ends the embedding."""
+    """Whole gradients of a stage: a matrix, a norm, and on the end stages the embedding."""
     generator = torch.Generator().manual_seed(40 + stage)
 
     def drawn(*shape: int) -> Tensor:
@@ -176,7 +175,7 @@ def gradients_of(stage: int, stages: int) -> list[Gradient]:
 
 
 def norm_on_mesh(comm: Any, axes: Axes, student: Student) -> float:
-    """The student's, given what this rank has."""
+    """The student's norm of this rank's gradients, and the bytes sent."""
     mesh = Mesh(comm, **axes)
     gradients = [
         one._replace(g=one.g.chunk(mesh.tp.size)[mesh.tp.rank].clone()) if one.is_cut else one
@@ -188,7 +187,7 @@ def norm_on_mesh(comm: Any, axes: Axes, student: Student) -> float:
 
 
 def squares(axes: Axes) -> tuple[list[float], list[float], float]:
-    """Sums of squares: of each stage what is cut, and what is whole; of the embedding."""
+    """Sums of squares: for each stage of split and of replicated gradients; of the embedding."""
     cut: list[float] = []
     whole: list[float] = []
     for stage in range(axes["pp"]):
@@ -210,13 +209,13 @@ SHAPE = (3, 4, 8)  # b, s, w: in float64, 768 bytes
 
 
 def handed(replica: int) -> Tensor:
-    """What the first stage of a replica has to send."""
+    """The tensor that the first stage of a replica sends."""
     generator = torch.Generator().manual_seed(70 + replica)
     return torch.randn(*SHAPE, generator=generator, dtype=torch.float64)
 
 
 def through_hand_on(comm: Any, axes: Axes, student: Student) -> tuple[Any, dict[str, float]]:
-    """What the rank returns, and the bytes it sent by axis."""
+    """The value on this rank, and the bytes it sent by axis."""
     mesh = Mesh(comm, **axes)
     x = handed(mesh.dp.rank)
     if mesh.pp.rank:

@@ -255,7 +255,7 @@ def can_run(student: Student) -> Iterator[str]:
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): a layout for a model on a cluster; the score is its step beside the best's."""
+    """choose(job): a layout for a model on a cluster, scored by its step over the best known."""
     found = alone_for_each(student, [(job,) for job in JOBS.values()])
     times = []
     for (name, job), layout in zip(JOBS.items(), found):
@@ -302,7 +302,7 @@ def _can_be(name: str, job: Job, layout: Any) -> None:
 
 
 def _choice_hint(report: StepReport) -> str:
-    """By what it loses most on."""
+    """A hint about the largest loss of time."""
     if report.layout.recompute == "full":
         return "It computes every forward twice: is there no room for the activations?"
     lost = {part: its for part, its in seconds(report).items() if part != "compute"}

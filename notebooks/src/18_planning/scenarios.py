@@ -1,7 +1,7 @@
-"""What the checks of lab 18 ask about, and what is right: by labkit.predict and by replay.
+"""Cases for the checks of lab 18, and the right results by labkit.predict and by replay.
 
-A case is a model in a layout. None of them is square: heads, blocks, rows and ranks have a 3 or a 5
-somewhere, so that a formula with two axes in each other's place does not pass.
+A case is a model in a layout. No case is square: heads, blocks, rows and ranks have a factor 3 or 5
+somewhere, so that a formula with two axes swapped does not pass.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ SMALL = Sizes(width=1920, depth=30, heads=24, context=1536)
 
 
 class Case(NamedTuple):
-    """A model, a layout, the rows of a step."""
+    """A model, a layout, and the rows of a step."""
 
     sizes: Sizes
     layout: Layout
@@ -58,7 +58,7 @@ CASES = (
 
 
 def layer_bytes(sizes: Sizes, layout: Layout) -> float:
-    """What a layer keeps for one micro-batch on one rank; without scores, which one kernel of
+    """Bytes that a layer keeps for one micro-batch on one rank, without scores, which fused
     attention never stores (lab 11)."""
     return activation_bytes(
         sizes.context, layout.microbatch, sizes.width, sizes.heads, layout.tp, layout.sequence,
@@ -67,13 +67,13 @@ def layer_bytes(sizes: Sizes, layout: Layout) -> float:
 
 
 def in_flight(layout: Layout, global_batch: int) -> float:
-    """Micro-batches that the first stage holds at most."""
+    """The most micro-batches that the first stage holds."""
     count = layout.microbatches(global_batch)
     return interleaved(layout.pp, count, 1, 2, layout.chunks).peak_microbatches
 
 
 def right_bytes(case: Case) -> dict[str, float]:
-    """Of the first stage, on one rank, by category."""
+    """Bytes on one rank of the first stage, by category."""
     sizes, layout, _ = case
     blocks = sizes.depth // layout.pp
     numbers = (12 * sizes.width**2 * blocks + sizes.vocab * sizes.width) / layout.tp
@@ -89,11 +89,11 @@ def right_bytes(case: Case) -> dict[str, float]:
 
 # ---- time
 
-FORWARD_S, TENSOR_S = 0.024, 0.004  # of a micro-batch on a stage: computing, and standing still
+FORWARD_S, TENSOR_S = 0.024, 0.004  # of a micro-batch on a stage: computing, and waiting for tp
 
 
 def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_s: float) -> float:
-    """By lab 16's replay; each chunk takes its part of a stage."""
+    """Seconds of a step by lab 16's replay; each chunk takes its part of a stage's time."""
     chunks = layout.chunks
     forward = forward_s + tensor_s
     backward = 2 * forward_s + tensor_s + (forward if layout.recompute == "full" else 0.0)
@@ -105,7 +105,7 @@ def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_
 def right_mfu_and_days(
     case: Case, step_s: float, peak_flops_per_s: float, tokens: float
 ) -> tuple[float, float]:
-    """Model FLOPs utilization of such a step, and the days until `tokens` are trained."""
+    """Model FLOPs utilization of such a step, and the days of training on `tokens`."""
     sizes, layout, rows = case
     flops = step_flops(sizes.vocab, sizes.width, sizes.depth, sizes.heads, rows, sizes.context)
     steps = tokens / (rows * sizes.context)
@@ -116,7 +116,7 @@ def right_mfu_and_days(
 
 
 class Candidate(NamedTuple):
-    """A case, for so many GPUs that may hold so much each."""
+    """A case, a number of GPUs, and the memory of each."""
 
     case: Case
     gpus: int
@@ -134,7 +134,7 @@ class Candidate(NamedTuple):
 
 
 def candidates() -> list[Candidate]:
-    """Layouts that can run, and some that fail in one thing alone."""
+    """Layouts that can run, and some that break a single rule."""
     of_96 = [
         Layout(tp=tp, pp=pp, dp=96 // (tp * pp), microbatch=b, chunks=v, zero=1)
         for tp in (1, 2, 3, 8, 12, 16)
@@ -161,7 +161,7 @@ def candidates() -> list[Candidate]:
 
 
 def problem(candidate: Candidate) -> str:
-    """Why it cannot run, by labkit's planner and the bytes it holds; "" where it can."""
+    """Why the candidate cannot run, by labkit's planner and its bytes; "" if it can."""
     (sizes, layout, rows), gpus, budget_bytes = candidate
     try:
         layouts(
@@ -186,7 +186,7 @@ def problem(candidate: Candidate) -> str:
 
 
 class Job(NamedTuple):
-    """A model to train on all devices of a cluster, `global_batch` rows a step."""
+    """A model to train on all devices of a cluster, with `global_batch` rows per step."""
 
     sizes: Sizes
     cluster: Cluster
@@ -204,7 +204,7 @@ class Job(NamedTuple):
         )
 
     def report(self, layout: Layout) -> StepReport:
-        """Of a step, replayed."""
+        """The report of a replayed step."""
         return _replayed(self.sizes, layout, self.global_batch, self.cluster.name)
 
 

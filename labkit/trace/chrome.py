@@ -6,8 +6,8 @@
     arrows     issue -> wait, send -> receive, and from the first rank of a collective to the others
 
 Times are microseconds. On a thread, complete events ("X") nest or are disjoint. An arrow ("s" to
-"f") goes forward in time, and each end lies inside an event of its thread.
-Source: "Trace Event Format", Google, 2016.
+"f") goes forward in time, and each end lies inside an event of its thread. Source: "Trace Event
+Format", Google, 2016.
 """
 
 import gzip

@@ -93,8 +93,7 @@ def read_run(path: str | Path) -> Trace:
     Of a damaged or unfinished run, the readable part is returned: incomplete ranks have `complete`
     False, and `about["problems"]` lists what is missing.
 
-    Raises FileNotFoundError if there is no such folder, ValueError if it holds no run of labkit or
-    one in a newer format.
+    Raises FileNotFoundError without a folder, ValueError for no labkit run or a newer format.
     """
     path = Path(path)
     if not path.exists():

@@ -147,10 +147,8 @@ class Split:
 
 
 def split_of(trace: Trace, step: int | None = None) -> Split:
-    """The split of a step (by default the last): the mean over all ranks, recorded or alike.
-
-    Raises ValueError if the step is missing or has not ended on all ranks.
-    """
+    """The split of a step (by default the last), as the mean over all ranks, recorded or alike.
+    Raises ValueError if the step is missing or has not ended on all ranks."""
     if not trace.steps():
         raise ValueError("this trace has no steps; they end with the step of an optimizer")
     ranks = trace.step(trace.steps()[-1] if step is None else step).ranks.values()

@@ -82,8 +82,7 @@ def remarks(log: NcclLog) -> list[str]:
 
 
 def kinds(group: Communicator, inside: bool) -> "Counter[str]":
-    """The number of connections by kind of transport, inside nodes or between them. A network
-    connection, which both ends log, counts once."""
+    """Connections by kind of transport. A network connection, which both ends log, counts once."""
 
     def is_inside(link: Connection) -> bool:  # by the transport if the log has no host
         if {link.source, link.target} <= group.ranks.keys():

@@ -29,8 +29,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
-    """Bytes read and written: all inputs and outputs, but nothing for views, and only the rows used
-    for look-ups."""
+    """Bytes read and written: 0 for views, and of look-up tables only the selected rows."""
     kind = func._overloadpacket
     in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
     if kind in MAKE_ROOM or func.is_view:

@@ -1,21 +1,19 @@
-"""Pictures in which the same thing always has the same colour.
+"""Pictures, each the value of a notebook cell. The same thing always has the same colour.
 
-    recorded runs    timeline, memory, compare (several runs), view (with sliders)
-    communication    mesh, bandwidth, nccl (rings and trees of a log),
-                     movement and steps (a collective, step by step)
-    pipelines        schedule, schedules (several, on one time axis)
-    memory           bill (a layer's activations), front (memory and time of plans),
-                     step_memory, transfers and loading (between memories)
-    planning         plan, plan_view (with sliders), calibration (measured and predicted)
-    number formats   bits, flip_bits (with buttons), number_line, magnitudes
+recorded runs    timeline, memory, compare (several runs), view (with sliders)
+communication    mesh, bandwidth, nccl (rings and trees of a log),
+                 movement and steps (a collective, step by step)
+pipelines        schedule, schedules (several, on one time axis)
+memory           bill (a layer's activations), front (memory and time of plans),
+                 step_memory, transfers and loading (between memories)
+planning         plan, plan_view (with sliders), calibration (measured and predicted)
+number formats   bits, flip_bits (with buttons), number_line, magnitudes
 
-    from labkit import plot
+from labkit import plot
 
-    plot.timeline(trace)
-    plot.compare({"ddp": one, "zero": other})
-    plot.schedule(gpipe(4, 8), figure=figure)  # drawn into `figure` instead of a new one
-
-Each returns the value of a notebook cell. They are imported when first used.
+plot.timeline(trace)
+plot.compare({"ddp": one, "zero": other})
+plot.schedule(gpipe(4, 8), figure=figure)  # drawn into `figure` instead of a new one
 """
 
 from labkit.lazy import lazy

@@ -48,7 +48,7 @@ def number_line(
 
     Args:
         formats: names or `Format`s, for the upper part.
-        near_zero: formats whose numbers from 0 to `upto` are drawn, one line each; () for none.
+        near_zero: formats for the lower part, with a line per number from 0 to `upto`; () for none.
         values: numbers, such as all gradients of a step. Their magnitudes are drawn above the
             ranges, with the share that each format turns into zeros, instead of the lower part.
 

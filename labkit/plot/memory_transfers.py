@@ -31,8 +31,7 @@ ROW_IN, GAP = 0.36, 0.9
 @styled
 def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Figure:
     """Two bars per way: predicted from its parts (above) and measured (below). A black line is the
-    limit, its bytes over the bus bandwidth. A diamond marks a call that returned before the data
-    arrived.
+    limit: bytes over bus bandwidth. A diamond marks a call that returned before the data arrived.
 
     Args:
         measured: from `labkit.memory.timing.measure`, in the order of the rows.

@@ -19,15 +19,15 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update":
 
 @dataclass
 class Lanes:
-    """The contents of a panel: timed actions per stage in `unit` ("ms", or "" for forwards), from 0.
+    """The contents of a panel: timed actions of each stage, from 0, in `unit` ("ms", "": forwards).
 
     length    end of the last action
     step      longest time from a stage's first action to its last (`pipeline_step_s`): each stage
               may begin the next step this much later
     bubble    idle share of a step over all stages, 0 to 1
-    windows   the step on each stage, begin and end; its idle time is the bubble
-    held      most micro-batches whose activations each stage holds, from a forward until its
-              backward or weight gradients; a chunk counts as a part of a micro-batch
+    windows   begin and end of the step on each stage; the idle time inside is the bubble
+    held      peak number of micro-batches with activations held by each stage, from a forward
+              until its backward or weight gradients; a chunk counts as a part of a micro-batch
     """
 
     name: str
@@ -83,7 +83,7 @@ def lanes_of(
 
 
 def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
-    """One step of the trace; all of it if the stages' own updates end their steps."""
+    """One step of the trace, or all of it if each stage's own update ends its step."""
     updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
     if trace.steps() and not updates:
         trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]

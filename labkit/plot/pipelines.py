@@ -39,11 +39,11 @@ def schedule(
 ) -> Figure:
     """A pipeline schedule over time: when each stage computes which micro-batch, and when it idles.
 
-    Each lane ends with the most micro-batches whose activations the stage holds, from a forward
-    until the end of its backward (or of its weight gradients).
+    Each lane ends with the peak number of micro-batches with activations held by the stage, from
+    a forward until the end of its backward (or of its weight gradients).
 
     Args:
-        what: a schedule, or a trace whose spans are named after micro-batches (`by_microbatch`).
+        what: a schedule, or a trace with spans named after micro-batches (`by_microbatch`).
         costs: seconds of each action, {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
             if backward is split), or a function of stage and action. If None, a stage's forward
             takes 1 and its backward 2 over all its chunks; input and weight take 1 each.

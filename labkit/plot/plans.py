@@ -137,10 +137,7 @@ def _draw_map(axes: Axes, planned: "Plan") -> None:
 @styled
 def calibration(found: Calibration | None = None, figure: Figure | None = None) -> Figure:
     """Predicted against measured step times, and each row's error with its 90 % interval. Hollow
-    marks are errors with constants fitted to the other widths only.
-
-    `found`: a `Calibration`; None uses labkit's own.
-    """
+    marks: constants fitted to the other widths only. `found`: None uses labkit's calibration."""
     fitted = stored() if found is None else found
     figure = constrained(figure, 4.4)
     both, errors = figure.subplots(1, 2, width_ratios=[1, 1.7])

@@ -173,7 +173,7 @@ def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[tuple[str, _Slice
 
 
 def _arrow(number: int, name: str, begin: _Slice, end: _Slice) -> list[Event]:
-    """The two events of an arrow; none if one of its ends lies after its slice."""
+    """The two events of an arrow; none if one of its ends is outside its slice."""
     begin_ns = begin.begin_ns
     end_ns = max(end.begin_ns, begin_ns)
     if not (begin_ns < begin.end_ns and end_ns < end.end_ns):

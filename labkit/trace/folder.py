@@ -91,9 +91,9 @@ def read_run(path: str | Path) -> Trace:
     """The run in the folder `path`: all ranks on one clock, beginning at 0 s.
 
     Of a damaged or unfinished run, the readable part is returned: incomplete ranks have `complete`
-    False, and `about["problems"]` lists what is missing.
+    False, and `about["problems"]` lists the problems.
 
-    Raises FileNotFoundError without a folder, ValueError for no labkit run or a newer format.
+    Raises FileNotFoundError for a missing folder, ValueError for no labkit run or a newer format.
     """
     path = Path(path)
     if not path.exists():

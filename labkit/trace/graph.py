@@ -179,7 +179,7 @@ class Trace:
         return replace(self, ranks=expanded)
 
     def from_zero(self) -> "Trace":
-        """A copy whose earliest time is 0 s."""
+        """A copy with its earliest time at 0 s."""
         zero_s = min((t for rank in self.ranks.values() for t in _begins(rank)), default=0.0)
         ranks = {number: earlier(rank, zero_s) for number, rank in self.ranks.items()}
         return replace(self, ranks=ranks)

@@ -69,7 +69,7 @@ def communicating(rank: RankTrace) -> Intervals:
 
 
 def overlap(trace: Trace) -> float:
-    """The fraction of communication time hidden behind computing, over all ranks; 0 if none."""
+    """The fraction of communication time hidden behind computing, over all ranks; 0 without any."""
     pairs = [(communicating(rank), computing(rank)) for rank in trace.ranks.values()]
     total_s = sum(length_s(comm) for comm, _ in pairs)
     hidden_s = sum(length_s(common(comm, compute)) for comm, compute in pairs)
@@ -179,7 +179,7 @@ def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
 
 
 def _exposing(rank: RankTrace) -> Intervals:
-    """The waits during which the awaited transfer (or, unless received, an earlier one) ran."""
+    """Waits with a transfer on the wire: the awaited one or, except for a receive, an earlier one."""
     exposing, wire = [], list[tuple[float, float]]()
     for event in sorted(rank.comms, key=lambda x: (x.issued_s, x.began_s)):
         own = [(event.began_s, event.ended_s)]

@@ -21,7 +21,7 @@ class Content:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks whose numbers are in the sum."""
+        """The ranks with a number in the sum."""
         return tuple(rank for rank, count in enumerate(self.counts) if count)
 
     @property

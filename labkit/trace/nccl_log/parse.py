@@ -125,7 +125,7 @@ class _Communicators:
         return True
 
     def _group(self, line: Match) -> Communicator:
-        """The line's communicator: named, or its thread's last, or (helpers) its process's."""
+        """The line's communicator: as named, else its thread's last, else its process's."""
         name = self._only
         if name is None:
             name = self._of_process.get(line.group("host", "pid", "device"), "")

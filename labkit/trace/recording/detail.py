@@ -41,7 +41,7 @@ ASKS_DEVICE = torch.ops.prim.device.default  # a frequent query on fake tensors
 
 
 class Ledger:
-    """The live storages of this rank by category; `changed(bytes by category)` hears of changes."""
+    """The live storages by category. Each change calls `changed(bytes by category)`."""
 
     def __init__(self, changed: Callable[[tuple[int, ...]], object]):
         self._changed = changed

@@ -4,8 +4,8 @@
     movement = watch_collective(world, "all_reduce", my_function)  # yours: my_function(comm, x)
     plot.movement(movement)
 
-The ranks move numbers whose sums can be decoded (labkit/trace/movement.py). A send copies its data
-at once, and a receive writes its data when it is waited for: every run gives the same picture.
+The ranks move numbers with decodable sums (labkit/trace/movement.py). A send copies its data at
+once, and a receive writes its data when it is waited for: every run gives the same picture.
 """
 
 from collections import Counter

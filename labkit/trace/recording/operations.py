@@ -29,7 +29,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
-    """Bytes read and written: 0 for views, and of look-up tables only the selected rows."""
+    """Bytes read and written: nothing for views, and only the selected rows for look-ups."""
     kind = func._overloadpacket
     in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
     if kind in MAKE_ROOM or func.is_view:

@@ -198,8 +198,8 @@ class Spans:
     # --- backward ---
 
     def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
-        """Call `hooks` when backward reaches the nodes behind these tensors, unless older than the last
-        mark: mostly, one output is the next input. Returns whether any node was marked."""
+        """Call `hooks` when backward reaches the nodes behind these tensors, unless they precede
+        the last mark: mostly, one output is the next input. Returns whether any was marked."""
         since, self._marked_until = self._marked_until, _next_node()
         marked: list[int] = []
         for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):

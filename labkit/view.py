@@ -140,7 +140,7 @@ def _memory(trace: Trace) -> Rows:
 
 
 def _timed(trace: Trace) -> Trace:
-    """The steps, without detailed and unfinished ones and, if others remain, the first."""
+    """The steps without detailed and unfinished ones and, if others remain, without the first."""
     unfinished = {x.index for rank in trace.ranks.values() for x in rank.steps if not x.ended_s}
     steps = set(trace.steps(detail=False)) - unfinished
     steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()

@@ -21,7 +21,7 @@ from labkit.plot.style import PAPER, PHASES, UNFINISHED, WAITING, in_order, shad
 from labkit.trace import RankTrace, Span, Trace
 from labkit.trace.measures import Intervals, end_of, lanes, overlap, union, waiting, without
 
-TOPS = (0.0, 0.0, 0.5, 0.78)  # where a span of depth 0, 1, 2, and 3 or more begins in its lane
+TOPS = (0.0, 0.0, 0.5, 0.78)  # tops of spans of depth 0, 1, 2, and 3 or more in their lane
 COMM_HEIGHT, COMM_GAP = 0.55, 0.07
 MOST_LANES = 2  # of communication at full height below the first; more share this space
 RANK_GAP = 0.4

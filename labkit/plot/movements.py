@@ -1,6 +1,5 @@
-"""A collective, one picture per step. Columns are ranks, rows are chunks. A cell has a stripe for
-each rank, coloured if the rank's number is in the sum. Sent chunks are framed, with an arrow to
-the receiver."""
+"""A collective, one picture per step. Columns are ranks, rows are chunks. A cell has a stripe per
+rank, coloured if its number is in the sum. Arrows lead from sent chunks (framed) to receivers."""
 
 from collections.abc import Iterable
 from itertools import groupby

@@ -1,5 +1,5 @@
 """The colours of all pictures: the same thing has the same colour. The hues are those of Okabe and
-Ito (2008), which colour-blind readers can distinguish. A phase has the colour of what it makes;
+Ito (2008), which colour-blind readers can distinguish. A phase has the colour of what it produces;
 transfers are purple, blue, yellow, grey or brown by operation; vermilion is lost time."""
 
 from collections.abc import Iterable

@@ -109,7 +109,7 @@ class View(PictureWidget):
         chosen = [rank for rank, button in zip(every, self.ranks) if button.value] or every
         of_memory = self.what.value == "memory"
         self.step.disabled = self.zoom.disabled = of_memory  # one whole step has memory
-        if of_memory:  # None: as many ranks as fit
+        if of_memory:  # ranks=None: as many as fit
             ranks = None if chosen == every else chosen
             self._show_once_drawn(tuple(chosen), lambda: memory(self._trace, ranks))
             return

@@ -179,7 +179,7 @@ def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
 
 
 def _exposing(rank: RankTrace) -> Intervals:
-    """Waits with a transfer on the wire: the awaited one or, except for a receive, an earlier one."""
+    """Waits with a transfer on the wire: the awaited one or, unless a receive, an earlier one."""
     exposing, wire = [], list[tuple[float, float]]()
     for event in sorted(rank.comms, key=lambda x: (x.issued_s, x.began_s)):
         own = [(event.began_s, event.ended_s)]

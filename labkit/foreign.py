@@ -1,4 +1,4 @@
-"""Files and texts from other people: read within bounds, shown as plain text."""
+"""Foreign files and texts: read within bounds, shown as plain text."""
 
 import json
 import os
@@ -11,8 +11,7 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def read_file(path: str | Path) -> bytes:
-    """The bytes of a regular file. Raises OSError, and ValueError for a folder, a FIFO, a device,
-    or more than 1 GiB."""
+    """The bytes of a regular file. Raises OSError; ValueError for other files or above 1 GiB."""
     path = Path(path)
     nbytes = path.stat().st_size
     if not path.is_file():
@@ -23,7 +22,7 @@ def read_file(path: str | Path) -> bytes:
 
 
 def write_json(path: str | Path, contents: object) -> Path:
-    """Write a file of JSON, and its folder where that is missing; returns its path."""
+    """Write a JSON file, and its folder if missing; return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
@@ -31,8 +30,8 @@ def write_json(path: str | Path, contents: object) -> Path:
 
 
 def check_output(path: Path | None) -> Path | None:
-    """Returns `path`. Raises ValueError where no file can be written, and for a link: what a link
-    in another person's folder points to must not be overwritten."""
+    """Return `path`. Raises ValueError if no file can be written there, or for a link: the target
+    of a link in another person's folder must not be overwritten."""
     if path is None:
         return None
     for wrong, why in (
@@ -48,7 +47,7 @@ def check_output(path: Path | None) -> Path | None:
 
 
 def check_picture(path: Path | None) -> Path | None:
-    """As `check_output`, and its name must end in a format of pictures."""
+    """As `check_output`; the name must end in a picture format."""
     if path is not None and path.suffix.lower() not in PICTURES:
         raise ValueError(f"{path}: the name of a picture ends in one of {', '.join(PICTURES)}")
     return check_output(path)
@@ -63,15 +62,15 @@ def plain(text: object) -> str:
 
 
 def brief(error: object) -> str:
-    """As much of an error's text as a sentence about a file has room for."""
+    """An error's text for a sentence about a file: at most 500 plain characters."""
     return plain(error)[:500]
 
 
 def markup(text: object) -> str:
-    """`plain(text)` for rich, which then takes no [tag] in it as its own."""
+    """`plain(text)` for rich, with each [tag] escaped."""
     return escape(plain(text))
 
 
 def literal(text: str) -> str:
-    """`plain(text)` in one line for matplotlib, which then sets no formula between two $."""
+    """`plain(text)` on one line for matplotlib, with each $ escaped."""
     return " ".join(plain(text).split()).replace("$", r"\$")

@@ -19,8 +19,8 @@ Rows = list[tuple[str, str]]
 
 
 def table(trace: Trace, name: str = "run") -> Table:
-    """The trace as a rich table. Times are medians over the timed steps of all ranks; a step that
-    was recorded in detail counts for bytes and memory only."""
+    """The trace as a rich table. Times are medians over the timed steps of all ranks; a detailed
+    step counts only for bytes and memory."""
     groups = {
         "what ran": _what(trace),
         "time of a step": _times(trace),
@@ -31,7 +31,7 @@ def table(trace: Trace, name: str = "run") -> Table:
 
 
 def grouped_table(title: str, groups: Mapping[str, Rows]) -> Table:
-    """Groups of (name, value), one after the other."""
+    """A table of groups of (name, value) rows."""
     shown = Table(show_header=False, title=markup(title), title_justify="left")
     for group, rows in groups.items():
         for i, (left, right) in enumerate(rows):
@@ -41,8 +41,7 @@ def grouped_table(title: str, groups: Mapping[str, Rows]) -> Table:
 
 
 def draw(trace: Trace, folder: Path, step: int | None = None) -> list[Path]:
-    """Draw what there is: timeline.png (of one step, where given), and memory.png where memory
-    was recorded. Raises ValueError for a step that is not there."""
+    """Draw timeline.png, and memory.png if recorded. Raises ValueError for an unknown step."""
     from labkit import plot
 
     pictures = {}
@@ -107,14 +106,13 @@ def _times(trace: Trace) -> Rows:
 
 
 def _phase_s(rank: RankTrace, phase: str) -> float:
-    """Seconds in its spans, less the waits inside them."""
+    """Seconds in the spans of a phase, without waits."""
     spans = [x for x in rank.spans if x.phase == phase and x.ended_s]
     return length_s(without(union((x.began_s, x.ended_s) for x in spans), waiting(rank)))
 
 
 def _sent(trace: Trace) -> Rows:
-    """Means over the ranks, and over those steps in which the operation came at all; over ranks
-    alone where nobody counted steps."""
+    """Means over ranks and over steps with the operation; over ranks alone without steps."""
     steps, ranks = len(trace.steps()), max(1, len(trace.ranks))
     by_op: dict[str, list[CommEvent]] = defaultdict(list)
     for rank in trace.ranks.values():
@@ -132,7 +130,7 @@ def _sent(trace: Trace) -> Rows:
 
 
 def _memory(trace: Trace) -> Rows:
-    """The moment at which the fullest rank held most."""
+    """The memory of the fullest rank at its peak."""
     points = [(sum(p.held_bytes), r, p) for r, one in trace.ranks.items() for p in one.memory]
     if not points:
         return []
@@ -142,8 +140,7 @@ def _memory(trace: Trace) -> Rows:
 
 
 def _timed(trace: Trace) -> Trace:
-    """The usual steps: without those whose times mean nothing, those that never ended and, where
-    others are left, the first, which has to warm up."""
+    """The steps without detailed and unfinished ones and, if others remain, without the first."""
     unfinished = {x.index for rank in trace.ranks.values() for x in rank.steps if not x.ended_s}
     steps = set(trace.steps(detail=False)) - unfinished
     steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()

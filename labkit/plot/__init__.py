@@ -1,32 +1,19 @@
-"""Pictures: the same thing in the same colour, everywhere.
+"""Pictures, each the value of a notebook cell. The same thing always has the same colour.
 
-    from labkit import plot
+recorded runs    timeline, memory, compare (several runs), view (with sliders)
+communication    mesh, bandwidth, nccl (rings and trees of a log),
+                 movement and steps (a collective, step by step)
+pipelines        schedule, schedules (several, on one time axis)
+memory           bill (a layer's activations), front (memory and time of plans),
+                 step_memory, transfers and loading (between memories)
+planning         plan, plan_view (with sliders), calibration (measured and predicted)
+number formats   bits, flip_bits (with buttons), number_line, magnitudes
 
-    plot.timeline(trace)   # one step: computing, communication and waits of each rank
-    plot.memory(trace)     # the step in detail: bytes by category
-    plot.compare({"ddp": one, "zero": other})
-    plot.view(trace)       # a recorded run, with sliders
-    plot.mesh({"dp": 2, "tp": 4})  # ranks on named axes
-    plot.bandwidth(sweep)  # bus bandwidth over size, by algorithm: labkit bench collectives
-    plot.movement(movement)  # a collective, step by step: where each chunk is
-    plot.steps(movement)  # the same, one step at a time
-    plot.bill({"none": bill})  # activations of a layer, term by term
-    plot.front(plans, pick)  # memory and time of all choices
-    plot.step_memory({"none": trace, "full": other})  # one step under each
-    plot.nccl(log)  # rings and trees of an NCCL log
-    plot.transfers(measured)  # ways to move a tensor, measured beside predicted
-    plot.loading({"pipelined": run})  # transfers over the bus while blocks computed
-    plot.plan(plan)  # layouts on a cluster: where their time goes, and the map of tp and pp
-    plot.plan_view(plan)  # the same, one layout at a time, with sliders
-    plot.schedule(gpipe(4, 8))  # a pipeline from its costs, or a recorded one
-    plot.schedules({"GPipe": one, "1F1B": other})  # several, on one time axis
-    plot.bits(0.1, "fp32", "bf16")  # sign, exponent and fraction of a number
-    plot.flip_bits(0.1, "fp16")  # the same, with bits to flip
-    plot.calibration()  # step times that others measured beside labkit's predictions
-    plot.number_line()  # what each number format can hold
+from labkit import plot
 
-Each returns what a notebook shows as the value of its cell. They are imported when first used. With
-`figure=` a picture is drawn into that figure instead of a new one.
+plot.timeline(trace)
+plot.compare({"ddp": one, "zero": other})
+plot.schedule(gpipe(4, 8), figure=figure)  # drawn into `figure` instead of a new one
 """
 
 from labkit.lazy import lazy

@@ -1,5 +1,5 @@
-"""What activations cost: the bill of a layer, its parts the terms of sbw(34 + 5as/w); the choices
-and their Pareto front; the memory of a step under each choice."""
+"""Activation memory: the bill of a layer, with the terms of sbw(34 + 5as/w); all plans with their
+Pareto front; the memory of a step under each choice."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -18,8 +18,8 @@ from labkit.trace import RankTrace, Trace
 if TYPE_CHECKING:
     from labkit.memory.chooser import Plan as Choices
 
-# Parts of a layer, whose terms have shades of one colour: attention's scores, the rest of
-# attention, the MLP, norms and all else.
+# The terms of one part of a layer have shades of one colour: attention scores, the rest of
+# attention, the MLP, norms and the rest.
 SCORES = (VERMILION, "#F0A57A")
 PARTS = {
     "core: ": style.SKY, "q, k, v": "#9AD0F0", "out": "#C5E4F7", "GELU": style.ORANGE,
@@ -41,12 +41,9 @@ CHOICE_COLOURS = {
 
 @styled
 def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
-    """Activations of one layer, a bar for each way: measured, term by term; the formula as a mark.
+    """Activations of one layer, a bar per bill: measured, term by term; a line marks the formula.
 
-    Args:
-        bills: name -> `predict.activation_bill(...)`; as {"none": ..., "full": ...}.
-
-    Raises ValueError without one.
+    `bills`: name -> `predict.activation_bill(...)`. Raises ValueError if empty.
     """
     if not bills:
         raise ValueError('no bill to draw: give at least one, as bill({"none": ...})')
@@ -90,14 +87,14 @@ def front(
     budget_bytes: float | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Memory and time of choices: each a point, with the Pareto front and the pick.
+    """Memory and recomputation of plans: a point for each, with the Pareto front and the pick.
 
     Args:
-        plans: of `labkit.memory.chooser.plan_of`; a choice that all blocks share is named.
-        pick: the chosen plan.
-        budget_bytes: a line that points must stay below.
+        plans: from `labkit.memory.chooser.plan_of`; one choice for all blocks is labelled.
+        pick: the chosen plan, which is circled.
+        budget_bytes: drawn as a dashed line.
 
-    Raises ValueError without a plan.
+    Raises ValueError if `plans` is empty.
     """
     if not plans:
         raise ValueError("no plans to draw: give a list of them, as front([plan_of(...), ...])")
@@ -144,14 +141,13 @@ def step_memory(
     runs: Mapping[str, Trace], predicted: Mapping[str, float] | None = None,
     figure: Figure | None = None,
 ) -> Figure:  # fmt: skip
-    """Memory during one step under each choice, in one picture: forward on the left, backward on
-    the right, at equal width.
+    """Memory during one step under each choice, with forward and backward at equal width.
 
     Args:
         runs: name -> trace, recorded with a step in detail.
-        predicted: name -> expected peak in bytes: dashed lines.
+        predicted: name -> expected peak in bytes, drawn as a dashed line.
 
-    Raises ValueError where a run has no step in detail.
+    Raises ValueError if `runs` is empty or a run has no step in detail.
     """
     curves = {name: _curve(detailed_step(trace)) for name, trace in runs.items()}
     if not curves:
@@ -183,7 +179,7 @@ def step_memory(
 
 
 def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """Moments, forward from 0 to 1 and backward from 1 to 2, and bytes held from each on."""
+    """Times (forward 0 to 1, backward 1 to 2), and the bytes held from each on."""
     rank: RankTrace = next(iter(trace.ranks.values()))
     (begin_s, middle_s), (_, end_s) = _times(rank, "forward"), _times(rank, "backward")
     when_s = np.array([point.when_s for point in rank.memory])
@@ -197,7 +193,7 @@ def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _times(rank: RankTrace, phase: str) -> tuple[float, float]:
-    """From the first to the last moment of a phase."""
+    """Begin and end of a phase in seconds."""
     spans = [x for x in rank.spans if x.phase == phase and x.depth == 0 and x.ended_s]
     if not spans:
         raise ValueError(f"this run has no {phase}; record a whole training step in detail")

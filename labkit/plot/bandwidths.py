@@ -1,6 +1,5 @@
-"""Bus bandwidth over size, one line for each algorithm, with the alpha-beta model beside it. Both
-axes are logarithmic: who is ahead at 4 KiB is to be seen as well as at 64 MiB.
-"""
+"""Bus bandwidth over size, measured and by the alpha-beta model. Both axes are logarithmic, to
+compare algorithms at 4 KiB as well as at 64 MiB."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_un
 
 PANEL_IN = 3.2
 MOST_TICKS = 9
-ROOM = 2.0  # below and, twice, above what was measured
-LEVELS = 3  # names of crossovers stand at so many heights, so that neighbours do not overlap
+ROOM = 2.0  # factor below, and squared above, the measured rates
+LEVELS = 3  # heights for the names of crossovers, so that neighbours do not overlap
 
 
 @styled
@@ -27,14 +26,13 @@ def bandwidth(
     figure: Figure | None = None,
 ) -> Figure:  # fmt: skip
     """Bus bandwidth over size: measured (points, solid), and by the fitted alpha and beta (dashed).
-
-    A dotted line stands where another of labkit's algorithms becomes the fastest by the fits.
+    A dotted line marks the size from which another of labkit's algorithms is fastest by the fits.
 
     Args:
-        sweep: what `labkit.bench.bench_collectives` returns, or the file that it was saved in.
-        op, ranks: only this operation, only this number of ranks; a panel for each when None.
+        sweep: from `labkit.bench.bench_collectives`, or the file it was saved in.
+        op, ranks: only this operation, only this number of ranks; None draws a panel for each.
 
-    Raises ValueError where there is nothing of it to draw.
+    Raises ValueError if nothing in the sweep matches.
     """
     sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
     panels = [
@@ -72,7 +70,7 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
         colour, marker = BACKENDS_OWN if line[0].own else ALGORITHMS.get(name, OTHER_ALGORITHM)
         label = f"{name}'s own" if line[0].own else name
         words = "what runs when none is named"
-        if fit := fits.get(name):  # alpha, beta as a bandwidth, how far the line is off
+        if fit := fits.get(name):  # alpha, beta as a bandwidth, error of the line
             rate = f"{1e-9 / fit.beta_s_per_byte:.3g} GB/s" if fit.beta_s_per_byte else "no beta"
             words = f"{fit.alpha_s * 1e6:,.0f} us, {rate}, error {fit.error:.0%}"
             fitted = [fit.busbw_bytes_per_s(size) / 1e9 for size in fine]
@@ -96,7 +94,7 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
 
 
 def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
-    """Above the lines, where there is room for the names."""
+    """Mark where another algorithm becomes the fastest."""
     owns = {point.algorithm for point in points if point.own}
     ours = [fit for name, fit in fits.items() if name not in owns]
     if len(ours) < 2:

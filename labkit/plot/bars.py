@@ -1,4 +1,4 @@
-"""What a timeline shows, before it is drawn: the bars of each rank in lanes, legend and title.
+"""The contents of a timeline: the bars of each rank in lanes, the legend, and the title.
 
 0 ─┬───────────────────────┬───────────────┬───────────
    │ depth 0 and 1         │   waiting     │            the lane of computing
@@ -21,32 +21,32 @@ from labkit.plot.style import PAPER, PHASES, UNFINISHED, WAITING, in_order, shad
 from labkit.trace import RankTrace, Span, Trace
 from labkit.trace.measures import Intervals, end_of, lanes, overlap, union, waiting, without
 
-TOPS = (0.0, 0.0, 0.5, 0.78)  # where a span of depth 0, 1, 2, and 3 or more begins in its lane
+TOPS = (0.0, 0.0, 0.5, 0.78)  # tops of spans of depth 0, 1, 2, and 3 or more in their lane
 COMM_HEIGHT, COMM_GAP = 0.55, 0.07
 MOST_LANES = 2  # of communication at full height below the first; more share this space
 RANK_GAP = 0.4
 
 
 class Bar(NamedTuple):
-    """An interval to be drawn. Heights count downward from the top of its rank, and the lane of
-    computing is 1 high. One that is open, or a wait, has an outline in vermilion."""
+    """An interval to draw. Heights count downward from the top of its rank; the computing lane is 1
+    high. Open bars and waits have a vermilion outline."""
 
     top: float
     bottom: float
     begin_ms: float
     end_ms: float
-    open: bool  # never ended: reaches to the end of the picture
+    open: bool  # never ended: extends to the end of the picture
     colour: str
-    names: tuple[str, ...]  # the first that fits is written between `top` and `names_to`
+    names: tuple[str, ...]  # the first one that fits is written between `top` and `names_to`
     names_to: float
     free_ms: tuple[float, float] | None = None  # the longest part without waits; None: all of it
 
 
 class RankBars(NamedTuple):
-    """The bars of one rank, those in front last."""
+    """The bars of one rank, back to front."""
 
     bars: list[Bar]
-    groups: list[str]  # of each lane of communication, from the top; "messages": of those alone
+    groups: list[str]  # of each communication lane, from the top; "messages": send and recv only
 
     @property
     def height(self) -> float:
@@ -55,7 +55,7 @@ class RankBars(NamedTuple):
 
 
 def lane_place(lane: int, lanes: int) -> tuple[float, float]:
-    """Top and bottom of the `lane`-th of so many lanes of communication, from 0."""
+    """Top and bottom of communication lane `lane` (from 0) of `lanes`."""
     if lane == 0:
         return 1 + COMM_GAP, 1 + COMM_GAP + COMM_HEIGHT
     scale = min(1.0, MOST_LANES / (lanes - 1))
@@ -64,11 +64,11 @@ def lane_place(lane: int, lanes: int) -> tuple[float, float]:
 
 
 def bars_of(rank: RankTrace, end_s: float) -> RankBars:
-    """All that a rank did; what never ended is open until `end_s`."""
+    """All bars of a rank; unfinished records are open until `end_s`."""
     waits = list(_waits(rank, end_s))
     waited_ms = union((bar.begin_ms, bar.end_ms) for bar in waits)
     bars = [bar._replace(free_ms=_free(bar, waited_ms)) for bar in _spans(rank, end_s)] + waits
-    comms = [  # an event with begin 0.0 was only issued
+    comms = [  # begin 0.0: only issued
         x if x.ended_s else replace(x, began_s=max(x.began_s, x.issued_s), ended_s=inf)
         for x in rank.comms
     ]
@@ -92,12 +92,11 @@ def bars_of(rank: RankTrace, end_s: float) -> RankBars:
 
 
 def _when(begin_s: float, ended_s: float, end_s: float) -> tuple[float, float, bool]:
-    """Begin and end in ms, and whether the interval is open: it ended at infinity."""
+    """Begin and end in ms, and whether the interval is open (it ends at infinity)."""
     return begin_s * 1e3, min(ended_s, end_s) * 1e3, ended_s == inf
 
 
 def _is_message(event: CommEvent) -> bool:
-    """From one rank to one other."""
     return event.op in ("send", "recv") and event.peer is not None
 
 
@@ -119,13 +118,13 @@ def _spans(rank: RankTrace, end_s: float) -> Iterator[Bar]:
             and following.began_s < (span.ended_s or end_s)
         )
         depth = min(max(0, span.depth - roots.get(span.phase, 0)), len(TOPS) - 1)
-        names = () if depth == 0 and parent else _module_names(span)  # else those inside are named
+        names = () if depth == 0 and parent else _module_names(span)  # else the children are named
         names_to = TOPS[min(max(depth, 1) + 1, len(TOPS) - 1)] if parent else 1.0
         yield Bar(TOPS[depth], 1.0, *when, PHASES[span.phase], names, names_to)
 
 
 def _module_names(span: Span) -> tuple[str, ...]:
-    """From the whole path to the last part, "blocks.0.mlp.up" to "up"."""
+    """The path and its ends: for "blocks.0.mlp.up" also "mlp.up" and "up"."""
     if not span.module:
         return (span.kind or span.phase,)
     if span.kind == "microbatch":  # of a pipeline: a number
@@ -135,25 +134,25 @@ def _module_names(span: Span) -> tuple[str, ...]:
 
 
 def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
-    """The longest part without waits, where a name can be read."""
+    """The longest part without waits, which has room for a name."""
     left = without([(bar.begin_ms, bar.end_ms)], waited_ms)
     return max(left, key=lambda x: x[1] - x[0], default=(bar.begin_ms, bar.begin_ms))
 
 
 def _waits(rank: RankTrace, end_s: float) -> Iterator[Bar]:
-    """When the rank waited; the first wait that has not ended is open."""
+    """The waits of a rank, and its first unfinished wait as an open bar."""
     waits = [(begin_s, ended_s, ("waiting",)) for begin_s, ended_s in waiting(rank)]
     still = [
         (x.wait_began_s or x.issued_s, inf, (f"waiting for {_event_names(x)[0]}", "waiting"))
         for x in rank.comms
-        if not x.ended_s and (x.blocking or x.wait_began_s)  # a blocking one waits at once
+        if not x.ended_s and (x.blocking or x.wait_began_s)  # a blocking operation waits at once
     ]
     for begin_s, ended_s, names in [*waits, *sorted(still, key=lambda wait: wait[0])[:1]]:
         yield Bar(0.0, 1.0, *_when(begin_s, ended_s, end_s), WAITING, names, 1.0)
 
 
 def _event_names(event: CommEvent) -> tuple[str, ...]:
-    """ "send → 2" with the global rank of the other end; "all_reduce 7" with its number."""
+    """ "send → 2" with the peer's global rank; "all_reduce 7" with the sequence number."""
     if event.peer is not None and _is_message(event):
         arrow = f"{'→' if event.op == 'send' else '←'} {event.ranks[event.peer]}"
         return f"{event.op} {arrow}", arrow
@@ -161,7 +160,7 @@ def _event_names(event: CommEvent) -> tuple[str, ...]:
 
 
 def legend_entries(trace: Trace) -> dict[str, Any]:
-    """The phases, operations and waits that this trace has."""
+    """Entries for the phases, operations and waits in this trace."""
     ranks = trace.ranks.values()
     phases = {x.phase for rank in ranks for x in rank.spans}
     entries: dict[str, Any] = {
@@ -180,13 +179,12 @@ def legend_entries(trace: Trace) -> dict[str, Any]:
 
 
 def unfinished(trace: Trace) -> bool:
-    """Whether anything never ended."""
+    """Whether any record never ended."""
     return any(not x.ended_s for rank in trace.ranks.values() for x in rank.timed_records())
 
 
 def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) -> str:
-    """Which of the run's `steps`, how many ranks, how long, and how much communication was hidden
-    behind computing."""
+    """The step, the number of ranks, the duration, and the share of hidden communication."""
     shown = Trace({rank: part.ranks[rank] for rank in ranks})
     traces = shown.ranks.values()
     last_ms = end_of(part) * 1e3
@@ -197,7 +195,7 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
         alike = ", all alike" if len(ranks) == 1 else ", the others alike"
     where, link = part.about.get("replayed"), part.about.get("link")
     travelled = any(x.ended_s for rank in traces for x in rank.comms)
-    behind = "" if where else " behind computing"  # there is only so much room
+    behind = "" if where else " behind computing"  # room is limited
     words = (
         "The whole run" if step is None else f"Step {step}" * (steps > 1),
         f"{of}{part.size} rank{'s' * (part.size != 1)}{alike}",
@@ -211,14 +209,14 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
 
 
 def speed_of(link: Mapping[str, Any]) -> str:
-    """A link of one level or of two, in words."""
+    """The speed of a link with one or two levels, in words."""
     if "inside" not in link:
         return f"{link['gbps']:g} Gbit/s"
     return f"{speed_of(link['inside'])} inside nodes, {speed_of(link['between'])} between"
 
 
 def group_name(group: str) -> str:
-    """ "default" and "3 (ranks 0, 2)", as communicators call them, for a narrow margin."""
+    """Shorten a communicator's "default" or "3 (ranks 0, 2)" for a narrow margin."""
     if _is_default(group):
         return "all ranks"
     name = group.partition(" of world ")[0]

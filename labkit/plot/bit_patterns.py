@@ -22,12 +22,12 @@ def bits(
     patterns: "list[int] | None" = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """A number in each format: its pattern, its parts as a formula, the rounding error.
+    """A number in each format: its bits, the formula of its parts, and the rounding error.
 
     Args:
         value: rounded to each format.
-        formats: names of `labkit.precision.FORMATS`, or a `Format` of your own.
-        patterns: show these, one for each format, instead of those of `value`.
+        formats: names in `labkit.precision.FORMATS`, or a `Format` of your own.
+        patterns: bit patterns to show instead of `value`, one per format.
 
     Raises ValueError without a format, or for an unknown name.
     """
@@ -71,7 +71,7 @@ def bits(
 
 
 def formula(format: Format, pattern: int) -> str:
-    """The number of a pattern from its parts: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
+    """The number as a formula of its parts: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
     sign, exponent, leading, fraction = format.fields(pattern)
     plus_or_minus = "−" if sign else "+"
     kind = format.kind(pattern)

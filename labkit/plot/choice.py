@@ -6,10 +6,10 @@ from labkit.trace import Trace
 
 
 def choose_step(trace: Trace, step: int | None = None) -> int | None:
-    """`step`, or the one that never ended, or the first timed one after the run's first, which
-    warms up. None for a run without steps, which is shown whole.
+    """`step`; if None, the unfinished step, else the first timed step after the warm-up. None for a
+    run without steps, which is shown whole.
 
-    Raises ValueError for a step that is not in the trace, and for an empty trace.
+    Raises ValueError for a step that is not in the trace, or an empty trace.
     """
     if not any(True for rank in trace.ranks.values() for _ in rank.timed_records()):
         raise ValueError(
@@ -26,13 +26,13 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
 
 
 def usual_steps(trace: Trace) -> list[int]:
-    """The timed steps but the run's first; if there are none, the timed ones, or all."""
+    """The timed steps except the run's first; without any, the timed steps, or all."""
     steps, timed = trace.steps(), trace.steps(detail=False)
     return [step for step in timed if step != steps[0]] or timed or steps
 
 
 def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
-    """`ranks`, or all of them. Raises ValueError for one that is not in the trace, or for none."""
+    """`ranks`, or all. Raises ValueError for a rank not in the trace, or an empty `ranks`."""
     if ranks is None:
         return sorted(trace.ranks)
     chosen = list(dict.fromkeys(ranks))

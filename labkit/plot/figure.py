@@ -1,5 +1,5 @@
-"""A figure that a notebook shows once, as a PNG; and what several pictures draw alike: axes with
-margins in inches, stacked bars, rows with names, legends, notes."""
+"""Figures that a notebook shows once, as a PNG, and parts shared by pictures: axes with margins in
+inches, stacked bars, rows with names, legends, notes."""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -19,15 +19,12 @@ from labkit.plot.style import CATEGORIES, DPI, FAINT, PAPER, SETTINGS, SMALL_PT,
 
 LEGEND_IN = 0.5  # below the axes: under the tick labels and the unit
 
-styled = matplotlib.rc_context(SETTINGS)  # decorates what draws, whatever the notebook has set
+styled = matplotlib.rc_context(SETTINGS)  # decorator: our settings replace the notebook's
 
 
 class Picture(Figure):
-    """A matplotlib Figure that is the value of its cell.
-
-    Once pyplot has been imported, IPython shows any Figure as a PNG; before that, it calls
-    `_repr_png_`.
-    """
+    """A matplotlib Figure that is the value of its cell. Once pyplot has been imported, IPython
+    shows any Figure as a PNG; before that, it calls `_repr_png_`."""
 
     def __init__(self, height_in: float, **options: Any):
         whole_pixels = round(height_in * DPI)
@@ -35,7 +32,7 @@ class Picture(Figure):
         FigureCanvasAgg(self)
 
     def get_tightbbox(self, *args: Any, **kwargs: Any) -> Bbox:
-        """The whole figure: our margins belong to it, and IPython would cut them off."""
+        """The whole figure: IPython would cut off our margins."""
         return Bbox.from_bounds(0, 0, *self.get_size_inches())
 
     def _repr_png_(self) -> bytes:
@@ -43,16 +40,16 @@ class Picture(Figure):
 
 
 def constrained(figure: Figure | None, height_in: float) -> Figure:
-    """The figure, or a new one of this height, whose layout makes room for labels and legends."""
+    """`figure`, or a new one of this height, with matplotlib's constrained layout."""
     figure = figure or Picture(height_in)
     if figure.get_layout_engine() is None:
-        figure.figure.set_layout_engine("constrained")  # of the whole, where it is a subfigure
+        figure.figure.set_layout_engine("constrained")  # of the whole, if it is a subfigure
     return figure
 
 
 @styled
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file, lightly compressed: a slider waits for it."""
+    """The figure as a PNG file, lightly compressed to keep sliders fast."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=figure.dpi, pil_kwargs={"compress_level": 3})
     return file.getvalue()
@@ -64,7 +61,7 @@ def size_in(figure: Figure) -> tuple[float, float]:
 
 
 def lane_axes(figure: Figure, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Axes for lanes over time, so many inches from the edges of the figure."""
+    """Axes for lanes over time, with these margins in inches."""
     width, height = size_in(figure)
     place = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
     axes = figure.add_axes(place)
@@ -84,7 +81,7 @@ class BarPart(NamedTuple):
 
 
 def memory_parts(memories: Sequence[Mapping[str, float]], scale: float) -> list[BarPart]:
-    """A part for each category that any of the memories has; its bytes are divided by `scale`."""
+    """A part per category that any of the memories has, in bytes divided by `scale`."""
     return [
         BarPart(category, [memory.get(category, 0) / scale for memory in memories], colour)
         for category, colour in CATEGORIES.items()
@@ -95,8 +92,7 @@ def memory_parts(memories: Sequence[Mapping[str, float]], scale: float) -> list[
 def stacked_bars(
     axes: Axes, parts: Sequence[BarPart], names: Sequence[str] = (), columns: int = 1
 ) -> None:
-    """Horizontal bars, the parts of each one after the other, with a legend below. Horizontal, so
-    that there is room for the `names` beside them, however many there are."""
+    """Horizontal stacked bars, which leave room for many `names`, with a legend below."""
     base = [0.0] * len(parts[0].lengths)
     most = max(map(sum, zip(*(part.lengths for part in parts))))
     for place, part in enumerate(parts):
@@ -113,14 +109,14 @@ def stacked_bars(
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Names beside the bars, the first on top."""
+    """Name the rows, the first on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
 
 
 def open_rows(axes: Axes) -> None:
-    """Rows without a line on the left, over vertical grid lines."""
+    """Hide the line left of the rows, and draw vertical grid lines."""
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
@@ -128,7 +124,7 @@ def open_rows(axes: Axes) -> None:
 
 
 def legend_below(axes: Axes, columns: int = 1) -> None:
-    """A legend under the axes, aligned with the names of the rows."""
+    """A legend under the axes, aligned with the row names."""
     below = axes.transAxes + ScaledTranslation(0, -LEGEND_IN, axes.figure.dpi_scale_trans)
     axes.legend(
         loc="upper left", bbox_to_anchor=(-0.02, 0), bbox_transform=below, borderaxespad=0,
@@ -157,11 +153,11 @@ def note(
     axes: Axes, text: str, place: tuple[float, float], offset_pt: tuple[float, float],
     **options: Any,
 ) -> Annotation:  # fmt: skip
-    """A text at an offset from a place on the axes."""
+    """A text at an offset from a point of the axes."""
     return axes.annotate(text, place, offset_pt, textcoords="offset points", **options)
 
 
 def label(axes: Axes, place: tuple[float, float], text: str, **options: Any) -> Text:
-    """A text whose middle is at a place on the axes."""
+    """A text centred on a point of the axes."""
     usual: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_PT}
     return axes.text(*place, text, **usual | options)

@@ -1,5 +1,5 @@
-"""What number formats can hold: their ranges, their numbers near zero, one by one, and the
-magnitudes of tensors over the range of a dtype.
+"""The numbers of each format: their range, those near zero, and the magnitudes of tensors against
+the range of a dtype.
 
        becomes 0  │  loses digits  │          as exact as it gets         │ becomes inf
                   │          ▂▅▇█▇▅│▂                                     │
@@ -24,8 +24,8 @@ from labkit.plot.style import BLUE, GREY, INK, MUTED, ORANGE, SMALL_PT, VERMILIO
 from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of, rounded
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
-ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: fp32 and shorter formats are seen whole
-VALUES_10 = (-16.0, 7.0)  # with values: fp16 and shorter formats, or as far as the values go
+ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: all of fp32 and shorter formats
+VALUES_10 = (-16.0, 7.0)  # with values: fp16 and shorter formats, or the range of the values
 ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
 MOST_NUMBERS = 2000
 
@@ -44,16 +44,15 @@ def number_line(
     values: torch.Tensor | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """The range of each format, on an axis of powers of ten; below, single numbers near zero.
+    """The range of each format on an axis of powers of ten; below, single numbers near zero.
 
     Args:
-        formats: in the upper part, names or `Format`s.
-        near_zero: formats whose numbers from 0 to `upto` are drawn, one line each; () for none.
-        values: numbers, as all gradients of a step: their magnitudes are drawn above the ranges,
-            with the share that each format turns into zeros. The axis then shows the middle, and
-            the lower part is left out.
+        formats: names or `Format`s, for the upper part.
+        near_zero: formats for the lower part, with a line per number from 0 to `upto`; () for none.
+        values: numbers, such as all gradients of a step. Their magnitudes are drawn above the
+            ranges, with the share that each format turns into zeros, instead of the lower part.
 
-    Raises ValueError where more than 2,000 numbers would be drawn.
+    Raises ValueError if more than 2,000 numbers of a format would be drawn.
     """
     chosen = [format_of(format) for format in formats]
     near = [] if values is not None else [format_of(format) for format in near_zero]
@@ -69,7 +68,7 @@ def number_line(
 
 
 def lost(values: torch.Tensor, format: Format) -> float:
-    """The share of the nonzero numbers that become zero in this format."""
+    """The share of nonzero numbers that become zero in this format."""
     some = values[values != 0]
     return float((rounded(some.float(), format) == 0).double().mean()) if len(some) else 0.0
 
@@ -122,7 +121,7 @@ def _powers_of_ten(axes: Axes, ends: tuple[float, float]) -> None:
 
 
 def _sizes(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
-    """A histogram of the magnitudes. Returns the ends of the axis, as powers of ten."""
+    """Draw a histogram of magnitudes; return the ends of the axis as powers of ten."""
     numbers = _numbers(values)
     zeros = int((numbers == 0).sum())
     sizes = np.log10(np.abs(numbers[np.isfinite(numbers) & (numbers != 0)]))
@@ -138,7 +137,7 @@ def _sizes(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
 
 
 def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
-    """One line for each number, subnormals in their colour."""
+    """Draw a line for each number."""
     for row, format in enumerate(formats):
         last = format.rank(Fraction(upto)) if upto < format.largest else format.count // 2
         if last > MOST_NUMBERS:
@@ -161,10 +160,10 @@ def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
 
 @styled
 def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16) -> Figure:
-    """Histograms of log2 |x| for each entry, one panel each, with the range of `dtype` drawn.
+    """Histograms of log2 |x|, a panel per entry of `named`, with the range of `dtype` drawn.
 
-    named: a tensor or several for each panel (None is left out). Numbers that are 0 already are
-    counted apart; the shares come from a real cast. Raises ValueError for nothing to draw.
+    `named`: a tensor or several per panel (None is skipped). Zeros are counted apart; the shares
+    come from a real cast. Raises ValueError if there are no numbers.
     """
     numbers = {name: _numbers(tensors) for name, tensors in named.items()}
     empty = [name for name, x in numbers.items() if not len(x)]

@@ -1,6 +1,5 @@
-"""Many short names in one collection of outlines: 150 `Text` objects take matplotlib 100 ms to
-draw, these 2 ms, and the pixels look the same. And titles that fit.
-"""
+"""Many short names as one collection of outlines: 150 `Text` objects take matplotlib 100 ms to
+draw, these 2 ms, with equal pixels. Also titles that fit."""
 
 from functools import cache
 from typing import NamedTuple, cast
@@ -20,7 +19,7 @@ LETTER_EM = 0.56  # mean width of a letter in a title, in font sizes
 
 
 def fit_title(axes: Axes, title: str) -> None:
-    """A title on the left, in smaller letters where it would leave the figure."""
+    """A left-aligned title, in smaller letters if it would not fit in the figure."""
     figure = cast(Figure, axes.figure)
     room_pt = (figure.bbox.x1 - axes.bbox.x0) / figure.dpi * 72
     size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
@@ -28,7 +27,7 @@ def fit_title(axes: Axes, title: str) -> None:
 
 
 class Name(NamedTuple):
-    """`x` and `y` are coordinates of the lettering's `where`."""
+    """A text at (`x`, `y`) in the coordinates of the lettering's `where`."""
 
     text: str
     x: float
@@ -37,11 +36,11 @@ class Name(NamedTuple):
 
 
 class Lettering(PathCollection):
-    """Names of `size_pt` points on `axes`, vertically centred on their places.
+    """Names of `size_pt` points on `axes`, vertically centred on their positions.
 
     Args:
-        where: the transform of the places, as `axes.transData`.
-        align: 0.0 begins a name at its place, 0.5 centres it there, 1.0 ends it there.
+        where: the transform of the positions, as `axes.transData`.
+        align: 0.0 begins a name at its position, 0.5 centres it there, 1.0 ends it there.
     """
 
     def __init__(self, axes: Axes, size_pt: float, where: Transform, align: float, clip: bool):
@@ -52,7 +51,7 @@ class Lettering(PathCollection):
         self.names: list[Name] = []
 
     def write(self, names: list[Name]) -> None:
-        """Show these names in place of the previous ones."""
+        """Replace the names."""
         self.names = names
         self.set_paths([_aligned(name.text, self._size_pt, self._align) for name in names])
         self.set_offsets([(name.x, name.y) for name in names] or [(0, 0)])
@@ -62,7 +61,7 @@ class Lettering(PathCollection):
         return _extents(text, self._size_pt).width
 
     def boxes(self) -> list[Bbox]:
-        """Where each name lies, in pixels of the figure."""
+        """The box of each name, in pixels of the figure."""
         points, places = self.get_transform(), self.get_offset_transform()
         return [
             path.get_extents(points).translated(*places.transform((name.x, name.y)))
@@ -86,7 +85,7 @@ def _extents(text: str, size_pt: float) -> Bbox:
 
 @cache
 def _aligned(text: str, size_pt: float, align: float) -> Path:
-    """The outline around (0, 0), with the middle of small letters at height 0."""
+    """The outline around (0, 0), centred vertically on small letters."""
     x_height = _extents("x", size_pt).y1
     shift = Affine2D().translate(-align * _extents(text, size_pt).x1, -0.62 * x_height)
     return _path(text, size_pt).transformed(shift)

@@ -1,4 +1,4 @@
-"""Memory by category during the step recorded in detail, rank by rank."""
+"""Memory by category during the detailed step, for each rank."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from labkit.holdings import Footprint
 
 SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "user": ""}
-MOST_RANKS = 8  # drawn when none are named
+MOST_RANKS = 8  # drawn by default
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")  # the fields of a Footprint
 
 
@@ -31,14 +31,14 @@ def memory(
     predicted: "Footprint | float | None" = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """The memory of the step in detail by category, its peak, and what was predicted.
+    """Memory by category during the detailed step, its peak, and the predicted model states.
 
     Args:
-        ranks: global ranks; if None all, or the first eight of more.
-        predicted: bytes of parameters, gradients and optimizer state on a rank, or their Footprint;
-            if None what the run recorded, if anything.
+        ranks: global ranks; None draws all, or the first eight of more.
+        predicted: bytes of parameters, gradients and optimizer state on a rank, or their
+            Footprint; None uses the prediction in the run, if any.
 
-    Raises ValueError when no step was recorded in detail, or for a rank that is not there.
+    Raises ValueError without a detailed step, or for an unknown rank.
     """
     part = detailed_step(trace)
     chosen = choose_ranks(part, ranks)[: MOST_RANKS if ranks is None else None]
@@ -83,7 +83,7 @@ def memory(
 
 
 def detailed_step(trace: Trace) -> Trace:
-    """The first step that has memory, alone. Raises ValueError without one."""
+    """The first step with memory, alone. Raises ValueError if there is none."""
     for index in trace.steps():
         part = trace.step(index)
         if any(rank.memory for rank in part.ranks.values()):
@@ -95,7 +95,7 @@ def detailed_step(trace: Trace) -> Trace:
 
 
 def peak_bytes(rank: RankTrace) -> int:
-    """Of all categories together; 0 where no memory was recorded."""
+    """The peak over all categories together; 0 without memory records."""
     return sum(peak_memory(rank).values())
 
 
@@ -139,7 +139,7 @@ def _draw_rank(axes: Axes, rank: RankTrace, scale: float, unit: str, panel_in: f
 
 
 def _held_bytes(predicted: object) -> float | None:
-    """Bytes of a rank's states, from a Footprint, from a dict with its fields, or as given."""
+    """Bytes of a rank's states, from a Footprint, a dict with its fields, or a number."""
     if predicted is None or isinstance(predicted, (int, float)):
         return predicted
     fields = predicted if isinstance(predicted, dict) else vars(predicted)

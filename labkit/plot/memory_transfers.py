@@ -1,5 +1,4 @@
-"""Moving tensors between memories: ways to move one, measured beside predicted, with the limit of
-the bus; and loads of a model's weights beside its computing."""
+"""Transfers between memories, measured and predicted; loads of weights beside computing."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -19,7 +18,7 @@ from labkit.plot.figure import constrained, legend_row, open_rows, styled
 from labkit.plot.style import INK, MEASURED, MUTED, PAPER, SMALL_PT
 from labkit.trace.measures import common, computing, length_s, union
 
-PARTS = {  # of a transfer: its colour, its name in the legend
+PARTS = {  # of a transfer: colour, name in the legend
     "cast": (style.ORANGE, "cast (predicted)"),
     "stage": (style.GREEN, "staging of pageable memory"),
     "copy": (style.BLUE, "copy in a memory"),
@@ -31,15 +30,14 @@ ROW_IN, GAP = 0.36, 0.9
 
 @styled
 def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Figure:
-    """Two bars for each way: predicted from its parts above, measured below. A black line is the
-    limit: its bytes over the bandwidth of the bus. A diamond marks when the call returned, where
-    that is before the data arrived.
+    """Two bars per way: predicted from its parts (above) and measured (below). A black line is the
+    limit: bytes over bus bandwidth. A diamond marks a call that returned before the data arrived.
 
     Args:
-        measured: of `labkit.memory.timing.measure`, in the order of the rows.
-        rates: to predict by; if None those of `measured`.
+        measured: from `labkit.memory.timing.measure`, in the order of the rows.
+        rates: for the prediction; None uses those of `measured`.
 
-    Raises ValueError for no ways, or for a way without a rate for one of its parts.
+    Raises ValueError if `measured` is empty, or a part of a way has no rate.
     """
     if not measured:
         raise ValueError("there is nothing to draw: measure at least one way")
@@ -100,10 +98,8 @@ def _name(way: Transfer) -> str:
 
 @styled
 def loading(runs: Mapping[str, Run]) -> Figure:
-    """Two lanes for each run, the bus and the computing, all on one time axis; beside its name the
-    bytes of weights that it held on the device. A light bar is a wait.
-
-    Raises ValueError for no runs."""
+    """A bus lane and a computing lane per run, on one time axis, with the bytes of weights held on
+    the device. Light bars are waits. Raises ValueError if `runs` is empty."""
     if not runs:
         raise ValueError("there is nothing to draw: give a run with its name")
     figure = constrained(None, 0.9 + 1.05 * len(runs))

@@ -1,4 +1,4 @@
-"""A mesh as a picture: the place of each rank, its groups, and which links cross nodes."""
+"""A mesh as a picture: the position of each rank, its groups, and links between nodes."""
 
 from collections.abc import Iterator, Mapping
 from itertools import cycle, pairwise
@@ -16,11 +16,11 @@ from labkit.comm.mesh import coordinates, lines
 from labkit.plot.figure import Picture, label, styled
 from labkit.plot.style import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, PAPER, PURPLE, SMALL_PT
 
-NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # in every order of the axes
+NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # in any order of the axes
 AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # other axes, innermost first
 MOST_RANKS = 256
 RADIUS, GAP = 0.27, 0.6
-LARGER_PT = {12: 7, 32: 1, 96: -1, MOST_RANKS: -3}  # letters, up to so many ranks
+LARGER_PT = {12: 7, 32: 1, 96: -1, MOST_RANKS: -3}  # most ranks -> points added to SMALL_PT
 
 Place = tuple[float, float]
 
@@ -33,8 +33,7 @@ def mesh(
 
     Args:
         shape: a `Mesh`, or its sizes as {"pp": 2, "dp": 2, "tp": 2}, outermost first.
-        ranks_per_node: draw a box around the ranks of each machine, which have neighbouring
-            numbers; a link that leaves its box is drawn dashed.
+        ranks_per_node: box the consecutive ranks of each node, and dash links between nodes.
 
     Raises ValueError for a mesh of more than 256 ranks.
     """
@@ -82,8 +81,7 @@ def _colours(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:
-    """The innermost axis to the right; each further one beside or below, whichever keeps the
-    picture wider than high, but no ribbon."""
+    """The innermost axis to the right, further ones beside or below: wide, but no ribbon."""
     step, extent = {}, [1.0, 1.0]
     for depth, axis in enumerate(reversed(list(sizes))):
         along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1
@@ -102,7 +100,7 @@ def _places(sizes: Mapping[str, int]) -> list[Place]:
 def _links(
     sizes: Mapping[str, int], axis: str, places: list[Place], node_of: list[int]
 ) -> tuple[list[np.ndarray], list[Any]]:
-    """A line between neighbours on `axis`, bent a little where other ranks lie between them."""
+    """A line between neighbours on `axis`, bent a little if other ranks lie between them."""
     segments, styles = [], []
     t = np.linspace(0, 1, 13)[:, None]  # along a quadratic Bézier curve
     for rank, neighbour in (pair for line in lines(sizes, axis) for pair in pairwise(line)):

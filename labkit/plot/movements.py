@@ -1,7 +1,5 @@
-"""How a collective moves data: one small picture for each step. A column is a rank, a row a chunk.
-A cell has one stripe for each rank, coloured when that rank's number is in the sum. What the step
-sends is framed, with an arrow to the rank that receives it.
-"""
+"""A collective, one picture per step. Columns are ranks, rows are chunks. A cell has a stripe per
+rank, coloured if its number is in the sum. Arrows lead from sent chunks (framed) to receivers."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -22,11 +20,11 @@ RANKS = [  # vermilion marks errors
     style.GREY,
 ]  # fmt: skip
 
-# Inches; all is drawn in one pair of axes that count inches.
+# Inches, the unit of the axes.
 CELL, HIGH, COLUMN, ROW = 0.37, 0.24, 0.5, 0.36  # a cell, and from one to the next
 SIDE, TOP, HEAD, BETWEEN = 0.27, 0.62, 0.48, 0.14
 BOW = 0.16  # how far an arrow bends around ranks between its ends
-LARGEST = 1.8  # the scale, where few steps leave room
+LARGEST = 1.8  # the scale, if few steps leave room
 
 
 @styled
@@ -36,7 +34,7 @@ def movement(
     """The steps of a recorded collective, and how it ends.
 
     Args:
-        shown: what `labkit.watch_collective` returns.
+        shown: from `labkit.watch_collective`.
         steps: only these, 1 being the first; the number of steps plus 1 is the end.
 
     Raises ValueError for a step that does not exist.
@@ -80,8 +78,7 @@ def movement(
 def _panel(
     axes: Axes, shown: Movement, step: int, left: float, top: float
 ) -> list[tuple[Rectangle, str]]:
-    """What the ranks hold before the step, and the messages of the step; returns the stripes,
-    which are drawn together: thousands of single ones are slow."""
+    """Draw a step. Returns the stripes, to draw all at once: thousands of single ones are slow."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
     middle = (left + (shown.size * COLUMN - COLUMN + CELL) / 2, top - 0.31)
@@ -95,7 +92,7 @@ def _panel(
         for chunk, content in enumerate(row):
             y = top + chunk * ROW
             for k, count in enumerate(content.counts or (0,) * shown.size):
-                # One for each rank, in the rank's colour where the sum has its number.
+                # One for each rank, in its colour if the sum has its number.
                 stripe = Rectangle((x + k * CELL / shown.size, y), CELL / shown.size, HIGH)
                 stripes.append((stripe, RANKS[k] if count else FAINT))
             if not content.is_right_in(chunk):
@@ -112,16 +109,16 @@ def _panel(
 
 
 def _wrong(content: Content, chunk: int) -> str:
-    """What is wrong, in a word."""
+    """The error in a word."""
     if not content.counts:
         return "?"  # not a sum of the ranks' numbers
     if content.chunk != chunk:
         return "mix" if content.chunk is None else f"c{content.chunk}"
-    return f"{max(content.counts)}×"  # a number was added so often
+    return f"{max(content.counts)}×"  # a number was added several times
 
 
 def _message(axes: Axes, message: Message, left: float, top: float, size: int) -> None:
-    """A frame around each run of chunks sent, and an arrow to their target."""
+    """Frame each run of sent chunks, with an arrow to the target."""
     forward = message.target > message.source
     x, target_x = (left + rank * COLUMN for rank in (message.source, message.target))
     begin, end = (x + CELL, target_x) if forward else (x, target_x + CELL)

@@ -1,4 +1,4 @@
-"""A log of NCCL as a picture: rings and trees, each connection in its transport's colour."""
+"""A log of NCCL as a picture: rings and trees, with connections coloured by transport."""
 
 from itertools import cycle
 from math import ceil, cos, hypot, radians, sin
@@ -33,14 +33,14 @@ Place = tuple[float, float]
 def nccl(
     log: NcclLog, communicator: Communicator | None = None, figure: Figure | None = None
 ) -> Figure:
-    """The connections and their transports: each different ring as a circle with arrows, then each
-    different tree; channels with the same one share its picture. Ranks of a host share a tint.
+    """Rings (circles with arrows) and trees, with connections coloured by transport. Channels with
+    equal graphs share a picture; ranks of a host share a tint.
 
     Args:
-        log: what `read_nccl_log` returns.
+        log: from `read_nccl_log`.
         communicator: one of `log.communicators`; the largest if None.
 
-    Raises ValueError for a log without rings and trees, and for more than 64 ranks.
+    Raises ValueError for a log without rings and trees, or for more than 64 ranks.
     """
     group = communicator or log.main
     trees = {channel: tuple(sorted(tree.items())) for channel, tree in group.trees.items()}
@@ -81,7 +81,7 @@ def nccl(
 
 
 def over(connection: Connection | None) -> str:
-    """The transport in the words of the legend."""
+    """The legend's name of the transport."""
     if connection is None:
         return "not in the log"
     if not connection.kind.startswith("NET"):
@@ -92,7 +92,7 @@ def over(connection: Connection | None) -> str:
 
 
 def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
-    """The ranks on a circle by host and number, an arrow from each to the next."""
+    """The ranks on a circle by host and number, with an arrow from each to the next."""
     order = [rank for ranks in group.hosts().values() for rank in ranks]
     order += [rank for rank in group.rings[channel] if rank not in order]
     step = 360 / max(2, len(order))  # degrees
@@ -119,7 +119,7 @@ def _on_circle(radius: float, degrees: float) -> Place:
 
 
 def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
-    """The root on top, children below; arrows point up, as the reduction does."""
+    """The root on top; arrows point up, in the direction of the reduction."""
     tree = group.trees[channel]
     place: dict[int, Place] = {}
     leaves = 0
@@ -159,8 +159,7 @@ def _connect(
     axes: Axes, group: Communicator, place: dict[int, Place], radius: float,
     links: list[tuple[int, int, Connection | None]],
 ) -> set[str]:  # fmt: skip
-    """A dot for each rank, an arrow for each link from the edge of one dot to that of the other;
-    returns the names of the transports in the legend."""
+    """Draw a dot per rank and an arrow per link; return the transports in the legend."""
     for source, target, link in links:
         (x, y), (u, v) = place[source], place[target]
         cut = radius / max(1e-9, hypot(u - x, v - y))

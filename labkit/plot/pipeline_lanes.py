@@ -1,6 +1,5 @@
-"""What the picture of a pipeline shows, before it is drawn: the actions of each stage, the bubble,
-the activations held; for a schedule by its costs, or for a recorded run of it.
-"""
+"""The contents of a pipeline's picture, from a schedule and its costs or from a recorded run: the
+actions of each stage, the bubble, and the activations held."""
 
 from dataclasses import dataclass
 
@@ -20,16 +19,15 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update":
 
 @dataclass
 class Lanes:
-    """What one panel shows: the timed actions of each stage, in `unit` ("ms", or "" for forwards),
-    the first at 0.
+    """The contents of a panel: timed actions of each stage, from 0, in `unit` ("ms", "": forwards).
 
-    length    from the first action to the end of the last one
-    step      the longest time from a stage's first action to its last (`pipeline_step_s`): the next
-              step may begin on each stage so much later
-    bubble    the part of a step, of all stages together, in which nothing is computed: 0 to 1
-    windows   when the step runs on each stage; all of it but computing is bubble
-    held      the most micro-batches whose activations each stage holds, from a forward until its
-              backward or its weights' gradients; one chunk counts as a part of a micro-batch
+    length    end of the last action
+    step      longest time from a stage's first action to its last (`pipeline_step_s`): each stage
+              may begin the next step this much later
+    bubble    idle share of a step over all stages, 0 to 1
+    windows   begin and end of the step on each stage; the idle time inside is the bubble
+    held      peak number of micro-batches with activations held by each stage, from a forward
+              until its backward or weight gradients; a chunk counts as a part of a micro-batch
     """
 
     name: str
@@ -51,7 +49,7 @@ class Lanes:
 
     @property
     def title(self) -> str:
-        """Name, sizes, length of a step, bubble."""
+        """Name, sizes, length of a step, and bubble."""
         stages = len(self.stages)
         microbatches = len({timed.action.microbatch for timed in self.actions})
         sizes = f"{stages} stage{'s' * (stages > 1)}, "
@@ -70,7 +68,7 @@ def lanes_of(
     recorded: Trace | None = None,
     step: int | None = None,
 ) -> Lanes:
-    """What `plot.schedule` draws. Arguments and errors as there."""
+    """The lanes that `plot.schedule` draws, with its arguments and errors."""
     if isinstance(what, Trace):
         if recorded is not None:
             raise ValueError("give the schedule first, then recorded=trace: here are two traces")
@@ -85,7 +83,7 @@ def lanes_of(
 
 
 def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
-    """One step of the trace; all of it where a stage's own update ends its step."""
+    """One step of the trace, or all of it if each stage's own update ends its step."""
     updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
     if trace.steps() and not updates:
         trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]

@@ -1,9 +1,7 @@
-"""Pipeline schedules: a lane for each stage, a box for each action, and what is idle between them.
+"""Pipeline schedules, by their costs or recorded: a lane per stage, a box per action, idle time.
 
-    stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        the number of the micro-batch; the colour says
-    stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          forward or backward, a lighter tint a later chunk
-
-One drawing for a schedule by its costs, and for a recorded run of it.
+stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        the number of the micro-batch; the colour says
+stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          forward or backward, a lighter tint a later chunk
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +21,8 @@ from labkit.trace import Trace
 WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weights updated"}
 LANE_IN, LANES_IN = 0.34, 7.0  # of one stage; of all of them, at most
 LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
-LANE = 0.86  # of a stage's height, the part that its boxes fill
-LIGHTEST = 0.45  # the part of white in the colour of the last chunk
+LANE = 0.86  # the part of a stage's height that its boxes fill
+LIGHTEST = 0.45  # the share of white in the colour of the last chunk
 LINE_PX, EDGE_PX = 13, 5
 
 
@@ -39,23 +37,23 @@ def schedule(
     name: str = "",
     figure: Figure | None = None,
 ) -> Figure:
-    """A pipeline's schedule over time: which stage computes which micro-batch when, and idles.
+    """A pipeline schedule over time: when each stage computes which micro-batch, and when it idles.
 
-    At the right end of each lane: the most micro-batches whose activations the stage holds, from
-    a forward until the end of its backward (or of the gradients of the weights).
+    Each lane ends with the peak number of micro-batches with activations held by the stage, from
+    a forward until the end of its backward (or of its weight gradients).
 
     Args:
-        what: a schedule, or a trace whose spans are named after micro-batches (`by_microbatch`).
+        what: a schedule, or a trace with spans named after micro-batches (`by_microbatch`).
         costs: seconds of each action, {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
-            where backward is split), or a function of stage and action. If None, a stage's forward
-            takes 1 and its backward 2, all chunks together; input and weight 1 each.
+            if backward is split), or a function of stage and action. If None, a stage's forward
+            takes 1 and its backward 2 over all its chunks; input and weight take 1 each.
         message_s: of a message, in the same unit.
-        recorded: a recorded run of that schedule, whose times are drawn instead. For stages that
-            sleep (`PacedStage`), `record(paced=True)` makes the title say so.
-        step: of the recorded run; chosen as in `plot.timeline` if None.
+        recorded: a recorded run of the schedule, to draw its times. For stages that sleep
+            (`PacedStage`), `record(paced=True)` makes the title say so.
+        step: of the recorded run; None chooses as in `plot.timeline`.
 
-    Raises ValueError for a schedule without an action, for an invalid one, for an action without
-    costs, and for a trace of another schedule.
+    Raises ValueError for an empty or invalid schedule, an action without costs, or a trace of
+    another schedule.
     """
     return _draw([lanes_of(what, name, costs, message_s, recorded, step)], figure)
 
@@ -68,13 +66,10 @@ def schedules(
     *,
     figure: Figure | None = None,
 ) -> Figure:
-    """Several, below each other on one time axis: shorter is faster.
+    """Several schedules or recorded traces, by name, on one time axis: shorter is faster.
 
-    Args:
-        many: name -> a schedule, or a recorded trace as in `plot.schedule`.
-        costs, message_s: as there, for all schedules.
-
-    Raises ValueError as `plot.schedule`, and for none.
+    `costs` and `message_s` are for all schedules. Raises ValueError as `plot.schedule`, and if
+    `many` is empty.
     """
     if not many:
         raise ValueError("there is nothing to draw: give a schedule with its name")
@@ -83,7 +78,7 @@ def schedules(
 
 
 def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
-    """The panels below each other; those of one unit share the length of their time axes."""
+    """Draw panels below each other; those with equal units share the length of the time axis."""
     lane_in = min(LANE_IN, LANES_IN / max(len(panel.stages) for panel in panels))
     heights = [lane_in * len(panel.stages) for panel in panels]
     around_in = len(panels) * (TITLE_IN + TICKS_IN) + LEGEND_IN

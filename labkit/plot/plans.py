@@ -1,5 +1,5 @@
-"""Planning in pictures: where the time of each layout goes, the map of tensor and pipeline ranks,
-and measured step times beside those that the plan's model predicts."""
+"""Plans as pictures: the time of each layout by part, the map over tp and pp, and measured step
+times beside those that the plan's model predicts."""
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle, product
@@ -28,19 +28,20 @@ COLOURS = {
 }  # fmt: skip
 NAMES = {"tensor": "waits for tensor", "pipeline": "for pipeline", "data": "for data"}
 
-WIDTHS = (  # colour and marker of models, as they grow wider
+WIDTHS = (  # colour and marker of models, by width
     (style.SKY, "o"), (style.BLUE, "s"), (style.ORANGE, "^"), (style.PURPLE, "D"),
     (style.GREEN, "v"), (VERMILION, "*"),
 )  # fmt: skip
-SHADED = {0.2: FAINT, 0.05: IDLE}  # so far off, and its grey
+SHADED = {0.2: FAINT, 0.05: IDLE}  # relative error -> grey
 TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 @styled
 def plan(planned: "Plan", top: int = 10, figure: Figure | None = None) -> Figure:
-    """The seconds of the `top` layouts by their parts, and over tp and pp those of the fastest.
+    """Step times of the `top` layouts by part, and the fastest layout with each tp and pp.
 
-    Raises ValueError for no layouts to draw."""
+    Raises ValueError if `top` < 1.
+    """
     if top < 1:
         raise ValueError(f"top={top}: draw at least one layout")
     reports = planned.reports[:top]
@@ -57,8 +58,8 @@ def plan(planned: "Plan", top: int = 10, figure: Figure | None = None) -> Figure
 def compared_with_best(
     planned: "Plan", report: StepReport | None, figure: Figure | None = None
 ) -> Figure:
-    """One layout beside the best: the seconds of a step, and the memory of the fullest device.
-    Without a report, or with that of the best, the best alone."""
+    """A layout beside the best: the time of a step, and the memory of the fullest device. The best
+    alone, if there is no report or it is that of the best."""
     reports = {"best": planned.best}
     if report is not None and report != planned.best:
         reports = {"chosen": report, **reports}
@@ -78,7 +79,7 @@ def compared_with_best(
 
 
 def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str]) -> None:
-    """A bar for each step, of the parts that add up to it."""
+    """Draw a bar for each step, split into its parts."""
     split = [seconds(report) for report in reports]
     parts = [
         BarPart(NAMES.get(part, part), [step[part] for step in split], COLOURS[part],
@@ -94,7 +95,7 @@ def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str
 
 
 def _draw_map(axes: Axes, planned: "Plan") -> None:
-    """Seconds of the fastest layout with each tp and pp; dark is fast."""
+    """Draw the seconds of the fastest layout with each tp and pp; dark is fast."""
     fastest: dict[tuple[int, int], StepReport] = {}
     for report in planned.reports:
         fastest.setdefault((report.layout.tp, report.layout.pp), report)
@@ -135,12 +136,8 @@ def _draw_map(axes: Axes, planned: "Plan") -> None:
 
 @styled
 def calibration(found: Calibration | None = None, figure: Figure | None = None) -> Figure:
-    """Predicted over measured, and the error of each row with its interval of nine in ten; a hollow
-    mark is the error where the constants were fitted to the other widths alone.
-
-    Args:
-        found: a `Calibration`; None for the one that labkit has.
-    """
+    """Predicted against measured step times, and each row's error with its 90 % interval. Hollow
+    marks: constants fitted to the other widths only. `found`: None uses labkit's calibration."""
     fitted = stored() if found is None else found
     figure = constrained(figure, 4.4)
     both, errors = figure.subplots(1, 2, width_ratios=[1, 1.7])
@@ -158,7 +155,7 @@ def calibration(found: Calibration | None = None, figure: Figure | None = None) 
 
 
 def _models(fitted: Calibration) -> Iterator[tuple[str, np.ndarray, str, str]]:
-    """The name of each model, its rows, its colour and its mark."""
+    """Name, rows, colour and marker of each model."""
     widths = np.array([row.sizes.width for row in fitted.rows])
     for width, look in zip(np.unique(widths), cycle(WIDTHS)):
         yield f"width {width:,}", np.flatnonzero(widths == width), *look
@@ -186,7 +183,7 @@ def _draw_both(axes: Axes, fitted: Calibration) -> None:
 
 
 def _draw_errors(axes: Axes, fitted: Calibration) -> None:
-    """By width, and by what was measured: short steps first."""
+    """Draw errors by width, short steps first."""
     place = 0
     errors, out = fitted.errors(), fitted.errors(fitted.without_model_s)
     low, high = fitted.errors(fitted.low_s), fitted.errors(fitted.high_s)

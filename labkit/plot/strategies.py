@@ -1,5 +1,5 @@
-"""Strategies side by side: `compare` draws recorded runs, `draw_comparison` their losses, and the
-bytes that one rank sends and holds against the prediction."""
+"""Strategies side by side: recorded runs (`compare`); losses, and the bytes sent and held by a rank
+against the prediction (`draw_comparison`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step; they add up to it."""
+    """The parts of a step, in seconds."""
 
-    alone_s: float  # computing while nothing travels
-    hidden_s: float  # computing while something does
+    alone_s: float  # computing without a transfer
+    hidden_s: float  # computing during a transfer
     waiting_s: float
     neither_s: float
 
@@ -49,20 +49,17 @@ TIME_PARTS: dict[str, tuple[str, ...]] = {  # of StepTimes, in order: colour, ha
 
 @styled
 def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None = None) -> Figure:
-    """Strategies side by side, from their recorded runs.
+    """Recorded runs side by side: name -> trace, or a list of traces with their recorded names.
 
-    Args:
-        runs: name -> trace; the runs of a list have the names that they were recorded under.
-
-    Time and bytes are of a usual step: the mean over the ranks, and the median over the timed
-    steps after the run's first. Memory is that of the rank with the highest peak, at its peak, and
-    is left out where no run has a step in detail. Raises ValueError for no run or an empty one.
+    Time and bytes are means over the ranks, and medians over the timed steps after the run's first.
+    Memory is that of the rank with the highest peak, at its peak; it is left out if no run has a
+    step in detail. Raises ValueError for no run or an empty one.
     """
     named = dict(runs) if isinstance(runs, Mapping) else _named(runs)
     if not named:
         raise ValueError('nothing to compare: give recorded runs, as compare({"ddp": trace})')
     for trace in named.values():
-        choose_step(trace)  # raises for an empty one
+        choose_step(trace)  # raises ValueError for an empty trace
     traces = named.values()
     times = zip(*(step_times(trace) for trace in traces))
     time_parts = [
@@ -101,7 +98,7 @@ def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
 
 
 def step_times(trace: Trace) -> StepTimes:
-    """Of a usual step: the mean over the ranks, the median over the steps."""
+    """The mean over the ranks and the median over the usual steps."""
     usual = usual_steps(trace)
     of_step: dict[int, list[tuple[float, ...]]] = {}
     for rank in trace.ranks.values():
@@ -121,12 +118,12 @@ def step_times(trace: Trace) -> StepTimes:
 
 
 def sent_bytes(trace: Trace) -> dict[str, float]:
-    """`bus_bytes` that a rank sends in a usual step, by operation: likewise."""
+    """`bus_bytes` by operation that a rank sends in a usual step; mean and median likewise."""
     usual = usual_steps(trace)
     totals: dict[str, dict[int, int]] = {}
     for rank in trace.ranks.values():
         for event in rank.comms:
-            if event.op != "recv":  # counted where it is sent
+            if event.op != "recv":  # the sender counts it
                 of_step = totals.setdefault(event.op, dict.fromkeys(usual, 0))
                 if event.step in usual:
                     of_step[event.step] += event.bus_bytes
@@ -145,7 +142,7 @@ def _by_step(rank: RankTrace) -> Iterator[RankTrace]:
 
 
 def _held_at_peak(trace: Trace) -> dict[str, int]:
-    """Bytes by category on the rank with the highest peak; empty without a step in detail."""
+    """Bytes by category on the rank with the highest peak; empty without a detailed step."""
     try:
         ranks = detailed_step(trace).ranks.values()
     except ValueError:

@@ -1,8 +1,6 @@
-"""The one place for colours: the same thing has the same colour in every picture. The hues are
-those of Okabe and Ito (2008), which colour-blind readers can tell apart. A phase has the colour of
-what it makes; what travels is purple, blue, yellow, grey or brown by operation; vermilion is lost
-time.
-"""
+"""The colours of all pictures: the same thing has the same colour. The hues are those of Okabe and
+Ito (2008), which colour-blind readers can distinguish. A phase has the colour of what it produces;
+transfers are purple, blue, yellow, grey or brown by operation; vermilion is lost time."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -47,7 +45,7 @@ OPERATIONS = {
 }
 OTHER_OPERATIONS = (BROWN, "#7A5512")  # broadcast, barrier and so on
 
-# Colour and marker of an algorithm; those that share a colour are never of one operation.
+# Colour and marker of an algorithm; no operation has two algorithms of one colour.
 ALGORITHMS = {
     "default": ("#C9CED6", ""),  # a broad line below the others
     "ring": (BLUE, "o"),
@@ -67,15 +65,15 @@ ALGORITHMS = {
 OTHER_ALGORITHM = (GREY, "p")
 BACKENDS_OWN = (BLACK, "x")
 
-WAITING, UNFINISHED = "#FBE3D5", VERMILION  # a wait, outlined in vermilion; what never ended
-COMPUTING, HIDDEN = "#4A5560", PURPLE  # all phases together; computing while something travels
+WAITING, UNFINISHED = "#FBE3D5", VERMILION  # a wait, outlined in vermilion; unfinished records
+COMPUTING, HIDDEN = "#4A5560", PURPLE  # all phases together; computing during a transfer
 IDLE = "#C9CED6"  # neither computing nor waiting
 MEASURED, PREDICTED = "#4A5560", "#B4BAC2"
 
 TEXT_PT, SMALL_PT, TITLE_PT = 9.0, 8.0, 10.5
 WIDTH_IN, DPI = 10.0, 100  # a laptop shows 1000 pixels
 
-# Whatever style a notebook has set for its own plots, ours stay readable.
+# Independent of the style that a notebook sets for its own plots.
 SETTINGS: Any = {
     "axes.edgecolor": MUTED,
     "axes.facecolor": PAPER,
@@ -118,13 +116,13 @@ def shade(op: str, number: int) -> str:
 
 
 def tint(colour: str, white: float) -> str:
-    """The colour with this share of white in it, 0 to 1."""
+    """The colour mixed with this share of white, 0 to 1."""
     red, green, blue = (x + (1 - x) * white for x in to_rgb(colour))
     return to_hex((red, green, blue)).upper()
 
 
 def in_order(ops: Iterable[str]) -> list[str]:
-    """In the order of OPERATIONS, then the others by name."""
+    """Sorted as in OPERATIONS, then by name."""
     present = set(ops)
     return [op for op in OPERATIONS if op in present] + sorted(present - OPERATIONS.keys())
 
@@ -138,12 +136,12 @@ def contrast(one: str, other: str) -> float:
 
 
 def text_on(colour: str) -> str:
-    """Black or white, whichever reads better on it."""
+    """Black or white, whichever has more contrast."""
     return max((BLACK, PAPER), key=lambda text: contrast(text, colour))
 
 
 def byte_unit(most_bytes: float) -> tuple[float, str]:
-    """The unit in which `most_bytes` is a number one can read: (1e6, "MB")."""
+    """A readable unit for `most_bytes`, with its size: (1e6, "MB")."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if most_bytes >= scale:
             return scale, unit

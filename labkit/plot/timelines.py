@@ -1,4 +1,4 @@
-"""The timeline of a step: per rank a lane of computing, and lanes of communication below it."""
+"""The timeline of a step: a lane of computing for each rank, with communication lanes below."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,9 +26,9 @@ from labkit.trace.measures import end_of
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
 MOST_NAMES = 300  # only the widest bars are named
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
-EDGE_PX = (4, 7)  # narrower or flatter bars have no white edge, which would cover them
+EDGE_PX = (4, 7)  # smaller bars have no white edge, which would cover them
 EDGE_PT = 0.7
-ARROW_PX = 12  # the tip of what never ended
+ARROW_PX = 12  # the tip of an unfinished bar
 
 
 def timeline(
@@ -41,18 +41,17 @@ def timeline(
     """Computing, communication and waits of each rank, in one step of a recorded run.
 
     Args:
-        step: its number; if None the first timed one after the run's first, which warms up.
+        step: None draws an unfinished step, else the first timed one after the warm-up.
         ranks: global ranks, from top to bottom; all if None.
-        figure: draw into this one instead of a new one.
         zoom: the part of the step to show, from 0 to 1.
 
-    Raises ValueError when the trace is empty or has no such step or rank.
+    Raises ValueError for an empty trace, or a step or rank that is not in it.
     """
     return TimelineView(trace, step, ranks, figure, zoom).figure
 
 
 class TimelineView:
-    """A timeline that can be drawn again with other data, on the same axes.
+    """A timeline that can be redrawn with other data on the same axes.
 
     All bars are one collection of polygons, which makes `redraw` and `show` fast enough for
     sliders. `figure`, `axes` and `polygons` stay the same objects; `bars` are those shown now.
@@ -91,7 +90,7 @@ class TimelineView:
         zoom: tuple[float, float] = (0.0, 1.0),
         until_s: float = 0.0,
     ) -> Figure:
-        """Show another step, ranks or part of it; the time axis is at least `until_s` long."""
+        """Show another step, ranks or zoom; the time axis is at least `until_s` long."""
         step = choose_step(self.trace, step)
         chosen = choose_ranks(self.trace, ranks)
         if not 0 <= zoom[0] < zoom[1] <= 1:
@@ -129,16 +128,16 @@ class TimelineView:
         return self.redraw(*args, **options)
 
     def _of(self, step: int | None) -> tuple[Trace, float, dict[int, RankBars]]:
-        """A step, its end in seconds, and the bars of each rank; computed once."""
+        """A step, its end in seconds, and the bars of each rank; cached."""
         if step not in self._steps:
             part = self.trace.from_zero() if step is None else self.trace.step(step)
-            end_s = end_of(part) * (1.08 if unfinished(part) else 1.0)  # room for what never ended
+            end_s = end_of(part) * (1.08 if unfinished(part) else 1.0)  # room for unfinished bars
             bars = {rank: bars_of(trace, end_s) for rank, trace in part.ranks.items()}
             self._steps[step] = (part, end_s, bars)
         return self._steps[step]
 
     def _draw_bars(self) -> None:
-        """Five corners each: a rectangle, whose right side is an arrow if it never ended."""
+        """Draw bars as polygons of five corners: an unfinished bar ends in an arrow."""
         bars = self.bars
         top, bottom, begin, end = (np.array([x[i] for x in bars]) for i in range(4))
         is_open = np.array([x.open for x in bars], dtype=bool)
@@ -179,7 +178,7 @@ class TimelineView:
     def _label_rows(
         self, complete: dict[int, bool], tops: np.ndarray, of_rank: dict[int, RankBars]
     ) -> None:
-        """Name the ranks and the groups of their lanes, where there is room."""
+        """Label the ranks and the groups of their lanes, where there is room."""
         labels = []
         every = 1  # label every rank, or every second, fourth, ...
         while every < len(tops) - 1 and np.diff(tops[::every]).min() * self._px_per_row < LINE_PX:

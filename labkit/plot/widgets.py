@@ -1,4 +1,4 @@
-"""Pictures with sliders and buttons: a recorded run, a plan, a collective step by step, bits."""
+"""Interactive pictures: a recorded run, a plan, a collective step by step, bits."""
 
 import html
 from base64 import b64encode
@@ -36,8 +36,8 @@ BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  #
 
 
 class PictureWidget(ipywidgets.VBox):
-    """Controls over one picture, which is drawn again when a control moves. `picture.value` is the
-    PNG that is shown: all there is where no kernel runs, as on a page on the web.
+    """Controls over one picture, which is redrawn when a control moves. `picture.value` is the PNG
+    shown, the only content on pages without a kernel.
 
     A subclass makes its controls, passes them to `_arrange`, and draws in `_draw`.
     """
@@ -48,7 +48,7 @@ class PictureWidget(ipywidgets.VBox):
         super().__init__()
 
     def _arrange(self, controls: Iterable[Any], *rows: Any, below: Sequence[Any] = ()) -> None:
-        """Observe the controls, and show rows (a widget, or several) over the picture."""
+        """Observe the controls, and show rows (of one or several widgets) above the picture."""
         for control in controls:
             control.observe(lambda change: self._draw(), names="value")
         layout = {"flex_flow": "row wrap", "align_items": "center"}
@@ -59,11 +59,11 @@ class PictureWidget(ipywidgets.VBox):
         self._draw()
 
     def _draw(self) -> None:
-        """Set `picture.value` to what the controls ask for."""
+        """Set `picture.value` according to the controls."""
         raise NotImplementedError
 
     def _show_once_drawn(self, key: Hashable, draw: Callable[[], Figure]) -> None:
-        """Show what was drawn for this key, or draw it now."""
+        """Show the cached picture of this key, or draw it."""
         if key not in self._pngs:
             self._pngs[key] = png(draw())
         self.picture.value = self._pngs[key]
@@ -78,10 +78,8 @@ class PictureWidget(ipywidgets.VBox):
 
 
 class View(PictureWidget):
-    """Look through a recorded run: the timeline of a step, or the memory of the detailed one, for
-    the ranks that are pressed.
-
-    Raises ValueError when the run is empty."""
+    """Explore a recorded run: the timeline of a step, or the memory of the detailed step, for the
+    selected ranks. Raises ValueError if the run is empty."""
 
     def __init__(self, trace: Trace):
         super().__init__()
@@ -107,12 +105,11 @@ class View(PictureWidget):
         self._arrange([*controls, *self.ranks], controls, [ipywidgets.Label("ranks"), *self.ranks])
 
     def _draw(self) -> None:
-        """Redraw on the same axes."""
         every = choose_ranks(self._trace)
         chosen = [rank for rank, button in zip(every, self.ranks) if button.value] or every
         of_memory = self.what.value == "memory"
         self.step.disabled = self.zoom.disabled = of_memory  # one whole step has memory
-        if of_memory:  # of all ranks, as many as fit
+        if of_memory:  # ranks=None: as many as fit
             ranks = None if chosen == every else chosen
             self._show_once_drawn(tuple(chosen), lambda: memory(self._trace, ranks))
             return
@@ -125,10 +122,11 @@ class View(PictureWidget):
 
 
 class PlanView(PictureWidget):
-    """Compare any layout of a plan with its best: sliders over tp, pp and the micro-batch; all
-    other choices are the fastest ones.
+    """Compare layouts of a plan with the best: sliders over tp, pp and the micro-batch; all other
+    choices are the fastest.
 
-    `report` is the chosen step, None where no such layout fits; `said.value` is why it loses."""
+    `report` is the chosen step, None if no such layout fits; `said.value` says why it loses.
+    """
 
     def __init__(self, planned: "Plan"):
         super().__init__()
@@ -155,7 +153,7 @@ class PlanView(PictureWidget):
         self._show_once_drawn(key, lambda: compared_with_best(self._planned, self.report))
 
     def _verdict(self, asked: tuple[int, int, int]) -> str:
-        """Why the chosen layout loses, or why there is none."""
+        """Why the chosen layout loses, or does not exist."""
         if self.report is not None:
             times = self.report.step_s / self._planned.best.step_s
             return f"{times:.2f} × the best: {self._planned.why(self.report.layout)}"
@@ -171,9 +169,7 @@ def _axes(layout: Layout) -> tuple[int, int, int]:
 
 
 class Steps(PictureWidget):
-    """Walk through the steps of a recorded collective, with a slider and a button that plays them.
-
-    Where no kernel runs, all steps are shown at once."""
+    """Step through a recorded collective; without a kernel, all steps are shown at once."""
 
     def __init__(self, shown: Movement):
         super().__init__()
@@ -193,8 +189,8 @@ class Steps(PictureWidget):
 
 
 class FlipBits(PictureWidget):
-    """Flip bits and see the number: sign, exponent, fraction, formula and neighbours. A button for
-    each bit, and a slider through all patterns in turn; `pattern` is what they show.
+    """Flip the bits of a number: a button per bit, and a slider through all patterns. `pattern` is
+    the one shown, with its formula and neighbours.
 
     Raises ValueError for a format of more than 32 bits.
     """
@@ -266,7 +262,7 @@ class FlipBits(PictureWidget):
 
 
 def neighbours(format: Format, pattern: int) -> str:
-    """The kind of a number, and the next numbers towards zero and away from it."""
+    """The kind of a number, and its neighbours towards zero and away from it."""
     kind = format.kind(pattern)
     if kind in ("nan", "infinity"):
         return f"<b>{kind}</b>"

@@ -1,16 +1,13 @@
-"""A trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+"""A trace in the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
-    process   rank 0                       a process for each rank
-    thread      computing                  steps, and the spans inside them
-    thread      waiting
-    thread      group default              what is under way; more threads where more is
-    counter     memory                     bytes by category, in the detailed step
-    arrows      issue -> wait, send -> receive, and from the rank whose part of a collective
-                began first to the others
+    process    one per rank
+    threads    computing (steps, and the spans inside them), waiting, and each group's transfers
+    counter    memory: bytes by category, in the detailed step
+    arrows     issue -> wait, send -> receive, and from the first rank of a collective to the others
 
-The rules that are kept here: times are microseconds; on a thread, one complete event ("X") lies
-wholly inside another or beside it; an arrow ("s" to "f") goes forward in time, and both its ends
-lie inside an event of their thread. Source: "Trace Event Format", Google, 2016.
+Times are microseconds. On a thread, complete events ("X") nest or are disjoint. An arrow ("s" to
+"f") goes forward in time, and each end lies inside an event of its thread. Source: "Trace Event
+Format", Google, 2016.
 """
 
 import gzip
@@ -26,14 +23,14 @@ from labkit.trace.measures import end_of
 
 Event = dict[str, Any]
 
-# In one file, at one time: an event before those inside it, and before what points at it.
+# Order of simultaneous events: an event before those inside it and before arrows from it.
 ORDER = {"M": 0, "X": 1, "s": 2, "f": 3, "C": 4}
 SHOWN = ("step", "group", "dtype", "payload_bytes", "bus_bytes", "wire_bytes", "transport",
          "algorithm", "blocking", "source")  # fmt: skip
 
 
 def to_chrome(trace: Trace) -> dict[str, Any]:
-    """The trace as the JSON object of the format. What never ended is drawn to the trace's end."""
+    """The trace as a Trace Event JSON object. Unfinished events extend to the trace's end."""
     end_s = end_of(trace)
     pages = {number: _Page(rank, end_s) for number, rank in sorted(trace.ranks.items())}
     events = [event for page in pages.values() for event in page.events()]
@@ -45,7 +42,7 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
 
 
 def write_chrome(trace: Trace, path: str | Path) -> Path:
-    """Write the trace as `path`, packed when that ends in ".gz"; both viewers open it so."""
+    """Write the trace to `path`, gzipped if that ends in ".gz"; the viewers open either."""
     path = Path(path)
     data = json.dumps(to_chrome(trace), separators=(",", ":"), allow_nan=False).encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -54,7 +51,7 @@ def write_chrome(trace: Trace, path: str | Path) -> Path:
 
 @dataclass
 class _Slice:
-    """A complete event, in whole nanoseconds: sums of rounded times would not nest."""
+    """A complete event. Times are whole nanoseconds: sums of rounded times would not nest."""
 
     name: str
     category: str
@@ -63,17 +60,17 @@ class _Slice:
     args: dict[str, Any]
     rank: int
     thread: int = 0
-    around: "_Slice | None" = None  # on the same thread
+    around: "_Slice | None" = None  # the enclosing slice on the same thread
 
 
 class _Page:
-    """The slices of one rank, each on its thread."""
+    """The slices of one rank, by thread."""
 
     def __init__(self, rank: RankTrace, end_s: float):
         self.rank, self.end_s = rank, end_s
         self.threads: list[tuple[str, list[_Slice]]] = []
-        self.carried: dict[int, _Slice] = {}  # id of an event -> where it travels
-        self.waited: dict[int, _Slice] = {}  # id of an event -> where it is waited for
+        self.carried: dict[int, _Slice] = {}  # id of an event -> its transfer
+        self.waited: dict[int, _Slice] = {}  # id of an event -> its wait
         slices = []
         for step in rank.steps:
             name = f"step {step.index}" + ", in detail: its times mean nothing" * step.detail
@@ -108,8 +105,7 @@ class _Page:
         return _Slice(name, category, begin_ns, max(begin_ns, end_ns), known, self.rank.rank)
 
     def _lay(self, name: str, slices: Iterable[_Slice], nest: bool = True) -> None:
-        """Put the slices on a thread, and those that would cut across others on a further one; with
-        nest=False also those that would lie inside others."""
+        """Put slices on a thread, and crossing ones (nest=False: nested ones too) on another."""
         rest = sorted(slices, key=lambda x: (x.begin_ns, -x.end_ns))
         while rest or not self.threads:
             here: list[_Slice] = []
@@ -128,7 +124,7 @@ class _Page:
             rest = crossing
 
     def computing_at(self, when_ns: int) -> _Slice | None:
-        """A slice of the first thread that holds this moment, for an arrow to leave from."""
+        """The innermost slice of the first thread at `when_ns`: an arrow begins there."""
         i = bisect_right(self._begins, when_ns)
         x = self.threads[0][1][i - 1] if i else None
         while x and x.end_ns <= when_ns:
@@ -136,7 +132,7 @@ class _Page:
         return x
 
     def events(self) -> Iterator[Event]:
-        """All but the arrows."""
+        """All events except the arrows."""
         rank, pid = self.rank, _pid(self.rank.rank)
         where = ", ".join(filter(None, (rank.device, rank.host)))
         yield _meta("process_name", pid, 0, name=f"rank {rank.rank} ({where})")
@@ -158,7 +154,7 @@ class _Page:
 
 
 def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[tuple[str, _Slice, _Slice]]:
-    """The name of each arrow, and the slices at its ends."""
+    """The name of each arrow and the slices at its ends."""
     for rank, page in pages.items():
         for event in trace.ranks[rank].comms:
             issued_ns = round(event.issued_s * 1e9)
@@ -177,7 +173,7 @@ def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[tuple[str, _Slice
 
 
 def _arrow(number: int, name: str, begin: _Slice, end: _Slice) -> list[Event]:
-    """Two events, from one slice to the other; none where one of them is over too early."""
+    """The two events of an arrow; none if one of its ends is outside its slice."""
     begin_ns = begin.begin_ns
     end_ns = max(end.begin_ns, begin_ns)
     if not (begin_ns < begin.end_ns and end_ns < end.end_ns):
@@ -196,4 +192,4 @@ def _meta(what: str, pid: int, thread: int, **args: Any) -> Event:
 
 
 def _pid(rank: int) -> int:
-    return rank + 1  # process 0 is the idle one of Linux, to Perfetto
+    return rank + 1  # Perfetto takes process 0 for Linux's idle process

@@ -1,11 +1,11 @@
-"""A run is a folder, which reads back whole or as far as it came.
+"""A recorded run is a folder. An interrupted run can be read up to the interruption.
 
     run.json         what ran, and where: written first
-    rank0.jsonl ...  what each rank did, one file a rank (labkit/trace/rankfile.py)
-    metrics.jsonl    a line for each note of a rank, {"step": 3, "rank": 0, "loss": 2.1}
+    rank0.jsonl ...  what each rank did, one file per rank (labkit/trace/rankfile.py)
+    metrics.jsonl    one line per note of a rank, {"step": 3, "rank": 0, "loss": 2.1}
 
-Ranks of one host share its monotonic clock. Those of other hosts are put beside them by Unix time,
-so between hosts a trace is as exact as their clocks agree: about a millisecond with NTP.
+Ranks of one host share its monotonic clock. Hosts are aligned by Unix time, so between hosts a
+trace is as exact as their clocks agree: about a millisecond with NTP.
 """
 
 import json
@@ -31,14 +31,14 @@ RANK_FILE = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
 
 
 def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bool = False) -> Path:
-    """Make the folder of a run and write its `run.json`; returns the folder.
+    """Create the folder of a run, write its `run.json`, and return the folder.
 
     Args:
-        about: what ran, as {"what": "ddp", "world_size": 4, "seed": 0}; is added to where it ran
-            (host, platform, versions, command, start), or replaces it.
-        replace: remove the run that is in the folder. No other file is ever removed.
+        about: entries of `run.json`, as {"what": "ddp", "seed": 0}. They extend or override those
+            on the environment (host, platform, versions, command, start).
+        replace: remove an existing run. Other files are never removed.
 
-    Raises ValueError when the folder holds a run (and not `replace`) or anything else.
+    Raises ValueError if the folder holds a run (without `replace`) or anything else.
     """
     path = Path(path)
     if path.is_dir() and any(path.iterdir()):
@@ -57,7 +57,7 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
 
 
 def add_about(path: str | Path, **more: Any) -> None:
-    """Write more into the `run.json` of the run in the folder `path`."""
+    """Add entries to the `run.json` in the folder `path`."""
     _write_about(Path(path), {**_read_about(Path(path)), **more})
 
 
@@ -67,14 +67,14 @@ def _write_about(path: Path, about: dict[str, Any]) -> None:
 
 
 def add_metrics(path: str | Path, notes: Iterable[dict[str, Any]]) -> None:
-    """Append notes to the run in the folder `path`. All ranks of one host may."""
+    """Append notes to the run in the folder `path`. All ranks of a host may do so."""
     lines = "".join(json.dumps(note, default=float) + "\n" for note in notes)
     with (Path(path) / METRICS).open("ab") as file:
-        file.write(lines.encode())  # in one piece: ranks do not come between each other
+        file.write(lines.encode())  # one write: lines of other ranks do not interleave
 
 
 def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
-    """Write a trace as a run folder; `read_run` gives it back. Raises as `begin_run`."""
+    """Write a trace as a run folder, for `read_run`. Raises the errors of `begin_run`."""
     about = {key: value for key, value in trace.about.items() if key != "problems"}
     path = begin_run(path, {"world_size": trace.size, **about}, replace)
     for rank in trace.ranks.values():
@@ -90,11 +90,10 @@ def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
 def read_run(path: str | Path) -> Trace:
     """The run in the folder `path`: all ranks on one clock, beginning at 0 s.
 
-    A damaged run, or one that is still going on, gives what can be read: its ranks have
-    `complete` False, and `about["problems"]` says what is missing, in sentences.
+    Of a damaged or unfinished run, the readable part is returned: incomplete ranks have `complete`
+    False, and `about["problems"]` lists the problems.
 
-    Raises FileNotFoundError when there is no such folder, ValueError when it holds no run of
-    labkit or one in a newer format.
+    Raises FileNotFoundError for a missing folder, ValueError for no labkit run or a newer format.
     """
     path = Path(path)
     if not path.exists():
@@ -114,7 +113,7 @@ def read_run(path: str | Path) -> Trace:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    """The contents of `run.json`. Raises ValueError when the folder holds no run of labkit."""
+    """The contents of `run.json`. Raises ValueError if the folder holds no run of labkit."""
     wrong = f"{path} is not a labkit run"
     try:
         about = json.loads(read_file(path / RUN))
@@ -129,8 +128,8 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _leave_out_invalid(about: dict[str, Any]) -> list[str]:
-    """Remove entries that are computed with and cannot be; a sentence for each."""
-    about.pop("problems", None)  # they are those of a reader
+    """Remove invalid entries that labkit computes with; return a sentence for each."""
+    about.pop("problems", None)  # set by `read_run`, not recorded
     size, link, predicted = (about.get(name) for name in ("world_size", "link", "predicted"))
     levels = [link]
     if isinstance(link, dict) and "inside" in link:
@@ -151,7 +150,7 @@ def _is_number(value: Any) -> bool:
 
 def _environment() -> dict[str, Any]:
     try:
-        torch_version = version("torch")  # read, not imported: this module does without
+        torch_version = version("torch")  # read, not imported: this module needs no torch
     except PackageNotFoundError:
         torch_version = "none"
     return {
@@ -166,10 +165,10 @@ def _environment() -> dict[str, Any]:
 
 
 def _read_ranks(path: Path, world_size: int | None, problems: list[str]) -> dict[int, RankTrace]:
-    """Each rank's trace, its times on the clock of the first rank's host."""
+    """The trace of each rank, with times on the clock of the first rank's host."""
     numbers = {f.name: int(m[1]) for f in path.iterdir() if (m := RANK_FILE.fullmatch(f.name))}
     ranks: dict[int, RankTrace] = {}
-    offsets_s: dict[str, float] = {}  # host -> Unix time less monotonic time
+    offsets_s: dict[str, float] = {}  # host -> Unix time minus monotonic time
     for name in sorted(numbers, key=numbers.__getitem__):
         try:
             trace, offset_s, of_rank = read_rank_file(path / name)

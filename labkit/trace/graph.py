@@ -1,20 +1,18 @@
 """The recorded run as a graph.
 
     Trace ── one RankTrace per rank
-              steps    where each training step began and ended
+              steps    begin and end of each training step
               spans    computing: forward, backward and optimizer, by module
-              comms    what the communicator did (`labkit.events.CommEvent`)
-              memory   bytes by category over time, in the one step recorded in detail
-              operations  and what was computed in it, one by one
+              comms    the communicator's operations (`labkit.events.CommEvent`)
+              memory   bytes by category over time, in the detailed step
+              operations  the operations computed in the detailed step
 
-The edges are in the data. On a rank, things happen in the order of their times. A wait belongs to
-the event it waits for. The same collective has the same `group` and `seq` on all its ranks, a
-receive the same ends, tag and `seq` as its send: `Trace.collectives` and `Trace.messages` follow
-them, and a replay needs nothing else.
+The edges are implicit. On a rank, records are ordered by time, and a wait belongs to its event. A
+collective has the same `group` and `seq` on all its ranks; a receive has the same ends, tag and
+`seq` as its send (`Trace.collectives`, `Trace.messages`). A replay needs nothing else.
 
 All times are seconds since the trace's beginning, on one clock for all ranks.
-
-No torch here: a trace is read, replayed and drawn on machines that have none.
+No torch here: traces are read, replayed and drawn on machines without it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,35 +34,33 @@ PHASES = (  # "input" and "weight": in a pipeline, where backward is in two halv
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of computing on one rank.
-
-    In forward, spans nest as modules do. In backward, the whole is one span of depth 0 and
-    module "", and the modules follow each other at depth 1, each with what is its own only.
-    """
+    """A stretch of computing on one rank. In forward, spans nest as modules do. In backward, one
+    span of depth 0 and module "" covers the whole; the modules follow each other at depth 1,
+    without the time of their children."""
 
     phase: str  # one of PHASES
-    module: str  # path from the root, "blocks.0.mlp"; "" is the root, or all of backward
+    module: str  # path from the root, "blocks.0.mlp"; "": the root, or all of backward
     step: int
     began_s: float
-    ended_s: float  # 0.0 while it is open: the run ended inside
+    ended_s: float  # 0.0: still open when the run ended
     depth: int = 0  # 0 is outermost
     kind: str = ""  # class of the module or optimizer, "Linear"
-    flops: int | None = None  # counted in a detailed step: this span's own, without its children
+    flops: int | None = None  # in the detailed step; without those of its children
     moved_bytes: int | None = None  # read and written by its operations, likewise
 
 
 @dataclass(slots=True)
 class Step:
-    """One training step: from the end of the last one to the end of its optimizer step."""
+    """One training step: from the end of the previous one to the end of its optimizer step."""
 
     index: int
     began_s: float
-    ended_s: float  # 0.0 while it is open
-    detail: bool = False  # recorded in detail: has memory and operations, its times mean nothing
+    ended_s: float  # 0.0: still open
+    detail: bool = False  # has memory and operations; its times mean nothing
 
 
 class MemoryPoint(NamedTuple):
-    """Bytes held by each of CATEGORIES from `when_s` on."""
+    """Bytes held in each of CATEGORIES from `when_s` on."""
 
     when_s: float
     step: int
@@ -72,20 +68,20 @@ class MemoryPoint(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation that a rank computed in the step in detail, over at `when_s`."""
+    """One operation that a rank computed in the detailed step; it ended at `when_s`."""
 
     when_s: float
     step: int
-    name: str  # torch's, "mm"
+    name: str  # torch's name, "mm"
     dtype: str  # of its first tensor, "bfloat16"
     flops: int
     moved_bytes: int  # read and written
-    sides: tuple[int, ...] = ()  # m, n, k of a matrix product [m, k] x [k, n]; of many, each
+    sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n]; of a batch, of each
 
 
 @dataclass(slots=True)
 class RankTrace:
-    """What one rank recorded."""
+    """The records of one rank."""
 
     rank: int  # global
     size: int  # ranks in the world
@@ -97,18 +93,18 @@ class RankTrace:
     memory: list[MemoryPoint] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     complete: bool = True  # False: the rank died, or the file was cut off
-    alike: tuple[int, ...] = ()  # global ranks that do the same, and have no record of their own
+    alike: tuple[int, ...] = ()  # global ranks that behave alike and have no record
 
     def timed_records(self) -> Iterator[Span | CommEvent | Step]:
         return chain(self.steps, self.spans, self.comms)
 
     def lists(self) -> tuple[list[Any], ...]:
-        """Its records, a list for each kind."""
+        """The records, one list per kind."""
         return self.steps, self.spans, self.comms, self.memory, self.operations
 
 
 class MessageKey(NamedTuple):
-    """What a send and its receive have in common."""
+    """Identifies a message: equal for a send and its receive."""
 
     group: str
     source: int  # global ranks
@@ -119,8 +115,8 @@ class MessageKey(NamedTuple):
 
 @dataclass
 class Trace:
-    """A recorded run. `about` is the contents of `run.json`: what, where, versions, seeds.
-    `metrics`: one dict for each note of a rank, {"step": 3, "rank": 0, "loss": 2.1}."""
+    """A recorded run. `about` is the contents of `run.json`; `metrics` has one dict per note of a
+    rank, {"step": 3, "rank": 0, "loss": 2.1}."""
 
     ranks: dict[int, RankTrace] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
@@ -128,21 +124,21 @@ class Trace:
 
     @property
     def size(self) -> int:
-        """Ranks in the world (of which a damaged trace may miss some)."""
+        """Ranks in the world; a damaged trace may lack some."""
         return max((rank.size for rank in self.ranks.values()), default=0)
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks are there and none was cut off."""
+        """Whether all ranks are present and none was cut off."""
         return 0 < len(self.ranks) == self.size and all(r.complete for r in self.ranks.values())
 
     def steps(self, detail: bool | None = None) -> list[int]:
-        """Numbers of the steps; only the detailed or only the timed ones where asked."""
+        """The step numbers: all, or only the detailed (True) or the timed steps (False)."""
         every = (step for rank in self.ranks.values() for step in rank.steps)
         return sorted({s.index for s in every if detail is None or s.detail == detail})
 
     def step(self, index: int) -> "Trace":
-        """Step `index` alone, beginning at 0 s. Raises ValueError when it is not there."""
+        """Step `index` alone, beginning at 0 s. Raises ValueError if it is missing."""
         if index not in self.steps():
             steps = self.steps()
             there = f"{steps[0]} to {steps[-1]}" if steps else "none"
@@ -150,7 +146,7 @@ class Trace:
         return self.only([index]).from_zero()
 
     def only(self, steps: Iterable[int]) -> "Trace":
-        """These steps alone, at the times that they have here."""
+        """These steps alone, with their times unchanged."""
         chosen, kinds = set(steps), ("spans", "comms", "memory", "operations")
         ranks = {}
         for number, rank in self.ranks.items():
@@ -163,17 +159,15 @@ class Trace:
 
     @property
     def record_of(self) -> dict[int, RankTrace]:
-        """Global rank -> its record, or that of the rank that does the same; in order."""
+        """Global rank -> its record, or that of the rank it behaves like; in order."""
         every = [(number, rank) for rank in self.ranks.values() for number in rank.alike]
         every += self.ranks.items()
         return dict(sorted(every, key=lambda x: x[0]))
 
     def expanded(self, ranks: Iterable[int] | None = None) -> "Trace":
-        """With a record for each of `ranks` (all by default), those that do as another does among
-        them, in groups that lie alike (`groups_like`): what they share is not copied.
-
-        Raises ValueError for a rank of which nothing is known.
-        """
+        """The trace with a record for each of `ranks` (all by default), also for ranks that behave
+        like a recorded one: their groups follow from `groups_like`. Shared lists are not copied.
+        Raises ValueError for a rank without a record of either kind."""
         record_of = self.record_of
         expanded: dict[int, RankTrace] = {}
         for number in record_of if ranks is None else ranks:
@@ -185,13 +179,13 @@ class Trace:
         return replace(self, ranks=expanded)
 
     def from_zero(self) -> "Trace":
-        """The same with its earliest time at 0 s; itself is left as it is."""
+        """A copy with its earliest time at 0 s."""
         zero_s = min((t for rank in self.ranks.values() for t in _begins(rank)), default=0.0)
         ranks = {number: earlier(rank, zero_s) for number, rank in self.ranks.items()}
         return replace(self, ranks=ranks)
 
     def collectives(self) -> dict[tuple[str, int], dict[int, CommEvent]]:
-        """(group, seq) -> global rank -> its event."""
+        """(group, seq) -> global rank -> event."""
         collectives: dict[tuple[str, int], dict[int, CommEvent]] = {}
         for rank in self.ranks.values():
             for event in rank.comms:
@@ -200,8 +194,7 @@ class Trace:
         return collectives
 
     def messages(self) -> dict[MessageKey, dict[str, CommEvent]]:
-        """Each message -> {"send": event, "recv": event}, one of them missing where it is not
-        recorded."""
+        """Message -> {"send": event, "recv": event}, without the ends not recorded."""
         messages: dict[MessageKey, dict[str, CommEvent]] = {}
         for rank in self.ranks.values():
             for event in rank.comms:
@@ -222,7 +215,7 @@ def _begins(rank: RankTrace) -> Iterable[float]:
 
 
 def earlier(rank: RankTrace, by_s: float) -> RankTrace:
-    """All times earlier by `by_s`; an end that is 0.0, "not yet", stays so."""
+    """Shift all times back by `by_s`. An end of 0.0 ("not yet") stays 0.0."""
 
     def moved(record: Any, begin: str, *others: str) -> Any:
         times = {name: getattr(record, name) for name in others}
@@ -242,8 +235,7 @@ def earlier(rank: RankTrace, by_s: float) -> RankTrace:
 
 @cache
 def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
-    """All groups of the shape of `ranks` that together have each of `size` ranks once, as those of
-    a mesh do; `ranks` alone where it cannot be laid out so.
+    """The groups shaped like `ranks` that partition `size` ranks, as in a mesh; else `ranks` alone.
 
     (0, 1, 2, 3) of 8 ranks    (4, 5, 6, 7)                    neighbours
     (0, 4) of 8 ranks          (1, 5)  (2, 6)  (3, 7)          one of each node
@@ -262,8 +254,8 @@ def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...
 
 
 def as_seen_by(event: CommEvent, rank: int, size: int) -> CommEvent:
-    """The event of a rank that does the same as the one of `event`, in its own group and with a
-    peer at the same distance. Unchanged where the group of `rank` cannot be known."""
+    """The event on `rank`, which behaves like the event's own rank: in its group, with the peer at
+    the same distance. Unchanged if the group of `rank` is unknown."""
     own = next((x for x in groups_like(event.ranks, size) if rank in x), None)
     if own is None:
         return event

@@ -1,7 +1,5 @@
-"""What the times of a trace add up to: computing, communicating, waiting, and how much
-communication was hidden behind computing. All over sets of intervals: lists of (begin, end) in
-seconds, sorted, that do not touch.
-"""
+"""Measures of a trace: computing, communication, waiting, and their overlap. Intervals are sorted,
+disjoint lists of (begin, end) in seconds."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +13,7 @@ Intervals = list[tuple[float, float]]
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """The same time, each moment once."""
+    """Merge intervals that overlap or touch."""
     joined: Intervals = []
     for begin, end in sorted(x for x in intervals if x[1] > x[0]):
         if joined and begin <= joined[-1][1]:
@@ -26,7 +24,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def without(intervals: Intervals, taken: Intervals) -> Intervals:
-    """What of `intervals` is not in `taken`."""
+    """The parts of `intervals` outside `taken`."""
     left: Intervals = []
     for begin, end in intervals:
         for out_begin, out_end in taken:
@@ -42,23 +40,23 @@ def without(intervals: Intervals, taken: Intervals) -> Intervals:
 
 
 def common(first: Intervals, second: Intervals) -> Intervals:
-    """What is in both."""
+    """The intersection."""
     return without(first, without(first, second))
 
 
 def length_s(intervals: Intervals) -> float:
-    """Seconds in all of them together."""
+    """The total length in seconds."""
     return sum(end - begin for begin, end in intervals)
 
 
 def waiting(rank: RankTrace) -> Intervals:
-    """When the program waited for communication."""
+    """When the rank waited for communication."""
     return union((x.wait_began_s, x.wait_ended_s) for x in rank.comms if x.wait_ended_s)
 
 
 def computing(rank: RankTrace) -> Intervals:
-    """When it computed: its outermost spans, less the waits inside them. A user's span counts only
-    where it holds no other: one around the whole loop is no computing."""
+    """When the rank computed: its outermost spans, without waits. A user's span counts only if it
+    contains no other: a span around the whole training loop is not computing."""
     spans = [x for x in rank.spans if x.depth == 0 and x.ended_s]
     known = union((x.began_s, x.ended_s) for x in spans if x.phase != "user")
     own = [(x.began_s, x.ended_s) for x in spans if x.phase == "user"]
@@ -66,13 +64,12 @@ def computing(rank: RankTrace) -> Intervals:
 
 
 def communicating(rank: RankTrace) -> Intervals:
-    """When something was under way."""
+    """When a transfer was under way."""
     return union((x.began_s, x.ended_s) for x in rank.comms if x.ended_s)
 
 
 def overlap(trace: Trace) -> float:
-    """The part of the communication during which the same rank computed, 0 to 1, over all ranks;
-    0 where nothing travelled."""
+    """The fraction of communication time hidden behind computing, over all ranks; 0 without any."""
     pairs = [(communicating(rank), computing(rank)) for rank in trace.ranks.values()]
     total_s = sum(length_s(comm) for comm, _ in pairs)
     hidden_s = sum(length_s(common(comm, compute)) for comm, compute in pairs)
@@ -80,7 +77,7 @@ def overlap(trace: Trace) -> float:
 
 
 def end_of(trace: Trace) -> float:
-    """The last moment of a trace, in seconds; 0.0 of an empty one."""
+    """The last time in the trace, in seconds; 0.0 if it is empty."""
     times = [0.0]
     for rank in trace.ranks.values():
         for record in rank.timed_records():
@@ -92,8 +89,7 @@ def end_of(trace: Trace) -> float:
 
 
 def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:
-    """The events of one rank by group, and where some of one group were under way at the same
-    time, in as many lanes as that takes: in a lane, one ends before the next begins."""
+    """One rank's finished events by group, in lanes within which no two overlap in time."""
     lanes_of: dict[str, list[list[CommEvent]]] = {}
     for event in sorted((e for e in events if e.ended_s), key=lambda e: (e.began_s, e.ended_s)):
         group_lanes = lanes_of.setdefault(event.group, [])
@@ -105,13 +101,13 @@ def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:
 
 
 def peak_memory(rank: RankTrace) -> dict[str, int]:
-    """Bytes by category at the moment when it held the most; all 0 where nothing is known."""
+    """Bytes by category at the rank's peak; all 0 without memory records."""
     most = max((point.held_bytes for point in rank.memory), key=sum, default=(0,) * len(CATEGORIES))
     return dict(zip(CATEGORIES, most, strict=True))
 
 
 def main_dtype(trace: Trace) -> str | None:
-    """That in which the most operations were counted; None where none was."""
+    """The dtype with the most counted FLOPs; None if none were counted."""
     flops: Counter[str] = Counter()
     for rank in trace.ranks.values():
         for operation in rank.operations:
@@ -121,28 +117,24 @@ def main_dtype(trace: Trace) -> str | None:
 
 @dataclass(frozen=True)
 class Split:
-    """The time of one step; of several ranks, their mean. The three parts add up to it.
+    """The time of one step (the mean over several ranks), in three parts that add up to it.
 
-    compute_s   the program went on: it computed (or, on a real machine, did whatever else it does)
-    exposed_s   it waited while what it waited for, or what had to leave before, was on the wire
-    bubble_s    it waited for other ranks, with nothing of its own on the wire, or its step was over
+    compute_s   the program did not wait: it computed (or, on a real machine, did anything else)
+    exposed_s   it waited while the awaited transfer, or one queued before it, was on the wire
+    bubble_s    it waited for other ranks with nothing of its own on the wire, or its step was over
     """
 
     step_s: float
     compute_s: float
     exposed_s: float
     bubble_s: float
-    flops: float | None = None  # on one rank, where they were counted
+    flops: float | None = None  # on one rank, if they were counted
 
     def mfu(self, peak_flops: float) -> float:
-        """Model FLOPs utilization: the counted operations over those that a device of `peak_flops`
-        a second could have done in this time. What the step computes twice is counted twice:
-        with recomputation, and a little by the backward of flash attention, it is the hardware's
-        utilization (`predict.step_flops` has the model's). Source: PaLM, arXiv 2204.02311,
-        appendix B.
-
-        Raises ValueError where no operations were counted.
-        """
+        """Model FLOPs utilization: the counted FLOPs over those that a device of `peak_flops` per
+        second can do in this time. Recomputed FLOPs count twice (a few also in the backward of
+        flash attention): that is hardware utilization. `predict.step_flops` has the model's FLOPs.
+        Source: PaLM, arXiv 2204.02311, appendix B. Raises ValueError if no FLOPs were counted."""
         if self.flops is None:
             raise ValueError("no operations were counted in this step; see record(detail_step=1)")
         return self.flops / (self.step_s * peak_flops)
@@ -155,11 +147,8 @@ class Split:
 
 
 def split_of(trace: Trace, step: int | None = None) -> Split:
-    """The split of a step, by default the last one: the mean over the ranks, of which each counts
-    as often as others do the same.
-
-    Raises ValueError for a step that is not there or has not ended on all ranks.
-    """
+    """The split of a step (by default the last), as the mean over all ranks, recorded or alike.
+    Raises ValueError if the step is missing or has not ended on all ranks."""
     if not trace.steps():
         raise ValueError("this trace has no steps; they end with the step of an optimizer")
     ranks = trace.step(trace.steps()[-1] if step is None else step).ranks.values()
@@ -179,7 +168,7 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
 def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
     step = rank.steps[0]
     waits = common(waiting(rank), [(step.began_s, step.ended_s)])
-    others_s = whole_s - (step.ended_s - step.began_s)  # it began later, or was done earlier
+    others_s = whole_s - (step.ended_s - step.began_s)  # began later or ended earlier
     waiting_s = length_s(waits) + others_s
     exposed_s = length_s(common(waits, _exposing(rank)))
     flops = [span.flops for span in rank.spans if span.flops is not None]
@@ -190,8 +179,7 @@ def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
 
 
 def _exposing(rank: RankTrace) -> Intervals:
-    """When this rank waited for something that was on the wire: for a received message, that
-    message; for its own communication, also what it had handed to the wire before."""
+    """Waits with a transfer on the wire: the awaited one or, unless a receive, an earlier one."""
     exposing, wire = [], list[tuple[float, float]]()
     for event in sorted(rank.comms, key=lambda x: (x.issued_s, x.began_s)):
         own = [(event.began_s, event.ended_s)]

@@ -1,29 +1,27 @@
-"""How a collective moves data, step by step, as plain data. Every rank puts its own number into
-every chunk, and any sum of these can be taken apart again (see `number`). A step is what the
-alpha-beta model counts: in it a rank sends one message and receives one, and a message leaves only
-after the rank has waited for what it needs.
-"""
+"""How a collective moves data, step by step, as plain data. Each rank fills its chunks with its own
+numbers, and any sum of them can be decoded (see `number`). As in the alpha-beta model, a rank
+sends one message and receives one per step, and sends only after it has waited for its inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-MOST_RANKS = 8  # 2 x 8 digits of 4 bits: what is added up to 15 times can still be counted
-Key = tuple[int, int, int, int]  # of a message: from, to, tag, how many of these came before it
+MOST_RANKS = 8  # 2 x 8 digits of 4 bits: each counts up to 15
+Key = tuple[int, int, int, int]  # of a message: source, target, tag, count of these before it
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a chunk of memory holds: `counts`, how often each rank's number is in its sum (() where
-    it is no such sum), and which chunk they are for (None where empty, or of several)."""
+    """What a chunk holds. `counts`: how often each rank's number is in its sum (() if it is no such
+    sum). `chunk`: the chunk that the numbers are for (None if empty or mixed)."""
 
     counts: tuple[int, ...]
     chunk: int | None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Whose numbers are in it."""
+        """The ranks with a number in the sum."""
         return tuple(rank for rank, count in enumerate(self.counts) if count)
 
     @property
@@ -37,8 +35,8 @@ class Content:
 
 @dataclass(frozen=True)
 class Message:
-    """One message from rank `source` to `target`; `contents` are pairs (place, content), the place
-    being the chunk of the sender's buffer (None where it was sent from elsewhere)."""
+    """A message from rank `source` to `target`. `contents` are pairs (place, content): place is the
+    chunk of the sender's buffer, None for other memory."""
 
     source: int
     target: int
@@ -46,14 +44,14 @@ class Message:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The chunks it carries: by their place, or by what is in them."""
+        """The chunks in the message, by their place or else by their content."""
         chunks = (content.chunk if place is None else place for place, content in self.contents)
         return tuple(chunk for chunk in chunks if chunk is not None)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One step: its messages, and what each rank holds after it, `held[rank][chunk]`."""
+    """One step: its messages, and what each rank holds afterwards, `held[rank][chunk]`."""
 
     messages: tuple[Message, ...]
     held: tuple[tuple[Content, ...], ...]
@@ -61,7 +59,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Movement:
-    """A recorded collective on `size` ranks: what they held at first, and its steps."""
+    """A recorded collective on `size` ranks: the initial contents, and the steps."""
 
     name: str
     size: int
@@ -70,7 +68,7 @@ class Movement:
 
     @property
     def sent_chunks(self) -> list[int]:
-        """How many chunks each rank has sent."""
+        """The number of chunks each rank sent."""
         messages = [message for frame in self.frames for message in frame.messages]
         return [
             sum(len(message.contents) for message in messages if message.source == rank)
@@ -87,8 +85,8 @@ class Movement:
 
 @dataclass(frozen=True)
 class Note:
-    """What one rank did, in its order: posted a send or a receive, waited for one, or ended.
-    `buffer` is what its buffer held before it, `sent` are pairs (place, number)."""
+    """One action of a rank: it posted a send or a receive, waited for one, or ended. `buffer` is
+    its buffer before the action; `sent` are pairs (place, number)."""
 
     kind: Literal["send", "recv", "wait", "end"]
     buffer: tuple[int, ...]
@@ -97,17 +95,16 @@ class Note:
 
 
 def number(rank: int, chunk: int, size: int) -> int:
-    """What `rank` puts into chunk `chunk` of n: D^rank + D^(n + chunk), D = 2^(64 // 2n) so that 2n
-    digits fit, as a signed integer of 64 bits. The lower n digits of a sum say how often each
-    rank's number is in it, the upper n of which chunk it is: so an element that was added twice, or
-    in the place of another chunk, can be seen."""
+    """The int64 that `rank` puts into chunk `chunk` of n: D^rank + D^(n + chunk), D = 2^(64 // 2n).
+    In a sum, the lower n digits count the numbers of each rank and the upper n those of each chunk,
+    which reveals an element added twice or in the place of another chunk."""
     bits = 64 // (2 * size)
     value = (1 << rank * bits) | (1 << (size + chunk) * bits)
     return value - (1 << 64) if value >> 63 else value
 
 
 def content_of(value: int, size: int) -> Content:
-    """Which numbers were added up to `value`."""
+    """Decode a sum of numbers."""
     bits, value = 64 // (2 * size), value & (1 << 64) - 1
     digits = [value >> k * bits & (1 << bits) - 1 for k in range(2 * size)]
     counts, chunks = digits[:size], digits[size:]
@@ -118,7 +115,7 @@ def content_of(value: int, size: int) -> Content:
 
 
 def movement_of(name: str, logs: Sequence[Sequence[Note]]) -> Movement:
-    """The movement in the notes of all ranks."""
+    """Build the movement from the notes of all ranks."""
     size = len(logs)
     step_of, clocks = _in_steps(logs)
     steps = max(step_of.values(), default=0)
@@ -138,12 +135,9 @@ def _row(cells: Sequence[int], size: int) -> tuple[Content, ...]:
 
 
 def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list[int]]]:
-    """The step of each message, from 1, and each rank's clock after each of its notes: the last
-    step that it has waited for.
-
-    A message goes in the first step after the clocks of both ends, as they posted it, in which its
-    sender sends nothing else and its receiver receives nothing else.
-    """
+    """The step of each message, from 1, and each rank's clock after each note: the last step it has
+    waited for. A message goes in the first step after the clocks of both ends, as they posted it,
+    in which its sender sends and its receiver receives nothing else."""
     step_of: dict[Key, int] = {}
     posted: dict[Key, list[int]] = {}
     sending, receiving = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -169,11 +163,11 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
                     posted.setdefault(note.message, []).append(now)
                 elif note.kind == "wait":
                     if len(posted.get(note.message, [])) < 2:
-                        break  # its other end comes later
+                        break  # the other end posts later
                     now = max(now, schedule(note.message))
                 clock.append(now)
                 moved = True
-    for key in posted:  # those that no rank has waited for
+    for key in posted:  # messages that no rank waited for
         schedule(key)
     return step_of, clocks
 
@@ -181,8 +175,7 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
 def _held(
     log: Sequence[Note], clock: Sequence[int], steps: int, size: int
 ) -> list[tuple[Content, ...]]:
-    """What a rank holds of each chunk after each step: its buffer, or what it sends on from
-    memory of its own, whichever came last."""
+    """What a rank holds after each step: per chunk the last value in the buffer or sent."""
     cells, before = list(log[0].buffer), log[0].buffer
     after: list[tuple[Content, ...]] = []
     for note, step in zip(log, clock):

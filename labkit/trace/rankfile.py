@@ -1,14 +1,14 @@
-"""The event file of one rank: JSON lines that are appended while it runs, and read whole or cut.
+"""The record file of one rank: JSON lines, appended while the rank runs.
 
     {"rank":0, "size":4, "device":"cpu", "host":"n1", "clock":{...}, "columns":{"step":[...], ...}}
-    ["step",0, 0,81.25,0.0,false]       kind, number, then the columns of its kind
+    ["step",0, 0,81.25,0.0,false]       kind, number, then the columns of this kind
     ["span",1, "forward","blocks.0",0,81.26,81.27,1,"Block",null,null]
-    ["step",0, 0,81.25,81.5,false]      number 0 again, now that it has ended: the later line wins
+    ["step",0, 0,81.25,81.5,false]      number 0 again, now ended: the later line wins
     ["end",2]                           the end mark: 2 records were written
 
-All is ASCII and a line is written at once, so a file that is cut off can be read up to there. The
-header has the columns: those that this labkit does not know are skipped. Times are seconds on the
-machine's monotonic clock; `clock` has one moment on it and in Unix time.
+All is ASCII, and each line is written at once: a truncated file can be read up to the cut. The
+header names the columns; unknown ones are skipped. Times are seconds on the machine's monotonic
+clock; `clock` gives one moment on it and in Unix time.
 """
 
 import json
@@ -34,14 +34,11 @@ _line = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RankFile:
-    """Writes `rank<n>.jsonl` of `trace` in the run folder `path`; its records are appended. For one
-    thread at a time.
+    """Writes `rank<n>.jsonl` of `trace` in the run folder `path`. Not thread-safe.
 
-    An open record (its `ended_s` is 0.0) is written as it is, and once more by the first `append`
-    or `close` after its end. So `ended_s` has to be set last.
-
-    `clock`: (monotonic, Unix) seconds of one moment; now if absent.
-    Raises ValueError when the file exists already.
+    An open record (`ended_s` is 0.0) is written, and again by the first `append` or `close` after
+    its end: set `ended_s` last. `clock`: (monotonic, Unix) seconds of one moment; None: now.
+    Raises ValueError if the file exists.
     """
 
     def __init__(
@@ -75,12 +72,12 @@ class RankFile:
         self._write([self._row(record) for record in (*ended, *records)])
 
     def mark_end(self) -> None:
-        """Write what has ended since, and an end mark: all is there, unless more is appended."""
+        """Write the end mark: the file is complete, unless more records are appended."""
         self.append()
         self._write([["end", self._count]])
 
     def close(self) -> None:
-        """Write what has ended since; without an end mark the file reads as cut off."""
+        """Write records that ended; without an end mark, the file reads as cut off."""
         if not self._file.closed:
             self.append()
             self._file.close()
@@ -88,7 +85,7 @@ class RankFile:
     def _row(self, record: Record) -> list[Any]:
         number, _ = self._open.pop(id(record), (self._count, record))
         self._count += number == self._count
-        if _is_open(record):  # asked before its values are read: it may be ending just now
+        if _is_open(record):  # checked before its values are read: it may end meanwhile
             self._open[id(record)] = (number, record)
         kind = KIND_OF[type(record)]
         return [kind, number, *(_packed(getattr(record, name)) for name in TYPES[kind])]
@@ -102,9 +99,9 @@ _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, Recur
 
 
 def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
-    """Returns (trace, offset_s, problems): the readable part of the file, its times as they are
-    there; Unix time less monotonic time on that host; and a sentence for each problem. Raises
-    OSError, and ValueError where it lacks its header."""
+    """Returns (trace, offset_s, problems): the readable records, with the file's times; Unix time
+    minus the host's monotonic time; a sentence for each problem. Raises OSError, and ValueError for
+    an invalid header or that of another rank."""
     lines = read_file(path).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -137,7 +134,7 @@ def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
             if kind == "end":
                 ended_after = number
             elif kind in columns and kind not in KINDS:
-                records[number] = None  # of a newer labkit
+                records[number] = None  # written by a newer labkit
             else:
                 records[number] = _record(kind, columns[kind], values, ranges)
         except _UNREADABLE:
@@ -167,8 +164,7 @@ def _problems(
 
 
 def _record(kind: str, columns: list[str], values: list[Any], ranges: "_Ranges") -> Record:
-    """The record of one line. Raises ValueError for types, sizes, phases, categories or places in
-    the group that no run has."""
+    """Parse a line. Raises ValueError for invalid types, sizes, phases, categories or ranks."""
     known = {}
     for name, value in zip(columns, values, strict=True):
         wanted = TYPES[kind].get(name)
@@ -200,7 +196,7 @@ def _is_open(record: Record) -> bool:
 
 
 def _packed(value: Any) -> Any:
-    """Evenly spaced ranks as "first:stop:step": a group of 1024 takes 8 bytes."""
+    """Encode evenly spaced ranks as "first:stop:step": a group of 1024 takes 8 bytes."""
     if isinstance(value, tuple) and len(value) > 3:
         step = value[1] - value[0]
         if step > 0 and value == tuple(range(value[0], value[-1] + 1, step)):
@@ -209,9 +205,9 @@ def _packed(value: Any) -> Any:
 
 
 class _Ranges(dict[str, tuple[int, ...]]):
-    """The ranges of one file, "first:stop:step" -> their numbers; equal ones share a tuple."""
+    """The ranges of one file, "first:stop:step" -> numbers; equal ranges share a tuple."""
 
-    left = 1 << 20  # numbers that are still allowed
+    left = 1 << 20  # numbers still allowed
 
     def unpack(self, value: Any) -> tuple[int, ...]:
         return self[value] if isinstance(value, str) else tuple(valid(x, int) for x in value)
@@ -226,8 +222,7 @@ class _Ranges(dict[str, tuple[int, ...]]):
 
 
 def valid(value: Any, wanted: Any) -> Any:
-    """`value` as the type `wanted`. Raises ValueError when it is another, or larger than in any
-    run."""
+    """`value` as the type `wanted`. Raises ValueError for another type or an impossible size."""
     if wanted is float:
         if type(value) in (int, float) and abs(value) <= LONGEST_S:  # NaN is not
             return float(value)

@@ -1,9 +1,5 @@
-"""What NCCL says of itself with NCCL_DEBUG=INFO, read into plain data (no torch here).
-
-log.py       the data: communicators, ranks, connections; what a channel is
-parse.py     a log's text -> that data; what a line looks like
-summary.py   that data -> a table, and what deserves a second look
-examples/    explained example lines, composed after NCCL's documentation
+"""A log of NCCL (NCCL_DEBUG=INFO) as plain data. No torch here. The explained example logs in
+examples/ follow NCCL's documentation.
 
 NcclLog ── communicators ── Communicator    the ranks of one of torch's process groups
                               ranks         the host and GPU of each

@@ -1,5 +1,5 @@
-"""What a log of NCCL says, as data (no torch here). A *channel* is one ring and one tree, with some
-of the GPU's threads and a share of the bytes: NCCL runs several at once to fill all links."""
+"""The contents of an NCCL log. A *channel* is one ring and one tree, with some of the GPU's threads
+and a share of the bytes: NCCL runs several channels at once to fill all links."""
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ class NcclRank:
     pid: int
     device: int  # the CUDA device in its process
     bus_id: str = ""  # of the GPU on PCI, in hexadecimal: "1d000"
-    ready: bool = False  # it has said "Init COMPLETE"
+    ready: bool = False  # logged "Init COMPLETE"
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """`source` sends to `target`. `transport` is NCCL's own text, as "NET/IB/0/GDRDMA"; both ends
-    of a network connection say it, so the same one can stand there as "send" and as "receive"."""
+    """`source` sends to `target`. `transport` is NCCL's text, as "NET/IB/0/GDRDMA". Both ends log a
+    network connection, so it may appear twice, as "send" and as "receive"."""
 
     channel: int
     source: int
     target: int
     transport: str
-    end: str = ""  # "send" or "receive" over a network, else nothing
+    end: str = ""  # "send" or "receive" over a network, else ""
 
     @property
     def kind(self) -> str:
@@ -42,7 +42,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """The place of a rank in a channel's tree."""
+    """A rank's place in the tree of a channel."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -50,13 +50,13 @@ class TreeNode:
 
 @dataclass
 class Communicator:
-    """Ranks that talk together. `id` is what NCCL calls commId; for a split one without, whose
-    split it is and its color; "" where the log has neither."""
+    """A group of ranks. `id` is NCCL's commId; for a split without one, the parent, the number of
+    the split and its color; "" if the log has neither."""
 
     id: str = ""
     size: int = 0
     ranks: dict[int, NcclRank] = field(default_factory=dict)
-    channels: int = 0  # of which the log may not show all
+    channels: int = 0  # the log may not show all of them
     rings: dict[int, tuple[int, ...]] = field(default_factory=dict)
     trees: dict[int, dict[int, TreeNode]] = field(default_factory=dict)
     connections: list[Connection] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Communicator:
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks have said "Init COMPLETE"; where not, one of them may hang."""
+        """Whether all ranks logged "Init COMPLETE"; if not, one of them may hang."""
         return 0 < self.size == sum(rank.ready for rank in self.ranks.values())
 
     def hosts(self) -> dict[str, list[int]]:
@@ -75,13 +75,12 @@ class Communicator:
         return hosts
 
     def same_node(self, one: int, other: int) -> bool:
-        """Whether both are on one host. A rank that the log does not place is on none."""
+        """Whether both ranks are on one host; False if a rank's host is unknown."""
         both = one in self.ranks and other in self.ranks
         return both and self.ranks[one].host == self.ranks[other].host
 
     def over(self, source: int, target: int, channel: int | None = None) -> Connection | None:
-        """The connection from `source` to `target`, on `channel` if one is given; None where the
-        log has none."""
+        """The connection from `source` to `target` (on any `channel` if None), or None."""
         for link in self.connections:
             if (link.source, link.target) == (source, target) and channel in (None, link.channel):
                 return link
@@ -94,7 +93,7 @@ class Communicator:
 
 
 def alike(graphs: Mapping[int, Hashable]) -> list[list[int]]:
-    """The channels, grouped by equal rings or trees."""
+    """Group channels with equal rings or trees."""
     channels: dict[Hashable, list[int]] = {}
     for channel, graph in sorted(graphs.items()):
         channels.setdefault(graph, []).append(channel)
@@ -103,10 +102,10 @@ def alike(graphs: Mapping[int, Hashable]) -> list[list[int]]:
 
 @dataclass
 class NcclLog:
-    """The contents of a log. `lines` counts the lines of NCCL, `understood` those parsed here."""
+    """The contents of a log. `lines` counts NCCL's lines, `understood` the parsed ones."""
 
-    versions: list[str] = field(default_factory=list)  # one, where all is well
-    networks: list[str] = field(default_factory=list)  # those chosen: "IB", "Socket", a plugin's
+    versions: list[str] = field(default_factory=list)  # one, unless ranks differ
+    networks: list[str] = field(default_factory=list)  # the chosen ones: "IB", "Socket", a plugin's
     cards: dict[str, list[str]] = field(default_factory=dict)  # host -> "mlx5_0:1/IB" or "eth0"
     settings: dict[str, str] = field(default_factory=dict)  # NCCL_... variables that are set
     warnings: list[str] = field(default_factory=list)
@@ -116,13 +115,12 @@ class NcclLog:
 
     @property
     def version(self) -> str:
-        """NCCL's version, "" where the log has none; where ranks differ, all of them."""
+        """NCCL's version; all of them if ranks differ; "" if the log has none."""
         return ", ".join(self.versions)
 
     @property
     def main(self) -> Communicator:
-        """The communicator with most ranks, the one of all where torch made it. Raises ValueError
-        where the log has none."""
+        """The communicator with the most ranks. Raises ValueError if the log has none."""
         if not self.communicators:
             raise ValueError(
                 "this log has no communicator; run with NCCL_DEBUG=INFO, and keep all lines "

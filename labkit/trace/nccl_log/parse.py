@@ -1,11 +1,11 @@
-"""Reads a log of NCCL. A line begins with its process, and the lines of all ranks are mixed:
+"""Parses a log of NCCL. Each line begins with its process; the lines of all ranks are mixed:
 
     node0:4100:4131 [2] NCCL INFO Channel 00/0 : 2[2] -> 3[3] via P2P/CUMEM
     host  process thread  CUDA device
 
-Other lines are skipped. The forms here are those of NCCL 2.8 to 2.27. Source: NCCL's documentation,
-"Environment Variables" (NCCL_DEBUG), and NCCL's source, which has each line's format (src/debug.cc,
-src/init.cc, src/graph/rings.cc, src/transport/).
+Other lines are skipped. The patterns fit NCCL 2.8 to 2.27. Sources: NCCL's documentation,
+"Environment Variables" (NCCL_DEBUG); NCCL's code (src/debug.cc, src/init.cc,
+src/graph/rings.cc, src/transport/).
 """
 
 import re
@@ -44,12 +44,12 @@ Match = re.Match[str]
 
 
 def read_nccl_log(path: Path | str) -> NcclLog:
-    """Read a log from a file. Raises OSError, and ValueError where it is not a regular file."""
+    """Read a log file. Raises OSError, and ValueError if it is not a regular file."""
     return parse_nccl_log(read_file(path).decode(errors="replace"))
 
 
 def parse_nccl_log(text: str) -> NcclLog:
-    """Read a log from its text; nothing in it is an error."""
+    """Parse the text of a log. Unknown lines are skipped; none raises an error."""
     lines = [line for each in text.splitlines() if (line := LINE.search(each))]
     log = NcclLog(list(dict.fromkeys(VERSION.findall(text))), lines=len(lines))
     communicators = _Communicators(lines)
@@ -65,7 +65,7 @@ def parse_nccl_log(text: str) -> NcclLog:
 
 
 def _read_process_line(log: NcclLog, line: Match) -> bool:
-    """Read what holds for a whole process; returns whether the line was about that."""
+    """Parse a line about a whole process; return whether it was one."""
     if match := CHOSEN.search(line["text"]):
         log.networks += [match[1]] if match[1] not in log.networks else []
     elif match := CARDS.search(line["text"]):
@@ -79,8 +79,8 @@ def _read_process_line(log: NcclLog, line: Match) -> bool:
 
 
 class _Communicators:
-    """The communicators, and which of them each thread is setting up. Where the log names one at
-    most, every line is about that one, also where the log's head is missing."""
+    """The communicators, and the one each thread is setting up. If the log names at most one, every
+    line is about that one, even if the head of the log is missing."""
 
     def __init__(self, lines: list[Match]):
         self.by_name: dict[str, Communicator] = {}
@@ -91,7 +91,7 @@ class _Communicators:
         self._only = None if len(names - {""}) > 1 else "".join(names)
 
     def read(self, line: Match) -> bool:
-        """Read a line about a communicator; returns whether it was one."""
+        """Parse a line about a communicator; return whether it was one."""
         text = line["text"]
         if match := INIT.search(text):
             name = self._name(line, match)
@@ -125,8 +125,7 @@ class _Communicators:
         return True
 
     def _group(self, line: Match) -> Communicator:
-        """The communicator of a line: the one that it names, else its thread's last, else its
-        process's (helper threads set up none themselves)."""
+        """The line's communicator: as named, else its thread's last, else its process's."""
         name = self._only
         if name is None:
             name = self._of_process.get(line.group("host", "pid", "device"), "")
@@ -136,12 +135,12 @@ class _Communicators:
         return self.by_name.setdefault(name, Communicator(name))
 
     def _name(self, line: Match, init: Match) -> str:
-        """The commId; where a split communicator has none, its parent, which of the parent's splits
-        it is, and its color. (The log gives the parent as a pointer, different in each process.)"""
+        """The commId; for a split without one, its parent, the number of the split, and its color.
+        (The log gives the parent as a pointer, which differs between processes.)"""
         host, pid = line["host"], line["pid"]
         name = self._name_at.get((host, pid, init["comm"]), "")
         if name and init["state"] == "COMPLETE":
-            return name  # as its START said, whatever this line adds
+            return name  # as in its START line, whatever this line adds
         if init["id"]:
             name = init["id"]
         elif init["parent"]:

@@ -1,4 +1,4 @@
-"""A log of NCCL as a table, and what in it deserves a second look."""
+"""A log of NCCL as a table, with remarks on likely problems."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MOST_SHOWN = 4  # warnings, hosts or rings
 
 
 def table(log: NcclLog, name: str = "NCCL log") -> Table:
-    """What the log says of its largest communicator. Raises ValueError for a log without one."""
+    """Summarize the log's largest communicator. Raises ValueError for a log without one."""
     group = log.main
     rows = [
         ("NCCL", log.version or "not said"),
@@ -40,10 +40,8 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
 
 
 def remarks(log: NcclLog) -> list[str]:
-    """What often makes NCCL slow or fail, where the log shows it: a sentence for each.
-
-    Source: NCCL's documentation, "Troubleshooting" and "Environment Variables".
-    """
+    """A sentence for each common cause of slow or failing NCCL that the log shows.
+    Source: NCCL's documentation, "Troubleshooting" and "Environment Variables"."""
     group, more = log.main, len(log.warnings) - MOST_SHOWN
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
     late = [number for number, rank in sorted(group.ranks.items()) if not rank.ready]
@@ -84,10 +82,9 @@ def remarks(log: NcclLog) -> list[str]:
 
 
 def kinds(group: Communicator, inside: bool) -> "Counter[str]":
-    """How often each kind of transport was connected, inside nodes or between them. A network
-    connection, which both of its ends print, counts once."""
+    """Connections by kind of transport. A network connection, which both ends log, counts once."""
 
-    def is_inside(link: Connection) -> bool:  # by the transport, where no host is in the log
+    def is_inside(link: Connection) -> bool:  # by the transport if the log has no host
         if {link.source, link.target} <= group.ranks.keys():
             return group.same_node(link.source, link.target)
         return not link.kind.startswith("NET") and "MNNVL" not in link.transport

@@ -1,19 +1,17 @@
-"""One training step in detail: what holds memory, and what each span computes.
+"""One training step in detail: memory by category, and what each span computes.
 
-Every operation passes a dispatch mode. It notes the operation with its floating-point operations
-and the bytes that it reads and writes, adds them up by span, and enters each new piece of memory (a
-storage, which many tensors may see) in a ledger, under what it is for. The ledger hears when it is
-freed.
+A dispatch mode sees every operation. It adds the operation's FLOPs and bytes moved to the current
+span, and enters each new storage (which many tensors may share) in a ledger until it is freed.
 
-    parameters              those of modules, also those that a strategy holds beside a module's
-    gradients               what a parameter's `.grad` lies in, so a bucket, too; what an optimizer
-                            says are its `gradient_pieces()`
-    optimizer state         what an optimizer keeps: moments, and copies of parameters to step on
-    activations             made in forward, and not freed yet
+    parameters              of modules, also those that a strategy holds beside a module's
+    gradients               storages of `.grad`, hence also buckets; an optimizer's
+                            `gradient_pieces()`
+    optimizer state         moments, and copies of parameters that the optimizer steps on
+    activations             made in forward and not yet freed
     communication buffers   made inside the communicator
     other                   made in backward or by the optimizer; batches; module buffers
 
-All this costs more than the step itself. Such a step is for counting, never for timing.
+Recording costs more than the step itself: such a step is for counting, never for timing.
 """
 
 import gc
@@ -39,21 +37,20 @@ from labkit.trace.recording.spans import Spans
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
 FREEING = ("backward", "optimizer")  # phases that make no activations
-ASKS_DEVICE = torch.ops.prim.device.default  # torch asks so of a fake tensor, all the time
+ASKS_DEVICE = torch.ops.prim.device.default  # a frequent query on fake tensors
 
 
 class Ledger:
-    """Which storages live on this rank, under which category; `changed(bytes by category)` is
-    called after every change."""
+    """The live storages by category. Each change calls `changed(bytes by category)`."""
 
     def __init__(self, changed: Callable[[tuple[int, ...]], object]):
         self._changed = changed
-        self._lock = threading.RLock()  # a storage may be freed while another is entered
+        self._lock = threading.RLock()  # reentrant: entering a storage may free another
         self._held: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # id -> ref, category, bytes
         self._sums = [0] * len(CATEGORIES)
 
     def enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
-        """Note the memory of `x`, if it is new; with `move`, also put known memory there."""
+        """Enter the storage of `x` if it is new; with `move`, recategorize a known one."""
         storage = x.untyped_storage()
         key = id(storage)
         with self._lock:
@@ -69,7 +66,7 @@ class Ledger:
             self._changed(tuple(self._sums))
 
     def has(self, x: torch.Tensor, category: int) -> bool:
-        """Whether the memory of `x` is entered there."""
+        """Whether the storage of `x` is in this category."""
         return self._held.get(id(x.untyped_storage()), (None, None))[1] == category
 
     def _leave(self, key: int, ref: "weakref.ref[Any]") -> None:
@@ -80,7 +77,7 @@ class Ledger:
                 self._changed(tuple(self._sums))
 
     def measure_again(self, only: Any = None) -> None:
-        """Some strategies free memory by resizing a storage, `only` this one or any."""
+        """Update sizes, of `only` or all: some strategies resize storages to free memory."""
         with self._lock:
             for key in list(self._held) if only is None else [id(only)]:
                 ref, category, nbytes = self._held.get(key, (None, 0, 0))
@@ -92,35 +89,35 @@ class Ledger:
 
 
 class Detail:
-    """Counts between `begin` and `end`, into `trace` and the spans of `spans`."""
+    """Counts between `begin` and `end`, for `trace` and the spans of `spans`."""
 
     def __init__(self, spans: Spans, trace: RankTrace):
         self._spans, self._trace = spans, trace
         self._ledger = Ledger(self._changed)
         self._modules: list[nn.Module] = []
-        self._in_place = ExitStack()  # hooks, and what else ends with the step
+        self._in_place = ExitStack()  # hooks and patches that end with the step
         self._known: set[int] = set()  # parameters with a hook, which keeps them alive
         self._communicating = threading.local()
         self._thread = threading.get_ident()
         self._counting = False
 
     def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
-        """Enter what is there already, and count from here on."""
+        """Enter existing tensors, and start counting."""
         for module in modules:
             self.met(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
-        gc.collect()  # what an earlier run has left in cycles is garbage, and not held
+        gc.collect()  # cyclic garbage of an earlier run is not held memory
         for x in gc.get_objects():
             if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
-                continue  # (isinstance wakes lazy objects up)
+                continue  # (isinstance would wake lazy objects)
             if not isinstance(x, nn.Parameter):
                 self._enter(x, OTHER)
-            elif not self._ledger.has(x, OPTIMIZER):  # a master copy is one, too
+            elif not self._ledger.has(x, OPTIMIZER):  # a master copy is a Parameter, too
                 self._know(x)
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_measure(storage: Any, size: int) -> Any:  # no operation: no mode sees it
+        def resize_and_measure(storage: Any, size: int) -> Any:  # no operation: modes do not see it
             resized = resize(storage, size)
             self._ledger.measure_again(only=storage)
             return resized
@@ -137,7 +134,7 @@ class Detail:
         self._in_place.close()
 
     def met(self, root: nn.Module) -> None:
-        """Note the parameters of a module, which is kept alive."""
+        """Enter the parameters of a module, and keep it alive."""
         if not any(root is module for module in self._modules):
             self._modules.append(root)
             for parameter in root.parameters():
@@ -148,12 +145,12 @@ class Detail:
         self._on_grad_ready(parameter)
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
             self._known.add(id(parameter))
-            # torch's own method, as a shard of ZeRO-3's refuses hooks that would not be called
+            # torch's own method: a ZeRO-3 shard refuses hooks that would never be called
             hook = torch.Tensor.register_post_accumulate_grad_hook(parameter, self._on_grad_ready)
             self._in_place.callback(hook.remove)
 
     def enter_state(self, optimizer: Any) -> None:
-        """Enter the tensors that an optimizer keeps, and the gradients that it owns."""
+        """Enter an optimizer's tensors, and the gradients it owns."""
         given = {id(x) for group in optimizer.param_groups for x in group["params"]}
         for stepped_on, state in optimizer.state.items():
             for x in state.values():
@@ -172,7 +169,7 @@ class Detail:
 
     @contextmanager
     def inside_communicator(self) -> Iterator[None]:
-        """What is made in this block is for communication; also in the communicator's threads."""
+        """New memory in this block is for communication, also in the communicator's threads."""
         outer, self._communicating.on = getattr(self._communicating, "on", False), True
         try:
             with nullcontext() if threading.get_ident() == self._thread else _Mode(self):
@@ -181,7 +178,7 @@ class Detail:
             self._communicating.on = outer
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note one operation that has run."""
+        """Record an operation that has run."""
         communicating, span = getattr(self._communicating, "on", False), self._spans.innermost
         category = OTHER
         if communicating:
@@ -220,6 +217,6 @@ class _Mode(DispatchMode):
         if func is ASKS_DEVICE:
             return args[0].device
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":  # those ask what a tensor is
+        if func.namespace != "prim":  # those only query tensors
             self._detail.count(func, args, kwargs or {}, out)
         return out

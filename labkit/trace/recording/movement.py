@@ -1,12 +1,11 @@
-"""Watch a collective: run it on real ranks and note each message, and what is in the buffer then.
+"""Watch a collective: run it on real ranks and record each message, with the buffer at that time.
 
     movement = watch_collective(world, "all_reduce", "ring")       # one of labkit's algorithms
     movement = watch_collective(world, "all_reduce", my_function)  # yours: my_function(comm, x)
     plot.movement(movement)
 
-The ranks move numbers whose sums can be taken apart (labkit/trace/movement.py). A send copies its
-data at once, and received data goes into its place when it is waited for: so the picture is the
-same on every run.
+The ranks move numbers with decodable sums (labkit/trace/movement.py). A send copies its data at
+once, and a receive writes its data when it is waited for: every run gives the same picture.
 """
 
 from collections import Counter
@@ -31,7 +30,7 @@ WATCHED = (
 
 
 class Ranks(Protocol):
-    """The part of a `World` that is used here."""
+    """The part of `World` used here."""
 
     size: int
 
@@ -49,15 +48,14 @@ def watch_collective(
 
     Args:
         world: 2 to 8 ranks, `World(n, backend="gloo")`.
-        collective: what the ranks hold at first. "all_reduce", "reduce_scatter" and "reduce": each
-            its own number in every chunk; "all_gather" and "gather": in chunk `rank` alone;
-            "broadcast" and "scatter": only `root`, in every chunk.
-        algorithm: a name, as "ring" or "tree", or a function of (comm, x) that does it in place by
-            `comm.send`, `recv`, `isend` and `irecv`. `x` is an int64 tensor of one element for each
-            rank, which is one chunk.
+        collective: decides the initial contents. "all_reduce", "reduce_scatter", "reduce": each
+            rank's number in every chunk; "all_gather", "gather": in chunk `rank` only;
+            "broadcast", "scatter": in every chunk, on `root` only.
+        algorithm: a name, as "ring" or "tree", or a function of (comm, x) that works in place with
+            `comm.send`, `recv`, `isend` and `irecv`. `x` is int64, one element (a chunk) per rank.
         ranks_per_node: for the hierarchical all-reduce.
 
-    Raises ValueError for an unknown name, too many ranks, or a function that sends nothing;
+    Raises ValueError for an unknown name, an invalid world size, or a function that sends nothing;
     RankError as `World.run` does.
     """
     size = world.size
@@ -91,7 +89,7 @@ def watch_collective(
 def _on_rank(
     collective: str, algorithm: str | Student, root: int, ranks_per_node: int
 ) -> list[Note]:
-    """Run the collective on this rank, and return what was noted."""
+    """Run the collective on this rank, and return its notes."""
     comm = Comm()
     x = torch.zeros(comm.size, dtype=torch.int64)
     for chunk in range(comm.size):
@@ -115,7 +113,7 @@ def _on_rank(
 def _started(
     collective: str, algorithm: Callable[..., Algorithm], wire: Wire, x: torch.Tensor, root: int
 ) -> Algorithm:
-    """One of labkit's, with the arguments of its collective (collectives/__init__.py)."""
+    """Start one of labkit's algorithms with the arguments of its collective."""
     chunks, add = list(x.split(1)), torch.Tensor.add_
     own, at_root = chunks[wire.rank], chunks if wire.rank == root else None
     arguments: dict[str, tuple[Any, ...]] = {
@@ -131,7 +129,7 @@ def _started(
 
 
 class WatchedComm:
-    """A `Comm` whose messages are noted, together with the buffer `x`."""
+    """A `Comm` that notes each message together with the buffer `x`."""
 
     def __init__(self, comm: Comm, x: torch.Tensor):
         self._comm, self._x = comm, x
@@ -141,7 +139,7 @@ class WatchedComm:
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
         key = self._post("send", self.rank, dst, tag, self._contents(x))
-        self._comm.send(x, dst, tag)  # it waits: no copy is needed
+        self._comm.send(x, dst, tag)  # blocks: no copy is needed
         self.note("wait", key)
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
@@ -162,7 +160,7 @@ class WatchedComm:
         return self._handle(key, work, lambda: x.copy_(arrived))
 
     def _handle(self, key: Key, work: Work, finish: Callable[[], object] = lambda: None) -> Any:
-        """What is returned for a message under way: its first `wait` is noted."""
+        """The handle of a pending message; its first `wait` is noted."""
 
         @cache
         def wait() -> None:
@@ -190,7 +188,7 @@ class WatchedComm:
         return key
 
     def _contents(self, x: torch.Tensor) -> tuple[tuple[int | None, int], ...]:
-        """The numbers in `x`, each with its place in the buffer, where `x` is a part of that."""
+        """The numbers in `x` with their places in the buffer; None outside the buffer."""
         places: list[int | None] = [None] * x.numel()
         if x.untyped_storage().data_ptr() == self._x.untyped_storage().data_ptr():
             everywhere = torch.arange(self._x.numel())
@@ -203,7 +201,7 @@ class WatchedComm:
 
 
 class WatchedWire(Wire):
-    """A wire for labkit's algorithms whose messages go through a watched `Comm`."""
+    """A wire for labkit's algorithms that sends through a watched `Comm`."""
 
     def __init__(self, comm: WatchedComm, nodes: Sequence[Sequence[int]]):
         self._comm, self.nodes = comm, nodes

@@ -1,6 +1,5 @@
-"""What one operation costs, from its tensors: floating-point operations, bytes moved, and the sides
-of a matrix product. How long any hardware takes for that is up to a replay.
-"""
+"""The cost of one operation, from its tensors: FLOPs, bytes moved, and the sides of a matmul. A
+replay decides how long a device takes for it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from labkit.trace import Operation
 aten = torch.ops.aten
 MAKE_ROOM = {  # nothing is read or written
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
-    aten._unsafe_view, aten._local_scalar_dense,  # another look; what the CPU itself counts in
+    aten._unsafe_view, aten._local_scalar_dense,  # a view; .item()
 }  # fmt: skip
 OVERWRITE = {aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.bernoulli_, aten.uniform_}
 LOOK_UP = {aten.embedding, aten.index_select, aten.gather, aten.index}  # some rows of a table
@@ -30,14 +29,13 @@ Tensors = Sequence[torch.Tensor]
 
 
 def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
-    """Bytes read and written: all inputs and outputs, but nothing for views, and a part of the
-    table for look-ups."""
+    """Bytes read and written: nothing for views, and only the selected rows for look-ups."""
     kind = func._overloadpacket
     in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
     if kind in MAKE_ROOM or func.is_view:
         return 0
     if kind in OVERWRITE:
-        return in_bytes  # copy_: that of the source, and as much written
+        return in_bytes  # copy_: the source read, the destination written
     if kind in LOOK_UP:
         return 2 * out_bytes + sum(x.nbytes for x in ins[1:])
     if kind in ADD_ROWS:
@@ -46,7 +44,7 @@ def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
 
 
 def sides_of(func: Any, args: Any) -> tuple[int, ...]:
-    """m, n and k of a product [m, k] x [k, n], and of attention those of q kᵀ; else nothing."""
+    """m, n and k of a matmul [m, k] x [k, n], for attention those of q kᵀ; else ()."""
     kind = func._overloadpacket
     if kind not in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, *ATTENTION):
         return ()
@@ -59,7 +57,7 @@ def sides_of(func: Any, args: Any) -> tuple[int, ...]:
 def operation_of(
     func: Any, args: Any, kwargs: Any, out: Any, when_s: float, step: int
 ) -> Operation | None:
-    """The operation as the trace keeps it; None for what costs nothing."""
+    """The operation for the trace; None if it costs nothing."""
     ins = tensors_in((args, {name: x for name, x in kwargs.items() if name != "out"}))
     outs = tensors_in(out) or written_by(func, args, kwargs)
     flops, moved_bytes = flops_of(func, args, kwargs, out), moved_bytes_of(func, ins, outs)
@@ -72,7 +70,7 @@ def operation_of(
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The outputs of an operation that returns nothing, as those on lists of tensors do."""
+    """The arguments written by an operation that returns nothing, as on lists of tensors."""
     arguments = func._schema.arguments
     given = dict(zip((x.name for x in arguments), args)) | kwargs
     return tensors_in([given.get(x.name) for x in arguments if x.is_write])

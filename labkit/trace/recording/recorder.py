@@ -1,7 +1,6 @@
-"""The recorder of one rank: puts spans, the communicator's events, memory and metrics together,
-step by step, and writes what is finished to the run's folder every half second, so that a rank
-that dies or hangs leaves its record behind.
-"""
+"""The recorder of one rank: collects spans, communication events, memory and metrics by step. It
+writes finished records to the run's folder every half second, so that a rank that dies or hangs
+leaves its record behind."""
 
 import platform
 import threading
@@ -29,15 +28,10 @@ FLUSH_S = 0.5
 
 
 class Recorder:
-    """Records this process while it is on (`with recorder:`), each time that it is turned on.
+    """Records this process during each `with recorder:` block, in `trace` and, unless None, in the
+    run folder `folder`. `rank` and `size` are of the world; `detail_step` is recorded in detail."""
 
-    Args:
-        rank, size: of this process, in the world.
-        folder: of the run, which is then written while it runs; None keeps all in `trace`.
-        detail_step: the step to be recorded in detail.
-    """
-
-    now: "Recorder | None" = None  # the one that is on, in this process
+    now: "Recorder | None" = None  # the active recorder of this process
 
     def __init__(self, rank: int, size: int, folder: Path | None, detail_step: int | None):
         device = _device() if torch.cuda.is_initialized() else "cpu"
@@ -51,7 +45,7 @@ class Recorder:
         self._roots: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Any] = WeakSet()
         self._step = Step(0, 0.0, 0.0)
-        self.in_step = 0  # spans and events when it began
+        self.in_step = 0  # spans and events at its begin
         self._writer = _Writer(folder, self) if folder else None
         self._on = ExitStack()
 
@@ -67,8 +61,7 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type | None, *rest: Any) -> None:
-        """Ends the step, if there was anything in it; so a run that is turned on again begins
-        with a new one."""
+        """End the step, if it has any records: the next block begins a new one."""
         try:
             self._end_detail()
             self.trace.complete = kind is None
@@ -76,7 +69,7 @@ class Recorder:
                 self.trace.steps.pop()
             elif kind is None:
                 self._end_step()
-            else:  # all that is open stays so: here it was cut off
+            else:  # open records stay open: the step was cut off
                 self.trace.spans += self.still_open()
                 self.spans.step += 1
             self.clock.settle(patience_s=5.0)
@@ -84,10 +77,8 @@ class Recorder:
             self._on.__exit__(kind, *rest)
 
     def leave_to_ranks(self) -> None:
-        """This process only drives a world, whose ranks record themselves.
-
-        Raises RuntimeError when something was recorded here.
-        """
+        """Leave recording to the ranks of a world that this process drives. Raises RuntimeError if
+        this process has recorded anything."""
         if self.count():
             raise RuntimeError(
                 "record(): this block has recorded computing of this process itself; give the "
@@ -112,7 +103,7 @@ class Recorder:
         if self._step.detail:
             self._detail = Detail(self.spans, self.trace)
             here.carrying = self._detail.inside_communicator
-            self._detail.begin(self._roots, self._optimizers)  # takes long: no part of the step
+            self._detail.begin(self._roots, self._optimizers)  # slow: not part of the step
         self.spans.clock.mark(self._step, "began_s")
         self.trace.steps.append(self._step)
 
@@ -137,17 +128,17 @@ class Recorder:
             self.spans.clock = here.clock = self.clock
 
     def count(self) -> int:
-        """Spans and events so far, open ones included."""
+        """The number of spans and events so far, open ones included."""
         return len(self.trace.spans) + len(self.trace.comms) + len(self.still_open())
 
     @property
     def step_is_empty(self) -> bool:
-        """Whether the last step in the trace is one in which nothing has happened yet."""
+        """Whether the last step in the trace has no records yet."""
         steps = self.trace.steps
         return bool(steps) and steps[-1] is self._step and self.count() <= self.in_step
 
     def _met(self, root: nn.Module) -> None:
-        if self.clock is HOST_CLOCK and torch.cuda.is_initialized():  # begun by what is recorded
+        if self.clock is HOST_CLOCK and torch.cuda.is_initialized():  # by the recorded code
             self.clock = StreamClock()
             if not self._detail:
                 self.spans.clock = here.clock = self.clock
@@ -159,19 +150,19 @@ class Recorder:
 
 
 def metric(**values: float) -> None:
-    """Note numbers of the present step, as `metric(loss=2.1)`; nothing outside `record()`."""
+    """Note numbers for the current step, as `metric(loss=2.1)`; no effect outside `record()`."""
     if (recorder := Recorder.now) is None:
         return
     step = recorder.spans.step
     if recorder.count() == recorder.in_step and step > 0:
-        step -= 1  # the optimizer's step has just ended this one
+        step -= 1  # the optimizer's step has just ended it
     numbers = {name: x if name == "step" else float(x) for name, x in values.items()}
     recorder.metrics.append({"step": step, "rank": recorder.trace.rank, **numbers})
 
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Show what is computed in this block as a span of its own, as `with span("sampling"):`."""
+    """Record the computing in this block as a span, as `with span("sampling"):`."""
     if (recorder := Recorder.now) is None:
         yield
         return
@@ -187,14 +178,13 @@ def _device() -> str:
 
 
 class _Writer:
-    """Appends what is new to the rank's file, from a thread of its own. When the file cannot be
-    written, training goes on: the writing ends with a warning."""
+    """Appends new records to the rank's file from a thread. Ends with a warning if that fails."""
 
     def __init__(self, folder: Path, recorder: Recorder):
         self._folder, self._recorder = folder, recorder
         self._file: RankFile | None = None
         self._written = [0] * len(self._lists())
-        self._early: dict[int, Span] = {}  # written while open: the file follows them to their end
+        self._early: dict[int, Span] = {}  # written while open, and again at their end
         self._stop = threading.Event()
         self.off = False
 
@@ -212,7 +202,7 @@ class _Writer:
 
     def close(self) -> None:
         if self._file:
-            self._file.close()  # an end mark is there, if all went well
+            self._file.close()  # `__exit__` has written an end mark, unless there was an error
 
     def _work(self) -> None:
         long_open: list[Span] = []
@@ -222,14 +212,14 @@ class _Writer:
             long_open = open_now
 
     def _write(self, long_open: Sequence[Span] = ()) -> None:
-        """All that is new, and spans that have been open since the last time."""
+        """Write new records, and the spans that have been open since the last time."""
         if self.off:
             return
         self._recorder.clock.settle()
         trace, ends = self._recorder.trace, [len(records) for records in self._lists()]
-        ends[0] -= self._recorder.step_is_empty  # a step only once anything has happened in it
+        ends[0] -= self._recorder.step_is_empty  # an empty step is not written
         if self._file is None and not self._recorder.count() and not self._stop.is_set():
-            return  # it may be a world's ranks that are recorded
+            return  # a world's ranks may record themselves instead
         lists = zip(self._lists(), self._written, ends, strict=True)
         steps, spans, *others, metrics = (records[begin:end] for records, begin, end in lists)
         self._written = ends

@@ -1,7 +1,6 @@
-"""`record()`: the same block around a world's runs in a notebook and inside any one rank. In a
-notebook its spec travels with every `world.run` to a Recorder on each rank; the run's folder, which
-all ranks write, is read at the end. On one rank there is a Recorder here.
-"""
+"""`record()` records a world's runs from a notebook, or a single rank from inside. In a notebook,
+every `world.run` carries a spec to a Recorder on each rank; all ranks write the run's folder, which
+is read at the end. On a single rank, the Recorder is in this process."""
 
 import os
 import shutil
@@ -20,7 +19,7 @@ from labkit.trace import Trace
 from labkit.trace.folder import add_metrics, begin_run, read_run
 from labkit.trace.recording.recorder import Recorder
 
-# For a rank to record itself: the block's number in this driver, the run's folder, the detail step.
+# What a rank needs to record itself: number of the block in this driver, run folder, detail step.
 Spec = tuple[int, str, int | None]
 
 
@@ -34,16 +33,14 @@ class Recording:
     detail_step: int | None
     about: dict[str, Any]
     recorder: Recorder  # of this process
-    world: object = None  # the one that is recorded, where it is not this process
-    failed: bool = False  # the ranks were stopped: what they wrote is all there will be
+    world: object = None  # the recorded world; None: this process
+    failed: bool = False  # the ranks were stopped, and will write no more
     number: int = field(default_factory=count(1).__next__)
 
     def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
-        """For a run of `world`, which `about` describes; None when it is not to be recorded.
-
-        Raises RuntimeError for a second world: a run folder is of one.
-        """
-        if self.failed:  # its ranks are gone, and with them the numbers of steps and operations
+        """The spec for a run of `world` that `about` describes; None if it is not to be recorded.
+        Raises RuntimeError for a second world: a run folder holds one world."""
+        if self.failed:  # step and sequence numbers are lost with the ranks
             warnings.warn(
                 "this record() has seen its ranks stopped, and records no more; begin a new block",
                 stacklevel=2,
@@ -69,19 +66,19 @@ def record(
 ) -> Iterator[Trace]:
     """Record what the ranks do in this block; the trace is filled when the block ends.
 
-    Around `world.run(...)` in a notebook all ranks are recorded; in a single process, or on a
-    rank that torchrun or a World has started, that process: open the folder with
-    `labkit.read_run` to see all ranks. A training step ends with the step of the optimizer. What
-    is sent past labkit's communicator, as by torch's own DDP, is not seen.
+    Around `world.run(...)` in a notebook, all ranks are recorded. In a single process, or on a rank
+    started by torchrun or a World, only that process is: read the folder with `labkit.read_run` to
+    see all ranks. A training step ends with the optimizer's step. Communication that bypasses
+    labkit's communicator, as that of torch's own DDP, is not recorded.
 
     Args:
         path: keep the run as this folder, written while it runs; see `labkit.read_run`.
         detail_step: record this step (0 is the first) in detail: memory by category, operations
             and bytes of each span. It takes several times as long; its times mean nothing.
-        replace: overwrite the run that is at `path`.
-        about: more to write down of the run, as `seed=3`.
+        replace: overwrite the run at `path`.
+        about: further entries of `run.json`, as `seed=3`.
 
-    Raises ValueError when `path` holds something else, RuntimeError inside another `record()`.
+    Raises ValueError if `path` holds something else, RuntimeError inside another `record()`.
 
     >>> with record() as trace:
     ...     world.run(train)
@@ -95,7 +92,7 @@ def record(
     try:
         comm = Comm()
         rank, size = comm.ranks[comm.rank], comm.size
-    except RuntimeError:  # no process group: one process alone, or the driver of a world
+    except RuntimeError:  # no process group: a single process, or the driver of a world
         size = 1
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise RuntimeError(
@@ -107,7 +104,7 @@ def record(
         if rank == 0:
             begin_run(folder, {"world_size": size, "table": table_note(), **about}, replace)
         if comm is not None:
-            comm.barrier()  # the others write into the folder that rank 0 has made
+            comm.barrier()  # other ranks write into the folder that rank 0 created
     trace = Trace()
     recorder = Recorder(rank, size, folder, detail_step)
     Recording.now = recording = Recording(folder, detail_step, about, recorder)
@@ -121,7 +118,7 @@ def record(
             recorded = Trace({rank: recorder.trace}, dict(about), recorder.metrics).from_zero()
         else:
             assert recording.folder is not None
-            add_metrics(recording.folder, recorder.metrics)  # what the driver itself has noted
+            add_metrics(recording.folder, recorder.metrics)  # noted by the driver itself
             recorded = read_run(recording.folder)
             if folder is None:
                 shutil.rmtree(recording.folder, ignore_errors=True)
@@ -133,7 +130,7 @@ def _fill(trace: Trace, recorded: Trace) -> None:
 
 
 class OnRank:
-    """The recorder of this rank, for as long as runs come with the same spec."""
+    """Keeps one recorder on this rank across runs with the same spec."""
 
     def __init__(self, rank: int, size: int):
         self._place = rank, size

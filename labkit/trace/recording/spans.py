@@ -1,13 +1,13 @@
-"""Spans of forward, backward and optimizer by module, of any model and training loop.
+"""Spans of forward, backward and optimizer by module, for any model and training loop.
 
-    forward     every call of a module is wrapped (a fifth of the cost of torch's hooks for all
+    forward     every module call is wrapped (at a fifth of the cost of torch's hooks for all
                 modules): spans nest as modules do
-    backward    the last node of autograd's graph that a module made in forward is the first to
-                run in its backward: a hook on it says that this module's backward begins, and
-                that of the one before is over. Where a module hands over to its parent, the same.
-    optimizer   a hook before and one after `step`; with it a training step ends
+    backward    the last autograd node that a module made in forward runs first in its backward: a
+                hook on it begins the module's span and ends the previous one. Nodes that a parent
+                makes between its modules begin a span of the parent.
+    optimizer   hooks before and after `step`, which ends a training step
 
-Models, strategies and training loops stay as they are.
+Models, strategies and training loops need no changes.
 """
 
 import threading
@@ -28,9 +28,9 @@ from torch.optim.optimizer import (
 from labkit.runtime.clock import Clock
 from labkit.trace import Span
 
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # its number, in order
-_LEAF = 2**64 - 1  # the number of the nodes that hold parameters
-FREE = {  # what these do in backward is pass the gradient on
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # its sequence number
+_LEAF = 2**64 - 1  # the number of AccumulateGrad nodes
+FREE = {  # in backward, these only pass the gradient on
     f"{name}Backward0"
     for name in (
         "Add", "Alias", "AsStrided", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze",
@@ -44,19 +44,19 @@ _Hooks = dict[int, Callable[..., Any]]
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A module that has a name."""
+    """A named module."""
 
     module: "ref[nn.Module]"
     name: str
     kind: str
-    hooks: _Hooks  # which begin its backward
+    hooks: _Hooks  # begin its backward
 
 
 class Spans:
     """Makes the spans of one rank while its hooks are in place (`with spans:`).
 
-    `done(span)` is called with each one when it ends; `step_ended(optimizer)` after an optimizer's
-    step; `met(root)` with every outermost module before its forward.
+    `done(span)` is called when a span ends, `step_ended(optimizer)` after an optimizer's step, and
+    `met(root)` before the forward of an outermost module.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Spans:
         self.step = 0
         self.clock, self._done, self._step_ended, self._met = clock, done, step_ended, met
         self._open: list[Span] = []  # outermost first
-        self._of_user: list[Span] = []  # opened by the user: no part of the nesting
+        self._of_user: list[Span] = []  # opened by the user, outside the nesting
         self._own: Span | None = None  # the module whose backward runs
         self._known: dict[int, _Known] = {}  # by id(module)
         self._hooks: dict[tuple[str, str], _Hooks] = {}  # by name and kind of a module
@@ -77,8 +77,8 @@ class Spans:
         self._loss: Span | None = None  # begun when the last outermost forward ended
         self._on, self._thread = False, 0
         self._marked_until = -1  # autograd's next node at the last mark
-        # Places in a forward, counted in nodes, where a parent has made so many before a module
-        # and none could be marked: they are not searched again.
+        # (module, first node, count) of nodes that a parent made before a module, if none could be
+        # marked: they are not searched again.
         self._nothing_before: set[tuple[_Known, int, int]] = set()
         self._first_node = 0  # of the outermost forward
         self._in_place = ExitStack()
@@ -95,7 +95,7 @@ class Spans:
         return self
 
     def _put(self, place: Any, name: str, replacement: Any) -> None:
-        """Until recording ends."""
+        """Replace an attribute until recording ends."""
         self._in_place.callback(setattr, place, name, getattr(place, name))
         setattr(place, name, replacement)
 
@@ -107,12 +107,12 @@ class Spans:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a module's forward runs, or the loss of one is computed."""
+        """Whether a module's forward runs, or its loss is being computed."""
         return self._loss is not None or (bool(self._open) and self._open[-1].phase == "forward")
 
     @property
     def innermost(self) -> Span | None:
-        """What computes now."""
+        """The span that computes now."""
         return self._own or next(
             (spans[-1] for spans in (self._open, self._of_user) if spans), None
         )
@@ -128,7 +128,7 @@ class Spans:
         return span
 
     def end(self, span: Span) -> None:
-        """End `span`, and what an error has left open inside it."""
+        """End `span`, and spans inside it that an error left open."""
         spans = self._of_user if span.phase == "user" else self._open
         last = None
         while last is not span and any(x is span for x in spans):
@@ -142,14 +142,14 @@ class Spans:
     # --- forward ---
 
     def _recorded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, which is that of all modules, with a span around it. It runs some hundred times
-        in a step, from cold caches, so it does as little as possible."""
+        """Wrap `call`, the call of all modules, in a span. It runs hundreds of times per step, from
+        cold caches, so it does as little as possible."""
         get_ident, is_compiling = threading.get_ident, torch.compiler.is_dynamo_compiling
         spans, all_known, nothing_before = self._open, self._known, self._nothing_before
 
         def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or get_ident() != self._thread:
-                return call(module, *args, **kwargs)  # one program is recorded, as it was written
+                return call(module, *args, **kwargs)  # record one thread, and no compiled code
             if outermost := not spans:
                 self._met(module)
                 self._first_node = _next_node()
@@ -185,7 +185,7 @@ class Spans:
         return recorded_call
 
     def _know_all(self, root: nn.Module) -> _Known:
-        """Names from the root; a wrapper that holds one `module` does not lengthen them."""
+        """Name all modules from the root, without the `module` of a wrapper."""
         for path, module in root.named_modules():
             known = self._known.get(id(module))
             if known is None or known.module() is not module:
@@ -198,9 +198,8 @@ class Spans:
     # --- backward ---
 
     def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
-        """Call `hooks` when backward comes to what made these tensors. Nodes from before the last
-        mark are skipped: mostly, one module's output is the next one's input. Returns whether any
-        was marked."""
+        """Call `hooks` when backward reaches the nodes behind these tensors, unless they precede
+        the last mark: mostly, one output is the next input. Returns whether any was marked."""
         since, self._marked_until = self._marked_until, _next_node()
         marked: list[int] = []
         for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):
@@ -209,22 +208,22 @@ class Spans:
                 if not by_parent or type(node).__name__ not in FREE:
                     if number not in marked:  # one node may have made several tensors
                         marked.append(number)
-                        # A node takes hooks over from a tensor of the user's at a third of the
-                        # price of `register_prehook`. Here the tensor is always the same: one for
-                        # each module would lie among the activations, and break up the heap.
+                        # Taking over the hooks of a tensor costs a third of `register_prehook`.
+                        # All nodes share one tensor: one per module would lie among the
+                        # activations and fragment the heap.
                         self._hook_holder._backward_hooks = hooks
                         node._register_hook_dict(self._hook_holder)
                     break
-                node = node.next_functions[0][0]  # of what `value` is a view of
+                node = node.next_functions[0][0]  # this node only passes the gradient on
         return bool(marked)
 
     def _mark_input(self, args: tuple[Any, ...]) -> bool:
-        """What the parent of a module has made since the last module is its own."""
+        """Mark what a parent has made since its last module as the parent's own."""
         parent = self._open[-1]
         return self._mark(args, self._hooks_of(parent.module, parent.kind), by_parent=True)
 
     def _hooks_of(self, module: str, kind: str) -> _Hooks:
-        """The hooks of autograd nodes whose backward is that of this module."""
+        """The hooks for the autograd nodes of this module."""
         if (module, kind) not in self._hooks:
             self._hooks[module, kind] = {0: partial(self._backward_of, module, kind)}
         return self._hooks[module, kind]
@@ -244,12 +243,12 @@ class Spans:
             self.end(whole)
 
     def _backward_of(self, module: str, kind: str, gradient: Any) -> None:
-        """Autograd is about to run the first node of `module`'s backward."""
+        """Called before autograd runs the first node of `module`'s backward."""
         if not self._on:
             return  # a graph from before the recording ended
         if self._own is not None:
             self._end_own()
-        else:  # what strategies do when backward is over is not the last module's
+        else:  # work of strategies after backward is not the last module's
             torch.autograd.Variable._execution_engine.queue_callback(self._end_own)
         self._own = Span("backward", module, self.step, 0.0, 0.0, len(self._open), kind)
         self.clock.begin(self._own)
@@ -279,7 +278,7 @@ class Spans:
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among `values`, also inside tuples and dicts."""
+    """The tensors among `values`, also inside tuples, lists and dicts."""
     tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -61,7 +61,7 @@ def attach(
 
     - inside `World.run`: the rank that it already is;
     - with an initialised process group: a rank of that group;
-    - under torchrun, srun, ...: initialises the group from RANK, WORLD_SIZE, ... first;
+    - under a launcher that sets RANK and WORLD_SIZE (torchrun): initialises the group first;
     - otherwise: a world of one rank.
 
     Args:

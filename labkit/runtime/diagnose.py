@@ -52,8 +52,7 @@ class Watch:
         self._suspect_since_s = self._looked_s = 0.0
 
     def look(self, running: set[int]) -> Verdict | None:
-        """The diagnosis after it has held for `settle_s`, else None; `running`: the running
-        ranks."""
+        """The diagnosis after it has held for `settle_s`, else None; `running`: active ranks."""
         now_s = time.monotonic()
         if now_s - self._looked_s < self.every_s:
             return None

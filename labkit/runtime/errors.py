@@ -52,8 +52,8 @@ class RemoteError:
 
     @staticmethod
     def of(error: BaseException, above: tuple[int, ...] = ()) -> "RemoteError":
-        """Never raises, even if causes form a cycle or `str(error)` fails. `above`: ids of the
-        errors already being reported."""
+        """Capture `error`. Never raises, even if causes form a cycle or `str(error)` fails.
+        `above`: ids of the errors already being captured."""
         above = (*above, id(error))
         get = object.__getattribute__  # bypasses the class's __getattribute__, which may raise
         cause, because = get(error, "__cause__"), "directly caused"

@@ -53,6 +53,9 @@ class World:
             Default: gloo with a link; else LABKIT_TRANSPORT; else gloo if `backend` names it or
             the ranks use GPUs; else shm where available.
 
+    Raises TypeError or ValueError for invalid arguments, RuntimeError inside a rank, and RankError
+    if the ranks do not start.
+
     >>> with World(4) as world:
     ...     world.run(lambda: Comm().rank ** 2)
     [0, 1, 4, 9]
@@ -127,7 +130,7 @@ class World:
     def run_on(
         self, ranks: Sequence[int], fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """As `run`, on the given ranks only; returns one value for each of them."""
+        """As `run`, on `ranks` only. Raises ValueError for unknown or repeated ranks."""
         if not callable(fn):
             raise TypeError(f"World.run needs a function; {fn!r} is a {type(fn).__name__}")
         try:

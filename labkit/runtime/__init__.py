@@ -1,8 +1,8 @@
-"""The machinery: what moves a `Comm`'s bytes, and what brings ranks to life.
+"""The runtime: communication under a `Comm`, and the processes that are its ranks.
 
-process_context, board, clock, dispatcher, transports    how an operation is carried out
-world, ranks, launch, server, rank, attach               processes that are ranks
-failures, diagnose, in_step, errors                      what went wrong in a run
+process_context, board, clock, dispatcher, transports    carry out operations
+world, ranks, launch, server, rank, attach               start, run and stop rank processes
+failures, diagnose, in_step, errors                      detect and report failures
 """
 
-import labkit.comm  # noqa: F401  which stands on some modules here, and comes first
+import labkit.comm  # noqa: F401  imports some modules from here, so it comes first

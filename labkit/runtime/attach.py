@@ -1,10 +1,4 @@
-"""This process as a rank, however it was started.
-
-inside World.run                 the rank that the world made it
-under torchrun, srun, yours      a rank of the process group that is, or is now, initialised
-alone                            a world of one rank
-on paper                         one rank of as many as you like, of which nothing moves
-"""
+"""This process as a rank: inside `World.run`, under a launcher, alone, or on paper."""
 
 import atexit
 import os
@@ -26,10 +20,10 @@ from labkit.runtime.pick import VARIABLE, check_transport
 
 @dataclass
 class Rank:
-    """This process as a rank: what `labkit.attach()` returns.
+    """This process as a rank, as `labkit.attach()` returns it.
 
-    `rank`, `size`, `device`, `backend`; `comm` is the `Comm` of all ranks; `state` keeps what you
-    put there between runs (`me.state.model = ...`), and is where the cells of `%%ranks` live.
+    `comm` is the `Comm` of all ranks. `state` keeps variables between runs (`me.state.model = ...`)
+    and is the namespace of `%%ranks` cells.
     """
 
     rank: int
@@ -37,7 +31,7 @@ class Rank:
     device: torch.device
     backend: str
     state: SimpleNamespace = field(default_factory=SimpleNamespace)
-    control: Channel | None = field(default=None, repr=False)  # to the driver, where there is one
+    control: Channel | None = field(default=None, repr=False)  # to the driver, if there is one
 
     @property
     def comm(self) -> Comm:
@@ -48,12 +42,12 @@ _me: Rank | None = None
 
 
 def current() -> Rank | None:
-    """The rank that this process is, if it is one."""
+    """The rank that this process is, or None."""
     return _me
 
 
 def become(rank: Rank) -> Rank:
-    """Make this process `rank`, for good."""
+    """Make `rank` the rank of this process."""
     global _me
     _me = rank
     return rank
@@ -63,19 +57,19 @@ def attach(
     backend: str | None = None, timeout_s: float = 600.0, link: Link | TwoLevel | None = None,
     seed: int = 0,
 ) -> Rank:  # fmt: skip
-    """Make this process a rank, however it was started, and return it.
+    """Make this process a rank, however it was started, and return the rank.
 
-    - inside `World.run`: the rank it already is;
-    - with an initialised process group: a rank of it;
-    - under torchrun: initialises the group from its environment first (RANK, WORLD_SIZE, ...);
-    - else: a world of one rank.
+    - inside `World.run`: the rank that it already is;
+    - with an initialised process group: a rank of that group;
+    - under a launcher that sets RANK and WORLD_SIZE (torchrun): initialises the group first;
+    - otherwise: a world of one rank.
 
     Args:
-        backend, timeout_s, seed: of the group that is initialised here, if one is; NCCL where
-            there is a GPU for each rank, else gloo.
+        backend, timeout_s, seed: used if the group is initialised here. The default backend is
+            NCCL with a GPU for each rank, else gloo.
         link: a modelled wire for this rank.
 
-    Raises ValueError when arguments are given for what is already decided.
+    Raises ValueError if this rank already has another link, or the group another backend.
 
     >>> me = labkit.attach()
     >>> me.comm.all_reduce(x)
@@ -104,11 +98,11 @@ def attach(
 
 @contextmanager
 def on_paper(rank: int, size: int) -> Iterator[Rank]:
-    """In this block, this process is rank `rank` of a world of `size` without any other process.
+    """Within the block, this process is rank `rank` of a world of `size`, without other processes.
 
-    Every operation is recorded and over at once, so that one process can show what a rank of a
-    thousand would send. The results of collectives mean nothing. Raises RuntimeError in a process
-    that is a rank already, ValueError for a rank outside the world.
+    Every operation is recorded and completes at once, so that one process can show what one of a
+    thousand ranks would send. The results of collectives are meaningless. Raises RuntimeError if
+    this process is already a rank, ValueError if `rank` is outside the world.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -120,7 +114,7 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
             f"on_paper: rank {rank} is not one of {ranks_in_words(size)}, 0 to {size - 1}"
         )
     before, worlds = _me, Dispatcher.worlds
-    Dispatcher.worlds = 0  # its groups are named as those of a first world: the same every time
+    Dispatcher.worlds = 0  # so that group names are those of a first world, every time
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     _me = Rank(rank, size, torch.device("cpu"), "fake")
     try:
@@ -150,14 +144,14 @@ def _join(backend: str | None, timeout_s: float) -> None:
 
 
 def leave() -> None:
-    """Leave the process group, so that the process can end quietly."""
+    """Destroy the process group, so that the process exits cleanly."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def use_loopback(whatever_is_set: bool = False) -> None:
-    """Keep gloo and NCCL off every network but this machine's own, unless the user's environment
-    says otherwise and may."""
+    """Restrict gloo and NCCL to the loopback interface. An interface that the environment names is
+    kept, unless `whatever_is_set`."""
     if name := loopback():
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if whatever_is_set or variable not in os.environ:

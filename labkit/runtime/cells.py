@@ -1,4 +1,4 @@
-"""A notebook cell on a rank: run its statements, return the value of its last expression."""
+"""Runs a notebook cell on a rank and returns the value of its last expression."""
 
 import ast
 import linecache
@@ -10,7 +10,7 @@ from labkit.runtime.output import running_ipython
 
 
 def run(source: str, filename: str, namespace: dict[str, Any]) -> Any:
-    """Run `source` in `namespace`; the value of a last expression, or None."""
+    """Run `source` in `namespace`; returns the value of a final expression, else None."""
     remember(source, filename)
     tree = ast.parse(source, filename)
     last = tree.body[-1] if tree.body else None
@@ -24,7 +24,7 @@ def run(source: str, filename: str, namespace: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Shown:
-    """A value of a rank as a notebook shows it. The value itself stays on the rank."""
+    """A value of a rank as a notebook displays it; the value itself stays on the rank."""
 
     text: str
     html: str | None = None
@@ -34,7 +34,7 @@ class Shown:
 
 
 def shown(value: Any) -> Shown | None:
-    """How to show `value`; None for None. Never raises."""
+    """The display form of `value`; None for None. Never raises."""
     if value is None:
         return None
     try:
@@ -46,8 +46,7 @@ def shown(value: Any) -> Shown | None:
 
 
 def check(source: str, filename: str) -> None:
-    """Raises SyntaxError for what is not Python, also for a `return` or `await` outside of a
-    function, and says so of IPython's own commands."""
+    """Raises SyntaxError for invalid Python, with a note on IPython commands or a bare `await`."""
     remember(source, filename)
     try:
         compile(source, filename, "exec", dont_inherit=True)
@@ -60,12 +59,12 @@ def check(source: str, filename: str) -> None:
 
 
 def remember(source: str, filename: str) -> None:
-    """Let tracebacks show the lines of `source`."""
+    """Register `source` with linecache, so that tracebacks show its lines."""
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
 
 
 def with_titles(text: str) -> str:
-    """`text` with a notebook's cells called as the notebook does, In[3] for /tmp/.../21.py."""
+    """Replace the file names of cells in `text` by the notebook's titles: 21.py by In[3]."""
     compiler = getattr(running_ipython(), "compile", None)
     for file, number in getattr(compiler, "_filename_map", {}).items():
         text = text.replace(f'File "{file}"', f"Cell In[{number}]")

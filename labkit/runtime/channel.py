@@ -1,7 +1,6 @@
 """Messages between the driver and its ranks, over a local socket.
 
-A message is a pickle and the large buffers in it (tensors, mostly), which are sent from where they
-lie and received into where they stay: nothing large is copied on the way.
+A message is a pickle and its large buffers (mostly tensors), sent and received without copies:
 
     | number of parts | length of each | pickle | buffer | buffer ...
 """
@@ -15,11 +14,11 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 PIECE = 1 << 20
-LONGEST_FOLDER = 93 if hasattr(socket, "AF_UNIX") else 1 << 20
+LONGEST_FOLDER = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS allows 103 for a path
 
 
 class Channel:
-    """One end of a stream of messages. Raises EOFError when the other end is gone."""
+    """One end of a message stream. Raises EOFError if the other end is gone."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
@@ -28,7 +27,7 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, message: Any) -> None:
-        """Send anything that plain pickle takes."""
+        """Send any object that plain pickle accepts."""
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
@@ -41,7 +40,7 @@ class Channel:
             raise EOFError(f"the other end is gone: {error}") from None
 
     def recv(self) -> Any:
-        """The next message, waiting for it."""
+        """Wait for the next message and return it."""
         (count,) = LENGTH.unpack(self._exactly(LENGTH.size))
         lengths = [LENGTH.unpack(self._exactly(LENGTH.size))[0] for _ in range(count)]
         data, *buffers = [self._exactly(length) for length in lengths]
@@ -65,16 +64,15 @@ class Channel:
 
 
 def ready(ends: Sequence[Any], patience_s: float | None) -> list[Any]:
-    """Those of `ends` (channels, sockets) that have something to read, within `patience_s`.
-    (Not `select`, which knows no file numbers above 1,023.) An end closed here is ready: reading
-    it raises."""
+    """The `ends` (channels, sockets) with data to read within `patience_s` seconds. An end closed
+    on this side counts as ready: reading it raises."""
+    # Not by `select`, which fails for file numbers above 1,023.
     return [end for end in ends if end.fileno() < 0] or wait(ends, patience_s)
 
 
 def listener(folder: str) -> tuple[socket.socket, Any]:
-    """A socket to be reached from this machine only, and its address: a file in `folder`, which
-    only this user can enter (its path is at most LONGEST_FOLDER bytes: macOS takes 103 in all). On
-    platforms without such sockets, a free port of the loopback."""
+    """A listening socket and its address: a Unix socket in `folder`, which only this user can
+    enter, else a port of the loopback interface. The path has at most LONGEST_FOLDER bytes."""
     address: Any = f"{folder}/driver"
     if hasattr(socket, "AF_UNIX"):
         sock = socket.socket(socket.AF_UNIX)
@@ -88,13 +86,13 @@ def listener(folder: str) -> tuple[socket.socket, Any]:
 
 
 def loopback() -> str | None:
-    """The name of the network that does not leave this machine, where it is known."""
+    """The name of the loopback interface, if known."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     return next((name for name in names if name in ("lo", "lo0")), None)
 
 
 def connect(address: Any, hello: bytes) -> socket.socket:
-    """Connect to the driver at `address` and send `hello`. Raises EOFError if it has gone."""
+    """Connect to the driver at `address` and send `hello`. Raises EOFError if it is gone."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     sock = socket.socket(family)
     try:

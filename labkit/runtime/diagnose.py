@@ -1,7 +1,7 @@
-"""Ranks that wait for each other, as the board shows them.
+"""Detects hung ranks from the board.
 
-A wait is provably hopeless when a rank it needs can never arrive: that rank has returned, or its
-own wait is hopeless (a cycle). Else a timeout decides.
+A wait cannot end if a rank that it needs has returned, is not in the run, or waits in vain itself
+(a cycle). Otherwise the timeout decides.
 """
 
 import os
@@ -19,7 +19,7 @@ from labkit.runtime.board import ENDED, FAILED, WAITED_FOR, Board, Note
 from labkit.runtime.errors import ranks_text
 
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)\n')
-STACK_S = 0.5  # how long a rank has to write down where it is
+STACK_S = 0.5  # time for a rank to write its stack
 _LIBRARIES = tuple(
     f"{path}{os.sep}"
     for path in (
@@ -30,20 +30,20 @@ _LIBRARIES = tuple(
 )
 
 
-_LOOP = str(Path(__file__).with_name("rank.py"))  # where every complete stack of a rank ends
+_LOOP = str(Path(__file__).with_name("rank.py"))  # near the end of every complete stack
 
 
 class Verdict(NamedTuple):
-    """A sentence on what is wrong, and the ranks whose fault it is."""
+    """A diagnosis in one sentence, and the ranks at fault."""
 
     sentence: str
     ranks: tuple[int, ...]
 
 
 class Watch:
-    """Looks at the board of a run now and then; `running` are the ranks that have not returned."""
+    """Checks the board of a run for waits that cannot end or exceed the timeout."""
 
-    settle_s = 0.25  # a verdict must hold this long: a rank may be between two lines
+    settle_s = 0.25  # a verdict must hold this long: a rank may be between two operations
     every_s = 0.04
 
     def __init__(self, board: Board, timeout_s: float, targets: Iterable[int]):
@@ -52,12 +52,12 @@ class Watch:
         self._suspect_since_s = self._looked_s = 0.0
 
     def look(self, running: set[int]) -> Verdict | None:
-        """None while there is hope, else what is wrong."""
+        """The diagnosis after it has held for `settle_s`, else None; `running`: active ranks."""
         now_s = time.monotonic()
         if now_s - self._looked_s < self.every_s:
             return None
         self._looked_s = now_s
-        waits: dict[int, Note] = {}  # what each rank has waited for longest
+        waits: dict[int, Note] = {}  # each rank's longest wait
         for rank in sorted(running):
             if notes := self.board.notes(rank, (WAITED_FOR,)):
                 waits[rank] = notes[0]
@@ -110,7 +110,7 @@ class Watch:
 def positions(
     board: Board, pids: list[int], running: set[int], targets: Iterable[int], folder: Path
 ) -> dict[int, str]:
-    """The operation each rank waits in, else the line of code it is at."""
+    """The operation that each rank waits in, else the line of code that it executes."""
     notes = {rank: board.notes(rank, (WAITED_FOR, FAILED)) for rank in range(board.size)}
     free = [rank for rank in notes if rank in running and not notes[rank]]
     stacks = _stacks({rank: (pids[rank], folder / f"stack{rank}") for rank in free})
@@ -129,7 +129,7 @@ def positions(
 
 
 def last_operation(board: Board, rank: int) -> str:
-    """Where a rank was that has died."""
+    """The last operation of a rank that has died."""
     notes = board.notes(rank)
     if not notes:
         return "died before its first operation"
@@ -137,7 +137,7 @@ def last_operation(board: Board, rank: int) -> str:
 
 
 def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
-    """The line each rank is at, written by its own fault handler on a signal."""
+    """The line of code of each rank, written by the rank's fault handler on SIGUSR1."""
     if not hasattr(signal, "SIGUSR1"):
         return {}
     before: dict[int, int] = {}
@@ -146,16 +146,16 @@ def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
         try:
             before[rank] = file.stat().st_size
             os.kill(pid, signal.SIGUSR1)
-        except OSError:  # it has ended
+        except OSError:  # the rank has ended
             before.pop(rank, None)
     until_s = time.monotonic() + STACK_S
     while before and time.monotonic() < until_s:
         for rank in list(before):
             try:
                 text = living[rank][1].read_text(errors="replace")[before[rank] :]
-            except OSError:  # the whole world is being removed
+            except OSError:  # the world's folder is being removed
                 return found
-            if _LOOP in text or text.endswith("...\n"):  # complete, or as much as it writes
+            if _LOOP in text or text.endswith("...\n"):  # complete, or truncated by faulthandler
                 program = (  # innermost first
                     f"is at {Path(file).name}:{line} in {name}"
                     for file, line, name in _FRAME.findall(text)

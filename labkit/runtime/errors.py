@@ -1,4 +1,4 @@
-"""What a failed run raises in the driver, and how a rank's traceback travels there."""
+"""The errors that a failed run raises in the driver, with the ranks' tracebacks."""
 
 import textwrap
 import traceback
@@ -7,17 +7,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeGuard
 
-DEEPEST = 8  # causes of causes
+DEEPEST = 8  # chain of causes
 MOST_FRAMES, MOST_PARTS, LONGEST_TEXT = 100, 10, 10_000
 
 _OWN = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cells.py"))
 
 
 class RankError(RuntimeError):
-    """A run failed on one or more ranks. The text says which, where and why.
+    """Raised when a run fails on one or more ranks; the text says which, where and why.
 
     `kind`: "raised", "died", "stuck", "disagree", "unpicklable" or "interrupted";
-    `ranks`: the ranks at fault, as far as that is known.
+    `ranks`: the ranks at fault, if known.
     """
 
     def __init__(self, message: str, kind: str = "raised", ranks: tuple[int, ...] = ()):
@@ -25,13 +25,13 @@ class RankError(RuntimeError):
         self.kind, self.ranks = kind, ranks
 
     def _render_traceback_(self) -> list[str]:
-        """In a notebook: the ranks' story only, without the driver's own frames."""
+        """The report for a notebook, without the driver's own frames."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class RankInterrupt(RankError, KeyboardInterrupt):
-    """The run was interrupted; its ranks were stopped. (Also a KeyboardInterrupt, so that a
-    loop around it stops as it would without ranks.)"""
+    """Raised when the user interrupts a run, which stops its ranks. It is a KeyboardInterrupt too,
+    so that a surrounding loop also stops."""
 
     def __init__(self, message: str):
         RankError.__init__(self, message, "interrupted")
@@ -39,8 +39,8 @@ class RankInterrupt(RankError, KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An exception of a rank as plain data, cut to what a person can read: the driver has the
-    source lines of notebook cells, the rank has not, so the lines are looked up there."""
+    """An exception of a rank as plain data, truncated to a readable length. The driver adds the
+    source lines, since only the driver has those of notebook cells."""
 
     type_name: str
     message: str
@@ -52,10 +52,10 @@ class RemoteError:
 
     @staticmethod
     def of(error: BaseException, above: tuple[int, ...] = ()) -> "RemoteError":
-        """Never raises, whatever `error` is: causes may form a circle, `str(error)` may fail.
-        (`above`: the ids of errors that are being reported already.)"""
+        """Capture `error`. Never raises, even if causes form a cycle or `str(error)` fails.
+        `above`: ids of the errors already being captured."""
         above = (*above, id(error))
-        get = object.__getattribute__  # past a __getattribute__ of its class, which may raise
+        get = object.__getattribute__  # bypasses the class's __getattribute__, which may raise
         cause, because = get(error, "__cause__"), "directly caused"
         if cause is None and not get(error, "__suppress_context__"):
             cause, because = get(error, "__context__"), "was being handled during"
@@ -78,7 +78,7 @@ class RemoteError:
         return f"{self.type_name}: {self.message}" if self.message else self.type_name
 
     def format(self) -> str:
-        """As Python prints it, with the cells' source lines."""
+        """The traceback as Python prints it, with the source lines of cells."""
         before = ""
         if self.cause is not None:
             link = "The above error " + self.because + " the following one:"
@@ -99,7 +99,7 @@ def _new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseE
 
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
-    """The frames below the rank's own loop."""
+    """The frames outside rank.py and cells.py."""
     places = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
     outside = [(code, line) for code, line in places if not code.co_filename.startswith(_OWN)]
     return [(code.co_filename, line, code.co_name) for code, line in outside]
@@ -115,7 +115,7 @@ def _text(error: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    text = "".join(text)  # a plain string, even of a class that the driver does not know
+    text = "".join(text)  # a plain str: the driver may not know a subclass
     if len(text) <= LONGEST_TEXT:
         return text
     half = LONGEST_TEXT // 2

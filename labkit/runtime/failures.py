@@ -1,5 +1,5 @@
-"""What went wrong in a run: collect the first signs, wait a moment for their cause, and report it
-once, with the ranks that caused it before those that only suffered.
+"""Collects the failures of a run, waits briefly for their cause, and reports that cause once rather
+than its consequences on other ranks.
 """
 
 import signal
@@ -19,34 +19,34 @@ from labkit.runtime.launch import End
 from labkit.runtime.pick import available_bytes
 from labkit.runtime.ranks import Ranks
 
-GRACE_S = 0.3  # between the first sign and the verdict
-COMPUTING_S = 2.0  # the same, while the other ranks wait for nothing and may yet answer
+GRACE_S = 0.3  # from the first sign to the report
+COMPUTING_S = 2.0  # the same, while the other ranks compute and may still answer
 UNREPORTED_S = 5.0  # until the server reports the end of a rank whose connection has closed
-HARMLESS = {"raised", "unpicklable"}  # by themselves they leave no rank in the middle of anything
+HARMLESS = {"raised", "unpicklable"}  # alone, they leave no rank in the middle of an operation
 MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 
 class Failures:
-    """The failures of one run. `settled` once there are some and their grace is over."""
+    """The failures of one run; their cause is known once `settled`."""
 
     def __init__(self, ranks: Ranks, targets: Sequence[int]):
         self._ranks, self._targets = ranks, targets
         self.running = set(targets)  # ranks that have not answered
         self._found: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
         self._stuck: Verdict | None = None
-        self._where: dict[int, str] = {}  # at the first sign
+        self._where: dict[int, str] = {}  # positions at the first sign
         self._first_s: float | None = None
         self._oom_kills = _oom_kills()
         self._watch = Watch(ranks.board, ranks.timeout_s, targets) if ranks.board else None
 
     def add(self, rank: int, kind: str, what: Any) -> None:
-        """Rank `rank` failed; `what` is its RemoteError, or its End."""
+        """Record that rank `rank` failed; `what`: its RemoteError or End, if there is one."""
         self.running.discard(rank)
         self._first_sign(self.running | {rank} if kind == "lost a peer" else self.running)
         self._found.setdefault(kind, {}).setdefault(rank, what)
 
     def look(self) -> None:
-        """Has a rank ended? Do ranks wait for each other in vain?"""
+        """Check for ranks that have ended or wait in vain."""
         try:
             ends = self._ranks.starter.ends()
         except EOFError:
@@ -64,11 +64,11 @@ class Failures:
                 self._first_sign(self.running)
 
     def settled(self) -> bool:
-        """Whether there is a failure, and time enough has passed to know its cause."""
+        """Whether there is a failure, and enough time has passed to know its cause."""
         return self._first_s is not None and time.monotonic() - self._first_s >= self._patience_s()
 
     def _patience_s(self) -> float:
-        """How long after the first sign its cause is known."""
+        """Seconds from the first sign until the cause is known."""
         found, running = self._found, self.running
         unreported = found.get("cut off", {}).keys() - found.get("died", {}).keys()
         if "server" in found or not (running or unreported):
@@ -77,14 +77,14 @@ class Failures:
             return UNREPORTED_S
         if found.keys() == {"lost a peer"} and not self._stuck:
             return 5 * GRACE_S
-        board = self._ranks.board  # without it, it is not known whether a rank waits
+        board = self._ranks.board  # without a board, waits are not known
         waits = board is None or any(board.notes(rank, (WAITED_FOR,)) for rank in running)
         harmless = found.keys() <= HARMLESS and not self._stuck and not waits
         return COMPUTING_S if harmless else GRACE_S
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether its process has, though the server has yet to report it, and the kernel perhaps
-        to close its connection: on a loaded machine that follows much later."""
+        """Whether the rank's process has exited. On a loaded machine, the server's report and the
+        end of the connection can come much later."""
         try:
             return psutil.Process(self._ranks.pids[rank]).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -95,8 +95,8 @@ class Failures:
         return self._first_s is None
 
     def nothing_in_flight(self) -> bool:
-        """Whether all ranks have answered, and every operation that one of them began was
-        finished by all: then the next run finds them in step."""
+        """Whether all ranks have answered and every operation was finished by all its ranks, so
+        that the next run finds the ranks in step."""
         board = self._ranks.board
         if self.running or board is None or not set(self._found) <= HARMLESS:
             return False
@@ -107,7 +107,7 @@ class Failures:
         )
 
     def error(self, kept: bool) -> RankError:
-        """The one error that reports the failures; `kept`: the ranks live on."""
+        """The RankError that reports the failures; `kept`: the ranks stay alive."""
         kind, text, guilty = self._story()
         others = [rank for rank in range(self._ranks.size) if rank not in guilty]
         stopped = ranks_text(others) if guilty and others else "all ranks"
@@ -120,7 +120,7 @@ class Failures:
         return RankError(cells.with_titles(text), kind, guilty)
 
     def _story(self) -> tuple[str, str, tuple[int, ...]]:
-        """The kind of the error, what happened, and the ranks whose fault it is."""
+        """The kind of the error, its text, and the ranks at fault."""
         cause = next((kind for kind in MOST_TO_LEAST if kind in self._found), "stuck")
         found = self._found.get(cause, {})
         guilty = tuple(sorted(found))
@@ -138,7 +138,7 @@ class Failures:
             case "cut off":
                 text = f"{ranks_text(guilty)} closed the connection to this process"
                 return "died", text + where, guilty
-            case "disagree":  # the last to come saw all of them
+            case "disagree":  # the last rank saw the calls of all
                 return "disagree", list(found.values())[-1].message, ()
             case "unpicklable" | "raised":
                 return cause, _report(found), guilty
@@ -168,7 +168,7 @@ class Failures:
 
 
 def _report(errors: dict[int, RemoteError]) -> str:
-    """Each different error once, with the ranks that raised it."""
+    """Each distinct error once, with the ranks that raised it."""
     groups: dict[str, list[int]] = {}
     for rank, error in sorted(errors.items()):
         groups.setdefault(error.format(), []).append(rank)
@@ -183,7 +183,7 @@ def _report(errors: dict[int, RemoteError]) -> str:
 
 
 def _oom_kills() -> int:
-    """How often the kernel has killed for want of memory, on Linux; 0 where that is not known."""
+    """The number of out-of-memory kills by the Linux kernel so far; 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

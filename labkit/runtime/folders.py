@@ -1,4 +1,4 @@
-"""The folders of a world: one for sockets, the board and files, one whose files are memory."""
+"""The folders of a world: one for sockets, board and files, one in shared memory."""
 
 import os
 import secrets
@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-MEMORY = Path("/dev/shm")  # on Linux: a file there is memory and never touches a disk
+MEMORY = Path("/dev/shm")  # on Linux, files here are in memory and never on a disk
 
 
 def new_folder(register: Callable[[str], None], place: str | Path | None = None) -> str:
-    """A new folder that only this user can enter. `register` gets its name before it exists, so
-    that it is removed after a crash at any moment."""
-    name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"  # whose it is
+    """Create a folder that only this user can enter. `register` gets its name before it exists, so
+    that the folder is removed after a crash at any moment."""
+    name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"  # names the owning process
     folder = str(Path(place or tempfile.gettempdir()) / name)
     register(folder)
     os.mkdir(folder, 0o700)
@@ -22,17 +22,15 @@ def new_folder(register: Callable[[str], None], place: str | Path | None = None)
 
 
 def memory_folder(register: Callable[[str], None], beside: str) -> str:
-    """A new folder for files that ranks map into their memory; `beside`, an ordinary folder, where
-    the system has no better one."""
+    """Create a folder for files that ranks map into memory; without /dev/shm, return `beside`."""
     try:
         return new_folder(register, MEMORY)
-    except OSError:  # there is none, or not for us
+    except OSError:  # it does not exist or is not writable
         return beside
 
 
 def remove(folders: Iterable[str]) -> None:
-    """Delete these folders, those that are there. A rank that is being killed may write a file
-    while its folder is emptied: then once more."""
+    """Delete these folders if they exist. Retries, as a rank being killed may still write there."""
     for folder in filter(None, folders):
         for _ in range(5):
             shutil.rmtree(folder, ignore_errors=True)

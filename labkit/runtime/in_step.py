@@ -1,4 +1,4 @@
-"""Are ranks in step in torch's own operations, as `dist.all_reduce(x)`, which no board sees?"""
+"""Compares the ranks' calls of torch's own operations (`dist.all_reduce`), unseen by the board."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -7,12 +7,12 @@ from typing import Any
 import torch.distributed as dist
 
 Begun = tuple[dict[str, int], Counter[tuple[str, int, int]]]
-_calls: Counter[str] = Counter()  # sends and receives of a group
-_messages: Counter[tuple[str, int, int]] = Counter()  # (group, from, to) -> sent less received
+_calls: Counter[str] = Counter()  # group -> sends and receives
+_messages: Counter[tuple[str, int, int]] = Counter()  # (group, from, to) -> sent minus received
 
 
 def count_messages() -> None:
-    """From now on, count what this rank sends and receives."""
+    """From now on, count the messages that this rank sends and receives."""
     group: Any = dist.ProcessGroup
     group.send, group.recv = _counted(group.send, 1), _counted(group.recv, -1)
 
@@ -27,18 +27,18 @@ def _counted(call: Any, way: int) -> Any:
 
 
 def begun() -> Begun:
-    """What this rank has begun: the collectives of each group, and the messages."""
+    """The number of collectives that this rank has begun in each group, and its messages."""
     collectives: dict[str, int] = {}
     groups: Any = dist.distributed_c10d._world.pg_map
     for group in groups:
-        numbered = group._get_sequence_number_for_group()  # by gloo, messages too
+        numbered = group._get_sequence_number_for_group()  # with gloo, this counts messages too
         messages = _calls[group.group_name] if dist.get_backend(group) == "gloo" else 0
         collectives[group.group_name] = numbered - messages
     return collectives, _messages
 
 
 def in_step(ranks: Collection[Begun]) -> bool:
-    """Whether all have groups, began as many collectives in each, and received what was sent."""
+    """Whether all ranks have groups and agree on collectives, and no message is outstanding."""
     left: Counter[tuple[str, int, int]] = Counter()
     numbers: dict[str, int] = {}
     for collectives, messages in ranks:

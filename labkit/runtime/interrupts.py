@@ -1,8 +1,8 @@
-"""Ctrl-C and Jupyter's interrupt button, at a moment that suits us.
+"""Ctrl-C and Jupyter's interrupt button, delayed until it is safe to stop.
 
-An interrupt that strikes anywhere could lose the process ids of ranks that have just started. So
-while the driver starts ranks or talks to them, an interrupt is only noted, and `look` is called
-many times a second, where it is safe to stop.
+An immediate interrupt could lose the process ids of ranks that have just started. So while the
+driver starts ranks or talks to them, an interrupt is only noted; `look` raises it, and is called
+many times a second.
 """
 
 import signal
@@ -10,15 +10,15 @@ import threading
 from types import FrameType
 from typing import ClassVar
 
-ENOUGH = 3  # so many mean that `look` is not being called
+ENOUGH = 3  # this many interrupts mean that `look` is not being called
 
 
 class Interrupts:
-    """While the block runs, interrupts are counted, and raise one KeyboardInterrupt: in `look`,
-    once there are `enough`, or at its end. A block inside another has its own `enough`. A
-    handler of the user's is left in its place."""
+    """Within the block, interrupts are counted and raise one KeyboardInterrupt: in `look`, after
+    `enough` interrupts, or at the end of the block. A nested block has a separate `enough`. A
+    SIGINT handler that the user has installed stays in place."""
 
-    outermost: "ClassVar[Interrupts | None]" = None  # only the main thread has one
+    outermost: "ClassVar[Interrupts | None]" = None  # in the main thread only
 
     def __init__(self, enough: float = ENOUGH) -> None:
         self.count, self.enough, self.raised = 0, enough, False

@@ -1,8 +1,7 @@
-"""How the driver starts ranks: forked from a warm server, or spawned where the platform has no
-fork. Both start, stop and report ends in the same way.
+"""Starts ranks: forked from a warm server, or spawned where the platform has no fork.
 
-A rank leads a process group of its own: an interrupt of the driver's group does not reach it, and
-what it has started (data loaders, shell commands) is killed after it.
+Each rank leads a new process group: an interrupt of the driver's group does not reach the rank, and
+the processes that a rank has started (data loaders, shell commands) are killed after it.
 """
 
 import atexit
@@ -23,13 +22,13 @@ from typing import Any
 from labkit.runtime.channel import Channel, ready
 from labkit.runtime.rank import Spec
 
-PIECE_S = 0.05  # of a wait: another thread may get the message that ends it
+PIECE_S = 0.05  # to poll: another thread may receive the message that ends a wait
 KILL_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: its exit status (negative: the signal), and its peak memory if known."""
+    """A rank's exit status (negative: minus the signal), and its peak memory (0: unknown)."""
 
     status: int
     peak_bytes: int = 0
@@ -38,7 +37,7 @@ class End:
         """ "was killed by SIGSEGV", "ended by itself with status 3 ..."."""
         if self.status >= 0:
             return f"ended by itself with status {self.status} (os._exit, or a crash in C code)"
-        name = f"signal {-self.status}"  # as of a real-time signal
+        name = f"signal {-self.status}"  # for a real-time signal
         with suppress(ValueError):
             name = signal.Signals(-self.status).name
         used = f"; it had used up to {self.peak_bytes / 1e9:.2f} GB" if self.peak_bytes else ""
@@ -46,8 +45,8 @@ class End:
 
 
 class ForkServer:
-    """The driver's side of `labkit.runtime.server`, one for all worlds and threads of a process.
-    A request whose driver was interrupted is cancelled: the server kills the ranks it forks."""
+    """The driver's side of `labkit.runtime.server`, one for all worlds and threads of a process. If
+    an interrupt cancels a request, the server kills the ranks it forks for it."""
 
     _only: "ForkServer | None" = None
     _choosing = threading.Lock()
@@ -62,13 +61,13 @@ class ForkServer:
             [sys.executable, "-c", code],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # it outlives a kill of the driver's group, and tidies up
+            start_new_session=True,  # survives a kill of the driver's group, to clean up
         )
         theirs.close()
         self._channel = Channel(ours)
         self._talking = threading.Lock()
         self._numbers = itertools.count(1)
-        self._replies: dict[int, tuple[list[int], str]] = {}  # process ids, refusal
+        self._replies: dict[int, tuple[list[int], str]] = {}  # request -> process ids, refusal
         self._ends: dict[int, End] = {}
         self._owner = os.getpid()
 
@@ -84,12 +83,12 @@ class ForkServer:
             return only
 
     def answer_for(self, folder: str) -> None:
-        """When the driver is gone, the server deletes this folder."""
+        """Have the server delete this folder when the driver is gone."""
         with suppress(EOFError):  # `start` reports it better
             self._send("answer for", folder)
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
-        """Start these ranks; returns their process ids. Calls `tick` while it waits."""
+        """Start these ranks and return their process ids; calls `tick` while waiting."""
         number = next(self._numbers)
         try:
             self._send("fork", (number, specs))
@@ -116,13 +115,13 @@ class ForkServer:
         return pids
 
     def ends(self) -> dict[int, End]:
-        """The ends known by now, by process id. Raises EOFError when the server itself is gone."""
+        """The ends known so far, by process id. Raises EOFError if the server is gone."""
         with self._talking:
             while ready([self._channel], 0):
                 kind, body = self._channel.recv()
                 if kind == "forked":
                     number, pids, refusal = body
-                    self.forget(pids)  # of processes that had these ids before
+                    self.forget(pids)  # earlier processes with these ids
                     self._replies[number] = pids, refusal
                 else:
                     pid, status, peak_bytes = body
@@ -144,7 +143,7 @@ class ForkServer:
         self.wait(pids, KILL_PATIENCE_S)
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
-        """Wait until these ranks have ended; False when they have not within `patience_s`."""
+        """Wait for these ranks to end; returns False if one is alive after `patience_s` seconds."""
         until_s = time.monotonic() + patience_s
         with suppress(EOFError):
             while not self.ends().keys() >= set(pids):
@@ -171,13 +170,13 @@ class ForkServer:
 
 
 class Spawner:
-    """Ranks as new interpreters: slower, but every platform has it."""
+    """Starts ranks as new interpreters: slower, but possible on every platform."""
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def answer_for(self, folder: str) -> None:
-        """When the driver is gone, the ranks delete it."""
+        """Nothing to do: the ranks delete the folder when the driver is gone."""
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
         code = (
@@ -191,9 +190,9 @@ class Spawner:
                 )
                 self._processes[process.pid] = process
                 assert process.stdin is not None
-                with suppress(BrokenPipeError):  # it has died, which is found out later
+                with suppress(BrokenPipeError):  # the rank has died; `ends` will report it
                     process.stdin.write(pickle.dumps(spec))
-                    process.stdin.flush()  # and stays open until the driver ends
+                    process.stdin.flush()  # stdin stays open until the driver ends
         except BaseException:
             self.kill(list(self._processes))
             self.forget(list(self._processes))
@@ -230,7 +229,7 @@ Starter = ForkServer | Spawner
 
 
 def starter(start: str | None = None) -> Starter:
-    """What starts ranks; `start` is "fork", "spawn" or None: what this platform has."""
+    """The starter for `start`: "fork" (where available), "spawn", or None for the faster one."""
     if start not in (None, "fork", "spawn"):
         raise ValueError(f'start={start!r}: choose "fork", "spawn" or None (what is there)')
     if start == "spawn" or not hasattr(os, "fork"):
@@ -239,13 +238,13 @@ def starter(start: str | None = None) -> Starter:
 
 
 def warm_up_early() -> None:
-    """Have the server start now, without waiting for it."""
+    """Start the server now, without waiting for it."""
     if hasattr(os, "fork"):
         ForkServer.get(early=True)
 
 
 def kill_group(pid: int) -> None:
-    """Kill what the rank `pid`, which has just ended, has left behind."""
+    """Kill the processes that the rank `pid`, which has just ended, has left behind."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

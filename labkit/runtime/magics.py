@@ -1,11 +1,11 @@
-"""`%%ranks`: run a cell on every rank of a lasting world.
+"""`%%ranks`: run a cell on every rank of a persistent world.
 
-- `%load_ext labkit` brings them;
-- `%%ranks 4`: the cell runs on 4 ranks, which keep their variables from cell to cell;
-- `%%ranks 0,2`: only on ranks 0 and 2 of that world ("2," for rank 2 alone);
-- `%%ranks`: on all ranks of the world there is;
-- `%%ranks 4 -o losses`: also bring the last values here, as the list `losses`;
-- `%ranks`: what there is; `%ranks reset` starts it anew, `%ranks close` ends it.
+- `%load_ext labkit` loads the magics;
+- `%%ranks 4`: the cell runs on 4 ranks, which keep their variables between cells;
+- `%%ranks 0,2`: on ranks 0 and 2 of that world only ("2," for rank 2 alone);
+- `%%ranks`: on all ranks of the current world;
+- `%%ranks 4 -o losses`: store the last values here, in the list `losses`;
+- `%ranks`: show the world; `%ranks reset` starts new ranks, `%ranks close` ends the world.
 """
 
 import itertools
@@ -23,7 +23,7 @@ DEFAULT_SIZE = 4
 
 
 class PerRank(list[Any]):
-    """One value per rank (or how it is shown there), shown a rank a line."""
+    """One value per rank (or its display form), displayed one rank a line."""
 
     def __init__(self, ranks: list[int], values: list[Any]):
         super().__init__(values)
@@ -49,15 +49,15 @@ class PerRank(list[Any]):
 
 @magics_class
 class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
-    """The magics of `%load_ext labkit`. Names on a rank: rank, size, comm, device, torch, dist."""
+    """The magics of labkit. Names in a cell: rank, size, comm, device, torch, dist."""
 
     world: World | None = None
     _cells = itertools.count(1)
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> PerRank | None:
-        """Run the cell on ranks; `%%ranks 4`, `%%ranks 0,2` or `%%ranks`. Shows the last value of
-        each; `-o NAME` brings the values here, as a list called NAME."""
+        """Run the cell on ranks: `%%ranks 4`, `%%ranks 0,2` or `%%ranks`. Shows the last value of
+        each rank, or stores the values in the list NAME with `-o NAME`."""
         line, wanted, name = line.partition("-o")
         name = name.strip()
         if wanted and not name.isidentifier():
@@ -72,7 +72,7 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @line_magic("ranks")  # type: ignore[arg-type, unused-ignore]
     def manage(self, line: str) -> None:
-        """`%ranks`: see the world; `%ranks reset`: new ranks; `%ranks close`: end it."""
+        """`%ranks`: show the world; `%ranks reset`: new ranks; `%ranks close`: end the world."""
         command = line.strip()
         if command not in ("", "reset", "close"):
             raise UsageError(f"%ranks {command}: use %ranks, %ranks reset or %ranks close")
@@ -89,7 +89,7 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             print("closed")
 
     def _choose(self, line: str) -> tuple[World, list[int]]:
-        """The world that `line` asks for, or whichever there is, and the ranks to run on."""
+        """The world that `line` asks for, or the current one, and the ranks to run on."""
         try:
             numbers = [int(part) for part in line.rstrip(",").split(",")] if line else []
         except ValueError:
@@ -99,7 +99,7 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
         is_list = "," in line
         size = numbers[0] if numbers and not is_list else None
         if self.world is not None and size is not None and size != self.world.size:
-            check_size(size)  # before the one that works is given up
+            check_size(size)  # before the working world is closed
             print(f"{ranks_in_words(size)} in place of {self.world.size}: what those kept is gone")
             self.world.close()
             self.world = None

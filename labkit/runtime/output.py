@@ -1,8 +1,7 @@
-"""What the ranks print, in the cell or terminal of the driver, marked by rank, while they run.
+"""Shows what the ranks print, live and labelled by rank, in the cell or terminal of the driver.
 
-A terminal gets the lines as they come. A notebook gets one output that is redrawn as they come,
-and that, once the run is over and the notebook is kept, is grouped by rank. A flood is cut there:
-a page cannot show it, and would stop answering.
+A terminal gets lines in order of arrival. A notebook gets one output, redrawn during the run and
+grouped by rank at its end; very long output is truncated there, as it would freeze the page.
 """
 
 import codecs
@@ -12,23 +11,22 @@ from collections import deque
 from typing import Any
 
 REDRAW_S = 0.1
-MOST_LINES = 1000  # of a rank that a notebook keeps: half of them the first, half the last
+MOST_LINES = 1000  # kept per rank in a notebook, half from the start and half from the end
 LONGEST_LINE = 2000
-LONGEST_OPEN = 100_000  # a line that grows and never ends is broken
+LONGEST_OPEN = 100_000  # a longer line is broken
 
 
 class RankOutput:
-    """Collects the bytes that ranks print during one run."""
+    """Collects and shows the bytes that ranks print during one run."""
 
     def __init__(self, size: int):
         utf8 = codecs.getincrementaldecoder("utf-8")
-        self._decoders = [utf8("replace") for _ in range(size)]  # a character may come in two parts
+        self._decoders = [utf8("replace") for _ in range(size)]  # a character may span two reads
         self._open = [""] * size  # the unfinished line of each rank
         self._page = _Page(size) if in_notebook() else None
 
     def feed(self, rank: int, data: bytes) -> None:
-        """Take what rank `rank` wrote. A carriage return starts its line anew, so progress bars
-        move in place."""
+        """Add output of rank `rank`. A carriage return restarts the line, so progress bars work."""
         text = self._open[rank] + self._decoders[rank].decode(data)
         *finished, unfinished = text.replace("\r\n", "\n").split("\n")
         if len(unfinished) > LONGEST_OPEN:
@@ -45,14 +43,14 @@ class RankOutput:
         self.refresh()
 
     def refresh(self) -> None:
-        """Show what has come, if it is time to."""
+        """Show new output, if a redraw is due."""
         if self._page:
             self._page.draw_if_due([_shown(line) for line in self._open])
         else:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """The run is over: finish open lines and group by rank what is kept."""
+        """At the end of a run: finish open lines and group the kept output by rank."""
         for rank, line in enumerate(self._open):
             if _shown(line):
                 self.feed(rank, b"\n")
@@ -61,15 +59,15 @@ class RankOutput:
 
 
 class _Page:
-    """One output of a notebook."""
+    """One output of a notebook, redrawn in place."""
 
     def __init__(self, size: int):
         self._first: list[list[str]] = [[] for _ in range(size)]  # lines of each rank
         self._last: list[deque[str]] = [deque(maxlen=MOST_LINES // 2) for _ in range(size)]
         self._counts = [0] * size
-        self._recent: deque[str] = deque(maxlen=200)  # of all ranks, in the order they came
+        self._recent: deque[str] = deque(maxlen=200)  # lines of all ranks, by arrival
         self._display: Any = None
-        self._drawn: object = (0, [""] * size)  # the number of lines, and the open ones
+        self._drawn: object = (0, [""] * size)  # number of lines, open lines
         self._drawn_s = 0.0
 
     def add(self, rank: int, line: str) -> None:
@@ -88,7 +86,7 @@ class _Page:
             self._draw([*self._recent, *(f"[rank {rank}] {line}" for rank, line in shown)])
 
     def close(self) -> None:
-        """Grouped by rank."""
+        """Draw the kept lines, grouped by rank."""
         if any(self._counts):
             ranks = range(len(self._counts))
             self._draw([f"[rank {rank}] {line}" for rank in ranks for line in self._kept(rank)])
@@ -110,7 +108,7 @@ class _Page:
 
 
 def _shown(line: str) -> str:
-    """What is seen of a line with carriage returns in it."""
+    """The visible part of a line that contains carriage returns."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
@@ -120,22 +118,22 @@ def _write(rank: int, line: str) -> None:
         text = f"\r\x1b[K{text}"
     try:
         sys.stdout.write(text)
-    except UnicodeEncodeError:  # a terminal of a smaller alphabet
+    except UnicodeEncodeError:  # the terminal cannot encode it
         encoding = sys.stdout.encoding or "ascii"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
 
 
 def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs us (IPython in a terminal has a stream that scrolls)."""
+    """Whether this process is a Jupyter kernel; IPython in a terminal is not."""
     return getattr(running_ipython(), "kernel", None) is not None
 
 
 def interactive() -> bool:
-    """Whether a user sits at IPython or a notebook, and wants to see what happens."""
+    """Whether a user works with this process, in IPython or a notebook."""
     return running_ipython() is not None
 
 
 def running_ipython() -> Any:
-    """The IPython or kernel that runs this process, if one does."""
+    """The IPython shell or kernel of this process, if any."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None

@@ -1,5 +1,4 @@
-"""What a world gets when the user names nothing: backend, device and transport, each with the
-reason, and the largest number of ranks."""
+"""Defaults of a world: backend, device and transport with reasons, and the largest size."""
 
 import os
 import shutil
@@ -15,15 +14,15 @@ import torch.distributed as dist
 from labkit.comm import Link, TwoLevel
 from labkit.runtime import folders
 
-RANK_BYTES = 100e6  # what a rank takes before it does anything, with room to do something
+RANK_BYTES = 100e6  # memory of an idle rank, and some room to work
 MOST_RANKS = 256
-SPARE_FILES = 16  # that a world opens beside the sockets of its ranks
+SPARE_FILES = 16  # files that a world opens besides its ranks' sockets
 CGROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 VARIABLE = "LABKIT_TRANSPORT"
 NAMES = ("shm", "gloo")
-LEAST_ROOM_BYTES = 128 << 20  # Docker gives 64 MB in all, which a few groups use up
-RANK_ROOM_BYTES = 16 << 20  # what a rank of some groups, with some neighbours, may take
+LEAST_ROOM_BYTES = 128 << 20  # Docker's default of 64 MB is used up by a few groups
+RANK_ROOM_BYTES = 16 << 20  # shared memory of a rank in several groups
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Pick:
 
 
 def pick(size: int, backend: str | None, device: str | None, paced: bool = False) -> Pick:
-    """Choose what is not given; `paced`: over a modelled wire, which only gloo can have. Raises
-    ValueError for what this machine cannot do."""
+    """Choose the backend and device that are not given. `paced`: over a modelled wire, which only
+    gloo supports. Raises ValueError for a choice that this machine does not support."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend not in (None, "gloo", "nccl"):
         raise ValueError(f'backend={backend!r}: choose "gloo", "nccl" or None (the best one here)')
@@ -74,13 +73,12 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
 def pick_transport(
     size: int, picked: Pick, asked: str | None, backend: str | None, link: Link | TwoLevel | None
 ) -> tuple[str, str]:
-    """The transport as events name it ("shm", "gloo", "nccl"), and why not shared memory ("" for a
-    world that has it, or was told to do without).
+    """The transport as events name it ("shm", "gloo", "nccl"), and why shared memory is not
+    available ("" if it is used or not wanted).
 
-    Shared memory for the ranks of one machine's CPU, where it serves; else the backend. The first
-    that says something decides: `asked`, the argument; LABKIT_TRANSPORT in the environment, where
-    it can be had; `backend`, which may name gloo. Raises ValueError for an unknown name, and for
-    `asked` where this world cannot have it.
+    Ranks on one machine's CPU use shared memory where possible. The first of these overrides that:
+    the argument `asked`; LABKIT_TRANSPORT, except with NCCL or a link; `backend="gloo"`. Raises
+    ValueError for an unknown name, or if this world does not support `asked`.
     """
     wished = os.environ.get(VARIABLE)
     check_transport("transport", asked)
@@ -108,7 +106,7 @@ def pick_transport(
 
 
 def check_transport(source: str, name: str | None) -> None:
-    """Raises ValueError where `name`, which `source` gives, is no transport."""
+    """Raises ValueError if `name`, which `source` gives, is not a transport."""
     if name not in (None, "", *NAMES):
         raise ValueError(
             f'{source}={name!r}: choose "shm" (memory that the ranks share) or "gloo" '
@@ -131,7 +129,7 @@ def _shared_memory_problem(size: int) -> str:
 
 
 def check_size(size: int) -> None:
-    """Raises TypeError or ValueError for a number of ranks that this machine cannot run."""
+    """Raises TypeError or ValueError if this machine cannot run `size` ranks."""
     if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"World({size!r}): the number of ranks is an integer")
     if size < 1:
@@ -156,7 +154,7 @@ def check_size(size: int) -> None:
 
 
 def _most_by_files() -> int:
-    """Each rank has two sockets in this process, and one to every other rank."""
+    """The number of ranks that the limit on open files allows, at two sockets per rank."""
     try:
         import resource
     except ImportError:  # a platform without such limits
@@ -168,13 +166,13 @@ def _most_by_files() -> int:
 
 
 def available_bytes() -> int:
-    """What the machine has free, and no more than the cgroups of this process may still take."""
+    """The machine's free memory, at most what the cgroups of this process still allow."""
     return min([psutil.virtual_memory().available, *left_by_cgroups()])
 
 
 def left_by_cgroups() -> Iterator[int]:
-    """What each memory limit of this process's cgroup (v1 or v2) and its ancestors leaves, in
-    bytes. Caches of files count as left."""
+    """Bytes left under each memory limit of this process's cgroup (v1 or v2) and its ancestors,
+    counting file caches as free."""
     for line in CGROUPS.read_text().splitlines() if CGROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)  # v2 names no controllers
         names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")

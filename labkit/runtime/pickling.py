@@ -1,7 +1,7 @@
-"""Functions and values on their way to a rank and back.
+"""Pickles functions and values for ranks, and results for the driver.
 
-Functions travel by cloudpickle, so those of a notebook cell, lambdas and closures do too. What
-cannot travel is named, not only its type.
+cloudpickle also takes lambdas, closures and functions of notebook cells. An error names the object
+that cannot be pickled, not only its type.
 """
 
 import io
@@ -16,19 +16,19 @@ import torch
 
 
 class Unpicklable(TypeError):
-    """Something cannot travel between processes; the text says which object."""
+    """Raised for an object that cannot be pickled; the text names it."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A pickled value: the pickle, and beside it the memory of its tensors, not copied."""
+    """A pickle, and separate buffers with its tensors' memory, not copied."""
 
     data: pickle.PickleBuffer
     buffers: list[pickle.PickleBuffer]
 
 
 def dumps(thing: Any, name: str) -> Parcel:
-    """Pickle `thing`, which the reader knows as `name`. Raises Unpicklable, naming the part."""
+    """Pickle `thing`, called `name` in errors. Raises Unpicklable, which names the failing part."""
     try:
         return _dumps(thing)
     except Exception as error:
@@ -41,7 +41,7 @@ def dumps(thing: Any, name: str) -> Parcel:
 
 
 def loads(parcel: Parcel, name: str) -> Any:
-    """Read what a rank returned. Raises RuntimeError, naming it, when that fails here."""
+    """Unpickle the value of a rank, called `name` in errors. Raises RuntimeError on failure."""
     try:
         return unpack(parcel)
     except Exception as error:
@@ -57,8 +57,8 @@ def unpack(parcel: Parcel) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Plain tensors travel by value: from the GPU to the CPU, out of their graph, only the part
-    of a storage that is seen, and without a copy."""
+    """Pickles plain tensors by value: detached, on the CPU, only the elements they view, and
+    without a copy where possible."""
 
     def reducer_override(self, thing: Any) -> Any:
         plain = type(thing) is torch.Tensor and thing.layout == torch.strided
@@ -88,7 +88,7 @@ def _dumps(thing: Any) -> Parcel:
 def _culprit(
     thing: Any, path: str, error: Exception, depth: int, seen: set[int]
 ) -> tuple[str, Any, str]:
-    """Go down into the first part that fails on its own."""
+    """Descend into the first part that cannot be pickled."""
     seen.add(id(thing))
     for part_path, part in _parts(thing, path) if depth else ():
         if id(part) in seen:

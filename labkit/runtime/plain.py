@@ -1,9 +1,4 @@
-"""torch.distributed as it is, on the ranks of a world: for labs that show it beside `Comm`.
-
-`Plain` has the names of a `Comm`, so that one program runs on both; nothing is checked or
-recorded. `file_store` is the store that ranks of one machine can meet at, `LauncherStore` the one
-that a launcher opens for processes that are not ranks yet.
-"""
+"""torch.distributed itself on the ranks of a world, for labs that show it beside `Comm`."""
 
 import socket
 import time
@@ -18,10 +13,11 @@ from labkit.runtime.channel import loopback
 
 
 class Plain:
-    """A bare process group. `rank` and `size` count inside the group.
+    """A bare process group with the methods of a `Comm`, without checks or recording.
 
-    Without `group` it makes a new one of all ranks, so that `timeout_s` is its own, as it is that
-    of subgroups (torch's is half an hour). All ranks make it at once.
+    `rank` and `size` are those inside the group. Without `group`, all ranks must construct it
+    together: it creates a group of all ranks. `timeout_s` is the timeout of that group and of
+    subgroups (torch's default is 30 minutes).
     """
 
     def __init__(self, timeout_s: float, group: Any = None):
@@ -45,26 +41,26 @@ class Plain:
         dist.recv(x, group=self._group, group_src=src)
 
     def subgroup(self, ranks: Sequence[int]) -> "Plain | None":
-        """As `Comm.subgroup`: None on the ranks that are not in it."""
+        """As `Comm.subgroup`: None on ranks outside the subgroup."""
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout_s))
         return Plain(self._timeout_s, group) if dist.get_rank() in ranks else None
 
 
 def file_store(path: str, timeout_s: float) -> Any:
-    """torch's store in the file `path`; waiting in vain for a key raises RuntimeError."""
+    """A torch store in the file `path`; waiting in vain for a key raises RuntimeError."""
     store = dist.FileStore(path)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
 class LauncherStore:
-    """A TCP store on a free port of this machine alone, as torchrun opens one for its ranks.
+    """A TCP store on a free local port, as torchrun opens one for its ranks.
 
-    `variables` are for the ranks' environment, beside the five that every launcher sets.
+    `variables`: for the ranks' environment, besides the five that every launcher sets.
     """
 
     def __init__(self) -> None:
-        # The socket is made first: torch would listen on every address of the machine.
+        # torch's own socket would listen on every address of the machine.
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
         self.store = dist.TCPStore(
@@ -72,13 +68,13 @@ class LauncherStore:
             master_listen_fd=listener.detach(),
         )  # fmt: skip
         self.variables = {
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 opens none
-            "GLOO_SOCKET_IFNAME": loopback() or "lo",  # the ranks' sockets stay in this machine
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists: rank 0 opens none
+            "GLOO_SOCKET_IFNAME": loopback() or "lo",  # keep the ranks' sockets on this machine
         }
 
     def addresses(self, ranks: int, within_s: float = 30.0) -> dict[str, str]:
-        """Key -> "127.0.0.1:41234" of each rank, once `ranks` of them have written theirs. Raises
-        RuntimeError where they have not `within_s` seconds."""
+        """Key -> address ("127.0.0.1:41234") of each rank, once `ranks` of them have registered.
+        Raises RuntimeError if they have not within `within_s` seconds."""
         until_s = time.monotonic() + within_s
         while time.monotonic() < until_s:
             keys = sorted(key for key in self.store.list_keys() if key.startswith("default_pg"))
@@ -92,6 +88,6 @@ class LauncherStore:
 
 
 def _address(value: bytes) -> str:
-    """In gloo's bytes the port precedes the IP address, as in a socket's address of C."""
+    """In gloo's bytes, the port precedes the IP address, as in a C `sockaddr_in`."""
     at = value.find(bytes([127, 0, 0, 1]))
     return f"127.0.0.1:{int.from_bytes(value[at - 2 : at], 'big')}"

@@ -1,5 +1,5 @@
-"""What a process's communicators use besides their process groups: listeners, a modelled wire, and
-the board on which the ranks compare notes. A process has one of each, as it has one network card.
+"""State that the communicators of a process share, besides process groups: listeners, a modelled
+wire and the board. A process has one of each, as it has one network card.
 """
 
 import os
@@ -19,9 +19,9 @@ from labkit.runtime.transports.link import Link, TwoLevel
 
 @dataclass
 class ProcessContext:
-    """`listeners` get every event at its issue; its later times are filled in. `carrying` is
-    entered, in any thread, around what allocates memory for an operation; `clock` gives the times
-    of the events. `shared`, if given, is a folder in which all ranks can share memory."""
+    """`listeners` get each event at its issue; later times are filled in. `carrying` is entered, in
+    any thread, around allocations for an operation. `clock` gives the times of events. `shared` is
+    the folder for the ranks' shared memory, if any."""
 
     listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
     board: Board | None = None
@@ -36,7 +36,7 @@ here = ProcessContext()
 
 @contextmanager
 def listen() -> Iterator[list[CommEvent]]:
-    """Collect the events of all communication on this rank while the block runs.
+    """Collect the events of all communication on this rank within the block.
 
     >>> with listen() as events:
     ...     comm.all_reduce(x)
@@ -49,7 +49,7 @@ def listen() -> Iterator[list[CommEvent]]:
 
 @contextmanager
 def listen_with(listener: Callable[[CommEvent], object]) -> Iterator[None]:
-    """Have `listener` called with every event at its issue."""
+    """Within the block, call `listener` with each event at its issue."""
     here.listeners.append(listener)
     try:
         yield
@@ -58,13 +58,13 @@ def listen_with(listener: Callable[[CommEvent], object]) -> Iterator[None]:
 
 
 _COMM = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("comm", "runtime"))
-_DYNAMO = str(Path(torch.__file__).parent / "_")  # lies between, where torch.compile is at work
+_DYNAMO = str(Path(torch.__file__).parent / "_")  # frames in between, under torch.compile
 _LABKIT = str(Path(__file__).parent.parent) + os.sep
 
 
 def caller() -> str:
-    """Where the program calls a communicator: that line and, when it is a strategy's, the user's
-    line above it.
+    """The program's line that calls a communicator; for a line inside labkit, with the user's line
+    that led to it.
 
     "lesson.py:12 in train" or "ddp.py:80 in _launch, from lesson.py:12 in train"
     """

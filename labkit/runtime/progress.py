@@ -1,7 +1,4 @@
-"""A progress bar that works in the driver, on a rank and under torchrun.
-
-On ranks, rank 0 speaks for all: its bar travels to the cell or terminal of the driver.
-"""
+"""A progress bar for the driver, for ranks (rank 0 draws it) and under torchrun."""
 
 import sys
 import time
@@ -17,11 +14,11 @@ T = TypeVar("T")
 EVERY_S = 0.1
 WIDTH = 30
 NOTICE_S = 1.0
-PATIENCE_S = 2.0  # with what may be over in no time
+PATIENCE_S = 2.0  # before `slow_progress` shows a bar
 
 
 def progress(things: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
-    """Go through `things` with a bar.
+    """Iterate over `things` with a progress bar.
 
     >>> for step in progress(range(100), "train"): ...
     """
@@ -30,7 +27,7 @@ def progress(things: Iterable[T], label: str = "", total: int | None = None) -> 
     total = len(things) if total is None and isinstance(things, Sized) else total
     if me is not None and me.rank != 0:
         yield from things
-    elif on_rank or in_notebook():  # there, rich would make a widget: nbclient may stumble over it
+    elif on_rank or in_notebook():  # rich's widget there can break nbclient
         yield from _printed(things, label, total, transient=not on_rank)
     else:
         from rich.progress import track
@@ -40,8 +37,8 @@ def progress(things: Iterable[T], label: str = "", total: int | None = None) -> 
 
 @contextmanager
 def notice(text: str) -> Iterator[Callable[[], None]]:
-    """Yields a function to call while something goes on, which looks for interrupts and shows
-    `text` after a second, until the end of the block."""
+    """Yields a function to call repeatedly within the block: it checks for interrupts and, after
+    NOTICE_S, shows `text` until the end of the block."""
     due_s, shown = time.monotonic() + NOTICE_S, False
 
     def tick() -> None:
@@ -61,7 +58,7 @@ def notice(text: str) -> Iterator[Callable[[], None]]:
 def _printed(
     things: Iterable[T], label: str, total: int | None, transient: bool = False
 ) -> Iterator[T]:
-    """A bar whose line is written anew after a carriage return; `transient`: gone at the end."""
+    """A bar redrawn after a carriage return; `transient`: removed at the end."""
     began_s, drawn_s, count = time.monotonic(), 0.0, 0
     try:
         for count, thing in enumerate(things, 1):
@@ -85,7 +82,7 @@ def _bar(label: str, count: int, total: int | None, spent_s: float) -> str:
 
 
 def slow_progress(things: Sequence[T], label: str) -> Iterator[T]:
-    """Go through `things`; a bar is shown for what is left after two seconds."""
+    """Iterate over `things`; after PATIENCE_S, show a bar for the rest."""
     began_s = time.monotonic()
     for done, thing in enumerate(things):
         if time.monotonic() - began_s > PATIENCE_S:

@@ -1,6 +1,5 @@
-"""Life of a rank: it is forked from the server (or spawned), joins the process group, and runs what
-the driver sends until it is told to stop. It ends by `os._exit`, so that no half-dead gloo thread
-can abort it.
+"""The process of a rank: it joins the process group and runs the driver's requests until it is
+stopped. It exits by `os._exit`, so that no gloo thread can abort it at shutdown.
 """
 
 import ctypes
@@ -35,22 +34,22 @@ from labkit.runtime.in_step import begun, count_messages
 from labkit.runtime.pickling import Unpicklable, dumps, unpack
 from labkit.trace.recording import OnRank
 
-HELLO = struct.Struct("<16sHB")  # the world's token, the rank, which stream
+HELLO = struct.Struct("<16sHB")  # the world's token, rank, stream
 CONTROL, OUTPUT = range(2)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-KEPT_BYTES, MOST_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's own limit
+KEPT_BYTES, MOST_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's maximum
 
 
 @dataclass(frozen=True)
 class Spec:
-    """All that a rank needs to know at its start."""
+    """The start-up parameters of a rank."""
 
     rank: int
     size: int
     address: Any
     token: bytes
     folder: str
-    shared: str  # the folder for shared memory; "" where tensors take another way
+    shared: str  # the folder for shared memory; "" without it
     backend: str
     device: str
     threads: int
@@ -68,7 +67,7 @@ class Spec:
 
 
 def live(spec: Spec) -> NoReturn:
-    """The whole life of a rank."""
+    """Run a rank from start to exit."""
     status = 0
     try:
         control = _wake_up(spec)
@@ -85,9 +84,9 @@ def live(spec: Spec) -> NoReturn:
 
 
 def _wake_up(spec: Spec) -> Channel:
-    """Become rank `spec.rank`: streams, seeds, threads, board and process group."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
-    with suppress(OSError):  # Linux: where memory runs out, a rank goes before the notebook
+    """Set up rank `spec.rank`: streams, environment, seeds, board and process group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles interrupts
+    with suppress(OSError):  # Linux: out of memory, kill a rank before the notebook
         Path("/proc/self/oom_score_adj").write_text("500")
     control = Channel(connect(spec.address, HELLO.pack(spec.token, spec.rank, CONTROL)))
     _speak_through(connect(spec.address, HELLO.pack(spec.token, spec.rank, OUTPUT)))
@@ -99,9 +98,9 @@ def _wake_up(spec: Spec) -> Channel:
         sys.path[:] = spec.path
         _keep_freed_memory()
         use_loopback(whatever_is_set=True)
-        faulthandler.enable()  # a crash in C code prints the lines of Python it came from
+        faulthandler.enable()  # a crash in C code prints the Python stack
         if hasattr(faulthandler, "register"):
-            stacks = open(Path(spec.folder) / f"stack{spec.rank}", "w")  # noqa: SIM115, lives on
+            stacks = open(Path(spec.folder) / f"stack{spec.rank}", "w")  # noqa: SIM115, stays open
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         torch.set_num_threads(spec.threads)
         random.seed(spec.seed)
@@ -122,7 +121,7 @@ def _wake_up(spec: Spec) -> Channel:
             store=store,
             rank=spec.rank,
             world_size=spec.size,
-            # The board reports first, and better. (Infinite is a century here.)
+            # The board reports first, and better. (An infinite timeout becomes a century.)
             timeout=timedelta(seconds=min(spec.timeout_s, 3e9) + 1),
         )
     except BaseException as error:
@@ -136,10 +135,10 @@ def _wake_up(spec: Spec) -> Channel:
 
 
 def _keep_freed_memory() -> None:
-    """glibc hands memory back to the system whenever 128 KiB to some MiB are free at the heap's
-    end, and has to ask for it again page by page: a training step, which frees all it has
-    allocated, then pays for it at random, some 5 % of its time on a CPU. A rank keeps what it
-    has had; the variables of mallopt(3) decide otherwise."""
+    """Have glibc keep freed memory, unless MALLOC_* variables are set: see mallopt(3). By default,
+    glibc returns memory whenever 128 KiB to some MiB are free at the heap's end, and requests it
+    again page by page. A training step on a CPU, which frees all it has allocated, then spends
+    about 5 % of its time on this, at random."""
     if not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
         if mallopt is not None:  # the allocator is glibc's
@@ -148,7 +147,7 @@ def _keep_freed_memory() -> None:
 
 
 def _speak_through(sock: socket.socket) -> None:
-    """Everything this process prints, C code included, goes to the driver."""
+    """Send everything that this process prints, C code included, to the driver."""
     if os.name == "posix":
         os.dup2(sock.fileno(), 1)
         os.dup2(sock.fileno(), 2)
@@ -159,7 +158,7 @@ def _speak_through(sock: socket.socket) -> None:
 
 
 def _stream(fd: int) -> io.TextIOWrapper:
-    """Unbuffered text to `fd`, which stays open when a user closes the stream."""
+    """An unbuffered text stream to `fd`, which stays open when a user closes the stream."""
     raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115
     return io.TextIOWrapper(
         raw, "utf-8", errors="backslashreplace", line_buffering=True, write_through=True
@@ -167,8 +166,7 @@ def _stream(fd: int) -> io.TextIOWrapper:
 
 
 def _tidy() -> None:
-    """Let go of all that was printed and of groups that were dropped; give the next run new streams
-    for those it closed."""
+    """Flush all output, destroy dropped groups, and replace streams that the run has closed."""
     if dist.is_initialized():
         Dispatcher.of(dist.group.WORLD).destroy_dropped()
     for fd, name in ((1, "stdout"), (2, "stderr")):
@@ -180,7 +178,7 @@ def _tidy() -> None:
 
 
 def _serve(control: Channel) -> None:
-    """Run what the driver sends, one piece after the other."""
+    """Run the driver's requests in order."""
     from labkit.runtime import cells
 
     me = current()
@@ -212,12 +210,12 @@ def _serve(control: Channel) -> None:
             reply = (_kind(error), RemoteError.of(error))
         _tidy()
         if os.getpid() != process:
-            os._exit(0)  # a fork that the function made, and that came back from it
+            os._exit(0)  # a fork that the function made and that returned from it
         control.send(reply)
 
 
 def _kind(error: BaseException) -> str:
-    kind = type(error)  # isinstance would ask the error, which may be of a class that raises
+    kind = type(error)  # isinstance reads error.__class__, which may raise
     if issubclass(kind, Unpicklable):
         return "unpicklable"
     if issubclass(kind, CollectiveMismatch):
@@ -229,7 +227,7 @@ def _kind(error: BaseException) -> str:
 
 
 def _raised_in_c(error: BaseException) -> bool:
-    """Whether no `raise` in Python raised it first."""
+    """Whether C code raised the error, not a `raise` in Python."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -239,15 +237,14 @@ def _raised_in_c(error: BaseException) -> bool:
 
 
 def spawned() -> NoReturn:
-    """Entry of a rank started as a new interpreter: its Spec comes on standard input, which ends
-    when the driver does, however it ends."""
+    """Entry point of a spawned rank. Its Spec comes on stdin, which closes when the driver ends."""
     spec = pickle.load(sys.stdin.buffer)
 
     def die_with_driver() -> None:
         sys.stdin.buffer.read()
         remove(spec.folders)
         if hasattr(os, "killpg"):
-            os.killpg(os.getpid(), signal.SIGKILL)  # with all that this rank has started
+            os.killpg(os.getpid(), signal.SIGKILL)  # with all processes that this rank has started
         os._exit(1)
 
     threading.Thread(target=die_with_driver, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The processes of a world: how they are started, heard and stopped."""
+"""Starts, listens to and stops the processes of a world."""
 
 import math
 import os
@@ -27,19 +27,19 @@ from labkit.runtime.rank import CONTROL, HELLO, OUTPUT, Spec
 if TYPE_CHECKING:
     from labkit.runtime.world import World
 
-TICK_S = 0.05  # how often a running world is looked after
+TICK_S = 0.05  # between checks of a running world
 STARTUP_TIMEOUT_S = 60.0
-ANSWER_S = 1.0  # of a rank that has nothing to do
-MOST_BUFFERED_BYTES = 1 << 22  # more than the system keeps of what a rank has printed
+ANSWER_S = 1.0  # for an idle rank to answer
+MOST_BUFFERED_BYTES = 1 << 22  # above the system's buffer for a rank's output
 
 
 class Ranks:
-    """The living processes of a world, and the sockets to them."""
+    """The running processes of a world, and the sockets to them."""
 
     def __init__(self, world: "World"):
         self.size, self.timeout_s, self.owner = world.size, world.timeout_s, os.getpid()
         self.board: Board | None = None
-        self.ends: list[socket.socket] = []  # all that are open, for `_abandon`
+        self.ends: list[socket.socket] = []  # all open ones, for `_abandon`
         self.controls: list[Channel] = []
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []
@@ -77,15 +77,15 @@ class Ranks:
             for rank in range(world.size)
         ]  # fmt: skip
         streams: dict[tuple[int, int], socket.socket] = {}
-        pending: dict[Channel, int] = {}  # ranks that have called and are not ready
+        pending: dict[Channel, int] = {}  # ranks that are connected and not ready
         with sock:
             self.pids = self.starter.start(specs, tick)
-            # Ranks wait for each other, too.
+            # The ranks also wait for each other.
             until_s = time.monotonic() + STARTUP_TIMEOUT_S + world.timeout_s
             while len(streams) < 2 * world.size or pending:
                 talking = ready([sock, *pending], TICK_S)
                 tick()
-                if not talking:  # only now: a rank that has ended may have said why
+                if not talking:  # only now: a rank that has died may have sent the reason
                     self._look_after(until_s)
                 for end in talking:
                     if isinstance(end, Channel):
@@ -106,7 +106,7 @@ class Ranks:
         self._look_after(until_s)
 
     def _look_after(self, until_s: float) -> None:
-        """Raises RankError where a rank has died at its start, or `until_s` has passed."""
+        """Raises RankError if a rank has died during startup or `until_s` has passed."""
         ends = self.starter.ends()
         dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
         if dead:
@@ -115,7 +115,7 @@ class Ranks:
             raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
 
     def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
-        """Answers of ranks that came within `patience_s`; what they print goes to `output`."""
+        """The answers of ranks within `patience_s` seconds; what ranks print goes to `output`."""
         sources: dict[Any, int] = {}
         for rank in range(self.size):
             for end in (self.controls[rank], self.outputs[rank]):
@@ -127,7 +127,7 @@ class Ranks:
                 self._read(sources[end], output)
             else:
                 try:
-                    with Interrupts(1):  # at once: this message can be long
+                    with Interrupts(1):  # interrupt at once: this message can be long
                         answers.append((sources[end], *end.recv()))
                 except EOFError:
                     end.close()
@@ -136,7 +136,7 @@ class Ranks:
         return answers
 
     def in_step(self, output: RankOutput) -> bool:
-        """Whether all answer, and have begun the same of torch's own operations."""
+        """Whether all ranks answer and have begun the same of torch's own operations."""
         begun: dict[int, Begun] = {}
         for channel in self.controls:
             with suppress(EOFError):
@@ -148,7 +148,7 @@ class Ranks:
         return len(begun) == self.size and in_step(begun.values())
 
     def drain(self, output: RankOutput) -> None:
-        """All that the ranks have printed so far; not more, since a thread of theirs may go on."""
+        """Read what the ranks have printed so far, and no more, as their threads may print on."""
         for rank, sock in enumerate(self.outputs):
             left_bytes = MOST_BUFFERED_BYTES
             while left_bytes > 0 and sock.fileno() >= 0 and ready([sock], 0):
@@ -163,10 +163,10 @@ class Ranks:
         return len(data)
 
     def stop(self, kill: bool) -> None:
-        """End the processes, politely first unless `kill`; close and remove all that was theirs."""
+        """End the processes, gracefully unless `kill`; close their sockets and remove folders."""
         if os.getpid() != self.owner:
             return
-        with Interrupts(math.inf):  # not half way; it takes no more than seconds
+        with Interrupts(math.inf):  # never half done; takes seconds at most
             if not kill:
                 for channel in self.controls:
                     with suppress(EOFError):
@@ -183,7 +183,7 @@ class Ranks:
 
 
 def _check_ready(rank: int, channel: Channel) -> None:
-    with suppress(EOFError):  # it has died, as its starter will report
+    with suppress(EOFError):  # the rank has died; its starter will report it
         kind, error = channel.recv()
         if kind != "ready":
             text = f"rank {rank} could not start:\n{error.format()}"
@@ -191,8 +191,8 @@ def _check_ready(rank: int, channel: Channel) -> None:
 
 
 def _abandon(folders: set[str], owner: int, ends: list[socket.socket]) -> None:
-    """Close the connections, at which the ranks end by themselves, and remove the folders."""
+    """Close the connections, which ends the ranks, and remove the folders."""
     for end in ends:
         end.close()
-    if os.getpid() == owner:  # not a fork of it
+    if os.getpid() == owner:  # not in a fork of the driver
         remove(folders)

@@ -1,11 +1,10 @@
 """The warm server: a process that has imported torch and labkit, and forks ranks on request.
 
-A forked rank has nothing left to import and shares the server's memory: it lives within tens of
-milliseconds at a fifth of the memory. What only some ranks need, and takes long to import, the
-server imports in its first quiet moment, for all ranks that come later; in a notebook, where it is
-started early, before the first ranks. It never touches CUDA, which does not survive a fork. It
-lives as long as the driver: when the driver's end of the socket closes, for whatever reason,
-the server kills its ranks, removes their folders and ends.
+A forked rank imports nothing and shares the server's memory: it starts within tens of milliseconds
+and takes a fifth of the memory. Slow imports that only some ranks need happen in the first quiet
+moment, for later ranks; in a notebook, which starts the server early, before the first ranks. The
+server never touches CUDA, which does not survive a fork. When the driver's end of the socket
+closes, for whatever reason, the server kills its ranks, removes their folders and exits.
 """
 
 import ctypes
@@ -28,8 +27,7 @@ QUIET_S = 0.5
 
 
 def main(fd: int, early: bool = False) -> None:
-    """Serve the driver behind the socket `fd`. `early`: it will not ask for ranks at once, so there
-    is time to import first what only some of them need."""
+    """Serve the driver on the socket `fd`. `early`: do the slow imports at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = Channel(socket.socket(fileno=fd))
     wake_up, bell = socket.socketpair()
@@ -62,7 +60,7 @@ def main(fd: int, early: bool = False) -> None:
                         os.kill(pid, signal.SIGKILL)
                 elif kind == "fork":
                     if more.ident is not None:
-                        more.join()  # a fork has one thread, and what the others held stays locked
+                        more.join()  # a fork copies one thread: locks of others would stay held
                     number, specs = body
                     pids: list[int] = []
                     refusal = ""
@@ -72,7 +70,7 @@ def main(fd: int, early: bool = False) -> None:
                     except OSError as error:
                         refusal = str(error)
                     children.update(dict.fromkeys(pids, number))
-                    with suppress(EOFError):  # the driver has gone: what it sent before comes first
+                    with suppress(EOFError):  # the driver is gone: first handle what it sent before
                         driver.send(("forked", (number, pids, refusal)))
     except EOFError:
         for pid in children:
@@ -85,7 +83,7 @@ def main(fd: int, early: bool = False) -> None:
 
 
 def _warm_up() -> None:
-    """Import what every rank needs, and nothing that starts a thread."""
+    """Import the modules that every rank needs, and none that starts a thread."""
     import cloudpickle  # noqa: F401
     import torch.optim  # noqa: F401
 
@@ -93,7 +91,7 @@ def _warm_up() -> None:
 
 
 def _warm_up_more() -> None:
-    """What the first optimizer of a process imports takes longer than all the rest."""
+    """Import what a process's first optimizer needs, which takes longer than all the rest."""
     import torch._dynamo  # noqa: F401
 
     gc.freeze()
@@ -112,14 +110,14 @@ def _fork(spec: Spec, inherited: list[socket.socket]) -> int:
             end.close()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == server:  # else it died before this rank could know
+        if os.getppid() == server:  # else the server died before prctl took effect
             rank.live(spec)
     finally:
         os._exit(1)
 
 
 def _report_ends(driver: Channel, children: dict[int, int]) -> None:
-    """Tell the driver of every child that has ended: pid, wait status, peak memory in bytes."""
+    """Send the driver each child that has ended: pid, wait status, peak memory in bytes."""
     for pid in list(children):
         with suppress(ChildProcessError, EOFError):
             ended, status, usage = os.wait4(pid, os.WNOHANG)

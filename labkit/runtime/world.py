@@ -1,15 +1,15 @@
-"""`World`: real ranks that live beside the notebook and run what you give them.
+"""`World`: rank processes that live beside the notebook and run functions and cells.
 
     driver (the notebook)                     ranks (processes)
     World(4)  ── fork ──> warm server ──────> 0  1  2  3     one process group
-    world.run(fn) ── cloudpickle ───────────> fn() on each   what they print comes back at once
+    world.run(fn) ── cloudpickle ───────────> fn() on each   their output is shown at once
               <── one value per rank ────────
     an exception ───────────────────────────> ranks live on if all have answered and nothing is
                                               in flight; else all are killed, and the next run
                                               starts new ones
 
-Nothing is ever repaired: a rank that failed may have left its peers in the middle of a
-collective. The world is then stopped and started anew, which takes a tenth of a second.
+Ranks are never repaired: a failed rank may have left its peers in the middle of a collective. New
+ranks start within a tenth of a second.
 """
 
 import os
@@ -40,19 +40,21 @@ class World:
 
     Args:
         size: number of ranks.
-        backend, device: "gloo" or "nccl", "cpu" or "cuda". Not given: NCCL when there is a GPU
-            for each rank and no link, gloo ranks on the GPUs when there are fewer, else gloo on
-            the CPU. `world.picked` says what and why.
-        threads: torch's threads on each rank.
-        timeout_s: how long a rank waits for another before the run fails.
-        link: a modelled wire, to see a slow network on one machine; or `TwoLevel`, to see a
-            cluster of several nodes.
-        seed: `torch.manual_seed`, numpy's and Python's, the same on every rank.
-        check: compare what ranks call, at some 15 microseconds a call. Off for benchmarks.
-        start: "fork" or "spawn"; not given: what the platform has.
-        transport: "shm" (CPU tensors travel through memory that the ranks share) or "gloo"
-            (messages). Not given: what LABKIT_TRANSPORT says; else gloo where `backend` names it
-            or there is a link, and shm where it serves.
+        backend, device: "gloo" or "nccl", "cpu" or "cuda". Default: NCCL with a GPU for each rank
+            and no link; else gloo, on GPUs if there are any. `backend="gloo"` alone selects the
+            CPU. `world.picked` gives the choice and the reason.
+        threads: torch threads on each rank.
+        timeout_s: seconds that a rank waits for another before the run fails.
+        link: a modelled wire, to see a slow network on one machine; `TwoLevel` for a cluster.
+        seed: for torch, numpy and Python, the same on every rank.
+        check: compare the ranks' calls, at about 15 microseconds a call. Off for benchmarks.
+        start: "fork" or "spawn"; default: fork where the platform has it.
+        transport: "shm" (CPU tensors through memory that the ranks share) or "gloo" (messages).
+            Default: gloo with a link; else LABKIT_TRANSPORT; else gloo if `backend` names it or
+            the ranks use GPUs; else shm where available.
+
+    Raises TypeError or ValueError for invalid arguments, RuntimeError inside a rank, and RankError
+    if the ranks do not start.
 
     >>> with World(4) as world:
     ...     world.run(lambda: Comm().rank ** 2)
@@ -105,7 +107,7 @@ class World:
 
     @property
     def picked(self) -> str:
-        """What the ranks run on, and why."""
+        """The backend, device and transport, with the reasons."""
         where = "on the CPU" if self.device == "cpu" else "on the GPU"
         through = ", tensors through shared memory (shm)" if self.transport == "shm" else ""
         why_not = self._no_shm and f"; no shared memory: {self._no_shm}"
@@ -119,16 +121,16 @@ class World:
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank; returns one value per rank.
 
-        Functions, lambdas and closures of a notebook cell travel. GPU tensors come back as CPU
-        tensors. Raises RankError when a rank fails, and says whether the ranks were stopped;
-        RankInterrupt when the user interrupts, which stops them. The next run starts new ones.
+        `fn` may be a lambda, a closure or a function of a notebook cell. GPU tensors return as CPU
+        tensors. Raises RankError if a rank fails, and says whether the ranks were stopped;
+        RankInterrupt if the user interrupts, which stops them. The next run starts new ranks.
         """
         return self.run_on(range(self.size), fn, *args, **kwargs)
 
     def run_on(
         self, ranks: Sequence[int], fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """As `run`, on some ranks only; returns one value for each of them."""
+        """As `run`, on `ranks` only. Raises ValueError for unknown or repeated ranks."""
         if not callable(fn):
             raise TypeError(f"World.run needs a function; {fn!r} is a {type(fn).__name__}")
         try:
@@ -146,17 +148,17 @@ class World:
         ranks: Sequence[int] | None = None,
         as_text: bool = False,
     ) -> list[Any]:
-        """Run the statements of `source` on `ranks`, in the names that live there; returns the
-        value of its last expression for each, or with `as_text` its repr: a `cells.Shown`.
+        """Run the statements of `source` in the namespace of each of `ranks`; returns the value of
+        the last expression for each rank, or with `as_text` its display form, a `cells.Shown`.
 
-        Raises SyntaxError here, before the ranks see it.
+        Raises SyntaxError before any rank runs the cell.
         """
         cells.check(source, filename)
         targets = range(self.size) if ranks is None else ranks
         return self._converse(("cell", (source, filename, as_text)), targets)
 
     def restart(self) -> None:
-        """Stop the ranks, with all they keep and do, and start new ones."""
+        """Stop the ranks, discard their variables and work, and start new ranks."""
         self._asked_to_stop = "restarted"
         with self._busy:
             self._asked_to_stop = ""
@@ -164,7 +166,7 @@ class World:
             self._ranks()
 
     def close(self) -> None:
-        """Stop the ranks, and what they do, for good. The `with` block does it."""
+        """Stop the ranks for good, even during a run. The `with` block calls it."""
         self._closed, self._asked_to_stop = True, "closed"
         with self._busy:
             self._stop(kill=False)
@@ -183,7 +185,7 @@ class World:
         if self._closed:
             raise RuntimeError(f"{self!r}: make a new World to run on")
         if self._alive is None:
-            self._table = table_note()  # the ranks keep the environment of their start
+            self._table = table_note()  # the ranks keep the environment they started with
             with Interrupts():
                 self._alive = Ranks(self)
         if self._alive.owner != os.getpid():
@@ -199,7 +201,7 @@ class World:
             ranks.stop(kill)
 
     def _converse(self, message: tuple[str, Any], targets: Sequence[int]) -> list[Any]:
-        """Send `message` to the ranks `targets`; returns their values, once all have answered."""
+        """Send `message` to the ranks `targets`; returns one value per target."""
         targets = list(targets)
         for rank in targets:
             if rank not in range(self.size):
@@ -216,13 +218,13 @@ class World:
         return [pickling.loads(values[rank], f"the result of rank {rank}") for rank in targets]
 
     def _about(self) -> dict[str, Any]:
-        """What a recorded run writes down of this world."""
+        """The facts about this world that a recorded run stores."""
         names = ("backend", "device", "transport", "threads", "seed")
         about = {"world_size": self.size} | {name: getattr(self, name) for name in names}
         return about | {"table": self._table} | ({"link": asdict(self.link)} if self.link else {})
 
     def _listen(self, message: tuple[str, Any], targets: list[int]) -> dict[int, pickling.Parcel]:
-        """Talk with the ranks until all have answered. Whatever ends it sooner kills them."""
+        """Send `message` and collect all answers; kill the ranks if interrupted or out of step."""
         ranks = self._ranks()
         output = RankOutput(self.size)
         failures = Failures(ranks, targets)
@@ -232,7 +234,7 @@ class World:
         spec = recording.spec_for(self, self._about()) if recording else None
         try:
             for rank in targets:
-                with suppress(EOFError), Interrupts(1):  # it has died: `failures` will see
+                with suppress(EOFError), Interrupts(1):  # `failures` reports a dead rank
                     ranks.controls[rank].send((*message, spec))
             while len(values) < len(targets) and not failures.settled():
                 for rank, kind, body in ranks.listen(TICK_S, output):
@@ -263,5 +265,5 @@ class World:
         return values
 
 
-if in_notebook():  # ranks will be wanted: what they import comes in while this process imports, too
+if in_notebook():  # the server imports while this process does, too
     warm_up_early()

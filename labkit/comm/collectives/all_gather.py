@@ -51,8 +51,8 @@ def rings_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
 
 
 def recursive_doubling_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """Exchange all chunks held with the rank 1, 2, 4, ... away; n is a power of two. Cost: log2(n)
-    alpha + (n-1)/n S beta.
+    """In log2(n) rounds, exchange all chunks held with the rank 1, 2, 4, ... away; n a power of
+    two.
 
         at first     c0 . . .      . c1 . .      . . c2 .      . . . c3
         0-1, 2-3     c0 c1 . .     c0 c1 . .     . . c2 c3     . . c2 c3
@@ -90,13 +90,12 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
 
 def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
     """Any n: keep the chunks in ring order from this rank's on, and fetch as many as are held (in
-    the last round, as many as are missing) from the rank 1, 2, 4, ... ahead.
+    the last round, as many as are missing) from the rank 1, 2, 4, ... ahead. Cost: ceil(log2 n)
+    alpha + (n-1)/n S beta, and a copy of S to put them in order.
 
         at first     0: c0           1: c1           2: c2
         from 1 on    0: c0 c1        1: c1 c2        2: c2 c0
         from 2 on    0: c0 c1 c2     1: c1 c2 c0     2: c2 c0 c1      (one chunk was missing)
-
-    Cost: ceil(log2 n) alpha + (n-1)/n S beta, and a copy of S to put them in order.
     """
     n, rank = wire.size, wire.rank
     order = [chunks[(rank + k) % n] for k in range(n)]

@@ -115,14 +115,13 @@ def recursive_doubling_all_reduce(
 def halving_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling.
+    """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling. Cost:
+    2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the ring's bytes in fewer steps.
 
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)
         0-1, 2-3     0: c0         1: c1         2: c2         3: c3
         0-1, 2-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (doubling)
         0-2, 1-3     c0 c1 c2 c3   (on all)
-
-    Cost: 2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the ring's bytes in fewer steps.
     """
     core = power_of_two(wire.size)
     sent_bytes = yield from fold(wire, x, reduce, tag)

@@ -36,11 +36,10 @@ def flat_gather(
 def tree_gather(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """Binomial tree: each rank sends on the whole block it has gathered. Cost: ceil(log2 n) alpha +
-    (n-1)/n S beta.
+    """Binomial tree: each rank sends on the whole block it has gathered, in ceil(log2 n) rounds.
 
-        round 1      1 -x1-> 0     3 -x3-> 2
-        round 2      2 -x2,x3-> 0
+    round 1      1 -x1-> 0     3 -x3-> 2
+    round 2      2 -x2,x3-> 0
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     block = x.new_empty(subtree(n, position), x.numel())  # row k: of position + k

@@ -36,11 +36,10 @@ def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 
 
 def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """The binomial tree backwards: in each round half of the remaining ranks send and are done.
-    Cost: ceil(log2 n) (alpha + S beta + S gamma).
+    """Binomial tree, backwards: in each of ceil(log2 n) rounds, half of the remaining ranks send.
 
-        round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
-        round 2      1 --> 0                  0 has (0+2)+(1+3)
+    round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
+    round 2      1 --> 0                  0 has (0+2)+(1+3)
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     incoming = torch.empty_like(x)
@@ -56,12 +55,11 @@ def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 
 
 def chain_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """The pipelined chain backwards: each rank adds its piece to the one received and passes it on.
-    Cost: (P + n-2) (alpha + S/P beta + S/P gamma), P pieces.
+    """Pipelined chain, backwards: each rank adds its piece to the one received and passes it on.
 
-        step 1                            2 <-a- 3
-        step 2                   1 <-a- 2 <-b- 3
-        step 3          0 <-a- 1 <-b- 2 <-c- 3        ...
+    step 1                            2 <-a- 3
+    step 2                   1 <-a- 2 <-b- 3
+    step 3          0 <-a- 1 <-b- 2 <-c- 3        ...
     """
     n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
     rooms, receives, sends = [], [], []

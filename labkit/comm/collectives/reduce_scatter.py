@@ -27,14 +27,13 @@ from labkit.runtime.transports.wire import Wire
 def ring_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """n - 1 steps: add this rank's chunk to the partial sum just received, and pass it on. 3 ranks:
+    """n - 1 steps: add this rank's chunk to the partial sum just received, and pass it on. `out`
+    may be chunk r itself. Cost: (n-1) alpha + (n-1)/n S (beta + gamma). 3 ranks:
 
         step     rank 0            rank 1            rank 2            in brackets: ranks in the sum
         1        sends c2 (0)      sends c0 (1)      sends c1 (2)
         2        sends c1 (2+0)    sends c2 (0+1)    sends c0 (1+2)
         after    has c0 (1+2+0)    has c1 (2+0+1)    has c2 (0+1+2)
-
-    `out` may be chunk r itself. Cost: (n-1) alpha + (n-1)/n S (beta + gamma).
     """
     n, rank = wire.size, wire.rank
     own, in_place = chunks[rank], out.data_ptr() == chunks[rank].data_ptr()
@@ -71,13 +70,12 @@ def rings_reduce_scatter(
 def recursive_halving_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """Exchange halves with the rank n/2, n/4, ... away. 4 ranks, the chunks each still reduces:
+    """Exchange halves with the rank n/2, n/4, ... away. Cost: log2(n) alpha + (n-1)/n S (beta +
+    gamma), and a copy of S, to leave the chunks unchanged. 4 ranks, the chunks each still reduces:
 
         at first     c0 c1 c2 c3   (all)
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3
         0-1, 2-3     0: c0         1: c1         2: c2         3: c3
-
-    Cost: log2(n) alpha + (n-1)/n S (beta + gamma), and a copy of S, to leave the chunks unchanged.
     """
     n, core = wire.size, power_of_two(wire.size)
     # Block i holds chunk i and that of the rank folded into rank i, if any.

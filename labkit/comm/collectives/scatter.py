@@ -35,11 +35,10 @@ def flat_scatter(
 def tree_scatter(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """Binomial tree: each rank keeps its own chunk of its block and sends on the rest. Cost:
-    ceil(log2 n) alpha + (n-1)/n S beta. All chunks have one size.
+    """Binomial tree: each rank keeps one chunk and sends on the rest. All chunks have equal size.
 
-        round 1      0 -c2,c3-> 2
-        round 2      0 -c1-> 1     2 -c3-> 3
+    round 1      0 -c2,c3-> 2
+    round 2      0 -c1-> 1     2 -c3-> 3
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     block = x.new_empty(subtree(n, position), x.numel())  # row k: for position + k

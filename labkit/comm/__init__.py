@@ -1,4 +1,4 @@
-"""The one door for every byte a strategy moves, and the collectives behind it."""
+"""Communicators, meshes, and what they need to move the bytes of a strategy."""
 
 from labkit.comm.communicator import Comm
 from labkit.comm.handle import CommError, Handle

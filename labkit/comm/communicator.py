@@ -1,16 +1,14 @@
-"""Every byte that a strategy moves goes through a `Comm`.
+"""The communicator: torch.distributed's operations over one process group, under the same names.
 
-A `Comm` wraps a process group, whoever started it, and has torch.distributed's operations under
-torch.distributed's names. It adds an event with its bytes for each operation, ranks that compare
-notes before they hang, and every dense dtype and memory layout on any backend.
+A `Comm` also records an event with the bytes of each operation, lets ranks compare calls before a
+mismatch can hang, and accepts every dense dtype and memory layout on any backend.
 
     comm = Comm()                                  # the default group
     comm.all_reduce(x)                             # in place, blocking
-    handle = comm.all_reduce(x, async_op=True)     # or returning a handle:
-    ...                                            # compute meanwhile; leave x alone
-    handle.wait()
+    handle = comm.all_reduce(x, async_op=True)     # or asynchronous: compute, leave x alone,
+    handle.wait()                                  # then wait
 
-`algorithm` names one of labkit/comm/collectives; without it, transports/chooser.py chooses.
+`algorithm` names one in labkit/comm/collectives; by default transports/chooser.py chooses.
 """
 
 import pickle
@@ -50,21 +48,19 @@ Finish = list[Callable[[], object]]
 
 @untraced
 class Comm:
-    """The communicator of one process group (a `torch.distributed` group; the default one if None).
+    """The communicator of one torch.distributed process group (None: of the default group).
 
-    `rank`, `size`, and arguments such as `src` count inside the group; `ranks` are the members'
+    `rank`, `size` and arguments such as `src` count inside the group; `ranks` are the members'
     global ranks. Operations return None when they block, a `Handle` with `async_op=True`. Tensors
     are dense, of any dtype and shape; those of one call share a dtype. The `..._tensor` and
-    `..._single` variants want the tensor that they cut into n parts to be contiguous. For `label`
-    see `labelled`.
+    `..._single` variants need a contiguous tensor to split. For `label` see `labelled`.
 
-    Raises RuntimeError where no process group is initialised, ValueError outside the group.
-    Operations raise TypeError for what is no tensor, ValueError for arguments that do not fit
-    together, CollectiveMismatch when another rank called something else, CommError when they fail
-    under way.
+    Raises RuntimeError if no process group is initialized, ValueError outside the group. Operations
+    raise TypeError for a non-tensor, ValueError for inconsistent arguments, CollectiveMismatch when
+    ranks call different operations, CommError if one fails in progress.
     """
 
-    parallel: "tuple[Comm, list[list[int]]] | None" = None  # of a line of a mesh: all such lines
+    parallel: "tuple[Comm, list[list[int]]] | None" = None  # on a mesh axis: all its lines
 
     def __init__(self, group: Any = None, label: str = ""):
         if not dist.is_initialized():
@@ -85,12 +81,12 @@ class Comm:
 
     @property
     def group(self) -> Any:
-        """The process group. Once it is given out, labkit does not destroy it."""
+        """The process group; labkit never destroys it once it has been accessed here."""
         self._dispatcher.users.add(self._dispatcher)
         return self._group
 
     def labelled(self, label: str) -> "Comm":
-        """The same group; its operations carry a label, compared between ranks as shapes are."""
+        """The same group; ranks compare the label of its operations as they compare shapes."""
         return Comm(self._group, label)
 
     def __repr__(self) -> str:
@@ -98,31 +94,28 @@ class Comm:
 
     @staticmethod
     def of(comm: Any = None) -> "Comm":
-        """What a `comm` argument means: a `Comm`, a process group, or None for all ranks. One that
-        was pickled (`DetachedComm`) over all ranks is that of all ranks here, if there are any."""
+        """`comm` as a `Comm`: from a `Comm`, a process group, or None for all ranks. A
+        `DetachedComm` over all ranks becomes the current `Comm` of all ranks, if there is one."""
         if isinstance(comm, DetachedComm) and comm.is_world and dist.is_initialized():
             return Comm()
         return comm if isinstance(comm, (Comm, DetachedComm)) else Comm(comm)  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: object = None) -> "Comm":
-        """Of a copied module, too, the messages go over this group."""
         return self
 
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A group does not travel: out of a pickle comes who it was over."""
         is_world = dist.is_initialized() and self.size == dist.get_world_size()
         return DetachedComm, (self.rank, self.size, self.ranks, is_world)
 
     def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
-        """A `Comm` over some ranks, counted there in ascending order; None on the others.
+        """A `Comm` over some ranks, renumbered in ascending order; None on the others.
 
-        All ranks call it with the same ranks, members or not: so it is a method of the `Comm` of
-        all ranks. On an axis of a mesh all ranks of the mesh call it, and each gets the group of
-        its own line. `shared` returns the group that was made so for the same ranks before, if any.
-        A gloo group whose `Comm` all its ranks have dropped is destroyed in a later `subgroup` or
-        run of a `World`.
+        All ranks, members or not, call it on the `Comm` of all ranks, with the same `ranks`. On a
+        mesh axis, all ranks of the mesh call it, and each gets the subgroup of its own line.
+        `shared` reuses a group that was created with `shared` for the same ranks. A gloo group is
+        destroyed in a later `subgroup` or `World` run once all its ranks have dropped its `Comm`.
         """
         for rank in ranks:
             check_member(rank, self.size)
@@ -145,7 +138,7 @@ class Comm:
         self, collective: str, nbytes: int, algorithm: str = "", op: Op = "sum",
         dtype: torch.dtype = torch.float32,
     ) -> Choice:  # fmt: skip
-        """Which algorithm carries an operation of `nbytes` (of all chunks together), and why.
+        """Which algorithm runs an operation of `nbytes` (of all chunks together), and why.
 
         >>> comm.explain("all_reduce", 1 << 20)  # of ranks with backend="gloo"
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
@@ -155,14 +148,13 @@ class Comm:
         return transport.explain(collective, nbytes, Kind(dtype, op), algorithm)
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
-        """Raises CollectiveMismatch where the ranks' `value()`, a short text about `what`, differ.
-        Only where ranks compare notes (`World(check=True)`); nothing travels. All ranks call it.
-        """
+        """Raises CollectiveMismatch if the ranks' `value()`, a short text about `what`, differ. All
+        ranks call it. It acts under `World(check=True)` only, and sends nothing."""
         self._dispatcher.compare(what, value)
 
     def compare_calls(self) -> None:
-        """Raises CollectiveMismatch, on all ranks, where their collectives since the last call
-        differ. With `World(check=True)`, which compares each one, nothing travels."""
+        """Raises CollectiveMismatch, on all ranks, if their collectives since the last call differ.
+        Sends nothing under `World(check=True)`, which compares each collective."""
         calls, backends = [*self._dispatcher.calls], self._dispatcher.backend_of.values()
         self._dispatcher.calls.clear()
         alike = here.board is not None or self.size == 1 or "fake" in backends
@@ -175,10 +167,10 @@ class Comm:
         )
 
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """A flat tensor of `numel` elements, of the dtype and device of `like`, for what this group
-        reduces again and again, as a bucket of gradients. All ranks call it, alike. Ranks that
-        share memory have it where all reach it: `all_reduce` of the same part of it copies nothing;
-        elsewhere it is torch.empty. Raises ValueError for a negative size."""
+        """A flat tensor of `numel` elements, of the dtype and device of `like`, to be reduced
+        repeatedly, like a gradient bucket. All ranks call it alike. If they share memory,
+        `all_reduce` of the same slice on all ranks copies nothing. Raises ValueError for a negative
+        size."""
         if numel < 0:
             raise ValueError(f"symmetric_empty: {numel} elements; give 0 or more")
         return self._dispatcher.symmetric_empty(numel, like)
@@ -204,7 +196,7 @@ class Comm:
         self, x: torch.Tensor, dst: int = 0, op: Op = "sum", async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """Replace `x` on rank `dst` by the reduction of all ranks' `x`; the others keep theirs."""
+        """Replace `x` on rank `dst` by the reduction of all ranks' `x`; other ranks keep theirs."""
         check_op(op, x)
         check_member(dst, self.size)
         finish: Finish = []
@@ -219,7 +211,7 @@ class Comm:
         self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """`out` becomes the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
+        """Set `out` to the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
         check_op(op, out)
         check_list("reduce_scatter", "ins", ins, self.rank, self.size, out)
         finish: Finish = []
@@ -236,7 +228,7 @@ class Comm:
         self, out: torch.Tensor, x: torch.Tensor, op: Op = "sum", async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """`x` is n equal parts one after the other; `out` becomes the reduction of part `rank`."""
+        """Split `x` into n equal parts and set `out` to the reduction of part `rank`."""
         parts = equal_parts("reduce_scatter_tensor", x, self.size)
         return self.reduce_scatter(out, parts, op, async_op, algorithm)
 
@@ -245,7 +237,7 @@ class Comm:
     def broadcast(
         self, x: torch.Tensor, src: int = 0, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Replace `x` on all ranks by that of rank `src`."""
+        """Replace `x` on all ranks by rank `src`'s."""
         check_member(src, self.size)
         finish: Finish = []
         flat = self._dispatcher.stage(x, finish)
@@ -258,7 +250,7 @@ class Comm:
     def all_gather(
         self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """outs[i] becomes rank i's `x`, on all ranks; the n tensors may differ in size."""
+        """Set outs[i] to rank i's `x`, on all ranks; the n tensors may differ in size."""
         check_list("all_gather", "outs", outs, self.rank, self.size, x)
         finish: Finish = []
         flat = self._dispatcher.stage(x, None)
@@ -273,7 +265,7 @@ class Comm:
     def all_gather_into_tensor(
         self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """`out` becomes all ranks' `x` one after the other."""
+        """Set `out` to the concatenation of all ranks' `x`."""
         parts = equal_parts("all_gather_into_tensor", out, self.size)
         return self.all_gather(parts, x, async_op, algorithm)
 
@@ -281,7 +273,7 @@ class Comm:
         self, x: torch.Tensor, outs: Tensors | None = None, dst: int = 0, async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """outs[i] on rank `dst` becomes rank i's `x`; `outs` is None on the others."""
+        """Set outs[i] on rank `dst` to rank i's `x`; `outs` is None on the other ranks."""
         finish: Finish = []
         outs = check_rooted("gather", "outs", outs, x, dst, self.rank, self.size)
         chunks = None if outs is None else [self._dispatcher.stage(out, finish) for out in outs]
@@ -297,7 +289,7 @@ class Comm:
         self, out: torch.Tensor, ins: Tensors | None = None, src: int = 0, async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """`out` becomes ins[rank] of rank `src`; `ins` is None on the others."""
+        """Set `out` to ins[rank] of rank `src`; `ins` is None on the other ranks."""
         finish: Finish = []
         ins = check_rooted("scatter", "ins", ins, out, src, self.rank, self.size)
         chunks = None if ins is None else [self._dispatcher.stage(x, None) for x in ins]
@@ -312,7 +304,7 @@ class Comm:
     def all_to_all(
         self, outs: Tensors, ins: Tensors, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """outs[j] of rank i becomes ins[i] of rank j: a transposition over the ranks."""
+        """Set outs[j] of rank i to ins[i] of rank j: a transposition over the ranks."""
         check_list("all_to_all", "outs", outs, self.rank, self.size)
         check_list("all_to_all", "ins", ins, self.rank, self.size, outs[self.rank])
         finish: Finish = []
@@ -328,15 +320,14 @@ class Comm:
     def all_to_all_single(
         self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Part i of `out` becomes part `rank` of rank i's `x`; both are n equal parts."""
+        """Set part i of `out` to part `rank` of rank i's `x`; both have n equal parts."""
         outs, ins = (equal_parts("all_to_all_single", y, self.size) for y in (out, x))
         return self.all_to_all(outs, ins, async_op, algorithm)
 
     def ring_exchange(
         self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """`x` goes to the next rank, `out` becomes that of the one before (of the last, on rank
-        0). Both are as large on all ranks."""
+        """Send `x` to the next rank; set `out` to the previous rank's `x`, equal in size."""
         if out.numel() != x.numel() or out.dtype != x.dtype:
             raise ValueError(
                 f"ring_exchange: out is {describe(out)}, x is {describe(x)}; make them equal"
@@ -350,7 +341,7 @@ class Comm:
         )  # fmt: skip
 
     def barrier(self, algorithm: str = "") -> None:
-        """Return when all ranks of the group have called it."""
+        """Block until all ranks of the group have called it."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self.own_device())
         self._dispatcher.collective(
             "barrier", nothing, lambda: [0], _whole, False, [],
@@ -359,14 +350,14 @@ class Comm:
         )  # fmt: skip
 
     def all_gather_object(self, thing: Any) -> list[Any]:
-        """All ranks' picklable `thing`, as a list, on all ranks. For small things: the sizes
-        travel first, then the pickled bytes, and both are counted."""
+        """All ranks' picklable `thing`, as a list, on all ranks. For small objects: sends their
+        sizes, then their pickled bytes; events count both."""
         with no_modes():
             mine = self._pickled(thing)
             size = torch.tensor([mine.numel()], device=mine.device)
             sizes = size.repeat(self.size)
             self.all_gather_into_tensor(sizes, size)
-            # On paper nothing arrives; there, all ranks give the same.
+            # A fake group receives nothing: take every rank's object to be this rank's.
             room = [
                 mine.new_empty(n) if n != mine.numel() else mine.clone() for n in sizes.tolist()
             ]
@@ -374,7 +365,7 @@ class Comm:
             return [_unpickled(pickled) for pickled in room]
 
     def broadcast_object(self, thing: Any, src: int = 0) -> Any:
-        """Rank `src`'s picklable `thing`, on all ranks; counted as `all_gather_object` is."""
+        """Rank `src`'s picklable `thing`, on all ranks, sent like those of `all_gather_object`."""
         with no_modes():
             mine = self._pickled(thing)
             size = torch.tensor([mine.numel()], device=mine.device)
@@ -388,22 +379,22 @@ class Comm:
         there = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
         return there.to(self.own_device())
 
-    # --- point to point: the k-th receive gets the k-th send of its sender and tag -------------
+    # --- point to point: the k-th receive matches the k-th send of its sender and tag ---------
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
-        """Send `x` to rank `dst`; blocks until `x` may be written to again."""
+        """Send `x` to rank `dst`; blocks until `x` may be modified."""
         self._message(x, dst, tag, sends=True, blocking=True).wait()
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
-        """Fill `x` with the next message from rank `src`; as large as it was sent."""
+        """Fill `x` with the next message from rank `src`, which has the same size."""
         self._message(x, src, tag, sends=False, blocking=True).wait()
 
     def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> Handle:
-        """As `send`, returning a handle at once."""
+        """Like `send`, but returns a handle at once."""
         return self._message(x, dst, tag, sends=True, blocking=False)
 
     def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> Handle:
-        """As `recv`, returning a handle at once."""
+        """Like `recv`, but returns a handle at once."""
         return self._message(x, src, tag, sends=False, blocking=False)
 
     def _message(
@@ -419,12 +410,11 @@ class Comm:
         return self._dispatcher.message(x, peer, tag, sends, blocking, finish, start)
 
     def own_device(self) -> str:
-        """Where the tensors are that this group moves without a copy."""
+        """The type of device whose tensors this group moves without a copy."""
         return "cuda" if self._dispatcher.backend_of.get("cuda") == "nccl" else "cpu"
 
 
 def _whole(chunk_bytes: list[int], rank: int) -> int:
-    """Bus bytes of an operation whose factor is 1."""
     return sum(chunk_bytes)
 
 

@@ -1,7 +1,7 @@
-"""What is left of a `Comm` that was pickled: a process group does not travel.
+"""What a pickled `Comm` becomes: a process group cannot be pickled.
 
-A model that was edited for one rank and pickled computes, and its parameters say which part of the
-whole they are; only communication raises. For other ranks, write a checkpoint.
+A pickled parallel model still computes, and its parameters say which slices they are; only
+communication raises. For other ranks, write a checkpoint.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DetachedComm:
-    """The `rank`, `size` and `ranks` of the `Comm`; its operations raise RuntimeError."""
+    """The `rank`, `size` and `ranks` of the original `Comm`; its operations raise RuntimeError."""
 
     rank: int
     size: int
     ranks: tuple[int, ...]
-    is_world: bool = False  # all ranks: a DDP that is loaded by others takes theirs
+    is_world: bool = False  # over all ranks: a DDP loaded elsewhere uses the ranks there
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copy and pickle look for what is not there
+        if name.startswith("_"):  # copy and pickle probe for optional methods
             raise AttributeError(name)
         raise RuntimeError(
             f"{name}: this Comm of rank {self.rank} over ranks {list(self.ranks)} was pickled, and "

@@ -1,4 +1,4 @@
-"""An operation under way."""
+"""Handles of operations in progress."""
 
 from collections.abc import Callable
 
@@ -9,18 +9,16 @@ from labkit.runtime.transports.wire import LaneWork, Work
 
 
 class CommError(RuntimeError):
-    """An operation failed under way: a peer died, or did not come in time."""
+    """An operation failed in progress: a peer died or timed out."""
 
     @classmethod
     def of(cls, what: str, error: BaseException) -> "CommError":
-        """Of operation `what`, from what the transport says."""
         why = str(error).partition("\n")[0] or type(error).__name__
         return cls(f"{what} failed: {why}")
 
 
 class Handle:
-    """What an asynchronous operation returns. The tensors given to the operation belong to it
-    until `wait` returns."""
+    """Returned by an asynchronous operation; do not touch its tensors until `wait` returns."""
 
     def __init__(
         self,
@@ -36,14 +34,11 @@ class Handle:
         self._what, self._finish = what, finish
         self._event, self._board, self._note = event, board, note
         self._clock, self._end = clock, None
-        if event is not None and hasattr(work, "get_future"):  # torch's: it does not tell when
+        if event is not None and hasattr(work, "get_future"):  # torch's work records no end time
             self._end = clock.end_of(work)
 
     def wait(self) -> None:
-        """Block until the operation is done (on CUDA: until the current stream waits for it).
-
-        Raises CommError when it failed: a peer died or did not come within the timeout.
-        """
+        """Block until done (on CUDA: make the current stream wait). Raises CommError on failure."""
         if self._work is None:
             return
         if self._event and not self._event.blocking:
@@ -69,7 +64,7 @@ class Handle:
         return self._work is None or self._work.is_completed()
 
     def _complete(self, event: CommEvent, sent_bytes: object) -> None:
-        """Fill in what is known now, `ended_s` last: with it the event is complete."""
+        """Fill in the remaining fields, `ended_s` last: it marks the event as complete."""
         counted = isinstance(sent_bytes, int) and not isinstance(sent_bytes, bool)
         event.wire_bytes = int(sent_bytes) if counted else event.bus_bytes  # type: ignore[call-overload]
         self._clock.mark(event, "wait_ended_s")
@@ -80,5 +75,5 @@ class Handle:
         else:
             event.lane = "backend"
             self._clock.mark(event, "ended_s", at=self._end)
-            if event.wait_ended_s:  # the host's clock: the news may come after the wait is over
+            if event.wait_ended_s:  # host clock: the callback may run later
                 event.ended_s = min(event.ended_s, event.wait_ended_s)

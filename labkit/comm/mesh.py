@@ -1,4 +1,4 @@
-"""A mesh: the ranks in a box of named axes, and a `Comm` along each axis, or over several.
+"""A mesh: the ranks in a box of named axes, with a `Comm` along each axis or over several.
 
     Mesh(pp=2, dp=2, tp=2), 8 ranks: the last axis varies fastest
 
@@ -8,11 +8,10 @@
                     pp 0                              pp 1
 
     rank 5 is pp 1, dp 0, tp 1: its mesh.tp is ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5), and
-    mesh["pp", "dp"], over both axes, all ranks that have tp 1: (1, 3, 5, 7)
+    mesh["pp", "dp"], over both axes, all ranks with tp 1: (1, 3, 5, 7)
 
-Neighbours on the last axis are neighbours on the machine: the strategy that sends most belongs
-there. Source: Narayanan et al., arXiv 2104.04473, section 3.2 (takeaway 1: tensor parallelism
-inside a node).
+Neighbours on the last axis are neighbours on the machine: put the strategy that sends most there
+(Narayanan et al., arXiv 2104.04473, section 3.2, takeaway 1: tensor parallelism inside a node).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,14 +22,14 @@ from labkit.events import ranks_in_words
 
 
 class Mesh:
-    """The ranks of `comm` (all, if none is given) along named axes, outermost first.
+    """The ranks of `comm` (default: all ranks) along named axes, outermost first.
 
         sizes     axis -> number of ranks along it
-        <axis>    the `Comm` of this rank along that axis: mesh.dp, or mesh["dp"]
+        <axis>    this rank's `Comm` along that axis: mesh.dp, or mesh["dp"]
 
-    All ranks make the mesh together, and ask for a group over several axes, mesh["dp", "cp"],
-    together; its ranks count as the mesh does. A mesh that is made again has the groups of the
-    first. Raises ValueError when the axes do not take all ranks, KeyError for an unknown axis.
+    All ranks create the mesh together, and likewise request a group over several axes, such as
+    mesh["dp", "cp"], which numbers its ranks in mesh order. A mesh created again reuses its groups.
+    Raises ValueError when the axes do not take all ranks, KeyError for an unknown axis.
 
     >>> model = DDP(context_parallel(model, mesh.cp), mesh["dp", "cp"])
     """
@@ -50,7 +49,7 @@ class Mesh:
         if not asked or len(set(asked)) < len(asked):
             raise KeyError(f"{list(asked)}: name at least one axis, each once")
         several = tuple(axis for axis in self.sizes if axis in asked and self.sizes[axis] > 1)
-        if len(several) < 2:  # the others are of one rank
+        if len(several) < 2:  # the other axes have size 1
             return self._comms[several[0] if several else asked[0]]
         if several not in self._joint:
             self._joint[several] = self._over(several)
@@ -67,15 +66,15 @@ class Mesh:
         return f"Mesh({axes}; this is rank {self.comm.rank} at {self.coordinates()})"
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Where `rank` (this one, if none is given) stands: axis -> index."""
+        """The coordinates of `rank` (default: this rank): axis -> index."""
         return coordinates(self.sizes, self.comm.rank if rank is None else rank)
 
     def rank_at(self, **where: int) -> int:
-        """The rank at these indices; on axes that are not named, this rank's own."""
+        """The rank at these indices; on axes not given, at this rank's index."""
         return rank_at(self.sizes, self.coordinates() | where)
 
     def _over(self, axes: Collection[str]) -> Comm:
-        """Every line along `axes` becomes a group, made by all ranks in the same order."""
+        """Create the groups of all lines along `axes`, in the same order on all ranks."""
         if prod(self.sizes[axis] for axis in axes) == self.comm.size:
             return self.comm
         every = list(lines(self.sizes, *axes))
@@ -96,7 +95,7 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def rank_at(sizes: Mapping[str, int], where: Mapping[str, int]) -> int:
-    """The rank at these indices. Raises ValueError for an axis or an index that is not there."""
+    """The rank at these indices. Raises ValueError for an unknown axis or an index out of range."""
     rank = 0
     for axis in where:
         if axis not in sizes:
@@ -109,8 +108,7 @@ def rank_at(sizes: Mapping[str, int], where: Mapping[str, int]) -> int:
 
 
 def lines(sizes: Mapping[str, int], *axes: str) -> Iterator[list[int]]:
-    """The ranks of each line along one of the axes, or plane along several: those that differ on
-    these only."""
+    """The sets of ranks that differ on `axes` only: lines along one axis, planes along several."""
     others = [name for name in sizes if name not in axes]
     members: dict[tuple[int, ...], list[int]] = {}
     for rank in range(prod(sizes.values())):
@@ -120,7 +118,7 @@ def lines(sizes: Mapping[str, int], *axes: str) -> Iterator[list[int]]:
 
 
 def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
-    """Raises ValueError when the axes do not take `ranks` ranks, naming sizes that would."""
+    """Raises ValueError, suggesting sizes, if the axes do not take `ranks` ranks."""
     taken = [name for name in sizes if name.startswith("_") or hasattr(Mesh, name)]
     if not sizes or taken or "comm" in sizes or "sizes" in sizes:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""torch.compile leaves communication alone: it compiles up to an operation, and on after it."""
+"""Keep torch.compile from tracing communication: each operation is a graph break."""
 
 from functools import wraps
 from inspect import isfunction
@@ -11,10 +11,10 @@ Class = TypeVar("Class", bound=type)
 
 
 def untraced(cls: Class) -> Class:
-    """Class decorator: torch.compile traces no method of `cls`, nor what it calls."""
+    """Class decorator: torch.compile traces neither the methods of `cls` nor their callees."""
 
     def wrapped(method: Any) -> Any:
-        outside = torch._disable_dynamo(method)  # loads torch._dynamo when called, which takes 1 s
+        outside = torch._disable_dynamo(method)  # imports torch._dynamo when called: 1 s
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Argument validation, before anything moves: found under way, a mistake looks to the other ranks
-as if a peer had failed.
-"""
+"""Argument validation before communication: later, a mistake looks like a failed peer."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,17 +10,17 @@ from labkit.runtime.process_context import here
 from labkit.runtime.transports.send_receive import REDUCTIONS
 
 Tensors = Sequence[torch.Tensor]
-COLLECTIVE_TAGS = 1 << 20  # users' own messages have tags below
+COLLECTIVE_TAGS = 1 << 20  # point-to-point messages have tags below
 
 
 def check_member(rank: int, size: int) -> None:
-    """Raises ValueError for a rank that a group of `size` does not have."""
+    """Raises ValueError for a rank outside a group of `size`."""
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not in this group of {size}; choose 0 to {size - 1}")
 
 
 def check_other(peer: int, tag: int, rank: int, size: int) -> None:
-    """Raises ValueError where `rank` cannot exchange messages under `tag` with `peer`."""
+    """Raises ValueError if `rank` cannot exchange messages with `peer` under `tag`."""
     check_member(peer, size)
     if peer == rank:
         raise ValueError(f"rank {peer} cannot send to or receive from itself; copy the tensor")
@@ -31,21 +29,21 @@ def check_other(peer: int, tag: int, rank: int, size: int) -> None:
 
 
 def check_tensor(x: object) -> None:
-    """Raises TypeError for what is no tensor."""
+    """Raises TypeError for a non-tensor."""
     if not isinstance(x, torch.Tensor):
         how = "torch.tensor([value])" if isinstance(x, (int, float)) else "torch.as_tensor(value)"
         raise TypeError(f"only tensors travel, not a {type(x).__name__}; put it into one: {how}")
 
 
 def describe(x: torch.Tensor) -> str:
-    """For example: float32 [4, 8]."""
+    """Dtype and shape, for example: float32 [4, 8]."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def check_list(
     op: str, name: str, tensors: Tensors, rank: int, size: int, mine: torch.Tensor | None = None
 ) -> None:
-    """Raises where `tensors` are not one for each rank, of one dtype, with room for `mine`."""
+    """Raises unless `tensors` has one per rank, of one dtype, and tensors[rank] fits `mine`."""
     for x in (*tensors, *([] if mine is None else [mine])):
         check_tensor(x)
     if len(tensors) != size:
@@ -64,7 +62,7 @@ def check_list(
 def check_rooted(
     op: str, name: str, tensors: Tensors | None, mine: torch.Tensor, root: int, rank: int, size: int
 ) -> Tensors | None:
-    """The `tensors` that only rank `root` gives; None on the others."""
+    """Validate the `tensors` that only rank `root` passes; None on the others."""
     check_member(root, size)
     if rank != root:
         if tensors is not None:
@@ -77,7 +75,7 @@ def check_rooted(
 
 
 def equal_parts(what: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
-    """`whole` cut into n equal flat views. Raises ValueError where that cannot be."""
+    """`whole` split into n equal flat views. Raises ValueError if it cannot be split so."""
     if whole.numel() % n or not whole.is_contiguous():
         problem = "is not contiguous" if whole.numel() % n == 0 else f"does not divide by {n} ranks"
         raise ValueError(
@@ -88,7 +86,7 @@ def equal_parts(what: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor
 
 
 def check_op(op: str, x: torch.Tensor) -> None:
-    """Raises ValueError where `x` cannot be reduced by `op`."""
+    """Raises TypeError for a non-tensor, ValueError if `op` cannot reduce its dtype."""
     check_tensor(x)
     if problem := _refusal(op, x.dtype, x.is_cuda):
         raise ValueError(problem)
@@ -96,8 +94,7 @@ def check_op(op: str, x: torch.Tensor) -> None:
 
 @cache
 def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
-    """Why these cannot be reduced so; nothing if they can. Asked before the ranks meet: found out
-    under way it looks as if a peer had failed."""
+    """Why `op` cannot reduce `dtype`; empty if it can."""
     if op not in REDUCTIONS:
         return f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}"
     if op in ("min", "max") and dtype.is_complex:
@@ -105,7 +102,7 @@ def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return f"the mean of {dtype} has no exact result; sum and divide, or convert"
     try:
-        with here.carrying():  # one element: on none torch runs no kernel, and knows every dtype
+        with here.carrying():  # one element: on an empty tensor torch accepts every dtype
             on_gpu or REDUCTIONS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
             on_gpu or op != "mean" or torch.empty(1, dtype=dtype).div_(1)
     except RuntimeError:

@@ -1,12 +1,11 @@
-"""The board: a page of shared memory per rank, on which each rank writes the operations it has
-in flight, and reads those of the others.
+"""The board: a page of shared memory per rank, on which the rank writes its operations in flight
+for the others to read.
 
-With it, ranks that disagree find out without sending a message. The second rank to enter a
-collective sees that the first called something else under the same number, and says so instead
-of hanging (or, worse, adding up garbage). A hang leaves the board as it stood, so the driver
-can tell where each rank is. Nothing here is communication: no byte is sent or counted.
+Ranks thus detect a mismatch without a message: the second rank to enter a collective sees that the
+first called another under the same number, and raises instead of hanging (or adding up garbage).
+After a hang, the driver reads where each rank is. No byte of this is sent or counted.
 
-A page has `SLOTS` slots for the latest operations, number k in slot k modulo SLOTS:
+A page has `SLOTS` slots for the latest operations, in slot (stream + number) modulo SLOTS:
 
     | key 8 | since 8 | signature 4 | length 2 | state 1 | text ... |
 
@@ -14,12 +13,10 @@ and `MARKS` marks, one for each group (or direction of messages): the highest nu
 
     | number 4 | stream 4 |   (one word)
 
-Nothing locks a page, so what can be read at the same time must never be half written. A writer
-of a note clears the key first and sets it last, and a reader who finds another key after reading
-drops the note. State and time change later, each in one store of the processor. (Not by
-`struct.pack_into`, which fills its place with zeros first: a rank that waited since 0.0.)
-With more than `SLOTS` operations in flight the oldest notes make room, but the one that a rank
-waits for is always there: waiting writes it again.
+Pages have no lock, so a reader must detect a half-written note. The writer clears the key first and
+sets it last; a reader that then finds another key drops the note. State and time change later, each
+in one store of the processor (not by `struct.pack_into`, which writes zeros first). With more than
+`SLOTS` operations in flight the oldest notes are overwritten, but `wait` rewrites its note.
 """
 
 import json
@@ -35,13 +32,13 @@ from pathlib import Path
 SLOTS = 64
 SLOT_BYTES = 2048  # room for the ranks of the largest world
 HEAD = struct.Struct("<QdIHB")
-SINCE, STATE = 8, 22  # where they are in it
+SINCE, STATE = 8, 22  # byte offsets in it
 MARK_BYTES = 8
 MARKS = 512
-SHARED = 2**32 - 1  # two streams share this mark: it says nothing
+SHARED = 2**32 - 1  # two streams share this mark: numbers unknown
 PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK_BYTES
-LONGEST_BYTES = 200  # of the description of an operation, and of its source
-MOST_RANKS = 256  # of a group that are written down
+LONGEST_BYTES = 200  # of an operation's description, and of its source
+MOST_RANKS = 256  # of a group, in a note
 ALL_STATES = EMPTY, IN_FLIGHT, WAITED_FOR, ENDED, FAILED = range(5)
 
 
@@ -51,7 +48,7 @@ class CollectiveMismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank wrote about one operation."""
+    """One rank's record of one operation."""
 
     group: str
     ranks: tuple[int, ...]  # global ranks that must take part
@@ -65,12 +62,12 @@ class Note:
 
     @property
     def stream(self) -> int:
-        """A number for the group (or direction of messages), never 0."""
+        """Number of the group (or direction of messages), never 0."""
         return zlib.crc32(self.group.encode()) % (SHARED - 1) + 1
 
     @property
     def key(self) -> int:
-        """The same number on every rank that takes part in this operation, never 0."""
+        """Number of the operation, equal on all ranks that take part, never 0."""
         return self.stream << 32 | self.seq % 2**32
 
     @property
@@ -83,8 +80,7 @@ class Note:
 
 
 class Board:
-    """Rank `rank`'s view of the board of `size` ranks, kept in the file `path`. The driver, which
-    only reads, has no rank."""
+    """Rank `rank`'s view of the board of `size` ranks in file `path`; the driver has rank -1."""
 
     def __init__(self, path: Path, size: int, rank: int = -1):
         self.size, self.rank = size, rank
@@ -101,10 +97,8 @@ class Board:
         return Board(path, size)
 
     def enter(self, note: Note, state: int = IN_FLIGHT) -> None:
-        """Write that this rank begins `note`, and waits for it if `state` is WAITED_FOR.
-
-        Raises CollectiveMismatch when a rank that began the same operation sees it differently.
-        """
+        """Write that this rank begins `note`, and waits for it if `state` is WAITED_FOR. Raises
+        CollectiveMismatch if another rank has a different note of the same operation."""
         key, signature = note.key, zlib.crc32(note.compares.encode())
         with self._lock:
             self._mark(note)
@@ -116,13 +110,13 @@ class Board:
                     raise CollectiveMismatch(self._disagreement(note))
 
     def wait(self, note: Note) -> None:
-        """Write that this rank now blocks on `note`, which it entered before."""
+        """Write that this rank now blocks on `note`, entered before."""
         with self._lock:
             if not self._set_state(note.key, WAITED_FOR):
                 self._write(note, note.key, zlib.crc32(note.compares.encode()), WAITED_FOR)
 
     def leave(self, note: Note, failed: bool = False) -> None:
-        """Write that `note` is over."""
+        """Write that `note` has ended."""
         with self._lock:
             self._set_state(note.key, FAILED if failed else ENDED)
 
@@ -134,7 +128,7 @@ class Board:
         return sorted(notes, key=lambda note: note.since_s)
 
     def has_begun(self, rank: int, note: Note) -> bool:
-        """Whether `rank` has come as far as `note` in its stream; True where it is not known."""
+        """Whether `rank` has begun `note` or a later one of its stream; True if unknown."""
         stream, highest = divmod(self._words[self._mark_at(rank, note.stream) // 8], 2**32)
         return stream == SHARED or (stream == note.stream and highest >= note.seq)
 
@@ -144,7 +138,7 @@ class Board:
         self._memory.close()
 
     def _read(self, slot: int, states: Collection[int]) -> Note | None:
-        """The note in this slot; None where none in `states` is, or one is just being written."""
+        """The note in this slot; None if its state is not in `states` or it is being written."""
         key, since_s, _, length, state = HEAD.unpack_from(self._memory, slot)
         if not key or state not in states:
             return None
@@ -169,7 +163,7 @@ class Board:
         self._words[slot // 8] = key
 
     def _set_state(self, key: int, state: int) -> bool:
-        """Whether the note is still there; if so, it has the new state."""
+        """Set the note's state; False if its slot has been overwritten."""
         slot = self._slot(self.rank, key)
         if self._words[slot // 8] != key:
             return False
@@ -216,7 +210,6 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def _short(text: str) -> str:
-    """The middle left out of what is too long."""
     data = text.encode(errors="replace")
     if len(data) <= LONGEST_BYTES:
         return data.decode()

@@ -1,7 +1,5 @@
-"""When does the program pass a point? On the CPU now; on a GPU when its stream gets there.
-
-A clock writes the time, in seconds on the machine's monotonic clock, into a field of a span or an
-event: at once, or once the GPU has passed the point.
+"""Clocks write the time of a point in the program, in seconds of the machine's monotonic clock,
+into fields of spans and events: on the CPU at once, on a GPU when its stream has passed the point.
 """
 
 import threading
@@ -13,11 +11,10 @@ import torch
 
 
 class Clock:
-    """As the host has it: the CPU has finished one line before it begins the next."""
+    """Host time: the CPU finishes one line before it begins the next."""
 
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
-        """Write the time of this point of the program, or of the moment `at`, into these fields
-        of `thing`."""
+        """Write the time of this point, or of the moment `at`, into these fields of `thing`."""
         time_s = at[0] if at and isinstance(at, list) else time.monotonic()
         for field in fields:
             setattr(thing, field, time_s)
@@ -29,15 +26,14 @@ class Clock:
         self.mark(span, "ended_s")
 
     def end_of(self, work: Any) -> Any:
-        """The moment at which torch's `work` is done, for `mark`: a list that will hold it."""
+        """The end of torch's `work`, for `mark`: a list that will contain its time."""
         moment: list[float] = []
         with suppress(RuntimeError):  # work without a future
             work.get_future().add_done_callback(lambda _: moment.append(time.monotonic()))
         return moment
 
     def settle(self, patience_s: float = 0.2) -> bool:
-        """Write the times of the points so far, waiting `patience_s` for those not passed yet;
-        whether all are known now."""
+        """Write pending times, waiting at most `patience_s`; returns whether all are known."""
         return True
 
 
@@ -49,9 +45,8 @@ HOST_CLOCK = HostClock()
 
 
 class StreamClock(Clock):
-    """Work for a GPU is only enqueued: a CUDA event between two kernels knows when it passed.
-    Times count from a moment at which both host and GPU were idle. Until then a begin has the
-    host's time, an end is 0.0, "not yet"."""
+    """GPU time: a CUDA event records when the stream passes a point. Times count from a moment at
+    which host and GPU were idle. Until they are known, a begin has the host's time, an end 0.0."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[int, str], tuple[Any, Any]] = {}  # (thing, field) -> event
@@ -63,7 +58,7 @@ class StreamClock(Clock):
         self._zero_s = time.monotonic()
 
     def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
-        known = at if isinstance(at, list) else None  # of something that only the host has seen
+        known = at if isinstance(at, list) else None  # a time that only the host knows
         event = None if known is not None else at or self._event_here()
         for field in fields:
             if known is not None or "ended" not in field:
@@ -74,13 +69,13 @@ class StreamClock(Clock):
                 self._pending[id(thing), field] = thing, event
 
     def end_of(self, work: Any) -> Any:
-        """As the host's, of work on a stream only: other work it would wait for."""
+        """An event after `work` on a stream; work elsewhere would block the host here."""
         with torch.cuda.stream(self._side_stream):
             work.wait()
             return self._event_here()
 
     def settle(self, patience_s: float = 0.2) -> bool:
-        with self._lock, suppress(RuntimeError):  # after an error of CUDA no time is known
+        with self._lock, suppress(RuntimeError):  # after a CUDA error no time is known
             return self._settle(time.monotonic() + patience_s)
         return False
 
@@ -91,7 +86,7 @@ class StreamClock(Clock):
                 time.sleep(0.001)
             if not event.query():
                 all_known = False
-            elif self._pending.get((key, field), (None, None))[1] is event:  # not marked anew
+            elif self._pending.get((key, field), (None, None))[1] is event:  # not marked again
                 del self._pending[key, field]
                 setattr(thing, field, self._zero_s + self._zero.elapsed_time(event) / 1e3)
         return all_known
@@ -104,5 +99,5 @@ class StreamClock(Clock):
 
 
 def clock_here() -> Clock:
-    """That of the device this process computes on."""
+    """The clock of the device on which this process computes."""
     return StreamClock() if torch.cuda.is_initialized() else HOST_CLOCK

@@ -1,6 +1,4 @@
-"""How an operation of a communicator is carried out: number it, compare it with the other ranks'
-on the board, record it, and hand it to the transport that moves the bytes of its device.
-"""
+"""Run the operations of a communicator: number, compare on the board, record, start a transport."""
 
 import hashlib
 import threading
@@ -28,14 +26,14 @@ from labkit.runtime.transports.transport import Call, Kind, Transport
 from labkit.runtime.transports.wire import PacedWire, Wire, Work, living
 
 Made = TypeVar("Made")
-OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # that say what was wrong
+OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # these already say what was wrong
 BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
 
 
 class Dispatcher:
-    """What all `Comm`s of one process group share: its numbering and its transports."""
+    """The operation numbers and transports that all `Comm`s of one process group share."""
 
-    worlds = 0  # default groups that this process has had: torch gives them all the same names
+    worlds = 0  # default groups of this process so far: torch names them all alike
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -54,15 +52,15 @@ class Dispatcher:
         self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
         self._messages = defaultdict(partial(count, 1))
         self._transports: dict[tuple[torch.device, object], Transport] = {}
-        self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups of ranks
-        self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations under way
+        self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups by ranks
+        self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations in flight
         self._subgroups: dict[Dispatcher, bool] = {}  # and whether this rank has dropped them
         self.calls: deque[str] = deque(maxlen=1000)  # collectives that no board has compared
 
     @staticmethod
     def of(group: Any) -> "Dispatcher":
         with _making:
-            for made in (dist.group.WORLD, group):  # a subgroup's name says of which world it is
+            for made in (dist.group.WORLD, group):  # a subgroup's name includes its world
                 if made not in _dispatchers:
                     _dispatchers[made] = Dispatcher(made)
             return _dispatchers[group]
@@ -83,9 +81,9 @@ class Dispatcher:
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
-        """Carry out one collective: `start` gets the transport and the call and returns its work.
-        `nbytes`, by which the algorithm is chosen where none is named, and the shapes of `alike`
-        (of `x` if None) are the same on all ranks."""
+        """Run one collective: `start` gets the transport and the call, and returns its work.
+        `nbytes` (which chooses the default algorithm) and the shapes of `alike` (or `x`) agree on
+        all ranks."""
         collective, kind = what.partition("(")[0], Kind(x.dtype, reduction)
         transport, name = self.transport(x).choose(collective, nbytes, kind, algorithm)
         seq = next(self._collectives)
@@ -122,7 +120,7 @@ class Dispatcher:
         finish: list[Callable[[], object]],
         start: Callable[[Transport, Call], Work],
     ) -> Handle:
-        """Carry out one send to rank `peer`, or one receive from it."""
+        """Run one send to rank `peer`, or one receive from it."""
         transport, call = self.transport(x), Call(tag, not blocking, "")
         ends = (self.rank, peer) if sends else (peer, self.rank)
         seq = next(self._messages[*ends, tag])
@@ -144,9 +142,9 @@ class Dispatcher:
         return handle
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
-        seq = next(self._collectives)  # also without a board: a recording is the same
+        seq = next(self._collectives)  # also without a board, so that recordings agree
         if here.board is not None:
-            with here.carrying():  # no operation of the program's
+            with here.carrying():  # not an operation of the program
                 text = f"{what} {value()}"
             note = Note(self.name, self.ranks, seq, text, caller(), text)
             here.board.enter(note)
@@ -159,13 +157,13 @@ class Dispatcher:
         return self._made_together(what, lambda: transport.symmetric_empty(numel, like.dtype))
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
-        """`x` as a flat contiguous tensor in memory that the transport can reach. Where that is a
-        copy and `x` is to be written (`finish` is given), `finish` gets the way back."""
+        """`x` as a flat contiguous tensor that the transport can reach. If that is a copy and `x`
+        is an output (`finish` is given), append the copy back to `finish`."""
         check_tensor(x)
         if x.layout is not torch.strided:
             raise ValueError(f"a tensor of layout {x.layout} cannot travel; give x.to_dense()")
         if "fake" in self.backend_of.values() and x.is_contiguous():
-            return x  # nothing looks at it, and in a dry run a view takes 0.1 ms
+            return x  # it is never read, and a view takes 0.1 ms in a dry run
         flat = x.detach() if x.requires_grad else x
         by_host = flat.is_cuda and self.backend_of.get("cuda") == "gloo"
         if flat.is_contiguous() and not (by_host or flat.is_conj() or flat.is_neg()):
@@ -183,8 +181,8 @@ class Dispatcher:
         return copy
 
     def new_group(self, ranks: Sequence[int], shared: bool) -> Any:
-        """torch's new group of these global ranks, made by all ranks at once; where it is shared,
-        the one that is there already."""
+        """torch's new group of these global ranks, made by all ranks at once; reused if
+        `shared`."""
         key = tuple(ranks), self._timeout()
 
         def make() -> Any:
@@ -201,8 +199,7 @@ class Dispatcher:
         return self._made_together(f"subgroup({list(ranks)})", make)
 
     def destroy_dropped(self) -> None:
-        """Destroy the gloo subgroups that all their ranks have dropped (they count themselves in
-        the store), and in which therefore nothing is under way."""
+        """Destroy the gloo subgroups that all their ranks have dropped, as counted in the store."""
         unused = [group for group in self._subgroups if not group.users and group._group()]
         for subgroup in unused:
             store = dist.distributed_c10d._get_default_store()
@@ -213,8 +210,7 @@ class Dispatcher:
                 dist.destroy_process_group(living(subgroup._group))
 
     def _made_together(self, what: str, make: Callable[[], Made]) -> Made:
-        """What all ranks make at once. It is no communication of a strategy, but they can
-        disagree about it and wait for each other in it, so it goes on the board."""
+        """Call `make` on all ranks. It is on the board, since ranks may disagree or block in it."""
         note = Note(self.name, self.ranks, next(self._collectives), what, caller(), what)
         if here.board:
             here.board.enter(note, WAITED_FOR)
@@ -224,7 +220,7 @@ class Dispatcher:
         return made
 
     def _timeout(self) -> timedelta | None:
-        """That of this group, or None, torch's half an hour, where it is not known."""
+        """The group's timeout; None (torch's default, half an hour) if it is unknown."""
         device = torch.device(next(iter(self.backend_of)))
         try:
             options = living(self._group)._get_backend(device).options
@@ -244,7 +240,7 @@ class Dispatcher:
         traffic: Callable[[], tuple[int, int]],
         peer: int | None,
     ) -> Handle:
-        """Begin an operation: write it on the board, tell the listeners, start its transport."""
+        """Start an operation: write it on the board, notify the listeners, start its transport."""
         board, note, event = here.board, None, None
         described = what
         if board or here.listeners:
@@ -259,7 +255,7 @@ class Dispatcher:
                 source=note.source, peer=peer, tag=0 if note.collective else call.tag,
                 transport=transport.name, algorithm=call.algorithm,
             )  # fmt: skip
-            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # two may be later
+            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # two may move
         if board and note:
             board.enter(note, IN_FLIGHT if call.asynchronous else WAITED_FOR)
         if event:
@@ -278,11 +274,10 @@ class Dispatcher:
 
     @property
     def _clock(self) -> Clock:
-        """Of what waits on a stream; gloo makes the host wait."""
+        """NCCL operations wait on a stream; gloo blocks the host."""
         return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
 
     def transport(self, x: torch.Tensor) -> Transport:
-        """What moves tensors as `x`."""
         key = (x.device, here.link)
         if key not in self._transports:
             with _making:  # one for all threads
@@ -305,7 +300,7 @@ class Dispatcher:
         native = Native(group)
         messages = SendReceive(Wire(group), native) if backend == "gloo" else native
         if here.shared is not None and device == "cpu":
-            # Of this group only, and the same on all its ranks.
+            # A name for this group only, equal on all its ranks.
             file = hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]
             timeout_s = (self._timeout() or dist.default_pg_timeout).total_seconds()
             return Shared(here.shared / file, self.rank, self.size, timeout_s, messages)
@@ -317,6 +312,5 @@ _making = threading.Lock()
 
 
 def _in_line(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in one dimension of stride 1. (`view(-1)` leaves a tensor of one element
-    the stride it had, which can be any, and which bytes cannot have.)"""
+    """Contiguous `x` in one dimension of stride 1; `view(-1)` keeps any stride of one element."""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))

@@ -1,13 +1,11 @@
-"""The collectives, written from send and receive; one file for each, with its algorithms, their
-pictures and their costs.
+"""The collectives, written with send and receive: one file each, with algorithms, pictures, costs.
 
-    steps.py       what they are made of: generators that wait, run alone or in turns
-    costs.py       steps, bytes and reductions of each, in the alpha-beta-gamma model
+    steps.py       building blocks: generators that wait, run alone or interleaved
+    costs.py       steps, bytes and reductions of each algorithm, in the alpha-beta-gamma model
 
-Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
-Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
-Which one runs: labkit/runtime/transports/chooser.py. The algorithms of a collective take the same
-arguments:
+Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i. Cost:
+alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
+labkit/runtime/transports/chooser.py chooses. All algorithms of a collective share a signature:
 
     broadcast         (wire, x, root, tag)
     reduce            (wire, x, root, reduce, tag)

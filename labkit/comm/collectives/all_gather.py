@@ -1,11 +1,11 @@
 """All-gather: before, chunk r is filled on rank r; after, all chunks are on all ranks.
 
-    ring                 pass on what just came        (n-1) alpha        + (n-1)/n S beta
-    recursive doubling   swap all you have             log2(n) alpha      + (n-1)/n S beta
+    ring                 pass on the last chunk        (n-1) alpha        + (n-1)/n S beta
+    recursive doubling   exchange all chunks held      log2(n) alpha      + (n-1)/n S beta
     Bruck                the same, for any n           ceil(log2 n) alpha + (n-1)/n S beta
 
-All send the least there is to send. The ring talks to one neighbour only, which suits wires, and
-cuts a large message into small ones; the others take fewer steps, which suits small messages.
+All send the minimum of bytes. The ring sends to one neighbour only, which suits wires, and splits a
+large message; the others take fewer steps, which suits small messages.
 
 Source: as broadcast.py; Bruck et al., "Efficient Algorithms for All-to-All Communications in
 Multiport Message-Passing Systems", 1997.
@@ -25,13 +25,12 @@ from labkit.runtime.transports.wire import Wire
 
 
 def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """n - 1 steps: pass on the chunk that just arrived. 3 ranks, what each has:
+    """n - 1 steps: pass on the chunk just received. Cost: (n-1) alpha + (n-1)/n S beta. 3 ranks
+    hold:
 
         at first     c0 . .       . c1 .       . . c2
         step 1       c0 . c2      c0 c1 .      . c1 c2      (each from the rank before)
         step 2       c0 c1 c2     c0 c1 c2     c0 c1 c2
-
-    Cost: (n-1) alpha + (n-1)/n S beta.
     """
     n, rank = wire.size, wire.rank
     sends, sent_bytes = [], 0
@@ -46,19 +45,18 @@ def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
 
 
 def rings_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """Rings in turns, one for each piece of long chunks."""
+    """Interleaved rings, one for each piece of long chunks."""
     rings = [ring_all_gather(wire, piece, tag) for piece in pieces_of_chunks(chunks)]
     return (yield from in_turns(*rings))
 
 
 def recursive_doubling_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """n is a power of two: swap all you have with the rank 1, 2, 4, ... away.
+    """In log2(n) rounds, exchange all chunks held with the rank 1, 2, 4, ... away; n a power of
+    two.
 
         at first     c0 . . .      . c1 . .      . . c2 .      . . . c3
         0-1, 2-3     c0 c1 . .     c0 c1 . .     . . c2 c3     . . c2 c3
         0-2, 1-3     c0 c1 c2 c3   (on all)
-
-    Cost: log2(n) alpha + (n-1)/n S beta.
     """
     bounds = bounds_of([chunk.numel() for chunk in chunks])
     whole = side_by_side(chunks)
@@ -77,7 +75,7 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
     """Recursive doubling over the blocks of `x` between the bounds."""
     sent_bytes, reach = 0, 1
     while reach < wire.size:
-        mine = wire.rank // reach * reach  # the first block of those I have
+        mine = wire.rank // reach * reach  # the first block that this rank holds
         theirs = mine ^ reach
         incoming = x[bounds[theirs] : bounds[theirs + reach]]
         outgoing = x[bounds[mine] : bounds[mine + reach]]
@@ -91,14 +89,13 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
 
 
 def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """Any n: each keeps the chunks in the order in which they follow its own, and fetches as many
-    as it has (in the last round, as many as are missing) from the rank 1, 2, 4, ... ahead.
+    """Any n: keep the chunks in ring order from this rank's on, and fetch as many as are held (in
+    the last round, as many as are missing) from the rank 1, 2, 4, ... ahead. Cost: ceil(log2 n)
+    alpha + (n-1)/n S beta, and a copy of S to put them in order.
 
         at first     0: c0           1: c1           2: c2
         from 1 on    0: c0 c1        1: c1 c2        2: c2 c0
         from 2 on    0: c0 c1 c2     1: c1 c2 c0     2: c2 c0 c1      (one chunk was missing)
-
-    Cost: ceil(log2 n) alpha + (n-1)/n S beta, and a copy of S to put them in order.
     """
     n, rank = wire.size, wire.rank
     order = [chunks[(rank + k) % n] for k in range(n)]

@@ -1,18 +1,18 @@
-"""All-reduce: everyone's `x` becomes the reduction of all, to the same bits on all ranks.
+"""All-reduce: every rank's `x` becomes the reduction of all, bitwise equal on all ranks.
 
     naive                through one server                2(n-1) (alpha + S beta)
     tree                 reduce, then broadcast            2 ceil(log2 n) (alpha + S beta)
     ring                 reduce-scatter, then all-gather   2(n-1) alpha + 2(n-1)/n S beta
-    recursive doubling   swap all, add, farther            log2(n) (alpha + S beta)
+    recursive doubling   exchange and add all of `x`       log2(n) (alpha + S beta)
     halving, doubling    both by recursion                 2 log2(n) alpha + 2(n-1)/n S beta
     double tree          double_tree.py                    4 log2(n) alpha + ~2 S beta
     hierarchical         hierarchical.py
 
-A mean is a sum that is divided by n once it is complete (`divide_by`; 1 for none). The two
-recursions fold where n is no power of two: 2 alpha + 2 S beta more (fold.py).
+A mean is a sum that is divided by n once it is complete (`divide_by`; 1 for none). If n is no power
+of two, the two recursions fold: 2 alpha + 2 S beta more (fold.py).
 
-Source: Rabenseifner, 2004 (halving and doubling); Patarasuk and Yuan, "Bandwidth Optimal
-All-reduce Algorithms for Clusters of Workstations", 2009 (the ring); Thakur et al., 2005.
+Source: Rabenseifner, 2004 (halving and doubling); Patarasuk and Yuan, "Bandwidth Optimal All-reduce
+Algorithms for Clusters of Workstations", 2009 (the ring); Thakur et al., 2005.
 """
 
 import torch
@@ -39,12 +39,8 @@ from labkit.runtime.transports.wire import Wire
 def naive_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """All ranks send to rank 0, which adds and sends the sum back: a parameter server.
-
-        1, 2, 3 --> 0      0 --> 1, 2, 3
-
-    Cost: 2(n-1) (alpha + S beta) + (n-1) S gamma: every rank more makes it slower.
-    """
+    """Rank 0 adds all ranks' `x` and sends back the sum, a parameter server: 1, 2, 3 --> 0 --> 1,
+    2, 3. Cost: 2(n-1) (alpha + S beta) + (n-1) S gamma, so each additional rank makes it slower."""
     sent_bytes = yield from flat_reduce(wire, x, 0, reduce, tag)
     if divide_by != 1 and wire.rank == 0:
         x.div_(divide_by)
@@ -54,10 +50,8 @@ def naive_all_reduce(
 def tree_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Up the binomial tree to rank 0 and down again.
-
-    Cost: 2 ceil(log2 n) (alpha + S beta) + ceil(log2 n) S gamma.
-    """
+    """Up the binomial tree to rank 0 and down again. Cost: 2 ceil(log2 n) (alpha + S beta) +
+    ceil(log2 n) S gamma."""
     sent_bytes = yield from tree_reduce(wire, x, 0, reduce, tag)
     if divide_by != 1 and wire.rank == 0:
         x.div_(divide_by)
@@ -67,8 +61,8 @@ def tree_all_reduce(
 def ring_all_reduce(
     wire: Wire, chunks: Chunks, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """A reduce-scatter in place, a division of the one chunk that is complete then, and an
-    all-gather. Cost: 2(n-1) alpha + 2(n-1)/n S beta + (n-1)/n S gamma."""
+    """A reduce-scatter in place, a division of the one chunk now complete, and an all-gather. Cost:
+    2(n-1) alpha + 2(n-1)/n S beta + (n-1)/n S gamma."""
     own = chunks[wire.rank]
     sent_bytes = yield from ring_reduce_scatter(wire, chunks, own, reduce, tag)
     if divide_by != 1:
@@ -79,8 +73,8 @@ def ring_all_reduce(
 def rings_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rings in turns, one for each piece of a long `x`. Cost: that of the ring, (n-1) alpha more
-    for each piece, and the gamma hidden behind the beta."""
+    """Interleaved rings, one for each piece of a long `x`. Cost: that of the ring, (n-1) alpha more
+    for each piece, with gamma hidden behind beta."""
     pieces = pieces_of_chunks(list(x.split(chunk_sizes(x.numel(), wire.size))))
     rings = [ring_all_reduce(wire, piece, reduce, divide_by, tag) for piece in pieces]
     return (yield from in_turns(*rings))
@@ -89,12 +83,12 @@ def rings_all_reduce(
 def recursive_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Swap everything with the rank 1, 2, 4, ... away, and add. 4 ranks, those in each sum:
+    """Exchange all of `x` with the rank 1, 2, 4, ... away, and add. 4 ranks, the ranks in each sum:
 
         0-1, 2-3     0: (0+1)        1: (0+1)        2: (2+3)        3: (2+3)
         0-2, 1-3     0: (0+1)+(2+3)  1: (0+1)+(2+3)  2: (0+1)+(2+3)  3: (0+1)+(2+3)
 
-    Both ranks of a pair add the lower rank's part first: else -0.0 and 0.0, or two NaNs, would
+    Both ranks of a pair add the lower rank's part first: otherwise -0.0 and 0.0, or two NaNs, would
     give them different bits. Cost: log2(n) (alpha + S (beta + gamma)), all of S in each step.
     """
     core = power_of_two(wire.size)
@@ -121,14 +115,13 @@ def recursive_doubling_all_reduce(
 def halving_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling.
+    """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling. Cost:
+    2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the ring's bytes in fewer steps.
 
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)
         0-1, 2-3     0: c0         1: c1         2: c2         3: c3
         0-1, 2-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (doubling)
         0-2, 1-3     c0 c1 c2 c3   (on all)
-
-    Cost: 2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the bytes of the ring in fewer steps.
     """
     core = power_of_two(wire.size)
     sent_bytes = yield from fold(wire, x, reduce, tag)

@@ -1,6 +1,5 @@
-"""Barrier: no rank leaves before all ranks have come.
-
-Source: Hensgen, Finkel and Manber, "Two Algorithms for Barrier Synchronization", 1988.
+"""Barrier: no rank leaves before all have entered. Source: Hensgen, Finkel and Manber, "Two
+Algorithms for Barrier Synchronization", 1988.
 """
 
 import torch
@@ -10,13 +9,11 @@ from labkit.runtime.transports.wire import Wire
 
 
 def dissemination_barrier(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
-    """Round k: tell the rank 2^k ahead, hear from the rank 2^k behind; after ceil(log2 n) rounds
-    everyone has heard, through others, from everyone. Whom 4 ranks know to be there:
+    """Notify the rank 1, 2, 4, ... ahead, and wait for the rank as far behind: after ceil(log2 n)
+    rounds each rank has heard from all. Cost: ceil(log2 n) alpha. On 4 ranks, those heard from:
 
         round 1      0: 3 0        1: 0 1        2: 1 2        3: 2 3
         round 2      0: 1 2 3 0    1: 2 3 0 1    2: 3 0 1 2    3: 0 1 2 3
-
-    Cost: ceil(log2 n) alpha.
     """
     heard = torch.empty_like(note)
     sent_bytes, distance = 0, 1

@@ -1,11 +1,11 @@
-"""Broadcast: the root's `x` to everyone. S bytes, n ranks; `position` counts from the root.
+"""Broadcast: the root's `x` to all ranks. S bytes, n ranks; `position` counts from the root.
 
-    flat      the root sends it to each, one after the other      (n-1) (alpha + S beta)
-    tree      all who have it pass it on                          ceil(log2 n) (alpha + S beta)
+    flat      the root sends it to each rank in turn              (n-1) (alpha + S beta)
+    tree      all ranks that have it pass it on                   ceil(log2 n) (alpha + S beta)
     chain     each passes it to the next, in P pieces             (P + n-2) (alpha + S/P beta)
 
-A small message wants few steps: the tree. A large one wants each rank to send it only once: with
-many pieces the chain costs S beta, however many ranks there are.
+Few steps suit a small message: the tree. With a large one, each rank should send it only once: with
+many pieces the chain costs S beta for any n.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005; the chain is NCCL's ring, cut open at the root.
@@ -18,13 +18,11 @@ from labkit.runtime.transports.wire import Wire
 
 
 def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """The root sends `x` to every other rank.
+    """The root sends `x` to every other rank. Cost: (n-1) (alpha + S beta).
 
-        0 --> 1      all three sends leave rank 0, and share its wire
-        0 --> 2
-        0 --> 3
-
-    Cost: (n-1) (alpha + S beta).
+    0 --> 1      all three sends leave rank 0, and share its wire
+    0 --> 2
+    0 --> 3
     """
     if wire.rank != root:
         yield wire.irecv(x, root, tag)
@@ -35,12 +33,11 @@ def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 
 
 def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """Binomial tree: in each round, all who have `x` send it to one who has not.
+    """Binomial tree: in each of ceil(log2 n) rounds, each rank that has `x` sends it to one
+    without.
 
         round 1      0 --> 1
         round 2      0 --> 2     1 --> 3
-
-    Cost: ceil(log2 n) (alpha + S beta).
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     sent_bytes, reach = 0, 1
@@ -55,14 +52,12 @@ def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 
 
 def chain_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """Pipelined chain: each passes every piece to the next as soon as it has it.
+    """Pipelined chain: each rank passes each of P pieces to the next rank as soon as it has it.
 
-        step 1       0 -a-> 1
-        step 2       0 -b-> 1 -a-> 2
-        step 3       0 -c-> 1 -b-> 2 -a-> 3
-        step 4              1 -c-> 2 -b-> 3     ...
-
-    Cost: (P + n-2) (alpha + S/P beta), P pieces.
+    step 1       0 -a-> 1
+    step 2       0 -b-> 1 -a-> 2
+    step 3       0 -c-> 1 -b-> 2 -a-> 3
+    step 4              1 -c-> 2 -b-> 3     ...
     """
     n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
     receives, sends = [], []

@@ -1,4 +1,4 @@
-"""The cost of each algorithm in the alpha-beta-gamma model. Plain numbers, no torch.
+"""The cost of each algorithm in the alpha-beta-gamma model, in pure Python.
 
     seconds = steps x alpha + sent_bytes x beta + reduced_bytes x gamma
 
@@ -6,8 +6,8 @@
     beta     seconds per byte on a wire                   S    bytes (of all chunks together)
     gamma    seconds to reduce a byte                     P    pieces, of at most PIECE_BYTES
 
-`steps` counts messages one after the other, `sent_bytes` those through the busiest rank, the larger
-of in and out. Sources: those of the algorithms.
+`steps` counts consecutive messages, `sent_bytes` the larger of the bytes into and out of the
+busiest rank. Sources: those of the algorithms.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-PIECE_BYTES = 1 << 21  # a longer tensor travels in pieces: one is reduced while others are sent
+PIECE_BYTES = 1 << 21  # longer tensors are split: one piece is reduced while others are sent
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an algorithm asks of the slowest rank: messages in a row, bytes sent, bytes reduced."""
+    """Cost on the slowest rank: consecutive messages, bytes sent, bytes reduced."""
 
     steps: float
     sent_bytes: float
@@ -45,24 +45,24 @@ class Cost:
 
 
 def piece_count(nbytes: float) -> int:
-    """In how many pieces a tensor travels."""
+    """Number of pieces into which a tensor is split."""
     return max(1, ceil(nbytes / PIECE_BYTES))
 
 
 def rounds(n: int) -> int:
-    """ceil(log2 n): how often something must double to reach n ranks."""
+    """ceil(log2 n), the rounds of doubling needed to reach n ranks."""
     return (n - 1).bit_length()
 
 
 def power_of_two(n: int) -> int:
-    """The largest power of two that is not above n."""
+    """The largest power of two that is at most n."""
     return 1 << (n.bit_length() - 1)
 
 
 def double_tree(n: int) -> list[list[int | None]]:
-    """The parents of all ranks, None of the root, in each of two trees. In the first the odd ranks
-    are leaves: a rank's parent has its lowest bit moved up by one. The second is the first mirrored
-    (n even) or shifted by one (n odd), which makes the even ranks the leaves."""
+    """The parents of all ranks (None for the root) in two trees. In the first, odd ranks are
+    leaves: the parent of a rank is the rank with its lowest bit moved up by one. The second tree
+    mirrors the first (n even) or shifts it by one (n odd), so that even ranks are leaves."""
 
     def parent(rank: int) -> int | None:
         lowest = rank & -rank
@@ -76,7 +76,7 @@ def double_tree(n: int) -> list[list[int | None]]:
 
 
 def depth(parents: list[int | None], rank: int) -> int:
-    """How many steps `rank` is below the root."""
+    """Number of steps from `rank` up to the root."""
     above = parents[rank]
     return 0 if above is None else 1 + depth(parents, above)
 
@@ -92,7 +92,7 @@ def _rings(n: int, S: float) -> Cost:
 
 def _halving(n: int, S: float) -> Cost:
     core = power_of_two(n)
-    held = [2] * (n - core) + [1] * (2 * core - n)  # chunks of each rank of the core, at the end
+    held = [2] * (n - core) + [1] * (2 * core - n)  # final chunks of each core rank
     kept = [sum(held[: core >> k]) for k in range(1, rounds(core) + 1)]  # of the busiest rank
     cost = Cost(rounds(core), sum(kept) / n * S, sum(kept) / n * S)
     return cost + Cost(2, S + S / n, S) if core < n else cost
@@ -118,20 +118,20 @@ def _fold(S: float) -> Cost:
 def _double_tree(n: int, S: float) -> Cost:
     P = piece_count(S / 2)
     height, children, full = _double_tree_pieces(n, 0)
-    few = min(P, 2 * height + 1)  # from so many pieces on, all wires are in use for some ticks
+    few = min(P, 2 * height + 1)  # with more pieces, all wires are in use in some ticks
     pieces = _double_tree_pieces(n, few)[2] + (P - few) * full
     return Cost(P + 2 * height - 1, pieces * S / (2 * P), children * S / 2)
 
 
 @cache
 def _double_tree_pieces(n: int, P: int) -> tuple[int, int, int]:
-    """The height of the trees, the most children that a rank has, and the pieces that pass the
-    busiest rank, tick after tick (P = 0: in a tick in which all wires are in use)."""
+    """Height of the trees, most children of a rank, and pieces through the busiest rank, summed
+    over the ticks (P = 0: in one tick with all wires in use)."""
     trees = double_tree(n)
     children = [Counter(tree) for tree in trees]
     depths = [[depth(tree, rank) for rank in range(n)] for tree in trees]
     height = max(depths[0])
-    places = {  # many ranks stand alike: depth, children and parents in either tree
+    places = {  # depth, children and parents in each tree: many ranks share a place
         tuple((d[r], c[r], int(tree[r] is not None)) for tree, c, d in zip(trees, children, depths))
         for r in range(n)
     }
@@ -193,13 +193,12 @@ COSTS: dict[str, dict[str, Callable[[int, float], Cost]]] = {
 
 
 def cost(collective: str, algorithm: str, n: int, nbytes: float) -> Cost:
-    """Of one operation on n ranks. `nbytes` is S: for gather, scatter, all-gather, reduce-scatter
-    and all-to-all that of all n chunks together."""
+    """Cost of one operation on n ranks; `nbytes` is S, which counts all n chunks together."""
     return Cost(0, 0) if n == 1 else COSTS[collective][algorithm](n, nbytes)
 
 
 def hierarchical_cost(nodes: int, ranks_per_node: int, nbytes: float) -> tuple[Cost, Cost]:
-    """Of a hierarchical all-reduce, inside nodes and between them: their wires differ."""
+    """Costs of a hierarchical all-reduce inside and between nodes, whose wires differ."""
     k = ranks_per_node
     ring = Cost(2 * (k - 1), 2 * (k - 1) / k * nbytes, (k - 1) / k * nbytes)
     return ring, cost("all_reduce", "ring", nodes, nbytes / k)

@@ -1,17 +1,17 @@
 """All-reduce over two trees at once: as few steps as a tree, and no rank's wire idle.
 
-In one binary tree the leaves, half of all ranks, only ever send their own share. So two trees are
-used, and each rank is inside one and a leaf of the other; each tree carries half of `x`, in P
-pieces that follow each other up to the root and down again. 4 ranks:
+In one binary tree the leaves, half of all ranks, send only their own share. With two trees, each
+rank is inside one and a leaf of the other. Each tree carries half of `x`, in P pieces that are
+pipelined up to the root and down again. 4 ranks:
 
     0                        3
     └── 2                    └── 1       each rank has one parent and at most two children
-        ├── 1                    ├── 2   in the one tree, and only a parent in the other
+        ├── 1                    ├── 2   in one tree, and only a parent in the other
         └── 3                    └── 0
 
-Cost: (P + 2h - 1) alpha + 2 S beta + S gamma for many pieces, where h, the height, is about log2 n:
-the 2 S beta of the ring, in log2(n) steps. While the first pieces rise and the last ones fall, not
-all wires are in use; costs.py counts what then passes the busiest rank.
+Cost: (P + 2h - 1) alpha + 2 S beta + S gamma for many pieces, with height h of about log2 n: the 2
+S beta of the ring in log2(n) steps. Some wires are idle while the first pieces rise and the last
+ones fall; costs.py counts the bytes through the busiest rank.
 
 Source: Sanders, Speck and Träff, "Two-tree Algorithms for Full Bandwidth Broadcast, Reduction and
 Scan", 2009; the trees are NCCL's (src/graph/trees.cc).
@@ -29,11 +29,8 @@ from labkit.runtime.transports.wire import Wire, Work
 def double_tree_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """At every tick a rank takes one piece up, and one that was at the root in the meantime down.
-
-    A rank of depth d gets piece k from below at tick k + h - d, and from above at k + h + d. Every
-    wait is for something of an earlier tick, so no ring of waiting ranks can close.
-    """
+    """A rank of depth d sends piece k up in tick k + h - d and down in tick k + h + d. Every wait
+    is for a message of an earlier tick, so no cycle of waiting ranks can form."""
     trees = zip(x.tensor_split(2), double_tree(wire.size))
     sides = [Side(wire, half, tree, tag + k * 2 * STREAM) for k, (half, tree) in enumerate(trees)]
     for tick in range(max(len(side.pieces) + 2 * side.height for side in sides)):
@@ -49,7 +46,7 @@ def double_tree_all_reduce(
 
 
 class Side:
-    """This rank's place in one of the trees, and the half of `x` that passes it there."""
+    """This rank's place in one of the trees, and the half of `x` that this tree carries."""
 
     def __init__(self, wire: Wire, x: torch.Tensor, parents: list[int | None], tag: int):
         self.wire, self.pieces = wire, pieces_of(x)
@@ -58,8 +55,8 @@ class Side:
         self.children = [rank for rank in range(wire.size) if parents[rank] == wire.rank]
         self.depth = depth(parents, wire.rank)
         self.height = max(depth(parents, rank) for rank in range(wire.size))
-        # All receives are posted at once, and no send is waited for before the end. What comes
-        # down may be awaited in its place already: it comes after what has gone up from there.
+        # All receives are posted at once, and all sends are awaited at the end. A piece may come
+        # down into its place from the start: it arrives after that piece has gone up.
         self.rooms = [pieces_of(torch.empty_like(x)) for _ in self.children]
         self.rising = [
             [wire.irecv(room, child, self.up_tag) for room in rooms]
@@ -74,7 +71,7 @@ class Side:
         self.sent_bytes = 0
 
     def up(self, k: int, reduce: Reduction, divide_by: int) -> Iterator[Work]:
-        """Add the children's piece k to one's own, and send it to the parent."""
+        """Add the children's piece k to this rank's and send the sum to the parent."""
         for receives, rooms in zip(self.rising, self.rooms):
             yield receives[k]
             reduce(self.pieces[k], rooms[k])
@@ -84,7 +81,7 @@ class Side:
             self.pieces[k].div_(divide_by)
 
     def down(self, k: int) -> Iterator[Work]:
-        """Take the complete piece k from the parent, and send it to the children."""
+        """Receive the reduced piece k from the parent and send it to the children."""
         if self.parent is not None:
             yield self.falling[k]
         for child in self.children:

@@ -1,8 +1,8 @@
-"""Folding: how an algorithm for powers of two serves any number of ranks. 6 ranks work as 4:
+"""Folding: run an algorithm for powers of two on any number of ranks. 6 ranks work as 4:
 
-    fold         4 --> 0     5 --> 1       the ranks beyond give their `x` to one of the core,
-                 0 1 2 3                   the core works,
-    unfold       0 --> 4     1 --> 5       and hands them the result
+    fold         4 --> 0     5 --> 1       the extra ranks send `x` to a core rank,
+                 0 1 2 3                   the core runs the algorithm,
+    unfold       0 --> 4     1 --> 5       and sends back the result
 
 Cost: 2 alpha + 2 S beta + S gamma. Source: Rabenseifner, "Optimization of Collective Reduction
 Operations", 2004, section 4.
@@ -18,8 +18,7 @@ from labkit.runtime.transports.wire import Wire
 def fold(
     wire: Wire, x: torch.Tensor, reduce: Reduction, tag: int, core: int | None = None
 ) -> Algorithm:
-    """Reduce the `x` of the ranks beyond the first `core` (a power of two, if not given) into
-    those of the core; rank r into rank r modulo `core`."""
+    """Reduce `x` of each rank r >= `core` (default: power_of_two(n)) into that of rank r % core."""
     core = core or power_of_two(wire.size)
     if wire.rank >= core:
         yield wire.isend(x, wire.rank % core, tag)
@@ -32,7 +31,7 @@ def fold(
 
 
 def unfold(wire: Wire, x: torch.Tensor, tag: int, core: int | None = None) -> Algorithm:
-    """Hand `x` to those who were folded into this rank."""
+    """Send `x` back to the ranks that were folded into this rank."""
     core = core or power_of_two(wire.size)
     if wire.rank >= core:
         yield wire.irecv(x, wire.rank % core, tag)

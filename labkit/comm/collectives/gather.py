@@ -1,13 +1,11 @@
-"""Gather: everyone's `x` to the root, where `chunks` has a place for each (None elsewhere).
+"""Gather: every rank's `x` to the root, into `chunks` (None on the other ranks).
 
-    flat      everyone sends to the root                      (n-1) alpha + (n-1)/n S beta
-    tree      blocks of 1, 2, 4, ... ranks are put together   ceil(log2 n) alpha + (n-1)/n S beta
+    flat      all ranks send to the root                      (n-1) alpha + (n-1)/n S beta
+    tree      blocks of 1, 2, 4, ... ranks are merged         ceil(log2 n) alpha + (n-1)/n S beta
 
-S is what the root holds at the end. The bytes into the root are the same; the tree spares it
-messages, but sends most of the data more than once. It wants equal sizes on all ranks, since those
-on the way must know how much is coming.
-
-Source: as broadcast.py.
+S is the bytes the root holds at the end. Both bring the same bytes into the root; the tree in fewer
+messages, but it sends most of the data more than once. It needs equal sizes on all ranks, since
+those on the way must know how much arrives. Source: as broadcast.py.
 """
 
 import torch
@@ -19,13 +17,11 @@ from labkit.runtime.transports.wire import Wire
 def flat_gather(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """Everyone sends `x` straight to the root.
+    """All ranks send `x` directly to the root. Cost at the root: (n-1) alpha + (n-1)/n S beta.
 
-        1 --> 0
-        2 --> 0      all three arrive over rank 0's wire
-        3 --> 0
-
-    Cost: (n-1) alpha + (n-1)/n S beta at the root.
+    1 --> 0
+    2 --> 0      all three arrive over rank 0's wire
+    3 --> 0
     """
     if wire.rank != root:
         yield wire.isend(x, root, tag)
@@ -40,12 +36,10 @@ def flat_gather(
 def tree_gather(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """Binomial tree: whoever has gathered a block hands all of it on.
+    """Binomial tree: each rank sends on the whole block it has gathered, in ceil(log2 n) rounds.
 
-        round 1      1 -x1-> 0     3 -x3-> 2
-        round 2      2 -x2,x3-> 0
-
-    Cost: ceil(log2 n) alpha + (n-1)/n S beta.
+    round 1      1 -x1-> 0     3 -x3-> 2
+    round 2      2 -x2,x3-> 0
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     block = x.new_empty(subtree(n, position), x.numel())  # row k: of position + k
@@ -64,22 +58,22 @@ def tree_gather(
     return 0
 
 
-# The binomial tree in which the ranks below each position follow it: for 8, position 4 has 5, 6, 7
-# below it, position 2 has 3. (That of the broadcast sends to the far ranks last, and they do not.)
+# In this binomial tree the ranks below each position follow it: of 8, position 4 has 5, 6, 7 below
+# it, position 2 has 3. (In the broadcast's tree, which sends to far ranks last, they do not.)
 
 
 def parent(position: int) -> int:
-    """Without its lowest bit: 7 -> 6 -> 4 -> 0."""
+    """Without the lowest bit: 7 -> 6 -> 4 -> 0."""
     return position & (position - 1)
 
 
 def children(n: int, position: int) -> list[int]:
-    """The nearest first, as the smallest block is ready first: of 4, 5 and 6."""
+    """The nearest first, since its block is ready first: 5 and 6 for 4."""
     bits = [1 << k for k in range((n - 1).bit_length())]
     lowest = position & -position or n
     return [position + bit for bit in bits if bit < lowest and position + bit < n]
 
 
 def subtree(n: int, position: int) -> int:
-    """How many ranks are in the tree below this position, itself included."""
+    """Number of ranks in the subtree of this position, itself included."""
     return min(position & -position or n, n - position)

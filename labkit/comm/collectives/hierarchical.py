@@ -1,7 +1,7 @@
-"""All-reduce inside each node, then between nodes: for machines whose wires inside (NVLink, shared
-memory) are much faster than those between (Ethernet, InfiniBand).
+"""All-reduce inside each node, then between nodes: for machines whose wires inside nodes (NVLink,
+shared memory) are much faster than those between (Ethernet, InfiniBand).
 
-2 nodes of 2 ranks, what each has of the halves a and b:
+2 nodes of 2 ranks, what each holds of the halves a and b:
 
     at first                 0: a0 b0       1: a0 b0    |    2: a1 b1       3: a1 b1
     inside: reduce-scatter   0: A0          1: B0       |    2: A1          3: B1
@@ -9,15 +9,13 @@ memory) are much faster than those between (Ethernet, InfiniBand).
                                             1: B0+B1 <------------------->  3: B0+B1
     inside: all-gather       0: A B         1: A B      |    2: A B         3: A B
 
-m nodes of k ranks, S bytes. Cost inside: 2(k-1) alpha + 2(k-1)/k S beta; between, on wires of
-another alpha and beta: 2(m-1) alpha + 2(m-1)/m S/k beta from each rank, so 1/k of what it would be
-if every rank sent between nodes what it sends inside.
-
-Where nodes differ in size, the smallest decides on how many ranks work between nodes; the others
-fold into those of their node first (fold.py).
+Cost, m nodes of k ranks: inside, 2(k-1) alpha + 2(k-1)/k S beta; between, with another alpha and
+beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of what an all-reduce of S there would send. If
+nodes differ in size, the smallest sets how many ranks communicate between nodes; the others fold
+into those of their node first (fold.py).
 
 Source: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018,
-section 3.3; NCCL's tree is one inside nodes, too.
+section 3.3; NCCL's trees are hierarchical, too.
 """
 
 import torch
@@ -34,7 +32,7 @@ from labkit.runtime.transports.wire import Wire
 def hierarchical_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """`wire.nodes` says which ranks are on one machine."""
+    """`wire.nodes` lists the ranks of each machine."""
     node = next(ranks for ranks in wire.nodes if wire.rank in ranks)
     columns = min(len(ranks) for ranks in wire.nodes)
     inside = Part(wire, node)

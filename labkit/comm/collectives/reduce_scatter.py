@@ -1,12 +1,11 @@
 """Reduce-scatter: `out` on rank r becomes the reduction of all ranks' chunk r.
 
     ring                pass on the partial sum       (n-1) alpha   + (n-1)/n S (beta + gamma)
-    recursive halving   swap half of what is left     log2(n) alpha + (n-1)/n S (beta + gamma)
+    recursive halving   exchange half of the rest     log2(n) alpha + (n-1)/n S (beta + gamma)
 
-Where n is no power of two, recursive halving folds first: the ranks beyond give all they have to
-one of the others, which adds 2 alpha + (1 + 1/n) S beta.
-
-Source: Thakur, Rabenseifner and Gropp, 2005, sections 4.2 and 4.4.
+If n is no power of two, recursive halving folds first: each extra rank gives all its chunks to a
+core rank, for 2 alpha + (1 + 1/n) S beta more. Source: Thakur, Rabenseifner and Gropp, 2005,
+sections 4.2 and 4.4.
 """
 
 import torch
@@ -28,15 +27,13 @@ from labkit.runtime.transports.wire import Wire
 def ring_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """n - 1 steps: pass on the partial sum that just arrived, with one's own share added. 3 ranks,
-    who has added in brackets:
+    """n - 1 steps: add this rank's chunk to the partial sum just received, and pass it on. `out`
+    may be chunk r itself. Cost: (n-1) alpha + (n-1)/n S (beta + gamma). 3 ranks:
 
-        step     rank 0            rank 1            rank 2
+        step     rank 0            rank 1            rank 2            in brackets: ranks in the sum
         1        sends c2 (0)      sends c0 (1)      sends c1 (2)
         2        sends c1 (2+0)    sends c2 (0+1)    sends c0 (1+2)
         after    has c0 (1+2+0)    has c1 (2+0+1)    has c2 (0+1+2)
-
-    `out` may be chunk r itself. Cost: (n-1) alpha + (n-1)/n S (beta + gamma).
     """
     n, rank = wire.size, wire.rank
     own, in_place = chunks[rank], out.data_ptr() == chunks[rank].data_ptr()
@@ -63,8 +60,8 @@ def ring_reduce_scatter(
 def rings_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """Rings in turns, one for each piece of long chunks. Cost: that of the ring, (n-1) alpha more
-    for each piece, and the gamma hidden behind the beta."""
+    """Interleaved rings, one for each piece of long chunks. Cost: that of the ring, (n-1) alpha
+    more for each piece, with gamma hidden behind beta."""
     pieces = pieces_of_chunks([*chunks, out])
     rings = [ring_reduce_scatter(wire, piece[:-1], piece[-1], reduce, tag) for piece in pieces]
     return (yield from in_turns(*rings))
@@ -73,16 +70,15 @@ def rings_reduce_scatter(
 def recursive_halving_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """Swap halves with the rank n/2, n/4, ... away. 4 ranks, what each still works on:
+    """Exchange halves with the rank n/2, n/4, ... away. Cost: log2(n) alpha + (n-1)/n S (beta +
+    gamma), and a copy of S, to leave the chunks unchanged. 4 ranks, the chunks each still reduces:
 
         at first     c0 c1 c2 c3   (all)
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3
         0-1, 2-3     0: c0         1: c1         2: c2         3: c3
-
-    Cost: log2(n) alpha + (n-1)/n S (beta + gamma), and a copy of S, to leave the chunks alone.
     """
     n, core = wire.size, power_of_two(wire.size)
-    # Block i holds chunk i and, where there is one, that of the rank folded into rank i.
+    # Block i holds chunk i and that of the rank folded into rank i, if any.
     order = [r for i in range(core) for r in range(i, n, core)]
     work = torch.cat([chunks[r] for r in order])
     bounds = bounds_of([sum(c.numel() for c in chunks[i::core]) for i in range(core)])
@@ -101,10 +97,10 @@ def recursive_halving_reduce_scatter(
 
 
 def halve(wire: Wire, x: torch.Tensor, bounds: list[int], reduce: Reduction, tag: int) -> Algorithm:
-    """Recursive halving in place: the block of `x` between bounds r and r + 1 becomes the
-    reduction on rank r; the others hold partial ones. n is a power of two."""
+    """Recursive halving in place, n a power of two: the block of `x` between bounds r and r + 1
+    becomes the reduction on rank r; the other blocks hold partial sums."""
     rank, sent_bytes = wire.rank, 0
-    half, first = wire.size // 2, 0  # the blocks first ... first + 2 half are mine to work on
+    half, first = wire.size // 2, 0  # this rank works on blocks first ... first + 2 half
     room = x.new_empty(max(bounds[half], bounds[-1] - bounds[half]))
     while half > 0:
         lower, upper = (first, first + half), (first + half, first + 2 * half)

@@ -1,6 +1,5 @@
-"""Ring exchange: everyone's `x` goes to the next rank, the last rank's to the first.
-
-One step of every ring there is, and of ring attention, where keys and values go round.
+"""Ring exchange: each rank's `x` goes to the next rank, the last rank's to the first. It is one
+step of every ring algorithm, and of ring attention, where keys and values travel around the ring.
 """
 
 import torch
@@ -10,12 +9,8 @@ from labkit.runtime.transports.wire import Wire
 
 
 def next_ring_exchange(wire: Wire, out: torch.Tensor, x: torch.Tensor, tag: int) -> Algorithm:
-    """`out` becomes the `x` of the rank before.
-
-        0 --> 1 --> 2 --> 0        all at once
-
-    Cost: alpha + S beta.
-    """
+    """`out` becomes the previous rank's `x`: 0 --> 1 --> 2 --> 0, all at once. Cost: alpha + S
+    beta."""
     n, rank = wire.size, wire.rank
     if n == 1:
         out.copy_(x)

@@ -1,9 +1,9 @@
-"""Scatter: chunk r of the root to rank r, into `x` there (`chunks` is None on the others).
+"""Scatter: the root's chunk r becomes `x` of rank r (`chunks` is None on the other ranks).
 
     flat      the root sends each its chunk                   (n-1) alpha + (n-1)/n S beta
-    tree      half of what is left goes to half of the ranks  ceil(log2 n) alpha + (n-1)/n S beta
+    tree      half of the rest goes to half of the ranks      ceil(log2 n) alpha + (n-1)/n S beta
 
-The gathers backwards; S is what the root holds at the start. Source: as broadcast.py.
+The gathers backwards; S is the bytes the root holds at the start. Source: as broadcast.py.
 """
 
 import torch
@@ -16,13 +16,11 @@ from labkit.runtime.transports.wire import Wire
 def flat_scatter(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """The root sends chunk r straight to rank r.
+    """The root sends chunk r directly to rank r. Cost: (n-1) alpha + (n-1)/n S beta.
 
-        0 -c1-> 1
-        0 -c2-> 2      all three leave over rank 0's wire
-        0 -c3-> 3
-
-    Cost: (n-1) alpha + (n-1)/n S beta.
+    0 -c1-> 1
+    0 -c2-> 2      all three leave over rank 0's wire
+    0 -c3-> 3
     """
     if wire.rank != root:
         yield wire.irecv(x, root, tag)
@@ -37,12 +35,10 @@ def flat_scatter(
 def tree_scatter(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """Binomial tree: whoever has a block keeps its own chunk and hands on the rest.
+    """Binomial tree: each rank keeps one chunk and sends on the rest. All chunks have equal size.
 
-        round 1      0 -c2,c3-> 2
-        round 2      0 -c1-> 1     2 -c3-> 3
-
-    Cost: ceil(log2 n) alpha + (n-1)/n S beta. All chunks have one size.
+    round 1      0 -c2,c3-> 2
+    round 2      0 -c1-> 1     2 -c3-> 3
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     block = x.new_empty(subtree(n, position), x.numel())  # row k: for position + k

@@ -1,12 +1,12 @@
-"""The parts of all algorithms: generators that wait, ways to run several at once, a few helpers.
+"""Building blocks of the algorithms: generators that wait, ways to interleave them, helpers.
 
-Every rank of the group runs the same generator: `yield work` waits for that message, the value it
-returns is the bytes that this rank sent. `tag` keeps the messages of one operation apart; messages
-between two ranks under one tag arrive in the order in which they were sent.
+All ranks of the group run the same generator: `yield work` waits for that message, and the return
+value is the bytes this rank sent. `tag` separates the messages of different operations; messages
+between two ranks under one tag arrive in order.
 
-A wait must never need something that the same rank does only after it. With `in_turns`, therefore,
-all ranks must wait in the same order (the rings do), or post all receives first and send without
-waiting (double_tree.py).
+A wait must never depend on a later action of the same rank. With `in_turns`, therefore, all ranks
+wait in the same order (the rings), or post all receives first and send without waiting
+(double_tree.py).
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ STREAM = 1 << 21  # tag + k * STREAM: another tag of the same operation
 
 
 def run(algorithm: Algorithm) -> int:
-    """Drive the algorithm to its end; the bytes it sent."""
+    """Run the algorithm to completion; returns the bytes it sent."""
     try:
         while True:
             next(algorithm).wait()
@@ -35,8 +35,7 @@ def run(algorithm: Algorithm) -> int:
 
 
 def in_turns(*algorithms: Algorithm) -> Algorithm:
-    """Several as one, each in its turn as far as its next wait, so that one piece of a tensor
-    travels while another is being reduced."""
+    """Interleave algorithms at their waits: one piece travels while another is reduced."""
     if len(algorithms) == 1:
         return (yield from algorithms[0])
     turns: deque[tuple[Algorithm, Work | None]] = deque((a, None) for a in algorithms)
@@ -53,8 +52,7 @@ def in_turns(*algorithms: Algorithm) -> Algorithm:
 
 
 class Part(Wire):
-    """The wire between some ranks of a group, counted anew: `ranks[0]` is rank 0 there. This rank
-    is one of them."""
+    """The wire between some ranks of a group, this one included; `ranks[0]` becomes rank 0."""
 
     def __init__(self, wire: Wire, ranks: Sequence[int]):
         self._wire, self._ranks = wire, ranks
@@ -68,23 +66,23 @@ class Part(Wire):
 
 
 def pieces_of(x: torch.Tensor) -> Chunks:
-    """`x` cut into equal pieces, none above PIECE_BYTES."""
+    """Split `x` into equal pieces of at most PIECE_BYTES."""
     return list(x.tensor_split(piece_count(x.nbytes)))
 
 
 def pieces_of_chunks(chunks: Chunks) -> list[Chunks]:
-    """Every chunk cut into the same number of pieces, none above PIECE_BYTES; piece k of all."""
+    """Split each chunk into as many pieces of at most PIECE_BYTES; list k holds all k-th pieces."""
     count = piece_count(max(chunk.nbytes for chunk in chunks))
     return [list(piece) for piece in zip(*(chunk.tensor_split(count) for chunk in chunks))]
 
 
 def bounds_of(sizes: Sequence[int]) -> list[int]:
-    """Where blocks of these sizes begin and end: [0, 3, 5] for [3, 2]."""
+    """Offsets of adjacent blocks of these sizes: [0, 3, 5] for [3, 2]."""
     return list(accumulate(sizes, initial=0))
 
 
 def side_by_side(chunks: Chunks) -> torch.Tensor | None:
-    """All chunks as one tensor, where they follow each other in memory; None where not."""
+    """All chunks as one tensor if they are adjacent in memory, otherwise None."""
     first = chunks[0]
     storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
     for chunk in chunks:

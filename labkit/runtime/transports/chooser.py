@@ -1,7 +1,7 @@
-"""Which algorithm carries an operation: by its bytes and the number of ranks, from a stored table,
-so that results and bytes are the same on every run. NCCL chooses in the same way.
+"""Choose the algorithm of an operation from its bytes and the number of ranks, by a stored table,
+so that results and bytes are the same in every run.
 
-The table (table.json) was measured once and says how. It can be overruled, first match wins:
+The table (table.json) was measured once and says how. Overrides, the first match wins:
 
     comm.all_reduce(x, algorithm="tree")                      for one call
     LABKIT_ALGO="all_reduce:tree,broadcast:chain"             for a process; read at the first use
@@ -9,7 +9,7 @@ The table (table.json) was measured once and says how. It can be overruled, firs
     LABKIT_TABLE="my/table.json"                              another table, of your own link:
                                                               labkit bench collectives --fit
 
-All ranks must choose alike. `comm.explain("all_reduce", nbytes)` says which one runs, and why.
+All ranks must choose alike. `comm.explain("all_reduce", nbytes)` reports the choice and its reason.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ TABLE = Path(__file__).parent / "table.json"
 
 @dataclass(frozen=True)
 class Choice:
-    """What `explain` returns; printed, it is a sentence."""
+    """Returned by `explain`; prints as a sentence."""
 
     collective: str
     algorithm: str
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Row:
-    """From so many bytes on, this algorithm; `otherwise` where that one cannot serve."""
+    """`algorithm` from `from_bytes` on; `otherwise` where that one cannot serve."""
 
     from_bytes: int
     algorithm: str
@@ -54,8 +54,7 @@ class Row:
 
 
 class Chooser:
-    """The choices for groups of `size` ranks. Raises ValueError where LABKIT_ALGO or LABKIT_TABLE
-    names what is not there."""
+    """For groups of `size` ranks. Raises ValueError for an invalid LABKIT_ALGO or LABKIT_TABLE."""
 
     def __init__(self, size: int, table: Mapping[str, Any] | None = None):
         self._size = size
@@ -64,9 +63,8 @@ class Chooser:
         self.forced = overrides(os.environ.get(VARIABLE, ""))
 
     def choose(self, collective: str, nbytes: int, own_can: bool = False, asked: str = "") -> str:
-        """The name of the algorithm. `nbytes` of all chunks together; `own_can`: there is gloo's
-        own, for this dtype and reduction. Raises ValueError for a name in `asked` that cannot
-        serve."""
+        """The name of the algorithm for `nbytes` (of all chunks together). `own_can`: gloo's own
+        serves this dtype and reduction. Raises ValueError if the algorithm `asked` cannot serve."""
         if asked:
             if problem := self._problem(collective, asked, own_can):
                 raise ValueError(problem)
@@ -80,7 +78,7 @@ class Chooser:
     def explain(
         self, collective: str, nbytes: int, own_can: bool = False, asked: str = ""
     ) -> Choice:
-        """What `choose` chooses, and why."""
+        """Like `choose`, with the reason."""
         if collective not in ALGORITHMS:
             raise ValueError(
                 f"{collective!r} is not a collective; choose one of {', '.join(ALGORITHMS)}"
@@ -109,8 +107,7 @@ class Chooser:
         raise AssertionError("a table begins at 0 bytes")
 
     def _rows_of(self, collective: str) -> list[Row]:
-        """The rows for the largest number of ranks in the table that is not above this one, the
-        largest first; what this number of ranks does not allow is replaced."""
+        """The rows, largest first, of the largest number of ranks in the table up to this one."""
         by_size = self._table[collective]
         sizes = list(map(int, by_size))
         nearest = max((size for size in sizes if size <= self._size), default=min(sizes))
@@ -121,7 +118,7 @@ class Chooser:
         return sorted(rows, key=lambda row: row.from_bytes, reverse=True)
 
     def _problem(self, collective: str, name: str, own_can: bool) -> str:
-        """Why the algorithm cannot serve; nothing if it can."""
+        """Why the algorithm cannot serve; empty if it can."""
         if name == GLOO and collective == "all_reduce":
             if own_can:
                 return ""
@@ -139,12 +136,12 @@ class Chooser:
 
 
 def names(collective: str) -> list[str]:
-    """The algorithms of a collective, gloo's own among them."""
+    """The algorithms of a collective, including gloo's own."""
     return [*ALGORITHMS[collective], *([GLOO] if collective == "all_reduce" else [])]
 
 
 def check_name(collective: str, name: str) -> None:
-    """Raises ValueError, listing the names, for one that is not there."""
+    """Raises ValueError, listing the names, for an unknown algorithm."""
     if name not in names(collective):
         raise ValueError(
             f"{collective} has no algorithm {name!r}; choose one of {', '.join(names(collective))}"
@@ -152,7 +149,7 @@ def check_name(collective: str, name: str) -> None:
 
 
 def overrides(text: str) -> dict[str, str]:
-    """ "all_reduce:tree,broadcast:chain" -> a name for each collective."""
+    """Parse "all_reduce:tree,broadcast:chain" into {collective: algorithm}."""
     algorithms = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         collective, colon, name = (part.strip() for part in pair.partition(":"))
@@ -167,8 +164,8 @@ def overrides(text: str) -> dict[str, str]:
 
 
 def present_table() -> dict[str, Any]:
-    """The table of LABKIT_TABLE, else labkit's own: collective -> ranks -> rows, and its source.
-    Raises ValueError for a file that is not there or holds no table."""
+    """The table in use, of LABKIT_TABLE or else labkit's own: collective -> ranks -> rows, and its
+    source. Raises ValueError for a missing or invalid file."""
     if not (path := os.environ.get(TABLE_VARIABLE)):
         return stored_table()
     table = read_table(path)
@@ -176,13 +173,12 @@ def present_table() -> dict[str, Any]:
 
 
 def table_note() -> dict[str, str]:
-    """Which table decides here, for the notes of a run: its file, the SHA-256 of its text, and
-    where it is from."""
+    """The table in use, for a run's notes: its file, the SHA-256 of its text, its source."""
     path = os.environ.get(TABLE_VARIABLE, "")
     try:
         digest = hashlib.sha256(Path(path or TABLE).read_bytes()).hexdigest()
         source = (read_table(path) if path else stored_table())["source"]
-    except (OSError, ValueError) as error:  # the first collective will say so; a note must not fail
+    except (OSError, ValueError) as error:  # the first collective will raise it; a note must not
         digest, source = "", str(error)
     return {
         "file": path or f"labkit/runtime/transports/{TABLE.name}",
@@ -198,7 +194,7 @@ def stored_table() -> dict[str, Any]:
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
-    """A table for the chooser. Raises ValueError that says what is wrong with the file."""
+    """Read and validate a table. Raises ValueError, stating what is wrong with the file."""
     try:
         table = json.loads(read_file(path))
         if problem := _problem_of(table):
@@ -212,7 +208,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
 
 
 def _problem_of(table: Any) -> str:
-    """What is wrong with a table; nothing if it serves every collective on any ranks."""
+    """What is wrong with a table; empty if it serves every collective on any number of ranks."""
     if not isinstance(table, dict) or not isinstance(table.get("source"), str):
         return "it does not say its source"
     for collective in ALGORITHMS:
@@ -230,7 +226,7 @@ def _problem_of(table: Any) -> str:
 
 
 def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
-    """`served`: the numbers of ranks for which these rows decide."""
+    """`served`: the numbers of ranks that use these rows."""
     try:
         table_rows = [Row(**row) for row in rows]
     except TypeError:

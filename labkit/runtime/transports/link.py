@@ -1,12 +1,10 @@
-"""A modelled wire: real bytes, delivered no sooner than a wire of this speed would have.
+"""A modelled wire: real bytes, delivered no sooner than a wire of this speed would deliver them.
 
-On a laptop the ranks share the cores that also carry the messages, so a slow network and the
-overlap that hides it cannot be seen. A `Link` makes them visible: each rank gets one outgoing
-wire, a message occupies it for bytes / bandwidth and arrives one latency later.
-Only sending is limited: many ranks that send to one at once each get their wire's full speed, where
-a real network card would also limit what comes in.
-Every picture made this way is labelled "paced". `TwoLevel` makes a cluster of it: fast wires inside
-each node, slow ones between nodes.
+Ranks on a laptop share the cores that also carry their messages, so a slow network and its overlap
+with computation cannot be seen. A `Link` makes them visible: each rank gets one outgoing wire; a
+message occupies it for bytes / bandwidth and arrives one latency later. Only sending is limited: a
+real network card would also limit the bytes that arrive from many ranks at once. `TwoLevel` models
+a cluster: fast wires inside nodes, slow ones between them. Plots of such runs are labelled "paced".
 """
 
 from dataclasses import dataclass
@@ -32,23 +30,23 @@ class Link:
             raise ValueError(f"Link(latency_us={self.latency_us}): latency cannot be negative")
 
     def seconds(self, nbytes: int) -> float:
-        """How long a message of `nbytes` occupies the wire, without the latency."""
+        """Seconds for which a message of `nbytes` occupies the wire, without the latency."""
         return nbytes * 8 / (self.gbps * 1e9)
 
     def joining(self, one: int, other: int) -> "Link":
-        """The wire from global rank `one` to `other`: here all are alike."""
+        """The wire from global rank `one` to `other`: here the same for all."""
         return self
 
     def level(self, one: int, other: int) -> str:
-        """The name of the wire's level: here there is one."""
+        """The name of that wire's level: here there is only one."""
         return ""
 
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """The wires of a cluster: `inside` each node of `ranks_per_node` neighbouring global ranks,
-    and `between` nodes. Each rank has one outgoing wire of either kind (a network card of its own,
-    as each GPU of a DGX has), and they do not slow each other down.
+    """The wires of a cluster: `inside` each node of `ranks_per_node` adjacent global ranks,
+    `between` nodes. Each rank has one independent outgoing wire of each kind, as each GPU of a DGX
+    has.
 
     >>> TwoLevel(inside=Link(gbps=100), between=Link(gbps=10), ranks_per_node=2).joining(1, 2)
     Link(gbps=10, latency_us=0.0)
@@ -69,6 +67,6 @@ class TwoLevel:
         return self.inside if self.level(one, other) == "inside" else self.between
 
     def level(self, one: int, other: int) -> str:
-        """The name of its level, "inside" or "between"."""
+        """The level of that wire, "inside" or "between" nodes."""
         same = one // self.ranks_per_node == other // self.ranks_per_node
         return "inside" if same else "between"

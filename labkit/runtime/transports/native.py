@@ -1,4 +1,4 @@
-"""torch.distributed's own collectives, and those that move nothing."""
+"""torch.distributed's own collectives, and fake ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,7 @@ from labkit.runtime.transports.wire import LaneWork, Work, living
 
 
 class Native(Transport):
-    """torch.distributed's own collectives, for backends that are good at them: NCCL.
-
-    The backend does not say what it sends; events then have the formula's bytes.
-    """
+    """torch.distributed's own collectives, for NCCL. Events have the formula's bytes."""
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -71,7 +68,7 @@ class Native(Transport):
         return dist.barrier(self.group, async_op=True)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
-        """As one batch: NCCL would wait in a send for a receive that comes after it."""
+        """One batch: alone, NCCL's send would wait for the receive that follows it."""
         n = len(self._global)
         leaving = x.clone() if n == 1 or share_memory(x, out) else x
         if n == 1:
@@ -92,7 +89,7 @@ class Native(Transport):
 
 
 class All:
-    """Several works as one. What they send is what the formula says: nothing is counted."""
+    """Several works as one, without a count of bytes: events have the formula's."""
 
     def __init__(self, works: Sequence[Any]):
         self._works = works
@@ -106,7 +103,7 @@ class All:
 
 
 class Nothing(Transport):
-    """Fake communication, for worlds on paper: every operation is over at once, nothing moves."""
+    """Fake communication, for worlds on paper: operations end at once and move nothing."""
 
     name = "fake"
 

@@ -1,14 +1,13 @@
-"""The transports behind a communicator, which carry the bytes.
+"""The transports of a communicator, which move the bytes.
 
-    SendReceive   the readable algorithms over a wire (any group with a modelled `Link`); on gloo's
-                  own wire its all-reduce of fp32 and fp64 as one algorithm more
+    SendReceive   the readable algorithms over a wire (any group with a modelled `Link`), and on
+                  gloo's own wire also gloo's all-reduce of fp32 and fp64
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)
 
-All have the methods of `Transport`, over flat contiguous tensors, and return work to wait for.
 Why not all of gloo's own collectives: its reduce-scatter is an all-reduce inside and moves twice
-the bytes, and several dtypes are missing. Its all-reduce is a ring as ours, and sends the same.
+the bytes, and several dtypes are missing. Its all-reduce is a ring like ours, with equal bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work
 
 REDUCTIONS: dict[str, Reduction] = {
     "sum": lambda x, y: x.add_(y),
-    "mean": lambda x, y: x.add_(y),  # and a division once the sum is complete
+    "mean": lambda x, y: x.add_(y),  # divided once the sum is complete
     "min": lambda x, y: torch.minimum(x, y, out=x),
     "max": lambda x, y: torch.maximum(x, y, out=x),
     "product": lambda x, y: x.mul_(y),
@@ -35,8 +34,8 @@ GLOO_DTYPES = (torch.float32, torch.float64)
 
 
 class SendReceive(Transport):
-    """The algorithms of `labkit.comm.collectives`; asynchronous ones run on a lane of their own.
-    The work's `wait` returns the bytes this rank sent. `gloo`, if given, has its own all-reduce."""
+    """The algorithms of `labkit.comm.collectives`; asynchronous ones run on a lane. The work's
+    `wait` returns the bytes this rank sent. `gloo`, if given, has its own all-reduce."""
 
     name = "gloo"
 

@@ -1,4 +1,4 @@
-"""The operations that every transport behind a communicator has."""
+"""The interface of all transports."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -11,7 +11,7 @@ from labkit.runtime.transports.wire import Work
 
 
 class Kind(NamedTuple):
-    """Element type and reduction ("" for none): not every algorithm serves all of them."""
+    """Dtype and reduction ("" for none): not every algorithm serves all of them."""
 
     dtype: torch.dtype
     op: str
@@ -29,8 +29,8 @@ Chosen = tuple["Transport", str]  # and the name of its algorithm
 
 
 class Transport(Protocol):
-    """Carries the operations of one group. Tensors are flat and contiguous, roots are ranks
-    inside the group, `chunks` are n tensors, chunk i belonging to rank i."""
+    """Runs the operations of one group. Tensors are flat and contiguous, roots are ranks inside the
+    group, `chunks` are n tensors, chunk i belonging to rank i."""
 
     name: str = ""  # as `CommEvent.transport` has it
     forced: Mapping[str, str] = {}  # collective -> algorithm that LABKIT_ALGO asks for
@@ -39,11 +39,11 @@ class Transport(Protocol):
         """The algorithm for an operation of `nbytes` in all, and why."""
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
-        """The transport that runs it, itself or the one it delegates to, and the algorithm.
-        Raises ValueError where `asked`, if not empty, cannot serve."""
+        """This transport or its delegate, and the algorithm. Raises ValueError if `asked` cannot
+        serve."""
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat CPU tensor, in memory that all ranks reach where there is such memory."""
+        """A flat CPU tensor, in memory that all ranks share if possible."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work: ...
@@ -61,11 +61,11 @@ class Transport(Protocol):
 
 
 def apart(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy of it where it may overlap with one of the others."""
+    """`x`, or a copy if it may overlap with one of the others."""
     return x.clone() if share_memory(x, *others) else x
 
 
 def share_memory(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `x` has the storage of one of the others (and so may overlap with it)."""
+    """Whether `x` has the storage of one of the others, and so may overlap with it."""
     storage = x.untyped_storage().data_ptr()
     return any(other.untyped_storage().data_ptr() == storage for other in others)

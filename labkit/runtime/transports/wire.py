@@ -1,7 +1,5 @@
-"""Send and receive over a process group: all that the readable collectives are written on.
-
-`Wire` posts messages at once. `PacedWire` lets each message leave only when a `Link` would have
-delivered it; the receiver then really waits for it, and nothing else has to know.
+"""Send and receive over a process group, on which all readable collectives are written. `PacedWire`
+delays each message until a `Link` would have delivered it; the receiver really waits for it.
 """
 
 import os
@@ -22,7 +20,7 @@ from labkit.runtime.transports.link import Link, TwoLevel
 
 
 class Work(Protocol):
-    """Anything under way that can be waited for."""
+    """An operation in flight."""
 
     def wait(self) -> Any: ...
 
@@ -30,8 +28,7 @@ class Work(Protocol):
 
 
 class Wire:
-    """Messages between the ranks of one group. Tensors must be contiguous, of any dtype.
-    `nodes` are the ranks on each machine."""
+    """Messages in one group: contiguous tensors of any dtype. `nodes`: the ranks by machine."""
 
     nodes: Sequence[Sequence[int]]
 
@@ -42,17 +39,16 @@ class Wire:
         self.nodes = nodes_of(dist.get_process_group_ranks(group))
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        """Post `x` to rank `peer` of the group; do not write to `x` before it is waited for."""
+        """Post `x` to rank `peer` of the group; do not modify `x` before the work is done."""
         return living(self._group).send([as_bytes(x)], peer, tag)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        """Post `x` to be filled with the next message that `peer` sends under `tag`."""
+        """Post `x` to be filled with the next message from `peer` under `tag`."""
         return living(self._group).recv([as_bytes(x)], peer, tag)
 
 
 class PacedWire(Wire):
-    """Messages that leave over the process's one modelled wire of the speed of `link`; where that
-    has two levels, over its wire inside the node or its wire to other nodes."""
+    """Messages over the process's one modelled wire of speed `link`, or one for each level."""
 
     def __init__(self, group: Any, link: Link | TwoLevel):
         super().__init__(group)
@@ -73,8 +69,7 @@ class PacedWire(Wire):
 
 
 class Outgoing:
-    """The modelled wire out of this process: the messages of all groups leave it one after the
-    other, each no sooner than the one before has passed."""
+    """The modelled wire out of this process: messages of all groups pass one after another."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -92,25 +87,24 @@ class Outgoing:
             def deliver() -> Work:
                 while (left_s := arrives_s - time.monotonic()) > 0:
                     time.sleep(left_s)
-                return Posted(send())  # not waited for here: others must not queue behind it
+                return Posted(send())  # not awaited here: later messages must not queue behind it
 
             return Departing(self._lane.put(LaneWork(deliver)))
 
 
-# Those of this process, by level and speed, as it has one network card: two levels of one speed are
-# still two wires.
+# The wires of this process, by level and speed: two levels of one speed are still two wires.
 _outgoing: dict[tuple[str, Link], Outgoing] = {}
 _outgoing_lock = threading.Lock()
 
 
 def paced_bytes(link: Link) -> int:
-    """Bytes that this process has sent over its modelled wires of the speed of `link`, so far."""
+    """Bytes that this process has sent so far over its modelled wires of the speed of `link`."""
     with _outgoing_lock:
         return sum(out.sent_bytes for (_, speed), out in _outgoing.items() if speed == link)
 
 
 class Departing:
-    """A message that waits for its turn on the modelled wire, and is then posted."""
+    """A message that waits for its turn on the modelled wire and is then posted."""
 
     def __init__(self, lane_work: "LaneWork"):
         self._lane_work = lane_work
@@ -123,9 +117,8 @@ class Departing:
 
 
 class Posted:
-    """A message that gloo carries, for callers that poll it or forget it: gloo's own work does
-    not know that it is done before it is waited for, and a message whose work is dropped is
-    lost. Here a thread waits instead, from the first question or when it is forgotten."""
+    """A gloo message for callers that poll or drop it. A thread waits for it then: gloo's own work
+    is never done before it is waited for, and a message is lost if its work is dropped."""
 
     def __init__(self, work: Work):
         self._work: Work | None = work
@@ -142,18 +135,17 @@ class Posted:
         if self._work is not None and self._waiter is None:
             self._waiter = LaneWork(self._work.wait)
             threading.Thread(target=self._waiter.run, name="labkit message", daemon=True).start()
-            self._waiter.wait_for(0.001)  # so that the first answer is right, too
+            self._waiter.wait_for(0.001)  # so that the first answer is also right
         return self._waiter is None or self._waiter.is_completed()
 
     def __del__(self) -> None:
-        with suppress(RuntimeError):  # the interpreter is going, and starts no more threads
+        with suppress(RuntimeError):  # at interpreter exit no thread can start
             self.is_completed()
 
 
 class Lane:
-    """A worker thread that runs what it is given, in order: this is what makes an operation
-    asynchronous. (A daemon: a hung operation must not keep a process alive.) It ends when the
-    lane is dropped."""
+    """A worker thread that runs asynchronous operations in order, until the lane is dropped. It is
+    a daemon, so that a hung operation does not keep the process alive."""
 
     def __init__(self, name: str):
         self._tasks: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
@@ -172,7 +164,7 @@ def _run(tasks: "queue.SimpleQueue[LaneWork | None]") -> None:
 
 
 class LaneWork:
-    """A function on its way through a lane; `wait` returns its value or raises its error."""
+    """A function to run on a lane; `wait` returns its value or raises its error."""
 
     def __init__(self, function: Callable[[], Any]):
         self._function: Callable[[], Any] | None = function
@@ -210,8 +202,7 @@ class LaneWork:
 
 
 def living(group: "ref[Any]") -> Any:
-    """The process group, kept by torch and by its users: a transport must not keep its sockets
-    and threads alive once it is destroyed."""
+    """The process group; a weak reference lets it close its sockets when it is destroyed."""
     process_group = group()
     if process_group is None:
         raise RuntimeError("its process group was destroyed; make a new Comm")
@@ -219,8 +210,8 @@ def living(group: "ref[Any]") -> Any:
 
 
 def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[list[int]]:
-    """Which ranks of a group are on one machine, counted inside the group. torchrun says how many
-    each machine has (LOCAL_WORLD_SIZE), or `per_node` does; without either, all are on one."""
+    """The ranks of a group on each machine, counted inside the group. Ranks per machine are
+    `per_node`, or torchrun's LOCAL_WORLD_SIZE; without either, all ranks are on one machine."""
     everyone = len(global_ranks) + max(global_ranks)
     per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or everyone)
     ranks = range(len(global_ranks))
@@ -228,5 +219,5 @@ def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[l
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, so that every dtype can travel."""
+    """The same memory as bytes, so that every dtype can be sent."""
     return x.detach().view(-1).view(torch.uint8)

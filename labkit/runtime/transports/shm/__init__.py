@@ -1,7 +1,7 @@
 """Shared memory: how the ranks of a `World` on one machine move their CPU tensors.
 
-Ranks are processes; over gloo, what one sends another goes through the kernel's sockets, in at
-least two copies and some system calls. But memory can be mapped into several processes at once:
+Over gloo, a message between two processes passes through the kernel's sockets, in at least two
+copies and some system calls. But memory can be mapped into several processes at once:
 
          rank 0                    the shared region                   rank 1
     +--------------+       +--------------------------------+     +--------------+
@@ -12,22 +12,21 @@ least two copies and some system calls. But memory can be mapped into several pr
 
 Three rules make it safe without any lock between the ranks:
 
-    one writer      every word, slot and half ring is written by one rank only (and slice r of
+    one writer      each word, slot and half ring is written by one rank only (and slice r of
                     symmetric memory, between two words, by rank r)
-    data, then word a rank first writes the data, then a word that says it is there
-    leave, then word data is not overwritten before all readers have said that they are done
+    data, then word a rank writes the data first, then the word that announces it
+    leave, then word data is overwritten only after all readers have announced that they are done
 
-    region.py       the file that all map, its words, and waiting for them
-    slots.py        where each rank lays out pieces of its tensor: collectives go through them
+    region.py       the mapped file, its words, and waiting for them
+    slots.py        where each rank puts pieces of its tensor for collectives
     collectives.py  the collectives
-    symmetric.py    tensors that all ranks reach, and that are reduced where they lie
-    ring.py         a ring of bytes from one rank to another, and its two ends: send and receive
-    transport.py    the transport that has all of it
+    symmetric.py    tensors in memory that all ranks reach, reduced in place
+    ring.py         a ring of bytes from one rank to another: send and receive
+    transport.py    the transport that uses all of these
 
-What it costs: an all-reduce of S bytes copies (2n-1)/n S on each of n ranks, where the ring over
-gloo sends 2(n-1)/n S through the kernel. What the others copy: collectives.py;
-the bytes copied are the `wire_bytes` of its events. Of a tensor in symmetric memory, as a bucket of
-gradients is, (n-1)/n S.
+An all-reduce of S bytes copies (2n-1)/n S on each of n ranks, in symmetric memory (gradient
+buckets) (n-1)/n S; the ring over gloo sends 2(n-1)/n S through the kernel. For the others see
+collectives.py. The `wire_bytes` of events are the bytes copied.
 """
 
 from labkit.runtime.transports.shm.transport import Shared

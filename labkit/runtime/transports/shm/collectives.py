@@ -1,5 +1,5 @@
 """The collectives through the slots. Each takes flat tensors and returns the bytes that this rank
-copied: into its own slot, and out of it and the others'. (n ranks, S bytes, rank r.)
+copied into its slot and out of all slots. (n ranks, S bytes, rank r.)
 
 An all-reduce on 3 ranks, one piece; x012 is the reduction of all three, a line is a stage:
 
@@ -8,8 +8,8 @@ An all-reduce on 3 ranks, one piece; x012 is the reduction of all three, a line 
     REDUCED     x012[0]  ..             ..  x012[1]  ..         ..     x012[2]
     then each copies the three slices of the result out of the three slots.
 
-Every slice is reduced by one rank, over all ranks in their order: the result is the same on all
-ranks, to the bit, and the same in every run.
+One rank reduces each slice, in rank order: the result is bitwise equal on all ranks and in all
+runs.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,8 +40,8 @@ PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "product": torch.mul,
 }
-AT_ONCE_BYTES = 1 << 15  # up to here every rank reduces everything: more sums, one wait less
-GRAIN_BYTES = 1 << 18  # of symmetric memory is reduced at once: it lies in the processor's cache
+AT_ONCE_BYTES = 1 << 15  # up to here every rank reduces all of it: more sums, one wait less
+GRAIN_BYTES = 1 << 18  # of symmetric memory reduced at once: it fits in the cache
 
 
 def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
@@ -49,10 +49,8 @@ def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
 
 
 def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) -> int:
-    """`x` becomes the reduction of all ranks' `x`; with a `root`, on that rank only.
-
-    Copies: (n-1)/n S in, S out; for a small `x` S in, and every rank reduces all of it.
-    """
+    """Reduce `x` on all ranks; with a `root`, on that rank only. Copies: (n-1)/n S in, S out; for a
+    small `x` S in, and every rank reduces all of it."""
     wanted = root is None or root == slots.rank
     if x.nbytes <= min(AT_ONCE_BYTES, slots.slot_bytes):
         return _reduce_at_once(slots, x, op, wanted)
@@ -64,7 +62,7 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
             copied_bytes += slots.fill(*cut[rank])
         slots.announce(FILLED)
         slots.wait(slots.others, FILLED)
-        if not slots.agree():  # another rank's is in memory that all reach: see below
+        if not slots.agree():  # another rank's is in symmetric memory: see below
             slots.announce(DONE)
             return copied_bytes + all_reduce(slots, x, op, root)
         own, begin = cut[slots.rank]
@@ -82,10 +80,8 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
 def all_reduce_symmetric(
     slots: Slots, x: torch.Tensor, shared: Symmetric, begin: int, op: str
 ) -> int:
-    """`x`, which lies at `begin` in this rank's part of `shared`, becomes the reduction of all
-    ranks' `x`. Copies: (n-1)/n S, out (symmetric.py has the picture); where another rank's does
-    not lie likewise, all begin again, through the slots.
-    """
+    """Reduce `x`, which lies at `begin` in this rank's part of `shared`. Copies: (n-1)/n S, out
+    (symmetric.py has the picture). If another rank's lies elsewhere, all start again with slots."""
     own, offset = slices(x, slots.size)[slots.rank]
     slots.begin(shared.place(begin))
     slots.announce(FILLED)
@@ -94,7 +90,7 @@ def all_reduce_symmetric(
         slots.announce(DONE)
         return all_reduce(slots, x, op)
     copied_bytes = 0
-    with no_modes():  # a recording does not count the parts of others
+    with no_modes():  # recordings do not count other ranks' parts
         parts = [
             own if rank == slots.rank
             else shared.part(rank, begin + offset, own.numel(), own.dtype)
@@ -111,7 +107,7 @@ def all_reduce_symmetric(
     slots.announce(REDUCED)
     slots.wait(slots.others, REDUCED)
     slots.announce(DONE)
-    return copied_bytes - own.nbytes  # what stays here is no transport
+    return copied_bytes - own.nbytes  # bytes that stay on this rank do not count
 
 
 def _reduce_at_once(slots: Slots, x: torch.Tensor, op: str, wanted: bool) -> int:
@@ -154,7 +150,7 @@ def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
 
 
 def broadcast(slots: Slots, x: torch.Tensor, root: int) -> int:
-    """`x` becomes that of the root. Copies: S in on the root, S out on the others."""
+    """`x` becomes the root's. Copies: S in on the root, S out on the others."""
     at_root = slots.rank == root
     leaving, arriving = ([(x, 0)], []) if at_root else ([], [(x, root, 0)])
     return _move(slots, pieces(slots, x.nbytes, slots.slot_bytes, x), leaving, arriving)
@@ -202,7 +198,7 @@ def barrier(slots: Slots, _: torch.Tensor) -> int:
 
 
 def ring_exchange(slots: Slots, out: torch.Tensor, x: torch.Tensor) -> int:
-    """`out` becomes the `x` of the rank before. Copies: S in, S out."""
+    """`out` becomes the previous rank's `x`. Copies: S in, S out."""
     leaving, arriving = [(apart(x, out), 0)], [(out, (slots.rank - 1) % slots.size, 0)]
     return _move(slots, pieces(slots, x.nbytes, slots.slot_bytes, x), leaving, arriving)
 
@@ -213,8 +209,8 @@ def _move(
     leaving: list[tuple[torch.Tensor, int]],
     arriving: list[tuple[torch.Tensor, int, int]],
 ) -> int:
-    """In each piece, fill this rank's slot with what is `leaving` (a tensor, and from which byte of
-    the slot on), then take what is `arriving` (a tensor, the rank of its slot, the byte there)."""
+    """For each piece, fill this rank's slot from `leaving` (tensor, first byte in the slot), then
+    read into `arriving` (tensor, rank of the slot, first byte there)."""
     copied_bytes = 0
     for begin, end in bounds:
         for x, place in leaving:
@@ -227,8 +223,7 @@ def _move(
 
 
 def _reduce(slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: str) -> None:
-    """`out` becomes the reduction of all ranks: of `own` on this one, and of what lies at
-    `begin` in the slots of the others. It may be none of them but the first two."""
+    """`out` becomes the reduction of `own` and of the data at `begin` in the other ranks' slots."""
     parts = [
         own if rank == slots.rank else slots.view(rank, begin, out.numel(), out.dtype)
         for rank in range(slots.size)
@@ -237,7 +232,7 @@ def _reduce(slots: Slots, out: torch.Tensor, own: torch.Tensor, begin: int, op: 
 
 
 def _reduce_parts(out: torch.Tensor, parts: list[torch.Tensor], op: str) -> None:
-    """In the order of the ranks."""
+    """Reduce in rank order; `out` may alias the first two parts only."""
     total, *rest = parts
     for x in rest:
         total = PAIRWISE[op](total, x, out=out)

@@ -1,15 +1,13 @@
-"""Memory that some processes share: words, with which they tell each other how far they are, and
-data behind them.
+"""Memory shared by several processes: words that announce progress, and data behind them.
 
-Each opens the file, or creates it where it is not there yet, gives it its size (new bytes are zero)
-and writes "I have it". The first to see that all have it removes the name; the memory lives as long
-as a process has it mapped, so that however the ranks end, nothing stays.
+Each process opens or creates the file, sets its size (new bytes are zero) and writes "I have it".
+The first to see that all have it removes the name; the memory lives while any process maps it, so
+that nothing remains however the ranks end.
 
-A word is written by one process only, in one aligned store of the processor, so it needs no lock:
-it is an announcement. A reader looks for a while (the answer often comes within microseconds), and
-then sleeps until the writer wakes it. On Linux the kernel does that (futex: "sleep while this word
-is 7", "wake the sleepers on this word"); elsewhere a reader takes naps that grow. Either way a
-waiting rank leaves its core, and Python's lock, to the others.
+Each word has one writer, which writes it in one aligned store, so it needs no lock. A reader polls
+for a while (the answer often comes within microseconds), then sleeps until the writer wakes it: on
+Linux by futex ("sleep while this word is 7", "wake the sleepers on this word"), elsewhere in naps
+that grow. A waiting rank thus leaves its core, and Python's lock, to others.
 
     writer                                    reader
     copies the data                           word < expected: "I sleep" (one more in my note)
@@ -18,9 +16,8 @@ waiting rank leaves its core, and Python's lock, to the others.
     fence                                     awake: one less in my note; look again
     does anybody sleep? wake those on word    fence; read the data
 
-The fences keep the processor from moving a load or store past another: without them a reader
-could see the word before the data, or the writer miss the sleeper while the sleeper misses the
-word.
+Without the fences the processor may reorder loads and stores: a reader could see the word before
+the data, or the writer miss the sleeper while the sleeper misses the word.
 """
 
 import ctypes
@@ -38,21 +35,21 @@ from pathlib import Path
 import torch
 
 WORD_BYTES = 8
-ALIGNED = 64  # bytes of a line of the cache: where data of a rank begins
-HERE, GONE = 1, 2  # what a process says of itself: "I have it mapped", "I gave up, for good"
-LOOKS, TURNS = 40, 12  # looks before the core is offered to others, and how often that is done
+ALIGNED = 64  # bytes of a cache line, to which each rank's data is aligned
+HERE, GONE = 1, 2  # state of a process: "I have it mapped", "I gave up, for good"
+LOOKS, TURNS = 40, 12  # polls before the core is yielded, and how often it is
 X86 = platform.machine() in ("x86_64", "AMD64")
-SLEEP_S = 0.1  # then a sleeper looks again, whatever happens
-NAPS_S = 20e-6, 1e-3  # the first and the longest where the kernel wakes no one
+SLEEP_S = 0.1  # after which a sleeper polls again
+NAPS_S = 20e-6, 1e-3  # the first and the longest, without futex
 
 
 class Region:
-    """`words` numbers and behind them, from `data` on, `data_bytes` bytes, shared by `parties`
-    processes, of which this one is number `me`. Raises RuntimeError where there is no room."""
+    """`words` integers and, from `data` on, `data_bytes` bytes, shared by `parties` processes, of
+    which this one is number `me`. Raises RuntimeError if there is no room."""
 
     def __init__(self, path: Path, me: int, parties: int, words: int, data_bytes: int):
         self._here = range(words, words + parties)  # a word of each process: "I have it", ...
-        notes = [self._here.stop + process for process in range(parties)]  # how many threads sleep
+        notes = [self._here.stop + process for process in range(parties)]  # sleeping threads
         self.data = -(-(notes[-1] + 1) * WORD_BYTES // ALIGNED) * ALIGNED
         self.memory = _map(path, self.data + data_bytes)
         self._words = memoryview(self.memory).cast("Q")
@@ -66,11 +63,11 @@ class Region:
                 path.unlink()
 
     def address(self, begin: int) -> int:
-        """Of the data's byte `begin`."""
+        """Address of the data's byte `begin`."""
         return self._address + self.data + begin
 
     def tensor(self, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements that begin at the data's byte `begin`."""
+        """`numel` elements from the data's byte `begin` on."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         with torch.inference_mode(False):  # it may be written to later, outside such a block
@@ -84,7 +81,7 @@ class Region:
         self._words[word] = value
 
     def announce(self, word: int, value: int) -> None:
-        """Write a word, after all that this process has written, and wake the waiting readers."""
+        """Write a word after all earlier writes of this process, and wake the waiting readers."""
         words = self._words
         in_order()
         words[word] = value
@@ -102,9 +99,8 @@ class Region:
         return self._words[self._here[process]] == GONE
 
     def wait(self, word: int, value: int, until_s: float, on: Sequence[int]) -> bool:
-        """Wait until a word is at least `value`; False when the time `until_s` comes first, or
-        when one of the processes `on` gives up. (No one is woken for that: a sleeper looks again
-        soon enough.)"""
+        """Wait until a word is at least `value`; False after the time `until_s`, or once a process
+        in `on` gives up (which wakes no one: sleepers poll again soon enough)."""
         words = self._words
         for _ in range(TURNS):
             for _ in range(LOOKS):
@@ -134,7 +130,7 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
     file = None
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if hasattr(os, "posix_fallocate"):  # else a full disk would be known by a crash only
+        if hasattr(os, "posix_fallocate"):  # otherwise a full disk shows only as a crash
             os.posix_fallocate(file, 0, nbytes)
         else:
             os.ftruncate(file, nbytes)
@@ -153,8 +149,7 @@ _hinge = threading.Lock()
 
 
 def fence() -> None:
-    """All loads and stores before it are done before those after it. (What comes before a lock is
-    released and after one is taken cannot pass; here the one is followed by the other.)"""
+    """No load or store passes it: none crosses a lock's release followed by an acquire."""
     with _hinge:
         pass
     with _hinge:
@@ -162,7 +157,7 @@ def fence() -> None:
 
 
 def in_order() -> None:
-    """A fence between two stores or two loads: x86 processors keep their order anyway."""
+    """A fence between two stores or two loads, which x86 processors never reorder."""
     if not X86:
         fence()
 
@@ -188,13 +183,13 @@ _patience = _Timespec(0, int(SLEEP_S * 1e9))
 
 
 def wake(address: int) -> None:
-    """Wake all who sleep on the word at `address`."""
+    """Wake all threads that sleep on the word at `address`."""
     if _system_call is not None:
         _system_call(_number, address, FUTEX_WAKE, EVERYBODY, None, None, 0)
 
 
 def sleep(address: int, seen: int, nap_s: float) -> None:
-    """Sleep while the word at `address` is `seen`, or for a moment."""
+    """Sleep while the word at `address` is `seen`, at most SLEEP_S, or `nap_s` without futex."""
     if _system_call is not None:
         low = seen & 0xFFFFFFFF  # the kernel compares four bytes
         _system_call(_number, address, FUTEX_WAIT, low, _patience, None, 0)
@@ -202,5 +197,5 @@ def sleep(address: int, seen: int, nap_s: float) -> None:
         time.sleep(nap_s)
 
 
-# Offers the core, and Python's lock, to other threads that are ready.
+# Yields the core, and Python's lock, to other threads.
 step_aside = ctypes.CDLL(None).sched_yield if os.name == "posix" else partial(time.sleep, 0)

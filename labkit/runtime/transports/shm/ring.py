@@ -4,16 +4,15 @@
     ring:   ... | tag, length | data ...... | tag, length | data ... |
                  ^ read                              written ^
 
-The sender, with the outbox, appends as far as there is room; the receiver, with the inbox, takes
-out what is there. Both count bytes since the beginning. A message longer than the ring flows
-through it. The caller itself copies what fits, or what it waits for; the rest is done by a thread
-of the ring, so that a message travels while its sender and its receiver do something else.
+The sender (outbox) appends while there is room, the receiver (inbox) empties the ring; both count
+bytes since the beginning. A message longer than the ring flows through it. The caller copies what
+fits or what it waits for; a thread of the ring copies the rest while both ends compute.
 
-The ring is in order, but a receiver may want the message under tag 1 before that under tag 0. What
-comes out and is not asked for yet is kept in private memory until it is. A message is *taken* when
-a receive has it: then its number is written into `taken`, and only then is its send over, as over
-a wire without a buffer. (So two ranks that both send first wait for each other, however short the
-messages.) Copies: S on the sender, S on the receiver; once more for what was kept.
+A receiver may want the message under tag 1 before that under tag 0: messages without a receive are
+kept in private memory. A message is *taken* when a receive has it: then its number is written into
+`taken`, and only then is its send over, as over a wire without a buffer. (So two ranks that both
+send first deadlock, however short the messages.) Copies: S on the sender, S on the receiver, and
+once more for a message that was kept.
 """
 
 import struct
@@ -32,16 +31,16 @@ from labkit.runtime.transports.shm.region import Region, in_order
 from labkit.runtime.transports.shm.slots import copy
 from labkit.runtime.transports.wire import Lane, LaneWork
 
-RING_BYTES = 1 << 20  # a multiple of a head's
+RING_BYTES = 1 << 20  # a multiple of HEAD.size
 HEAD = struct.Struct("<QQ")  # the tag, and the bytes that follow
-MOST_UNTAKEN = 2048  # messages of one direction; one more waits for the first to be taken
-GRAIN_BYTES = 1 << 18  # of a message that flows through: worth waking the other end for
+MOST_UNTAKEN = 2048  # messages per direction; one more waits for the first to be taken
+GRAIN_BYTES = 1 << 18  # of a long message: enough to wake the other end for
 WRITTEN, READ, TAKEN = 0, 1, 2
 SENDER, RECEIVER = 0, 1
 
 
 class Ring:
-    """One direction between two ranks, seen from one of its ends."""
+    """One direction between two ranks, seen from one end."""
 
     end: int
 
@@ -58,11 +57,10 @@ class Ring:
             raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other rank")
 
     def gave_up(self) -> bool:
-        """Whether one of the ends did."""
         return self.region.gave_up(SENDER) or self.region.gave_up(RECEIVER)
 
     def give_up(self) -> None:
-        """Nothing more is moved; the other end must not wait."""
+        """Move nothing more; the other end must not wait."""
         with self._lock:
             self.region.give_up()
 
@@ -72,7 +70,7 @@ class Ring:
         return self._lane.put(LaneWork(function))
 
     def _head(self, position: int) -> int:
-        """Where the head at `position` is in the memory. (It never wraps around the end.)"""
+        """Offset in memory of the head at `position`; a head never wraps around the end."""
         return self.region.data + position % RING_BYTES
 
     def _spans(self, position: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
@@ -86,8 +84,6 @@ class Ring:
 
 
 class Outbox(Ring):
-    """The sender's end."""
-
     end = SENDER
 
     def __init__(self, path: Path, timeout_s: float):
@@ -111,7 +107,7 @@ class Outbox(Ring):
         return free and room_bytes >= HEAD.size + nbytes
 
     def _write(self, x: torch.Tensor, tag: int, number: int) -> None:
-        """Append the message, as far and as soon as there is room for it."""
+        """Append the message as room becomes available."""
         self.wait(taken_word(number), number - MOST_UNTAKEN, inf)
         self.wait(READ, self._written + HEAD.size - RING_BYTES, inf)
         HEAD.pack_into(self.region.memory, self._head(self._written), tag, x.nbytes)
@@ -136,7 +132,7 @@ class Outbox(Ring):
 
 
 class Sent:
-    """A message on its way out: over when it is taken."""
+    """A message in flight; its send is over when it is taken."""
 
     def __init__(self, outbox: Outbox, number: int, nbytes: int, writing: LaneWork | None = None):
         self._outbox, self._number = outbox, number
@@ -155,8 +151,6 @@ class Sent:
 
 
 class Inbox(Ring):
-    """The receiver's end."""
-
     end = RECEIVER
 
     def __init__(self, path: Path, timeout_s: float):
@@ -181,14 +175,13 @@ class Inbox(Ring):
         return received
 
     def until_done(self, received: "Received", until_s: float) -> None:
-        """Take out what arrives, for whomever it is, until `received` has its message. (Several
-        threads may do so at once.)"""
+        """Read messages for any receive until `received` is done; several threads may call this."""
         while (read := self.read_without(received)) is not None:
             self.wait(WRITTEN, read + 1, until_s)
 
     def read_without(self, received: "Received") -> int | None:
-        """Take out all that is here. The bytes read so far if `received` still has no message: it
-        comes behind them. (Read under the lock: later another thread may have taken it out.)"""
+        """Empty the ring. None if `received` is done, otherwise the bytes read so far, behind which
+        its message comes (read under the lock: other threads empty the ring, too)."""
         with self._lock:
             if not received.done:
                 self._take_out()
@@ -218,7 +211,7 @@ class Inbox(Ring):
             self.region.announce(READ, self._read)
 
     def _expect(self, tag: int, nbytes: int) -> "Arriving":
-        """The message that begins, on its way to its receive, or into memory of its own."""
+        """The message that begins, bound for its receive or for private memory."""
         self._messages += 1
         received = self._wanted[tag].popleft() if self._wanted[tag] else None
         if received is not None and received.x.nbytes == nbytes:
@@ -231,7 +224,7 @@ class Inbox(Ring):
         return message
 
     def _hand_over(self, message: "Arriving") -> None:
-        """If it is complete and wanted, it is taken now."""
+        """Mark the message as taken if it is complete and wanted."""
         received = message.receive
         if received is None or message.left_bytes:
             return
@@ -246,7 +239,7 @@ class Inbox(Ring):
 
 
 class Arriving:
-    """A message that comes out of the ring into `x`, for `receive` if there is one yet."""
+    """A message being read from the ring into `x`, for `receive` if there is one yet."""
 
     def __init__(self, number: int, x: torch.Tensor, receive: "Received | None"):
         self.number, self.x, self.receive, self.left_bytes = number, x, receive, x.nbytes
@@ -272,10 +265,10 @@ class Received:
 
 
 def taken_word(number: int) -> int:
-    """Where the reader says that it has taken message `number`."""
+    """The word in which the receiver announces that message `number` is taken."""
     return TAKEN + number % MOST_UNTAKEN
 
 
 def padded(nbytes: int) -> int:
-    """So that the next head is aligned."""
+    """Rounded up, so that the next head is aligned."""
     return -(-nbytes // HEAD.size) * HEAD.size

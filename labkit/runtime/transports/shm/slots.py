@@ -1,17 +1,17 @@
-"""The slots of a group: where each rank lays out a piece of its tensor for the others.
+"""The slots of a group: where each rank puts a piece of its tensor for the others.
 
     | words: stage of each rank, note of each slot | rank 0: slot, slot | rank 1: slot, slot | ...
 
-A collective is cut into pieces that fit a slot. Pieces are numbered through the life of the group,
-equally on all ranks; piece p lies in slot p modulo 2. Each rank goes through every piece in the
-same three stages and announces each in its word as 3 p + stage:
+A collective is split into pieces that fit a slot. Pieces are numbered alike on all ranks, through
+the life of the group; piece p uses slot p modulo 2. For every piece each rank announces the same
+three stages in its word, as 3 p + stage:
 
-    FILLED    what others are to read of me is in my slot
+    FILLED    the data that others read is in my slot
     REDUCED   so is my slice of the result
     DONE      I need no other slot any more
 
-Two slots let a rank fill the next piece while another still reads this one: a slot is written
-again when all ranks are DONE with the piece that was in it, which is almost always so.
+Two slots let a rank fill the next piece while others still read this one: a slot is rewritten once
+all ranks are DONE with its piece.
 """
 
 import ctypes
@@ -26,30 +26,29 @@ from labkit.runtime.transports.shm.region import ALIGNED, Region
 FILLED, REDUCED, DONE = 1, 2, 3
 BUFFERS = 2
 SLOT_BYTES = 1 << 20
-MOST_BYTES = 32 << 20  # of all slots of a group: many ranks have smaller ones
+MOST_BYTES = 32 << 20  # of all slots of a group: with many ranks they are smaller
 NOTHING = 0  # a slot's note: neither the length of a tensor nor its place in symmetric memory
-MOST_VIEWS = 512  # that are kept for the next time
+MOST_VIEWS = 512  # that are cached
 
 
 class Slots:
-    """Rank `rank`'s view of the slots of `size` ranks, which meet in the file `path`. Waiting for
-    longer than `timeout_s`, or for a rank that gave up, raises RuntimeError."""
+    """Rank `rank`'s view of the slots of `size` ranks, in the file `path`. Raises RuntimeError
+    after waiting for `timeout_s`, or for a rank that gave up."""
 
     def __init__(self, path: Path, rank: int, size: int, timeout_s: float):
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.others = [r for r in range(size) if r != rank]
         self.slot_bytes = min(SLOT_BYTES, MOST_BYTES // (BUFFERS * size)) // ALIGNED * ALIGNED
-        words = size + BUFFERS * size  # stages; notes, for each slot one
+        words = size + BUFFERS * size  # stages, then one note for each slot
         self._region = Region(path, rank, size, words, size * BUFFERS * self.slot_bytes)
         self._piece = 0
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def give_up(self) -> None:
-        """This rank takes no further part: the others must not wait for it."""
         self._region.give_up()
 
     def begin(self, note: int = NOTHING) -> None:
-        """Go on to the next piece, once its slot is free; with a note for the others."""
+        """Begin the next piece once its slot is free, with a note for the others."""
         self._piece += 1
         self._wait(self.others, DONE, self._piece - BUFFERS)
         self._region.write(self._note(self.rank), note)
@@ -62,15 +61,15 @@ class Slots:
         self._wait(ranks, stage, self._piece)
 
     def fill(self, x: torch.Tensor, begin: int = 0) -> int:
-        """Copy `x` into this rank's slot, from its byte `begin` on; the bytes copied."""
+        """Copy `x` into this rank's slot from byte `begin` on; returns the bytes copied."""
         return copy(self._address(self.rank, begin), x.data_ptr(), x.nbytes)
 
     def take(self, x: torch.Tensor, rank: int, begin: int = 0) -> int:
-        """Fill `x` from the slot of `rank`, from its byte `begin` on; the bytes copied."""
+        """Fill `x` from the slot of `rank`, from byte `begin` on; returns the bytes copied."""
         return copy(x.data_ptr(), self._address(rank, begin), x.nbytes)
 
     def view(self, rank: int, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements in the slot of `rank`, from its byte `begin` on, as a tensor."""
+        """`numel` elements in the slot of `rank`, from byte `begin` on, as a tensor."""
         start = self._start(rank) + begin
         key = (start, numel, dtype)
         if key not in self._views:
@@ -80,7 +79,7 @@ class Slots:
         return self._views[key]
 
     def notes(self) -> list[int]:
-        """The ranks' notes with this piece, once all are FILLED."""
+        """All ranks' notes on this piece, once all are FILLED."""
         return [self._region[self._note(rank)] for rank in range(self.size)]
 
     def agree(self) -> bool:
@@ -88,7 +87,7 @@ class Slots:
         return len({*self.notes()}) == 1
 
     def exchange(self, note: int) -> list[int]:
-        """The `note` of each rank: a piece of its own."""
+        """All ranks' `note`, exchanged in an empty piece."""
         self.begin(note)
         self.announce(FILLED)
         self.wait(self.others, FILLED)
@@ -97,14 +96,13 @@ class Slots:
         return notes
 
     def _slot(self, rank: int) -> int:
-        """The number of the slot of `rank` for this piece."""
         return rank * BUFFERS + self._piece % BUFFERS
 
     def _note(self, rank: int) -> int:
         return self.size + self._slot(rank)
 
     def _start(self, rank: int) -> int:
-        """Where the slot of `rank` begins for this piece, in the data of the region."""
+        """First byte, in the data of the region, of the slot of `rank` for this piece."""
         return self._slot(rank) * self.slot_bytes
 
     def _address(self, rank: int, begin: int) -> int:
@@ -118,7 +116,7 @@ class Slots:
             if not arrived:
                 until_s = until_s or time.monotonic() + self.timeout_s
                 arrived = region.wait(rank, value, until_s, (rank,))
-            if region.gave_up(rank):  # also of what it had announced: no result of half the ranks
+            if region.gave_up(rank):  # even after announcing: no result of half the ranks
                 raise RuntimeError(f"rank {rank} of the group gave up after an error")
             if not arrived:
                 raise RuntimeError(
@@ -127,15 +125,14 @@ class Slots:
 
 
 def copy(target: int, source: int, nbytes: int) -> int:
-    """Between two addresses; returns the bytes copied. (Python's lock is free meanwhile.)"""
+    """Copy between addresses, without Python's lock; returns the bytes copied."""
     if nbytes:
         ctypes.memmove(target, source, nbytes)
     return nbytes
 
 
 def slices(piece: torch.Tensor, n: int) -> list[tuple[torch.Tensor, int]]:
-    """`piece` cut into n slices, one for each rank, that begin with a line of the cache; each with
-    its first byte."""
+    """`piece` split into n slices, aligned to cache lines, each with its first byte."""
     line = ALIGNED // piece.element_size()
     step = -(-piece.numel() // (n * line)) * line
     begins = [min(i * step, piece.numel()) for i in range(n)]
@@ -145,8 +142,8 @@ def slices(piece: torch.Tensor, n: int) -> list[tuple[torch.Tensor, int]]:
 def pieces(
     slots: Slots, longest_bytes: int, room_bytes: int, x: torch.Tensor
 ) -> Iterator[tuple[int, int]]:
-    """Go through the pieces of the longest tensor: (begin, end) in elements of `x`'s dtype; a
-    shorter one's last are empty."""
+    """Yield (begin, end) of the longest tensor's pieces, in elements; beyond a shorter one's
+    end."""
     step = room_bytes // x.element_size()
     for begin in range(0, longest_bytes // x.element_size(), step):
         slots.begin()
@@ -157,7 +154,7 @@ def pieces(
 def agreed_pieces(
     slots: Slots, own_bytes: int, room_bytes: int, x: torch.Tensor
 ) -> Iterator[tuple[int, int]]:
-    """As `pieces`, where no rank knows the longest tensor: each notes how long its own is."""
+    """Like `pieces`, if no rank knows the longest tensor: each notes its own length."""
     step, begin, numel = room_bytes // x.element_size(), 0, 1
     while begin < numel:
         slots.begin(own_bytes)
@@ -170,5 +167,5 @@ def agreed_pieces(
 
 
 def part_bytes(slots: Slots) -> int:
-    """The room in a slot for each rank."""
+    """Bytes in a slot for each rank."""
     return slots.slot_bytes // slots.size // ALIGNED * ALIGNED

@@ -1,16 +1,16 @@
-"""Symmetric memory: a tensor that each rank of a group has in memory all of them can reach.
+"""Symmetric memory: a tensor that each rank of a group has in memory that all of them can reach.
 
-Ranks make it together, each its own part, and the parts are alike. An all-reduce of it needs no
-slots. Slice r of every part belongs to rank r, from the moment all are there until it has written
-the result over all of them; x012 is the reduction of all three, a line is a stage:
+All ranks make it together, each its own part, of equal size. An all-reduce of it needs no slots:
+once all are FILLED, rank r alone uses slice r of every part, until it has written the result to all
+of them. x012 is the reduction of all three, a line is a stage:
 
                 rank 0's part           rank 1's part           rank 2's part
     FILLED      x0[0] x0[1] x0[2]       x1[0] x1[1] x1[2]       x2[0] x2[1] x2[2]
     REDUCED     x012[0]  ..             the same                the same           by rank 0
                 ..  x012[1]  ..                                                    by rank 1
 
-Nothing is copied in and nothing out: a rank moves (n-1)/n S bytes instead of (2n-1)/n S, and waits
-twice. GPUs reach each other's memory likewise: torch's symmetric memory, NCCL's registered buffers.
+Without copies in and out, a rank moves (n-1)/n S bytes instead of (2n-1)/n S, and waits twice. GPUs
+do the same with torch's symmetric memory and NCCL's registered buffers.
 """
 
 import shutil
@@ -23,13 +23,13 @@ import torch
 from labkit.runtime.transports.shm.region import ALIGNED, Region
 from labkit.runtime.transports.shm.slots import NOTHING, Slots, copy
 
-MOST_OF_WHAT_IS_FREE = 0.5  # so much of the shared memory that is left one tensor may take,
-RESERVE_BYTES = 48 << 20  # and leaves so much of it: the slots of groups to come lie there, too
-PLACE_BITS = 40  # of a place: where in the memory; the bits above are the memory's number
+MOST_OF_WHAT_IS_FREE = 0.5  # of the free shared memory, at most, for one tensor,
+RESERVE_BYTES = 48 << 20  # which leaves this much for the slots of later groups
+PLACE_BITS = 40  # of a place: the byte; the bits above are the memory's number
 
 
 class Symmetric:
-    """The parts of `size` ranks, of `nbytes` each, in one region; `number` among the group's."""
+    """The parts of `size` ranks, `nbytes` each, in one region, number `number` of the group."""
 
     def __init__(self, number: int, path: Path, rank: int, size: int, nbytes: int):
         self.number, self._rank, self._size = number, rank, size
@@ -41,28 +41,28 @@ class Symmetric:
         self._region = Region(path, rank, size, 0, size * self._stride)
 
     def place(self, begin: int) -> int:
-        """A number that is equal on all ranks when they mean the same bytes, and never 0."""
+        """A number, never 0, that is equal on all ranks for the same bytes."""
         return (self.number << PLACE_BITS) | begin
 
     def part(self, rank: int, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements of the part of `rank`, from its byte `begin` on."""
+        """`numel` elements of the part of `rank`, from byte `begin` on."""
         return self._region.tensor(rank * self._stride + begin, numel, dtype)
 
     def write(self, x: torch.Tensor, rank: int, begin: int) -> int:
-        """Copy `x` over the part of `rank`, from its byte `begin` on; the bytes copied."""
+        """Copy `x` into the part of `rank`, from byte `begin` on; returns the bytes copied."""
         return copy(self._region.address(rank * self._stride + begin), x.data_ptr(), x.nbytes)
 
 
 class SymmetricTensors:
-    """Those that this rank has, by the address at which its part begins."""
+    """This rank's symmetric tensors, by the address of their part."""
 
     def __init__(self) -> None:
         self._made = 0
         self._by_address: dict[int, Symmetric] = {}
 
     def make(self, slots: Slots, path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """This rank's part of a new one; None, on all ranks, where one of them has no room, or
-        asks for another size."""
+        """This rank's part of a new tensor; None on all ranks if one lacks room or differs in
+        size."""
         self._made += 1
         path = path.with_name(f"{path.name}-symmetric-{self._made}")
         shared, nbytes = None, numel * dtype.itemsize
@@ -79,7 +79,7 @@ class SymmetricTensors:
         return own
 
     def find(self, x: torch.Tensor) -> tuple[Symmetric, int] | None:
-        """Whose part `x` lies in, and from which byte on; None for any other tensor."""
+        """The memory in which `x` lies and its first byte there; None for other tensors."""
         if not self._by_address:
             return None
         start = x.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""The transport that carries the operations of a group through shared memory."""
+"""The transport that runs a group's operations through shared memory."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport
 from labkit.runtime.transports.wire import Lane, LaneWork, Work
 
 End = TypeVar("End", Inbox, Outbox)
-SLOTS = "slots"  # the name of what is in collectives.py, among the algorithms
+SLOTS = "slots"  # the algorithm name of collectives.py
 
 
 def _through_slots(collective: Callable[..., int]) -> Callable[..., Work]:
@@ -32,16 +32,14 @@ def _through_slots(collective: Callable[..., int]) -> Callable[..., Work]:
 
 
 class Shared(Transport):
-    """Rank `rank` of the `size` ranks of one group, all on this machine, which meet in the file
-    `place`, of that group only, and in others beside it. CPU tensors only. An algorithm that is
-    asked for by name is one of messages: `messages` carries it.
+    """Rank `rank` of the `size` ranks of one group on this machine, which share the file `place`
+    and files beside it. CPU tensors only. `messages` runs the algorithms of send and receive by
+    name.
 
-    Collectives run one after the other, in the order in which they were called: a blocking one in
-    the caller's thread, an asynchronous one (and what comes behind it) on a lane. The work's
-    `wait` returns the bytes this rank copied. Memory is mapped at the first use.
-
-    A rank whose operation fails (a peer did not come in time, say) is out of step with the others
-    for good: it gives up, so that they fail, too, and refuses all later calls of the group.
+    Collectives run in call order: a blocking one in the caller's thread, an asynchronous one (and
+    those behind it) on a lane. The work's `wait` returns the bytes this rank copied. Memory is
+    mapped at first use. After a failed operation (a peer timed out, say) a rank is out of step for
+    good: it gives up, so that the others fail, too, and refuses all later calls of the group.
     """
 
     name = "shm"
@@ -51,8 +49,8 @@ class Shared(Transport):
         self._messages, self.forced = messages, messages.forced
         self._slots: Slots | None = None
         self._symmetric = SymmetricTensors()
-        self._rings: dict[tuple[int, int], Ring] = {}  # by the ranks it is from and to
-        self.broken = ""  # by what
+        self._rings: dict[tuple[int, int], Ring] = {}  # by source and target rank
+        self.broken = ""  # the first error
         self._lane: Lane | None = None
         self._last: LaneWork | None = None  # of those on the lane
         self._choosing, self._turn = threading.Lock(), threading.Lock()
@@ -151,7 +149,7 @@ class Shared(Transport):
 
 
 class Message:
-    """A send or a receive: it is not begun in a broken group, and breaks its own if it fails."""
+    """A send or a receive: not begun in a broken group; breaks its group if it fails."""
 
     def __init__(self, group: Shared, ring: Ring, begin: Callable[[], Work]):
         self._group, self._ring = group, ring

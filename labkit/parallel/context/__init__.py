@@ -1,7 +1,7 @@
-"""Context parallelism: every rank has the whole model and a part of each sequence.
+"""Context parallelism: every rank holds the full model and a part of each sequence.
 
-context_parallel.py   the edit of a model: attention alone looks across tokens
-zigzag.py             which tokens are a rank's
+context_parallel.py   edits a model: only attention looks across tokens
+zigzag.py             which tokens each rank holds
 ring_attention.py     way="ring": blocks of keys and values travel past the queries
-ulysses.py            way="ulysses": ranks swap tokens for heads, and back
+ulysses.py            way="ulysses": ranks exchange tokens for heads, and back
 """

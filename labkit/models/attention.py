@@ -31,8 +31,7 @@ class Dropout(nn.Dropout):
 
 
 class CausalAttention(nn.Module):
-    """Attention in one kernel. With dropout, torch's CPU computes it the plain way, in float32 for
-    2-byte types."""
+    """One kernel. With dropout, a CPU computes it the plain way, in float32 for 2-byte types."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -43,8 +43,6 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 class Embed(nn.Module):
-    """Token embedding plus position embedding."""
-
     def __init__(self, vocab: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
@@ -88,8 +86,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers, four times as wide inside."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
@@ -116,8 +112,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with named parts: `embed`, `blocks`, `norm`, `head`. `torch.manual_seed` fixes its
-    weights.
+    """A GPT with named parts: `embed`, `blocks`, `norm`, `head`. A seed fixes its weights.
 
         vocab     number of tokens               heads     query heads; must divide width
         width     size of a token's vector       kv_heads  key-value heads; must divide heads

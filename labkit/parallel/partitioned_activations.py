@@ -28,7 +28,7 @@ class Partitioned:
         self.forward, self.comm = forward, comm
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(self.keep, self.whole):  # recompute saves its inputs, and no more
+        with saved_tensors_hooks(self.keep, self.whole):  # recompute saves only its inputs
             return self.forward(*args, **kwargs)
 
     def keep(self, x: Tensor) -> Any:
@@ -51,8 +51,8 @@ class Partitioned:
 
 def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
     """Make blocks edited by `Recompute` keep 1/t of their inputs, which are equal on the t ranks of
-    `comm`. Call `tensor_parallel(model, comm)`, then `Recompute(model)`, then this. Returns the
-    model, edited in place.
+    `comm`: `tensor_parallel(model, comm)`, then `Recompute(model)`, then this. Returns the model,
+    edited in place.
 
     Raises ValueError if no block is recomputed, if one is not a whole layer sharded over these
     ranks, so that its inputs may differ, or if x is sharded along the sequence."""

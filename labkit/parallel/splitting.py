@@ -5,8 +5,8 @@
     (a head of a large            ├── 3.2 ───┤  1   ├──── 3.9 ────┤      is as cheap as possible
     vocabulary costs 2.9)
 
-A step takes m times as long as its most expensive stage, so split by cost if layers differ:
-`split(model, 4, measure_costs(model, x))`.
+A step takes m times its most expensive stage, so split by cost if layers differ: `split(model, 4,
+measure_costs(model, x))`.
 
 Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
 """
@@ -32,14 +32,12 @@ def split(
     """Split `model` into `stages` consecutive modules.
 
     Args:
-        model: a GPT or another with `embed`, `blocks`, (`norm`,) and `head`; an nn.Sequential; or a
-            list of layers.
+        model: with `embed`, `blocks`, (`norm`,) and `head`; nn.Sequential; or a list of layers.
         stages: how many; ranks times chunks.
         costs: of each layer of `layers_of(model)`, in any unit. Default: equally many layers per
             stage, one more in the first ones; for a GPT, only blocks count.
 
-    Raises ValueError for more stages than layers, for costs that are not one per layer, and for
-    other models."""
+    Raises ValueError for more stages than layers, not one cost per layer, and other models."""
     layers = layers_of(model)
     if costs is not None:
         if len(costs) != len(layers):
@@ -59,7 +57,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     """The layers of `model` in order, by name; `split` cuts between them."""
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return {str(index): layer for index, layer in enumerate(model)}
-    # (named_children leaves out a module that it has seen before; one that stands twice is two.)
+    # (Not named_children, which skips a module that is in the model twice.)
     have = {name: part for name, part in model._modules.items() if part is not None}
     if isinstance(model, nn.Sequential):
         return have
@@ -110,12 +108,12 @@ def measure_costs(
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     costs = [float("inf")] * len(layers)
     try:
-        for _ in range(repeats):  # all layers in each turn: one stall hits one of a layer's turns
+        for _ in range(repeats):  # all layers per repeat: a stall hits only one repeat of a layer
             given = x
             for index, layer in enumerate(layers.values()):
                 given = given.detach()
                 given.requires_grad_(given.is_floating_point() or given.is_complex())
-                given = given.clone()  # a layer may change what it is given in place
+                given = given.clone()  # a layer may change its input in place
                 began_s = time.perf_counter()
                 y = layer(given)
                 if y.requires_grad:
@@ -135,7 +133,9 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     these, the sum of squares. `costs`: of each layer, in any unit. Raises ValueError for more
     stages than layers, and for costs that are negative or not finite.
 
-    >>> balance([5, 1, 1, 1, 4], stages=3) [1, 3, 1]"""
+    >>> balance([5, 1, 1, 1, 4], stages=3)
+    [1, 3, 1]
+    """
     if stages < 1:
         raise ValueError(f"stages={stages}: a pipeline has at least 1")
     if stages > len(costs):
@@ -146,7 +146,7 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
             raise ValueError(f"costs[{layer}]={cost}: the cost of a layer is a number from 0 on")
-    before = [0.0, *accumulate(costs)]  # of the layers before each
+    before = [0.0, *accumulate(costs)]  # cumulative
     dearest, _ = _best(before, stages, max, math.inf)
     _, counts = _best(before, stages, lambda so_far, cost: so_far + cost * cost, dearest)
     return counts
@@ -158,7 +158,7 @@ def _best(
     """The lowest total cost, with no stage above `limit`, and its number of layers per stage."""
     layers = len(before) - 1
     least: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
-    least[0] = (0.0, [])  # of the first layers, on the stages so far
+    least[0] = (0.0, [])  # by number of first layers, on the stages so far
     for _ in range(stages):
         following: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
         for end in range(1, layers + 1):

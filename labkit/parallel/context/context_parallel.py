@@ -21,8 +21,7 @@ On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
                                   over mesh["dp", "cp"]      0, 1, 2, 3      correct
 
-For dropout, seed the ranks differently after the model is built. "ring" refuses dropout inside
-attention.
+Seed ranks differently after the model is built, for dropout, which "ring" refuses in attention.
 
 Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; the name, and the shards:
     Llama Team, arXiv 2407.21783, section 3.3.2.
@@ -45,14 +44,12 @@ Way = Literal["ring", "ulysses"]
 
 
 def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.Module:
-    """Make `model` take this rank's `sequence_shard` of tokens, [b, s/n], and attend to all s
-    tokens.
+    """Make `model` take this rank's `sequence_shard` of tokens, [b, s/n], and attend to all of s.
 
     Args:
         model: a plain GPT, edited in place: each `attn.core`, which must be causal, is replaced.
         comm: the ranks that share each sequence.
-        way: "ring": any heads, s divisible by 2n; "ulysses": n must also divide the heads and the
-            key-value heads.
+        way: "ring": s divisible by 2n; "ulysses": heads and key-value heads divisible by n, too.
 
     Returns the model with the same weights and names. `positions` default to those of this rank's
     shard. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy over
@@ -75,7 +72,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
             f"{type(model).__name__}.forward takes no `positions`, by which a rank says where its "
             "tokens stand; edit the plain model first, then wrap it"
         )
-    for name, parameter in model.named_parameters():  # as the mark checks what comes later
+    for name, parameter in model.named_parameters():  # later strategies are checked by the mark
         owner = owner_of(parameter)
         if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
             raise ValueError(
@@ -101,7 +98,7 @@ class SequenceParts(CopiedMark):
     name = "_labkit_sequence"
 
     def __str__(self) -> str:
-        return ""  # the parameter itself is the same on all
+        return ""  # all ranks hold the same parameter
 
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
         if averaged and not {*self.comm.ranks} <= {*comm.ranks}:
@@ -115,7 +112,6 @@ class SequenceParts(CopiedMark):
 
 
 def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
-    """The replacement for attention.core. Raises ValueError if there is none."""
     core = attention.core
     if isinstance(core, (RingAttention, Ulysses)):
         raise ValueError("this model is context-parallel already; a model is edited once")

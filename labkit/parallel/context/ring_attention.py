@@ -75,7 +75,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int) -> Tensor:
         queries = q.to(torch.promote_types(q.dtype, torch.float32))
-        with torch.autocast(q.device.type, enabled=False):  # products in the types given
+        with torch.autocast(q.device.type, enabled=False):  # matmuls in the given dtypes
             for owner, block in _around(torch.stack([k, v]), comm):
                 rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
                 k_seen, v_seen = block[:, :, :, keys]
@@ -103,11 +103,11 @@ class _RingAttention(torch.autograd.Function):
             )  # fmt: skip
             if owner == comm.rank:
                 dq, at_home = dq_part, torch.stack(dkv)  # [2, b, g, s/n, e]
-                arriving = torch.zeros_like(at_home)  # nobody has met the next block before
+                arriving = torch.zeros_like(at_home)  # the next block has no gradient yet
                 continue
             dq[:, :, rows] += dq_part
             if handle is not None:
-                handle.wait()  # for what the ranks before have found of this block's gradient
+                handle.wait()  # for this block's gradient from the ranks before
             grown, arriving = arriving, torch.empty_like(at_home)
             grown[:, :, :, keys] += torch.stack(dkv)
             handle = comm.ring_exchange(arriving, grown, async_op=True)

@@ -124,7 +124,6 @@ class SplitTrial:
                 self._try_at_edit()
 
     def _check_parts(self, prefix: str) -> None:
-        """Its linears must be plain, and hold all its parameters."""
         for name in self.names:
             linear, problem = getattr(self.layer, name), ""
             if isinstance(linear, ShardedLinear):

@@ -5,8 +5,8 @@
     (a head of a large            ├── 3.2 ───┤  1   ├──── 3.9 ────┤      is as cheap as possible
     vocabulary costs 2.9)
 
-A step takes m times its most expensive stage, so split by cost if layers differ: `split(model, 4,
-measure_costs(model, x))`.
+A step takes m times its most expensive stage, so split by cost if layers differ:
+`split(model, 4, measure_costs(model, x))`.
 
 Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
 """
@@ -37,7 +37,7 @@ def split(
         costs: of each layer of `layers_of(model)`, in any unit. Default: equally many layers per
             stage, one more in the first ones; for a GPT, only blocks count.
 
-    Raises ValueError for more stages than layers, not one cost per layer, and other models."""
+    Raises ValueError for too many stages, costs that are not one per layer, and other models."""
     layers = layers_of(model)
     if costs is not None:
         if len(costs) != len(layers):

@@ -39,7 +39,7 @@ Schedule = list[list[Action]]  # of stage 0, 1, ...
 
 
 class Message(NamedTuple):
-    """`what`, "activation" or "gradient", from virtual stage `source` to `target` (mod stages)."""
+    """`what`, "activation" or "gradient", from virtual stage `source` to `target`."""
 
     what: str
     microbatch: int

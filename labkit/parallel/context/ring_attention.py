@@ -27,8 +27,8 @@ In backward, k and v travel again, and each block's gradient travels with it to 
     hidden    if computing with a block takes longer than sending it: labkit/predict/context.py
 
 Source: Liu et al., "Ring Attention", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv
-2407.21783, section 3.3.2, which gathers all k and v at once. Legend: b rows, h heads, g key-value
-heads, s tokens of the whole sequence, e head width, n ranks.
+2407.21783, section 3.3.2, which gathers all k and v at once.
+Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
 """
 
 from collections.abc import Iterator

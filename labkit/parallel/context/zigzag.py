@@ -1,5 +1,4 @@
-"""Zig-zag sharding: rank r holds chunks r and 2n-1-r of 2n, so causal attention is equal work for
-all.
+"""Zig-zag shards: rank r holds chunks r and 2n-1-r of 2n, so all do equal work in causal attention.
 
     chunk                    0     1     2     3     4     5          n = 3 ranks
     rank                     0     1     2     2     1     0
@@ -18,8 +17,8 @@ from labkit.comm import Comm
 
 
 def sequence_shard(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
-    """This rank's chunks r and 2n-1-r of 2n along `dim` of `x`, which all ranks hold: [b, s] -> [b,
-    s/n]. Raises ValueError if `dim` does not split into 2n equal chunks (one rank: any length)."""
+    """This rank's chunks r and 2n-1-r of 2n along `dim` of `x`, which is equal on all ranks:
+    [b, s] -> [b, s/n]. Raises ValueError if `dim` does not split (n > 1)."""
     return split_zigzag(x, comm.size, dim)[comm.rank]
 
 

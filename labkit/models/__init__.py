@@ -1,4 +1,4 @@
-"""Small models in plain torch. They know nothing of ranks: parallelism is applied from outside."""
+"""Small models in plain torch, independent of ranks: parallelism is applied from outside."""
 
 from labkit.models.attention import PlainAttention
 from labkit.models.gpt import GPT

@@ -1,12 +1,11 @@
-"""The core of attention, softmax(q kᵀ / √e) v with each position seeing itself and those before,
-in two ways that compute the same and keep different memory for backward.
+"""Two attention cores: the same causal softmax(q kᵀ / √e) v, with different memory for backward.
 
-    CausalAttention   in one kernel, tile by tile, no score is ever stored (FlashAttention, arXiv
-                      2205.14135): keeps q, k, v, its result, and 4 bytes for each row of scores
-    PlainAttention    written out, as in arXiv 2205.05198, section 4.1: keeps the weights, the mask
-                      of their dropout and what it leaves, 5 bytes for each score in 2-byte types
+    CausalAttention   one kernel, tile by tile, stores no scores (FlashAttention, arXiv
+                      2205.14135): keeps q, k, v, its result, and 4 bytes per row of scores
+    PlainAttention    written out, as in arXiv 2205.05198, section 4.1: keeps the weights, their
+                      dropout mask and the result, 5 bytes per score in 2-byte types
 
-The model has the first. The second is put in its place from outside:
+GPT uses CausalAttention. To replace it:
 
     for block in model.blocks:
         block.attn.core = PlainAttention(dropout=0.1)
@@ -22,12 +21,8 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """Each element becomes 0 with probability p, and the others 1 / (1 - p) times as large; in
-    evaluation, and for p = 0, nothing is changed.
-
-    The mask has one byte for each element, as torch's nn.Dropout has on a GPU. On a CPU, that
-    keeps a mask in the type of its input, so a layer recorded there would hold a tenth more.
-    """
+    """nn.Dropout with a mask of one byte per element, as torch's has on a GPU. On a CPU, torch
+    keeps the mask in the input's dtype, and a recorded layer would hold a tenth more."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -36,8 +31,7 @@ class Dropout(nn.Dropout):
 
 
 class CausalAttention(nn.Module):
-    """Attention in one kernel. With dropout torch's CPU has none and takes the plain way, in
-    float32 for 2-byte types."""
+    """One kernel. With dropout, a CPU computes it the plain way, in float32 for 2-byte types."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -55,7 +49,7 @@ class CausalAttention(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Attention written out, every score stored, in the type of q."""
+    """Attention written out, with all scores stored in q's dtype."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -15,14 +15,12 @@
       │      mlp    up [b, s, 4w], GELU, down                 [b, s, w]
       + ───────┘
       │
-    norm, head      the tokens' own vectors again, when tied          [b, s, v]
+    norm, head      the token embedding again, if tied                [b, s, v]
 
 Legend: b rows, s positions, w width, h heads, e = w/h head width, g key-value heads, v vocab.
 
-It knows nothing of ranks. Strategies edit it from outside, by name: tensor parallelism replaces
-`attn.q, k, v, out` and `mlp.up, down` (attention takes its number of heads from the shape of q),
-context parallelism replaces `attn.core` (of attention.py) and passes `positions`, a pipeline cuts
-`blocks`.
+Strategies edit it by name: tensor parallelism replaces `attn.q, k, v, out` and `mlp.up, down`,
+context parallelism `attn.core`, and a pipeline splits `blocks`.
 Papers: GPT-2 (Radford et al. 2019); g < h, grouped queries (Ainslie et al. 2023).
 """
 
@@ -45,8 +43,6 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 class Embed(nn.Module):
-    """The sum of two tables' rows: one of the token, one of its position."""
-
     def __init__(self, vocab: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
@@ -68,7 +64,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention; the number of heads is read from the width of q, k and v."""
+    """Multi-head attention; the number of heads follows from the widths of q, k and v."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, dropout: float) -> None:
         super().__init__()
@@ -80,7 +76,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def heads(self, x: Tensor) -> Tensor:
-        """Cut the last dim into heads: [b, s, heads * e] -> [b, heads, s, e]."""
+        """Split the last dim into heads: [b, s, heads * e] -> [b, heads, s, e]."""
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,8 +86,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The same two linear layers at every position, four times as wide inside."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
@@ -118,16 +112,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with named parts: `embed`, `blocks`, `norm`, `head`.
+    """A GPT with named parts: `embed`, `blocks`, `norm`, `head`. A seed fixes its weights.
 
-    vocab     number of tokens               heads     query heads; must divide width
-    width     size of a token's vector       kv_heads  key-value heads; must divide heads
-    depth     number of blocks                         (None: as many as heads)
-    context   longest sequence, in tokens    dropout   probability, 0 <= dropout < 1
-    tied      the head is the tokens' embedding: one parameter with two names
+        vocab     number of tokens               heads     query heads; must divide width
+        width     size of a token's vector       kv_heads  key-value heads; must divide heads
+        depth     number of blocks                         (None: as many as heads)
+        context   longest sequence, in tokens    dropout   probability, 0 <= dropout < 1
+        tied      the head is the token embedding: one parameter with two names
 
-    `torch.manual_seed` fixes its weights. Raises ValueError for sizes that do not fit together.
-    """
+    Raises ValueError for sizes that do not fit together."""
 
     def __init__(
         self,
@@ -170,17 +163,17 @@ class GPT(nn.Module):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT":
-        """A GPT of "tiny", "1M" or "3.4M" parameters; `changes` replace its arguments:
-        `GPT.preset("1M", vocab=256)`. Raises ValueError for an unknown name."""
+        """GPT of "tiny", "1M" or "3.4M" parameters, with `changes`: `GPT.preset("1M", vocab=256)`.
+        Raises ValueError for an unknown name."""
         if name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}; choose one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **changes})
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew, as GPT-2 does, and tie the head: matrices with deviation 0.02,
-        those that add to x with 0.02 / √(2 depth), so that x does not grow with depth; biases 0,
-        norms 1. On the meta device, call `model.to_empty(device=...)` first."""
+        """Initialize as GPT-2 does, and tie the head: matrices with std 0.02, those that add to x
+        with 0.02 / √(2 depth), so that x does not grow with depth; biases 0, norms 1. For a meta
+        model, call `model.to_empty(device=...)` first."""
         if self.tied:  # here and not in __init__, since `to_empty` parts tied weights
             self.head.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():  # a tied weight comes once
@@ -193,27 +186,22 @@ class GPT(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """Elements of all parameters, a tied weight counted once. As built, with c the width of
-        the keys, width * kv_heads / heads (else c = width):
+        """Elements of all parameters, a tied weight counted once. As built, with c the width of the
+        keys, width * kv_heads / heads (else c = width):
 
             embed        (vocab + context) width
             each block   norms  4 width
                          attn   2 (width² + width) for q and out, 2 (width c + c) for k and v
                          mlp    8 width² + 5 width
-            norm, head   2 width, and vocab * width more when the head is not tied
+            norm, head   2 width, and vocab * width more if the head is not tied
 
-        so a block without grouped queries has 12 width² + 13 width. To count a large model, build
-        it on the meta device: `with torch.device("meta"): GPT(...).parameter_count`.
-        """
+        A block without grouped queries has 12 width² + 13 width. Large models can be counted on the
+        meta device: `with torch.device("meta"): GPT(...).parameter_count`."""
         return sum(weight.numel() for weight in self.parameters())
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Scores of the next token: tokens [b, s] integers -> logits [b, s, vocab].
-
-        positions  [s] integers below context, the place of each column: 0 to s-1 when None.
-
-        Raises ValueError when s is longer than the context.
-        """
+        """Next-token logits: tokens [b, s] integers -> [b, s, vocab]. `positions`: [s] integers
+        below context; default 0 to s-1. Raises ValueError if s exceeds the context."""
         x = self.embed(tokens, positions)  # [b, s, w]
         for block in self.blocks:
             x = block(x)  # [b, s, w]

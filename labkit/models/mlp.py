@@ -1,9 +1,8 @@
-"""The plainest network: linear layers with a nonlinearity between them.
+"""The simplest network: linear layers with a nonlinearity between them.
 
     x [n, sizes[0]] ── layers[0] ── act ── layers[1] ── act ── ... ── layers[-1] ── [n, sizes[-1]]
 
-Any sizes, odd ones included: a strategy that only works when its rank count divides a layer
-is found out here first.
+Odd sizes expose strategies that only work if the number of ranks divides a layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 class MLP(nn.Module):
     """`len(sizes) - 1` linear layers with biases, named `layers.0`, `layers.1`, ...
 
-    sizes       the widths from input to output, at least two, each at least 1
-    activation  a tensor function (or a module), applied between layers, not after the last
+        sizes       the widths from input to output, at least two, each at least 1
+        activation  a tensor function (or a module), applied between layers, not after the last
 
-    `MLP([3, 17, 5])(x)` maps x [..., 3] to [..., 5]. Raises ValueError for a bad size.
-    """
+    `MLP([3, 17, 5])(x)` maps x [..., 3] to [..., 5]. Raises ValueError for a bad size."""
 
     def __init__(
         self, sizes: Sequence[int], activation: Callable[[Tensor], Tensor] = F.gelu

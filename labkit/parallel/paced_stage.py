@@ -1,8 +1,8 @@
-"""A pipeline stage of a given duration: it sleeps where a real one computes (paced).
+"""A pipeline stage of a given duration, which sleeps instead of computing (paced).
 
-Four ranks on two cores compute against each other, so a bubble that is measured there shows the
-machine, not the schedule. Ranks that sleep do not disturb each other. What they hand on is computed
-all the same, y = x * weight, with true gradients: a schedule that loses one is noticed.
+Four ranks that compute on two cores disturb each other, so the bubble measured there is the
+machine's, not the schedule's. Ranks that sleep do not. Results are real, y = x * weight with true
+gradients, so a schedule that loses a gradient is caught.
 
     forward   sleeps forward_s
     backward  sleeps input_s, then weight_s: 2 forward_s together by default
@@ -24,12 +24,11 @@ from labkit.parallel.pipeline.deferred_weights import Later, WeightHalf
 class PacedStage(nn.Module):
     """x [rows, ..., width] -> x * weight, of the same shape, in the given seconds.
 
-    forward_s            of one micro-batch, whatever its rows
-    backward_s           None: twice forward_s
-    input_s, weight_s    the halves of backward; None: half of it, or what the other leaves
+        forward_s            of one micro-batch, whatever its rows
+        backward_s           default: twice forward_s
+        input_s, weight_s    the halves of backward; default: half, or what the other leaves
 
-    Raises ValueError for a negative time, and for halves that are not together the whole.
-    """
+    Raises ValueError for negative times, and for halves that do not add up to backward_s."""
 
     def __init__(
         self,
@@ -63,14 +62,12 @@ class PacedStage(nn.Module):
 
     @property
     def backward_s(self) -> float:
-        """Both halves."""
         return self.input_s + self.weight_s
 
     def forward(self, x: Tensor) -> Tensor:
         return _Paced.apply(x, self.weight, self, self._labkit_later)
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> Iterator[Tensor]:
-        """Sleeps weight_s for it."""
         time.sleep(self.weight_s)
         yield (dy * x).reshape(-1, x.shape[-1]).sum(0)
 

@@ -1,12 +1,12 @@
-"""Partitioned activations, ZeRO-R's P_a: of what tensor ranks would all keep, each keeps a part.
+"""Partitioned activations, ZeRO-R's P_a: each tensor-parallel rank keeps a part of what all hold.
 
     forward     x, the same on all ranks ──▶ [ block ] ──▶        rank 0 keeps  ▪ ▫
                                                                   rank 1 keeps  ▫ ▪
     backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
 
-    each rank holds   1/t of every kept input: 2sbh/t bytes a block in 2-byte types
-    travels           an all-gather of x for each block in backward, (t-1)/t b s w elements, beside
-                      what tensor parallelism with full recompute sends anyway
+    each rank holds   1/t of every kept input: 2sbh/t bytes per block in 2-byte types
+    travels           an all-gather of x per block in backward, (t-1)/t b s w elements, beside the
+                      traffic of tensor parallelism with full recompute
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).
 """
@@ -22,25 +22,25 @@ from labkit.parallel.tensor.layers import RowParallelLinear
 
 
 class Partitioned:
-    """In place of the `forward` of a module that is computed again: keeps parts of its inputs."""
+    """Replaces the forward of a recomputed module, and keeps a part of each input."""
 
     def __init__(self, forward: Recomputed, comm: Comm):
         self.forward, self.comm = forward, comm
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(self.keep, self.whole):  # recompute saves its inputs, and no more
+        with saved_tensors_hooks(self.keep, self.whole):  # recompute saves only its inputs
             return self.forward(*args, **kwargs)
 
     def keep(self, x: Tensor) -> Any:
-        """This rank's elements of `x`, in a row, and its shape. Integers, as tokens and positions,
-        stay whole."""
+        """This rank's part of the flattened `x`, and its shape; integers, such as tokens, stay
+        whole."""
         if not x.is_floating_point():
             return x.detach()
         mine = x.detach().reshape(-1).tensor_split(self.comm.size)[self.comm.rank]
         return mine.clone(), x.shape
 
     def whole(self, kept: Any) -> Tensor:
-        """All ranks' elements, in their shape."""
+        """The inverse of `keep`: gathers the parts of all ranks."""
         if isinstance(kept, Tensor):
             return kept
         mine, shape = kept
@@ -50,13 +50,12 @@ class Partitioned:
 
 
 def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
-    """Have the blocks of `model` that `Recompute` edited keep 1/t of their inputs on each of the t
-    ranks of `comm`, which all have the same: edit with `tensor_parallel(model, comm)`, then
-    `Recompute(model)`, then this. Returns the model, edited in place.
+    """Make blocks edited by `Recompute` keep 1/t of their inputs, which are equal on the t ranks of
+    `comm`: `tensor_parallel(model, comm)`, then `Recompute(model)`, then this. Returns the model,
+    edited in place.
 
-    Raises ValueError where no block is computed again, where one is that is no whole layer cut over
-    these ranks, so that its inputs may differ, and where x is cut along the sequence.
-    """
+    Raises ValueError if no block is recomputed, if one is not a whole layer sharded over these
+    ranks, so that its inputs may differ, or if x is sharded along the sequence."""
     comm = Comm.of(comm)
     blocks: list[Any] = [
         m for m in model.modules() if isinstance(m.__dict__.get("forward"), Recomputed)

@@ -1,11 +1,11 @@
-"""A model cut into the stages of a pipeline: by number of layers, or by cost.
+"""Splits a model into pipeline stages: by number of layers, or by cost.
 
     GPT of 5 blocks, 3 stages     embed  0 1 │ 2 3 │ 4  norm head        by number of blocks
-    with costs                    embed  0 1 2 │ 3 │ 4  norm head        the dearest stage is
-    (a head of a large            ├── 3.2 ───┤  1   ├──── 3.9 ────┤      as cheap as it can be
+    with costs                    embed  0 1 2 │ 3 │ 4  norm head        the most expensive stage
+    (a head of a large            ├── 3.2 ───┤  1   ├──── 3.9 ────┤      is as cheap as possible
     vocabulary costs 2.9)
 
-A step takes as long as the dearest stage, m times, so cut by cost where layers differ:
+A step takes m times its most expensive stage, so split by cost if layers differ:
 `split(model, 4, measure_costs(model, x))`.
 
 Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
@@ -29,18 +29,15 @@ NAMES = ("embed", "blocks", "norm", "head")
 def split(
     model: nn.Module | Sequence[nn.Module], stages: int, costs: Sequence[float] | None = None
 ) -> list[nn.Module]:
-    """Cut `model` into `stages` modules, which one after the other compute what it does.
+    """Split `model` into `stages` consecutive modules.
 
     Args:
-        model: one with `embed`, `blocks`, (`norm`,) and `head`, as a GPT; an nn.Sequential; or a
-            list of layers.
+        model: with `embed`, `blocks`, (`norm`,) and `head`; nn.Sequential; or a list of layers.
         stages: how many; ranks times chunks.
-        costs: of each layer of `layers_of(model)`, in any unit. Without them stages have equally
-            many layers, the first ones one more; of a GPT its blocks count, and its ends go along.
+        costs: of each layer of `layers_of(model)`, in any unit. Default: equally many layers per
+            stage, one more in the first ones; for a GPT, only blocks count.
 
-    Raises ValueError for more stages than layers, costs that are not one for each layer, and a
-    model that is none of these.
-    """
+    Raises ValueError for too many stages, costs that are not one per layer, and other models."""
     layers = layers_of(model)
     if costs is not None:
         if len(costs) != len(layers):
@@ -57,10 +54,10 @@ def split(
 
 
 def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The layers that `split` cuts between, in order, by their names in the model."""
+    """The layers of `model` in order, by name; `split` cuts between them."""
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return {str(index): layer for index, layer in enumerate(model)}
-    # (named_children leaves out a module that it has seen before; one that stands twice is two.)
+    # (Not named_children, which skips a module that is in the model twice.)
     have = {name: part for name, part in model._modules.items() if part is not None}
     if isinstance(model, nn.Sequential):
         return have
@@ -84,7 +81,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def _even(paths: list[str], stages: int) -> list[int]:
-    """How many layers each stage gets: of a model with blocks, equally many of these."""
+    """Layers per stage: equally many, or equally many blocks if the model has them."""
     blocks = [path for path in paths if path.startswith("blocks.")]
     counted = blocks or paths
     if not 1 <= stages <= len(counted):
@@ -103,20 +100,20 @@ def _even(paths: list[str], stages: int) -> list[int]:
 def measure_costs(
     model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
 ) -> list[float]:
-    """Seconds of forward and backward of each layer of `layers_of(model)`, the least of several
-    turns on x [rows, ...], one micro-batch. Gradients and buffers are left as they were. On ranks,
-    measure on one and broadcast: all must cut alike."""
+    """Seconds of forward and backward of each layer of `layers_of(model)`, the minimum of
+    `repeats`, on a micro-batch x [rows, ...]. Gradients and buffers are restored. Measure on one
+    rank and broadcast, so that all split alike."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     costs = [float("inf")] * len(layers)
     try:
-        for _ in range(repeats):  # all layers in each turn: one stall hits one of a layer's turns
+        for _ in range(repeats):  # all layers per repeat: a stall hits only one repeat of a layer
             given = x
             for index, layer in enumerate(layers.values()):
                 given = given.detach()
                 given.requires_grad_(given.is_floating_point() or given.is_complex())
-                given = given.clone()  # a layer may change what it is given in place
+                given = given.clone()  # a layer may change its input in place
                 began_s = time.perf_counter()
                 y = layer(given)
                 if y.requires_grad:
@@ -132,9 +129,9 @@ def measure_costs(
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """How many consecutive layers each stage gets, 1 or more, so that the dearest is cheapest; of
-    equally good choices the one with the least sum of squares. `costs`: of each layer, in any unit.
-    Raises ValueError for more stages than layers, and for costs below 0 or not finite.
+    """Consecutive layers per stage, 1 or more, that minimize the highest stage cost and, among
+    these, the sum of squares. `costs`: of each layer, in any unit. Raises ValueError for more
+    stages than layers, and for costs that are negative or not finite.
 
     >>> balance([5, 1, 1, 1, 4], stages=3)
     [1, 3, 1]
@@ -149,7 +146,7 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
             raise ValueError(f"costs[{layer}]={cost}: the cost of a layer is a number from 0 on")
-    before = [0.0, *accumulate(costs)]  # of the layers before each
+    before = [0.0, *accumulate(costs)]  # cumulative
     dearest, _ = _best(before, stages, max, math.inf)
     _, counts = _best(before, stages, lambda so_far, cost: so_far + cost * cost, dearest)
     return counts
@@ -158,11 +155,10 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
 def _best(
     before: Sequence[float], stages: int, together: Callable[[float, float], float], limit: float
 ) -> tuple[float, list[int]]:
-    """The least that all stages together cost, and their numbers of layers; none dearer than
-    `limit`."""
+    """The lowest total cost, with no stage above `limit`, and its number of layers per stage."""
     layers = len(before) - 1
     least: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
-    least[0] = (0.0, [])  # of the first layers, on the stages so far
+    least[0] = (0.0, [])  # by number of first layers, on the stages so far
     for _ in range(stages):
         following: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
         for end in range(1, layers + 1):

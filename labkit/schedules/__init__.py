@@ -1,21 +1,14 @@
-"""Pipeline schedules as data: pure functions of numbers, one list of actions for each stage.
+"""Pipeline schedules as data: pure functions of numbers, one list of actions per stage.
 
     naive          one stage at a time
     gpipe          all forwards, then all backwards
     1f1b           one forward, one backward, in turns
-    interleaved    1F1B with several chunks on each stage
-    zb-h1, zb-h2   the weights' gradients where it would idle
+    interleaved    1F1B with several chunks per stage
+    zb-h1, zb-h2   weight gradients fill idle time
     pipedream      1F1B that updates after each micro-batch
 
-`schedule("1f1b", stages, microbatches)` makes one by its name.
-
-actions.py       what a schedule is made of, and what travels
-catalogue.py     the schedules by name
-zero_bubble.py   ... that compute backward in halves
-rules.py         which rule a schedule breaks first (`check`), in which order it can run
-text.py          its table (`show`)
-
-A schedule of your own is a list of actions for each stage, or text (`parse_schedule`).
+`schedule("1f1b", stages, microbatches)` makes one by name (catalogue.py, zero_bubble.py). Your own
+is a list of actions per stage (actions.py) or text (text.py); `check` validates it (rules.py).
 """
 
 from labkit.schedules.actions import (

@@ -1,4 +1,4 @@
-"""The schedules by name, and those whose backward is whole. In halves: zero_bubble.py.
+"""The schedules by name, and those with a full backward; with halves: zero_bubble.py.
 
 Naive: each micro-batch goes forward through all stages and back before the next begins.
 
@@ -8,8 +8,8 @@ Naive: each micro-batch goes forward through all stages and back before the next
         stage 1  .. F0 .. .. B0 .. .. F1 .. .. B1
         stage 2  .. .. F0 B0 .. .. .. .. F1 B1
 
-A stage holds one of them, and works 1/p of the time, as a model moved over several devices layer by
-layer (`.to("cuda:1")`): the bubble is m (p - 1)(F + B) for m micro-batches on p stages.
+A stage holds one micro-batch, and works 1/p of the time, as a model whose layers are moved to
+several devices (`.to("cuda:1")`). The bubble is m (p - 1)(F + B) for m micro-batches on p stages.
 
 GPipe: all forwards, then all backwards.
 
@@ -19,11 +19,10 @@ GPipe: all forwards, then all backwards.
         stage 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3
         stage 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3
 
-The bubble is filling and draining, (p - 1)(F + B): (p - 1)/(m + p - 1) of the total, the less the
-more micro-batches. But each stage holds the activations of all m. (GPipe's own backwards run last
-in, first out; bubble and memory are the same.)
+The bubble, filling and draining, is (p - 1)(F + B), (p - 1)/(m + p - 1) of the total. Each stage
+holds the activations of all m. (GPipe's own backwards run last in, first out, at the same cost.)
 
-1F1B: after a warm-up, each stage does one forward, one backward, in turns.
+1F1B: after a warm-up, each stage alternates one forward and one backward.
 
     3 stages, 4 micro-batches
 
@@ -31,8 +30,7 @@ in, first out; bubble and memory are the same.)
         stage 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
         stage 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
 
-Stage r holds the activations of at most p - r micro-batches, however many there are. The bubble is
-that of GPipe.
+GPipe's bubble, but stage r holds the activations of at most p - r micro-batches.
 
 Interleaved: the model goes round the stages several times, in smaller pieces.
 
@@ -41,11 +39,10 @@ Interleaved: the model goes round the stages several times, in smaller pieces.
   stage 0  F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 .... B2.1 .... B3.1 B2.0 B3.0
   stage 1  .... F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0
 
-F1.0 is the forward of micro-batch 1 on chunk 0 of a stage, F1.1 on chunk 1. A piece is 1/v of a
-stage, so filling and draining take 1/v of the time: a bubble of (p - 1)(F + B)/v, where F and B are
-of a whole stage. The price is v times the messages, and activations: stage 0 holds v p + p - 1
-pieces, p (1 + (p - 1)/(p v)) micro-batches. A group of p micro-batches goes through chunk 0, then
-chunk 1, ..., then the next group comes; backwards likewise, from the last chunk on.
+F1.0 is the forward of micro-batch 1 on a stage's chunk 0, which is 1/v of its layers. Groups of p
+micro-batches go through chunk 0, then chunk 1, ...; backwards from the last chunk on. The bubble is
+(p - 1)(F + B)/v, with F and B of a whole stage. The price is v times the messages, and activations:
+stage 0 holds v p + p - 1 pieces, p (1 + (p - 1)/(p v)) micro-batches.
 
 PipeDream: 1F1B without a flush. Each stage updates its weights after each backward.
 
@@ -55,15 +52,14 @@ PipeDream: 1F1B without a flush. Each stage updates its weights after each backw
         stage 1  .. F0 F1 .. B0 U0 F2 B1 U1 F3 B2 U2 .. B3 U3
         stage 2  .. .. F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3
 
-U0 is the step of the optimizer with the gradient of micro-batch 0. No stage waits for the others
-before it, so the bubble is paid once in a training. The price: weights are *stale*, on stage r by
-p - 1 - r updates. A backward needs the weights of its own forward, so a stage keeps a version for
-each micro-batch in flight, p - r at most: *weight stashing*. The weights are not those of one
-device, as with all others here.
+U0 is the optimizer step with micro-batch 0's gradient. It waits for no other stage, so the bubble
+is paid once per training. But weights are *stale*, by p - 1 - r updates on stage r: only with this
+schedule, training differs from one device. Each backward needs its forward's weights, so a stage
+keeps a version per micro-batch in flight, p - r at most (*weight stashing*).
 
 Sources: GPipe, arXiv 1811.06965, figure 2b (naive) and section 2.3, as here in arXiv 2104.04473,
-figure 3; 1F1B: PipeDream-flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, sections 2.2.1 and
-2.2.2 (interleaved); PipeDream, arXiv 1806.03377, sections 3.2 and 3.3.
+    figure 3; 1F1B: PipeDream-flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, sections 2.2.1
+    and 2.2.2 (interleaved); PipeDream, arXiv 1806.03377, sections 3.2 and 3.3.
 """
 
 from collections.abc import Callable
@@ -73,7 +69,7 @@ from labkit.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
-    """The same list for every stage. Raises ValueError for less than 1 of either."""
+    """One micro-batch at a time. Raises ValueError for sizes below 1."""
     check_sizes(stages, microbatches)
     return [
         [Action(phase, k) for k in range(microbatches) for phase in ("forward", "backward")]
@@ -82,7 +78,7 @@ def naive(stages: int, microbatches: int) -> Schedule:
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """The same list for every stage. Raises ValueError for less than 1 of either."""
+    """All forwards, then all backwards. Raises ValueError for sizes below 1."""
     check_sizes(stages, microbatches)
     return [
         [Action(phase, k) for phase in ("forward", "backward") for k in range(microbatches)]
@@ -91,7 +87,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """The actions of each stage. Raises ValueError for less than 1 of either."""
+    """1F1B, with a flush. Raises ValueError for sizes below 1."""
     check_sizes(stages, microbatches)
     order = [(k, 0) for k in range(microbatches)]
     return [_in_turns(order, order, stages - 1 - stage) for stage in range(stages)]
@@ -100,8 +96,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def _in_turns(
     forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
 ) -> list[Action]:
-    """`warm_up` forwards, then one forward and one backward in turns, then the other backwards.
-    Each is (micro-batch, chunk)."""
+    """`warm_up` forwards, then forward and backward in turns, then the remaining backwards."""
     actions = [Action("forward", *place) for place in forwards[:warm_up]]
     for ahead, back in zip(forwards[warm_up:], backwards, strict=False):
         actions += [Action("forward", *ahead), Action("backward", *back)]
@@ -110,8 +105,8 @@ def _in_turns(
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with a longer warm-up, by p (v - 1) pieces and one for each stage that follows. Raises
-    ValueError for less than 2 chunks, and where micro-batches make no whole groups."""
+    """1F1B with a warm-up longer by p (v - 1) pieces and one per later stage. Raises ValueError for
+    fewer than 2 chunks, and if `stages` does not divide `microbatches`."""
     check_sizes(stages, microbatches)
     if chunks < 2:
         raise ValueError(
@@ -133,7 +128,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def pipedream(stages: int, microbatches: int) -> Schedule:
-    """1F1B with an update behind each backward. Raises ValueError for less than 1 of either."""
+    """1F1B with an update after each backward. Raises ValueError for sizes below 1."""
     schedule: Schedule = []
     for actions in one_f_one_b(stages, microbatches):
         schedule.append([])
@@ -156,8 +151,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of this name. Raises ValueError for an unknown name, and for numbers that it
-    cannot do, with the rule that they break.
+    """The schedule of this name. Raises ValueError for unknown names and for sizes it cannot do.
 
     >>> [str(action) for action in schedule("1f1b", stages=2, microbatches=2)[0]]
     ['F0', 'F1', 'B0', 'B1']

@@ -1,17 +1,16 @@
-"""The rules of a pipeline, to which `check` holds any schedule, a student's own too.
+"""The rules of any schedule, your own included.
 
-In this order; the first violation is reported:
+`check` reports the first violation, in this order:
 
     known actions            phases that exist, micro-batches and chunks counted from 0
-    exactly once             each stage does, for each micro-batch on each of its chunks, one
-                             forward, and one way back: backward, or input and weight
+    exactly once             each stage does one forward per micro-batch and chunk, and one way
+                             back: backward, or input and weight
     one way back             never backward beside input or weight, which would count twice
-    all update or none       with an update of a micro-batch, all have one, on all stages
+    all update or none       if a micro-batch is updated, all are, on all stages
     backward after forward   of the same micro-batch and chunk, in a stage's own order
     weight after input       likewise
-    update after backward    likewise; where it is in two halves, after both
-    deadlock                 what each action waits for from its neighbours arrives in the end.
-                             No stage waits in order to send.
+    update after backward    likewise; after both, if it is in two halves
+    deadlock                 the messages that each action waits for arrive (sends do not block)
 """
 
 from collections import deque
@@ -28,7 +27,7 @@ from labkit.schedules.actions import (
     sent,
 )
 
-BEFORE = {  # phase -> rule, and what of the same micro-batch and chunk must come before it
+BEFORE = {  # phase -> rule, and the phases of its micro-batch and chunk that come before
     "backward": ("backward after forward", ("forward",)),
     "input": ("backward after forward", ("forward",)),
     "weight": ("weight after input", ("forward", "input")),
@@ -37,15 +36,14 @@ BEFORE = {  # phase -> rule, and what of the same micro-batch and chunk must com
 
 
 class ScheduleError(ValueError):
-    """An invalid schedule. `rule` is the name of the first rule that it breaks, `stage`, `position`
-    (counted from 0) and `action` say where; None where there is none, as for an action that is
-    missing."""
+    """Raised for an invalid schedule: the first `rule` that it breaks, and its `stage`, `position`
+    (from 0) and `action`, each None if there is none, as for a missing action."""
 
     def __init__(
         self, rule: str, message: str, stage: int | None = None, position: int | None = None,
         action: Action | None = None,
     ):  # fmt: skip
-        super().__init__(rule, message, stage, position, action)  # all, to be sent between ranks
+        super().__init__(rule, message, stage, position, action)  # all, so that it can be pickled
         self.rule, self.stage, self.position, self.action = rule, stage, position, action
 
     def __str__(self) -> str:
@@ -53,9 +51,7 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule, microbatches: int | None = None) -> None:
-    """Raises ScheduleError for the first rule that this schedule breaks (see the top of this file).
-
-    `microbatches`: how many there must be; without it, as many as the schedule itself counts."""
+    """Raises ScheduleError for the first rule broken; `microbatches` is the expected number."""
     _known_actions(schedule)
     count = microbatches_of(schedule)
     if not schedule or not count:
@@ -69,15 +65,14 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
 
 
 def run_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """All (stage, position), each after everything that it needs. Raises as `check`."""
+    """All (stage, position), each after everything it needs. Raises ScheduleError as `check`."""
     check(schedule)
     return _simulate(schedule)[0]
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
-    """How many activations each stage holds at most, one for each micro-batch and chunk (1/v of the
-    stage's layers): from its forward until its backward, or until "weight", which needs them too.
-    """
+    """Peak number of activations per stage, counted by micro-batch and chunk (1/v of the stage's
+    layers): held from forward to backward, or to "weight", which needs them too."""
     peaks = []
     for actions in schedule:
         held = peak = 0
@@ -124,7 +119,7 @@ def _exactly_once(schedule: Schedule, microbatches: int) -> None:
 
 
 def _complete(stage: int, microbatch: int, chunk: int, position: dict[Action, int]) -> None:
-    """Forward, and one way back, of one micro-batch on one chunk."""
+    """Raises unless a micro-batch has one forward and one way back on a chunk."""
     forward, backward, inputs, weight = (
         Action(phase, microbatch, chunk) for phase in ("forward", "backward", "input", "weight")
     )
@@ -179,7 +174,7 @@ def _in_order(schedule: Schedule) -> None:
 
 
 def _simulate(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """What can be done, each after what it waits for; and the next position of each stage."""
+    """The actions that can run, in order, and the next position of each stage."""
     stages, chunks = len(schedule), chunks_of(schedule)
     done: list[tuple[int, int]] = []
     places = [0] * stages
@@ -204,8 +199,7 @@ def _simulate(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def _deadlock(schedule: Schedule, places: list[int]) -> ScheduleError:
-    """Names the stages that wait in a circle. No action is missing, so each waits for another that
-    also waits."""
+    """Names the stages in a cycle: no action is missing, so each waits for another that waits."""
     stages, chunks = len(schedule), chunks_of(schedule)
     stage = next(s for s, actions in enumerate(schedule) if places[s] < len(actions))
     waits: dict[int, str] = {}

@@ -3,8 +3,8 @@
     stage 0  F0 F1 .. B0 .. B1
     stage 1  .. F0 B0 F1 B1
 
-A column is a unit of time, an action takes one, and ".." is a stage that waits. F is forward, B
-backward, I and W its two halves (input, weight), U update; a chunk follows a point: F0.1.
+A column is a unit of time, one action takes one, and ".." is idle. F is forward, B backward, I and
+W its halves (input, weight), U update; a chunk follows a point: F0.1.
 """
 
 import re
@@ -16,8 +16,7 @@ PHASES = {letter: phase for phase, letter in LETTERS.items()}
 
 
 def parse(text: str) -> list[Action]:
-    """The actions of one stage: "F0 F1 B0 B1", or "F0.1" with a chunk. Idle columns ("..") are
-    skipped. Raises ValueError for a word that is no action.
+    """The actions of one stage. Raises ValueError for a word that is not an action.
 
     >>> parse("F0 .. I0.1")
     [Action(phase='forward', microbatch=0, chunk=0), Action(phase='input', microbatch=0, chunk=1)]
@@ -37,7 +36,7 @@ def parse(text: str) -> list[Action]:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """A line for each stage, with or without "stage 0" before it; `check` says whether it is valid.
+    """One line per stage, with or without "stage 0" before it; `check` validates the result.
 
     >>> parse_schedule("F0 B0") == parse_schedule(" stage 0   F0 .. B0 ")
     True
@@ -47,11 +46,11 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def show(schedule: Schedule) -> str:
-    """A table with a line for each stage, as above: each action as early as it can be where all
-    take equally long and messages no time. Raises ScheduleError as `check`."""
+    """A table of one line per stage, as above: each action as early as possible if all take equally
+    long and messages take no time. Raises ScheduleError as `check`."""
     stages, chunks = len(schedule), chunks_of(schedule)
     columns: list[list[int]] = [[] for _ in schedule]
-    made: dict[Message | None, int] = {None: -1}  # in which column
+    made: dict[Message | None, int] = {None: -1}  # their columns
     for stage, position in run_order(schedule):
         action = schedule[stage][position]
         before = columns[stage][-1] if position else -1

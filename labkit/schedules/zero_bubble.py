@@ -1,14 +1,14 @@
-"""Zero bubble: the two halves of backward apart, so that one of them can fill the bubble.
+"""Zero bubble: backward in two halves, so that one of them can fill the bubble.
 
-Backward is I, the gradient of a stage's input, and W, that of its weights. The stage before waits
-for I; no stage waits for W. So I goes first, and W comes later, where the stage would be idle. Both
-schedules are 1F1B with another warm-up, and with W some micro-batches late:
+Backward is I, the input gradient, and W, the weight gradients. The stage before waits for I; no
+stage waits for W. So I runs first, and W later, when the stage would be idle. Both schedules are
+1F1B with another warm-up and a late W:
 
               forwards before the first I     W is late by     held at most     bubble
     ZB-H1     p - r                           r                p                (p-1)(F+I-W)
     ZB-H2     2 (p - r) - 1                   2 r              2p - 1           (p-1)(F+I-2W)
 
-for stage r of p; a micro-batch is held until its W. ZB-H1:
+for stage r of p, in micro-batches; each is held until its W. ZB-H1:
 
     3 stages, 5 micro-batches
 
@@ -16,8 +16,8 @@ for stage r of p; a micro-batch is held until its W. ZB-H1:
         stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-1F1B's bubble is (p-1)(F+I+W). The way back is I now and not both, so (p-1)(F+I) is left; late W
-fill one W of that for each of p-1 stages, in the memory of 1F1B's first stage. ZB-H2 fills two for
+1F1B's bubble is (p-1)(F+I+W). Here only I is on the way back, which leaves (p-1)(F+I), and late W
+fill one W of it for each of p-1 stages, in the memory of 1F1B's first stage. ZB-H2 fills two W for
 each, in almost twice the memory:
 
     3 stages, 5 micro-batches
@@ -26,13 +26,13 @@ each, in almost twice the memory:
         stage 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
-No column between a stage's first and last action is empty, and the next step follows at once, if
-no stage waits for the others between steps (as for the norm of all gradients). So the bubble is
-counted on the stage that takes longest from its own first action to its last.
+With ZB-H2, no stage is idle between its first and last action, and the next step can follow at once
+unless stages wait for each other (as for the norm of all gradients). So the bubble is that of the
+stage that takes longest from its own first action to its last.
 
-The bubble of ZB-H1 is as above while W <= F, that of ZB-H2 (never below 0) while W <= F or I <= F.
-Elsewhere it is (p-1) I, and (p-1)(I-F): the first stage waits for the first I with as many forwards
-as it may hold. No order does better in that memory.
+The bubble of ZB-H1 is as above for W <= F, that of ZB-H2 (never below 0) for W <= F or I <= F; else
+they are (p-1) I and (p-1)(I-F): the first stage, with all the forwards it may hold, waits for the
+first I. No order does better in that memory.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2. Its B is our I.
 """
@@ -51,7 +51,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
-    """ZB-H2. Raises ValueError for less than 2 stages - 1 micro-batches."""
+    """ZB-H2. Raises ValueError for fewer than 2 stages - 1 micro-batches."""
     _check_enough("zb-h2", stages, microbatches, 2 * stages - 1)
     return [
         _stage(microbatches, 2 * (stages - stage) - 1, late=2 * stage) for stage in range(stages)
@@ -59,8 +59,7 @@ def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _stage(microbatches: int, warm_up: int, late: int) -> list[Action]:
-    """`warm_up` forwards; then I, W (that of the micro-batch `late` before), F in turns, as long as
-    there are any."""
+    """`warm_up` forwards, then I, W (of the micro-batch `late` before) and F in turns."""
     actions = [Action("forward", k) for k in range(warm_up)]
     for k in range(microbatches + late):
         if k < microbatches:

@@ -1,7 +1,1 @@
-"""Context parallelism: every rank has the whole model and a part of each sequence.
-
-context_parallel.py   the edit of a model: attention alone looks across tokens
-zigzag.py             which tokens are a rank's
-ring_attention.py     way="ring": blocks of keys and values travel past the queries
-ulysses.py            way="ulysses": ranks swap tokens for heads, and back
-"""
+"""Context parallelism: context_parallel.py edits a model, zigzag.py shards its sequences."""

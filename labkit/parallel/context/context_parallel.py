@@ -1,32 +1,30 @@
-"""Context parallelism: every rank has the whole model and a part of each sequence.
+"""Context parallelism: every rank holds the full model and a part of each sequence.
 
     tokens     the quick brown │ fox jumps over      one sequence of s tokens, on 2 ranks
     rank 0     the             │           over      chunks 0 and 3 of 4 (zigzag.py)
     rank 1         quick brown │ fox jumps           chunks 1 and 2
 
-Embedding, norms, MLP and loss look at one token at a time: a rank does 1/n of the work and holds
-1/n of the activations. Attention alone looks across, and is replaced:
+Embedding, norms, MLP and loss work token by token, so a rank does 1/n of the work and holds 1/n of
+the activations. Only attention needs other tokens, and is replaced:
 
     way="ring"      blocks of k and v travel past the queries       ring_attention.py
-    way="ulysses"   ranks swap tokens for heads, and back           ulysses.py
+    way="ulysses"   ranks exchange tokens for heads, and back       ulysses.py
 
     model = context_parallel(GPT(...), comm)        # edit first,
     model = DDP(model, comm)                        # then wrap: each rank's loss is the mean over
-    x, y = (sequence_shard(t, comm) for t in (x, y))        # its own tokens, as many as on others,
-    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # and gradients are averaged
+    x, y = (sequence_shard(t, comm) for t in (x, y))        # its tokens, equally many per rank, so
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # gradients are averaged
 
-On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data-parallel and the context-parallel ranks
-together, `mesh["dp", "cp"]`: every parameter is marked with `comm`, and strategies over fewer ranks
-refuse it:
+On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks together,
+`mesh["dp", "cp"]`; a strategy over fewer ranks is refused:
 
-    ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 come apart
-                                  over mesh["dp", "cp"]      0, 1, 2, 3      right
+    ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
+                                  over mesh["dp", "cp"]      0, 1, 2, 3      correct
 
-Dropout draws from the random numbers of each rank: seed the ranks differently after the model is
-built, as for rows. Inside attention, the tiles of "ring" draw no masks (ValueError).
+Seed ranks differently after the model is built, for dropout, which "ring" refuses in attention.
 
 Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; the name, and the shards:
-Llama Team, arXiv 2407.21783, section 3.3.2.
+    Llama Team, arXiv 2407.21783, section 3.3.2.
 """
 
 import inspect
@@ -46,19 +44,17 @@ Way = Literal["ring", "ulysses"]
 
 
 def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.Module:
-    """Have `model` take this rank's `sequence_shard` of tokens, [b, s/n], and attend to all of s.
+    """Make `model` take this rank's `sequence_shard` of tokens, [b, s/n], and attend to all of s.
 
     Args:
         model: a plain GPT, edited in place: each `attn.core`, which must be causal, is replaced.
         comm: the ranks that share each sequence.
-        way: "ring": any heads, s must split into 2n chunks; "ulysses": n must also divide the heads
-            and the key-value heads.
+        way: "ring": s divisible by 2n; "ulysses": heads and key-value heads divisible by n, too.
 
-    Returns the model, its weights and names unchanged. Where `model(tokens)` is called without
-    `positions`, those of this rank's shard are filled in. Raises ValueError where there is no
-    `attn.core`, or it cannot be replaced; where a strategy that has the parameters already is over
-    fewer ranks; in forward where a sequence does not split, or is longer than the model's context.
-    """
+    Returns the model with the same weights and names. `positions` default to those of this rank's
+    shard. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy over
+    fewer ranks owns the parameters; in forward, if a sequence does not split or exceeds the model's
+    context."""
     comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):
         raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')
@@ -76,7 +72,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
             f"{type(model).__name__}.forward takes no `positions`, by which a rank says where its "
             "tokens stand; edit the plain model first, then wrap it"
         )
-    for name, parameter in model.named_parameters():  # as the mark checks what comes later
+    for name, parameter in model.named_parameters():  # later strategies are checked by the mark
         owner = owner_of(parameter)
         if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
             raise ValueError(
@@ -95,14 +91,14 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
 
 @dataclass(frozen=True)
 class SequenceParts(CopiedMark):
-    """Each rank of `comm` has the parameter whole and uses it on its own part of the sequences."""
+    """Marks a parameter that each rank of `comm` applies to its own part of the sequences."""
 
     comm: Comm
 
     name = "_labkit_sequence"
 
     def __str__(self) -> str:
-        return ""  # the parameter itself is the same on all
+        return ""  # all ranks hold the same parameter
 
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
         if averaged and not {*self.comm.ranks} <= {*comm.ranks}:
@@ -116,7 +112,6 @@ class SequenceParts(CopiedMark):
 
 
 def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
-    """What takes the place of attention.core. Raises ValueError where nothing can."""
     core = attention.core
     if isinstance(core, (RingAttention, Ulysses)):
         raise ValueError("this model is context-parallel already; a model is edited once")
@@ -141,7 +136,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
 
 
 class _PositionsFilledIn:
-    """Without it a model would take its shard for the beginning of the sequence, unnoticed."""
+    """Forward pre-hook: without it, each shard would pass for the start of the sequence."""
 
     def __init__(self, model: nn.Module, comm: Comm):
         self.takes, self.comm = inspect.signature(model.forward), comm

@@ -8,29 +8,26 @@
     rank 2    q₂ k₂       q₂ k₁       q₂ k₀       q₂ k₃
     rank 3    q₃ k₃       q₃ k₂       q₃ k₁       q₃ k₀
 
-One step gives attention to some keys, as FlashAttention does: out, and for each query L, the
-logarithm of the sum of exp(score). Two such results become one:
+Each step computes attention to some keys, as FlashAttention does: out, and L = log(sum of
+exp(score)) for each query. Two partial results combine into one:
 
     L' = log(exp L₁ + exp L₂)        out' = exp(L₁ - L') out₁ + exp(L₂ - L') out₂
 
-With zig-zag shards (zigzag.py) each half of a block is before all queries of a half, or behind:
+With zig-zag shards (zigzag.py), all ranks do equal work, and only diagonal blocks need a mask:
 
-    own block          causal, as in one process    both halves stand in order    s²/2n² scores
-    of a rank before   all queries see its early half, none its late half         s²/2n²
-    of a rank after    the late half of the queries sees all of it                s²/2n²
+    own block          causal, as in one process    both halves are in order     s²/2n² scores
+    an earlier rank's  all queries see its early half, none its late half        s²/2n²
+    a later rank's     the late half of the queries sees all of it               s²/2n²
 
-So nothing is masked but on the diagonal, and in every step all ranks do the same work.
+In backward, k and v travel again, and each block's gradient travels with it to its owner.
 
-In backward k and v travel again. The gradient of a block follows it from rank to rank, and is added
-to the owner's own part in the end.
-
-    kept      q, k, v, out, and L: 4 bytes a row. Linear in s/n; no score is kept
+    kept      q, k, v, out, and L (4 bytes a row): linear in s/n; no scores
     forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements from each rank
     backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
-    hidden    where computing with a block takes longer than its way: labkit/predict/context.py
+    hidden    if computing with a block takes longer than sending it: labkit/predict/context.py
 
 Source: Liu et al., "Ring Attention", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv
-2407.21783, section 3.3.2, which cuts the sequence so but gathers all k and v at once.
+2407.21783, section 3.3.2, which gathers all k and v at once.
 Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
 """
 
@@ -49,7 +46,7 @@ TILE = 128
 
 
 class RingAttention(nn.Module):
-    """A core of attention whose input is sharded over `comm`. No parameters."""
+    """An attention core for inputs sharded over `comm`. No parameters."""
 
     def __init__(self, comm: Comm, tile: int = TILE) -> None:
         super().__init__()
@@ -60,16 +57,15 @@ class RingAttention(nn.Module):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int = TILE) -> Tensor:
-    """Causal attention to a whole sequence, of which each rank gives its `sequence_shard`.
+    """Causal attention over a whole sequence; each rank passes its `sequence_shard`.
 
     Args:
-        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types travel as they are
-            and are computed in float32.
+        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types are sent as they
+            are and computed in float32.
         tile: queries and keys whose scores are computed at once; memory grows with its square.
 
-    Returns [b, h, s/n, e], in the dtype of q; it has a first derivative, no second. Raises
-    ValueError for shapes or types that do not fit together, or a shard without two halves.
-    """
+    Returns [b, h, s/n, e] in q's dtype, differentiable once. Raises ValueError if shapes or dtypes
+    do not match, or the shard does not split into halves."""
     check_fit(q, k, v, tile)
     check_splits(q.shape[2] * comm.size, comm.size)
     return _RingAttention.apply(q, k, v, comm, tile)
@@ -79,7 +75,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int) -> Tensor:
         queries = q.to(torch.promote_types(q.dtype, torch.float32))
-        with torch.autocast(q.device.type, enabled=False):  # products in the types given
+        with torch.autocast(q.device.type, enabled=False):  # matmuls in the given dtypes
             for owner, block in _around(torch.stack([k, v]), comm):
                 rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
                 k_seen, v_seen = block[:, :, :, keys]
@@ -107,11 +103,11 @@ class _RingAttention(torch.autograd.Function):
             )  # fmt: skip
             if owner == comm.rank:
                 dq, at_home = dq_part, torch.stack(dkv)  # [2, b, g, s/n, e]
-                arriving = torch.zeros_like(at_home)  # nobody has met the next block before
+                arriving = torch.zeros_like(at_home)  # the next block has no gradient yet
                 continue
             dq[:, :, rows] += dq_part
             if handle is not None:
-                handle.wait()  # for what the ranks before have found of this block's gradient
+                handle.wait()  # for this block's gradient from the ranks before
             grown, arriving = arriving, torch.empty_like(at_home)
             grown[:, :, :, keys] += torch.stack(dkv)
             handle = comm.ring_exchange(arriving, grown, async_op=True)
@@ -123,8 +119,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _around(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
-    """All ranks' blocks and whose they are, one's own first. While the caller computes with one, it
-    moves on, and the next arrives."""
+    """Yields each (owner, block), this rank's first, while the next block arrives."""
     for step in range(comm.size - 1):
         arriving = torch.empty_like(block)
         handle = comm.ring_exchange(arriving, block, async_op=True)
@@ -136,8 +131,7 @@ def _around(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
 
 
 def _seen(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
-    """Which of the rank's queries see which of the owner's keys, and whether causally among them:
-    where not, all of these see all of those."""
+    """The queries that see keys of `owner`, the keys they see, and whether causally."""
     half, every = length // 2, slice(0, length)
     if owner == rank:
         return every, every, True
@@ -145,8 +139,7 @@ def _seen(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
 
 
 def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> None:
-    """Attention to some keys, out [b, h, queries, e] and logsum [b, h, queries], takes up
-    that to others."""
+    """Add a part's attention to out [b, h, queries, e] and logsum [b, h, queries], in place."""
     both = torch.logaddexp(logsum, part_logsum)
     out *= torch.exp(logsum - both).unsqueeze(-1)
     out += part * torch.exp(part_logsum - both).unsqueeze(-1)

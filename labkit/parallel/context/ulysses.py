@@ -1,4 +1,4 @@
-"""Ulysses: for the time of attention, ranks share the heads instead of the sequence.
+"""Ulysses: during attention, ranks share the heads instead of the sequence.
 
                  heads                                     heads
               a  b  c  d                                a  b  c  d
@@ -8,15 +8,14 @@
            2  ░  ░  ░  ░   rank 1    <──────────    3   ▪  ▪ │ ░  ░
            3  ░  ░  ░  ░             all-to-all       rank 0 │ rank 1
 
-With h/n heads and all tokens, a rank computes attention by any kernel, dropout included. q, k and v
-go there, the result comes back: four all-to-alls forward, and the same four reversed backward.
+With h/n heads and all tokens, a rank can use any attention kernel, dropout included. q, k, v and
+the result take four all-to-alls in forward, and four in backward.
 
     travels   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
-              less and less with more ranks, where the ring's blocks sum up to (n-1)/n · 2 g b s e
-    limit     n must divide the heads, the key-value heads too
+              falls with n, while the ring's (n-1)/n · 2 b s g e does not
+    limit     n must divide the heads and the key-value heads
 
 Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.
-
 Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
 """
 
@@ -29,16 +28,15 @@ from labkit.parallel.context.zigzag import join_zigzag, split_zigzag
 
 
 class Ulysses(nn.Module):
-    """A core of attention whose input is sharded over `comm`, around one that sees all tokens of
-    some heads. No parameters."""
+    """An attention core for inputs sharded over `comm`; runs `core` on all tokens of some heads."""
 
     def __init__(self, core: nn.Module, comm: Comm) -> None:
         super().__init__()
         self.core, self.comm = core, comm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [b, h, s/n, e] and k, v [b, g, s/n, e] -> [b, h, s/n, e], of zig-zag shards. Raises
-        ValueError where heads or tokens do not divide."""
+        """q [b, h, s/n, e] and k, v [b, g, s/n, e] -> [b, h, s/n, e]. Raises ValueError if heads or
+        tokens do not divide."""
         check_heads(q.shape[1], k.shape[1], self.comm.size)
         q, k, v = (Exchange.apply(x, to_heads, to_sequence, self.comm) for x in (q, k, v))
         return Exchange.apply(self.core(q, k, v), to_sequence, to_heads, self.comm)
@@ -52,8 +50,7 @@ def to_heads(x: Tensor, comm: Comm) -> Tensor:
     return join_zigzag(arriving, dim=2)  # the tokens of each rank, put in order
 
 
-def to_sequence(x: Tensor, comm: Comm) -> Tensor:
-    """And back: [b, h/n, s, e] -> [b, h, s/n, e]."""
+def to_sequence(x: Tensor, comm: Comm) -> Tensor:  # [b, h/n, s, e] -> [b, h, s/n, e]
     leaving = split_zigzag(x, comm.size, dim=2)
     arriving = [x.new_empty(leaving[0].shape) for _ in leaving]
     comm.all_to_all(arriving, leaving)
@@ -61,7 +58,7 @@ def to_sequence(x: Tensor, comm: Comm) -> Tensor:
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raise ValueError where heads do not divide over the ranks, naming how many ranks would do."""
+    """Raises ValueError if heads do not divide over the ranks, naming rank counts that work."""
     if heads % ranks == 0 and kv_heads % ranks == 0:
         return
     would = [n for n in range(1, kv_heads + 1) if heads % n == kv_heads % n == 0]

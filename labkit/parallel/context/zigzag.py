@@ -1,13 +1,11 @@
-"""Which tokens of a sequence a rank holds: of 2n chunks, rank r has r and 2n-1-r (zig-zag), so that
-causal attention is the same work for all.
+"""Zig-zag shards: rank r holds chunks r and 2n-1-r of 2n, so all do equal work in causal attention.
 
     chunk                    0     1     2     3     4     5          n = 3 ranks
     rank                     0     1     2     2     1     0
     chunks of keys it sees   1     2     3     4     5     6          7 for any rank together
 
-A query sees the keys before it: a rank's early chunk has as many fewer as its late one has more.
-Source: Llama Team, arXiv 2407.21783, section 3.3.2. "Striped Attention", Brandon et al., arXiv
-2311.09431, balances by other shards: rank r has every n-th token, from r on.
+Source: Llama Team, arXiv 2407.21783, section 3.3.2. Striped Attention (Brandon et al., arXiv
+2311.09431) balances otherwise: rank r holds every n-th token, starting at r.
 """
 
 from collections.abc import Sequence
@@ -19,41 +17,36 @@ from labkit.comm import Comm
 
 
 def sequence_shard(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
-    """This rank's part of `x`, which is whole on every rank: chunks r and 2n-1-r of 2n along `dim`,
-    [b, s] -> [b, s/n]. Raises ValueError when `dim` does not split into 2n equal chunks; one rank
-    has all, of any length."""
+    """This rank's chunks r and 2n-1-r of 2n along `dim` of `x`, which is equal on all ranks:
+    [b, s] -> [b, s/n]. Raises ValueError if `dim` does not split (n > 1)."""
     return split_zigzag(x, comm.size, dim)[comm.rank]
 
 
 def positions_of(length: int, comm: Comm, device: torch.device | str | None = None) -> Tensor:
-    """The positions of this rank's tokens in a sequence of `length`: [length / n] integers. Raises
-    ValueError as `sequence_shard` does."""
+    """Positions of this rank's tokens, [length / n]. Raises ValueError as `sequence_shard` does."""
     return sequence_shard(torch.arange(length, device=device), comm, dim=0)
 
 
 def gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
-    """The whole of which each rank has its `sequence_shard` x, on all ranks. To look at: it has no
-    gradient."""
+    """The inverse of `sequence_shard`: the whole tensor on all ranks. Not differentiable."""
     shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(comm.size)]
     comm.all_gather(shards, x.detach())
     return join_zigzag(shards, dim)
 
 
 def split_zigzag(x: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """The shards of all ranks, cut from the whole."""
     check_splits(x.shape[dim], ranks)
     chunks = x.tensor_split(2 * ranks, dim)
     return [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]], dim) for r in range(ranks)]
 
 
 def join_zigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole, of the shards of all ranks."""
     early, late = zip(*(shard.tensor_split(2, dim) for shard in shards))
     return torch.cat([*early, *reversed(late)], dim)
 
 
 def check_splits(length: int, ranks: int) -> None:
-    """Raise ValueError where `length` tokens do not split into 2 equal chunks for each rank."""
+    """Raises ValueError unless `length` tokens split into 2 equal chunks per rank."""
     if ranks == 1 or (length > 0 and length % (2 * ranks) == 0):
         return
     below = length // (2 * ranks) * 2 * ranks

@@ -1,12 +1,11 @@
-"""The two halves of backward apart: the gradient of the input now, that of the weights later.
+"""Backward in two halves: the input gradient now, the weight gradients later.
 
     backward of y = x Wᵀ + b      input    dx = dy W                 the stage before waits for it
                                   weight   dW = dyᵀ x, db = Σ dy     no stage waits for it
 
-Inside `deferring`, each plain nn.Linear, and any module with a `_labkit_later`, puts its second
-half on a list, with the x and dy that it needs; `run_later` runs the list as a backward, with every
-hook. The first half runs inside `deferring`, too, for recompute. Norms and embeddings get their
-gradients with the first half: they cost little.
+Inside `deferring`, each plain nn.Linear, and any module with a `_labkit_later`, appends its weight
+half to a list, which `run_later` runs as one backward, with all hooks. The input half, also inside
+`deferring` for recompute, includes the cheap gradients of norms and embeddings.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -26,8 +25,7 @@ Later = list[Callable[[], Tensor]]  # each gives a scalar, whose backward makes 
 
 @contextmanager
 def deferring(module: nn.Module, later: Later) -> Iterator[None]:
-    """What `module` computes in this block has a backward that puts its gradients of weights on
-    the list `later`."""
+    """Backward of what `module` computes in this block appends its weight gradients to `later`."""
     linears: list[Any] = []
     others: list[tuple[Any, Later | None]] = []
     part: Any
@@ -48,8 +46,7 @@ def deferring(module: nn.Module, later: Later) -> Iterator[None]:
 
 
 def run_later(later: Later, also: Iterable[nn.Parameter] = ()) -> None:
-    """Compute what is on the list, and empty it. `also`: parameters that have their gradients
-    already, and whose hooks are called in this backward."""
+    """Run and empty the list as one backward, which also calls the hooks of `also`."""
     roots = [make() for make in later]
     roots += [p.reshape(-1)[:0].sum() for p in also]  # adds zeros
     later.clear()
@@ -58,7 +55,6 @@ def run_later(later: Later, also: Iterable[nn.Parameter] = ()) -> None:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """A linear layer as torch has it, whose weight is a parameter that is trained."""
     if type(part).forward is not nn.Linear.forward or "forward" in part.__dict__:
         return False
     weight: Any = part.weight
@@ -66,7 +62,6 @@ def _is_plain(part: nn.Module) -> bool:
 
 
 def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
-    """Takes the place of the layer's `forward`."""
     if not torch.is_grad_enabled():
         return F.linear(x, linear.weight, linear.bias)
     anchor = torch.empty(0, device=x.device, requires_grad=True)
@@ -74,17 +69,16 @@ def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
 
 
 class _InputHalf(torch.autograd.Function):
-    """x [..., in] -> [..., out]; its backward computes dx, and keeps x and dy for dW.
-
-    Parameters are no inputs: autograd would call their hooks here already, with nothing. The anchor
-    has the backward run where x needs no gradient."""
+    """x [..., in] -> [..., out]; backward computes dx, and keeps x and dy for dW. Parameters are
+    not inputs, or autograd would call their hooks too early. The anchor starts backward if x needs
+    no gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, linear: nn.Linear, later: Later) -> Tensor:
         weight, bias = linear.weight, linear.bias
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.later = weight, bias, later
-        # Detached: else autocast keeps the cast weight, for users outside, too, without a gradient.
+        # Detached: or autocast would cache a cast weight without a gradient, also for other users.
         return F.linear(x, weight.detach(), None if bias is None else bias.detach())
 
     @staticmethod
@@ -98,8 +92,7 @@ class _InputHalf(torch.autograd.Function):
 
 
 class WeightHalf(torch.autograd.Function):
-    """Computes nothing; its backward returns the gradients of the parameters, which
-    `gradients(x, dy)` yields in their order."""
+    """Computes nothing; backward returns the parameter gradients that `gradients(x, dy)` yields."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Any, x: Tensor, dy: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""The messages of a pipeline: no rank waits in order to send, and receives are posted ahead.
+"""Messages of a pipeline: sends do not block, and receives are posted ahead.
 
     rank 0     F0 F1 ────────── F2                  every rank knows the actions of all: rank 1
                  ╲  ╲             ╲                 knows what rank 0 sends, and in which order
     rank 1        F0 │ F1  B0      F2               posts its receives in that order, the next one
                      └ posted before F0 runs        before it computes
 
-What travels is [rows, ...]: the rows of each micro-batch are known to all; the rest (shape, dtype,
-whether a gradient comes back) is sent once for each boundary, before its first message.
+Tensors are [rows, ...]. All ranks know the rows of each micro-batch; shape, dtype and whether a
+gradient comes back are sent once per boundary, before its first message.
 """
 
 from collections import deque
@@ -29,14 +29,11 @@ DTYPES = (
 
 
 class TensorMeta(NamedTuple):
-    """What goes over a boundary, but for its rows."""
-
     dtype: torch.dtype
     rest: tuple[int, ...]  # the shape behind the rows
-    has_gradient: bool  # one comes back
+    has_gradient: bool  # whether a gradient comes back
 
-    def to_tensor(self) -> Tensor:
-        """[11] int64."""
+    def to_tensor(self) -> Tensor:  # [11] int64
         head = [DTYPES.index(self.dtype), int(self.has_gradient), len(self.rest)]
         return torch.tensor([*head, *self.rest, *[0] * (MOST_DIMS - len(self.rest))])
 
@@ -52,7 +49,7 @@ class TensorMeta(NamedTuple):
 
 
 class PendingSend(NamedTuple):
-    """A send under way. Until it has completed, its tensor must not change."""
+    """A send in progress, during which its tensor must not change."""
 
     handle: Handle
     x: Tensor
@@ -60,7 +57,7 @@ class PendingSend(NamedTuple):
     what: str
 
     def wait(self) -> None:
-        """Release the tensor. Raises ValueError where it was written to meanwhile."""
+        """Raises ValueError if the tensor was written to meanwhile."""
         self.handle.wait()
         if _version(self.x) != self.version:
             raise ValueError(
@@ -70,12 +67,12 @@ class PendingSend(NamedTuple):
 
 
 def _version(x: Tensor) -> int:
-    """Rises with every write. (A tensor of inference mode has none.)"""
+    """Increases with every write; inference tensors have none."""
     return 0 if x.is_inference() else x._version
 
 
 class P2PChannel:
-    """What this rank sends and receives in each step of `schedule`: tensors, or `parts` of them."""
+    """This rank's sends and receives in each step of `schedule`, full tensors or `parts`."""
 
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
         self.comm, self._parts = comm, parts
@@ -85,13 +82,13 @@ class P2PChannel:
             messages = [sent(action, source, size, chunks) for action in actions]
             own = [m for m in messages if m and m.target % size == comm.rank != source]
             self._orders[source] = own
-        self._metas: dict[int, TensorMeta] = {}  # by boundary: that behind virtual stage 0, 1, ...
+        self._metas: dict[int, TensorMeta] = {}  # by boundary: the stage before it
         self._leaving: deque[PendingSend] = deque()
         self._in_step = False
 
     def begin(self, rows: Sequence[int], device: torch.device, afresh: bool) -> None:
-        """A step, with so many rows in each micro-batch; `afresh`: shapes or dtypes have changed.
-        Raises RuntimeError where the step before was cut short."""
+        """`afresh`: shapes or dtypes changed. Raises RuntimeError if the last step was cut
+        short."""
         if self._in_step:
             raise RuntimeError(
                 "the last step of this pipeline ended in an error, and its messages are still "
@@ -110,7 +107,7 @@ class P2PChannel:
         self._in_step = False
 
     def send(self, message: Message, x: Tensor | None) -> None:
-        """Start to send `x`; None: there is no gradient."""
+        """Start to send `x`, or nothing for None: no gradient."""
         self._let_go()
         if message.what == "activation":
             assert x is not None
@@ -131,7 +128,6 @@ class P2PChannel:
         self._start(x, message, message.what, f"the {kind} of {at}")
 
     def _let_go(self) -> None:
-        """Of tensors that have arrived."""
         while self._leaving and self._leaving[0].handle.is_completed():
             self._leaving.popleft().wait()
 
@@ -162,14 +158,12 @@ class P2PChannel:
             )
 
     def has_gradient(self, boundary: int) -> bool:
-        """Whether one goes back over it: known after its first message."""
+        """Whether a gradient comes back over `boundary`; known after its first message."""
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
-        """Returns [rows, ...], an activation with `requires_grad` where the stage before needs a
-        gradient; None for a gradient that it does not need. Raises CommError where the message does
-        not arrive: its sender died, or was too late.
-        """
+        """[rows, ...]; an activation requires grad if the stage before does. None if a gradient is
+        not needed. Raises CommError if the message does not arrive."""
         if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None
         if message.source % self.comm.size == self.comm.rank:
@@ -199,8 +193,7 @@ class P2PChannel:
         return x
 
     def _post_next(self, source: int, wanted: bool) -> None:
-        """Post the receive of the next message from that rank. If it is not `wanted` yet, only
-        where its shape is known."""
+        """Post the next receive from `source`; unless `wanted`, only if its shape is known."""
         if not self._expected[source]:
             return
         message = self._expected[source][0]

@@ -1,20 +1,18 @@
-"""Pipeline parallelism: each rank has some layers, and micro-batches go from rank to rank.
+"""Pipeline parallelism: each rank holds some layers; micro-batches go from rank to rank.
 
     a batch of rows, cut into m micro-batches; 3 stages, 4 micro-batches, schedule "1f1b"
         rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x goes in here
         rank 1   layers 2 3       F0 F1 .. B0 F2 B1 F3 B2 .. B3
         rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y, and the loss
 
-    each rank holds   its layers' parameters and gradients, 1/p of the model; the activations of
-                      the micro-batches in flight, which the schedule bounds: p - rank with 1F1B
-    travels           over each boundary, for each micro-batch: its activations forward, their
-                      gradient back, b s h elements each of a GPT
+    each rank holds   1/p of parameters and gradients; activations of the micro-batches in flight,
+                      limited by the schedule: p - rank with 1F1B
+    travels           b s h elements (GPT) per boundary, micro-batch and direction
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
-What each rank computes, and when, is a schedule (labkit.schedules), a list of actions for each
-rank, which `step` runs. With v chunks, chunk c of rank r is virtual stage c p + r of p v. Sources:
-Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al., arXiv 2104.04473, section 2.2; the runner
-over lists of actions: torch.distributed.pipelining.
+`step` runs a schedule (labkit.schedules), a list of actions per rank. With v chunks, chunk c of
+rank r is virtual stage c p + r. Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al.,
+arXiv 2104.04473, section 2.2; a runner of action lists: torch.distributed.pipelining.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,28 +42,26 @@ class Pipeline(StagedModel):
     """This rank's part of a pipeline of `stages`.
 
     Args:
-        stages: the modules of all virtual stages in order, p v for p ranks, of `split` or your
-            own. Every rank gives all, built alike. Each maps one tensor [rows, ...] to another.
-        comm: the ranks, as `mesh.pp`; all by default.
-        schedule: a name of `labkit.schedules`, as "gpipe", "1f1b", "interleaved", "zb-h1", or your
-            own valid list of actions for each rank.
-        microbatches: m; 8 by default, or as many as your own schedule has.
-        loss_fn: loss_fn(output, y) -> the mean over the rows, a scalar; called on the last stage.
-        chunks: v, to be checked against the number of stages.
-        recompute: keep only the inputs of each stage, and run its forward again for backward.
-        optimizer: of schedules that update weights on their way ("pipedream"): an optimizer, or
-            what makes one of a list of parameters, as `lambda p: torch.optim.SGD(p, lr=0.1)`.
-        scatter_gather: the tensor-parallel ranks of this stage, as `mesh.tp`, each of which sends
-            1/t of what all have (scatter_gather.py). Not where the sequence is cut, too.
-        wrap: what to put around each of this rank's stages that has something to train, as
-            `lambda stage: DDP(stage, mesh.dp)`; or give stages that are wrapped.
+        stages: all p v virtual stages in order, built alike on every rank, as by `split`. Each maps
+            one tensor [rows, ...] to another.
+        comm: the ranks, such as `mesh.pp`; default: all.
+        schedule: a name in `labkit.schedules` ("gpipe", "interleaved", "zb-h1", ...), or your own
+            list of actions per rank.
+        microbatches: m; default: 8, or as many as your own schedule has.
+        loss_fn: loss_fn(output, y) -> scalar mean over the rows; called on the last stage.
+        chunks: v, checked against the number of stages.
+        recompute: keep only each stage's inputs, and repeat its forward in backward.
+        optimizer: for schedules that update ("pipedream"): an optimizer, or a function of the
+            parameters such as `lambda p: torch.optim.SGD(p, lr=0.1)`.
+        scatter_gather: tensor-parallel ranks, such as `mesh.tp`, to send 1/t each
+            (scatter_gather.py). Not with a sharded sequence.
+        wrap: wraps each trainable stage here, such as `lambda stage: DDP(stage, mesh.dp)`; or pass
+            wrapped stages.
 
-    Data parallelism and tied parameters: see synchronising.py (make a ZeroOptimizer after it).
-    `clip_grad_norm` of it, or of an optimizer of its parameters, is by the norm of all stages;
-    `save_checkpoint` writes all stages as one model. Raises ValueError, on every rank, where
-    stages, ranks and micro-batches do not fit, or differ between ranks; ScheduleError, which is a
-    ValueError, for an invalid schedule.
-    """
+    Make a ZeroOptimizer after the pipeline (synchronising.py). `clip_grad_norm` uses the norm over
+    all stages; `save_checkpoint` saves them as one model. Raises ValueError, on every rank, if
+    stages, ranks and micro-batches do not fit or differ between ranks; ScheduleError for invalid
+    schedules."""
 
     def __init__(
         self,
@@ -114,29 +110,26 @@ class Pipeline(StagedModel):
         self._loss_fn = loss_fn
         parts = scatter_gather_over(scatter_gather, comm, modules)
         self._p2p = P2PChannel(comm, self.schedule, parts)
-        self._alike: Any = None  # what all ranks had in common in the last step
+        self._alike: Any = None  # what all ranks agreed on in the last step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
 
     def step(self, x: Tensor, y: Tensor, scaler: LossScaler | None = None) -> Tensor | None:
-        """Forward and backward of one batch; afterwards the gradients are in `.grad`.
+        """Forward and backward of one batch, which leave the gradients in `.grad`.
 
-        x, y: the same batch on all ranks, [rows, ...]; the first stage uses x, the last y. It is
-        cut into `microbatches` that differ by at most one row, and the loss of each counts by its
-        rows: gradients are those of the whole batch's mean.
-        scaler: of the loss; give it on all ranks, which decide together, and call
-        `scaler.step(optimizer)` and `scaler.update()` afterwards.
+        Args:
+            x, y: the same batch on all ranks, [rows, ...]; the first stage uses x, the last y.
+                Losses of micro-batches are weighted by rows: gradients are those of the batch mean.
+            scaler: the same on all ranks; afterwards call `scaler.step(optimizer)` and
+                `scaler.update()`.
 
-        Returns that mean, detached, on the rank of the last stage; None on the others. To evaluate,
-        call it inside `torch.no_grad()`. Modes (train or eval, gradients, autocast) are the same on
-        all ranks; they may change from step to step.
-
-        Raises ValueError for a batch of fewer rows than micro-batches, where x and y differ in
-        rows, or where a stage overwrites an output that is under way; RuntimeError where the loss
-        has no gradient and parameters need one; StageError where a stage cannot take its input;
-        CommError, naming stage, micro-batch and rank, where a message does not arrive.
-        """
+        Returns the mean loss, detached, on the last stage's rank; None elsewhere. To evaluate, call
+        it inside `torch.no_grad()`. Modes (train or eval, gradients, autocast) must agree between
+        ranks, but may change between steps. Raises ValueError if there are fewer rows than
+        micro-batches, x and y differ in rows, or a stage overwrites an output while it is sent;
+        RuntimeError if the loss lacks a gradient that parameters need; StageError if a stage cannot
+        take its input; CommError if a message does not arrive."""
         self._begin(x, y, scaler)
         for action, needed, leaving in self._program:
             message = self._p2p.receive(needed) if needed else self._xs.get(action)
@@ -151,7 +144,7 @@ class Pipeline(StagedModel):
         return self._loss if self._has_last else None
 
     def _without_sync(self, action: Action) -> ExitStack:
-        """A ZeroOptimizer has the parameters of all chunks, and sends in their last backward."""
+        """A ZeroOptimizer holds the parameters of all chunks, and sends in their last backward."""
         stack = ExitStack()
         for optimizer in self._send_once if action != self._last_backward else ():
             stack.enter_context(optimizer.no_sync())
@@ -179,8 +172,7 @@ class Pipeline(StagedModel):
         self._send_once = synchronising.optimizers_that_send_once(self.module, self.schedule)
 
     def _loss_of(self, output: Tensor, k: int) -> Tensor:
-        """The part of the batch's mean that micro-batch k has. (PipeDream updates by each alone,
-        as if it were a batch: there it counts whole.)"""
+        """Micro-batch k's share of the batch mean; all of its own loss with PipeDream's updates."""
         assert self._loss_fn is not None
         last, loss = self._stages[-1], self._loss_fn(output, self._ys[k])
         needed = self._p2p.has_gradient(last.index - 1)  # by stages before this one
@@ -195,5 +187,5 @@ class Pipeline(StagedModel):
         return share if self._scaler is None else self._scaler.scale(share)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._alike = None  # as pipeline.bfloat16(): on all ranks other dtypes travel now
+        self._alike = None  # as after pipeline.bfloat16(), which changes the dtypes sent
         return super()._apply(fn, recurse)

@@ -1,15 +1,15 @@
-"""Scatter/gather: tensor-parallel ranks, which have the same x, send the next stage a part each.
+"""Scatter/gather: tensor-parallel ranks hold the same x, and each sends the next stage a part of
+it.
 
     stage 0, 2 tensor-parallel ranks                       stage 1
         tp 0   x = | a b | c d |    ── a b ─────────▶    | a b | . . | ╲ all-gather   | a b | c d |
         tp 1   x = | a b | c d |    ──────── c d ──▶    | . . | c d | ╱ over tp      | a b | c d |
 
-Sent whole, x goes t times over the slow wires between the stages; so each rank sends a part to the
-rank of the same tp index, and the parts are gathered over the wires inside a node. Gradients go
-back likewise. A part is a range of x lying flat, so any shape is cut.
+Sent whole, x crosses the slow links between nodes t times. Instead, each rank sends a range of the
+flattened x, and fast links gather the parts inside the next node; gradients likewise.
 
-    travels     b s h / t elements a boundary, direction, micro-batch and rank, instead of b s h;
-                and an all-gather over tp where it arrives: b s h (t-1)/t (bus bytes)
+    travels     b s h / t elements per boundary, direction, micro-batch and rank, not b s h; and an
+                all-gather over tp on arrival, b s h (t-1)/t (bus bytes)
 
 Legend: b rows of a micro-batch, s positions, h width, t tensor-parallel ranks.
 Source: Narayanan et al., arXiv 2104.04473, section 4.1.
@@ -26,30 +26,25 @@ from labkit.parallel.common.shards import Shard, check_same
 
 
 class ScatterGather:
-    """How the message of each rank of `comm`, the same on all, travels in parts."""
-
     def __init__(self, comm: Comm):
         self.comm = comm
 
     def own_part(self, x: Tensor, what: str) -> Tensor:
-        """What this rank sends of x [rows, ...]: its range, flat. A view, where x lies flat.
-
-        Raises ValueError, naming `what`, where calls are compared (`World(check=True)`) and x is
-        not the same on all."""
+        """This rank's flat part of x [rows, ...]. In a `World(check=True)`, raises ValueError,
+        naming `what`, if x differs between ranks."""
         advice = "scatter_gather sends a part of each and needs them equal to the bit"
         check_same(self.comm, what, lambda: [x], advice)
         return self.room(x.contiguous())
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
-        """The ranges of a contiguous tensor, one for each rank; views, [numel / t]."""
+        """Each rank's range of a contiguous tensor, a view [numel / t]."""
         return whole.view(-1).split(events.chunk_sizes(whole.numel(), self.comm.size))
 
     def room(self, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, a view."""
         return self.parts(whole)[self.comm.rank]
 
     def gather(self, whole: Tensor) -> None:
-        """Fill `whole`, of which this rank's part has arrived, with those of the others."""
+        """Fill `whole`, which holds this rank's part, with the others' parts."""
         parts = list(self.parts(whole))
         self.comm.all_gather(parts, parts[self.comm.rank])
 
@@ -57,11 +52,8 @@ class ScatterGather:
 def scatter_gather_over(
     comm: Comm | None, pipeline: Comm, stages: Iterable[nn.Module]
 ) -> ScatterGather | None:
-    """That of `comm`, as `mesh.tp`; None where it is None or one rank. All ranks of `pipeline` call
-    it, with their own stages.
-
-    Raises ValueError, on all of them, where some rank gave other ranks to it, where those have
-    different parts of what travels, or where stages are cut over others."""
+    """ScatterGather over `comm`; None for None or one rank. All ranks of `pipeline` call it, and
+    all raise ValueError if comms differ, or the ranks of one do not hold the same messages."""
     comm = None if comm is None else Comm.of(comm)
     own = "not given" if comm is None else f"rank {comm.rank} of {comm.size}"
     wrong = _wrong(comm, pipeline, list(stages)) if comm is not None and comm.size > 1 else ""
@@ -80,7 +72,7 @@ def scatter_gather_over(
 
 
 def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
-    """Why these ranks do not have the same tensor to send."""
+    """Why these ranks do not hold the same tensor to send."""
     ranks = list(comm.ranks)
     if len({*ranks} & {*pipeline.ranks}) > 1:
         return (

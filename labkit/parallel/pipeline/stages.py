@@ -1,7 +1,5 @@
-"""The stages of a pipeline: layers of one model, each under its name in the whole. Parameters are
-called `blocks.3.attn.q.weight`, wherever block 3 is; those of a stage that is no `Layers` as in
-nn.Sequential(*stages). `labkit.split` makes stages: ../splitting.py.
-"""
+"""Pipeline stages: layers under their names in the whole model, such as `blocks.3.attn.q.weight`. A
+stage that is not a `Layers` has the names of nn.Sequential(*stages)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +13,7 @@ from labkit.parallel.common.sharder import full_state_dict, unwrapped
 
 
 class Layers(nn.Module):
-    """Layers that run one after the other, x -> ... -> y, each under its path in the whole model:
-    `Layers({"blocks.3": block, "norm": norm})`."""
+    """Runs layers in order, each under its path in the model: `Layers({"norm": norm})`."""
 
     def __init__(self, layers: Mapping[str, nn.Module]):
         super().__init__()
@@ -26,7 +23,7 @@ class Layers(nn.Module):
             place: Any = self
             for parent in parents:
                 place = place._modules.setdefault(parent, nn.Module())
-            place._modules[name] = layer  # whatever its name: a model may have a part `layers`
+            place._modules[name] = layer  # also if its name is `layers`
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers.values():
@@ -35,7 +32,6 @@ class Layers(nn.Module):
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """Each with its path."""
         layers: dict[str, Any] = dict.fromkeys(self._paths, self)
         for path in layers:
             for name in path.split("."):
@@ -44,8 +40,7 @@ class Layers(nn.Module):
 
     @staticmethod
     def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
-        """The stages `own` of one rank, under their names in the whole model, without wrappers, as
-        DDP. Raises ValueError where two layers of any stages have one name."""
+        """One rank's unwrapped stages `own`. Raises ValueError if two layers share a name."""
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         first: dict[str, int] = {}
         for index, paths in enumerate(layers):
@@ -62,7 +57,7 @@ class Layers(nn.Module):
 
 
 class StagedModel(nn.Module):
-    """What a Pipeline shows of its model, as `InStages` asks (common/sharder.py)."""
+    """What a Pipeline exposes of its model, documented in `InStages` (common/sharder.py)."""
 
     comm: Comm
     module: nn.Module
@@ -72,7 +67,6 @@ class StagedModel(nn.Module):
     def _take(
         self, stages: Sequence[nn.Module], own: Sequence[int], owners: Mapping[Any, tuple[int, ...]]
     ) -> None:
-        """`own`: the stages of this rank; `owners`: the ranks of each parameter that is tied."""
         self._owners = dict(owners)
         self.further_names = further_names(stages)
         self._own = {index: stages[index] for index in own}
@@ -82,27 +76,23 @@ class StagedModel(nn.Module):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """That of a schedule that updates weights on its way, as `save_checkpoint` wants it."""
         return self._optimizer
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:
-        """The ranks that have it."""
         return self._owners.get(parameter, (self.comm.rank,))
 
     def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first, or only one that has it."""
         return self.owners(parameter)[0] == self.comm.rank
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """The stages of this rank, as they were given, each after what its names begin with."""
         return [
             ("" if isinstance(unwrapped(stage), Layers) else f"{index}.", stage)
             for index, stage in self._own.items()
         ]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state of the whole model, on every rank, on the CPU; all ranks call it together, of
-        a mesh all. What is cut over further ranks (tensor parallelism, ZeRO3) is whole."""
+        """State of the whole model, on every rank, on the CPU; shards (tensor parallelism, ZeRO3)
+        are gathered. All ranks of the mesh must call it."""
         own: dict[str, Tensor] = {}
         for index, stage in self._own.items():
             names = Layers(layers_in(index, stage)).state_dict()
@@ -116,14 +106,13 @@ class StagedModel(nn.Module):
 
 
 def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:
-    """The layers of stage `index` by their names in the whole model, without a wrapper."""
+    """The layers of stage `index` by their names in the whole model."""
     inner = unwrapped(stage)
     return inner.layers if isinstance(inner, Layers) else {str(index): inner}
 
 
 def further_names(stages: Sequence[nn.Module]) -> dict[str, str]:
-    """Each further name of a parameter or buffer that is in the whole model several times, with the
-    first: {"head.weight": "embed.tokens.weight"}."""
+    """The aliases of tied parameters and buffers: {"head.weight": "embed.tokens.weight"}."""
     first: dict[int, str] = {}
     further: dict[str, str] = {}
     for index, stage in enumerate(stages):

@@ -1,33 +1,32 @@
-"""Gradients that several ranks have: averaged over replicas, summed over copies of a parameter.
+"""Gradients that several ranks hold: averaged over replicas, summed over copies of a parameter.
 
-Replicas of a stage average theirs. A pipeline runs many backwards in a step:
+Replicas of a stage average their gradients. A pipeline runs many backwards in a step:
 
     1F1B, the last of 3 stages    F0 B0 F1 B1 F2 B2
     DDP, stage 1 of ZeRO                         └ here, once          2 (d-1)/d G
     stage 2 of ZeRO                  B0    B1    B2 in each      (m+1) (d-1)/d G
     ZeRO-3                        F0 B0 F1 B1 F2 B2 in each          3m (d-1)/d G
 
-Stages 2 and 3 hold no whole gradients, or weights, so they must send as often as these are made and
-used. DeepSpeed's PipelineEngine refuses both; here they run. Refused is what would be wrong, or
-cost more still: a schedule that defers the gradients of weights, with either; a tied embedding in
-ZeRO-3; updates without a flush, with any of them.
+ZeRO-2 and 3 keep no full gradients or weights, so they send whenever these are computed or used.
+DeepSpeed's PipelineEngine refuses both; labkit refuses what would be wrong or even slower: deferred
+weight gradients with either, a tied embedding in ZeRO-3, updates without a flush with any of them.
 
-A tied parameter, as an embedding that is the head, too, is on several stages:
+A tied parameter, such as an embedding that is also the head, is on several stages:
 
     stage 0   embed ─ ...          dE from looking tokens up      ╲
     stage 3   ... ─ head           dE from scoring tokens         ╱  one all-reduce of the two ranks
 
-Each owner has a copy, all start as the first owner's, and all take the same step by the same sum.
-The owners are a group, the embedding group; on a mesh one for each data- and tensor-parallel index:
+Copies start equal and take the same steps with the same sum. On a mesh, there is one group of
+owners, an embedding group, per data- and tensor-parallel index:
 
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
 
-    travels     2(2-1)/2 V w / t elements of an embedding [V, w], after its replicas are averaged;
-                of a ZeroOptimizer's, which has it in a bucket of its own, this rank's share, 1/dp
+    travels     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
+                with a ZeroOptimizer, which gives it its own bucket, 1/dp of that
 
 Legend: d replicas, m micro-batches, G bytes of the stage's gradients; sent by a rank in a step.
-Source: Megatron-LM, the embedding groups of `initialize_model_parallel`, and the bucket of its own
-that a shared embedding has under the distributed optimizer (`_ParamAndGradBuffer`).
+Source: Megatron-LM: embedding groups of `initialize_model_parallel`; the shared embedding's own
+    bucket under the distributed optimizer (`_ParamAndGradBuffer`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,9 +47,8 @@ def wrapped(
     stages: Sequence[nn.Module], own: Sequence[int], size: int,
     wrap: Callable[[nn.Module], nn.Module] | None,
 ) -> list[nn.Module]:  # fmt: skip
-    """`stages`, those of this rank that have something to train inside what `wrap` returns. Raises
-    ValueError, on all ranks, where two stages of one rank share a parameter, which each wrapper
-    would average for itself."""
+    """`stages`, this rank's trainable ones wrapped. Raises ValueError, on all ranks, if two stages
+    of one rank share a parameter, which both wrappers would average."""
     stages = list(stages)
     if wrap is None:
         return stages
@@ -69,16 +67,14 @@ def wrapped(
 
 
 def last_backward(actions: Iterable[Action], stages: Sequence[Any]) -> Action | None:
-    """The last action of this rank that computes gradients of parameters."""
     trains = [any(p.requires_grad for p in stage.module.parameters()) for stage in stages]
     backwards = [a for a in actions if a.phase in ("backward", "weight") and trains[a.chunk]]
     return backwards[-1] if backwards else None
 
 
 def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any]:
-    """The sharders of the parameters here whose averages can wait for the last backward.
-
-    Raises ValueError for one that sends in each, in a schedule of which every backward is two."""
+    """Sharders here that can average in the last backward alone. Raises ValueError if one cannot,
+    and the schedule splits backward into halves."""
     owners = {id(owner): owner for owner in map(owner_of, module.parameters())}.values()
     sharders = [owner for owner in owners if fulfils(owner, Sharder)]
     halves = any(action.phase == "weight" for actions in schedule for action in actions)
@@ -94,7 +90,7 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
 
 
 def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The parameters that are on several ranks, with these ranks; stage s is on rank s % size."""
+    """Parameters on several ranks, with these ranks."""
     ranks: dict[nn.Parameter, set[int]] = {}
     for index, stage in enumerate(stages):
         for parameter in stage.parameters():
@@ -103,8 +99,6 @@ def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tupl
 
 
 class Tied:
-    """The tied parameters of this rank. All ranks of `comm` make it at once."""
-
     def __init__(self, owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm):
         groups = {ranks: _group_of(ranks, comm) for ranks in dict.fromkeys(owners.values())}
         self._copies = [(p, group) for p, ranks in owners.items() if (group := groups[ranks])]
@@ -113,7 +107,7 @@ class Tied:
             group.broadcast(parameter.detach(), 0)
 
     def begin(self) -> None:
-        """Before a step: the gradients of earlier steps, summed already, are put aside."""
+        """Put aside the gradients of earlier steps, which are summed already."""
         self._gradients = []
         for parameter, group in self._copies:
             if parameter.requires_grad and torch.is_grad_enabled():
@@ -125,25 +119,20 @@ class Tied:
                 self._gradients.append((gradient, group))
 
     def sum_gradients(self) -> None:
-        """After the last backward: every owner gets the sum of all owners' gradients."""
         for gradient, group in self._gradients:
             gradient.sum_copies(group)
 
 
 class WholeGradient:
-    """That of `parameter`, as it lies in `.grad`: in DDP's bucket, which each step fills anew."""
-
     def __init__(self, parameter: nn.Parameter, group: Any):
         self.parameter, self.is_first = parameter, group.rank == 0
 
     def put_aside(self) -> None:
-        """The sum of earlier steps is on all owners: the first one adds to it where it lies, the
-        others begin with zeros."""
+        """Every owner has the sum of earlier steps: only the first one keeps it."""
         if self.parameter.grad is not None and not self.is_first:
             self.parameter.grad.zero_()
 
     def sum_copies(self, group: Any) -> None:
-        """All owners' gradients of this step, and the first one's of the steps before."""
         parameter = self.parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -153,8 +142,8 @@ class WholeGradient:
 def check_ties(
     stages: Sequence[nn.Module], owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm
 ) -> None:
-    """Raises ValueError, on all ranks, where a tied parameter is in a ZeRO3, which cuts it at
-    another place on each owner. (One that is cut already is a parameter of another stage.)"""
+    """Raises ValueError, on all ranks, if a tied parameter is in a ZeRO3, here or in another stage:
+    each owner would have other shards of it."""
     own = ""
     for index, stage in enumerate(stages):
         parameters = {*stage.parameters()}
@@ -173,7 +162,6 @@ def check_ties(
 
 
 def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
-    """The owners as a group of their own; None on the others."""
     if len(ranks) == comm.size:
         return comm
     if comm.parallel is not None or comm.size == Comm().size:
@@ -182,19 +170,17 @@ def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
 
 
 class Owners:
-    """Some ranks of a group that is a part of the world, as one line of a mesh: the others cannot
-    help to make a group, so each sends to each. (Two send what an all-reduce does.)"""
+    """Some ranks of a part of the world, which cannot make a group without the others: each owner
+    sends to each. (Two send as much as in an all-reduce.)"""
 
     def __init__(self, ranks: tuple[int, ...], comm: Comm):
         self.ranks, self.comm, self.rank = ranks, comm, ranks.index(comm.rank)
 
     def broadcast(self, x: Tensor, src: int) -> None:
-        """Replace `x` on all owners by that of owner `src`."""
         x.copy_(self._of_all(x)[src])
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace `x` by the sum of all owners' `x`, added up in the same order everywhere."""
-        x.copy_(torch.stack(self._of_all(x)).sum(0))
+        x.copy_(torch.stack(self._of_all(x)).sum(0))  # in the same order everywhere
 
     def _of_all(self, x: Tensor) -> list[Tensor]:
         others = [rank for rank in self.ranks if rank != self.comm.rank]

@@ -17,8 +17,7 @@ MICROBATCHES = 8  # by default
 
 
 def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) -> int:
-    """Returns the chunks of each rank. Raises ValueError where the stages do not divide over the
-    ranks, or differ between them."""
+    """The chunks per rank. Raises ValueError if stages do not divide or differ between ranks."""
     size = comm.size
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError(
@@ -39,7 +38,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} is a {type(stage).__name__}; it must be an nn.Module")
-    # One that its rank has wrapped, in DDP say, is not compared: on the others it is not wrapped.
+    # A stage already in DDP is not compared: it is wrapped on its own rank only.
     own = [None if fulfils(stage, DataParallel) else _parameters_of(stage) for stage in stages]
     if difference := _difference(own, comm):
         index, first, rank, _, here, there = difference
@@ -61,8 +60,7 @@ def _parameters_of(stage: nn.Module) -> list[str]:
 def _difference(
     own: Sequence[list[str] | None], comm: Comm
 ) -> tuple[int, int, int, int, str, str] | None:
-    """The first difference between ranks in a list for each stage (None is not compared): which
-    stage, which two ranks, at which position, and what they have there."""
+    """The first difference between ranks: (stage, two ranks, position, their entries there)."""
     for stage, of_ranks in enumerate(zip_longest(*comm.all_gather_object(own))):
         known = [(rank, names) for rank, names in enumerate(of_ranks) if names is not None]
         for rank, names in known[1:]:
@@ -77,8 +75,8 @@ def _difference(
 def agreed_schedule(
     schedule: str | Schedule, comm: Comm, microbatches: int | None, chunks: int
 ) -> tuple[Schedule, int]:
-    """The lists of actions, and the number of micro-batches. Raises ValueError where there is no
-    such schedule, it breaks a rule, it is of other stages, or differs between the ranks."""
+    """Action lists, and the number of micro-batches. Raises ValueError if they are invalid for
+    these ranks and chunks, or differ between ranks."""
     if isinstance(schedule, str):
         microbatches = MICROBATCHES if microbatches is None else microbatches
         schedule = schedule_of(schedule, comm.size, microbatches, chunks)
@@ -106,7 +104,7 @@ def agreed_schedule(
 
 
 def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
-    """Raises ValueError, on all ranks, where the last stage's has no loss."""
+    """Raises ValueError, on all ranks, if the last stage's rank has no loss."""
     last = (stages - 1) % comm.size
     given = [rank for rank, has in enumerate(comm.all_gather_object(loss_fn is not None)) if has]
     if last not in given:
@@ -119,7 +117,7 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
 
 
 def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) -> None:
-    """Raises ValueError, on all ranks, where the stages cannot do what the schedule asks."""
+    """Raises ValueError, on all ranks, if the stages cannot do what the schedule asks."""
     halves, updates = _has(schedule, "weight"), _has(schedule, "update")
     if halves and updates:
         raise ValueError(
@@ -154,8 +152,7 @@ def _has(schedule: Schedule, phase: str) -> bool:
 def optimizer_of(
     optimizer: Any, own: Sequence[nn.Module], schedule: Schedule, tied: Mapping[nn.Parameter, Any]
 ) -> torch.optim.Optimizer | None:
-    """That of a schedule that updates; None for others. Raises ValueError where one is missing or
-    too many."""
+    """The optimizer of a schedule with updates, else None. Raises ValueError if it does not fit."""
     if not _has(schedule, "update"):
         if optimizer is not None:
             raise ValueError(
@@ -181,7 +178,7 @@ def optimizer_of(
             )
     if not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
-        # Where all is frozen: updates all the same.
+        # A frozen stage has updates, too.
         optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0))])
     if fulfils(optimizer, DataParallel):
         raise ValueError(
@@ -193,7 +190,7 @@ def optimizer_of(
 
 
 def check_scaler(scaler: LossScaler, pipeline: Any) -> None:
-    """Raises ValueError for one whose decision is not that of all stages, or comes too late."""
+    """Raises ValueError if the scaler does not decide for all stages, or decides too late."""
     if _has(pipeline.schedule, "update"):
         raise ValueError(
             "this schedule updates after each micro-batch, before a scaler has seen all gradients; "
@@ -208,7 +205,7 @@ def check_scaler(scaler: LossScaler, pipeline: Any) -> None:
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:
-    """Raises ValueError for a batch that does not make so many micro-batches."""
+    """Raises ValueError if the batch does not make `microbatches` micro-batches."""
     if not isinstance(x, Tensor) or x.ndim < 1:
         what = "a scalar" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(
@@ -229,11 +226,9 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
 
 
 def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
-    """What decides the shapes and dtypes that travel in this step: the batch but for its rows,
-    modes, dtypes of parameters; `before`: that of the last step.
-    Raises CollectiveMismatch where ranks have other batches or modes, or only some have what they
-    had `before`: those would wait for messages that no rank sends.
-    """
+    """What decides shapes and dtypes of a step's messages; `before`: that of the last step. Raises
+    CollectiveMismatch if it, or whether it changed, differs between ranks: some would wait for
+    metadata that no rank sends."""
     kind, autocast = x.device.type, "no autocast"
     if torch.is_autocast_enabled(kind):
         autocast = f"autocast to {torch.get_autocast_dtype(kind)}"
@@ -248,8 +243,7 @@ def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
 
 
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:
-    """Raises ValueError for what is no scalar; RuntimeError, as backward in one process does, for a
-    loss without a gradient where one is `needed`."""
+    """Raises ValueError if the loss is no scalar, RuntimeError if it lacks a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"{at}: loss_fn gave {what}; it returns a scalar, the mean over the rows")

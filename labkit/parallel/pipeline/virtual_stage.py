@@ -5,10 +5,10 @@
     backward   dx ◀─────────── dy    and the graph is freed
     input      dx ◀─────────── dy    the gradients of weights are deferred (deferred_weights.py)
     weight     dW                    ... until here
-    update                           PipeDream: one step by this micro-batch
+    update                           PipeDream: an optimizer step with this micro-batch's gradient
 
-PipeDream's weight stashing: each micro-batch goes back through the weights of its forward, at the
-price of a copy of the weights for each version in use:
+PipeDream's weight stashing: backward uses the weights of the micro-batch's forward, at the price of
+a copy of the weights for each version in use:
 
     stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 by the first weights, F3 by those after
                v0 v0 v0 v0   v1 v0            the first update; B1 by v0, still
@@ -34,7 +34,7 @@ from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.schedules.actions import Action
 
-# An action with nothing to compute runs a backward all the same: a recording has one for each.
+# Runs a backward even if nothing is to be computed: a recording has one per action.
 NOTHING = partial(torch.zeros, (), requires_grad=True)
 
 Version = dict[str, Tensor]
@@ -46,18 +46,13 @@ class StageError(RuntimeError):
 
 @dataclass
 class InFlight:
-    """A micro-batch between its forward and its backward."""
-
     x: Tensor
     end: GradientEdge | None  # where backward begins; None: nothing here needs a gradient
     later: Later
 
 
 class VirtualStage:
-    """`module`, which is virtual stage `index` of the pipeline, on rank `rank`.
-
-    `actions`: its actions of a step. `loss_of(y, microbatch)`: on the last stage.
-    """
+    """Virtual stage `index`, on rank `rank`. `loss_of(y, microbatch)`: on the last stage."""
 
     def __init__(
         self, module: nn.Module, index: int, rank: int, actions: Iterable[Action], recompute: bool,
@@ -77,8 +72,7 @@ class VirtualStage:
         self._synchronised = set(last_of.values())
 
     def do(self, action: Action, message: Tensor | None) -> Tensor | None:
-        """Compute `action` from its message: the input of a forward, the gradient of the output for
-        a backward. Returns what to send to the next stage (or the one before)."""
+        """Run `action` on an input or output gradient; returns what to send to a neighbour."""
         k, phase = action.microbatch, action.phase
         with self._without_sync(action):
             if phase == "forward":
@@ -98,7 +92,7 @@ class VirtualStage:
                     return self._backward(flight, message, k)
 
     def _without_sync(self, action: Action) -> AbstractContextManager[Any]:
-        """A stage in DDP averages over the replicas once in a step, in its last backward."""
+        """A stage in DDP averages over replicas once per step, in its last backward."""
         if action in self._synchronised or not fulfils(self.module, DataParallel):
             return nullcontext()
         return self.module.no_sync()
@@ -160,7 +154,7 @@ class VirtualStage:
         parameters = list(self.module.parameters())
         is_averaged = fulfils(self.module, DataParallel)
         is_averaged |= any(owner_of(p) is not None for p in parameters)
-        ready = []  # whose hooks must run in this backward
+        ready = []  # their hooks must run in this backward
         if action in self._synchronised and is_averaged:
             ready = [p for p in parameters if p.requires_grad and p.grad is not None]
         run_later(flight.later or [NOTHING], ready)
@@ -169,14 +163,12 @@ class VirtualStage:
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """Backward runs in forward's dtypes: autocast, torch's or labkit's, is around forward alone.
-    (Recompute restores it, see memory/conditions.py.)"""
+    """Autocast is for forward only; backward has its dtypes. (Recompute restores it.)"""
     return torch.autocast(x.device.type, enabled=False)
 
 
 class WeightVersions:
-    """The weights of `module` that micro-batches in flight still need. The module's own
-    parameters are the newest."""
+    """Weights that micro-batches in flight still need; the module's own are the newest."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
         self.module, self.optimizer = module, optimizer
@@ -185,7 +177,7 @@ class WeightVersions:
         self._gradients: dict[int, Version] = {}
 
     def forward(self, microbatch: int, x: Tensor) -> Any:
-        """The module's output by the newest weights. Called again, by those of the first time."""
+        """The output by the newest weights; called again, by those of the first call."""
         if microbatch not in self._used:
             if self._newest is None:
                 self._newest = {
@@ -197,7 +189,6 @@ class WeightVersions:
         return functional_call(self.module, self._used[microbatch], (x,))
 
     def backward_done(self, microbatch: int) -> None:
-        """The gradients of the version belong to this micro-batch."""
         total = self._gradients.setdefault(microbatch, {})
         for name, weight in self._used[microbatch].items():
             if weight.grad is not None:
@@ -205,7 +196,7 @@ class WeightVersions:
                 weight.grad = None
 
     def update(self, microbatch: int) -> None:
-        """One step of the optimizer on the newest weights, by the gradient of this micro-batch."""
+        """One optimizer step on the newest weights, with this micro-batch's gradient."""
         del self._used[microbatch]
         gradients = self._gradients.pop(microbatch)
         for name, p in self.module.named_parameters():

@@ -1,36 +1,31 @@
-"""Layers cut over tensor-parallel ranks: matrices by columns or rows; embedding, head and loss by
-the vocabulary.
+"""Layers sharded over tensor-parallel ranks: linears by columns or rows, vocabulary by rows.
 
-    y = x A, rank r of t has          A = [A₁ | A₂]  columns          A = [A₁]  rows
+    y = x A, rank r of t holds        A = [A₁ | A₂]  columns          A = [A₁]  rows
                                                                           [A₂]
-    its input                         x, whole                        xᵣ, its features
-    it computes                       yᵣ = x Aᵣ, its features         a summand xᵣ Aᵣ of y
+    its input                         all of x                        its features xᵣ
+    it computes                       its features yᵣ = x Aᵣ          a partial sum xᵣ Aᵣ of y
     forward sends                     -                               all-reduce of y
     backward sends                    all-reduce of dx                -
 
-torch stores A transposed, weight [out, in]: its columns are the rows of `weight`. A column-parallel
-layer's output is a row-parallel one's input, so the pair sends one all-reduce forward and one
-backward, which hides behind dA = xᵀ dy. With `sequence=True` x is cut along the sequence outside of
-the two, [b, s/t, in]: the first gathers it, the second reduce-scatters y, together as many bytes as
-the all-reduce. The shard of x is saved, and gathered again in backward, behind dx = dy Aᵀ.
+torch stores A transposed, as weight [out, in]. Columns followed by rows need one all-reduce in
+forward and one in backward, overlapped with dA = xᵀ dy. With `sequence=True`, x outside the pair is
+sharded, [b, s/t, in]: columns gather it (and again in backward, overlapped with dx = dy Aᵀ), and
+rows reduce-scatter y: together as many bytes as the all-reduce.
 
     rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for others' tokens
     rank 1   rows 3, 4, 5                                │ all-reduce: one rank has each token
     rank 2   rows 6, 7, padding                          x  [b, s, w]
-             the same rows as the head        x ──> own logits [b, s, V/t] ──> loss
+             the head has the same rows       x ──> own logits [b, s, V/t] ──> loss
 
     each rank holds   V/t rows of w elements, V = v rounded up to a multiple of t
-    travels           embedding  forward an all-reduce of b s w, backward nothing
-                      head       forward nothing, backward an all-reduce of b s w
-                      loss       forward an all-reduce (max) of b s elements, one (sum) of 2 b s
+    travels           forward: all-reduces of b s w (embedding), b s (max) and 2 b s (sum; loss)
+                      backward: an all-reduce of b s w (head)
 
-The loss of a token is log(sum of exp(its logits)) - the logit of its target: each rank has a part
-of the sum, one has the target, and none needs all logits. Rows of padding, and their gradients, are
-zeros: no token looks them up, and their logits are -inf or cut off.
+No rank needs all logits for a token's loss, log(sum of exp(its logits)) - (logit of its target).
+Padding rows and their gradients are zero: no token looks them up; their logits are -inf or cut.
 
 Legend: b rows, s positions, in and out features, w width, v vocabulary, t ranks.
-Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv
-2205.05198, section 4.2.2; Narayanan et al., arXiv 2104.04473, for the overlap.
+Sources: arXiv 1909.08053, section 3; 2205.05198, section 4.2.2; overlap: arXiv 2104.04473.
 """
 
 from collections.abc import Sequence
@@ -57,14 +52,13 @@ from labkit.parallel.common.conjugate import (
 from labkit.parallel.common.shards import Shard, check_same, mark_shard, marked_as
 
 SAME_BATCH = "give all of them the same batch, chosen by the rank along the data-parallel axis"
-IGNORED = -100  # a target that does not count, as in F.cross_entropy
+IGNORED = -100  # a target to skip, as in F.cross_entropy
 
 
 class ShardedLinear(nn.Module):
-    """A linear layer of which each rank has a shard: made by `from_linear`, or from sizes of the
-    nn.Linear that all ranks, with one seed, would make."""
+    """nn.Linear, sharded; built from sizes, it needs one seed on all ranks."""
 
-    dim, padded = 0, False  # which dim of `weight` is cut, and whether it need not divide
+    dim, padded = 0, False  # the sharded dim of `weight`; whether it may be padded
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
@@ -75,7 +69,7 @@ class ShardedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False) -> Self:
-        """This rank's shard of `linear`, which is the same on all ranks, and stays as it is."""
+        """This rank's shard of `linear`, which is equal on all ranks and is not modified."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._shard(linear, comm, sequence)
@@ -95,12 +89,10 @@ class ShardedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """x [..., in], the same on all ranks -> this rank's features of the output, [..., out/t]; with
-    `sequence` a shard of the sequence, [b, s/t, in] -> all of it, [b, s, out/t]. Raises ValueError
-    where `out` does not divide over the ranks."""
+    """x [..., in] -> [..., out/t]; with `sequence`, a shard [b, s/t, in] -> [b, s, out/t]. Weight
+    [out/t, in], bias [out/t]. Raises ValueError if t does not divide `out`."""
 
-    # weight [out/t, in], bias [out/t]
-    one_input: Any = None  # the forward of a layer in which several columns have one input
+    one_input: Any = None  # the layer's forward, if several of its columns share their input
 
     def forward(self, x: Tensor) -> Tensor:
         if self.one_input is not None:
@@ -109,14 +101,13 @@ class ColumnParallelLinear(ShardedLinear):
 
     @property
     def beside(self) -> "list[ColumnParallelLinear]":
-        """The layers whose parameters a call of this one may use, too."""
+        """Layers whose parameters a call of this one may also use."""
         return [] if self.one_input is None else self.one_input.columns
 
 
 class RowParallelLinear(ShardedLinear):
-    """x [..., in/t], this rank's features -> nn.Linear's whole output [..., out] on all ranks; with
-    `sequence` [b, s, in/t] -> a shard of it, [b, s/t, out]. Every rank has the whole bias. Raises
-    ValueError where `in` does not divide over the ranks or, with `sequence`, s does not."""
+    """x [..., in/t] -> the full output [..., out]; with `sequence`, its shard [b, s/t, out]. The
+    bias is replicated. Raises ValueError if t does not divide `in` or, with `sequence`, s."""
 
     dim = 1  # weight [out, in/t], bias [out]
 
@@ -125,13 +116,13 @@ class RowParallelLinear(ShardedLinear):
         y = (reduce_scatter_sequence if self.sequence else reduce_from_ranks)(summand, self.comm)
         if self.bias is None:
             return y
-        # On a shard of the sequence, the gradient of the bias is a part of its sum.
+        # On a sequence shard, the bias gradient is a partial sum.
         bias = copy_to_ranks(self.bias, self.comm) if self.sequence else self.bias
         return y + bias.to(y.dtype)
 
 
 def columns(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of column-parallel layers of one input."""
+    """Outputs of column-parallel layers that share their input."""
     first = layers[0]
     x = x.to(low_type_around(x) or x.dtype)  # before it is sent and saved, not after
     shards = [shard for layer in layers for shard in (layer.weight, layer.bias)]
@@ -139,7 +130,7 @@ def columns(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, 
 
 
 class _Columns(torch.autograd.Function):
-    """x [..., in] and weights [out/t, in], biases [out/t] or None -> an output for each weight."""
+    """x [..., in], weights [out/t, in], biases [out/t] or None -> one output per weight."""
 
     @staticmethod
     def forward(
@@ -152,7 +143,7 @@ class _Columns(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         whole = gathered(x, comm, dim=1) if sequence else x
         ys = [F.linear(_rows(whole), w, b) for w, b in zip(weights, biases, strict=True)]
-        # No views, which an activation could not write to.
+        # Not views, which an in-place activation could not write to.
         return tuple(torch.ops.aten._unsafe_view(y, (*whole.shape[:-1], y.shape[-1])) for y in ys)
 
     @staticmethod
@@ -192,9 +183,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
-    """This rank's of t equal shards along `dim`, marked, in memory of its own; all of a parameter
-    without that dim. `padded`: with zeros behind, where the whole does not divide over the ranks.
-    Raises ValueError otherwise."""
+    """This rank's shard of `whole` along `dim`, copied and marked; without that dim, a full copy.
+    Raises ValueError if `dim` is not divisible by t, unless `padded` fills it up with zeros."""
     if whole.ndim <= dim:
         return marked_as(whole, nn.Parameter(whole.detach().clone(), whole.requires_grad))
     size, shape = whole.shape[dim], [*whole.shape]
@@ -215,8 +205,8 @@ def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False
 
 
 class SummedGradients:
-    """In place of the forward of a module, as a norm, that sees a shard of the sequence: backward
-    sums the gradients of its own parameters over the ranks, in one all-reduce."""
+    """Replaces the forward of a module, such as a norm, that sees a sequence shard: backward sums
+    the gradients of its own parameters over the ranks, in one all-reduce."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm
@@ -233,19 +223,14 @@ class SummedGradients:
 
 
 class OwnPositions(SummedGradients):
-    """The table of positions: [s] -> the vectors of the own part, [s/t, w]."""
-
-    def __call__(self, positions: Tensor) -> Any:
+    def __call__(self, positions: Tensor) -> Any:  # [s] -> this rank's vectors, [s/t, w]
         return super().__call__(own_part(positions, self.comm, dim=-1))
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding, its rows cut over the ranks of `comm`; built from sizes, those that all ranks,
-    with one seed, would make.
-
-    tokens [b, s] integers, the same on all ranks -> [b, s, w], the same on all ranks; with
-    `sequence`, this rank's shard, [b, s/t, w], by a reduce-scatter. Raises ValueError for a token
-    outside the vocabulary (on a GPU the device asserts)."""
+    """nn.Embedding sharded by rows; built from sizes, it needs one seed on all ranks. tokens [b,
+    s], equal on all ranks -> [b, s, w]; with `sequence`, its shard [b, s/t, w]. Raises ValueError
+    for tokens outside the vocabulary (on a GPU, a device assert)."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, comm: Comm, *,
@@ -259,7 +244,7 @@ class VocabParallelEmbedding(nn.Module):
     def from_embedding(
         cls, embedding: nn.Embedding, comm: Comm, *, sequence: bool = False
     ) -> "VocabParallelEmbedding":
-        """This rank's rows of `embedding`, which is the same on all ranks, and stays as it is."""
+        """This rank's rows of `embedding`, which is equal on all ranks and is not modified."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._shard(embedding, comm, sequence)
@@ -275,7 +260,7 @@ class VocabParallelEmbedding(nn.Module):
         self.comm, self.sequence = Comm.of(comm), sequence
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.weight = shard_parameter(embedding.weight, self.comm, dim=0, padded=True)  # [V/t, w]
-        self.padding_idx = padding = embedding.padding_idx  # whose row never learns
+        self.padding_idx = padding = embedding.padding_idx  # its row never learns
         own = -1 if padding is None else padding - self.comm.rank * len(self.weight)
         self._own_padding_idx = own if 0 <= own < len(self.weight) else None
 
@@ -292,14 +277,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """nn.Linear from x to logits: a `ColumnParallelLinear` whose columns, one for each token, need
-    not divide; without a bias by default.
-
-    gather_output  every rank gets all logits, [b, s, v]; else its own, [b, s, V/t], those of
-                   padding -inf: for `vocab_parallel_cross_entropy`
-
-    Tied weights: `head.weight = embedding.weight`, of a `VocabParallelEmbedding`.
-    """
+    """nn.Linear to logits [b, s, v], its vocabulary padded to a multiple of t. Without
+    `gather_output`, this rank's logits [b, s, V/t], -inf for padding, for
+    `vocab_parallel_cross_entropy`. Tie weights by `head.weight = embedding.weight`."""
 
     padded = True  # weight [V/t, in], bias [V/t]
 
@@ -314,7 +294,6 @@ class VocabParallelHead(ColumnParallelLinear):
     def from_linear(
         cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False, gather_output: bool = True
     ) -> Self:
-        """This rank's rows of `linear`, which is the same on all ranks, and stays as it is."""
         head = super().from_linear(linear, comm, sequence=sequence)
         head.gather_output = gather_output
         return head
@@ -334,17 +313,16 @@ def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = IGNORED,
     reduction: Literal["mean", "sum", "none"] = "mean", vocab: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """F.cross_entropy of logits that are cut over the ranks, in at least float32; the same on all.
+    """F.cross_entropy of vocabulary-sharded logits, in float32 or wider; equal on all ranks.
 
     Args:
-        logits: this rank's, [..., V/t] as of `VocabParallelHead(gather_output=False)`.
-        targets: integers [...], the same on all ranks; `ignore_index` for those that do not count.
-        reduction: the mean over the targets that count, their sum, or "none", [...].
-        vocab: v, to refuse targets that are padding; without it, their loss is inf.
+        logits: this rank's, [..., V/t], as from `VocabParallelHead(gather_output=False)`.
+        targets: integers [...], equal on all ranks; `ignore_index` for those to skip.
+        reduction: "mean" over the targets not skipped, "sum", or "none" for [...].
+        vocab: v, to reject targets in the padding; without it, their loss is inf.
 
-    Raises ValueError for a target outside the vocabulary (on a GPU the device asserts), where
-    shapes do not fit and, in a `World` that checks, where targets differ.
-    """
+    Raises ValueError if targets are outside the vocabulary (on a GPU, a device assert), do not fit
+    the logits or, in a `World` with checks, differ between ranks."""
     comm, width = Comm.of(comm), logits.shape[-1]  # V/t
     if logits.shape[:-1] != targets.shape or targets.is_floating_point():
         raise ValueError(
@@ -359,13 +337,13 @@ def vocab_parallel_cross_entropy(
     check_inside("a target", targets.where(counts, 0), vocab or width * comm.size)
 
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    peak = logits.detach().amax(-1)  # [...]; any number would do: the loss is the same
+    peak = logits.detach().amax(-1)  # [...]; the loss does not depend on it
     comm.all_reduce(peak, op="max")
     shifted = logits - peak.unsqueeze(-1)  # at most 0, so that exp cannot overflow
     own, mine = _own_of(targets, width, comm)
     picked = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
     both = torch.stack([shifted.exp().sum(-1), picked])  # [2, ...]
-    total, picked = reduce_from_ranks(both, comm)  # g: its gradient is every rank's own
+    total, picked = reduce_from_ranks(both, comm)  # g: every rank keeps its own gradient
     losses = (total.log() - picked).masked_fill(~counts, 0)  # [...]
     if reduction == "none":
         return losses
@@ -373,15 +351,15 @@ def vocab_parallel_cross_entropy(
 
 
 def _own_of(ids: Tensor, height: int, comm: Comm) -> tuple[Tensor, Tensor]:
-    """The row of each id among this rank's `height` rows (0 for others' ids), and a mask of own."""
+    """Local row of each id (0 for ids of other ranks), and a mask of this rank's ids."""
     own = ids - comm.rank * height
     mine = (own >= 0) & (own < height)
     return own.where(mine, 0), mine
 
 
 def check_inside(what: str, ids: Tensor, vocab: int) -> None:
-    """Raises ValueError for an id that no rank has: its vector would silently be zero. A GPU
-    asserts without waiting for the values; fake tensors have none, and raise nothing."""
+    """Raises ValueError for ids that no rank holds, whose vectors would silently be zero. A GPU
+    asserts asynchronously; fake tensors hold no values and never raise."""
     inside = (ids >= 0) & (ids < vocab)
     try:
         torch._assert_async(inside.all(), f"{what} is outside the vocabulary of {vocab}")

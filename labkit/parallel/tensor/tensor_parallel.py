@@ -1,38 +1,32 @@
-"""Tensor parallelism: every layer of a model is cut, and all ranks compute on the same tokens.
+"""Tensor parallelism: every layer of a model is sharded; all ranks process the same tokens.
 
     x ─▶ norm ─ f ─▶ q k v ─▶ some heads ─▶ out ─ g ─▶ + ─▶ norm ─ f ─▶ up ─▶ gelu ─▶ down ─ g ─▶ +
                      columns                rows                        columns       rows
     whole            ├──────── 1/t ───────────┤  whole                  ├─────── 1/t ─────┤  whole
 
-    each rank holds   1/t of the matrices and of what is computed between them; whole norms,
-                      biases of `out` and `down`, and all of x
+    each rank holds   1/t of the matrices and what is between them; all of x, norms, row biases
     travels           f all-reduces in backward, g in forward: four all-reduces of b s w elements
-                      a layer, 8(t-1)/t b s w from each rank (bus bytes)
-    kept              s b w (10 + 24/t + 5 h s / (w t)) bytes a layer in 2-byte types
+                      per layer, 8(t-1)/t b s w from each rank (bus bytes)
+    kept              s b w (10 + 24/t + 5 h s / (w t)) bytes per layer in 2-byte types
 
-Sequence parallelism (`sequence=True`) cuts x, too, so that nothing is held t times:
+Sequence parallelism (`sequence=True`) also shards x, so that no activation is replicated:
 
     x [b, s/t, w] ─▶ norm ─ all-gather ─▶ q k v ... out ─ reduce-scatter ─▶ + ─▶ norm ─ ...
 
-    travels           f becomes all-gather forward and reduce-scatter backward, g the other way
-                      round: the same bytes. The shard of x is kept, so backward gathers it again
-                      before q k v and up: 10(t-1)/t b s w in all. Norms and biases see a shard of
-                      the sequence: four small all-reduces sum their gradients, 6 w elements a layer
-    kept              s b w (34 + 5 h s / w) / t bytes a layer
+    travels           f: all-gather forward, reduce-scatter backward; g: the reverse; and x gathered
+                      again in backward before q k v and up: 10(t-1)/t b s w. Norms and biases see
+                      shards: four all-reduces of gradients, 6 w elements per layer
+    kept              s b w (34 + 5 h s / w) / t bytes per layer
 
-Full recompute (labkit.Recompute) adds the collectives of the forward that it runs again, up to the
-last tensor that backward needs: a layer's last one only where dropout follows it.
+Full recompute repeats the forward's collectives, but a layer's last one only if dropout follows it.
 
-Random numbers are the same where ranks hold replicas, and differ where they hold shards:
-
-    dropout on                        rank 0     rank 1     so that
-    a replica [b, s, w]               1 0 1 1    1 0 1 1    the replicas stay equal
-    a shard, of heads or positions    1 0 1 1    0 1 1 0    no two heads drop the same
+    dropout mask                      rank 0     rank 1     random numbers are
+    of a replica [b, s, w]            1 0 1 1    1 0 1 1    the same, so replicas stay equal
+    of a shard: heads or positions    1 0 1 1    0 1 1 0    different for each head
 
 Legend: b rows, s positions, w width, h heads, t ranks.
-Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3 and appendix B.2 (with one more
-generator there); Korthikanti et al., arXiv 2205.05198, section 4; a group belongs inside a node:
-Narayanan et al., arXiv 2104.04473.
+Sources: Shoeybi et al., arXiv 1909.08053, section 3, appendix B.2 (with one more generator);
+Korthikanti et al., 2205.05198, section 4; one node per group: Narayanan et al., 2104.04473.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,24 +47,22 @@ from labkit.parallel.tensor import layers, validation
 def tensor_parallel(
     model: nn.Module, comm: Comm, *, sequence: bool = False, gather_logits: bool = True
 ) -> nn.Module:
-    """Cut `model` over the ranks of `comm`, in place, and return it: edit first, then make the
-    optimizer and wrap the model in DDP or ZeRO, as its parameters are new. With one rank it
-    computes what it did.
+    """Shard `model` over the ranks of `comm` in place and return it. Its parameters are new: make
+    the optimizer and wrap the model in DDP or ZeRO afterwards.
 
     Args:
-        model: it starts as rank 0's. Cut are, by name: attention, a module with `q`, `k`, `v`,
-            `out` and `head_width`; an MLP, one with `up` and `down`, and `gate` where it is gated;
-            the embedding, one with `tokens`, and `positions` if it has any; the `head`.
-        comm: the ranks that share it, as `mesh.tp`. All of them get the same batch, and the same
-            seed: then replicas drop the same elements, and shards do not.
-        sequence: cut what is between `tokens` and `head` along the sequence, dim 1.
-        gather_logits: every rank gets all logits; False: those of its part of the vocabulary.
+        model: starts from rank 0's weights. Sharded by name: attention (`q`, `k`, `v`, `out` and
+            `head_width`), MLPs (`up`, `down` and, if gated, `gate`), the embedding (`tokens` and,
+            if any, `positions`) and the `head`.
+        comm: the ranks that share the model, such as `mesh.tp`. They need the same batch and the
+            same seed, so that replicas drop the same elements and shards do not.
+        sequence: also shard the activations between `tokens` and `head` along the sequence, dim 1.
+        gather_logits: every rank gets all logits; False: those of its vocabulary shard.
 
-    Raises ValueError where heads or widths do not divide; where there is nothing to cut, a layer
-    was cut before, has unknown parameters, or computes something else on a slice of its features
-    (as with a fused gate), or tied parameters would not stay so; in forward where a sequence does
-    not divide or, in a `World` that checks, inputs differ.
-    """
+    Raises ValueError if heads or widths are not divisible, if a layer is sharded already, has
+    unknown parameters or computes something else on a slice of its features (such as a fused gate),
+    if tied parameters would come apart or nothing is sharded; in forward, if s is not divisible or,
+    in a `World` with checks, inputs differ between ranks."""
     comm = Comm.of(comm)
     trials = validation.check_fits(model, comm)
     check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
@@ -89,7 +81,7 @@ def tensor_parallel(
 
 
 def _cut_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None:
-    """Columns, then rows, all made before any is put in place: a refused layer stays whole."""
+    """Replaces the layer's linears, all built first, so that a refused layer stays unchanged."""
     layer, options = trial.layer, dict[str, Any](comm=comm, sequence=sequence)
     linears = [getattr(layer, name) for name in trial.columns]
     columns = [layers.ColumnParallelLinear.from_linear(linear, **options) for linear in linears]
@@ -98,12 +90,12 @@ def _cut_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None
         setattr(layer, name, part)
     if trial.pending:
         layer.forward = trial
-    # With a cut sequence all that is drawn here is for a shard.
+    # With a sharded sequence, all dropout in the layer is on shards.
     layer.forward = OwnForward(layer, comm, columns, None if sequence else row)
 
 
 def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
-    """The embedding and the head by rows, one for each token; tied, they stay one parameter."""
+    """Shards the embedding and the head by token; tied weights stay one parameter."""
     cut: list[nn.Module] = []
     rows: dict[Tensor, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -124,12 +116,11 @@ def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool)
 
 @contextmanager
 def own_numbers(comm: Comm) -> Iterator[None]:
-    """What torch draws inside is this rank's own: one number, the same on all ranks, and the rank
-    seed the generators. Afterwards they go on as those of the others. One rank: nothing."""
+    """Draws random numbers of this rank's own inside, and continues the shared ones afterwards."""
     if comm.size == 1:
         yield
         return
-    with no_modes():  # a seed is no part of the model: real in a dry run, too
+    with no_modes():  # a seed is not part of the model: it is real in a dry run, too
         seed = int(torch.randint(2**62, ())) + comm.rank
     with torch.random.fork_rng(range(len(validation.generators()) - 1)):
         for generator in validation.generators():
@@ -138,15 +129,15 @@ def own_numbers(comm: Comm) -> Iterator[None]:
 
 
 class OwnForward:
-    """In place of `module.forward`: the same, with random numbers of the rank's own; in a layer
-    that is cut, from its columns to its row. Columns have one x, as q, k and v: the first computes
-    for all, so that x is gathered once, and its gradient sent once."""
+    """Replaces `module.forward`: dropout is the rank's own (in a sharded layer, up to the row). The
+    first of several columns, such as q, computes for all, so x is gathered once and its gradient
+    sent once."""
 
     def __init__(self, module: nn.Module, comm: Comm, columns: Sequence[Any] = (), row: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
         self.columns, self._begins_at_once = list(columns), row is None
-        self._own: Any = None  # the block of own numbers, once it has begun
-        self._call: Any = None  # while forward runs: x, its state, the outputs not asked for yet
+        self._own: Any = None  # the `own_numbers` context, once it has begun
+        self._call: Any = None  # while forward runs: x, its state, the outputs not yet returned
         for column in columns:
             column.one_input = self
         if row is not None:
@@ -164,7 +155,7 @@ class OwnForward:
             self._own, self._call = outer
 
     def output_of(self, column: layers.ColumnParallelLinear, x: Tensor) -> Tensor:
-        """Its part of x A; for this column alone, where it is called from outside of the layer."""
+        """The output of `column`, which is computed alone if called from outside the layer."""
         if self._call is None:
             return layers.columns([column], x)[0]
         self._begin()
@@ -189,7 +180,7 @@ class OwnForward:
 
 
 def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:
-    """From the embedding to the head, x is [b, s/t, w], but for what is `cut` already."""
+    """Edits modules outside `cut` for sequence shards x [b, s/t, w]."""
     for module in (module for module in model.modules() if module not in cut):
         if isinstance(module, _DropoutNd):
             module.forward = OwnForward(module, comm)

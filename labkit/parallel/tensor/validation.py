@@ -1,7 +1,6 @@
-"""Which layers can be cut, asked before anything is, and whether the ranks compute on the same.
+"""Checks that each layer can be split, before any is, and that all ranks get the same input.
 
-Each layer is tried, in one process, with random numbers for what its linear layers compute. No
-weight is read, so models without memory are tried, too.
+Each layer runs in one process with random numbers as outputs of its linears; weights are not read.
 
     whole     x ─▶ columns ─▶ random h ───────▶ the layer's code ─▶ rows ─▶ random y ─▶ ... output
     rank r    x ─▶ columns ─▶ slice r of h ───▶ the layer's code ─▶ rows ─▶ the same y ─▶ ... output
@@ -30,8 +29,7 @@ LAYERS = (["q", "k", "v"], "out"), (["gate", "up"], "down"), (["up"], "down")
 
 
 def layers_to_cut(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]:
-    """Attention and MLPs, gated or not, by the names of their linear layers: (path, layer, columns,
-    row)."""
+    """Attention and MLPs by the names of their linears: (path, layer, columns, row)."""
     for path, layer in model.named_modules():
         for columns, row in LAYERS:
             if all(hasattr(layer, name) for name in (*columns, row)):
@@ -40,8 +38,7 @@ def layers_to_cut(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]
 
 
 def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
-    """Raises ValueError where a layer cannot be cut, or there is none. Returns the layers' trials;
-    pending ones are to be made on the first real input."""
+    """Returns a trial per layer. Raises ValueError if there is none, or one cannot be split."""
     trials = [SplitTrial(comm.size, *layer) for layer in layers_to_cut(model)]
     if not trials:
         raise ValueError(
@@ -53,8 +50,7 @@ def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
 
 
 def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> None:
-    """Raises ValueError where nothing cuts or joins the sequence; where parameters that were tied
-    `before` the edit, of one id, are not any more."""
+    """Raises ValueError if the sequence lacks its ends, or tied parameters came apart."""
     if lacks_ends:
         raise ValueError(
             "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
@@ -71,10 +67,10 @@ def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> 
 
 
 def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Before each forward: where a `World` checks, raises ValueError unless all tensors of the
-    input are the same on all ranks and, with dropout on, the random state."""
+    """In a `World` with checks, raises ValueError unless the tensors of the input and, with dropout
+    on, the random states are equal on all ranks. A forward pre-hook."""
 
-    def inputs() -> list[Tensor]:  # with a cut sequence, x of a later stage of the model is a shard
+    def inputs() -> list[Tensor]:  # with `sequence`, x of a later pipeline stage is a shard
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         return [x for x in tensors if not (sequence and x.is_floating_point())]
 
@@ -89,14 +85,13 @@ def generators() -> list[torch.Generator]:
 
 
 def random_states(model: nn.Module) -> list[Tensor]:
-    """Of the generators from which `model` draws, the CPU's and its device's; none where dropout is
-    off."""
+    """The states of the generators that `model` draws from; empty if dropout is off."""
     devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
     return [g.get_state() for g in generators() if g.device in devices and draws(model)]
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether dropout is on in it: a module of torch's, or one with a number `dropout`."""
+    """Whether dropout is on: a module of torch's, or a float attribute `dropout`."""
     return any(part.training and _dropout_of(part) > 0 for part in module.modules())
 
 
@@ -106,9 +101,8 @@ def _dropout_of(module: nn.Module) -> float:
 
 
 class SplitTrial:
-    """Tries one layer on a small input; while `pending`, as its forward takes other inputs, it
-    takes the place of `layer.forward` and tries the first real one. Raises ValueError if the layer
-    cannot be cut."""
+    """Tries one layer on a small input, or, if its forward takes others, in place of its forward on
+    the first real input. Raises ValueError if the layer cannot be split."""
 
     def __init__(self, size: int, path: str, layer: Any, columns: list[str], row: str) -> None:
         self.size, self.layer, self.forward = size, layer, layer.forward
@@ -116,10 +110,10 @@ class SplitTrial:
         self.columns, self.row = columns, row
         self._check_parts(path and f"{path}.")
         self._check_sizes(path and f"{path}.")
-        # A part that another strategy has edited exchanges data in its forward.
+        # A part edited by another strategy communicates in its forward.
         attributes = [x for module in layer.modules() for x in vars(module).values()]
         self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
-        if self.pending:  # on a copy without the weights: a forward may change its module
+        if self.pending:  # on a copy without weights: a forward may change its module
             memo: Any = {id(x): x for x in attributes if isinstance(x, Tensor) and not x.is_leaf}
             memo |= {id(getattr(layer, name)): None for name in self.names}
             try:
@@ -130,8 +124,6 @@ class SplitTrial:
                 self._try_at_edit()
 
     def _check_parts(self, prefix: str) -> None:
-        """Its linear layers must be plain. Another parameter would get a part of its gradient
-        between columns and rows, and all of it elsewhere."""
         for name in self.names:
             linear, problem = getattr(self.layer, name), ""
             if isinstance(linear, ShardedLinear):
@@ -161,7 +153,6 @@ class SplitTrial:
                 )
 
     def _check_sizes(self, prefix: str) -> None:
-        """Whole heads, or hidden features, for each rank."""
         layer = self.layer
         if self.row == "out":
             if not isinstance(width := getattr(layer, "head_width", None), int):
@@ -195,7 +186,7 @@ class SplitTrial:
             x = _random(2, 3, width).to(device, column.weight.dtype)
             try:
                 whole = self._run((x,), {})
-            except Exception:  # it takes another input, or more
+            except Exception:  # it takes other inputs
                 continue
             return self._compare(whole, (x,), {})
         if type(self.layer).forward is nn.Module.forward:
@@ -207,8 +198,8 @@ class SplitTrial:
         return self.forward(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> list[tuple[str, Tensor]]:
-        """With random numbers in place of what the linear layers compute; or `rank`'s slice.
-        Returns the name and the input of each of them that is called, and then the outputs."""
+        """The layer with random numbers, or `rank`'s slices of them, as outputs of its linears.
+        Returns the name and the input of each linear called, then the outputs."""
         seen: list[tuple[str, Tensor]] = []
 
         def compute(name: str, x: Tensor) -> Tensor:
@@ -217,7 +208,7 @@ class SplitTrial:
             seen.append((name, x.clone()))
             return y if rank is None or name == self.row else y.chunk(self.size, -1)[rank].clone()
 
-        def fresh(x: Tensor) -> Tensor:  # may be written to, and autograd sees what depends on it
+        def fresh(x: Tensor) -> Tensor:  # may be written to; autograd sees what depends on it
             traced = x.requires_grad or (x.is_floating_point() and args and x is args[0])
             return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
 
@@ -230,7 +221,7 @@ class SplitTrial:
                 before = random_states(self.layer)
                 args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
                 output = tree_leaves(self.copy.forward(*args, **kwargs))
-                # Dropout that ignores eval mode draws for each rank's part: nothing to compare.
+                # Dropout that ignores eval mode differs between slices: nothing to compare.
                 self.draws = not all(map(torch.equal, before, random_states(self.layer)))
         finally:  # it keeps no weights
             self.copy._modules.update(dict.fromkeys(self.names))

@@ -86,7 +86,6 @@ class Bus:
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="labkit-bus")
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds for a copy of `nbytes` on an idle bus."""
         return self.link.latency_us * 1e-6 + self.link.seconds(nbytes)
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:

@@ -117,7 +117,6 @@ def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:
 
 
 def _ceiling(costs: Costs) -> int:
-    """An upper bound on the peak of every plan."""
     most = sum(max(cost.need_bytes for cost in block.values()) for block in costs.blocks)
     return sum((costs.before_bytes, most, costs.head_bytes, costs.after_bytes, costs.leaving_bytes))
 

@@ -32,7 +32,6 @@ def states_of(generators: Iterable[torch.Generator]) -> States:
 
 
 def used(states: States) -> States:
-    """The states of the generators that have drawn since."""
     return [
         (generator, state)
         for generator, state in states

@@ -29,14 +29,10 @@ from labkit.trace import RankTrace, Span, Step, Trace
 
 
 class Waiting:
-    """Blocks, each block(x) -> x, with weights in CPU memory that are used over a bus.
-
-    Args:
-        blocks: modules on the CPU. Each block's weights are packed into one flat buffer, pinned if
-            the bus is a GPU's; the modules stay usable.
-        bus: to the computing device; by default the GPU's, or else this machine's memory, unpaced.
-
-    Raises ValueError if blocks are not on the CPU, or share a weight."""
+    """Blocks, each block(x) -> x, with weights in CPU memory that are used over `bus`, by default
+    the GPU's, or else this machine's memory, unpaced. Each block's weights are packed into one flat
+    buffer, pinned for a GPU; the modules stay usable. Raises ValueError if blocks are not on the
+    CPU, or share a weight."""
 
     def __init__(self, blocks: Sequence[nn.Module], bus: Bus | StreamBus | None = None):
         if bus is None:
@@ -84,7 +80,6 @@ class Run:
 
 @torch.no_grad()
 def load_then_run(waiting: Waiting, x: Tensor) -> Run:
-    """Load all weights, then compute block after block."""
     course = _Course(waiting, len(waiting))
     for k in range(len(waiting)):
         course.load(k)
@@ -122,8 +117,6 @@ def run_in_place(waiting: Waiting, x: Tensor) -> Run:
 
 
 class _Course:
-    """The buffers and events of a run."""
-
     def __init__(self, waiting: Waiting, buffers: int):
         if not len(waiting):
             raise ValueError("there is no block to run; give Waiting at least one")

@@ -47,9 +47,8 @@ def measure(
             including the state of an optimizer that has stepped.
         choices: the choices to try; "none" must be among them.
 
-    Afterwards gradients and random state are as before, but not forward's counters (BatchNorm).
-    Raises ValueError if a block is not called once and in order, or is listed twice, or if there
-    are gradients already."""
+    Restores gradients and random state, but not forward's counters (BatchNorm). Raises ValueError
+    if a block is not called once and in order, or listed twice, or there are gradients already."""
     every = blocks_of(model) if blocks is None else list(blocks)
     if "none" not in choices:
         raise ValueError(f'choices={choices!r}: "none" is what the others are compared with')
@@ -91,8 +90,6 @@ def measure(
 
 @dataclass(frozen=True)
 class Chosen:
-    """`remove()` undoes the edit."""
-
     plan: Plan
     costs: Costs
     edit: Choices
@@ -116,11 +113,10 @@ def choose_activations(
     optimizer step) hold at most `budget_bytes`, with the least recomputation.
 
     Args:
-        step: forward and loss, a scalar; it runs once for each choice, with its backward.
+        step, held_bytes: as for `measure`, which runs `step` once for each choice.
         blocks, core: as for `labkit.Recompute`.
         offload, most_moved_bytes: an `offload_activations(model)`, and how many bytes the bus can
             carry during a forward. Without them nothing is offloaded.
-        held_bytes: as for `measure`; an optimizer's state counts once it has stepped.
 
     Raises ValueError if nothing fits, and names the smallest possible budget.
 
@@ -134,8 +130,6 @@ def choose_activations(
 
 @dataclass
 class _Stretch:
-    """From one mark of a step to the next."""
-
     held_bytes: int = 0  # when it begins
     peak_bytes: int = 0
     flops: int = 0
@@ -143,8 +137,7 @@ class _Stretch:
 
 
 class _Marks(PeakMemory):
-    """Counts memory, FLOPs and moved bytes between marks; existing storages count when first
-    seen."""
+    """Counts memory, FLOPs and moved bytes between marks; old storages count once they are used."""
 
     def __init__(
         self, there: "weakref.WeakSet[torch.UntypedStorage]", offload: Offload | None

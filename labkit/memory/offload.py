@@ -114,7 +114,6 @@ class Offload:
         self._hooks.pop().__exit__(*error)
 
     def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`forward(*args, **kwargs)` with its saved tensors offloaded."""
         with self:
             return forward(*args, **kwargs)
 

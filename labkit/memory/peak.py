@@ -39,7 +39,6 @@ class PeakMemory(DispatchMode):
 
 
 def storages_in(nested: Any) -> list[torch.UntypedStorage]:
-    """The storages of the tensors in nested containers, without those on the host."""
     return [x.untyped_storage() for x in tensors_in(nested) if not is_host_memory(x)]
 
 

@@ -56,8 +56,6 @@ class _Result:
 
 
 class Kept:
-    """The results that `policy` keeps, by op and in call order."""
-
     def __init__(self, policy: Policy):
         self.policy = policy
         self.results: dict[OpOverload, list[_Result | None]] = defaultdict(list)

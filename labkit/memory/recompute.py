@@ -185,8 +185,6 @@ class _Inputs:
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors; its backward never runs."""
-
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)

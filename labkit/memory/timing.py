@@ -77,8 +77,6 @@ class Buffers:
 
 
 class Rig:
-    """A way with its buffers, ready to run and time."""
-
     def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
         if PACED in way.ends and bus is None:
             raise ValueError(f"{way}: needs a paced bus; give measure(..., bus=Bus(gbps=16))")

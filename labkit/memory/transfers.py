@@ -79,7 +79,6 @@ class Transfer:
 
     @property
     def over_host_bus(self) -> bool:
-        """Whether it is between CPU memory and a device's."""
         return self.source != self.target and "cpu" in self.ends
 
     @property

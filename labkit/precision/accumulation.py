@@ -25,12 +25,9 @@ from labkit.precision.shadow_optimizer import LOW, NotCopyable
 
 
 class Fp32Gradients(NotCopyable):
-    """Adds each gradient of `params` to an fp32 sum as soon as backward has computed it.
-
-    Args:
-        params: parameters in fp32 or 16 bits; frozen ones are skipped.
-        comm: ranks over which `hand_over` averages. With DDP, run every micro-batch in
-            `ddp.no_sync()` and pass its comm here.
+    """Adds each gradient of `params` (in fp32 or 16 bits; frozen ones are skipped) to an fp32 sum
+    as soon as backward has computed it. `comm`: the ranks over which `hand_over` averages; with
+    DDP, run every micro-batch in `ddp.no_sync()` and pass its comm.
 
     >>> gradients = Fp32Gradients(model.parameters())
     >>> for part in batch.split(k):

@@ -4,12 +4,10 @@
                                         linear ──▶ bf16 ── gelu ──▶ bf16 ── ... loss ──▶ fp32
     input   fp32 ── cast ────────▶ bf16 ┘  low             as it comes          fp32
 
-Inputs of each op are cast by the policy of its device (op_policy.py). Autograd reverses the cast:
-the gradient of an fp32 weight is fp32. A weight is cast once per region, and the copy lives until
-the region ends: 4 bytes for a parameter, 4 for its gradient, 2 for the copy.
-
-torch implements this in C++. Here a function mode intercepts torch calls in Python; torch's own
-autocast, which shares its switch with ours, casts ops inside such a call (einsum).
+A function mode casts the inputs of each op by the policy of its device (op_policy.py). Autograd
+reverses the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the
+copy lives until the region ends: 4 bytes for a parameter, 4 for its gradient, 2 for the copy.
+torch's own autocast shares our switch, and casts ops inside a Python call (einsum).
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """

@@ -119,11 +119,9 @@ class _Product(torch.autograd.Function):
 
 class Fp8Linear(nn.Module):
     """An nn.Linear with 8-bit matmuls: x [..., k] -> x wᵀ + b [..., n], in the dtype of x or of the
-    autocast region around it. Weight and bias are the Linear's own parameters.
-
-    Args:
-        history: 0: scale each tensor by its own amax; n: by the largest of the n previous calls.
-        simulate: round to 8 bits and multiply in fp32; None: only if the device is no GPU.
+    autocast region around it. Weight and bias are the Linear's own parameters. Tensors are scaled
+    by their own amax, or by the largest of the `history` previous calls. `simulate`: round to 8
+    bits and multiply in fp32; None: only if the device is no GPU.
 
     Raises ValueError if the GPU has no 8-bit matmuls (capability 8.9), unless `simulate`; in
     backward, if recompute runs a forward with history again."""

@@ -36,7 +36,6 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
             problems.append(f"{place} {problem}; {advice}")
 
     def look_at_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook; children run before their parent."""
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         made_between = (
             f"no module has made it: look at what is computed between the call of {where} and that "

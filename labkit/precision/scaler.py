@@ -42,8 +42,6 @@ Outputs = TypeVar("Outputs", torch.Tensor, list[Any], tuple[Any, ...])
 
 @dataclass
 class Turn:
-    """State of some gradients between `unscale_` and `update`."""
-
     trained: Trained
     parameters: set[torch.Tensor]
     sent: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
@@ -70,9 +68,8 @@ class GradScaler:
         skip_bad_losses: silently skip if the loss was inf or NaN before scaling, as torch does.
             Otherwise `step` raises: a smaller scale cannot help.
 
-    Supports torch's optimizers on fp32 weights (also ZeRO3's shards), MasterWeights and
-    ZeroOptimizer. All ranks of `comm` call `unscale_`, `step` and `update`; a rank without a loss
-    calls `scale(torch.zeros(()))`, as `pipeline.step(x, y, scaler=scaler)` does."""
+    Supports torch's optimizers on fp32 weights (also ZeRO3's shards), MasterWeights, ZeroOptimizer.
+    All ranks of `comm` call every method; a rank without a loss calls `scale(torch.zeros(()))`."""
 
     def __init__(
         self,
@@ -115,11 +112,10 @@ class GradScaler:
 
     @torch.no_grad()
     def unscale_(self, trained: Trained) -> None:
-        """Divide the gradients of an optimizer or a model by the scale, after the last backward.
-
-        16-bit gradients (MasterWeights, ZeroOptimizer) are divided in the step: clip them with
-        `clip_grad_norm(optimizer, ...)`. Raises ValueError if they are not scaled, are already
-        unscaled, or have been clipped."""
+        """Divide the gradients of an optimizer or a model by the scale, after the last backward;
+        16-bit gradients (MasterWeights, ZeroOptimizer) in the step: clip them with
+        `clip_grad_norm(optimizer, ...)`. Raises ValueError if they are not scaled, already
+        unscaled, or clipped."""
         if not self._enabled:
             return
         self._check_scaled("unscale_")
@@ -143,11 +139,9 @@ class GradScaler:
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step if the gradients of all ranks are finite, after unscaling them if necessary; returns
-        the result of `optimizer.step`, or None if the step is skipped.
-
-        Raises ValueError on a second step before `update`; if gradients are missing, or scaled
-        16-bit ones were changed; if scales differ between ranks; and, after skipping, if the loss
-        itself was inf or NaN (see `skip_bad_losses`)."""
+        the result of `optimizer.step`, or None if the step is skipped. Raises ValueError on a
+        second step before `update`; if gradients are missing, or scaled 16-bit ones were changed;
+        if scales differ between ranks; and, after skipping, if the loss itself was inf or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or kwargs.get("closure"):
@@ -180,9 +174,8 @@ class GradScaler:
     def update(self, new_scale: float | None = None) -> None:
         """End the step: update the scale, or set it to `new_scale`. An optimizer without gradients
         on any rank does not count if another has some; one unscaled but not stepped is released.
-
-        Raises ValueError without a step, or if at least 20 skipped steps in a row have taken the
-        scale below 1: then the scale is not the cause."""
+        Raises ValueError without a step, or if at least 20 skipped steps in a row took the scale
+        below 1."""
         if not self._enabled:
             return
         turns, self._turns, self._losses = self._turns, [], []
@@ -249,7 +242,6 @@ class GradScaler:
 
     @property
     def skipped(self) -> int:
-        """Number of skipped steps."""
         return self._now.skipped
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ LOW = (torch.bfloat16, torch.float16)  # too coarse to add small updates to
 
 
 def fp32_of(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or an fp32 copy if `x` has 16 bits."""
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 

@@ -142,12 +142,10 @@ def first_stage_activation_bytes(
     layer_bytes: float, depth: int, stages: int = 1, chunks: int = 1
 ) -> float:
     """Bytes that the first stage of a pipeline holds at its peak, for p or more micro-batches, from
-    the `layer_bytes` of one layer and micro-batch and the model's `depth`. Embedding and head are
-    omitted.
-
-    With 1F1B, p micro-batches are in flight on depth/p layers: depth layers' worth. Interleaved,
-    with v > 1 chunks per stage, (1 + (p-1)/(pv)) times as much; that factor does not hold for v =
-    1. Source: arXiv 2205.05198, section 4.2.3."""
+    the `layer_bytes` of one layer and micro-batch and the model's `depth`, without embedding and
+    head. With 1F1B, p micro-batches are in flight on depth/p layers: depth layers' worth.
+    Interleaved, with v > 1 chunks per stage, (1 + (p-1)/(pv)) times as much; that factor does not
+    hold for v = 1. Source: arXiv 2205.05198, section 4.2.3."""
     check_not_negative(layer_bytes=layer_bytes)
     check_counts(depth=depth, stages=stages, chunks=chunks)
     check_divides("depth", depth, "stages x chunks", stages * chunks)
@@ -216,8 +214,8 @@ def activation_bill(
             rank's shard of the positions, and `sequence` all of them.
         tensor_parallel, sequence_parallel, recompute: as in `activation_bytes`.
 
-    The last lines have no term: statistics of the norms, and "other". Scores are recognised by
-    their shape, [..., s, s]: no head may be as wide as the sequence is long."""
+    The last lines have no term: norm statistics, and "other". Scores are recognised by their shape,
+    [..., s, s]: no head may be as wide as the sequence is long."""
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )
@@ -239,7 +237,6 @@ def activation_bill(
 
 
 def _term_of(tensor: Any, sequence: int) -> str:
-    """The term of a kept tensor; in the core of attention, scores are separate."""
     if "norm" in tensor.module and tensor.shape[-1] == 1:
         return STATISTICS
     scores = tensor.module.startswith("attn.core") and tensor.shape[-2:] == (sequence, sequence)

@@ -22,7 +22,6 @@ from labkit.predict.sizes import check_counts, check_not_negative
 
 
 def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> float:
-    """Seconds to load all blocks, and then compute them."""
     _check(load_s, compute_s)
     return sum(load_s) + sum(compute_s)
 

@@ -38,7 +38,7 @@ def model_state_bytes(
         stage: of ZeRO, 0 to 3; 0 is plain data parallelism. Raises ValueError for another.
         each: bytes per parameter, `MIXED_ADAM` or `FP32_ADAM`.
 
-    Omits activations, buffers, allocator overhead, torch's step counts (4 bytes per tensor) and
+    Omits activations, buffers, allocator overhead, torch's step counts (4 bytes per tensor),
     unequal shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5, Figure
     1, Table 1.
 

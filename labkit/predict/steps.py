@@ -30,15 +30,10 @@ def ddp_step_s(
     buckets: int = 1,
     optimizer_s: float = 0.0,
 ) -> float:
-    """Seconds of a DDP step that sends buckets during backward.
-
-    Args:
-        communication_s: of all gradients together, including the latency of every bucket.
-        buckets: of equal bytes and fill times. Those of a real model differ (the embedding's is
-            large, and comes last): a replay takes them as they are.
-
-    Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3; a flow shop of two machines
-    and equal jobs (Johnson, 1954)."""
+    """Seconds of a DDP step that sends `buckets` during backward, of equal bytes and fill times (in
+    a real model the embedding's is large and last: use a replay). `communication_s`: of all
+    gradients together, with the latency of every bucket. Source: the overlap of Li et al., arXiv
+    2006.15704, section 3.2.3; a flow shop of two machines and equal jobs (Johnson, 1954)."""
     check_not_negative(forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s)
     check_not_negative(communication_s=communication_s)
     check_counts(buckets=buckets)
@@ -54,14 +49,11 @@ def ddp_step_without_overlap_s(
 
 
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) -> float:
-    """Model FLOPs utilisation, 0 to 1: the model's FLOPs over those the devices could do.
-
-    Args:
-        flops: of one step of all ranks, `step_flops(...)` for the whole batch, without `recompute`
-            and `flash` (with them: hardware utilisation, as the 52 % in arXiv 2104.04473).
-        peak_flops_per_s: of one device, dense, for the dtype of the computation.
-
-    Source: Chowdhery et al., "PaLM", arXiv 2204.02311, section 4.1 and appendix B."""
+    """Model FLOPs utilisation, 0 to 1: the model's FLOPs over those the devices could do. `flops`:
+    of one step of all ranks, `step_flops(...)` for the whole batch, without `recompute` and `flash`
+    (with them: hardware utilisation, as the 52 % in arXiv 2104.04473). `peak_flops_per_s`: of one
+    device, dense, for the dtype of the computation. Source: Chowdhery et al., "PaLM", arXiv
+    2204.02311, section 4.1 and appendix B."""
     check_not_negative(flops=flops)
     check_positive(step_s=step_s, peak_flops_per_s=peak_flops_per_s)
     check_counts(ranks=ranks)

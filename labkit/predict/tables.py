@@ -17,8 +17,6 @@ UNITS = {"bytes", "gb", "s", "ms", "flops"}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text: a name, right-aligned numbers, and how they compare."""
-
     heads: tuple[str, ...]
     rows: list[tuple[str, ...]]
 
@@ -43,11 +41,9 @@ class Table:
 
 def table(**sources: Mapping[str, Number]) -> Table:
     """Compare the same quantities from several sources, such as formula, replay and measurement: a
-    column per source, a row per quantity, and the ratio to the first source.
-
-    The name of a quantity ends in its unit (`sent_bytes`, `step_s`). Rows that the first source
-    lacks are not compared. Counts must be equal, floats equal up to rounding. Raises ValueError
-    without numbers."""
+    column per source, a row per quantity, and the ratio to the first source. Names end in the unit
+    (`sent_bytes`, `step_s`). Rows that the first source lacks are not compared. Counts must be
+    equal, floats equal up to rounding. Raises ValueError without numbers."""
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(

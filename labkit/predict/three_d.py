@@ -50,8 +50,7 @@ def bytes_by_axis(
     key_width: int | None = None,
     element_bytes: int = 2,
 ) -> list[dict[str, float]]:
-    """For each stage, the bus bytes that one rank sends along each axis in a step, the mean of the
-    stage's ranks.
+    """Bus bytes that each stage sends along each axis in a step, the mean of its ranks.
 
     Args:
         rows, sequence: the batch of one replica, all its micro-batches: the global one over dp.

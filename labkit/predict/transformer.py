@@ -9,9 +9,6 @@ A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward of one layer, b rows of s po
 and the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
 Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in full, as in
 PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
-
-Sources: Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations");
-Kaplan et al., arXiv 2001.08361, section 2.1.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
@@ -45,7 +42,7 @@ def layer_forward_flops(
     width: int, heads: int, rows: int, sequence: int, kv_heads: int | None = None
 ) -> int:
     """FLOPs of one layer's forward: 24 b s w² + 4 b s² w, less with fewer key-value heads. Source:
-    arXiv 2104.04473, appendix ("Floating-point operations")."""
+    Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations")."""
     keys = _key_width(width, heads, kv_heads)
     check_counts(rows=rows, sequence=sequence)
     positions = rows * sequence
@@ -85,15 +82,10 @@ def step_flops(
     recompute: bool = False,
 ) -> int:
     """FLOPs of forward and backward for `rows` sequences, as MFU counts them: three times the
-    forward. A machine may compute more:
-
-    Args:
-        flash: an attention kernel that stores no scores, as labkit.GPT's: its backward computes
-            q kᵀ again, 2 b s² w for each layer.
-        recompute: full recomputation, the layers' forward again: 96 instead of 72 b s depth w².
-
-    Source: arXiv 2104.04473, appendix (with recompute, equation 3); Kaplan, arXiv 2001.08361,
-    section 2.1; FlashAttention, arXiv 2205.14135, section 3.1."""
+    forward. A machine may compute more. `flash`: an attention kernel without stored scores, as
+    labkit.GPT's, computes q kᵀ again, 2 b s² w per layer. `recompute`: full recomputation, so 96
+    instead of 72 b s depth w². Source: arXiv 2104.04473, appendix (with recompute, equation 3);
+    Kaplan, arXiv 2001.08361, section 2.1; FlashAttention, arXiv 2205.14135, section 3.1."""
     flops = 3 * forward_flops(vocab, width, depth, heads, rows, sequence, kv_heads)
     if flash:
         flops += depth * attention_core_flops(width, rows, sequence) // 2

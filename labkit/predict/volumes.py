@@ -8,10 +8,6 @@
 Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together), s
 positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
 what one rank sends (`bus_bytes`); pipeline is what all stages send.
-
-Sources: data, Li et al., arXiv 2006.15704, section 3; tensor, Shoeybi et al. (Megatron-LM), arXiv
-1909.08053, section 3, figure 4; tensor and pipeline, Narayanan et al., arXiv 2104.04473, section
-3.2.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
@@ -101,7 +97,7 @@ def pipeline_parallel_bytes(
 ) -> int:
     """Bytes that all stages send in a step with `rows` in all its micro-batches: at each of the
     depth / layers_per_stage - 1 cuts x forward and its gradient backward. If interleaved, give a
-    chunk's layers. Source: arXiv 2104.04473, sections 3.2 and 2.2.2 (chunks)."""
+    chunk's layers. Source: Narayanan et al., arXiv 2104.04473, sections 3.2 and 2.2.2 (chunks)."""
     check_counts(depth=depth, layers_per_stage=layers_per_stage)
     check_divides("depth", depth, "layers_per_stage", layers_per_stage)
     cuts = depth // layers_per_stage - 1

@@ -4,10 +4,7 @@
     algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
 
 Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together), B
-bytes per second out of a rank, n ranks.
-
-Source of the factors: nccl-tests, doc/PERFORMANCE.md. Costs of algorithms:
-labkit/comm/collectives/costs.py.
+bytes per second out of a rank, n ranks. Costs of algorithms: labkit/comm/collectives/costs.py.
 """
 
 from labkit.predict.sizes import check_counts, check_not_negative, check_positive

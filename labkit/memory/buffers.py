@@ -2,8 +2,8 @@
 
 ZeRO-R has two rules for memory besides model states and activations: fused buffers have a constant
 size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and long-lived tensors get their own
-block, against fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward needs first
-what forward made last, so a stack is enough:
+block, which avoids fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward needs
+first what forward made last, so a stack is enough:
 
     forward   | a | b | c |          free          |
                           ^ top

@@ -133,7 +133,7 @@ class _Paced(Arrival):
         try:
             self.future.result()  # raises what went wrong
         except Exception:
-            self.future = None  # else the error, whose traceback leads here, keeps itself alive
+            self.future = None  # else the traceback of the error keeps it alive
             raise
 
 
@@ -151,8 +151,7 @@ class StreamBus:
         self._number = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
-        """Issue a copy, as `Bus.copy` does. It begins after all work queued on the current stream,
-        which may still use `target` or its memory."""
+        """Issue a copy, as `Bus.copy`, that begins after all work queued on the current stream."""
         check_alike(target, source)
         for x, name in ((source, "source"), (target, "target")):
             if x.device.type == "cpu" and not x.is_pinned():

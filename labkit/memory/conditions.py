@@ -6,8 +6,7 @@
     backward   with conditions.again(): fn(...)      the same draws: the same mask
                after the block                       the generators continue as before
 
-Covers torch's own generators, of the CPU and of all GPUs in use when forward begins; not Python's
-`random`, NumPy's or your own torch.Generator.
+Covers torch's default generators, not Python's `random`, NumPy's or your own torch.Generator.
 """
 
 import ctypes

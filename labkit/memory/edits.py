@@ -46,10 +46,10 @@ def recompute(
         check: "shapes" compares number, shape, dtype and device of the tensors saved by both runs,
             "values" also their elements, which takes time; "none" nothing.
 
-    Gradients are the same as without, bit for bit if the same kernels run. Works nested, and for
-    several backwards. Raises ValueError if `fn` changes an input or, in backward, does something
-    else than before; RuntimeError if a parameter that backward needs (so not a bias) has changed
-    since forward."""
+    Gradients are unchanged, bit for bit if the same kernels run. Works nested, and for several
+    backwards. Raises ValueError if `fn` changes an input or, in backward, does something else than
+    before; RuntimeError if a parameter that backward needs (so not a bias) has changed since
+    forward."""
     kept = None if policy is None else partial(Kept, policy)
     return Recomputed(fn, kept, preserve_rng, check)(*args, **kwargs)
 
@@ -122,9 +122,9 @@ class Choices(_ForwardEdits):
         full         recomputes the block from its input         2
         offload      moves them to the host's memory and back    0, and those in flight
 
-    `chosen`: one for each block, or one for all; `blocks`, `core`: as for `Recompute`; `offload`:
-    from `offload_activations(model)`. Raises ValueError for an unknown name, a wrong number of
-    them, or "offload" without `offload`."""
+    `chosen`: one per block, or one for all; `blocks`, `core`: as for `Recompute`; `offload`: from
+    `offload_activations(model)`. Raises ValueError for an unknown name, a wrong number, or
+    "offload" without `offload`."""
 
     def __init__(
         self,

@@ -5,8 +5,7 @@
     q tile 1    [S₁₀] [S₁₁]                             causal: tiles in the future are skipped
     q tile 2    [S₂₀] [S₂₁] [S₂₂]
 
-Each row keeps its running maximum m, sum ℓ and result o; a tile S with a larger maximum rescales
-them:
+Each row keeps a running maximum m, sum ℓ and result o; a tile S with a larger maximum rescales:
 
     m' = max(m, rowmax S)     P = exp(S - m')     c = exp(m - m')
     ℓ' = c ℓ + rowsum P       o' = c o + P v      at the end  out = o / ℓ,  L = m + log ℓ
@@ -105,7 +104,7 @@ def flash_forward(
         result = torch.zeros_like(q_tile)  # o [b, g, r, e]
         for columns in _tiles(k.shape[2], tile):
             if causal and columns.start >= rows.stop:
-                break  # the rest is in the future
+                break  # the other tiles are in the future
             scores = _scores(q_tile, k, rows, columns, causal)  # [b, g, r, c]
             higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
             weights = torch.exp(scores - higher)
@@ -123,7 +122,7 @@ def flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor,
     causal: bool, tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """FlashAttention-2, Algorithm 2: dq, dk, dv, in the types of q, k and v."""
+    """FlashAttention-2, Algorithm 2: dq, dk, dv, in the dtypes of q, k and v."""
     groups, wide, scale = k.shape[1], logsum.dtype, 1 / math.sqrt(q.shape[3])
     along = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # D [b, h, s, 1]
     dq = torch.zeros_like(q, dtype=wide)  # grows with each tile of keys

@@ -30,9 +30,8 @@ from labkit.trace import RankTrace, Span, Step, Trace
 
 class Waiting:
     """Blocks, each block(x) -> x, with weights in CPU memory that are used over `bus`, by default
-    the GPU's, or else this machine's memory, unpaced. Each block's weights are packed into one flat
-    buffer, pinned for a GPU; the modules stay usable. Raises ValueError if blocks are not on the
-    CPU, or share a weight."""
+    the GPU's, or else this machine's memory, unpaced. Each block's weights are packed into a flat
+    buffer, pinned for a GPU. Raises ValueError if blocks are not on the CPU or share a weight."""
 
     def __init__(self, blocks: Sequence[nn.Module], bus: Bus | StreamBus | None = None):
         if bus is None:
@@ -170,8 +169,7 @@ class _Course:
 
 class Packed:
     """Packs parameters and buffers of `block` into one flat CPU buffer, so that one copy moves all;
-    they become views of `flat`. `pin`: page-lock it. Raises ValueError for tensors on other
-    devices.
+    they become views of `flat`. `pin`: page-lock it. Raises ValueError for non-CPU tensors.
 
         flat   | norm1.weight | norm1.bias | attn.q.weight    | ...     each from a multiple of 64 B
     """

@@ -7,8 +7,7 @@ model to stay within a memory budget with the least recomputation.
 
 A block's level is the memory held when its forward begins, without its input, which the block's own
 choice keeps or not, and without bytes in flight to the host. Its need is the peak of its forward or
-backward above the level, whatever earlier blocks chose. So one step with the same choice for all
-blocks measures that choice for each.
+backward above the level, whatever earlier blocks chose. So one step per choice suffices.
 """
 
 import weakref

@@ -179,10 +179,9 @@ class Offload:
 
 
 class Moved:
-    """One offloaded storage, until its last ticket is dropped with the graph. Needed while it is
-    still leaving, it stays.
+    """One offloaded storage, until its last ticket is dropped with the graph.
 
-        here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
+    here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
     """
 
     def __init__(

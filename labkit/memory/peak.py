@@ -16,8 +16,7 @@ class PeakMemory(DispatchMode):
     """Counts the tensors made inside the `with` block, on any device and in backward, too.
 
     `peak_bytes`: the most held at one time; `held_bytes`: held now. Views, tensors made before and
-    tensors offloaded to the host do not count. A resized storage counts its new size from the next
-    op on."""
+    tensors offloaded to the host do not count. Resized storages count from the next op on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -78,7 +78,9 @@ class _Call:
         self.fn, self.check = recomputed.fn, recomputed.check
         self.inputs, self.conditions = inputs, conditions
         self.kept = recomputed.kept() if recomputed.kept else None
-        self.saved: list[tuple[ref[_Slot], Any]] = []  # in forward order, with shapes and so on
+        self.saved: list[
+            tuple[ref[_Slot], Any]
+        ] = []  # in forward order, with shape, dtype and device
         self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by slot
 
     def save(self, x: torch.Tensor) -> _Slot:

@@ -19,8 +19,7 @@ from labkit.memory.transfers import PACED, Rates, Transfer
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the turns. `done_s`: until the data has arrived; `returned_s`: until the call
-    returns."""
+    """Medians over the turns; `done_s`: until the data has arrived, `returned_s`: the call."""
 
     way: Transfer
     numel: int
@@ -38,7 +37,7 @@ def measure(
     seconds: list[list[tuple[float, float]]] = [[] for _ in rigs]
     for turn in range(turns + 1):
         for i in range(len(rigs)):
-            place = (i + turn) % len(rigs)  # each turn begins with another
+            place = (i + turn) % len(rigs)  # each turn starts with another way
             seconds[place].append(rigs[place].timed())
     return [
         Measured(way, numel, *map(median, zip(*times[1:]))) for way, times in zip(chosen, seconds)
@@ -110,8 +109,8 @@ class Rig:
             if not self.way.non_blocking or self.way.cast == "after":  # a cast needs the data
                 self.arrival.wait()
         elif self.way.source == "cpu":
-            self.bus.copy(self.landed, self.staging.copy_(x)).wait()  # from pageable memory no
-        else:  # call returns early
+            self.bus.copy(self.landed, self.staging.copy_(x)).wait()  # pageable: blocks
+        else:
             self.bus.copy(self.staging, x).wait()
             self.landed.copy_(self.staging)
 

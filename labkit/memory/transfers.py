@@ -8,9 +8,8 @@
 
     seconds = sum over the parts of  bytes of the part / bytes per second of its memory or bus
 
-timing.py measures the rate of each memory and bus on `Transfer`s of one part; all others are
-predicted. Casting before is best if 2 / bus > 6 / here - 6 / there. The overhead of a call is
-omitted.
+timing.py measures the rate of each memory and bus on `Transfer`s of one part; others are predicted.
+Casting before is best if 2 / bus > 6 / here - 6 / there. Call overhead is omitted.
 
 Source: NVIDIA, CUDA C++ Best Practices Guide, "Pinned Memory"; CUDA Runtime API, "API
 synchronization behavior"; where torch casts: pytorch, aten/src/ATen/native/cuda/Copy.cu.

@@ -13,8 +13,7 @@
 
 Each tensor is scaled to fit: s = 2^⌊log2(max/amax)⌋, amax its largest magnitude. *Delayed* scaling
 uses the largest amax of recent calls, so the tensor is not read before the cast; it saturates
-larger values, and cannot be combined with recompute. Saved for backward: x and w, 1 byte per
-element.
+larger values, and cannot be combined with recompute. Saved: x and w, 1 byte per element.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; delayed
 scaling: Transformer Engine, `DelayedScaling`.
@@ -178,8 +177,8 @@ def use_fp8(
 ) -> list[str]:
     """Replace each nn.Linear of `model` that matches the pattern `only` with an Fp8Linear; return
     the names. Usually the first and last layers are not replaced. Parameters and shared layers stay
-    the same objects. Raises ValueError if no layer matches or one has hooks: wrap the model in a
-    strategy afterwards.
+    the same objects. Raises ValueError if no layer matches or one has hooks: apply strategies
+    later.
 
     >>> use_fp8(model, only="blocks.*")
     """

@@ -22,9 +22,8 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     """Describe where `model(*args, **kwargs)` first meets NaN or inf; None if it does not.
 
     Checks arguments, parameters, buffers, then each module's inputs and outputs in forward order:
-    one forward without gradients, which leaves buffers and random state unchanged. Call it inside
-    training's autocast region and, under a strategy, on every rank. In arguments and buffers, -inf
-    is a mask.
+    one forward without gradients; restores buffers and random state. Call it inside training's
+    autocast region and, under a strategy, on every rank. In inputs and buffers, -inf is a mask.
 
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'

@@ -69,7 +69,8 @@ class GradScaler:
             Otherwise `step` raises: a smaller scale cannot help.
 
     Supports torch's optimizers on fp32 weights (also ZeRO3's shards), MasterWeights, ZeroOptimizer.
-    All ranks of `comm` call every method; a rank without a loss calls `scale(torch.zeros(()))`."""
+    All ranks of `comm` call `unscale_`, `step` and `update`; a rank without a loss calls
+    `scale(torch.zeros(()))`, as `pipeline.step(x, y, scaler=scaler)` does."""
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class GradScaler:
     def unscale_(self, trained: Trained) -> None:
         """Divide the gradients of an optimizer or a model by the scale, after the last backward;
         16-bit gradients (MasterWeights, ZeroOptimizer) in the step: clip them with
-        `clip_grad_norm(optimizer, ...)`. Raises ValueError if they are not scaled, already
-        unscaled, or clipped."""
+        `clip_grad_norm(optimizer, ...)`. Raises ValueError if they are already unscaled or
+        clipped."""
         if not self._enabled:
             return
         self._check_scaled("unscale_")
@@ -174,8 +175,7 @@ class GradScaler:
     def update(self, new_scale: float | None = None) -> None:
         """End the step: update the scale, or set it to `new_scale`. An optimizer without gradients
         on any rank does not count if another has some; one unscaled but not stepped is released.
-        Raises ValueError without a step, or if at least 20 skipped steps in a row took the scale
-        below 1."""
+        Raises ValueError without a step, or if 20 skips in a row took the scale below 1."""
         if not self._enabled:
             return
         turns, self._turns, self._losses = self._turns, [], []

@@ -3,8 +3,7 @@
     the user's loop, a scheduler          ShadowOptimizer         inner, any torch optimizer
     param_groups with the parameters  ->  options handed down ->  the same groups, with stand-ins
 
-A stand-in is an fp32 copy (labkit/precision/master.py), a slice of a parameter, or both
-(labkit/parallel/zero/zero.py).
+A stand-in is an fp32 copy (master.py), a slice of a parameter, or both (parallel/zero/zero.py).
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence

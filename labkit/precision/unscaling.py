@@ -39,8 +39,7 @@ def gradients_of(trained: Trained) -> list[torch.Tensor]:
 @torch.no_grad()
 def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     """Divide the gradients by `scale`. Returns a tensor of shape (), to avoid waiting: 1 if one is
-    inf or NaN, else 0; None if this rank has no gradients. Raises ValueError for fp16 gradients of
-    an optimizer that steps in fp16."""
+    inf or NaN, else 0; None without any. Raises ValueError if the optimizer steps in fp16."""
     gradients = gradients_of(trained)
     keeps_scale = isinstance(trained, ShadowOptimizer)
     low = [x for x in gradients if keeps_scale and x.dtype in LOW]

@@ -131,9 +131,8 @@ def activation_bytes(
 
 def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
     """`activation_bytes` with an attention kernel that stores no scores, as labkit.GPT's: instead
-    of 5as/w, 4 bytes per row of scores (the logarithm of its sum). For one rank, without dropout in
-    attention. Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm
-    1."""
+    of 5as/w, 4 bytes per row of scores (the logarithm of its sum). One rank, no attention dropout.
+    Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1."""
     without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
     return without_scores + 4 * heads * sequence * rows
 

@@ -66,9 +66,8 @@ def ulysses_bytes(
 
 
 def ring_step_scores(block: int, heads: int, rows: int, own: bool = False) -> float:
-    """Scores that a rank computes in one step with a zig-zag block of `block` tokens: half of all
-    pairs, and for its `own` block the rest of the diagonal. Source: arXiv 2407.21783, section
-    3.3.2."""
+    """Scores of one rank and step with a zig-zag block of `block` tokens: half of all pairs, and
+    for its `own` block the rest of the diagonal. Source: arXiv 2407.21783, section 3.3.2."""
     check_counts(block=block, heads=heads, rows=rows)
     return rows * heads * (block * (block + 1) if own else block * block) / 2
 
@@ -88,9 +87,8 @@ def ring_exposed_s(
 ) -> float:
     """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of n-1
     blocks hides behind a step; in backward, from the third step on, so do the gradients of the
-    block before. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its wire, one message
-    after the other. Source: arXiv 2310.01889, section 3; the sum over the steps is labkit's,
-    checked against a replay."""
+    block before. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its wire. Source:
+    arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked against a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
     check_not_negative(alpha_s=alpha_s)
@@ -122,8 +120,7 @@ def ring_hides_from(
 ) -> float:
     """The least tokens of a block (s/n) with which the forward's `ring_exposed_s` is 0. (Two ranks
     need less: their one block hides behind the diagonal, too.) Source: Liu et al., arXiv
-    2310.01889, section 3 (L = F / B for 2-byte dtypes), with latency and scores halved by a causal
-    mask."""
+    2310.01889, section 3 (L = F / B for 2-byte dtypes), with latency and a causal mask."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)
     check_counts(element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)

@@ -30,7 +30,7 @@ class PipelineStep:
 
     ideal_s: float  # computing
     bubble_s: float  # idle
-    peak_microbatches: float  # whose activations the first stage holds at once
+    peak_microbatches: float  # held by the first stage at once
 
     @property
     def step_s(self) -> float:
@@ -48,8 +48,7 @@ class PipelineStep:
 
 
 def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
-    """Each micro-batch goes through all stages and back before the next. Source: arXiv 1811.06965,
-    figure 2b.
+    """Each micro-batch alone through all stages and back. Source: arXiv 1811.06965, figure 2b.
 
     >>> naive(stages=4, microbatches=8, forward_s=1, backward_s=2).of_total
     0.75
@@ -69,8 +68,7 @@ def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -
 def one_f_one_b(
     stages: int, microbatches: int, forward_s: float, backward_s: float
 ) -> PipelineStep:
-    """1F1B (PipeDream-flush): GPipe's bubble, p micro-batches held at most. Source: arXiv
-    2104.04473, section 2.2.1.
+    """1F1B (PipeDream-flush): GPipe's bubble, less memory. Source: arXiv 2104.04473, section 2.2.1.
 
     >>> one_f_one_b(stages=4, microbatches=8, forward_s=1, backward_s=2).of_ideal
     0.375
@@ -97,9 +95,9 @@ def interleaved(
 def pipedream(
     stages: int, microbatches: int, forward_s: float, backward_s: float, update_s: float = 0.0
 ) -> PipelineStep:
-    """PipeDream: 1F1B's bubble once for all `microbatches` of a training, as it never flushes, and
-    as many weight versions as micro-batches held. `update_s`: the optimizer's time per micro-batch.
-    Source: arXiv 1806.03377, section 3.2."""
+    """PipeDream: 1F1B's bubble once in a training of `microbatches`, as it never flushes; one
+    weight version per micro-batch held. `update_s`: the optimizer's time per micro-batch. Source:
+    arXiv 1806.03377, section 3.2."""
     check_not_negative(update_s=update_s)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     ideal_s = plain.ideal_s + microbatches * update_s
@@ -110,8 +108,8 @@ def zero_bubble_h1(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
     """ZB-H1: weight gradients fill 1F1B's idle time, in 1F1B's memory. Source: Qi et al., arXiv
-    2401.10241, section 2.3 (its T_B is the input gradient alone). Raises ValueError for fewer
-    micro-batches than stages."""
+    2401.10241, section 2.3 (its T_B is the input gradient alone). Raises ValueError if microbatches
+    < stages."""
     each_s = max(forward_s + input_s - weight_s, input_s)
     parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
     return _zero_bubble(stages, microbatches, each_s, stages, **parts_s)

@@ -38,9 +38,9 @@ def model_state_bytes(
         stage: of ZeRO, 0 to 3; 0 is plain data parallelism. Raises ValueError for another.
         each: bytes per parameter, `MIXED_ADAM` or `FP32_ADAM`.
 
-    Omits activations, buffers, allocator overhead, torch's step counts (4 bytes per tensor),
-    unequal shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5, Figure
-    1, Table 1.
+    Omits activations, buffers, allocator overhead, step counts (4 bytes per tensor), unequal
+    shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1, 5, Figure 1, Table
+    1.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
     31.40625

@@ -1,8 +1,7 @@
 """The time of one data-parallel step, and how well it uses the machine.
 
-DDP with k equal gradient buckets sends each one once backward has filled it and the one before is
-sent: F + max(B + C/k, B/k + C) in all. Many buckets approach F + max(B, C); one hides nothing, F +
-B + C.
+DDP with k equal gradient buckets sends each once it is filled and the one before is sent: F + max(B
++ C/k, B/k + C) in all. Many buckets approach F + max(B, C); one hides nothing, F + B + C.
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
     wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k

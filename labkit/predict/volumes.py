@@ -66,8 +66,7 @@ def vocab_parallel_bytes(
     """Bytes that one rank sends in a step for embedding, head and loss with a vocabulary sharded
     over `ranks`: all-reduces of x, [rows, sequence, width], in forward after the embedding and in
     backward before the head, and for the loss one of three fp32 elements per token. With sequence
-    parallelism the head keeps its shard of x, and gathers it again. Source: arXiv 1909.08053,
-    section 3."""
+    parallelism the head gathers x again in backward. Source: arXiv 1909.08053, section 3."""
     check_counts(loss_element_bytes=loss_element_bytes)
     halves = 4 + sequence_parallel
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)

@@ -6,8 +6,8 @@
     engine         └ latency ┬ B / rate ─┘               latency + B / rate
 
 `StreamBus` is a GPU's. `Bus` needs no GPU: it copies real bytes inside the machine's memory, each
-piece no sooner than a bus of that rate would have delivered it; its results are labelled "paced".
-Both run one copy at a time, in order of issue, and release both tensors afterwards.
+piece no sooner than a bus of that rate would; its results are labelled "paced". Copies run in
+order.
 
 Rates: PCIe 4.0 and 5.0 have 16 and 32 Gbit/s on each of 16 lanes, each way (PCI-SIG, base
 specifications): 252 and 504 Gbit/s after 128b/130b encoding.
@@ -67,8 +67,7 @@ class Arrival:
 
 
 class Bus:
-    """A paced bus: `gbps` gigabits (1e9 bits) per second and `latency_us` microseconds per copy; by
-    default, and at most, as fast as memory.
+    """A paced bus: `gbps` gigabits (1e9 bits) per second, `latency_us` microseconds per copy.
 
     >>> bus = Bus(gbps=16)  # 2 GB/s
     >>> arrival = bus.copy(target, source)  # returns at once
@@ -178,8 +177,7 @@ class StreamBus:
 
 
 class _OnStream(Arrival):
-    """Keeps both tensors until their stream waits, so their memory goes only to later work on it;
-    `record_stream` would keep it until the GPU has got there."""
+    """Keeps both tensors until their stream waits: then only later work reuses their memory."""
 
     def __init__(self, ends: tuple[Tensor, ...], device: torch.device, *args: Any):
         self.ends, self.device = ends, device

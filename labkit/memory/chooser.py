@@ -9,8 +9,7 @@
      └──────────────────────────────>
        block 0, 1, 2  head  2, 1, 0
 
-Only the level couples blocks. So dynamic programming is exact: go through the blocks once, with all
-reachable levels and the least work for each.
+Only the level couples blocks: dynamic programming over all reachable levels is exact.
 
 Source: the trade of Chen et al., arXiv 1604.06174, section 4; by dynamic programming as in Beaumont
 et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
@@ -45,8 +44,6 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """One choice for each block, and the resulting costs."""
-
     choices: tuple[str, ...]
     peak_bytes: int  # of forward and backward
     again_flops: int

@@ -44,9 +44,8 @@ def restore(states: States) -> None:
 
 
 class Conditions:
-    """The current conditions, for a function of `tensors`; with `preserve_rng=False` draws may
-    differ. A torch function mode (torch.device, labkit's autocast) is entered again as it is, or
-    through the context that its `entered_again` returns."""
+    """The current conditions, for a function of `tensors`. Function modes (torch.device, labkit's
+    autocast) are entered again, as they are or by their `entered_again`."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], preserve_rng: bool = True):
         tensors = list(tensors)
@@ -81,7 +80,6 @@ def _numbers(state: torch.Tensor) -> bytes:
 
 
 def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
-    """torch.autocast on this device type: its dtype, whether it is on, whether it caches casts."""
     dtype = torch.get_autocast_dtype(kind)
     return dtype, torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 

@@ -49,11 +49,9 @@ class FlashAttention(nn.Module):
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64) -> Tensor:
     """Attention, as torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
 
-    Args:
-        q: [b, h, s, e]; k, v: [b, g, t, e], where g divides h. 16-bit inputs are computed in fp32
-            and rounded at the end, also inside autocast.
-        causal: query i sees the keys 0 to i.
-        tile: queries and keys per tile; working memory grows with its square.
+    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are computed in fp32
+    and rounded at the end, also inside autocast. `causal`: query i sees the keys 0 to i. `tile`:
+    queries and keys per tile; working memory grows with its square.
 
     Returns [b, h, s, e], in the dtype of q; zeros if there are no keys. No second derivative.
     Raises ValueError if shapes or dtypes do not match."""

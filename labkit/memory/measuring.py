@@ -1,5 +1,4 @@
-"""Measures what each choice costs each block of a model, in one step per choice; and edits the
-model to stay within a memory budget with the least recomputation.
+"""Measures what each choice costs each block, and edits a model to fit a memory budget.
 
     forward     before | block 0 | block 1 |  head, loss  |
     backward                                              | block 1 | block 0 | after
@@ -109,13 +108,9 @@ def choose_activations(
     held_bytes: int | None = None,
 ) -> Chosen:
     """Keep, recompute or offload each block's activations, so that forward and backward (not the
-    optimizer step) hold at most `budget_bytes`, with the least recomputation.
-
-    Args:
-        step, held_bytes: as for `measure`, which runs `step` once for each choice.
-        blocks, core: as for `labkit.Recompute`.
-        offload, most_moved_bytes: an `offload_activations(model)`, and how many bytes the bus can
-            carry during a forward. Without them nothing is offloaded.
+    optimizer step) hold at most `budget_bytes`, with the least recomputation. `offload`,
+    `most_moved_bytes`: an `offload_activations(model)`, and how many bytes the bus can carry during
+    a forward; without them nothing is offloaded. The other arguments are those of `measure`.
 
     Raises ValueError if nothing fits, and names the smallest possible budget.
 

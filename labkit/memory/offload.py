@@ -45,8 +45,7 @@ def offload_activations(
         model: its parameters stay; its device holds the activations.
         link: on a CPU, the speed of the simulated bus; None: that of memory.
         smallest_bytes: smaller tensors stay.
-        in_flight: the most tensors in flight in each direction; forward waits for the first of
-            them before it sends one more, which bounds memory.
+        in_flight: the most tensors in flight in each direction: forward waits, to bound memory.
         host_bytes: size of the host's block, allocated once; tensors that do not fit stay.
         bus: replaces the device's own bus.
 

@@ -6,9 +6,8 @@
     backward   op 1   served op 3   op 4       op 2 is not run: its kept result is returned
 
 `policy(op) -> bool` is called once for each op of forward; True keeps its result, as for matmuls
-(`keep_products`), which cost much to compute and little to store. It is not called for views and
-other ops that return an input's memory; for casts, some of which autocast may have made before; or
-for ops that write to their inputs, which always run again.
+(`keep_products`). It is not called for views and other ops that return an input's memory; for
+casts, which autocast may have made before; or for ops that write to inputs, which always rerun.
 
 Source: torch.utils.checkpoint, create_selective_checkpoint_contexts; Korthikanti et al., arXiv
 2205.05198, section 5.

@@ -151,8 +151,8 @@ class _Call:
 
 
 class _Inputs:
-    """The kept arguments. An autograd node saves their tensors: so outer hooks see them (of
-    recompute or offload), and changes in place are detected."""
+    """The kept arguments, saved by an autograd node: outer hooks see them, and changes are
+    found."""
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, self._spec = tree_flatten((args, kwargs))

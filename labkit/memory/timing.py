@@ -90,7 +90,6 @@ class Rig:
         self.gpu = torch.device(gpus[-1]) if gpus else None
 
     def run(self) -> Tensor:
-        """The transfer; with non_blocking its result may still be in flight."""
         x = self.source
         if self.way.cast == "before":
             x = self.packed.copy_(x)

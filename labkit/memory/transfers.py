@@ -125,8 +125,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Rates:
-    """(what, where) of a `Part` -> bytes per second. "stage" has the rate of a CPU "copy", and the
-    paced device's memory is the CPU's."""
+    """(what, where) of a `Part` -> bytes per second. "stage" is a CPU "copy"."""
 
     bytes_per_s: Mapping[tuple[str, str], float]
 

@@ -27,15 +27,13 @@ Casts = dict[tuple[Any, ...], tuple[torch.Tensor, int, torch.Tensor]]
 
 
 class autocast(ContextDecorator):
-    """Runs torch's ops inside the region in `dtype` or fp32, by the policy of their device.
-
-    Args:
-        dtype: torch.bfloat16 or torch.float16. Raises ValueError if unsupported by the device.
-        device_type: "cpu" or "cuda": cast only tensors there; None: use each op's device.
-        enabled: False: run ops in their input dtypes, even inside an enabled region.
+    """Runs torch's ops inside the region in `dtype` (torch.bfloat16 or torch.float16) or fp32, by
+    the policy of their device. `device_type`: "cpu" or "cuda": cast only tensors there; None: use
+    each op's device. `enabled=False`: run ops in their input dtypes, even inside an enabled region.
 
     A region is reusable, may decorate a function and may nest, also with torch.autocast: the
-    innermost decides. Call `backward` outside: it uses forward's dtypes.
+    innermost decides. Call `backward` outside: it uses forward's dtypes. Raises ValueError for a
+    dtype that autocast or the device does not support.
 
     >>> with autocast(torch.bfloat16):
     ...     value = loss(model(batch.x), batch)

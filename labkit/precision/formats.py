@@ -114,7 +114,7 @@ class Format:
     # ---- bits to number
 
     def fields(self, bits: int) -> Fields:
-        """Split a bit pattern. Raises ValueError if it is too wide."""
+        """Split a bit pattern. Raises ValueError if it does not fit the format."""
         if not 0 <= bits < 2**self.width_bits:
             raise ValueError(
                 f"{bits:#x} is no pattern of {self.name}: it has {self.width_bits} bits, so "

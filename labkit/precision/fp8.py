@@ -53,7 +53,6 @@ class Scaled(nn.Module):
         return torch.where(x.isinf(), torch.nan, scaled).to(self.dtype), scale
 
     def scale_of(self, amax: Tensor) -> Tensor:
-        """The largest power of two that keeps amax in range; 1 if amax is 0 or not finite."""
         power = torch.floor(torch.log2(self.most / amax))
         scale = torch.exp2(power.clamp(max=LARGEST_POWER))
         usable = (amax > 0) & torch.isfinite(amax)
@@ -94,8 +93,6 @@ def _to_tiles(x: Tensor) -> tuple[int, int, int, int]:
 
 
 class _Product(torch.autograd.Function):
-    """x [m, k], w [n, k] -> x wᵀ [m, n]."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, layer: "Fp8Linear", dtype: torch.dtype) -> Tensor:
         (x8, s_x), (w8, s_w) = layer.cast_x(x), layer.cast_w(w)

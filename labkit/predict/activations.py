@@ -16,7 +16,7 @@ For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, thi
 byte (`labkit.memory.saved.saved_by`) except for the statistics of the two norms: 8·s·b (on a GPU
 16·s·b), below 0.1 % from width 256 on. Dropout's masks are assumed to have 1 byte per element
 (torch's nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), scores 2 (torch's plain
-attention: 4). Scores under a causal mask are stored, too, but that mask is not.
+attention: 4). Masked scores are stored, the causal mask is not.
 
 Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
 and features; the other 10 of the 34 are whole on every rank, unless sharded by positions:
@@ -114,15 +114,10 @@ def activation_bytes(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """Bytes that one layer keeps on one rank for one micro-batch, in 2-byte dtypes.
-
-    Args:
-        sequence, rows, width, heads: s, b of a micro-batch, w and a.
-        tensor_parallel: ranks t that share the layer's matrices and heads.
-        sequence_parallel: whether they also share norms, dropout and inputs, by positions.
-        recompute: "none"; "selective": the core of attention; "full": the layer, from its input.
-
-    Source: arXiv 2205.05198, Table 2."""
+    """Bytes that one layer keeps on one rank for one micro-batch of `rows`, in 2-byte dtypes, if t
+    `tensor_parallel` ranks share its matrices and heads. `sequence_parallel`: they also share
+    norms, dropout and inputs, by positions. `recompute`: "none"; "selective": the core of
+    attention; "full": the layer, from its input. Source: arXiv 2205.05198, Table 2."""
     terms = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )
@@ -205,16 +200,14 @@ def activation_bill(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Bill:
-    """What a labkit.GPT block has kept, beside the formula's terms.
+    """What a labkit.GPT block has kept, beside the formula's terms; then norm statistics and
+    "other".
 
-    Args:
-        kept: from `labkit.memory.saved.saved_by(block, x)`; x [rows, sequence, width] in a 2-byte
-            dtype, `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this
-            rank's shard of the positions, and `sequence` all of them.
-        tensor_parallel, sequence_parallel, recompute: as in `activation_bytes`.
-
-    The last lines have no term: norm statistics, and "other". Scores are recognised by their shape,
-    [..., s, s]: no head may be as wide as the sequence is long."""
+    `kept`: from `labkit.memory.saved.saved_by(block, x)`; x [rows, sequence, width] in a 2-byte
+    dtype, `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this rank's
+    shard of the positions, and `sequence` all of them. Scores are recognised by their shape, [...,
+    s, s]: no head may be as wide as the sequence is long. Other arguments: as in
+    `activation_bytes`."""
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )

@@ -59,7 +59,6 @@ def bytes_by_axis(
         recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
         dropout: whether blocks have dropout; recompute then repeats their last collective, too.
         scatter_gather: see above; no effect with sequence parallelism.
-        gather_logits: gather the logits of the whole vocabulary on every rank.
         key_width: of the GPT's keys; `width` by default.
         element_bytes: of activations, weights and gradients, as sent.
 

@@ -1,1 +1,1 @@
-"""What training keeps in memory, what can be made again or moved away, and what moving costs."""
+"""What training keeps in memory, how to recompute or offload it, and what that costs."""

@@ -1,9 +1,9 @@
-"""Memory of constant size, allocated once and used in every step, however large the model is.
+"""Constant-size memory, allocated once and reused in every step, however large the model.
 
-ZeRO-R has two rules for memory that is not a model's states or activations: fused buffers have a
-constant size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and what lives long has memory
-of its own, so that it leaves no holes in the rest (M_D: ConstantBuffer, for offloaded activations).
-Backward wants last what forward made first. So a stack is enough:
+ZeRO-R has two rules for memory besides model states and activations: fused buffers have a constant
+size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and long-lived tensors get their own
+block, which avoids fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward needs
+first what forward made last, so a stack is enough:
 
     forward   | a | b | c |          free          |
                           ^ top
@@ -16,29 +16,27 @@ import weakref
 
 import torch
 
-ALIGNED_BYTES = 64  # a cache line: kernels are slower on, or refuse, tensors that lie across
+ALIGNED_BYTES = 64  # a cache line: kernels are slow on tensors that straddle it, or refuse them
 
 _host_memory: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def is_host_memory(x: torch.Tensor) -> bool:
-    """Whether `x` was offloaded: it does not count as the device's, even if a CPU plays the
-    device."""
+    """Whether `x` was offloaded: not device memory, even if a CPU plays the device."""
     return bool(_host_memory) and x.untyped_storage() in _host_memory
 
 
 class ConstantBuffer:
-    """One block of host memory of `nbytes`, from which pieces are taken and given back, the last
-    first; one below the top is free when all above it are. `pinned`: a GPU can copy while it
-    computes."""
+    """A stack of slices in one block of `nbytes` of host memory; one below the top is freed once
+    all above it are. `pinned`: a GPU can copy while it computes."""
 
     def __init__(self, nbytes: int, pinned: bool = False):
         if nbytes < 0:
             raise ValueError(f"a buffer of {nbytes} bytes: give 0 or more")
         self.nbytes = nbytes
         self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._pieces: list[int] = []  # where each begins, bottom first
-        self._free: set[int] = set()  # of those, what was given back below the top
+        self._pieces: list[int] = []  # start of each, bottom first
+        self._free: set[int] = set()  # starts of those given back below the top
         self._top = 0
         _host_memory.add(self._block.untyped_storage())
 
@@ -47,7 +45,7 @@ class ConstantBuffer:
         return self._top
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """A piece, uint8 [nbytes]; None where there is no room for it."""
+        """A slice, uint8 [nbytes]; None if it does not fit."""
         if self._top + nbytes > self.nbytes:
             return None
         start = self._top
@@ -56,7 +54,7 @@ class ConstantBuffer:
         return self._block[start : start + nbytes]
 
     def give_back(self, piece: torch.Tensor) -> None:
-        """Free a piece. Raises ValueError for one that is not taken."""
+        """Free a slice. Raises ValueError if it is not taken."""
         start = int(piece.storage_offset())
         if start not in self._pieces or start in self._free:
             raise ValueError(

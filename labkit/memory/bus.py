@@ -1,17 +1,16 @@
-"""A bus between two memories, and the engine that carries bytes over it while the program goes on.
+"""A bus between two memories, and an engine that copies over it while the program continues.
 
     CPU memory  ══════ bus (PCIe) ══════  device memory
 
-    program   copy ┐    computes ...     ┌ wait      B bytes are there after
+    program   copy ┐    computes ...     ┌ wait      B bytes arrive after
     engine         └ latency ┬ B / rate ─┘               latency + B / rate
 
-A `StreamBus` is a GPU's: a CUDA stream of its own, and a pinned source. A `Bus` needs no GPU: it
-copies real bytes inside the machine's memory, piece by piece, each no sooner than a bus of that
-rate would have delivered it; its results are labelled "paced". Both carry one copy after the other,
-in the order of issue, and keep neither tensor alive afterwards.
+`StreamBus` is a GPU's. `Bus` needs no GPU: it copies real bytes inside the machine's memory, each
+piece no sooner than a bus of that rate would; its results are labelled "paced". Copies run in
+order.
 
 Rates: PCIe 4.0 and 5.0 have 16 and 32 Gbit/s on each of 16 lanes, each way (PCI-SIG, base
-specifications): 252 and 504 Gbit/s after their encoding of 128 bits in 130.
+specifications): 252 and 504 Gbit/s after 128b/130b encoding.
 """
 
 import threading
@@ -28,8 +27,8 @@ from labkit.events import CommEvent
 from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock
 from labkit.runtime.transports.link import Link
 
-PIECES = 16  # of a paced copy: what is read too early is partly there, as on a real bus
-LISTED = 1024  # so many events a bus has at hand, of its last copies
+PIECES = 16  # of a paced copy: an early read sees partial data, as on a real bus
+LISTED = 1024  # events that a bus keeps, of its last copies
 
 
 def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus":
@@ -45,7 +44,7 @@ def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus"
 
 
 class Arrival:
-    """A copy in flight. `event` has the times of its issue, begin, end and waits."""
+    """A copy in flight. `event` records the times of its issue, begin, end and waits."""
 
     def __init__(self, op: str, number: int, nbytes: int, clock: Clock, transport: str):
         self.event = CommEvent(
@@ -55,13 +54,12 @@ class Arrival:
         self.clock = clock
 
     def wait(self) -> None:
-        """Continue when it has arrived: the CPU, or on a GPU its current stream."""
+        """Block the CPU, or a GPU's current stream, until the copy has arrived."""
         self.clock.mark(self.event, "wait_began_s")
         self._wait()
         self.clock.mark(self.event, "wait_ended_s")
 
     def done(self) -> bool:
-        """Whether it has arrived, without waiting."""
         raise NotImplementedError
 
     def _wait(self) -> None:
@@ -69,8 +67,7 @@ class Arrival:
 
 
 class Bus:
-    """A paced bus: `gbps` gigabits (1e9 bits) per second and `latency_us` microseconds a copy; as
-    fast as memory copies if no rate is given. A rate above the memory's own cannot be kept.
+    """A paced bus: `gbps` gigabits (1e9 bits) per second, `latency_us` microseconds per copy.
 
     >>> bus = Bus(gbps=16)  # 2 GB/s
     >>> arrival = bus.copy(target, source)  # returns at once
@@ -88,19 +85,17 @@ class Bus:
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="labkit-bus")
 
     def seconds(self, nbytes: int) -> float:
-        """What a copy of `nbytes` takes on an idle bus."""
         return self.link.latency_us * 1e-6 + self.link.seconds(nbytes)
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
-        """Issue a copy of the bytes of `source` into `target`, alike in shape and dtype and both
-        contiguous (ValueError otherwise). Until it is there, neither may be written to, and
-        `target` holds what it held, or a part of each."""
+        """Issue a copy of `source` into `target`, both contiguous and equal in shape and dtype
+        (else ValueError). Until it arrives, write to neither; `target` holds partial data."""
         check_alike(target, source)
         return self._issue("load", source.nbytes, [target.view(-1), source.detach().view(-1)])
 
     def read(self, nbytes: int) -> Arrival:
-        """Issue a read that moves nothing to keep: a kernel reads host memory as it computes."""
-        return self._issue("read", nbytes, [None, None])  # `moved_bytes` has it
+        """Issue a read without a target: a kernel reads host memory as it computes."""
+        return self._issue("read", nbytes, [None, None])  # counts in `moved_bytes`
 
     def _issue(self, op: str, nbytes: int, ends: list[Any]) -> "_Paced":
         arrival = _Paced(op, self._number, nbytes, self.clock, "paced")
@@ -112,7 +107,7 @@ class Bus:
     @torch.inference_mode()
     def _carry(self, event: CommEvent, ends: list[Any]) -> None:
         target, source = ends
-        ends.clear()  # the engine holds the list a moment longer than the copy takes
+        ends.clear()  # the engine keeps the list longer than the copy
         event.began_s = time.monotonic()
         if target is None or source is None:
             sleep_until(event.began_s + self.seconds(event.payload_bytes))
@@ -137,16 +132,13 @@ class _Paced(Arrival):
         try:
             self.future.result()  # raises what went wrong
         except Exception:
-            self.future = None  # else the error, whose traceback leads here, keeps itself alive
+            self.future = None  # else the traceback of the error keeps it alive
             raise
 
 
 class StreamBus:
-    """The bus of a GPU: copies on a stream of their own, beside the stream that computes.
-
-    A source in CPU memory must be pinned (ValueError otherwise): from pageable memory the driver
-    copies by way of a pinned buffer of its own, and the program stands still meanwhile.
-    """
+    """A GPU's bus: copies on their own stream, beside the compute stream. CPU memory must be pinned
+    (else ValueError): to copy pageable memory, the driver blocks the program."""
 
     def __init__(self, device: torch.device | str = "cuda"):
         self.device = torch.device(device)
@@ -158,8 +150,7 @@ class StreamBus:
         self._number = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
-        """Issue a copy, as `Bus.copy` does. It begins when all work is done that the current stream
-        has been given so far: what used `target` before, or the memory it lies in, is over then."""
+        """Issue a copy like `Bus.copy`, which begins after all work queued on the current stream."""
         check_alike(target, source)
         for x, name in ((source, "source"), (target, "target")):
             if x.device.type == "cpu" and not x.is_pinned():
@@ -186,9 +177,7 @@ class StreamBus:
 
 
 class _OnStream(Arrival):
-    """Keeps both tensors until the stream on which they were made waits: memory freed after that
-    goes only to later work on that stream. `record_stream` would keep it until the GPU has got
-    there."""
+    """Keeps both tensors until their stream waits: then only later work reuses their memory."""
 
     def __init__(self, ends: tuple[Tensor, ...], device: torch.device, *args: Any):
         self.ends, self.device = ends, device
@@ -208,7 +197,6 @@ class _OnStream(Arrival):
 
 
 def check_alike(target: Tensor, source: Tensor) -> None:
-    """Raise ValueError for what a bus cannot carry: it moves bytes, and casts nothing."""
     if (target.shape, target.dtype) != (source.shape, source.dtype):
         raise ValueError(
             f"a bus moves bytes as they are: the source is {source.dtype} {list(source.shape)}, "
@@ -219,12 +207,12 @@ def check_alike(target: Tensor, source: Tensor) -> None:
 
 
 def sleep_until(when_s: float) -> None:
-    """Sleep until that moment of the monotonic clock, at most until the program ends."""
+    """Sleep until `when_s` of the monotonic clock, at most until the program ends."""
     while (left_s := when_s - time.monotonic()) > 0 and not _ENDING.is_set():
         time.sleep(min(left_s, 1.0))
 
 
-# At its end a program waits for the threads of its executors: a copy nothing waited for is then
-# copied without a pace. (A daemon thread that is inside torch just then would abort the process.)
+# On exit, Python joins the threads of executors: pending copies then run
+# without pacing. (A daemon thread inside torch at that moment would abort the process.)
 _ENDING = threading.Event()
 threading._register_atexit(_ENDING.set)  # type: ignore[attr-defined]

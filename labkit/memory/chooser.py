@@ -9,11 +9,10 @@
      └──────────────────────────────>
        block 0, 1, 2  head  2, 1, 0
 
-Only the level ties blocks to each other. So go through the blocks once, with all levels that can
-be reached and the least work for each: dynamic programming, exact.
+Only the level couples blocks: dynamic programming over all reachable levels is exact.
 
-Source: the trade of Chen et al., arXiv 1604.06174, section 4; by dynamic programming as in
-Beaumont et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
+Source: the trade of Chen et al., arXiv 1604.06174, section 4; by dynamic programming as in Beaumont
+et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
 """
 
 from bisect import bisect_left, insort
@@ -23,31 +22,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one choice for one block. `need_bytes` counts above the level at which its
-    forward begins, and includes `kept_bytes`."""
+    """Cost of one choice for one block; `need_bytes` counts from the level before its forward."""
 
     kept_bytes: int  # from its forward to its backward
-    need_bytes: int  # the most for a moment
+    need_bytes: int  # the peak, which includes kept_bytes
     again_flops: int = 0  # computed a second time
     moved_bytes: int = 0  # to the host, and as many back
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A model's blocks, in forward's order, each with the cost of its choices; and the rest."""
+    """Costs of each choice for a model's blocks, in forward order; and of the rest."""
 
     blocks: Sequence[Mapping[str, Cost]]
-    before_bytes: int = 0  # the level at which the first block begins: weights and so on
-    head_bytes: int = 0  # the most above the last level before the last block's backward
-    after_bytes: int = 0  # the most above the first level after the first block's backward
-    leaving_bytes: int = 0  # where any block offloads: the most that is under way between blocks
-    step_flops: int = 0  # of a step that computes nothing twice
+    before_bytes: int = 0  # the level before the first block: weights and so on
+    head_bytes: int = 0  # the peak above the last level, before the last block's backward
+    after_bytes: int = 0  # the peak above the first level, after the first block's backward
+    leaving_bytes: int = 0  # if any block offloads: the most in flight between blocks
+    step_flops: int = 0  # of a step without recomputation
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One choice for each block, and what it leads to."""
-
     choices: tuple[str, ...]
     peak_bytes: int  # of forward and backward
     again_flops: int
@@ -56,7 +52,7 @@ class Plan:
 
     @property
     def again(self) -> float:
-        """What is computed twice, as a fraction of the step."""
+        """Recomputed FLOPs as a fraction of the step's."""
         return self.again_flops / self.step_flops if self.step_flops else 0.0
 
     def __str__(self) -> str:
@@ -66,7 +62,7 @@ class Plan:
 
 
 def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
-    """The plan of these choices. Raises ValueError where they are not the blocks'."""
+    """The plan of these choices. Raises ValueError if they do not match the blocks."""
     if len(choices) != len(costs.blocks):
         raise ValueError(
             f"{len(choices)} choices for {len(costs.blocks)} blocks: give one for each"
@@ -85,15 +81,10 @@ def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
 
 
 def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) -> Plan:
-    """The plan with the fewest operations computed twice whose peak is within the budget; of
-    several, the one with the lowest level at the end.
+    """The plan with the fewest recomputed FLOPs within the budget; of several, that with the lowest
+    final level. `most_moved_bytes`: what the bus can carry to the host, hidden, during a forward.
 
-    Args:
-        most_moved_bytes: what the bus can carry to the host during a forward, hidden; choices that
-            offload are taken as long as their sum is below.
-
-    Raises ValueError where no plan fits, and names the smallest budget that one does.
-    """
+    Raises ValueError if no plan fits, and names the smallest budget that one does."""
     plan = _search(costs, budget_bytes, most_moved_bytes)
     if plan is None:
         least = smallest_budget(costs, most_moved_bytes)
@@ -105,32 +96,31 @@ def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) 
 
 
 def smallest_budget(costs: Costs, most_moved_bytes: int = 0) -> int:
-    """The least peak of any plan."""
+    """The lowest peak of any plan."""
     budgets = range(_ceiling(costs))
     return bisect_left(budgets, True, key=lambda x: bool(_search(costs, x, most_moved_bytes)))
 
 
 def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:
-    """The Pareto front of work and peak memory, the plan with the highest peak first."""
+    """The Pareto front of work and peak memory, highest peak first."""
     most = _ceiling(costs)
     plans: list[Plan] = []
     while (plan := _search(costs, most, most_moved_bytes)) is not None:
         if plans and plan.again_flops == plans[-1].again_flops:
-            plans.pop()  # as much work, and less memory
+            plans.pop()  # equal work, less memory
         plans.append(plan)
         most = plan.peak_bytes - 1
     return plans
 
 
 def _ceiling(costs: Costs) -> int:
-    """No plan needs more."""
     most = sum(max(cost.need_bytes for cost in block.values()) for block in costs.blocks)
     return sum((costs.before_bytes, most, costs.head_bytes, costs.after_bytes, costs.leaving_bytes))
 
 
 @dataclass(frozen=True, order=True)
 class _State:
-    """Blocks 0 to i-1 are chosen. Ordered by work first."""
+    """Choices for blocks 0 to i-1, ordered by FLOPs first."""
 
     flops: int
     level: int
@@ -139,7 +129,7 @@ class _State:
 
 
 def _search(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None:
-    """The best plan within the budget, of those that move nothing and those that may."""
+    """The best plan within the budget, of those without and those with offloading."""
     plans = [_walk(costs, budget_bytes, 0)]
     if most_moved_bytes:
         plans.append(_walk(costs, budget_bytes - costs.leaving_bytes, most_moved_bytes))
@@ -172,9 +162,9 @@ def _walk(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None
 
 
 def _worth_keeping(states: Iterable[_State]) -> list[_State]:
-    """The states that no other beats in work, level and moved bytes."""
+    """The Pareto-optimal states in FLOPs, level and moved bytes."""
     kept: list[_State] = []
-    stairs: list[tuple[int, int]] = []  # (level, moved) of those kept: one up, the other down
+    stairs: list[tuple[int, int]] = []  # (level, moved) of kept states: one rises, the other falls
     for state in sorted(states):
         place = bisect_left(stairs, (state.level + 1,))  # those before have no higher level
         if place and stairs[place - 1][1] <= state.moved:

@@ -1,13 +1,12 @@
-"""The conditions of a forward that runs again: random numbers, autocast, function modes.
+"""The conditions of a forward that runs again: random state, autocast, function modes.
 
     forward    conditions = Conditions(inputs)       the generators' states before the function
                fn(...)                               a dropout draws
                conditions.forget_unused()            nothing was drawn? then nothing to restore
     backward   with conditions.again(): fn(...)      the same draws: the same mask
-               behind the block                      the generators go on where they were
+               after the block                       the generators continue as before
 
-Known are torch's own generators, of the CPU and of all GPUs in use when forward begins; not
-Python's `random`, NumPy's or a torch.Generator of the user's.
+Covers torch's default generators, not Python's `random`, NumPy's or your own torch.Generator.
 """
 
 import ctypes
@@ -23,17 +22,15 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 def generators() -> list[torch.Generator]:
-    """torch's default generators: of the CPU and, once GPUs are in use, of all GPUs."""
+    """torch's default generators: the CPU's and, once GPUs are in use, those of all GPUs."""
     return [torch.default_generator, *torch.cuda.default_generators]
 
 
 def states_of(generators: Iterable[torch.Generator]) -> States:
-    """Each generator with a copy of its state."""
     return [(generator, generator.get_state()) for generator in generators]
 
 
 def used(states: States) -> States:
-    """The states whose generator has drawn since."""
     return [
         (generator, state)
         for generator, state in states
@@ -42,18 +39,13 @@ def used(states: States) -> States:
 
 
 def restore(states: States) -> None:
-    """Set each generator to its state."""
     for generator, state in states:
         generator.set_state(state)
 
 
 class Conditions:
-    """The conditions of now, for a function of `tensors`; with `preserve_rng=False` draws may
-    differ.
-
-    A torch function mode (torch.device as a context, labkit's autocast) is entered again as it is,
-    or, where it has an `entered_again`, through the context that this makes.
-    """
+    """The current conditions, for a function of `tensors`. Function modes (torch.device, labkit's
+    autocast) are entered again, as they are or by their `entered_again`."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], preserve_rng: bool = True):
         tensors = list(tensors)
@@ -69,7 +61,7 @@ class Conditions:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, all is as it was; afterwards, as it is now."""
+        """Inside, the recorded conditions hold; afterwards, the current ones."""
         with ExitStack() as stack:
             stack.callback(restore, states_of(generator for generator, _ in self.states))
             restore(self.states)
@@ -83,12 +75,11 @@ class Conditions:
 
 
 def _numbers(state: torch.Tensor) -> bytes:
-    """Past torch: no mode is to see it, and in a dry run no tensor has numbers that torch shows."""
+    """The bytes of a state, read past torch: unseen by modes, and readable in a dry run."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
-    """torch.autocast on devices of this kind: its type, is it on, are casts kept."""
     dtype = torch.get_autocast_dtype(kind)
     return dtype, torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
@@ -98,5 +89,5 @@ def _modes() -> list[Any]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and what else pytree knows, in order."""
+    """The tensors in nested tuples, lists, dicts and other pytree containers, in order."""
     return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]

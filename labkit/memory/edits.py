@@ -1,14 +1,14 @@
-"""What is computed again, or offloaded: a function, or parts of a model, decided from outside.
+"""Recompute or offload a function, or parts of a model, from outside.
 
     recompute(fn, x)                              a function, from its inputs
     Recompute(model)                              each block, from its input         2sbh a layer
     Recompute(model, what="selective")            the core of attention, from q k v   34sbh
-    Recompute(model, what=keep_products)          each block, but for the matrix products
+    Recompute(model, what=keep_products)          each block, except its matmuls
     Recompute(model, blocks=model.blocks[:4])     some of the blocks
     Choices(model, ("none", "full", "offload"))   one choice for each block
 
-Names, parameters, hooks and checkpoints of the model stay what they are: only `forward` of these
-modules changes. So it goes with any strategy, before or after it wraps the model.
+Only `forward` of these modules changes, not the model's names, parameters, hooks or checkpoints. So
+it works with any strategy, before or after it wraps the model.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 5.
 """
@@ -36,31 +36,26 @@ def recompute(
     check: Check = "shapes",
     **kwargs: Any,
 ) -> Result:
-    """`fn(*args, **kwargs)`, of which only the inputs are kept for backward.
+    """`fn(*args, **kwargs)`, keeping only the inputs for backward, which runs `fn` again.
 
     Args:
-        fn: a function or module. It must do the same when it is called again, and not change its
-            inputs in place. Its side effects happen twice: BatchNorm counts a batch twice.
-        policy: of which operations the results are kept, too: `policy(op) -> bool`.
-        preserve_rng: have dropout draw the same masks again. Without it, gradients are wrong where
-            something is drawn. Known are torch's own generators; with a `generator=` of your own
-            draw outside, and hand in what was drawn.
-        check: of what the second run saves, number, shape, dtype and device are compared with the
-            first's; with "values" the numbers as well, which takes time; with "none" nothing.
+        fn: a function or module. It must do the same both times and not change its inputs in place.
+            Side effects happen twice: BatchNorm counts a batch twice.
+        policy: `policy(op) -> bool`: True keeps the results of an op, too.
+        preserve_rng: restore torch's own generators, so that dropout draws the same masks.
+        check: "shapes" compares number, shape, dtype and device of the tensors saved by both runs,
+            "values" also their elements, which takes time; "none" nothing.
 
-    Gradients are those without, bit for bit where the same kernels run. Works with any outputs,
-    inside another recompute, for several backwards, and where no input has a gradient.
-
-    Raises ValueError where `fn` changes an input, and, during backward, where it did something else
-    when it was called again; RuntimeError where a parameter that backward needs was changed since
-    forward. (That of a bias is not seen: backward does not ask for it.)
-    """
+    Gradients are unchanged, bit for bit if the same kernels run. Works nested, and for several
+    backwards. Raises ValueError if `fn` changes an input or, in backward, does something else than
+    before; RuntimeError if a parameter that backward needs (so not a bias) has changed since
+    forward."""
     kept = None if policy is None else partial(Kept, policy)
     return Recomputed(fn, kept, preserve_rng, check)(*args, **kwargs)
 
 
 class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
-    """Replaced `forward`s. `remove()` puts the first ones back; as a context, at its end."""
+    """Replaces `forward`s; `remove()`, or leaving the context, restores them."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, Any]] = []
@@ -70,7 +65,6 @@ class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
         module.forward = forward
 
     def remove(self) -> None:
-        """The model is as it was."""
         while self._before:
             module, forward = self._before.pop()
             del module.forward
@@ -82,17 +76,16 @@ class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
 
 
 class Recompute(_ForwardEdits):
-    """Edits `model` so that backward computes parts of its forward again. Use the model as before.
+    """Edits `model` so that backward recomputes parts of its forward.
 
     Args:
-        what: "full": whole blocks; "selective": in each block the module `core`; a policy:
-            whole blocks, but for operations of which `policy(op)` is True (policies.py).
-        blocks: which; by default the entries of the outermost ModuleLists.
+        what: "full": whole blocks; "selective": the module `core` of each block; a policy: whole
+            blocks, except ops for which `policy(op)` is True (policies.py).
+        blocks: the blocks to edit; by default the entries of the outermost ModuleLists.
         core: the path from a block to its core of attention.
-        preserve_rng, check: see `recompute`.
+        preserve_rng, check: as for `recompute`.
 
-    Raises ValueError where there are no blocks, no core, or one is edited already.
-    """
+    Raises ValueError if there are no blocks or no core, or one is edited already."""
 
     def __init__(
         self,
@@ -122,20 +115,16 @@ class Recompute(_ForwardEdits):
 
 
 class Choices(_ForwardEdits):
-    """Edits `model`: block i does `chosen[i]`, one of CHOICES. `remove()` takes it back.
+    """Edits `model`: block i does `chosen[i]`, one of CHOICES. `remove()` undoes it.
 
         none         keeps its activations                      34 + 5as/h of sbh
-        selective    computes the core of attention again       34
-        full         computes all of it again, from its input    2
-        offload      moves them to the host's memory and back    0, and what is in flight
+        selective    recomputes the core of attention           34
+        full         recomputes the block from its input         2
+        offload      moves them to the host's memory and back    0, and those in flight
 
-    Args:
-        chosen: for each block; or one for all.
-        blocks, core: as for `Recompute`.
-        offload: of `offload_activations(model)`, for "offload".
-
-    Raises ValueError for another name, another number of blocks, or "offload" without one.
-    """
+    `chosen`: one per block, or one for all; `blocks`, `core`: as for `Recompute`; `offload`: from
+    `offload_activations(model)`. Raises ValueError for an unknown name, a wrong number, or
+    "offload" without `offload`."""
 
     def __init__(
         self,
@@ -167,7 +156,7 @@ class Choices(_ForwardEdits):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The entries of the outermost ModuleLists. Raises ValueError where there are none."""
+    """The entries of the outermost ModuleLists. Raises ValueError if there are none."""
 
     def blocks_in(module: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList):

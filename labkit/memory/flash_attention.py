@@ -1,17 +1,16 @@
-"""FlashAttention: softmax(q kᵀ / √e) v without ever holding the scores.
+"""FlashAttention: softmax(q kᵀ / √e) v without ever storing the scores.
 
                  k, v tiles, one after the other ──>
-    q tile 0    [S₀₀]                                   only one tile of scores is there at a time
-    q tile 1    [S₁₀] [S₁₁]                             causal: tiles that look ahead are left out
+    q tile 0    [S₀₀]                                   only one tile of scores exists at a time
+    q tile 1    [S₁₀] [S₁₁]                             causal: tiles in the future are skipped
     q tile 2    [S₂₀] [S₂₁] [S₂₂]
 
-Each row has its largest score so far m, the sum so far ℓ and its result so far o; a tile S with a
-larger score makes all of it smaller by the same factor:
+Each row keeps a running maximum m, sum ℓ and result o; a tile S with a larger maximum rescales:
 
     m' = max(m, rowmax S)     P = exp(S - m')     c = exp(m - m')
     ℓ' = c ℓ + rowsum P       o' = c o + P v      at the end  out = o / ℓ,  L = m + log ℓ
 
-Backward makes P again, from q, k and L, tile by tile; with dP = dout vᵀ and D = rowsum(dout · out):
+Backward recomputes P from q, k and L, tile by tile; with dP = dout vᵀ and D = rowsum(dout · out):
 
     dv += Pᵀ dout     dS = P · (dP - D)     dq += dS k / √e     dk += dSᵀ q / √e
 
@@ -37,7 +36,7 @@ from torch.autograd.function import once_differentiable
 
 
 class FlashAttention(nn.Module):
-    """A core of attention for labkit.GPT: `block.attn.core = FlashAttention()`. No parameters."""
+    """A core of attention for labkit.GPT: `block.attn.core = FlashAttention()`."""
 
     def __init__(self, causal: bool = True, tile: int = 64) -> None:
         super().__init__()
@@ -50,22 +49,18 @@ class FlashAttention(nn.Module):
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64) -> Tensor:
     """Attention, as torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
 
-    Args:
-        q: [b, h, s, e]; k, v: [b, g, t, e], where g divides h. float16 and bfloat16 are computed
-            in float32, and rounded at the end, also inside autocast (torch's and labkit's).
-        causal: query i sees the keys 0 to i.
-        tile: queries and keys of a tile; memory at work goes with its square.
+    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are computed in fp32
+    and rounded at the end, also inside autocast. `causal`: query i sees the keys 0 to i. `tile`:
+    queries and keys per tile; working memory grows with its square.
 
-    Returns [b, h, s, e], in the type of q; zeros where there are no keys. It has a first
-    derivative, no second.
-    Raises ValueError for shapes or types that do not fit together.
-    """
+    Returns [b, h, s, e], in the dtype of q; zeros if there are no keys. No second derivative.
+    Raises ValueError if shapes or dtypes do not match."""
     check_fit(q, k, v, tile)
     return _Flash.apply(q, k, v, causal, tile)
 
 
 def _uncast(run: Any) -> Any:
-    """Autocast would round scores and weights to two bytes."""
+    """Disable autocast, which would round scores and weights to two bytes."""
 
     @wraps(run)
     def inside(x: Tensor, *others: Any) -> Any:
@@ -98,7 +93,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention-2, Algorithm 1: out [b, h, s, e] and L [b, h, s]."""
     groups, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q)  # lies in memory as q does
+    out = torch.empty_like(q)  # in the memory layout of q
     logsum = q.new_empty(q.shape[:3], dtype=wide)  # L [b, h, s]
     for rows in _tiles(q.shape[2], tile):
         q_tile = _folded(q, rows, groups).to(wide) / math.sqrt(q.shape[3])  # [b, g, r, e]
@@ -107,7 +102,7 @@ def flash_forward(
         result = torch.zeros_like(q_tile)  # o [b, g, r, e]
         for columns in _tiles(k.shape[2], tile):
             if causal and columns.start >= rows.stop:
-                break  # the rest lies ahead
+                break  # the other tiles are in the future
             scores = _scores(q_tile, k, rows, columns, causal)  # [b, g, r, c]
             higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
             weights = torch.exp(scores - higher)
@@ -125,7 +120,7 @@ def flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor,
     causal: bool, tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """FlashAttention-2, Algorithm 2: dq, dk, dv, in the types of q, k and v."""
+    """FlashAttention-2, Algorithm 2: dq, dk, dv, in the dtypes of q, k and v."""
     groups, wide, scale = k.shape[1], logsum.dtype, 1 / math.sqrt(q.shape[3])
     along = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # D [b, h, s, 1]
     dq = torch.zeros_like(q, dtype=wide)  # grows with each tile of keys
@@ -154,7 +149,7 @@ def _tiles(length: int, tile: int) -> Iterator[slice]:
 
 
 def _folded(x: Tensor, rows: slice, groups: int) -> Tensor:
-    """Queries that share a key-value head one below the other: [b, h, s, e] -> [b, g, r, e]."""
+    """Stack the queries that share a key-value head: [b, h, s, e] -> [b, g, r, e]."""
     return x[:, :, rows].unflatten(1, (groups, -1)).flatten(2, 3)
 
 
@@ -165,7 +160,7 @@ def _unfolded(x: Tensor, heads: int) -> Tensor:
 
 def _scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
     scores = q_tile @ k[:, :, columns].to(q_tile.dtype).transpose(2, 3)  # [b, g, r, c]
-    if not causal or columns.stop <= rows.start + 1:  # nothing lies ahead
+    if not causal or columns.stop <= rows.start + 1:  # nothing is in the future
         return scores
     queries = torch.arange(rows.start, rows.stop, device=k.device)
     keys = torch.arange(columns.start, columns.stop, device=k.device)
@@ -174,7 +169,6 @@ def _scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool
 
 
 def check_fit(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
-    """Raises ValueError for shapes or types of which no attention is possible."""
     if tile < 1:
         raise ValueError(f"tile={tile}: a tile has 1 or more queries and keys")
     if not (q.ndim == k.ndim == 4) or k.shape != v.shape or q.shape[::3] != k.shape[::3]:

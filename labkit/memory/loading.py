@@ -1,4 +1,4 @@
-"""A model whose weights wait in CPU memory: three ways to compute with them on a device.
+"""A model with its weights in CPU memory: three ways to compute with them on a device.
 
     load, then run    bus      | L0 | L1 | L2 |                       sum of L + sum of C
                       compute                 | C0 | C1 | C2 |        holds the whole model
@@ -10,8 +10,7 @@
                       compute  | C0 | C1 | C2 |                       holds none
 
 L loads a block, C computes it, R reads its weights over the bus as a kernel computes. Pipelined,
-the blocks take turns in `ahead` + 1 buffers: block k + ahead goes where block k - 1 was, so its
-load may begin when that has computed, and not before.
+the blocks share `ahead` + 1 buffers: block k + ahead replaces block k - 1 once that has computed.
 
 Forward only. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2; inference
 from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
@@ -30,16 +29,9 @@ from labkit.trace import RankTrace, Span, Step, Trace
 
 
 class Waiting:
-    """Blocks, each block(x) -> x, whose weights wait in CPU memory to be used over a bus.
-
-    Args:
-        blocks: modules on the CPU. Each one's weights are packed into one flat buffer, pinned
-            where the bus is a GPU's; the modules go on working there.
-        bus: to the device that computes; that of the GPU if there is one, else this machine's
-            memory, unpaced.
-
-    Raises ValueError for blocks that are not on the CPU, or share a weight.
-    """
+    """Blocks, each block(x) -> x, with weights in CPU memory that are used over `bus`, by default
+    the GPU's, or else this machine's memory, unpaced. Each block's weights are packed into a flat
+    buffer, pinned for a GPU. Raises ValueError if blocks are not on the CPU or share a weight."""
 
     def __init__(self, blocks: Sequence[nn.Module], bus: Bus | StreamBus | None = None):
         if bus is None:
@@ -65,7 +57,7 @@ class Waiting:
 
 @dataclass
 class Run:
-    """What a run gave, held and did. `held_bytes`: the buffers for weights on the device."""
+    """Result, memory and events of a run. `held_bytes`: the weight buffers on the device."""
 
     value: Tensor
     held_bytes: int
@@ -76,7 +68,7 @@ class Run:
 
     @property
     def trace(self) -> Trace:
-        """For plot.timeline: the bus below the computing, with the waits of one for the other."""
+        """For plot.timeline: the bus below the compute, with the waits between them."""
         events = [arrival.event for arrival in self.arrivals]
         ended_s = max(span.ended_s for span in self.computed)
         began_s = min([self.computed[0].began_s, *(event.issued_s for event in events)])
@@ -87,7 +79,6 @@ class Run:
 
 @torch.no_grad()
 def load_then_run(waiting: Waiting, x: Tensor) -> Run:
-    """Load all weights, then compute block after block."""
     course = _Course(waiting, len(waiting))
     for k in range(len(waiting)):
         course.load(k)
@@ -100,15 +91,15 @@ def load_then_run(waiting: Waiting, x: Tensor) -> Run:
 
 @torch.no_grad()
 def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
-    """Load the weights of block k + `ahead` while block k computes. With `ahead` 0 each waits for
-    the other. Raises ValueError where `ahead` is negative."""
+    """Load the weights of block k + `ahead` while block k computes; with `ahead` 0, nothing
+    overlaps. Raises ValueError if `ahead` is negative."""
     if ahead < 0:
         raise ValueError(f"ahead={ahead}: give how many blocks are loaded ahead, 0 or more")
     course = _Course(waiting, min(ahead + 1, len(waiting)))
     for k in range(ahead):
         course.load(k)
     for k in range(len(waiting)):
-        course.load(k + ahead)  # where block k - 1 was, which has computed
+        course.load(k + ahead)  # replaces block k - 1, which has computed
         course.arrivals[k].wait()
         x = course.compute(k, x)
     return course.over(x)
@@ -116,9 +107,8 @@ def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
 
 @torch.no_grad()
 def run_in_place(waiting: Waiting, x: Tensor) -> Run:
-    """Compute with the weights where they wait. A GPU's kernels read pinned memory over the bus,
-    and `moved_bytes` is 0 there. On a paced bus a block also takes the time to read its bytes once.
-    """
+    """Compute with the weights in CPU memory. A GPU's kernels read pinned memory over the bus, and
+    `moved_bytes` is 0; on a paced bus a block also takes the time to read its bytes once."""
     course = _Course(waiting, buffers=0)
     for k in range(len(waiting)):
         x = course.compute(k, x)
@@ -126,8 +116,6 @@ def run_in_place(waiting: Waiting, x: Tensor) -> Run:
 
 
 class _Course:
-    """The buffers of a run, and what happened in it."""
-
     def __init__(self, waiting: Waiting, buffers: int):
         if not len(waiting):
             raise ValueError("there is no block to run; give Waiting at least one")
@@ -135,7 +123,7 @@ class _Course:
         self.moved_bytes = self.bus.moved_bytes
         self.arrivals: list[Arrival] = []
         self.computed: list[Span] = []
-        # Whole model: each buffer as large as its block. In turns: each as large as the largest.
+        # Whole model: one buffer per block. Pipelined: each as large as the largest block.
         sizes = waiting.nbytes if buffers == len(waiting) else [max(waiting.nbytes)] * buffers
         with torch.inference_mode(False):  # the bus writes to them outside of it
             self.buffers = [
@@ -180,12 +168,10 @@ class _Course:
 
 
 class Packed:
-    """Packs the parameters and buffers of `block` into one flat buffer in CPU memory, pinned on
-    demand: one copy over the bus, not one for each tensor. They become views of `flat`.
+    """Packs parameters and buffers of `block` into one flat CPU buffer, so that one copy moves all;
+    they become views of `flat`. `pin`: page-lock it. Raises ValueError for non-CPU tensors.
 
         flat   | norm1.weight | norm1.bias | attn.q.weight    | ...     each from a multiple of 64 B
-
-    Raises ValueError for a tensor that is not on the CPU.
     """
 
     @torch.inference_mode(False)  # the modules stay usable outside of it
@@ -206,14 +192,14 @@ class Packed:
             tensors[name].data = view.copy_(tensors[name].detach())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, as they lie in `flat`: this one or a copy, which may be longer."""
+        """The tensors by name, as views of `flat`: this buffer or a copy, which may be longer."""
         places = self.places.items()
         return {name: flat[at].view(dtype).view(shape) for name, (at, dtype, shape) in places}
 
 
 def on_device(flat: Tensor, device: torch.device) -> Tensor:
     """Bytes of CPU memory as kernels of `device` see them, without a copy. On a GPU `flat` must be
-    pinned: such memory has an address there, too (CUDA C++ Programming Guide, "Mapped Memory")."""
+    pinned, so that it has an address there (CUDA C++ Programming Guide, "Mapped Memory")."""
     if device.type == "cpu":
         return flat
     if not flat.is_pinned():
@@ -224,7 +210,7 @@ def on_device(flat: Tensor, device: torch.device) -> Tensor:
 
 
 class _Mapped:
-    """Names an address to torch by the "CUDA Array Interface", version 2, and keeps it alive."""
+    """Gives torch an address by the "CUDA Array Interface", version 2, and keeps it alive."""
 
     def __init__(self, flat: Tensor):
         self.flat = flat

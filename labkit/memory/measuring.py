@@ -1,14 +1,12 @@
-"""What each choice costs each block of a model, measured in one step for each choice; and a model
-edited so that its step stays within a budget of memory with the least recomputation.
+"""Measures what each choice costs each block, and edits a model to fit a memory budget.
 
     forward     before | block 0 | block 1 |  head, loss  |
     backward                                              | block 1 | block 0 | after
     marks              f0        f1        f2             b1        b0        a
 
-A block's level is the memory held when its forward begins, without its input: keeping that is the
-block's own choice. Its need is the peak of its forward or backward above the level, whatever
-earlier blocks chose: one step in which all blocks choose alike measures that choice for each. Bytes
-that are leaving for the host at a mark are not in the level.
+A block's level is the memory held when its forward begins, without its input, which the block's own
+choice keeps or not, and without bytes in flight to the host. Its need is the peak of its forward or
+backward above the level, whatever earlier blocks chose. So one step per choice suffices.
 """
 
 import weakref
@@ -38,19 +36,17 @@ def measure(
     held_bytes: int | None = None,
     choices: Sequence[str] = CHOICES,
 ) -> Costs:
-    """Run `step().backward()` once for each choice, and say what each costs each block.
+    """Run `step().backward()` once for each choice, and return what each costs each block.
 
     Args:
         step: forward and loss, a scalar; it calls the blocks in their order, each once.
-        blocks, core, offload: as for `Choices`; without `offload` that choice is left out.
-        held_bytes: what is there before a step; by default all tensors that are alive now on the
-            model's device, so also the state of an optimizer that has made a step.
-        choices: which to try; "none" must be among them.
+        blocks, core, offload: as for `Choices`; without `offload`, that choice is skipped.
+        held_bytes: memory before a step; by default that of all live tensors on the model's device,
+            including the state of an optimizer that has stepped.
+        choices: the choices to try; "none" must be among them.
 
-    Afterwards gradients and random numbers are as before; what forward counts (BatchNorm) is not.
-    Raises ValueError where a block is not called once and in its turn, is in the list twice, and
-    where gradients are there already.
-    """
+    Restores gradients and random state, but not forward's counters (BatchNorm). Raises ValueError
+    if a block is not called once and in order, or listed twice, or there are gradients already."""
     every = blocks_of(model) if blocks is None else list(blocks)
     if "none" not in choices:
         raise ValueError(f'choices={choices!r}: "none" is what the others are compared with')
@@ -92,8 +88,6 @@ def measure(
 
 @dataclass(frozen=True)
 class Chosen:
-    """`remove()` takes the edit back."""
-
     plan: Plan
     costs: Costs
     edit: Choices
@@ -113,18 +107,12 @@ def choose_activations(
     most_moved_bytes: int = 0,
     held_bytes: int | None = None,
 ) -> Chosen:
-    """Have each block keep, compute again or move its activations, so that forward and backward
-    hold at most `budget_bytes`, and as little as possible is computed twice.
+    """Keep, recompute or offload each block's activations, so that forward and backward (not the
+    optimizer step) hold at most `budget_bytes`, with the least recomputation. `offload`,
+    `most_moved_bytes`: an `offload_activations(model)`, and how many bytes the bus can carry during
+    a forward; without them nothing is offloaded. The other arguments are those of `measure`.
 
-    Args:
-        step: forward and loss, a scalar; it is run once for each choice, with its backward.
-        blocks, core: as for `labkit.Recompute`.
-        offload, most_moved_bytes: to offload, too: what of `offload_activations(model)`, and how
-            much of it the bus can carry while a forward runs. Without them nothing is moved.
-        held_bytes: as for `measure`; an optimizer's state counts once it has made a step.
-
-    The optimizer's own step is not part of it.
-    Raises ValueError where nothing fits, and names the smallest budget that can be met.
+    Raises ValueError if nothing fits, and names the smallest possible budget.
 
     >>> chosen = choose_activations(model, lambda: loss(model(x), batch), budget_bytes=10**9)
     >>> print(chosen.plan)
@@ -136,8 +124,6 @@ def choose_activations(
 
 @dataclass
 class _Stretch:
-    """From one mark of a step to the next."""
-
     held_bytes: int = 0  # when it begins
     peak_bytes: int = 0
     flops: int = 0
@@ -145,8 +131,7 @@ class _Stretch:
 
 
 class _Marks(PeakMemory):
-    """Counts memory, FLOPs and moved bytes from mark to mark; storages that no operation made count
-    when they are first seen."""
+    """Counts memory, FLOPs and moved bytes between marks; old storages count once they are used."""
 
     def __init__(
         self, there: "weakref.WeakSet[torch.UntypedStorage]", offload: Offload | None
@@ -166,7 +151,7 @@ class _Marks(PeakMemory):
         return out
 
     def mark(self, name: str, *_: Any, but: Any = ()) -> None:
-        """The next stretch begins; the tensors in `but` do not count as held."""
+        """Begin the next stretch; tensors in `but` do not count as held."""
         leaving_bytes = self._offload.leaving_bytes if self._offload else 0
         moved_bytes = self._offload.moved_bytes if self._offload else 0
         self._now.peak_bytes = self.peak_bytes
@@ -213,7 +198,7 @@ def _one_step(
                 p.grad = None
         marks.mark("end")
     for name in ("a", *(f"b{i}" for i in range(len(blocks)))):
-        marks.stretches.setdefault(name, _Stretch())  # what is frozen has no backward
+        marks.stretches.setdefault(name, _Stretch())  # frozen blocks have no backward
     return marks
 
 

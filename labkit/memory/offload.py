@@ -1,16 +1,16 @@
-"""Offload: activations leave for the host's memory after forward, and are back before backward.
+"""Offload: activations move to host memory after forward, and return before backward.
 
-    forward    | block 0 | block 1 | block 2 | ...      device: what is in flight, and the rest
-    bus                  [ out 0 ][ out 1 ][ out 2 ]    host:   everything that left
+    forward    | block 0 | block 1 | block 2 | ...      device: tensors in flight, and the rest
+    bus                  [ out 0 ][ out 1 ][ out 2 ]    host:   all offloaded tensors
     backward        ... | block 2 | block 1 | block 0
-    bus             [ back 2 ][ back 1 ][ back 0 ]      last made, first wanted
+    bus             [ back 2 ][ back 1 ][ back 0 ]      last out, first back
 
-    held on the device   2·in_flight tensors at most, instead of all
-    travels              each kept byte once out and once back, hidden while computing takes longer
+    device memory   2·in_flight tensors at most, instead of all
+    transfers       each saved byte once out and once back, hidden while computing takes longer
 
-Autograd calls a hook for each tensor that it saves, and keeps what the hook returns instead (here a
-ticket); before use another hook must return the tensor. Parameters and small tensors stay, and
-memory that several operations save (the input of q, of k, of v) goes once.
+Autograd calls a hook for each tensor that it saves, and keeps what the hook returns (here a
+ticket); before use, another hook must return the tensor. Parameters and small tensors stay; memory
+that several ops save (the input of q, of k, of v) moves once.
 
 Source: torch, "Hooks for autograd saved tensors"; for checkpoints, Rajbhandari et al., "ZeRO",
 arXiv 1910.02054, section 5.1 (P_a+cpu); Rhu et al., "vDNN", arXiv 1602.08124, section 3.
@@ -39,38 +39,35 @@ def offload_activations(
     host_bytes: int = 2**28,
     bus: Bus | StreamBus | None = None,
 ) -> "Offload":
-    """A context: what autograd keeps inside it waits in the host's memory.
+    """A context that moves what autograd saves inside it to host memory; may be entered repeatedly.
 
     Args:
-        model: whose parameters stay, on whose device activations are made.
-        link: on a CPU, the speed of the bus that is played; None: as fast as memory is.
+        model: its parameters stay; its device holds the activations.
+        link: on a CPU, the speed of the simulated bus; None: that of memory.
         smallest_bytes: smaller tensors stay.
-        in_flight: so many tensors may be under way in each direction. One more that wants to
-            leave makes forward wait for the first of them: so memory stays bounded.
-        host_bytes: of the host's block of memory, allocated once; what finds no room stays.
-        bus: what carries them, if not the device's own.
+        in_flight: the most tensors in flight in each direction: forward waits, to bound memory.
+        host_bytes: size of the host's block, allocated once; tensors that do not fit stay.
+        bus: replaces the device's own bus.
 
     >>> with (offload := offload_activations(model)):
     ...     value = loss(model(x))
     >>> value.backward()  # gradients as without it
 
-    One object for all steps: it may be entered again and again, also around parts of a forward.
-    Raises ValueError for arguments that cannot be; in backward, RuntimeError for a tensor that was
-    changed in place while it left, or although it stayed.
-    """
+    Raises ValueError for invalid arguments; in backward, RuntimeError if a saved tensor was changed
+    in place while it left or stayed."""
     return Offload(model, link, smallest_bytes, in_flight, host_bytes, bus)
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What autograd keeps instead of a tensor: its storage, and the view of it."""
+    """Replaces a saved tensor: its storage and its view."""
 
     moved: "Moved"
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    conj: bool  # views of complex numbers: x.conj() is a bit, and the memory that of x
+    conj: bool  # lazy bits of complex views, which share the memory of x
     neg: bool
 
 
@@ -92,16 +89,16 @@ class Offload:
         self.host = ConstantBuffer(host_bytes, pinned=self._device.type == "cuda")
         self.moved_bytes = self.no_room_bytes = 0
         self._smallest_bytes, self._in_flight = smallest_bytes, in_flight
-        self._stay: set[int] = set()  # the memory of parameters
+        self._stay: set[int] = set()  # storages of parameters
         self._of: weakref.WeakKeyDictionary[Any, weakref.ref[Moved]] = weakref.WeakKeyDictionary()
         self._by_number: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
-        self._leaving: deque[weakref.ref[Moved]] = deque()  # they may end on the way
+        self._leaving: deque[weakref.ref[Moved]] = deque()  # weak: the graph may be freed first
         self._count = 0
         self._hooks: list[Any] = []
 
     @property
     def leaving_bytes(self) -> int:
-        """What is still on the device, on its way to the host."""
+        """Bytes still on the device, in flight to the host."""
         under_way = (moved() for moved in self._leaving)
         return sum(moved.nbytes for moved in under_way if moved is not None and moved.is_leaving)
 
@@ -116,18 +113,17 @@ class Offload:
         self._hooks.pop().__exit__(*error)
 
     def run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`forward(*args, **kwargs)`, whose saved tensors go to the host."""
         with self:
             return forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offload":
-        return self  # the copy of an edited model uses the same bus to the same memory
+        return self  # a copied model shares the bus and the host memory
 
-    # --- forward: autograd keeps a tensor ---
+    # --- forward: autograd saves a tensor ---
 
     def _pack(self, x: torch.Tensor) -> "tuple[torch.Tensor, int] | Ticket":
         moved = self._moved(x) if self._may_leave(x) else None
-        if moved is None:  # an output itself leads to its graph, which would keep itself alive
+        if moved is None:  # detached: an output refers to its graph, a cycle
             return x.detach(), x._version
         moved.tickets += 1
         offset = int(x.storage_offset())
@@ -137,11 +133,11 @@ class Offload:
         if x.device != self._device or x.layout is not torch.strided:
             return False
         storage = x.untyped_storage()
-        smallest_bytes = max(1, self._smallest_bytes)  # nothing has nothing to move
+        smallest_bytes = max(1, self._smallest_bytes)  # empty tensors stay
         return storage.nbytes() >= smallest_bytes and storage._cdata not in self._stay
 
     def _moved(self, x: torch.Tensor) -> "Moved | None":
-        """The journey of the storage; another tensor that shares it may have begun it."""
+        """The transfer of the storage, which another tensor that shares it may have begun."""
         storage = x.untyped_storage()
         known = self._of[storage]() if storage in self._of else None
         if known is not None and known.version == x._version:
@@ -161,7 +157,7 @@ class Offload:
         self._leaving.append(self._of[storage])
         return moved
 
-    # --- backward: it wants the tensor ---
+    # --- backward: autograd needs the tensor ---
 
     def _unpack(self, kept: "tuple[torch.Tensor, int] | Ticket") -> torch.Tensor:
         if not isinstance(kept, Ticket):
@@ -182,10 +178,9 @@ class Offload:
 
 
 class Moved:
-    """One storage on its way, until its last ticket is dropped with the graph. If it is wanted
-    while it is still leaving, it has never left.
+    """One offloaded storage, until its last ticket is dropped with the graph.
 
-        here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
+    here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
     """
 
     def __init__(
@@ -194,8 +189,8 @@ class Moved:
     ):  # fmt: skip
         self.number, self.version = number, x._version
         self.tickets = 0  # tensors that share it
-        self._wanted = 0  # how many of these backward has asked for
-        self._seen: torch.Tensor | None = x.detach()  # tells of changes in place
+        self._wanted = 0  # how many of these backward has used
+        self._seen: torch.Tensor | None = x.detach()  # detects in-place changes
         self._changed = False
         self._piece, self._bus, self._host = piece, bus, host
         self._device = x.device
@@ -223,7 +218,7 @@ class Moved:
             self._trip = self._bus.copy(self._here, self._piece)
 
     def use(self) -> torch.Tensor:
-        """Its bytes, on the device; they are dropped after the last tensor that asks for them."""
+        """The bytes, on the device; dropped after the last tensor that needs them."""
         flat = self._here
         assert flat is not None, "fetched before it is used"
         if self._seen is None:
@@ -231,14 +226,14 @@ class Moved:
         if self._changed or (self._seen is not None and self._seen._version != self.version):
             raise _changed()
         self._wanted += 1
-        if self._wanted == self.tickets:  # the graph may be walked again: then it comes again
+        if self._wanted == self.tickets:  # another backward fetches it again
             self._wanted = 0
             if self._seen is None:
                 self._here = None
         return flat
 
     def __del__(self) -> None:
-        self._host.give_back(self._piece)  # the next copies to it come after those still under way
+        self._host.give_back(self._piece)  # safe: the bus copies in order
 
 
 def _changed() -> RuntimeError:

@@ -1,4 +1,4 @@
-"""The most memory that a stretch of code holds at once, counted tensor by tensor."""
+"""Peak memory of a section of code, counted tensor by tensor."""
 
 import gc
 import weakref
@@ -15,10 +15,8 @@ from labkit.memory.conditions import tensors_in
 class PeakMemory(DispatchMode):
     """Counts the tensors made inside the `with` block, on any device and in backward, too.
 
-    `peak_bytes`: the most they held at one time; `held_bytes`: what they hold now. A view holds
-    nothing of its own, a tensor that was there before is not counted, nor what was moved away to
-    the host. A storage that was resized counts with what it has at the next operation.
-    """
+    `peak_bytes`: the most held at one time; `held_bytes`: held now. Views, tensors made before and
+    tensors offloaded to the host do not count. Resized storages count from the next op on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +38,11 @@ class PeakMemory(DispatchMode):
 
 
 def storages_in(nested: Any) -> list[torch.UntypedStorage]:
-    """The memory of the tensors in nested tuples, lists and dicts, but for what is on the host."""
     return [x.untyped_storage() for x in tensors_in(nested) if not is_host_memory(x)]
 
 
 def alive_storages(device: torch.device) -> list[torch.UntypedStorage]:
-    """Of all tensors there that Python knows of, each memory once, without what was moved to the
-    host."""
+    """The storages of all live tensors on `device`, without those on the host."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
     strided = [x for x in tensors if x.layout is torch.strided and x.device.type != "meta"]

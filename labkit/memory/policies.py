@@ -1,15 +1,13 @@
-"""Recompute by policy: which operations' results are kept, and which are computed again.
+"""Recompute by policy: which ops keep their results, and which are computed again.
 
     forward    op 1   op 2   op 3   op 4       a mode sees each operation below autograd
     policy     again  keep   again  again
     kept              [op 2]
     backward   op 1   served op 3   op 4       op 2 is not run: its kept result is returned
 
-`policy(op) -> bool` is called once for each operation of forward: True keeps its result, such as
-matrix products (`keep_products`), which cost much to compute and little to hold. It is not called
-for views and whatever else returns the memory of an input; for casts, some of which autocast may
-have made before; and for operations that write to their inputs, which are always computed again. A
-kept operation that draws random numbers leaves the generators as if it had run.
+`policy(op) -> bool` is called once for each op of forward; True keeps its result, as for matmuls
+(`keep_products`). It is not called for views and other ops that return an input's memory; for
+casts, which autocast may have made before; or for ops that write to inputs, which always rerun.
 
 Source: torch.utils.checkpoint, create_selective_checkpoint_contexts; Korthikanti et al., arXiv
 2205.05198, section 5.
@@ -41,26 +39,26 @@ PRODUCTS = {
 
 
 def keep_products(op: OpOverload) -> bool:
-    """A policy: keep what matrix products and kernels of attention make."""
+    """A policy: keep the results of matmuls, convolutions and attention kernels."""
     return op.overloadpacket in PRODUCTS
 
 
 @dataclass
 class _Result:
-    """What a kept operation made, detached: with its graph it would keep itself alive."""
+    """A kept result, detached: with its graph it would keep itself alive."""
 
     value: Any
-    random: States  # behind the operation, of the generators from which it has drawn
-    seen: list[tuple[torch.Tensor, int]]  # all that count changes of its memory, with their count
+    random: States  # after the op, of the generators it has drawn from
+    seen: list[
+        tuple[torch.Tensor, int]
+    ]  # tensors that track writes to its memory, with their versions
 
 
 class Kept:
-    """The results that `policy` keeps, by operation and in the order of its calls."""
-
     def __init__(self, policy: Policy):
         self.policy = policy
         self.results: dict[OpOverload, list[_Result | None]] = defaultdict(list)
-        self._kept_in: dict[int, tuple[OpOverload, int]] = {}  # memory -> whose result, which call
+        self._kept_in: dict[int, tuple[OpOverload, int]] = {}  # memory -> op and call
 
     def keeping(self) -> "_Mode":
         return _Mode(self._keep, self._written)
@@ -81,7 +79,7 @@ class Kept:
             if kept is None:
                 return op(*args, **kwargs)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                self.results[op][call] = None  # there is no other backward: free it when it is used
+                self.results[op][call] = None  # no other backward follows: free it after use
             return self._value(op, kept)
 
         return _Mode(serve)
@@ -93,7 +91,9 @@ class Kept:
         value = tree_map_only(torch.Tensor, _same_version, out)
         seen = [(x, x._version) for x in tensors_in(value)]
         kept = None
-        if shared := _memories(out) & _memories((args, kwargs)):  # a view that counts by itself
+        if shared := _memories(out) & _memories(
+            (args, kwargs)
+        ):  # a view with its own version counter
             for maker, call in (self._kept_in[memory] for memory in shared & self._kept_in.keys()):
                 if (maker_result := self.results[maker][call]) is not None:
                     maker_result.seen.extend(seen)
@@ -105,7 +105,7 @@ class Kept:
         return out
 
     def _written(self, x: torch.Tensor) -> None:
-        """An operation of the function writes to `x`: what was kept of it is not that any more."""
+        """An op writes to `x`: drop the kept results in its memory."""
         for memory in _memories(x) & self._kept_in.keys():
             op, call = self._kept_in.pop(memory)
             self.results[op][call] = None
@@ -122,8 +122,7 @@ class Kept:
 
 
 class _Mode(DispatchMode):
-    """Passes operations that compute something new to `run`, and what others write to, to
-    `written`."""
+    """Passes ops that compute new tensors to `run`, and tensors that ops write to, to `written`."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class _Mode(DispatchMode):
 
 
 def _same_version(x: torch.Tensor) -> torch.Tensor:
-    """`x`, detached, sharing its version counter: below autograd, a plain detach has its own."""
+    """Detach `x`, but share its version counter: a plain detach below autograd would not."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 

@@ -2,15 +2,12 @@
 
     forward    x ──> [ f1 ─ f2 ─ f3 ] ──> y        autograd saves a tensor: it gets an empty slot
     kept       x       ▫    ▫    ▫
-    backward   x ──> [ f1 ─ f2 ─ f3 ]              the first slot that is asked for runs f again,
-                       ▪    ▪    ▪                 and the n-th tensor saved goes to the n-th slot
+    backward   x ──> [ f1 ─ f2 ─ f3 ]              the first slot that is used runs f again, and
+                       ▪    ▪    ▪                 the n-th tensor saved goes to the n-th slot
                        gradients, from right to left
 
     kept bytes    those of the inputs: 2sbh for a layer, not sbh(34 + 5as/h)
-    time          one forward more: 4/3 of a step where backward takes twice a forward
-
-The same dropout masks and casts: conditions.py. Results that are kept nevertheless: policies.py.
-`recompute`, and `Recompute` of a model: edits.py.
+    time          one more forward: 4/3 of a step if backward takes twice a forward
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; bytes:
 Korthikanti et al., arXiv 2205.05198, section 5; slots: torch.utils.checkpoint, use_reentrant=False.
@@ -31,11 +28,10 @@ Check = Literal["shapes", "values", "none"]
 
 
 class Recomputed:
-    """`recompute` of a function, to be called with the function's own arguments. `kept()` makes
-    what keeps some results of a call: `keeping()` is around forward, `serving()` around its rerun.
-    """
+    """`recompute` as a callable. `kept()` makes an object that keeps some results of a call: its
+    `keeping()` wraps forward, its `serving()` the rerun."""
 
-    runs_again_in_backward = True  # what context_parallel asks a forward
+    runs_again_in_backward = True  # context_parallel reads it
 
     def __init__(
         self,
@@ -76,14 +72,16 @@ class _Enough(BaseException):
 
 
 class _Call:
-    """One call of a function, and how to do it again. It lives as long as one of its slots."""
+    """One call of a function, which can run again. It lives as long as one of its slots."""
 
     def __init__(self, recomputed: Recomputed, inputs: "_Inputs", conditions: Conditions):
         self.fn, self.check = recomputed.fn, recomputed.check
         self.inputs, self.conditions = inputs, conditions
         self.kept = recomputed.kept() if recomputed.kept else None
-        self.saved: list[tuple[ref[_Slot], Any]] = []  # in the order of forward, with their looks
-        self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by place
+        self.saved: list[
+            tuple[ref[_Slot], Any]
+        ] = []  # in forward order, with shape, dtype and device
+        self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by slot
 
     def save(self, x: torch.Tensor) -> _Slot:
         slot = _Slot()
@@ -100,13 +98,13 @@ class _Call:
         return x
 
     def run_again(self) -> None:
-        filled: list[tuple[_Slot | None, int]] = []  # and which version of a tensor each has got
+        filled: list[tuple[_Slot | None, int]] = []  # with the version of its tensor
 
         def fill(x: torch.Tensor) -> torch.Tensor:
             slot = self._next_slot(len(filled), x)
             filled.append((slot, x._version))
             x = x.detach()  # else the graph of this run would keep itself alive
-            if slot is not None:  # None: backward was here already, and let it go
+            if slot is not None:  # None: backward has released it
                 slot.tensor = x
             if len(filled) == len(self.saved) and self.check != "values":
                 raise _Enough
@@ -153,8 +151,8 @@ class _Call:
 
 
 class _Inputs:
-    """The kept arguments. A node of autograd saves their tensors, so that hooks from outside see
-    them (an outer recompute's, an offload's), and changes in place are found."""
+    """The kept arguments, saved by an autograd node: outer hooks see them, and changes are
+    found."""
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, self._spec = tree_flatten((args, kwargs))
@@ -179,7 +177,6 @@ class _Inputs:
         return tree_unflatten(leaves, self._spec)
 
     def check_unchanged(self, tensors: list[torch.Tensor]) -> None:
-        """Raises ValueError where the function has written to one of them."""
         for number, (x, version) in enumerate(zip(tensors, self._versions, strict=True), start=1):
             if x._version != version:
                 raise ValueError(
@@ -190,8 +187,6 @@ class _Inputs:
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors; its backward never runs."""
-
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)

@@ -1,12 +1,12 @@
-"""What forward saves for backward, tensor by tensor, asked of autograd itself.
+"""What forward saves for backward, tensor by tensor, as autograd reports it.
 
-Autograd hands each tensor that it saves to a hook: the module whose forward runs then saves it.
+Autograd passes each tensor that it saves to a hook: the module that is running has saved it.
 
     norm1(x) ──> q(·)    saves its input: 2·s·b·w bytes       module "attn.q"
              └─> k(·)    saves the same memory once more      nothing new
 
-Memory counts once, for the first operation that saves it. Parameters, buffers and sparse tensors
-are left out. Source: torch, "Hooks for autograd saved tensors".
+Parameters, buffers and sparse tensors are excluded. Source: torch, "Hooks for autograd saved
+tensors".
 """
 
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Memory that backward needs: which module's forward kept it, and the tensor seen of it."""
+    """Memory that backward needs, and the module and tensor that saved it first."""
 
     module: str  # path of the innermost module, "attn.q"; "" is the outermost
     shape: tuple[int, ...]
@@ -29,21 +29,21 @@ class SavedTensor:
 
 
 def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
-    """Call `module(*args, **kwargs)` and say what it keeps, in the order in which it is saved.
+    """Call `module(*args, **kwargs)` and list what it saves, in order.
 
     >>> sum(one.nbytes for one in saved_by(block, x))
     """
     weights = (*module.parameters(), *module.buffers())
     own = {_memory(x) for x in weights if x.layout is torch.strided}
     running, saved = [""], []
-    alive: dict[int, torch.Tensor] = {}  # a freed storage's number could be another's soon
+    alive: dict[int, torch.Tensor] = {}  # a freed storage's address could be reused
 
     def save(x: torch.Tensor) -> torch.Tensor:
         if x.layout is torch.strided and (key := _memory(x)) not in own and key not in alive:
             alive[key] = x.detach()
             nbytes = x.untyped_storage().nbytes()
             saved.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
-        return x.detach()  # an output itself leads to its graph, which would keep itself alive
+        return x.detach()  # detached: an output refers to its graph, a cycle
 
     def enter(name: str, *_: Any) -> None:
         running.append(name)

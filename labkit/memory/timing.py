@@ -1,8 +1,8 @@
-"""Ways to move a tensor, timed side by side, and the rates of memories and buses that follow.
+"""Ways to move a tensor, timed side by side, and the resulting rates of memories and buses.
 
-turn 1   way a, way b, way c          each turn begins with another: a machine that slows
-turn 2   way b, way c, way a          down slows all of them; the median of the turns counts
-turn 3   way c, way a, way b
+turn 1   way a, way b, way c          each turn starts with another way: a machine that slows
+turn 2   way b, way c, way a          down slows all of them; the result is the median over
+turn 3   way c, way a, way b          the turns
 """
 
 import time
@@ -19,8 +19,7 @@ from labkit.memory.transfers import PACED, Rates, Transfer
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the turns. `done_s`: until the numbers are there; `returned_s`: until the
-    program goes on, which for a blocking way is the same."""
+    """Medians over the turns; `done_s`: until the data has arrived, `returned_s`: the call."""
 
     way: Transfer
     numel: int
@@ -31,15 +30,14 @@ class Measured:
 def measure(
     chosen: Sequence[Transfer], numel: int, bus: Bus | None = None, turns: int = 9
 ) -> list[Measured]:
-    """Time `numel` elements on each way, in turns, after one cold turn that does not count; on a
-    GPU between two CUDA events of its stream. Buffers, pinned ones too, are made before and shared
-    by the ways. Raises ValueError for a paced way without a bus."""
+    """Time `numel` elements on each way, in turns, after a cold one; on a GPU between CUDA events.
+    The ways share preallocated buffers. Raises ValueError for a paced way without a bus."""
     buffers = Buffers(numel)
     rigs = [Rig(way, buffers, bus) for way in chosen]
     seconds: list[list[tuple[float, float]]] = [[] for _ in rigs]
     for turn in range(turns + 1):
         for i in range(len(rigs)):
-            place = (i + turn) % len(rigs)  # each turn begins with another
+            place = (i + turn) % len(rigs)  # each turn starts with another way
             seconds[place].append(rigs[place].timed())
     return [
         Measured(way, numel, *map(median, zip(*times[1:]))) for way, times in zip(chosen, seconds)
@@ -47,9 +45,8 @@ def measure(
 
 
 def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
-    """Rates from the ways of one part only (a copy or cast in place, pinned memory to a device),
-    the fastest where several are alike. A paced bus has the rate `paced_gbps`, in gigabits per
-    second."""
+    """Rates from ways of one part (a copy or cast in place, pinned memory to a device), the fastest
+    of similar ones. `paced_gbps`: rate of a paced bus, in gigabits per second."""
     rates: dict[tuple[str, str], float] = {}
     for x in measured:
         part, *others = x.way.parts(x.numel)
@@ -62,8 +59,7 @@ def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
 
 
 class Buffers:
-    """Tensors [numel] for transfers: `buffers(role, place, dtype, pinned)` makes one at its first
-    call, and returns the same one afterwards."""
+    """Tensors [numel] for transfers, each made at its first request and then reused."""
 
     def __init__(self, numel: int):
         self.numel = numel
@@ -80,8 +76,6 @@ class Buffers:
 
 
 class Rig:
-    """A way with its buffers, ready to be run and timed."""
-
     def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
         if PACED in way.ends and bus is None:
             raise ValueError(f"{way}: needs a paced bus; give measure(..., bus=Bus(gbps=16))")
@@ -96,7 +90,6 @@ class Rig:
         self.gpu = torch.device(gpus[-1]) if gpus else None
 
     def run(self) -> Tensor:
-        """The transfer; with non_blocking its result may still be under way."""
         x = self.source
         if self.way.cast == "before":
             x = self.packed.copy_(x)
@@ -112,16 +105,16 @@ class Rig:
             self.landed.copy_(x, non_blocking=self.way.non_blocking)
         elif self.way.pinned:
             self.arrival = self.bus.copy(self.landed, x)
-            if not self.way.non_blocking or self.way.cast == "after":  # who casts waits
+            if not self.way.non_blocking or self.way.cast == "after":  # a cast needs the data
                 self.arrival.wait()
         elif self.way.source == "cpu":
-            self.bus.copy(self.landed, self.staging.copy_(x)).wait()  # from pageable memory no
-        else:  # call returns early
+            self.bus.copy(self.landed, self.staging.copy_(x)).wait()  # pageable: blocks
+        else:
             self.bus.copy(self.staging, x).wait()
             self.landed.copy_(self.staging)
 
     def timed(self) -> tuple[float, float]:
-        """Seconds until the numbers are there, and until the call has returned."""
+        """Seconds until the data has arrived, and until the call has returned."""
         if self.gpu is None:
             began_s = time.perf_counter()
             self.run()

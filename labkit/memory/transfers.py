@@ -1,16 +1,15 @@
-"""A tensor from one memory to another: which way is fastest, and why.
+"""Transfers of a tensor between memories: which way is fastest, and why.
 
-    fp32 here, fp16 wanted there; 4 bytes and 2 bytes an element, memory is read and written
+    fp32 here, fp16 wanted there; 4 and 2 bytes per element; memory is read and written
 
     cast before   cast here  (4 + 2) / memory here     then  2 / bus
     cast after               4 / bus                   then  cast there  (4 + 2) / memory there
     pageable      before the bus, a copy into the driver's pinned buffer  (n + n) / memory
 
-    seconds = sum over the parts of  bytes of the part / bytes per second of where it happens
+    seconds = sum over the parts of  bytes of the part / bytes per second of its memory or bus
 
-A `Transfer` is one way as data, `ways` are those of this machine. timing.py takes the rate of each
-memory and bus from the ways of one part; all others are predicted. Casting before is best where
-2 / bus > 6 / here - 6 / there. The model leaves out what a call itself takes.
+timing.py measures the rate of each memory and bus on `Transfer`s of one part; others are predicted.
+Casting before is best if 2 / bus > 6 / here - 6 / there. Call overhead is omitted.
 
 Source: NVIDIA, CUDA C++ Best Practices Guide, "Pinned Memory"; CUDA Runtime API, "API
 synchronization behavior"; where torch casts: pytorch, aten/src/ATen/native/cuda/Copy.cu.
@@ -30,7 +29,7 @@ PACED = "paced"  # a place: this machine's memory again, reached by a paced `Bus
 
 class Part(NamedTuple):
     """A step of a transfer. `what`: "cast", "copy" (inside a memory), "stage" (a copy into the
-    driver's pinned buffer) or "bus". `nbytes`: read and written in a memory, sent over a bus."""
+    driver's pinned buffer) or "bus". `nbytes`: read and written in a memory, or sent over a bus."""
 
     what: str
     where: str  # a place, or "cpu → cuda:0"
@@ -39,16 +38,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One way to bring numbers of `dtype` from `source` to `target`, as `to`.
+    """One way to move elements of `dtype` from `source` to `target`, as `to`.
 
     source, target  places: "cpu", "cuda:0", or "paced", which needs a `Bus`
-    cast            "before" the copy, where they are; "after" it, where they go; None: none, or,
-                    where `dtype` and `to` differ, as torch's copy_ does it by itself
-    pinned          memory of the CPU is pinned: the system cannot move it away
-    non_blocking    the call may return before the numbers are there
+    cast            "before" the copy, at the source; "after" it, at the target; None: no cast, or,
+                    if `dtype` and `to` differ, wherever torch's copy_ casts
+    pinned          CPU memory is page-locked
+    non_blocking    the call may return before the data has arrived
 
-    Raises ValueError for a way that cannot be.
-    """
+    Raises ValueError for an impossible combination."""
 
     source: str
     target: str
@@ -80,13 +78,12 @@ class Transfer:
 
     @property
     def over_host_bus(self) -> bool:
-        """Between the CPU's memory and a device's."""
         return self.source != self.target and "cpu" in self.ends
 
     @property
     def casts(self) -> str | None:
-        """Where it is really cast, also when that is left to torch: non-blocking on the GPU,
-        blocking on the CPU, between two GPUs at the source."""
+        """Where the cast happens, even if left to torch: if non-blocking on the GPU, else on the
+        CPU; between two GPUs at the source."""
         if self.cast or self.dtype == self.to or self.source == self.target:
             return self.cast
         if not self.over_host_bus:
@@ -99,7 +96,7 @@ class Transfer:
         return self.to if self.casts == "before" else self.dtype
 
     def parts(self, numel: int) -> Iterator[Part]:
-        """What `numel` numbers go through, one after the other."""
+        """The parts that `numel` elements go through, in order."""
         cast_bytes = numel * (self.dtype.itemsize + self.to.itemsize)
         sent_bytes = numel * self.sent.itemsize
         if self.casts == "before":
@@ -128,13 +125,12 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Rates:
-    """(what, where) of a `Part` -> bytes per second. "stage" is a "copy" of the CPU, and the paced
-    device's memory is the CPU's."""
+    """(what, where) of a `Part` -> bytes per second. "stage" is a CPU "copy"."""
 
     bytes_per_s: Mapping[tuple[str, str], float]
 
     def seconds(self, part: Part) -> float:
-        """Seconds of a part. Raises ValueError where its rate is unknown."""
+        """Seconds of a part. Raises ValueError if its rate is unknown."""
         what = "copy" if part.what == "stage" else part.what
         where = "cpu" if part.where == PACED else part.where
         if (what, where) not in self.bytes_per_s:
@@ -149,9 +145,8 @@ class Rates:
 
 
 def ways(bus: Bus | None = None, to: torch.dtype = torch.float16) -> list[Transfer]:
-    """All ways that this machine can do, of fp32 to fp32 and to `to`: inside the CPU's memory; over
-    `bus` and back, if one is given; with GPUs to and from the first, inside it, and to the second.
-    """
+    """All ways of this machine, from fp32 to fp32 and to `to`: inside CPU memory; over `bus`, if
+    given; with GPUs to, from and inside the first, and on to the second."""
     gpus = [f"cuda:{i}" for i in range(min(torch.cuda.device_count(), 2))]
     pairs = [(place, place) for place in ("cpu", *gpus[:1])]
     for place in [PACED] * (bus is not None) + gpus[:1]:

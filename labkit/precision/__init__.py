@@ -1,1 +1,1 @@
-"""Numbers of fewer bits, and what keeps training with them right."""
+"""Low-precision number formats, and what keeps training with them correct."""

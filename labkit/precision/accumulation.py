@@ -1,17 +1,17 @@
-"""Gradients of k micro-batches, added up in fp32 while the model is in 16 bits.
+"""Gradients of k micro-batches, summed in fp32 while the model is in 16 bits.
 
     backward 1   p.grad bf16 ─┐
     backward 2   p.grad bf16 ─┼─▶  += sum, fp32  ──hand_over()──▶  p.grad fp32  ──▶  optimizer
     backward k   p.grad bf16 ─┘    and p.grad is freed
 
+    memory          4 bytes per parameter for the sums
+    communication   with `comm`: 2(n-1)/n · 4 bytes per parameter and step, in one fp32 all-reduce
+
 bf16 has 8 bits of mantissa: once the sum is 512 times as large as a gradient, adding it changes
-nothing. Of k like gradients those after the first 256 or 512 are lost; in fp32, after 2²⁴.
+nothing. Of k equal gradients, those after the first 256 or 512 are lost; in fp32, after 2²⁴.
 
-    held    4 bytes a parameter for the sums
-    sent    with `comm`: 2(n-1)/n · 4 bytes a parameter in each step, in one all-reduce in fp32
-
-Sources: Megatron-LM, `--accumulate-allreduce-grads-in-fp32`; the growth of the error in a plain
-sum: Higham, "The Accuracy of Floating Point Summation", 1993, section 2.
+Sources: Megatron-LM, `--accumulate-allreduce-grads-in-fp32`; growth of the error in a plain sum:
+Higham, "The Accuracy of Floating Point Summation", 1993, section 2.
 """
 
 from collections.abc import Iterable
@@ -25,12 +25,9 @@ from labkit.precision.shadow_optimizer import LOW, NotCopyable
 
 
 class Fp32Gradients(NotCopyable):
-    """Adds each gradient of `params` to an fp32 sum as soon as backward has made it.
-
-    Args:
-        params: parameters in fp32 or 16 bits; frozen ones are left out.
-        comm: ranks over which `hand_over` averages; None: no others. With DDP, run every
-            micro-batch in `ddp.no_sync()` and give its comm here.
+    """Adds each gradient of `params` (in fp32 or 16 bits; frozen ones are skipped) to an fp32 sum
+    as soon as backward has computed it. `comm`: the ranks over which `hand_over` averages; with
+    DDP, run every micro-batch in `ddp.no_sync()` and pass its comm.
 
     >>> gradients = Fp32Gradients(model.parameters())
     >>> for part in batch.split(k):
@@ -39,10 +36,8 @@ class Fp32Gradients(NotCopyable):
     >>> optimizer.step()  # MasterWeights, or any that takes fp32 gradients
     >>> optimizer.zero_grad()
 
-    Raises ValueError where nothing is trainable or gradients have more digits than fp32; in
-    backward, where a strategy synchronises the gradients, or its ranks are not among those of
-    `comm`.
-    """
+    Raises ValueError if no parameter is trainable or one is wider than fp32; in backward, if a
+    strategy synchronises the gradients or its ranks are not all in `comm`."""
 
     copy_advice = "make one of the copied model's parameters"
 
@@ -96,17 +91,16 @@ class Fp32Gradients(NotCopyable):
         p.grad = None
 
     def hand_over(self) -> None:
-        """Make the sums (over ranks: their mean) the parameters' `.grad`, in fp32."""
+        """Store the sums (with `comm`: their mean over ranks) in `.grad`, in fp32."""
         if self.comm is not None:
             if not self._arrived:
                 self.flat.zero_()
             self.comm.all_reduce(self.flat, op="mean")
         for p in self.parameters if self.comm is not None else self._arrived:
-            p.grad_dtype = None  # torch: the gradient may be of another type than p
+            p.grad_dtype = None  # allows .grad a dtype other than p's
             p.grad = self.sums[p]
         self._arrived.clear()
 
     def remove(self) -> None:
-        """Let gradients be, from now on."""
         for hook in self._hooks:
             hook.remove()

@@ -1,17 +1,13 @@
-"""autocast: the model stays in fp32, and each op runs in the type that is good for it.
+"""autocast: the model stays in fp32, and each op runs in a suitable dtype.
 
     weight  fp32 ── cast, once ──▶ bf16 ┐
                                         linear ──▶ bf16 ── gelu ──▶ bf16 ── ... loss ──▶ fp32
     input   fp32 ── cast ────────▶ bf16 ┘  low             as it comes          fp32
 
-Before an op runs, its inputs are cast as the policy of its device says (op_policy.py). Autograd
-takes a cast back: the gradient of an fp32 weight is fp32. A weight is cast once in each region, and
-the copy lives until the region ends: 4 bytes for a parameter, 4 for its gradient, 2 for the copy.
-
-torch has this in C++, above autograd. Here a mode sees each call of a torch function from Python;
-what such a call does inside (einsum, F.multi_head_attention_forward) torch's own autocast casts.
-There is one switch, torch's, so torch.autocast inside a region, `custom_fwd(cast_inputs=...)` and
-torch.utils.checkpoint work as in torch's own.
+A function mode casts the inputs of each op by the policy of its device (op_policy.py). Autograd
+reverses the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the
+copy lives until the region ends: 4 bytes for a parameter, 4 for its gradient, 2 for the copy.
+torch's own autocast shares our switch, and casts ops inside a Python call (einsum).
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
@@ -31,18 +27,13 @@ Casts = dict[tuple[Any, ...], tuple[torch.Tensor, int, torch.Tensor]]
 
 
 class autocast(ContextDecorator):
-    """Inside, torch's ops run in `dtype` or in fp32, by the policy of their device.
+    """Runs torch's ops inside the region in `dtype` (torch.bfloat16 or torch.float16) or fp32, by
+    the policy of their device. `device_type`: "cpu" or "cuda": cast only tensors there; None: use
+    each op's device. `enabled=False`: run ops in their input dtypes, even inside an enabled region.
 
-    Args:
-        dtype: torch.bfloat16 or torch.float16.
-        device_type: only tensors there are cast, "cpu" or "cuda"; None: each op goes by the policy
-            of the device where it runs.
-        enabled: False: ops run in the types of their inputs, also inside another region.
-
-    Regions nest with each other and with torch.autocast: the innermost decides. A region may be
-    entered again, and decorate a function. Call `backward` outside: its types are forward's.
-
-    Raises ValueError for a type that autocast or the device cannot take.
+    A region is reusable, may decorate a function and may nest, also with torch.autocast: the
+    innermost decides. Call `backward` outside: it uses forward's dtypes. Raises ValueError for a
+    dtype that autocast or the device does not support.
 
     >>> with autocast(torch.bfloat16):
     ...     value = loss(model(batch.x), batch)
@@ -64,7 +55,7 @@ class autocast(ContextDecorator):
         self._entered: list[ExitStack] = []
 
     def _recreate_cm(self) -> "autocast":
-        """Called for each call of a decorated function: threads may call it together."""
+        """Return a new region for each decorated call: threads may call it at the same time."""
         return autocast(self.dtype, self.device_type, enabled=self.enabled)
 
     def __enter__(self) -> None:
@@ -73,7 +64,7 @@ class autocast(ContextDecorator):
         with ExitStack() as stack:
             for kind in POLICIES:
                 if self.device_type in (None, kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))  # puts all back
+                    stack.enter_context(torch.autocast(kind, enabled=False))  # restores on exit
                     torch.set_autocast_enabled(kind, self.enabled)
                     if self.enabled:
                         torch.set_autocast_dtype(kind, self.dtype)
@@ -86,13 +77,11 @@ class autocast(ContextDecorator):
 
 
 class _Casting(TorchFunctionMode):
-    """Casts the inputs of each torch function that is called where torch's autocast is on."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.dtype = torch.bfloat16  # the low type of the present call
-        self.casts: Casts = {}  # of weights
-        self.entered_again = _Casting  # by recompute, with no copy of the first time
+        self.dtype = torch.bfloat16  # the low dtype of the current call
+        self.casts: Casts = {}  # cached casts of weights
+        self.entered_again = _Casting  # recompute enters a new mode, with no cached casts
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -134,12 +123,12 @@ class _Casting(TorchFunctionMode):
         is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
         if x.dtype == to or not is_weight or to == torch.float32:
             return x.to(to)
-        # First cast where no gradient was wanted, or written to since, it is another copy.
+        # A copy made under no_grad, or before a write to the weight, is not reused.
         key = (id(x), torch.is_grad_enabled(), to)
         _, version, copy = self.casts.get(key, (x, None, x))
         if version != x._version:
             copy = x.to(to)
-            self.casts[key] = x, x._version, copy  # with x, so that its id stays its own
+            self.casts[key] = x, x._version, copy  # keeps x alive: its id stays unique
         return copy
 
 
@@ -152,7 +141,6 @@ def _may_be_cast(x: torch.Tensor) -> bool:
 
 
 def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
     if isinstance(nested, torch.Tensor):
         yield nested
     elif isinstance(nested, (list, tuple)):
@@ -163,7 +151,7 @@ def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """The dispatcher's name: "matmul" for x @ y. In-place ops (`exp_`) are on no list."""
+    """The dispatcher's op name: "matmul" for x @ y. In-place ops (`exp_`) are on no list."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
@@ -171,7 +159,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
-    """Raises ValueError for a type in which the device cannot run products."""
+    """Raise ValueError if autocast does not support `dtype`, or the device has no matmul in it."""
     if device_type not in (None, *POLICIES):
         raise ValueError(
             f"autocast has no op policy for {device_type!r}; it has one for "

@@ -1,4 +1,4 @@
-"""The scale of a loss: it grows while all goes well, and backs off where something overflows.
+"""A dynamic loss scale: it grows while steps succeed, and backs off on overflow.
 
     scale
       2^17 |                     ______x                x  inf or NaN: the step is skipped,
@@ -6,8 +6,8 @@
       2^15 |      |_____________|                       |  growth_interval good steps in a row:
            +-------------------------------- steps         scale <- scale * growth_factor
 
-Source: torch.amp.GradScaler, whose rule, rounding and state these are; Micikevicius et al., "Mixed
-Precision Training", arXiv 1710.03740, section 3.2.
+Source: torch.amp.GradScaler (rule, rounding and state); Micikevicius et al., "Mixed Precision
+Training", arXiv 1710.03740, section 3.2.
 """
 
 from ctypes import c_float
@@ -15,18 +15,18 @@ from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import Any
 
-HOPELESS_SKIPS = 20  # in a row, and the scale below 1: from 65536 it takes 17 to come there
+HOPELESS_SKIPS = 20  # consecutive, with the scale below 1: 17 back-offs from 65536
 
 
 @dataclass
 class DynamicScale:
-    """Raises ValueError for a scale of 0 or less, and for factors that do not grow or shrink."""
+    """Raises ValueError if the scale, a factor or the interval is out of range."""
 
     scale: float
     growth_factor: float
     backoff_factor: float
     growth_interval: int
-    _growth_tracker: int = 0  # good steps since the scale was changed
+    _growth_tracker: int = 0  # good steps since the scale last changed
 
     def __post_init__(self) -> None:
         if isinstance(self.scale, str):
@@ -48,7 +48,6 @@ class DynamicScale:
         self.skipped = self.skipped_in_a_row = 0  # steps
 
     def after_step(self, skipped: bool) -> None:
-        """The scale for the next step."""
         if skipped:
             self.scale = _fp32(self.scale * self.backoff_factor)
             self._growth_tracker = 0
@@ -62,7 +61,7 @@ class DynamicScale:
             self.scale = grown if isfinite(grown) else self.scale
 
     def check_hope(self) -> None:
-        """Raises ValueError where smaller and smaller scales have not helped."""
+        """Raise ValueError if smaller and smaller scales have not stopped the overflow."""
         if self.skipped_in_a_row >= HOPELESS_SKIPS and self.scale < 1:
             raise ValueError(
                 f"GradScaler: {self.skipped_in_a_row} steps in a row were skipped, and the scale "
@@ -79,7 +78,7 @@ class DynamicScale:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where it is no such state; then nothing has changed."""
+        """Raises ValueError for an invalid state, and then changes nothing."""
         known = [f.name for f in fields(self)]
         if not isinstance(state, dict) or set(state) != set(known):
             names = ", ".join(map(str, state)) or "nothing (it was saved with enabled=False)"
@@ -93,5 +92,5 @@ class DynamicScale:
 
 
 def _fp32(x: float) -> float:
-    """Rounded to fp32, or inf: torch keeps the scale in a tensor."""
+    """Round to fp32, or inf: torch keeps the scale in a tensor."""
     return c_float(x).value

@@ -6,13 +6,12 @@
     exponent field E, fraction field F of f bits, bias = half of the exponents, here 15:
 
     E = 0           2^(1 - bias) × 0.F      zero, and the subnormals: equal steps down to zero
-    0 < E < top     2^(E - bias) × 1.F      normal: f + 1 bits that count
+    0 < E < top     2^(E - bias) × 1.F      normal: f + 1 significant bits
     E = top         infinity where F = 0, else NaN
                     (e4m3: numbers here too, no infinity, and only 1111 111 is NaN)
 
-Numbers are sorted as their patterns are: the next number is the next pattern, and what is rounded
-up past 1.11...1 carries into the exponent by itself. `Format` is exact, on Python's integers and
-fractions, also for 128 bits; `rounded` does the same to a tensor, fast.
+Bit patterns sort like their numbers, and rounding up past 1.11...1 carries into the exponent.
+`Format` is exact, on Python's integers and fractions; `rounded` does the same for tensors, fast.
 
 Sources: IEEE 754-2019, section 3.4 and table 3.5 (binary16 to binary128), section 4.3.1 (ties to
 even) and 7.4 (overflow); Intel 64 and IA-32 manual, volume 1, section 4.2.2 (80 bits of the x87);
@@ -29,12 +28,11 @@ from typing import NamedTuple
 
 import torch
 
-Exact = Fraction | float  # a fraction; -0.0, inf and nan, which no fraction can be, as floats
+Exact = Fraction | float  # -0.0, inf and nan, which Fraction lacks, are floats
 
 
 class Fields(NamedTuple):
-    """What stands in a pattern. `leading` is the bit before the point: stored in x87, else 1
-    where the exponent is above 0."""
+    """Fields of a bit pattern. `leading`: the bit before the point, implicit except in x87."""
 
     sign: int
     exponent: int
@@ -46,10 +44,8 @@ class Fields(NamedTuple):
 class Format:
     """A binary floating-point format: one sign bit, then exponent, then fraction.
 
-    infinities       the highest exponent is kept for infinities and NaNs; without, it has numbers,
-                     and the pattern of all ones is the only NaN
-    leading_bit      the bit before the point is stored, as in x87
-    dtype            torch's, if it has this format
+    infinities    the top exponent means infinity or NaN; else only the all-ones pattern is NaN
+    leading_bit   the bit before the point is stored, as in x87
     """
 
     name: str
@@ -66,7 +62,7 @@ class Format:
                 f"{self.fraction_bits} fraction bits; give at least 2 and 1"
             )
 
-    # ---- what it can hold
+    # ---- range and resolution
 
     @property
     def width_bits(self) -> int:
@@ -78,7 +74,7 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Of the normal numbers, and of the subnormals below them."""
+        """Exponent of the smallest normal numbers, and of the subnormals."""
         return 1 - self.bias
 
     @property
@@ -100,12 +96,11 @@ class Format:
 
     @property
     def count(self) -> int:
-        """How many different finite numbers there are; +0 and -0 are one."""
+        """Number of finite values; +0 and -0 count once."""
         return 2 * self._largest_rank + 1
 
     def ulp(self, value: Exact | int) -> Fraction:
-        """The step at `value`: from one number to the next where it lies (unit in the last place).
-        Raises ValueError where there is none, beyond the largest number."""
+        """The unit in the last place at `value`. Raises ValueError beyond the largest number."""
         finite = not isinstance(value, float) or math.isfinite(value)
         if not finite or abs(Fraction(value)) > self.largest:
             largest = decimal(self.largest)
@@ -113,13 +108,13 @@ class Format:
         return Fraction(2) ** (self._exponent(abs(Fraction(value))) - self.fraction_bits)
 
     def numbers(self) -> Iterator[Fraction]:
-        """All finite numbers from 0 up. There are `count` // 2 + 1 of them: try fp8."""
+        """All finite numbers from 0 up: `count` // 2 + 1 of them, so only for small formats."""
         return map(self.number, range(self._largest_rank + 1))
 
     # ---- bits to number
 
     def fields(self, bits: int) -> Fields:
-        """Cut a pattern. Raises ValueError for one that is too long."""
+        """Split a bit pattern. Raises ValueError if it does not fit the format."""
         if not 0 <= bits < 2**self.width_bits:
             raise ValueError(
                 f"{bits:#x} is no pattern of {self.name}: it has {self.width_bits} bits, so "
@@ -146,7 +141,6 @@ class Format:
         return "subnormal" if fraction else "zero"
 
     def decode(self, bits: int) -> Exact:
-        """The number of a pattern, exactly."""
         sign, exponent, leading, fraction = self.fields(bits)
         match self.kind(bits):
             case "nan":
@@ -162,12 +156,9 @@ class Format:
     # ---- number to bits
 
     def encode(self, value: Exact | int, saturate: bool | None = None) -> int:
-        """The pattern of the nearest number; of two that are as near, of the even one.
-
-        What is rounded past the largest number becomes, with `saturate`, the largest; without, the
-        next pattern, which is infinity, or NaN where there is none. If not said, a format saturates
-        where it has no infinity (as torch's e4m3 since 2.12; before, torch made NaN of it).
-        """
+        """The bit pattern of the nearest number, ties to even. Past the largest number: the largest
+        with `saturate`, else infinity, or NaN if there is none. By default, only formats without
+        infinity saturate (as torch's e4m3 since 2.12; before, it returned NaN)."""
         sign = int(math.copysign(1.0, value) < 0 if isinstance(value, float) else value < 0)
         beyond = self._largest_rank + (0 if self._saturates(saturate) else 1)
         if not isinstance(value, float) or math.isfinite(value):
@@ -191,13 +182,12 @@ class Format:
         return ones - (2**self.fraction_bits if self.infinities else 1)
 
     def rank(self, size: Fraction) -> int:
-        """Of the number nearest to `size` >= 0; also of those that would lie past the largest."""
+        """The rank of the number nearest to `size` >= 0; ranks go on past the largest number."""
         exponent = self._exponent(size)
         steps = round(size / Fraction(2) ** (exponent - self.fraction_bits))  # halves: to even
         return (exponent - self.min_exponent) * 2**self.fraction_bits + steps
 
     def number(self, rank: int) -> Fraction:
-        """The `rank`-th number from 0 up."""
         exponent, fraction = divmod(rank, 2**self.fraction_bits)
         significand = fraction + (2**self.fraction_bits if exponent else 0)
         return significand * self.smallest_subnormal * 2 ** max(0, exponent - 1)
@@ -219,7 +209,7 @@ FORMATS = {
         Format("x87", 15, 63, leading_bit=True),
         Format("fp64", 11, 52, torch.float64),
         Format("fp32", 8, 23, torch.float32),
-        Format("tf32", 8, 10),  # what a multiplier looks at; in memory it is fp32
+        Format("tf32", 8, 10),  # what tensor cores read; stored as fp32
         Format("bf16", 8, 7, torch.bfloat16),
         Format("fp16", 5, 10, torch.float16),
         Format("e5m2", 5, 2, torch.float8_e5m2),
@@ -229,7 +219,7 @@ FORMATS = {
 
 
 def format_of(format: Format | str) -> Format:
-    """By its name. Raises ValueError, with the names there are."""
+    """Look up a format by name. Raises ValueError for an unknown name."""
     if isinstance(format, str) and format not in FORMATS:
         raise ValueError(f"no format is named {format!r}; choose one of {', '.join(FORMATS)}")
     return FORMATS[format] if isinstance(format, str) else format
@@ -242,7 +232,7 @@ def floor_log2(size: Fraction) -> int:
 
 
 def decimal(value: Exact | int, digits: int = 4) -> str:
-    """A number as it is written, also beyond the range of Python's floats: "1.19e+4932"."""
+    """Format a number, even beyond the range of Python's floats: "1.19e+4932"."""
     if isinstance(value, float) and (not math.isfinite(value) or not value):
         return f"{value:g}"
     exact = Fraction(value)
@@ -253,18 +243,14 @@ def decimal(value: Exact | int, digits: int = 4) -> str:
 
 
 def rounded(x: torch.Tensor, format: Format | str, saturate: bool | None = None) -> torch.Tensor:
-    """`x`, each number the nearest of the format (ties to even), in the dtype that `x` has.
-
-    As `Format.round`, for tensors on any device, without a loop:
+    """Round each element of `x` as `Format.round` does; the dtype of `x` stays. On any device:
 
         x       1.3  = 2^0 × 1.3         its exponent, read from the bits of fp64
         step    2^(0 - 2) = 0.25         with 2 fraction bits: a power of two, so dividing is exact
         1.3 / 0.25 = 5.2  ->  5 steps  ->  1.25
 
-    Also for formats without a dtype (tf32, or one of your own).
-    fp64 and those with more bits change nothing. Raises ValueError for a tensor that is not
-    floating-point, and for a format with the range of fp64 and fewer fraction bits.
-    """
+    Formats need no dtype (tf32). fp64 and wider formats change nothing. Raises ValueError if `x` is
+    not floating-point, or the format has fp64's range and fewer fraction bits."""
     chosen = format_of(format)
     if not x.is_floating_point():
         raise ValueError(f"rounded({x.dtype}): only floating-point tensors; convert it: x.float()")

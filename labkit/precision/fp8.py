@@ -1,7 +1,7 @@
-"""Matrix products in 8 bits, each tensor with a scale of its own.
+"""Matmuls in 8 bits, with one scale per tensor.
 
     x [m, k] ── · s_x ── e4m3 ┐
-                              ├── product, added up in fp32 ── / (s_x s_w) ──▶ y [m, n]
+                              ├── matmul, summed in fp32 ── / (s_x s_w) ──▶ y [m, n]
     w [n, k] ── · s_w ── e4m3 ┘
 
     forward    y  = x  wᵀ    e4m3 · e4m3
@@ -11,12 +11,9 @@
     e4m3   4 bits of exponent, 3 of mantissa: up to 448, half a step is 1/16 of a number
     e5m2   5 and 2: up to 57344, half a step is 1/8; gradients need the range more than the digits
 
-A tensor fits into 8 bits only when it is scaled: s = 2^⌊log2(max/amax)⌋, a power of two, amax its
-largest magnitude. *Delayed* scaling takes the largest amax of the last calls, so that the tensor is
-not read before it is cast; it saturates what is too large, and cannot be combined with recompute.
-
-A GPU of compute capability 8.9 or more multiplies 8 bits (`torch._scaled_mm`); elsewhere values are
-rounded to 8 bits and multiplied in fp32. Kept for backward: x and w in 1 byte each.
+Each tensor is scaled to fit: s = 2^⌊log2(max/amax)⌋, amax its largest magnitude. *Delayed* scaling
+uses the largest amax of recent calls, so the tensor is not read before the cast; it saturates
+larger values, and cannot be combined with recompute. Saved: x and w, 1 byte per element.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; delayed
 scaling: Transformer Engine, `DelayedScaling`.
@@ -33,14 +30,13 @@ from torch.autograd.function import once_differentiable
 from labkit.dispatch import low_type_around
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-CAPABILITY = (8, 9)  # compute capability from which a GPU multiplies 8 bits
+CAPABILITY = (8, 9)  # the lowest compute capability with 8-bit matmuls
 LARGEST_POWER = 126  # of a scale: 1 / 2^126 is the smallest normal number of fp32
-TILE = 16  # sizes that torch._scaled_mm takes are multiples of it
+TILE = 16  # torch._scaled_mm needs multiples of it
 
 
 class Scaled(nn.Module):
-    """Casts tensors of one role to `dtype`, 8 bits, by their amax (`history` 0) or by the largest
-    of the last `history` calls, which is kept in fp32 and is not in the state_dict."""
+    """Casts tensors of one role to 8 bits, by their own amax or the largest of `history` calls."""
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
         super().__init__()
@@ -49,15 +45,14 @@ class Scaled(nn.Module):
         self.register_buffer("amaxes", torch.zeros(history), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x of any shape -> x · s in 8 bits, and s, a scalar in fp32."""
+        """x of any shape -> x · s in 8 bits, and s, an fp32 scalar."""
         amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         scale = self.scale_of(self._expected(amax))
         scaled = (x.float() * scale).clamp(-self.most, self.most)
-        # The cast must not hide from a loss scaler what has overflowed.
+        # Keep overflow visible to a loss scaler.
         return torch.where(x.isinf(), torch.nan, scaled).to(self.dtype), scale
 
     def scale_of(self, amax: Tensor) -> Tensor:
-        """The power of two that takes amax as close to the format's largest number as it goes."""
         power = torch.floor(torch.log2(self.most / amax))
         scale = torch.exp2(power.clamp(max=LARGEST_POWER))
         usable = (amax > 0) & torch.isfinite(amax)
@@ -81,10 +76,7 @@ class Scaled(nn.Module):
 
 
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, simulate: bool) -> Tensor:
-    """a [m, k] and b [k, n] in 8 bits -> a b / scale [m, n] in `dtype`, added up in fp32.
-
-    simulate: in fp32, on any device; False: by the GPU's own products of 8 bits.
-    """
+    """a [m, k], b [k, n] in 8 bits -> a b / scale [m, n] in `dtype`; `simulate`: by fp32 matmul."""
     if simulate:
         return (a.float() @ b.float() / scale).to(dtype)
     m, n = a.shape[0], b.shape[1]
@@ -101,8 +93,6 @@ def _to_tiles(x: Tensor) -> tuple[int, int, int, int]:
 
 
 class _Product(torch.autograd.Function):
-    """x [m, k], w [n, k] -> x wᵀ [m, n]; both gradients are products of 8 bits, too."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, layer: "Fp8Linear", dtype: torch.dtype) -> Tensor:
         (x8, s_x), (w8, s_w) = layer.cast_x(x), layer.cast_w(w)
@@ -124,16 +114,13 @@ class _Product(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Module):
-    """An nn.Linear whose products are of 8 bits: x [..., k] -> x wᵀ + b [..., n], in x's type or
-    that of the autocast region around it. Parameters, bias and gradients are the Linear's.
+    """An nn.Linear with 8-bit matmuls: x [..., k] -> x wᵀ + b [..., n], in the dtype of x or of the
+    autocast region around it. Weight and bias are the Linear's own parameters. Tensors are scaled
+    by their own amax, or by the largest of the `history` previous calls. `simulate`: round to 8
+    bits and multiply in fp32; None: only if the device is no GPU.
 
-    Args:
-        history: 0: each tensor is scaled by its own amax; n: by the largest of n calls before.
-        simulate: round to 8 bits and multiply in fp32; None: where the device needs it, a CPU.
-
-    Raises ValueError for a GPU that cannot multiply 8 bits, unless `simulate`; and in backward,
-    where that runs a forward with history once more (recompute).
-    """
+    Raises ValueError if the GPU has no 8-bit matmuls (capability 8.9), unless `simulate`; in
+    backward, if recompute runs a forward with history again."""
 
     def __init__(self, linear: nn.Linear, history: int = 0, simulate: bool | None = None) -> None:
         super().__init__()
@@ -168,7 +155,6 @@ class Fp8Linear(nn.Module):
 
 
 def check_has_fp8(device: torch.device, simulate: bool) -> None:
-    """Raises ValueError where 8 bits are to be multiplied on a device that cannot."""
     if simulate:
         return
     if device.type != "cuda":
@@ -186,11 +172,10 @@ def check_has_fp8(device: torch.device, simulate: bool) -> None:
 def use_fp8(
     model: nn.Module, only: str = "*", history: int = 0, simulate: bool | None = None
 ) -> list[str]:
-    """Replace each nn.Linear of `model` whose name matches the pattern `only` by an Fp8Linear;
-    returns the names. The first and last layers are usually left as they are.
-
-    Parameters stay the same objects; a layer with several names stays one layer. Raises ValueError
-    where no layer matches, or one has hooks (a strategy's): wrap the model afterwards.
+    """Replace each nn.Linear of `model` that matches the pattern `only` with an Fp8Linear; return
+    the names. Usually the first and last layers are not replaced. Parameters and shared layers stay
+    the same objects. Raises ValueError if no layer matches or one has hooks: apply strategies
+    later.
 
     >>> use_fp8(model, only="blocks.*")
     """

@@ -1,4 +1,4 @@
-"""Int8 blocks: one byte an element, and one scale for each block of elements.
+"""Int8 blocks: one byte per element, and one scale per block of elements.
 
     x           0.02  -0.50   0.13   0.31  |  7.00  -1.20   3.30   0.04      fp32, 4 bytes each
     absmax      0.50                       |  7.00                           fp32, one a block
@@ -8,10 +8,10 @@
     step in a block = absmax / 127        error <= half a step = absmax / 254
     bytes = numel + 4 · ceil(numel / block)
 
-Small blocks keep an outlier from spoiling all other elements; the price is 4 bytes a block.
+An outlier spoils only its own block; small blocks limit that, at 4 bytes each.
 
 Source: Dettmers et al., arXiv 2110.02861, section 2; "LLM.int8()", arXiv 2208.07339, section 2.1
-(absmax); Wang et al., "ZeRO++", arXiv 2306.10209, section 3.1 (weights travel so).
+(absmax); Wang et al., "ZeRO++", arXiv 2306.10209, section 3.1 (quantized weight communication).
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-LEVELS = 127  # -127 to 127: -128 is not used, so that the steps lie alike on both sides
+LEVELS = 127  # -127 to 127: -128 is unused, for symmetry
 
 
 class Quantized(NamedTuple):
-    """`q`: int8, in the shape of what was encoded. `absmax`: fp32 [blocks]."""
+    """`q`: int8, in the shape of the encoded tensor. `absmax`: fp32 [blocks]."""
 
     q: torch.Tensor
     absmax: torch.Tensor
@@ -36,7 +36,7 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class Int8Blocks:
-    """Blocks of `block` numbers in the flat order of a tensor; the last may be shorter."""
+    """Blocks of `block` elements in a tensor's flat order; the last may be shorter."""
 
     block: int = 256
 
@@ -48,12 +48,11 @@ class Int8Blocks:
         return numel + 4 * -(-numel // self.block)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
-        """From one level to the next, for each number of `x`: [*x.shape], fp32."""
+        """The quantization step at each element of `x`: [*x.shape], fp32."""
         return self._of_numbers(self._absmax(x), x.shape) / LEVELS
 
     def encode(self, x: torch.Tensor) -> Quantized:
-        """To the nearest level, ties to even. A block with a NaN or an infinity has the scale NaN,
-        and is NaN from then on: it does not pass for numbers."""
+        """Round to the nearest level, ties to even. A block with NaN or infinity decodes to NaN."""
         if not x.is_floating_point():
             raise ValueError(
                 f"Int8Blocks.encode({x.dtype}): floating-point tensors only; x.float()"
@@ -69,7 +68,7 @@ class Int8Blocks:
         return q.float() / LEVELS * self._of_numbers(absmax, q.shape)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """What is left of `x`, in its own dtype."""
+        """`x` after encoding and decoding, in its own dtype."""
         return self.decode(self.encode(x)).to(x.dtype)
 
     def _absmax(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,5 +78,4 @@ class Int8Blocks:
         return torch.where(absmax.isfinite(), absmax, torch.nan)
 
     def _of_numbers(self, of_blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """What holds for a block, at each of its numbers."""
         return of_blocks.repeat_interleave(self.block)[: shape.numel()].view(shape)

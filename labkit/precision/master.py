@@ -1,12 +1,12 @@
-"""Master weights: a model in 16 bits, trained as exactly as one in 32.
+"""Master weights: a model in 16 bits, updated as exactly as one in fp32.
 
     each parameter    2 bytes in bf16 or fp16, which forward and backward use
                       2 bytes of gradient
                       4 bytes, its fp32 master copy       } K = 12 bytes that
                       8 bytes, Adam's two moments in fp32 } only the optimizer uses
 
-bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost when it is added, and up to
-1/256 some are. The optimizer therefore adds to an fp32 copy, and the model gets that copy, rounded:
+bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost in the addition, and up to
+1/256 some are. So the optimizer updates an fp32 copy, and the model gets that copy, rounded:
 
     gradient (bf16) -> fp32 -> step on the master -> rounded -> parameter (bf16)
 
@@ -31,15 +31,13 @@ from labkit.precision.shadow_optimizer import (
     value_of,
 )
 
-CHUNK_BYTES = 25 * 2**20  # fp32 gradients are there for so many bytes of masters at a time
+CHUNK_BYTES = 25 * 2**20  # of masters that have fp32 gradients at one time
 
 
 class MasterWeights(ShadowOptimizer):
-    """`optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 parameters; others are stepped on
-    as they are. `params`: parameters, groups of them, or named ones.
-
-    Masters also take what is written to the model (`load_state_dict`); a write past autograd
-    (`p.data.fill_(0)`) is not seen, and the next step undoes it: write with `torch.no_grad()`.
+    """`optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and on others directly;
+    `params` may be parameters, groups of them, or named ones. Writes to the model update the
+    masters, but not those that bypass autograd (`p.data`): write under `torch.no_grad()`.
 
     >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
@@ -52,7 +50,7 @@ class MasterWeights(ShadowOptimizer):
         self._step_on({p: [x] for p, x in self._master.items()}, optimizer_cls, defaults)
         self._versions = {p: p._version for p in self._low}
 
-    def __getstate__(self) -> dict[str, Any]:  # torch's has the groups and the state alone
+    def __getstate__(self) -> dict[str, Any]:  # torch's has only groups and state
         own = ("inner", "_master", "_low", "_versions")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
@@ -77,7 +75,6 @@ class MasterWeights(ShadowOptimizer):
         return value
 
     def _chunks(self) -> Iterator[list[torch.Tensor]]:
-        """The parameters with gradients, CHUNK_BYTES of masters at a time."""
         chunk: list[torch.Tensor] = []
         chunk_bytes = 0
         for p in (p for p in self._master if p.grad is not None):
@@ -90,8 +87,7 @@ class MasterWeights(ShadowOptimizer):
             yield chunk
 
     def _check_options_stayed(self) -> None:
-        """Raises ValueError where `inner` counts in its groups: they are handed down anew in each
-        step, and `inner` steps several times in one."""
+        """Raise ValueError if `inner` changed its options, which several steps of `inner` share."""
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             for key, x in options_of(inner_group).items():
                 if key not in group or (x is not group[key] and x != group[key]):
@@ -102,7 +98,7 @@ class MasterWeights(ShadowOptimizer):
                     )
 
     def owned(self, model: nn.Module) -> list[OwnedPiece]:
-        """Every parameter of `model` whole, its master where it has one."""
+        """All parameters of `model`, whole; masters where they exist."""
         return [
             OwnedPiece(name, p.shape, 0, self._master[p], self.inner)
             if p in self._master
@@ -115,7 +111,6 @@ class MasterWeights(ShadowOptimizer):
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Give the model what its masters have, rounded."""
         for p in self._low:
             p.copy_(self._master[p])
             self._versions[p] = p._version

@@ -1,9 +1,9 @@
-"""Where NaN or inf begins: in the batch, in a parameter, or in the forward of a module.
+"""Find where NaN or inf begins: in the batch, in a parameter, or in the forward of a module.
 
     batch -> embedding -> block 0 -> block 1 -> head -> loss = nan
       ?          ?           ?          ?        ?
 
-NaN spreads, in backward to all gradients: what counts is the first place in forward's order.
+NaN spreads, in backward to all gradients: only the first place in forward order matters.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,11 @@ from labkit.precision.autocasting import tensors_in
 
 @torch.no_grad()
 def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
-    """Where `model(*args, **kwargs)` first meets NaN or inf, in a sentence; None where nowhere.
+    """Describe where `model(*args, **kwargs)` first meets NaN or inf; None if it does not.
 
-    Looks at arguments, parameters and buffers, then at each module's inputs and outputs in
-    forward's order: it runs once, without gradients, and leaves buffers and random numbers as they
-    were. Call it inside the autocast region of training, and under a strategy on every rank. A -inf
-    in arguments and buffers counts as a mask.
+    Checks arguments, parameters, buffers, then each module's inputs and outputs in forward order:
+    one forward without gradients; restores buffers and random state. Call it inside training's
+    autocast region and, under a strategy, on every rank. In inputs and buffers, -inf is a mask.
 
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'
@@ -36,7 +35,6 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
             problems.append(f"{place} {problem}; {advice}")
 
     def look_at_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A forward hook; it runs for a module's children first."""
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         made_between = (
             f"no module has made it: look at what is computed between the call of {where} and that "
@@ -64,7 +62,7 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
             hook = part.register_forward_hook(partial(look_at_call, name), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(_as_it_was(model))
-        model(*args, **kwargs)  # in any case: other ranks may need this one for it
+        model(*args, **kwargs)  # even if a problem is known: other ranks may wait for this one
     return problems[0] if problems else None
 
 
@@ -77,7 +75,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for x, version, was in before:
-                if x._version != version:  # autograd may have kept the others
+                if x._version != version:  # autograd may have saved the others
                     x.copy_(was)
 
 
@@ -90,7 +88,6 @@ def _range_of(output: Any) -> str:
 
 
 def _problem(given: Any, masks: bool = False) -> str:
-    """Describes the first non-finite tensor; -inf in masks is meant."""
     for x in (x for x in tensors_in(given) if x.is_floating_point()):
         x = x.float() if x.itemsize == 1 else x  # torch has no isinf in 8 bits
         bad = x.isnan() | (x.isposinf() if masks else x.isinf())

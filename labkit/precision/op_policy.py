@@ -1,12 +1,11 @@
-"""Which ops autocast runs in which type: three lists for each kind of device.
+"""Autocast's op policy: three lists of ops for each kind of device.
 
-    low       products: nearly all of the work, for which a GPU has tensor cores in 16 bits
-    fp32      what leaves the range of fp16 (exp, pow, sums, norms), or loses what matters when it
-              is rounded (losses)
-    promote   inputs of several types become the widest of them
-    others    run in the type of their inputs: gelu, dropout, reshape, indexing
+    low       matmuls: nearly all FLOPs, which GPUs run on tensor cores in 16 bits
+    fp32      ops that leave fp16's range (exp, pow, sums, norms), or lose accuracy (losses)
+    promote   inputs of several dtypes are cast to the widest of them
+    others    run in their input dtypes: gelu, dropout, reshape, indexing
 
-The lists are torch's own (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). Where they differ:
+The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). The devices differ in:
 
     op                                    cpu             cuda
     softmax, log_softmax                  as it comes     fp32
@@ -17,9 +16,7 @@ The lists are torch's own (aten/src/ATen/autocast_mode.cpp and autocast_mode.h).
     cat, stack                            promote         as it comes (torch promotes by itself)
     binary_cross_entropy                  fp32            refused: log(0) is near in fp16
 
-The CPU's lists serve bf16, with the range of fp32; the GPU's were made for fp16, which ends at
-65504, below exp(12). Calls that no list has, or that our mode does not see (scripted modules,
-`torch.ops.aten...`), torch's own autocast casts.
+The CPU's lists are for bf16, with fp32's range; the GPU's for fp16, which ends at 65504 < exp(12).
 """
 
 from dataclasses import dataclass
@@ -27,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """Names of ops as torch's dispatcher has them, without "aten::" and the overload."""
+    """Op names as in torch's dispatcher, without "aten::" and the overload."""
 
     low: frozenset[str]
     fp32: frozenset[str]
@@ -50,7 +47,7 @@ PRODUCTS = _ops("""
     linear matmul mm bmm addmm addbmm baddbmm linalg_vecdot prelu scaled_dot_product_attention
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
 """)
-# One call in Python, products inside: torch's autocast sees these, we see the call.
+# One Python call with matmuls inside: torch's autocast sees the matmuls, our mode the call.
 OF_PRODUCTS = _ops("chain_matmul linalg_multi_dot linalg_matmul")
 
 
@@ -59,7 +56,7 @@ LOSSES = _ops("""
     nll_loss nll_loss2d nll_loss_nd cross_entropy_loss binary_cross_entropy_with_logits
     cosine_embedding_loss hinge_embedding_loss margin_ranking_loss triplet_margin_loss
     multi_margin_loss multilabel_margin_loss
-""")  # nll_loss_nd is nll_loss with any number of dims; cross_entropy_loss is made of it
+""")  # nll_loss_nd is nll_loss with any number of dims; cross_entropy_loss calls it
 
 CPU = OpPolicy(
     low=PRODUCTS
@@ -103,7 +100,7 @@ CUDA = OpPolicy(
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa
-    """),  # linalg_norm and pairwise_distance are made of linalg_vector_norm
+    """),  # linalg_norm and pairwise_distance call linalg_vector_norm
     promote=_ops("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """),

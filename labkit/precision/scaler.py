@@ -1,21 +1,18 @@
-"""Loss scaling: small gradients are kept out of fp16's underflow, and all ranks agree on a step.
+"""Loss scaling: keeps small fp16 gradients from underflow, and all ranks agree on each step.
 
 fp16 has nothing below 2^-24, and many gradients are smaller. So the loss is multiplied by a scale:
 
     loss * S -> backward -> gradients * S (fp16) -> / S (fp32) -> clip -> step
                                               \\
                                                inf or NaN?   skip the step, S <- S / 2
-                                               N steps well?                S <- S * 2
-
-    each rank holds   S and one count
-    travels           one number, 4 bytes, from each rank and step: all-reduce, max
+                                               N good steps?                S <- S * 2
 
         rank 0   gradients finite     S  \\
         rank 1   one is inf         inf   >  max = inf: all ranks skip
         rank 2   has no gradient      0  /
 
-The number must travel: a rank of ZeRO, tensor or pipeline parallelism sees only its own gradients,
-and one that decided alone would skip a step that the others take.
+A max all-reduce of 4 bytes per step: a rank of ZeRO, tensor or pipeline parallelism sees only its
+own gradients, and if it decided alone, it would skip a step that the others take.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4;
 growth and back-off, state and methods: torch.amp.GradScaler.
@@ -45,8 +42,6 @@ Outputs = TypeVar("Outputs", torch.Tensor, list[Any], tuple[Any, ...])
 
 @dataclass
 class Turn:
-    """State of some gradients between `unscale_` and `update`."""
-
     trained: Trained
     parameters: set[torch.Tensor]
     sent: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
@@ -55,12 +50,11 @@ class Turn:
 
     @cached_property
     def number(self) -> float:
-        """`sent`, which is waited for once."""
         return self.sent.item()
 
 
 class GradScaler:
-    """`torch.amp.GradScaler`, whose decision to skip a step all ranks take together.
+    """`torch.amp.GradScaler`, with one decision of all ranks to skip a step.
 
     >>> scaler.scale(loss).backward()
     >>> scaler.unscale_(optimizer)            # only where gradients are clipped or looked at
@@ -69,16 +63,14 @@ class GradScaler:
     >>> scaler.update()
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
-        comm: the ranks that take the same steps, as an axis of the mesh; all by default, as they
-            are at the first `unscale_` or `step`. A process that is no rank decides alone.
-        skip_bad_losses: where the loss was inf or NaN before it was scaled, skip the step silently,
-            as torch does. Otherwise `step` says so: a smaller scale cannot help there.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        comm: the ranks that step together, such as an axis of the mesh; by default all ranks.
+        skip_bad_losses: silently skip if the loss was inf or NaN before scaling, as torch does.
+            Otherwise `step` raises: a smaller scale cannot help.
 
-    Takes torch's optimizers on fp32 weights (also on ZeRO3's shards), MasterWeights, ZeroOptimizer.
-    All ranks of `comm` call `unscale_`, `step` and `update` alike; a rank without a loss calls
-    `scale(torch.zeros(()))` in its stead, as `pipeline.step(x, y, scaler=scaler)` does.
-    """
+    Supports torch's optimizers on fp32 weights (also ZeRO3's shards), MasterWeights, ZeroOptimizer.
+    All ranks of `comm` call `unscale_`, `step` and `update`; a rank without a loss calls
+    `scale(torch.zeros(()))`, as `pipeline.step(x, y, scaler=scaler)` does."""
 
     def __init__(
         self,
@@ -94,7 +86,7 @@ class GradScaler:
         self._now = DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
         self._enabled, self.skip_bad_losses = enabled, skip_bad_losses
         self.comm = None if comm is None else Comm.of(comm)
-        self._losses: list[torch.Tensor] = []  # since the last update, as they were
+        self._losses: list[torch.Tensor] = []  # unscaled, since the last update
         self._turns: list[Turn] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,7 +97,7 @@ class GradScaler:
     # --- a step ---
 
     def scale(self, outputs: Outputs) -> Outputs:
-        """The loss, or a list or tuple of tensors, times the scale."""
+        """Multiply the loss, or a list or tuple of tensors, by the scale."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, (list, tuple)):
@@ -114,19 +106,17 @@ class GradScaler:
             raise ValueError(
                 f"scale({type(outputs).__name__}): the loss is a tensor, or a list or tuple of some"
             )
-        was = outputs.detach()  # one number is kept, and looked at where a step is skipped
+        was = outputs.detach()  # one element, checked if a step is skipped
         self._losses.append(was if was.numel() < 2 else was.abs().amax())
-        # By a tensor of shape (), as torch does: by a float, a loss in fp16 would stay in fp16.
+        # By a tensor of shape (), as torch does: with a float, an fp16 loss would stay in fp16.
         return outputs * torch.full((), self._now.scale, device=was.device, dtype=torch.float32)
 
     @torch.no_grad()
     def unscale_(self, trained: Trained) -> None:
-        """Divide the gradients of an optimizer, or of a model, by the scale; once, after the last
-        backward of a step. Gradients in 16 bits (MasterWeights, ZeroOptimizer) stay as they are
-        until the step: clip them with `clip_grad_norm(optimizer, ...)`, which knows.
-
-        Raises ValueError where they are not scaled, unscaled already, or have been clipped.
-        """
+        """Divide the gradients of an optimizer or a model by the scale, after the last backward;
+        16-bit gradients (MasterWeights, ZeroOptimizer) in the step: clip them with
+        `clip_grad_norm(optimizer, ...)`. Raises ValueError if they are already unscaled or
+        clipped."""
         if not self._enabled:
             return
         self._check_scaled("unscale_")
@@ -149,13 +139,10 @@ class GradScaler:
         self._turns.append(Turn(trained, {*parameters}, number, still_scaled(trained)))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, if `unscale_` has not been called, and step where all gradients of all ranks are
-        finite; returns what `optimizer.step` does, None where it is skipped.
-
-        Raises ValueError on a second step before `update`; where gradients are missing, or have
-        been changed while 16 bits wide and scaled; where the ranks have different scales; and where
-        the loss itself was inf or NaN (see `skip_bad_losses`): then the step has been skipped.
-        """
+        """Step if the gradients of all ranks are finite, after unscaling them if necessary; returns
+        the result of `optimizer.step`, or None if the step is skipped. Raises ValueError on a
+        second step before `update`; if gradients are missing, or scaled 16-bit ones were changed;
+        if scales differ between ranks; and, after skipping, if the loss itself was inf or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or kwargs.get("closure"):
@@ -186,14 +173,9 @@ class GradScaler:
         return None
 
     def update(self, new_scale: float | None = None) -> None:
-        """At the end of a step: the scale for the next one, or `new_scale`.
-
-        An optimizer without gradients on any rank has no say in it, where another has some. One
-        that was unscaled and not stepped is let go: its next gradients are scaled anew.
-
-        Raises ValueError without a step, and where the scale has come below 1 by 20 skipped steps
-        or more in a row: then it is not the scale that makes gradients inf.
-        """
+        """End the step: update the scale, or set it to `new_scale`. An optimizer without gradients
+        on any rank does not count if another has some; one unscaled but not stepped is released.
+        Raises ValueError without a step, or if 20 skips in a row took the scale below 1."""
         if not self._enabled:
             return
         turns, self._turns, self._losses = self._turns, [], []
@@ -212,16 +194,14 @@ class GradScaler:
     # --- the decision ---
 
     def _turn_of(self, optimizer: torch.optim.Optimizer) -> Turn:
-        """That of the optimizer, or of the model that it trains, where `unscale_` was called."""
         parameters = {*parameters_of(optimizer)}
         for turn in self._turns:
             if parameters <= turn.parameters:
                 return turn
-        self.unscale_(optimizer)  # an error where that was done for some of them
+        self.unscale_(optimizer)  # raises if some are already unscaled
         return self._turns[-1]
 
     def _must_skip(self, turn: Turn) -> bool:
-        """Whether a rank has found inf or NaN: what a step waits for."""
         if turn.number == 0:
             raise ValueError(
                 "GradScaler: no parameter of this optimizer has a gradient, on any rank; call "
@@ -242,7 +222,6 @@ class GradScaler:
             )
 
     def _check_losses(self) -> None:
-        """A step is skipped: is the scale at fault?"""
         bad = [x for x in self._losses if not torch.isfinite(x).all()]
         if bad and not self.skip_bad_losses:
             raise ValueError(
@@ -263,16 +242,14 @@ class GradScaler:
 
     @property
     def skipped(self) -> int:
-        """Steps, since the scaler was made."""
         return self._now.skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """That of torch.amp.GradScaler; the same on all ranks, so it may be saved with
-        `save_checkpoint(..., extra=...)`. Empty where the scaler is not enabled."""
+        """torch.amp.GradScaler's state, equal on all ranks; empty if disabled."""
         return self._now.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take such a state, or torch's, on all ranks. Raises ValueError where it is none."""
+        """Load this state, or torch's, on all ranks. Raises ValueError if it is invalid."""
         if self._enabled:
             self._now.load_state_dict(state_dict)
 

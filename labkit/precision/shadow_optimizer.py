@@ -1,10 +1,9 @@
-"""An optimizer that steps on something else than the model's parameters.
+"""An optimizer that steps on stand-ins for the model's parameters.
 
     the user's loop, a scheduler          ShadowOptimizer         inner, any torch optimizer
     param_groups with the parameters  ->  options handed down ->  the same groups, with stand-ins
 
-A stand-in is an fp32 copy (labkit/precision/master.py), a piece of a parameter, or both
-(labkit/parallel/zero/zero.py).
+A stand-in is an fp32 copy (master.py), a slice of a parameter, or both (parallel/zero/zero.py).
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -13,16 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-LOW = (torch.bfloat16, torch.float16)  # too coarse to add a small update to
+LOW = (torch.bfloat16, torch.float16)  # too coarse to add small updates to
 
 
 def fp32_of(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or an fp32 copy where `x` has 16 bits."""
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 
 def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
-    """A 16-bit gradient as a new fp32 tensor, times `factor` if any; others unchanged."""
+    """A 16-bit gradient as a new fp32 tensor, times `factor`; others unchanged."""
     if gradient.dtype not in LOW:
         return gradient
     copied = gradient.float()
@@ -30,18 +28,18 @@ def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -
 
 
 def sync_master_from_param(master: torch.Tensor, x: torch.Tensor) -> None:
-    """Update the master where `x` is not its rounded value: there `x` was written to."""
+    """Update the master where `x` was written to, so is not the rounded master."""
     master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
 
 class ShadowOptimizer(torch.optim.Optimizer):
-    """`param_groups` are the model's, `state` is that of `inner`, which steps on the stand-ins."""
+    """`param_groups` are the model's; `state` is that of `inner`, which steps on the stand-ins."""
 
     inner: torch.optim.Optimizer
     defaults: dict[str, Any]
-    _depends_on = "model"  # in words: whose state can be loaded
+    _depends_on = "model"  # for errors: what a loaded state must match
 
-    # By what the next step multiplies 16-bit gradients, in fp32; a loss scaler and clipping set it.
+    # The next step multiplies 16-bit gradients by it, in fp32; a loss scaler and clipping set it.
     gradient_factor: float | torch.Tensor | None = None
 
     def own_gradients(self) -> list[torch.Tensor]:
@@ -49,7 +47,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
         return [gradient for gradient in every if gradient is not None]
 
     def skip(self) -> None:
-        """In place of `step`, where gradients are inf or NaN: nothing is to be done with them."""
+        """Called instead of `step` if gradients are inf or NaN."""
         self.gradient_factor = None
 
     def _step_on(
@@ -58,7 +56,6 @@ class ShadowOptimizer(torch.optim.Optimizer):
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         defaults: dict[str, Any],
     ) -> None:
-        """Make `inner`, from what stands for each parameter. Parameters without are left alone."""
         groups = []
         for group in self.param_groups:
             params = [x for p in group["params"] for x in stand_ins.get(p, ())]
@@ -69,10 +66,9 @@ class ShadowOptimizer(torch.optim.Optimizer):
             group.update(options_of(inner_group))
         self.state = self.inner.state
         for x in (x for p, some in stand_ins.items() for x in some if x.dtype != p.dtype):
-            self.state[x] = self.state[x]  # a master copy is known before the first step
+            self.state[x] = self.state[x]  # registers master copies before the first step
 
     def _check_frozen(self, stand_in_for: Container[torch.Tensor]) -> None:
-        """Raises ValueError where parameters without a stand-in have gradients."""
         every = [p for group in self.param_groups for p in group["params"]]
         if thawed := [p for p in every if p.grad is not None and p not in stand_in_for]:
             raise ValueError(
@@ -85,7 +81,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner_group.update(options_of(group))
 
-    # --- this rank's own state: checkpoints (labkit.checkpoints) hold that of all ---
+    # --- this rank's state; checkpoints (labkit.checkpoints) hold that of all ranks ---
 
     def _masters(self) -> list[torch.Tensor]:
         raise NotImplementedError
@@ -98,12 +94,12 @@ class ShadowOptimizer(torch.optim.Optimizer):
         return [0, 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank alone, to be loaded on the same rank of as many, with the same model."""
+        """This rank's state: load it on the same rank of as many, with the same model."""
         self._hand_down_options()  # a scheduler may have set them since the last step
         return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._whose()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError when it is that of another rank, number of ranks or model."""
+        """Raises ValueError for the state of another rank, number of ranks or model."""
         inner_state, own = dict(state_dict), self._masters()
         masters, position = inner_state.pop("masters", None), inner_state.pop("whose", None)
         if position != self._whose() or [x.shape for x in masters] != [x.shape for x in own]:
@@ -139,12 +135,10 @@ class NotCopyable:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group of an optimizer has beside its parameters."""
     return {key: x for key, x in group.items() if key not in ("params", "param_names")}
 
 
 def value_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of `step(closure)` gives, its gradients made."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -1,12 +1,12 @@
-"""A loss scaler's work on gradients: find them, check for inf and NaN, divide them by the scale.
+"""A loss scaler's work on gradients: collect them, check for inf and NaN, divide by the scale.
 
                         gradients       are unscaled                   kept until the step
-    torch's optimizers  fp32 (or bf16)  at once, where they lie
-    a ShadowOptimizer   fp32            at once, where they lie
-                        fp16, bf16      in its step, as it makes       gradient_factor = 1 / scale
-                                        fp32 of them
+    torch's optimizers  fp32 (or bf16)  at once, in place
+    a ShadowOptimizer   fp32            at once, in place
+                        fp16, bf16      in its step, with the cast     gradient_factor = 1 / scale
+                                        to fp32
 
-fp16 gradients that the scale has saved from underflow would be lost again if divided in place. So
+Division in place would lose fp16 gradients that the scale has saved from underflow. So
 MasterWeights and ZeroOptimizer multiply their fp32 copies by `gradient_factor`.
 """
 
@@ -22,14 +22,13 @@ Trained = torch.optim.Optimizer | nn.Module
 
 
 def parameters_of(trained: Trained) -> list[torch.Tensor]:
-    """All of a module, or all that an optimizer steps on."""
     if isinstance(trained, nn.Module):
         return list(trained.parameters())
     return [p for group in trained.param_groups for p in group["params"]]
 
 
 def gradients_of(trained: Trained) -> list[torch.Tensor]:
-    """This rank's gradients, as they lie in memory; of sparse ones, the values."""
+    """This rank's gradients; for sparse ones, their values."""
     if isinstance(trained, ShadowOptimizer):
         gradients = trained.own_gradients()
     else:
@@ -39,11 +38,8 @@ def gradients_of(trained: Trained) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
-    """Divide the gradients by `scale`; returns, shape (), 1 where one is inf or NaN, else 0: a
-    tensor, so that no step waits for it. None where this rank has no gradients.
-
-    Raises ValueError for fp16 gradients of an optimizer that steps in fp16.
-    """
+    """Divide the gradients by `scale`. Returns a tensor of shape (), to avoid waiting: 1 if one is
+    inf or NaN, else 0; None without any. Raises ValueError if the optimizer steps in fp16."""
     gradients = gradients_of(trained)
     keeps_scale = isinstance(trained, ShadowOptimizer)
     low = [x for x in gradients if keeps_scale and x.dtype in LOW]
@@ -63,7 +59,6 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
 
 
 def _multiply(gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
-    """Multiply in one pass; returns 1 where a result is inf or NaN."""
     nonfinite = torch.zeros((), device=gradients[0].device)
     by = torch.full((), factor, device=nonfinite.device)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, nonfinite, by)
@@ -71,7 +66,6 @@ def _multiply(gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
 
 
 def _alike(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Those of one device and dtype together, as torch's foreach operations want them."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for x in gradients:
         kinds.setdefault((x.device, x.dtype), []).append(x)
@@ -86,7 +80,7 @@ def still_scaled(trained: Trained) -> list[tuple[int, int]]:
 
 
 def check_owner(trained: Trained, comm: Comm | None) -> None:
-    """Raises ValueError where the gradients are elsewhere, or belong to more ranks than `comm`."""
+    """Raise ValueError if gradients are held elsewhere, or belong to more ranks than `comm`."""
     parameters = parameters_of(trained)
     owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
     name, owners = type(owner).__name__, getattr(owner, "comm", None)
@@ -106,17 +100,16 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
             )
 
 
-# --- clipped before they were unscaled: `clip_grad_norm` leaves a mark on the memory ---
+# --- clipping before unscaling: `clip_grad_norm` marks the base tensors ---
 
 
 def mark_clipped(gradients: Iterable[torch.Tensor]) -> None:
-    """Note that these, as they are now, have been clipped."""
     for x in gradients:
         _memory(x)._labkit_clipped = x._version  # type: ignore[attr-defined]
 
 
 def check_not_clipped(trained: Trained, scale: float) -> None:
-    """Raises ValueError where gradients have been clipped, and not written to since."""
+    """Raise ValueError if gradients were clipped, and not written to since."""
     if any(getattr(_memory(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
         raise ValueError(
             "GradScaler: the gradients were clipped while they were multiplied by the scale, "
@@ -126,11 +119,10 @@ def check_not_clipped(trained: Trained, scale: float) -> None:
 
 
 def forget_clipped(trained: Trained) -> None:
-    """Take back what `mark_clipped` has noted."""
     for x in gradients_of(trained):
         vars(_memory(x)).pop("_labkit_clipped", None)
 
 
 def _memory(x: torch.Tensor) -> torch.Tensor:
-    """What `x` is a view of: it lives longer, and counts what is written to any of its views."""
+    """The base of `x`: it outlives its views, and its version counts writes to any of them."""
     return x if x._base is None else x._base

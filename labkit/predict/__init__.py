@@ -1,23 +1,10 @@
-"""The closed formulas: bytes, memory, operations, bubble and time, each in one place, each cited.
+"""Closed formulas for bytes, memory, FLOPs, bubble and time, each in one place with its source.
 
     predict.model_state_bytes(7.5e9, dp=64, stage=2)                  # memory of one rank
     predict.table(formula={...}, replayed={...}, measured={...})      # side by side
 
-    states.py        parameters, gradients and optimizer state of a rank: ZeRO
-    activations.py   what forward keeps for backward, term by term, beside what is measured
-    transformer.py   parameters and FLOPs of a GPT
-    volumes.py       bytes that data, tensor and pipeline parallelism send in a step
-    three_d.py       the same by axes of a mesh, for each stage, exactly
-    context.py       what ring attention and Ulysses send, and when the ring is hidden
-    wires.py         the least time of a collective, and that of an algorithm
-    pipelines.py     bubble and activations of pipeline schedules
-    steps.py         the time of a step, and MFU
-    loading.py       the time of a model whose weights come over a bus
-    tables.py        the same quantities from several sources, beside each other
-
-A formula is plain arithmetic: no torch, no clock, no chance. Where it leaves something out, its
-docstring says what. The names of sizes are those of labkit.GPT: vocab, width, depth, heads,
-context; `rows` are the sequences that one rank computes at once, `sequence` is their length.
+Formulas are plain arithmetic; docstrings name what they omit. Sizes are named as in labkit.GPT;
+`rows` are the sequences that one rank computes at once, `sequence` is their length.
 """
 
 from labkit.predict.activations import (

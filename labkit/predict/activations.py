@@ -1,25 +1,25 @@
 """Activations: what one transformer layer keeps from forward for backward.
 
-Bytes over s·b·w (s sequence, b rows, w width, a heads), where an element has 2 bytes and one of a
-mask 1; labkit.GPT's block keeps what the paper's does:
+Bytes over s·b·w (s sequence, b rows, w width, a heads), with 2 bytes per element and 1 per mask
+element, in the paper and in labkit.GPT's block:
 
     norm1       its input 2                     norm2       its input 2
     q, k, v     their shared input 2            mlp.up      its input 2
     core        q, k, v 6                       GELU        its input 8
                 weights 2as/w                   mlp.down    its input 8
                 their dropout: mask as/w,       dropout     its mask 1
-                what it leaves 2as/w
+                its output 2as/w
     out         its input 2                     ──────────────────────────────────
     dropout     its mask 1                      34 + 5as/w
 
 For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, this is right to the
-byte (`labkit.memory.saved.saved_by`) but for the statistics of the two norms: 8·s·b (on a GPU
-16·s·b), below 0.1 % from width 256 on. Assumed: an element of dropout's mask has 1 byte (torch's
-nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), a score 2 (torch's own plain
-attention: 4); all scores are stored, also those that a causal mask hides, and that mask is not.
+byte (`labkit.memory.saved.saved_by`) except for the statistics of the two norms: 8·s·b (on a GPU
+16·s·b), below 0.1 % from width 256 on. Dropout's masks are assumed to have 1 byte per element
+(torch's nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), scores 2 (torch's plain
+attention: 4). Masked scores are stored, the causal mask is not.
 
 Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
-and features; those outside, 10 of the 34, are whole on every rank, unless sharded by positions:
+and features; the other 10 of the 34 are whole on every rank, unless sharded by positions:
 
     one rank                             34 + 5as/w
     tensor parallel                      10 + 24/t + 5as/(wt)
@@ -27,8 +27,8 @@ and features; those outside, 10 of the 34, are whole on every rank, unless shard
     selective recomputation              without the term of scores, as/w
     full recomputation                   2, or 2/t where the layer's input is sharded by positions
 
-Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-arXiv 2205.05198, section 4 and Table 2.
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
+2205.05198, section 4 and Table 2.
 """
 
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ OTHERS = "other"
 
 @dataclass(frozen=True)
 class Term:
-    """One summand, and which module of labkit.GPT's block keeps it."""
+    """One summand, and the module of labkit.GPT's block that keeps it."""
 
     name: str
     module: str
@@ -55,7 +55,7 @@ class Term:
 
     @property
     def per_sbw(self) -> str:
-        """As the paper writes it: "2", "4as/w"."""
+        """In the paper's notation: "2", "4as/w"."""
         if not self.of_scores:
             return str(self.of_sbw)
         return f"{self.of_scores if self.of_scores > 1 else ''}as/w"
@@ -87,8 +87,7 @@ def activation_terms(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> dict[str, float]:
-    """`activation_bytes`, summand by summand: name -> bytes. Source: arXiv 2205.05198, sections 4.1
-    and 4.2."""
+    """`activation_bytes` by term: name -> bytes. Source: arXiv 2205.05198, sections 4.1 and 4.2."""
     check_counts(sequence=sequence, rows=rows, width=width, heads=heads)
     check_counts(tensor_parallel=tensor_parallel)
     check_divides("width", width, "heads", heads)
@@ -115,16 +114,10 @@ def activation_bytes(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """Bytes that one layer keeps on one rank for one micro-batch, in 2-byte types.
-
-    Args:
-        sequence, rows, width, heads: s positions, b rows of a micro-batch, w and a of the model.
-        tensor_parallel: ranks t that share the layer's matrices and heads.
-        sequence_parallel: whether they share norms, dropout and inputs as well, by positions.
-        recompute: in backward, "none"; "selective": the core of attention, from q, k and v;
-            "full": the layer, from its input, which is all that is kept.
-
-    Source: arXiv 2205.05198, Table 2."""
+    """Bytes that one layer keeps on one rank for one micro-batch of `rows`, in 2-byte dtypes, if t
+    `tensor_parallel` ranks share its matrices and heads. `sequence_parallel`: they also share
+    norms, dropout and inputs, by positions. `recompute`: "none"; "selective": the core of
+    attention; "full": the layer, from its input. Source: arXiv 2205.05198, Table 2."""
     terms = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )
@@ -132,9 +125,8 @@ def activation_bytes(
 
 
 def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
-    """`activation_bytes` where attention is one kernel that stores no scores, as labkit.GPT's: not
-    5as/w, but 4 bytes for each row of scores, the logarithm of its sum. On one rank, without
-    dropout inside attention, for which torch has no such kernel on a CPU.
+    """`activation_bytes` with an attention kernel that stores no scores, as labkit.GPT's: instead
+    of 5as/w, 4 bytes per row of scores (the logarithm of its sum). One rank, no attention dropout.
     Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1."""
     without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
     return without_scores + 4 * heads * sequence * rows
@@ -143,13 +135,11 @@ def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> 
 def first_stage_activation_bytes(
     layer_bytes: float, depth: int, stages: int = 1, chunks: int = 1
 ) -> float:
-    """Bytes that the first stage of a pipeline holds at its peak, for all its micro-batches.
-
-    With 1F1B, p micro-batches are in flight on its depth/p layers: depth layers' worth, whatever
-    the number of stages. Interleaved, with v > 1 chunks on each stage, (1 + (p-1)/(pv)) as much;
-    that factor does not hold for v = 1. Embedding and head are left out, and there are p
-    micro-batches or more. `layer_bytes`: of one layer and one micro-batch, `activation_bytes(...)`;
-    `depth`: layers of the whole model. Source: arXiv 2205.05198, section 4.2.3."""
+    """Bytes that the first stage of a pipeline holds at its peak, for p or more micro-batches, from
+    the `layer_bytes` of one layer and micro-batch and the model's `depth`, without embedding and
+    head. With 1F1B, p micro-batches are in flight on depth/p layers: depth layers' worth.
+    Interleaved, with v > 1 chunks per stage, (1 + (p-1)/(pv)) times as much; that factor does not
+    hold for v = 1. Source: arXiv 2205.05198, section 4.2.3."""
     check_not_negative(layer_bytes=layer_bytes)
     check_counts(depth=depth, stages=stages, chunks=chunks)
     check_divides("depth", depth, "stages x chunks", stages * chunks)
@@ -162,8 +152,6 @@ def first_stage_activation_bytes(
 
 @dataclass(frozen=True)
 class Line:
-    """One term of the bill."""
-
     term: str  # "q, k, v: their shared input"
     per_sbw: str  # "2", "2as/w", "6/t"; "" for what no formula counts
     formula_bytes: float
@@ -172,7 +160,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bill:
-    """What one layer keeps, term by term. In a notebook, a table."""
+    """What one layer keeps, term by term; a table in a notebook."""
 
     lines: list[Line]
 
@@ -212,18 +200,14 @@ def activation_bill(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Bill:
-    """What a labkit.GPT block has kept, beside the formula's terms.
+    """What a labkit.GPT block has kept, beside the formula's terms; then norm statistics and
+    "other".
 
-    Args:
-        kept: of `labkit.memory.saved.saved_by(block, x)`, each with its `module`, `shape` and
-            `nbytes`; x [rows, sequence, width] in a 2-byte dtype, `labkit.models.PlainAttention` as
-            the core. With `sequence_parallel`, x is this rank's shard of the positions; `sequence`
-            are all of them.
-        tensor_parallel, sequence_parallel, recompute: as in `activation_bytes`.
-
-    At the end comes what no term counts: the statistics of the norms, and "other". Scores are known
-    by their shape, [..., s, s]: no head may be as wide as the sequence is long.
-    """
+    `kept`: from `labkit.memory.saved.saved_by(block, x)`; x [rows, sequence, width] in a 2-byte
+    dtype, `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this rank's
+    shard of the positions, and `sequence` all of them. Scores are recognised by their shape, [...,
+    s, s]: no head may be as wide as the sequence is long. Other arguments: as in
+    `activation_bytes`."""
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )
@@ -245,7 +229,6 @@ def activation_bill(
 
 
 def _term_of(tensor: Any, sequence: int) -> str:
-    """The term that counts a kept tensor; at the core of attention, scores are apart."""
     if "norm" in tensor.module and tensor.shape[-1] == 1:
         return STATISTICS
     scores = tensor.module.startswith("attn.core") and tensor.shape[-2:] == (sequence, sequence)

@@ -1,8 +1,8 @@
 """Context parallelism: what a layer's attention sends, and when the ring's messages are hidden.
 
-              forward                          backward, beside the same once more
+              forward                          backward: the same again, and
     ring      (n-1) blocks of k and v          (n-1) blocks of their gradients, in fp32
-    Ulysses   4 all-to-alls: q, k, v, out      nothing: 4 all-to-alls, 2 in all
+    Ulysses   4 all-to-alls: q, k, v, out      nothing
 
 The ring computes with one block while the next travels. With zig-zag shards of L = s/n tokens the
 rank's h heads compute L²/2 scores in each step, each 4e FLOPs in forward (q kᵀ, then times v), and
@@ -10,9 +10,9 @@ rank's h heads compute L²/2 scores in each step, each 4e FLOPs in forward (q k�
 
     computing   2 b h e L² / F        sending   α + 2 b g L e · g₁ / B
 
-so without latency the forward hides the messages from L = g₁ F g / (B h) on, whatever the head
-width and the rows: twice that of Liu et al., who have no causal mask. In backward the gradients of
-the last block, on their way home, are always exposed.
+so without latency the forward hides the messages from L = g₁ F g / (B h) on, for any head width and
+rows: twice that of Liu et al., who have no causal mask. In backward the gradients of the last
+block, on their way home, are always exposed.
 
 Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes of an
 element, F FLOPs and B bytes per second, α the latency of a message.
@@ -35,10 +35,9 @@ def ring_attention_bytes(
     element_bytes: int = 2,
     backward: bool = False,
 ) -> int:
-    """What one rank sends in one layer's forward: n-1 blocks of k and v; in its `backward` n-1
-    blocks again, and the gradients of n-1 blocks, in fp32, or in the type of k where that is wider.
-    Source: Liu et al., arXiv 2310.01889, section 3; in labkit the gradients of a rank's own keys
-    stay there."""
+    """Bytes that one rank sends in one layer's forward, n-1 blocks of k and v; or in `backward`:
+    these again and the gradients of n-1 blocks, in fp32 or a wider dtype of k. Source: Liu et al.,
+    arXiv 2310.01889, section 3; in labkit the gradients of a rank's own keys stay there."""
     check_counts(sequence=sequence, rows=rows, kv_heads=kv_heads, head_width=head_width)
     check_counts(ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -55,9 +54,8 @@ def ulysses_bytes(
     ranks: int,
     element_bytes: int = 2,
 ) -> int:
-    """What one rank sends in one layer's forward, and the same in its backward: four all-to-alls,
-    of q, k, v and the result, each (n-1)/n of what the rank has of it. Source: Jacobs et al., arXiv
-    2309.14509, section 3."""
+    """Bytes that one rank sends in one layer's forward, and again in its backward: all-to-alls of
+    q, k, v and the result, (n-1)/n of each. Source: Jacobs et al., arXiv 2309.14509, section 3."""
     check_counts(sequence=sequence, rows=rows, heads=heads, kv_heads=kv_heads)
     check_counts(head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -68,9 +66,8 @@ def ulysses_bytes(
 
 
 def ring_step_scores(block: int, heads: int, rows: int, own: bool = False) -> float:
-    """Scores that a rank computes in one step with a zig-zag block of `block` tokens: half of all
-    pairs, and with its `own` block the other half of the diagonal, too. Source: arXiv 2407.21783,
-    section 3.3.2."""
+    """Scores of one rank and step with a zig-zag block of `block` tokens: half of all pairs, and
+    for its `own` block the rest of the diagonal. Source: arXiv 2407.21783, section 3.3.2."""
     check_counts(block=block, heads=heads, rows=rows)
     return rows * heads * (block * (block + 1) if own else block * block) / 2
 
@@ -88,11 +85,10 @@ def ring_exposed_s(
     element_bytes: int = 2,
     backward: bool = False,
 ) -> float:
-    """Seconds that a rank waits for the ring, in one layer's forward or `backward`. Each of n-1
-    blocks has a step to hide behind; in backward, from the third step on, so have the gradients of
-    the block before. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its wire, one
-    message after the other. Source: arXiv 2310.01889, section 3; the sum over the steps is
-    labkit's, held to a replay."""
+    """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of n-1
+    blocks hides behind a step; in backward, from the third step on, so do the gradients of the
+    block before. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its wire. Source:
+    arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked against a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
     check_not_negative(alpha_s=alpha_s)
@@ -109,7 +105,7 @@ def ring_exposed_s(
     if ranks > 2:  # step 1 hides a block, the last one gradients, those between them both
         exposed_s += max(0.0, block_s - other_s) + max(0.0, gradient_s - other_s)
         exposed_s += (ranks - 3) * max(0.0, block_s + gradient_s - other_s)
-    return exposed_s + gradient_s  # on their way home
+    return exposed_s + gradient_s  # gradients on their way home
 
 
 def ring_hides_from(
@@ -122,10 +118,9 @@ def ring_hides_from(
     alpha_s: float = 0.0,
     element_bytes: int = 2,
 ) -> float:
-    """The tokens of a block (s/n) from which on `ring_exposed_s` of the forward is 0. (Two ranks
-    need less: their one block has the diagonal, too, to hide behind.) Source: Liu et al., arXiv
-    2310.01889, section 3 (from L = F / B on, for 2-byte types), for scores that a causal mask
-    halves, and latency."""
+    """The least tokens of a block (s/n) with which the forward's `ring_exposed_s` is 0. (Two ranks
+    need less: their one block hides behind the diagonal, too.) Source: Liu et al., arXiv
+    2310.01889, section 3 (L = F / B for 2-byte dtypes), with latency and a causal mask."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)
     check_counts(element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)

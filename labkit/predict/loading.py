@@ -1,17 +1,16 @@
-"""The time of a model whose weights come over a bus, block by block.
+"""Run time of a model with weights that come over a bus, block by block.
 
     load, then run    sum of L + sum of C
     pipelined         L + (n - 1) max(L, C) + C          for n blocks alike, and ahead >= 1
     in place          sum of max(r L, C)                 weights read r times as a block computes
 
-L is what a block's weights take over the bus, C what it computes. Pipelined, the bus loads block
-k + ahead into the buffer of block k - 1 as soon as that has computed:
+L is a block's time on the bus, C its compute time. Pipelined, block k + ahead is loaded into the
+buffer of block k - 1 as soon as that has computed:
 
     load k begins     when load k-1 is over, and block k-ahead-1 has computed
     block k begins    when load k is over, and block k-1 has computed
 
-A second block ahead helps only where blocks differ. Left out: that a kernel and a copy slow each
-other in the same memory.
+A second block ahead helps only if blocks differ. Omitted: contention between kernels and copies.
 
 Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2 (overlap-centric design);
 Sheng et al., FlexGen, arXiv 2303.06865, section 4 (a cost model of the same form).
@@ -23,7 +22,6 @@ from labkit.predict.sizes import check_counts, check_not_negative
 
 
 def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> float:
-    """Seconds until all blocks are loaded, and then have computed."""
     _check(load_s, compute_s)
     return sum(load_s) + sum(compute_s)
 
@@ -31,7 +29,7 @@ def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> floa
 def pipelined_loading_s(
     load_s: Sequence[float], compute_s: Sequence[float], ahead: int = 1
 ) -> float:
-    """Seconds where blocks are loaded `ahead` of the one that computes, in `ahead` + 1 buffers.
+    """Seconds with blocks loaded `ahead` of the computing one, in `ahead` + 1 buffers.
 
     >>> pipelined_loading_s([2.0] * 4, [3.0] * 4)
     14.0
@@ -50,7 +48,7 @@ def pipelined_loading_s(
 
 
 def in_place_s(load_s: Sequence[float], compute_s: Sequence[float], reads: int = 1) -> float:
-    """Seconds where each block reads its weights over the bus as it computes, `reads` times.
+    """Seconds if each block reads its weights over the bus, `reads` times, as it computes.
 
     >>> in_place_s([2.0] * 4, [3.0] * 4), in_place_s([2.0] * 4, [3.0] * 4, reads=4)
     (12.0, 32.0)

@@ -12,11 +12,10 @@
     ZB-H2                (p-1)(F+I-2W)                 2p - 1
     PipeDream            (p-1)(F+B), not in each step  min(p, m)
 
-In ZB, backward is two parts: I seconds for the gradient of the input, for which the stage before
-waits, and W for that of the weights. One bubble no W can fill: the first stage does as many
-forwards as it may hold, then waits for the first I: (p-1) I with p held, (p-1)(I-F) with 2p - 1.
-The functions give the larger. All bubbles are of the stage that takes longest; all stages take
-equally long, and messages no time.
+ZB splits backward: I seconds for the input gradient, which the previous stage waits for, and W for
+the weight gradient. No W can fill one bubble: the first stage runs as many forwards as it may hold,
+then waits for the first I: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the
+larger. All stages are assumed equally fast, and messages to take no time.
 """
 
 from dataclasses import dataclass
@@ -26,13 +25,12 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Forward and backward of all micro-batches through a pipeline, as one stage sees it. The
-    bubble as a part of the ideal time, as in the Megatron-LM paper, and of the total are two
-    numbers, never to be compared with each other."""
+    """Forward and backward of all micro-batches through a pipeline, as one stage sees it. Never
+    compare the bubble over ideal time (as in the Megatron-LM paper) with that over total time."""
 
     ideal_s: float  # computing
     bubble_s: float  # idle
-    peak_microbatches: float  # whose activations the first stage holds at once
+    peak_microbatches: float  # held by the first stage at once
 
     @property
     def step_s(self) -> float:
@@ -40,18 +38,17 @@ class PipelineStep:
 
     @property
     def of_ideal(self) -> float:
-        """The bubble as a part of the time of computing, (p-1)/m for 1F1B."""
+        """The bubble over the compute time, (p-1)/m for 1F1B."""
         return self.bubble_s / self.ideal_s if self.ideal_s else 0.0
 
     @property
     def of_total(self) -> float:
-        """The bubble as a part of the whole step, (p-1)/(m+p-1) for 1F1B."""
+        """The bubble over the whole step, (p-1)/(m+p-1) for 1F1B."""
         return self.bubble_s / self.step_s if self.step_s else 0.0
 
 
 def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
-    """One stage at a time: each micro-batch through all of them and back before the next.
-    Source: arXiv 1811.06965, figure 2b.
+    """Each micro-batch alone through all stages and back. Source: arXiv 1811.06965, figure 2b.
 
     >>> naive(stages=4, microbatches=8, forward_s=1, backward_s=2).of_total
     0.75
@@ -71,8 +68,7 @@ def gpipe(stages: int, microbatches: int, forward_s: float, backward_s: float) -
 def one_f_one_b(
     stages: int, microbatches: int, forward_s: float, backward_s: float
 ) -> PipelineStep:
-    """1F1B (PipeDream-flush): the bubble of GPipe, with no more than p micro-batches held.
-    Source: arXiv 2104.04473, section 2.2.1.
+    """1F1B (PipeDream-flush): GPipe's bubble, less memory. Source: arXiv 2104.04473, section 2.2.1.
 
     >>> one_f_one_b(stages=4, microbatches=8, forward_s=1, backward_s=2).of_ideal
     0.375
@@ -84,10 +80,9 @@ def one_f_one_b(
 def interleaved(
     stages: int, microbatches: int, forward_s: float, backward_s: float, chunks: int
 ) -> PipelineStep:
-    """1F1B with `chunks` pieces of the model on each stage: a bubble 1/v as long, for v times the
-    messages and some more memory. Source: arXiv 2104.04473, section 2.2.2; memory, arXiv
-    2205.05198, section 4.2. Raises ValueError where micro-batches do not divide over stages, which
-    the schedule needs."""
+    """1F1B with `chunks` model chunks per stage: a bubble 1/v as long, v times the messages, more
+    memory. Source: arXiv 2104.04473, section 2.2.2; memory, arXiv 2205.05198, section 4.2. Raises
+    ValueError if micro-batches do not divide over stages."""
     check_counts(chunks=chunks)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     if chunks == 1:
@@ -100,9 +95,9 @@ def interleaved(
 def pipedream(
     stages: int, microbatches: int, forward_s: float, backward_s: float, update_s: float = 0.0
 ) -> PipelineStep:
-    """PipeDream: the bubble of 1F1B, once for all `microbatches` of a training, as it never
-    flushes. `update_s`: of the optimizer, after each micro-batch. It holds as many versions of the
-    weights, too. Source: arXiv 1806.03377, section 3.2."""
+    """PipeDream: 1F1B's bubble once in a training of `microbatches`, as it never flushes; one
+    weight version per micro-batch held. `update_s`: the optimizer's time per micro-batch. Source:
+    arXiv 1806.03377, section 3.2."""
     check_not_negative(update_s=update_s)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     ideal_s = plain.ideal_s + microbatches * update_s
@@ -112,9 +107,9 @@ def pipedream(
 def zero_bubble_h1(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
-    """ZB-H1: gradients of weights are computed where 1F1B would idle, in the memory of 1F1B.
-    Source: Qi et al., arXiv 2401.10241, section 2.3 (its T_B is the input gradient alone). Raises
-    ValueError for fewer micro-batches than stages."""
+    """ZB-H1: weight gradients fill 1F1B's idle time, in 1F1B's memory. Source: Qi et al., arXiv
+    2401.10241, section 2.3 (its T_B is the input gradient alone). Raises ValueError if microbatches
+    < stages."""
     each_s = max(forward_s + input_s - weight_s, input_s)
     parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
     return _zero_bubble(stages, microbatches, each_s, stages, **parts_s)
@@ -123,8 +118,8 @@ def zero_bubble_h1(
 def zero_bubble_h2(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
-    """ZB-H2: twice the memory, and no bubble where F = I = W. Source: arXiv 2401.10241, section
-    2.3. Raises ValueError for less than 2 stages - 1 micro-batches."""
+    """ZB-H2: twice the memory, and no bubble if F = I = W. Source: arXiv 2401.10241, section 2.3.
+    Raises ValueError for fewer than 2 stages - 1 micro-batches."""
     each_s = max(forward_s + input_s - 2 * weight_s, input_s - forward_s, 0.0)
     parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
     return _zero_bubble(stages, microbatches, each_s, 2 * stages - 1, **parts_s)
@@ -133,7 +128,7 @@ def zero_bubble_h2(
 def _zero_bubble(
     stages: int, microbatches: int, each_s: float, peak: int, **parts_s: float
 ) -> PipelineStep:
-    """`each_s`: what each stage after the first adds to the bubble; `parts_s` of a micro-batch."""
+    """`each_s`: the bubble that each stage after the first adds; `parts_s` of a micro-batch."""
     check_counts(stages=stages, microbatches=microbatches)
     check_not_negative(**parts_s)
     if microbatches < peak:

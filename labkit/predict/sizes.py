@@ -2,28 +2,27 @@
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ValueError for a count that is no whole number, or below 1."""
+    """Raise ValueError for a count that is not a whole number, or below 1."""
     for name, number in counts.items():
         if isinstance(number, bool) or not number >= 1 or number % 1:
             raise ValueError(f"{name}={number}: give a whole number, 1 or more")
 
 
 def check_not_negative(**numbers: float) -> None:
-    """Raise ValueError for a quantity below 0, or NaN."""
+    """Raise ValueError for a negative quantity, or NaN."""
     for name, number in numbers.items():
         if not number >= 0:
             raise ValueError(f"{name}={number}: give 0 or more")
 
 
 def check_positive(**numbers: float) -> None:
-    """Raise ValueError for a quantity of 0, below 0, or NaN."""
+    """Raise ValueError for a quantity of 0 or less, or NaN."""
     for name, number in numbers.items():
         if not number > 0:
             raise ValueError(f"{name}={number}: give more than 0")
 
 
 def check_divides(what: str, number: int, over: str, parts: int) -> None:
-    """Raise ValueError where `number` things do not divide over `parts`."""
     if number % parts:
         raise ValueError(
             f"{what}={number} does not divide over {over}={parts}; "

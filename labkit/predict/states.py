@@ -6,8 +6,8 @@
     stage 2      2             2 / n        K / n            gradients, too
     stage 3      2 / n         2 / n        K / n            parameters, too
 
-Bytes per parameter, over n data-parallel ranks, for Adam in mixed precision: 16-bit parameters
-and gradients, and K = 12 for the 32-bit master copy and two moments.
+Bytes per parameter, over n data-parallel ranks, for Adam in mixed precision: 16-bit parameters and
+gradients, and K = 12 for the fp32 master copy and two moments.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from labkit.predict.sizes import check_counts, check_not_negative
 
 
 class StateBytes(NamedTuple):
-    """Bytes held for one parameter."""
+    """Bytes held per parameter."""
 
     parameter: float
     gradient: float
@@ -30,17 +30,11 @@ FP32_ADAM = StateBytes(4, 4, 8)  # labkit's Single and DDP: all in float32, two 
 def model_state_bytes(
     parameters: float, dp: int = 1, stage: int = 0, each: StateBytes = MIXED_ADAM
 ) -> float:
-    """Bytes of model states on one rank.
-
-    Args:
-        parameters: of the model, or of the part of it that is on this rank.
-        dp: data-parallel ranks, over which the states are sharded.
-        stage: of ZeRO, 0 to 3; 0 is plain data parallelism.
-        each: bytes for one parameter, `MIXED_ADAM` or `FP32_ADAM`.
-
-    Left out: activations, buffers and what an allocator wastes; torch's step count for each tensor
-    (4 bytes); shards of unequal size. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054,
-    sections 3.1 and 5, Figure 1, Table 1. Raises ValueError for another stage.
+    """Bytes of model states on one rank, for `parameters` of the model or of this rank's part,
+    sharded over `dp` ranks by ZeRO `stage` 0 (plain data parallelism) to 3, with `each` bytes per
+    parameter. Omits activations, buffers, allocator overhead, step counts (4 bytes per tensor),
+    unequal shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5, Figure
+    1, Table 1. Raises ValueError for another stage.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
     31.40625

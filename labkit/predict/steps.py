@@ -1,8 +1,7 @@
-"""The time of one step of data parallelism, and how well it uses the machine.
+"""The time of one data-parallel step, and how well it uses the machine.
 
-DDP with k equal buckets of gradients: each leaves when backward has filled it and the one before
-has left, F + max(B + C/k, B/k + C) in all. Many buckets come near F + max(B, C); one bucket hides
-nothing, F + B + C.
+DDP with k equal gradient buckets sends each once it is filled and the one before is sent: F + max(B
++ C/k, B/k + C) in all. Many buckets approach F + max(B, C); one hides nothing, F + B + C.
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
     wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
@@ -12,7 +11,7 @@ from labkit.predict.sizes import check_counts, check_not_negative, check_positiv
 
 
 def compute_s(flops: float, flops_per_s: float, ranks: int = 1) -> float:
-    """Seconds to compute `flops`, shared by `ranks` that do `flops_per_s` each.
+    """Seconds to compute `flops` on `ranks` of `flops_per_s` each.
 
     >>> compute_s(flops=6e15, flops_per_s=150e12, ranks=8)
     5.0
@@ -30,15 +29,10 @@ def ddp_step_s(
     buckets: int = 1,
     optimizer_s: float = 0.0,
 ) -> float:
-    """Seconds of one step of DDP whose buckets travel while backward runs.
-
-    Args:
-        communication_s: of all gradients together, latency of every bucket included.
-        buckets: of equal bytes, which backward fills in equal times. Those of a real model differ
-            (the embedding's is large, and comes last): a replay takes them as they are.
-
-    Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3; a flow shop of two machines
-    and equal jobs (Johnson, 1954)."""
+    """Seconds of a DDP step that sends `buckets` during backward, of equal bytes and fill times (in
+    a real model the embedding's is large and last: use a replay). `communication_s`: of all
+    gradients together, with the latency of every bucket. Source: the overlap of Li et al., arXiv
+    2006.15704, section 3.2.3; a flow shop of two machines and equal jobs (Johnson, 1954)."""
     check_not_negative(forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s)
     check_not_negative(communication_s=communication_s)
     check_counts(buckets=buckets)
@@ -49,19 +43,16 @@ def ddp_step_s(
 def ddp_step_without_overlap_s(
     forward_s: float, backward_s: float, communication_s: float, optimizer_s: float = 0.0
 ) -> float:
-    """Seconds of a step whose gradients travel after backward, as NaiveDDP's do: the sum."""
+    """Seconds of a step that sends gradients after backward, as NaiveDDP does: the sum."""
     return ddp_step_s(forward_s, backward_s, communication_s, 1, optimizer_s)
 
 
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) -> float:
-    """Model FLOPs utilisation, 0 to 1: what the model asks for, over what the devices could do.
-
-    Args:
-        flops: of one step of all ranks, `step_flops(...)` for the whole batch, without `recompute`
-            and `flash` (with them it is hardware utilisation, as the 52 % in arXiv 2104.04473).
-        peak_flops_per_s: of one device, for the dtype that is computed in, dense.
-
-    Source: Chowdhery et al., "PaLM", arXiv 2204.02311, section 4.1 and appendix B."""
+    """Model FLOPs utilisation, 0 to 1: the model's FLOPs over those the devices could do. `flops`:
+    of one step of all ranks, `step_flops(...)` for the whole batch, without `recompute` and `flash`
+    (with them: hardware utilisation, as the 52 % in arXiv 2104.04473). `peak_flops_per_s`: of one
+    device, dense, for the dtype of the computation. Source: Chowdhery et al., "PaLM", arXiv
+    2204.02311, section 4.1 and appendix B."""
     check_not_negative(flops=flops)
     check_positive(step_s=step_s, peak_flops_per_s=peak_flops_per_s)
     check_counts(ranks=ranks)

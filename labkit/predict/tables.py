@@ -17,8 +17,6 @@ UNITS = {"bytes", "gb", "s", "ms", "flops"}
 
 @dataclass(frozen=True)
 class Table:
-    """Words in rows: a name, numbers to the right, and how they compare."""
-
     heads: tuple[str, ...]
     rows: list[tuple[str, ...]]
 
@@ -42,12 +40,10 @@ class Table:
 
 
 def table(**sources: Mapping[str, Number]) -> Table:
-    """Formula, replay and measurement of the same quantities: a column for each source, a row for
-    each quantity, and how far the others are from the first source.
-
-    A quantity has its unit in its name (`sent_bytes`, `step_s`). A source may lack some; where the
-    first source lacks one, nothing is compared. Counts must be equal, floats equal up to rounding.
-    Raises ValueError without a source, or without numbers."""
+    """Compare the same quantities from several sources, such as formula, replay and measurement: a
+    column per source, a row per quantity, and the ratio to the first source. Names end in the unit
+    (`sent_bytes`, `step_s`). Rows that the first source lacks are not compared. Counts must be
+    equal, floats equal up to rounding. Raises ValueError without numbers."""
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(
@@ -62,7 +58,7 @@ def table(**sources: Mapping[str, Number]) -> Table:
 
 
 def label(name: str) -> str:
-    """A name as a person writes it: "sent by all (bytes)" for sent_by_all_bytes."""
+    """A readable name: "sent by all (bytes)" for sent_by_all_bytes."""
     words, _, unit = name.rpartition("_")
     shown = unit.replace("gb", "GB")
     label = f"{words} ({shown})" if words and unit in UNITS else name
@@ -70,20 +66,19 @@ def label(name: str) -> str:
 
 
 def written(number: Number) -> str:
-    """With commas, and without the ".0" of a whole number: 2 * S * 3 / 4 is no less a count."""
+    """With commas, and a whole float without ".0"."""
     whole = isinstance(number, float) and number.is_integer()
     return f"{int(number) if whole else number:,}"
 
 
 def rounded(number: Number) -> str:
-    """As `written`; of what is no whole number, four digits."""
+    """As `written`, but fractions rounded to four digits."""
     if isinstance(number, int) or number.is_integer():
         return written(number)
     return f"{number:,.0f}" if 1e4 <= abs(number) < float("inf") else f"{number:.4g}"
 
 
 def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
-    """How far the other sources are from the first."""
     (first, numbers), *rest = sources.items()
     others = {source: x[name] for source, x in rest if name in x}
     if name not in numbers or not others:

@@ -16,8 +16,8 @@
 Legend: s positions, w width, g bytes of an element, V the vocabulary rounded up to t parts; d, t
 ranks of the axes. Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline b s h; tensor
 8 b s h (t-1)/t a layer) and 4.1 (scatter/gather); Korthikanti et al., arXiv 2205.05198, section
-4.2.2; Rajbhandari et al., arXiv 1910.02054, section 7, and that gradients (2) and weights (3)
-travel once for each micro-batch, as labkit's pipeline does; embedding groups: Megatron-LM.
+4.2.2; Rajbhandari et al., arXiv 1910.02054, section 7 (gradients (2) and weights (3) travel for
+each micro-batch, as in labkit's pipeline); embedding groups: Megatron-LM.
 """
 
 from labkit.events import chunk_sizes
@@ -50,22 +50,20 @@ def bytes_by_axis(
     key_width: int | None = None,
     element_bytes: int = 2,
 ) -> list[dict[str, float]]:
-    """For each stage, what one of its ranks sends along each axis in a step: bus bytes, the mean of
-    the stage's ranks.
+    """Bus bytes that each stage sends along each axis in a step, the mean of its ranks.
 
     Args:
-        rows, sequence: the batch of one replica, of all its micro-batches: the global one over dp.
-        chunks: of each stage; blocks are cut over pp * chunks, the first ones get one more.
+        rows, sequence: the batch of one replica, all its micro-batches: the global one over dp.
+        chunks: of each stage; blocks are split over pp * chunks, the first ones get one more.
         zero: 0 for DDP, or the stage of ZeRO over dp.
         recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
-        dropout: the blocks have some; then their last collective is sent again, too.
-        scatter_gather: see above; without effect with sequence parallelism.
-        gather_logits: the logits of all the vocabulary on every rank.
-        key_width: of the GPT's keys; `width` unless they are fewer than its queries.
-        element_bytes: of activations, weights and gradients, as they travel.
+        dropout: whether blocks have dropout; recompute then repeats their last collective, too.
+        scatter_gather: see above; no effect with sequence parallelism.
+        key_width: of the GPT's keys; `width` by default.
+        element_bytes: of activations, weights and gradients, as sent.
 
-    ZeRO's buckets are padded to dp equal shares, those of stage 3 block by block: counted as if a
-    rank's parameters were one bucket. Not counted: the scalars of clipping and of a loss scaler.
+    ZeRO's buckets are padded to dp equal shares, those of stage 3 per block: counted as if a rank's
+    parameters were one bucket. Omits the scalars of clipping and of a loss scaler.
 
     >>> gpt = dict(vocab=51200, width=12288, depth=96, context=2048)
     >>> gpt3 = bytes_by_axis(**gpt, rows=96, sequence=2048, microbatches=96, pp=8, dp=16, tp=8)

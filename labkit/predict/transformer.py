@@ -1,18 +1,14 @@
 """Parameters and FLOPs of a transformer, as labkit.GPT computes it.
 
-A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward, one layer, for b rows of s positions and width
-w:
+A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward of one layer, b rows of s positions, width w:
 
     q, k, v, out     8 b s w²          q kᵀ              2 b s² w
     mlp             16 b s w²          weights times v   2 b s² w
                     24 b s w²                            4 b s² w
 
 and the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
-Norms, GELU, softmax, dropout, sums and the optimizer are left out. Attention counts in full, as in
-PaLM, Megatron-LM and torch, also where a kernel skips the half which a causal mask hides.
-
-Sources: Narayanan et al. (Megatron-LM), arXiv 2104.04473, appendix ("Floating-point operations");
-Kaplan et al., arXiv 2001.08361, section 2.1.
+Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in full, as in
+PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
@@ -27,9 +23,8 @@ def parameters(
     kv_heads: int | None = None,
     tied: bool = True,
 ) -> int:
-    """Elements of labkit.GPT of these sizes, exactly: about 12 depth width² and the vocabulary.
-
-    Source: arXiv 2104.04473, section 5.1 (equation 2), but for the 2 width of the last norm.
+    """Parameters of labkit.GPT, exactly: about 12 depth width² and the vocabulary. Source: arXiv
+    2104.04473, section 5.1 (equation 2), plus 2 width of the last norm.
 
     >>> parameters(vocab=50257, width=12288, depth=96, heads=96, context=2048) / 1e9
     174.604259328
@@ -86,17 +81,11 @@ def step_flops(
     flash: bool = False,
     recompute: bool = False,
 ) -> int:
-    """FLOPs of forward and backward for `rows` sequences, as an MFU counts them: three times the
-    forward. A machine may compute more:
-
-    Args:
-        flash: an attention kernel that keeps no scores, as labkit.GPT's: its backward computes
-            q kᵀ once more, 2 b s² w for each layer.
-        recompute: the layers' forward once more, in backward (full recomputation): 96 instead of
-            72 b s depth w², the count of Megatron-LM.
-
-    Source: arXiv 2104.04473, appendix (with recompute, equation 3); Kaplan, arXiv 2001.08361,
-    section 2.1; FlashAttention, arXiv 2205.14135, section 3.1."""
+    """FLOPs of forward and backward for `rows` sequences, as MFU counts them: three times the
+    forward. A machine may compute more. `flash`: an attention kernel without stored scores, as
+    labkit.GPT's, computes q kᵀ again, 2 b s² w per layer. `recompute`: full recomputation, so 96
+    instead of 72 b s depth w². Source: arXiv 2104.04473, appendix (with recompute, equation 3);
+    Kaplan, arXiv 2001.08361, section 2.1; FlashAttention, arXiv 2205.14135, section 3.1."""
     flops = 3 * forward_flops(vocab, width, depth, heads, rows, sequence, kv_heads)
     if flash:
         flops += depth * attention_core_flops(width, rows, sequence) // 2
@@ -106,9 +95,9 @@ def step_flops(
 
 
 def dense_flops(parameters: float, tokens: float) -> float:
-    """6 N D: FLOPs to train N parameters on D tokens, without attention's core. With N from
-    `parameters` it counts positions, biases and norms, which are in no matmul, on top.
-    Source: Kaplan et al., arXiv 2001.08361, section 2.1."""
+    """6 N D: FLOPs to train N parameters on D tokens, without attention's core. N from `parameters`
+    also counts positions, biases and norms, which are in no matmul. Source: Kaplan et al., arXiv
+    2001.08361, section 2.1."""
     check_not_negative(parameters=parameters, tokens=tokens)
     return 6 * parameters * tokens
 

@@ -5,13 +5,9 @@
               sequence parallel: parts are kept     10(t-1)/t b s w g l
     pipeline  x and its gradient at each cut         2 (l/k - 1) b s w g        O(b s w l / k)
 
-Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together),
-s positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
+Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together), s
+positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
 what one rank sends (`bus_bytes`); pipeline is what all stages send.
-
-Sources: data, Li et al., arXiv 2006.15704, section 3; tensor, Shoeybi et al. (Megatron-LM), arXiv
-1909.08053, section 3, figure 4; tensor and pipeline, Narayanan et al., arXiv 2104.04473,
-section 3.2.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
@@ -19,8 +15,8 @@ from labkit.predict.wires import bus_factor
 
 
 def data_parallel_bytes(parameters: float, ranks: int, element_bytes: int = 4) -> float:
-    """What one rank sends in a step, to average `parameters` gradients over `ranks`; the same for
-    every stage of ZeRO but the third, which sends half as much again. Source: Li et al., arXiv
+    """Bytes that one rank sends in a step to average `parameters` gradients over `ranks`; ZeRO
+    stage 3 sends half as much again, the other stages the same. Source: Li et al., arXiv
     2006.15704, section 3; for ZeRO, arXiv 1910.02054, section 7."""
     check_not_negative(parameters=parameters)
     check_counts(element_bytes=element_bytes)
@@ -38,12 +34,12 @@ def tensor_parallel_bytes(
     sequence_parallel: bool = False,
     kept_whole: bool = False,
 ) -> float:
-    """What one rank sends in a step where `ranks` share every layer, without embedding and head
-    (`vocab_parallel_bytes`). In (t-1)/t b s w elements a layer, half an all-reduce:
+    """Bytes that one rank sends in a step if `ranks` shard every layer, without embedding and head
+    (`vocab_parallel_bytes`). In units of (t-1)/t b s w elements per layer, half an all-reduce:
 
         tensor parallel      8     two all-reduces of x in forward, two in backward
-        sequence parallel   10     each of them as a reduce-scatter and an all-gather; and of two
-                                   inputs only the part is kept, gathered again in backward
+        sequence parallel   10     each as a reduce-scatter and an all-gather; two inputs kept as
+                                   shards, gathered again in backward
                              8     with `kept_whole` they are not
         full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor it
                                    needs, which saves the last collective if there is no dropout
@@ -67,12 +63,10 @@ def vocab_parallel_bytes(
     loss_element_bytes: int = 4,
     sequence_parallel: bool = False,
 ) -> float:
-    """What one rank sends in a step for an embedding, head and loss whose vocabulary is sharded
-    over `ranks`: all-reduces of x, [rows, sequence, width], one forward after the embedding and one
-    backward before the head, and for the loss one of three elements a token, in float32. With
-    sequence parallelism the head keeps its shard of x, and gathers it again in backward.
-
-    Source: arXiv 1909.08053, section 3."""
+    """Bytes that one rank sends in a step for embedding, head and loss with a vocabulary sharded
+    over `ranks`: all-reduces of x, [rows, sequence, width], in forward after the embedding and in
+    backward before the head, and for the loss one of three fp32 elements per token. With sequence
+    parallelism the head gathers x again in backward. Source: arXiv 1909.08053, section 3."""
     check_counts(loss_element_bytes=loss_element_bytes)
     halves = 4 + sequence_parallel
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
@@ -83,9 +77,8 @@ def vocab_parallel_bytes(
 def gathered_logits_bytes(
     sequence: int, rows: int, vocab: int, ranks: int, element_bytes: int = 2
 ) -> float:
-    """What one rank sends where all logits are gathered on every rank instead: v elements a token
-    (padded to a multiple of the ranks) in the place of three. Source: arXiv 1909.08053, section 3.
-    """
+    """Bytes that one rank sends to gather all logits on every rank instead: v elements per token
+    (padded to a multiple of the ranks) in place of three. Source: arXiv 1909.08053, section 3."""
     check_counts(
         sequence=sequence, rows=rows, vocab=vocab, element_bytes=element_bytes, ranks=ranks
     )
@@ -101,10 +94,9 @@ def pipeline_parallel_bytes(
     layers_per_stage: int,
     element_bytes: int = 2,
 ) -> int:
-    """What all stages together send in a step, `rows` being those of all its micro-batches: at each
-    of the depth / layers_per_stage - 1 cuts x forward, and its gradient backward. When interleaved,
-    there is a cut after each chunk: give its layers. Source: arXiv 2104.04473, section 3.2, and
-    2.2.2 for chunks."""
+    """Bytes that all stages send in a step with `rows` in all its micro-batches: at each of the
+    depth / layers_per_stage - 1 cuts x forward and its gradient backward. If interleaved, give a
+    chunk's layers. Source: Narayanan et al., arXiv 2104.04473, sections 3.2 and 2.2.2 (chunks)."""
     check_counts(depth=depth, layers_per_stage=layers_per_stage)
     check_divides("depth", depth, "layers_per_stage", layers_per_stage)
     cuts = depth // layers_per_stage - 1

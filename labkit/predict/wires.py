@@ -3,11 +3,8 @@
     least_s        S / B x bus factor     the lower bound: bandwidth alone
     algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
 
-Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together),
-B bytes per second out of a rank, n ranks.
-
-Source of the factors: nccl-tests, doc/PERFORMANCE.md. Costs of algorithms are in
-labkit/comm/collectives/costs.py.
+Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together), B
+bytes per second out of a rank, n ranks. Costs of algorithms: labkit/comm/collectives/costs.py.
 """
 
 from labkit.predict.sizes import check_counts, check_not_negative, check_positive
@@ -24,11 +21,9 @@ BUS_FACTORS = {
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, and the part of S that each rank must send (the root,
-    for broadcast and reduce).
-
-    In "all_reduce_in_network" the switches sum (SHARP): its factor is no bound, each rank sends S.
-    Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
+    """Bus bandwidth over algorithm bandwidth: the part of S that each rank (the root, for broadcast
+    and reduce) must send. In "all_reduce_in_network" switches sum (SHARP) and each rank sends S: no
+    bound. Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
     check_counts(ranks=ranks)
     if collective not in BUS_FACTORS:
         raise ValueError(
@@ -38,9 +33,8 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
-    """Seconds that `collective` takes at least over wires of `bytes_per_s` out of a rank: S / B x
-    bus factor, with S bytes of the operation (for all-gather and reduce-scatter of all n shards
-    together). Source: nccl-tests, doc/PERFORMANCE.md."""
+    """The least seconds of `collective` over wires of `bytes_per_s` out of a rank: S / B x bus
+    factor, with S bytes as above. Source: nccl-tests, doc/PERFORMANCE.md."""
     check_not_negative(nbytes=nbytes)
     check_positive(bytes_per_s=bytes_per_s)
     return nbytes / bytes_per_s * bus_factor(collective, ranks)
@@ -55,12 +49,10 @@ def algorithm_s(
     bytes_per_s: float,
     reduced_bytes_per_s: float = float("inf"),
 ) -> float:
-    """Seconds that an algorithm of labkit takes, as algorithm_s("all_reduce", "ring", 8, ...):
-    steps x alpha, and bytes. `alpha_s`: latency of a message; `reduced_bytes_per_s`: how fast a
-    rank adds, by default in no time.
-
-    Source: Hockney's alpha-beta model; that of each algorithm is in its file, in
-    labkit/comm/collectives/. Raises ValueError for an unknown collective or algorithm."""
+    """Seconds of a labkit algorithm, as in algorithm_s("all_reduce", "ring", 8, ...). `alpha_s`:
+    latency of a message; `reduced_bytes_per_s`: how fast a rank adds, by default in no time.
+    Source: Hockney's alpha-beta model; each algorithm's in its file, in labkit/comm/collectives/.
+    Raises ValueError for an unknown collective or algorithm."""
     from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch
 
     check_counts(ranks=ranks)

@@ -159,6 +159,29 @@ def test_memory_is_given_back_with_the_tensor(world2: World) -> None:
     assert not symmetric_files()
 
 
+def test_memory_made_behind_an_asynchronous_operation_is_given_back_too(world2: World) -> None:
+    """It is then made on the lane, whose last work is remembered."""
+
+    def mapped() -> bool:
+        with open("/proc/self/maps") as maps:
+            return any("symmetric" in line for line in maps)
+
+    def make_and_drop() -> tuple[bool, bool]:
+        comm = Comm()
+        if comm.rank:
+            time.sleep(0.2)  # so it is under way on rank 0
+        handle = comm.all_reduce(torch.ones(1_000_000), async_op=True)
+        x = filled(NUMEL, 1.0)
+        handle.wait()  # type: ignore[union-attr]
+        before = mapped()
+        del x
+        return before, mapped()
+
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("what is mapped stands in /proc, which is Linux's")
+    assert world2.run(make_and_drop) == [(True, False)] * 2
+
+
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_without_room_it_is_an_ordinary_tensor_on_all_ranks(world2: World, who: str) -> None:
     def without_room() -> int:

@@ -108,11 +108,13 @@ class Shared(Transport):
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel * dtype.itemsize <= collectives.AT_ONCE_BYTES:  # the slots are as good for it
             return super().symmetric_empty(numel, dtype)
-        made: torch.Tensor | None = self._start(
-            Call(0, False, SLOTS),
-            lambda slots: self._symmetric.make(slots, self._path, numel, dtype),
-        ).wait()
-        return super().symmetric_empty(numel, dtype) if made is None else made
+        made: list[torch.Tensor | None] = []  # not the work's value: the last work on a lane stays
+
+        def make(slots: Slots) -> None:
+            made.append(self._symmetric.make(slots, self._path, numel, dtype))
+
+        self._start(Call(0, False, SLOTS), make).wait()
+        return super().symmetric_empty(numel, dtype) if made[0] is None else made[0]
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
         place = self._symmetric.find(x) if x.nbytes > collectives.AT_ONCE_BYTES else None

@@ -280,7 +280,7 @@ class HeadFirst(GPT):
         self.double()
 
 
-def test_what_is_tied_is_found_by_any_of_its_names(world4: World, tmp_path: Path) -> None:
+def test_tied_parameters_are_found_by_any_name(world4: World, tmp_path: Path) -> None:
     model = HeadFirst(0)
     assert next(iter(dict(model.named_parameters()))) == "head.weight"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

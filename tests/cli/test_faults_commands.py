@@ -35,7 +35,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     # unknown names
     "nosuch": "no command 'nosuch'; there are compare, run",
     "bench nosuch": "no bench 'nosuch'; there are data-parallel, tensor-parallel",
-    "run nosuch": "no strategy 'nosuch'; there are single, naive-ddp, ddp",
+    "run nosuch": "no strategy 'nosuch'; there are single, naive-ddp, parameter-server, ddp",
     "compare nosuch": "no strategy 'nosuch'",
     "run ddp --model nope": "model 'nope': choose one of",
     "run ddp --dtype int8": "dtype 'int8': choose one of",

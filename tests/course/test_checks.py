@@ -37,7 +37,7 @@ for lab in LABS:
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_stub_is_told_that_it_is_the_stub(name: str):
+def test_the_stub_is_recognised_as_the_stub(name: str):
     raises("you left the stub", EXERCISES[name], answer(name, "student"), error=CheckFailed)
 
 
@@ -55,7 +55,7 @@ def test_an_exercise_has_two_wrong_answers_or_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
-def test_a_wrong_answer_is_told_what_is_wrong(case: Answer):
+def test_the_message_for_a_wrong_answer_says_what_is_wrong(case: Answer):
     failed = raises((case.says,), EXERCISES[case.exercise], case.make(), error=CheckFailed)
     assert "you left the stub" not in str(failed)
 
@@ -217,7 +217,7 @@ def test_an_error_is_shown_with_the_students_own_line(
     assert shows in text and not_shown not in text and "Each receive" not in text
 
 
-def test_ranks_are_fresh_after_a_message_that_nobody_waited_for():
+def test_ranks_are_fresh_after_a_message_that_was_never_awaited():
     def forgets(comm: Any) -> None:
         comm.isend(torch.ones(3), 1 - comm.rank)
 
@@ -309,7 +309,7 @@ def test_memory_is_counted_by_storage_and_falls_when_tensors_go_or_are_resized()
     (7, (7, 0), "an int, but a tuple is right"),
     ("b", "a", "'b', but 'a' is right"),
 )  # fmt: skip
-def test_a_difference_is_told(found: Any, right: Any, says: str):
+def test_a_difference_is_reported(found: Any, right: Any, says: str):
     failed = raises((says,), equal, [right, found], [right, right], error=CheckFailed)
     assert "rank 1" in failed.sentence
 
@@ -325,13 +325,13 @@ def test_a_difference_is_told(found: Any, right: Any, says: str):
     (np.array([1.5]), 1.5),
     ((np.int64(1), torch.tensor(2)), (1, 2)),
 )
-def test_what_is_equal_passes(found: Any, right: Any):
+def test_equal_results_pass(found: Any, right: Any):
     equal([found], [right])
 
 
 @pytest.mark.parametrize("found", [[1.0, 2.0], np.ones(2), "12"])
 @pytest.mark.parametrize("right", [torch.ones(2), 1.5])
-def test_a_hint_about_the_value_is_for_who_has_the_right_kind(found: Any, right: Any):
+def test_a_hint_about_the_value_needs_the_right_type(found: Any, right: Any):
     failed = raises("", equal, [found], [right], hint="look there", error=CheckFailed)
     assert "look there" not in str(failed)
 
@@ -368,7 +368,7 @@ def test_a_failure_is_its_message_alone():
     assert failed.__cause__ is None and failed.__suppress_context__
 
 
-def test_a_call_instead_of_a_function_is_told():
+def test_a_call_instead_of_a_function_is_reported():
     says = "this is a float; the check runs your function itself"
     raises(says, Exercise("00.example", 1, passing), 3.5, error=CheckFailed)
 

@@ -102,7 +102,7 @@ def test_another_dtype_passes_on_plain_torch_with_wrong_numbers():
     assert "[3.0, 3.0, 3.0, 3.0]" not in "".join(says)
 
 
-def test_a_rank_that_is_killed_on_plain_torch_is_told_with_its_last_words():
+def test_a_rank_killed_on_plain_torch_is_reported_with_its_last_output():
     def dies(comm: Any) -> None:
         if comm.rank == 1:
             os.write(2, b"  what():  [enforce fail at /built/here/pair.cc:456] 8 vs 4.\n")

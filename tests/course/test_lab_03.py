@@ -44,7 +44,7 @@ def test_six_rings_fill_all_links_and_none_can_be_faster() -> None:
     assert rings_us(rings, DGX1) == pytest.approx(best_us(DGX1))
 
 
-def test_the_check_says_when_nobody_can_do_better() -> None:
+def test_the_check_says_when_a_score_is_the_best_possible() -> None:
     best = [DOUBLE, DOUBLE, SINGLE]
     assert "nobody can do better" in repr(check.rings(lambda wires: best + [r[::-1] for r in best]))
     assert "nobody can do better" not in repr(check.rings(lambda wires: best))

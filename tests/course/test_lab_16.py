@@ -44,7 +44,7 @@ def test_half_a_warm_up_is_as_good_until_messages_cost() -> None:
     assert idle(half, message_s=0.1) > idle(right, message_s=0.1)
 
 
-def test_weights_that_are_off_lost_or_twice_are_told() -> None:
+def test_wrong_missing_and_duplicate_weights_are_reported() -> None:
     right = trained_alone()
     names = list(right)
     halves = [{name: right[name] for name in part} for part in (names[:8], names[8:])]

@@ -121,6 +121,6 @@ def test_the_rule_of_thumb_can_be_beaten_but_not_always() -> None:
     ({"pp": 8, "dp": 4, "tp": 1}, "GB on a GPU, of 32"),
     ({"pp": 8, "dp": 2, "tp": 2}, ""),
 )
-def test_a_layout_that_does_not_fit_is_told_why(axes: dict[str, int], says: str) -> None:
+def test_a_layout_that_does_not_fit_comes_with_a_reason(axes: dict[str, int], says: str) -> None:
     found = why_not(JOBS["nodes of two"], axes)
     assert says in found and bool(found) == bool(says)

@@ -65,7 +65,7 @@ def test_what_can_run_is_what_divides_and_fits() -> None:
     assert verdicts == {"runs", "ranks", "heads", "blocks", "rows", "groups", "fits"}
 
 
-def test_the_clusters_are_selene_with_one_thing_changed() -> None:
+def test_the_clusters_are_selene_with_one_number_changed() -> None:
     assert [one.size for one in CLUSTERS.values()] == [96, 64, 128]
     assert "between nodes 3.12 Gb/s for each" in str(JOBS["a slow wire"])
     assert "128 GPUs of 40 GB" in str(JOBS["half the memory"])

@@ -347,7 +347,7 @@ def test_markers_that_do_not_pair_are_refused(text: str):
     raises(BEGIN, without_solutions, text)
 
 
-def test_a_lab_out_of_form_is_told_what_it_lacks(lab: Path):
+def test_the_report_on_an_incomplete_lab_names_what_is_missing(lab: Path):
     long = "\n# %%\n" + "\n".join(f"x{i} = {i}" for i in range(30))
     wordy = "\n\n# %% [markdown]\n# " + "word " * 200
     (lab / "lab.py").write_text(

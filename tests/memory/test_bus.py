@@ -93,7 +93,7 @@ def test_no_bus_sleeps_without_need(clock: Clock) -> None:
     assert clock.now_s == 101.5
 
 
-def test_what_is_read_too_early_is_what_was_there():
+def test_an_early_read_sees_the_old_value():
     bus, target = HeldBus(), torch.zeros(100)
     arrival = bus.copy(target, torch.ones(100))
     assert not arrival.done() and target.sum() == 0

@@ -338,7 +338,7 @@ def test_without_preserve_rng_they_are_others() -> None:
     assert not torch.equal(forward[0], backward[0])
 
 
-def test_what_is_drawn_later_is_what_it_would_have_been() -> None:
+def test_random_numbers_drawn_later_are_unchanged() -> None:
     def drawn(run: Callable[..., Tensor]) -> Tensor:
         torch.manual_seed(0)
         y = run(partial(F.dropout, p=0.5), leaf()).sum()

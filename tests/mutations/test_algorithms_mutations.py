@@ -57,7 +57,7 @@ def one_round_less(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
     return 0
 
 
-def test_nobody_passes_a_barrier_before_all_have_come() -> None:
+def test_no_rank_passes_a_barrier_before_all_have_arrived() -> None:
     for n in range(2, 9):
         for late in range(n):
             with pytest.raises(Deadlock) as told:

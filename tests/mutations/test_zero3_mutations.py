@@ -82,7 +82,7 @@ RESULTS = [
     for fault in (skips_a_reduce, divides_twice, gathers_twice, keeps_stale_parameters)
 ]
 MEMORY = [
-    Mutation(never_frees, proofs.test_what_is_gathered_is_freed_and_never_more_than_two_units),
+    Mutation(never_frees, proofs.test_gathered_units_are_freed_and_never_more_than_two),
     Mutation(never_prefetches, proofs.test_gathers_leave_ahead_and_gradients_while_backward_runs),
     *(Mutation(fault, freed, block, again)
       for fault, block, again in (

@@ -46,7 +46,7 @@ def gradients_beyond_the_share(layers: int, bucket_mb: float) -> int:
 
 
 @pytest.mark.slow
-def test_what_is_on_its_way_does_not_grow_with_the_model():
+def test_bytes_in_flight_do_not_grow_with_the_model():
     small, large = (gradients_beyond_the_share(layers, BUCKET_MB) for layers in (8, 16))
     assert small == large > 0
 

@@ -52,7 +52,7 @@ def test_the_formula_says_what_a_pattern_is(name: str, pattern: int, says: str):
     assert formula(FORMATS[name], pattern) == says
 
 
-def test_the_error_of_rounding_is_told():
+def test_the_rounding_error_is_reported():
     text = " ".join(words(plot.bits(0.1, "bf16")))
     assert "0.10009766   off by 9.8e-5, 0.00098 of it" in text
     assert "infinity" in " ".join(words(plot.bits(1e9, "fp16")))

@@ -42,9 +42,7 @@ def found() -> TransferTimes:
     return TransferTimes(dict(ABOUT), measured)
 
 
-def test_what_is_saved_is_read_again_as_are_the_results_that_labkit_brings(
-    found: TransferTimes, tmp_path: Path
-) -> None:
+def test_saved_and_shipped_results_are_read_again(found: TransferTimes, tmp_path: Path) -> None:
     """They say on what they were measured."""
     path = found.save(tmp_path / "folder" / "transfers-here.json")
     assert read_transfers(path) == found

@@ -318,7 +318,7 @@ def test_what_never_ended_is_open_to_the_right_and_the_run_says_so() -> None:
     assert_readable(view.figure)
 
 
-def test_what_is_waited_for_from_the_very_first_moment_shows():
+def test_a_wait_from_the_first_moment_is_shown():
     trace = hung_trace()
     for one in trace.ranks.values():
         one.spans, one.steps = [], [Step(0, 1.02, 0.0)]
@@ -475,7 +475,7 @@ def test_all_bars_are_one_collection():
     ({"zoom": (0.5, 0.5)}, "zoom"),
     ({"zoom": (0.5, 2)}, "zoom"),
 )
-def test_what_is_not_there_is_said(options: dict, message: str):
+def test_a_missing_step_or_rank_is_reported(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         plot.timeline(sample_trace(4, 3), **options)
 

@@ -247,7 +247,9 @@ def test_a_run_by_another_schedule_is_refused() -> None:
     (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
     (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
 )
-def test_what_cannot_be_drawn_is_told(draw: Callable[[], Figure], message: str) -> None:
+def test_what_cannot_be_drawn_is_refused_with_a_reason(
+    draw: Callable[[], Figure], message: str
+) -> None:
     raises(message, draw)
 
 

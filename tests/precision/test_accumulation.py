@@ -66,7 +66,7 @@ def test_it_holds_4_bytes_a_parameter_and_no_gradient_beside_them() -> None:
     assert storages == {gradients.flat.untyped_storage().data_ptr()}, "handed over, not copied"
 
 
-def test_a_parameter_that_nobody_used_has_no_gradient_and_one_given_twice_counts_once() -> None:
+def test_an_unused_parameter_has_no_gradient_and_one_given_twice_counts_once() -> None:
     used, not_used = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = Fp32Gradients([used, not_used])
     used.sum().backward()
@@ -101,7 +101,7 @@ def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be() -
 
 
 @on_each_rank("world2")
-def test_a_strategy_that_sends_gradients_as_they_come_is_an_error() -> None:
+def test_a_strategy_that_sends_gradients_in_order_of_arrival_is_an_error() -> None:
     comm = attach().comm
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters(), comm)

@@ -349,7 +349,7 @@ def test_in_a_long_region_a_weight_has_one_copy() -> None:
 
 
 @pytest.mark.parametrize("given", [("cpu", LOW), ("cuda",)])
-def test_torchs_order_of_arguments_is_told(given: tuple[Any, ...]) -> None:
+def test_torchs_argument_order_is_reported(given: tuple[Any, ...]) -> None:
     raises(rf"first: autocast\(torch.bfloat16, '{given[0]}'\)", autocast, *given)
 
 

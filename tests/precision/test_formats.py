@@ -335,7 +335,7 @@ def test_a_tensor_is_rounded_as_torch_does(one: Format):
     assert torch.equal(mine.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32))
 
 
-def test_a_tensor_is_rounded_to_formats_that_nobody_has():
+def test_a_tensor_is_rounded_to_custom_formats():
     x = tensors(torch.float64)
     for one in (Format("e2m1", 2, 1), Format("e10m40", 10, 40), Format("e5m60", 5, 60)):
         check_rounded(one, x[-100:], rounded(x, one)[-100:])
@@ -387,7 +387,7 @@ def test_small_numbers_suffer_from_their_own_block_only() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_spoils_its_block_and_is_seen(bad: float):
+def test_a_nan_spoils_its_block_and_is_detected(bad: float):
     x = torch.ones(12)
     x[5] = bad
     assert Int8Blocks(4).encode(x).absmax.isnan().tolist() == [False, True, False]

@@ -70,7 +70,7 @@ def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(dtype:
 
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
-def test_what_is_tiny_is_scaled_as_far_as_it_goes(dtype: torch.dtype) -> None:
+def test_tiny_values_are_scaled_by_the_largest_finite_scale(dtype: torch.dtype) -> None:
     tiny = torch.tensor([2.0**-125])
     x8, scale = Scaled(dtype)(tiny)
     assert scale == 2.0**126 and 1 / scale > 0, "beyond, it would be inf"

@@ -270,7 +270,7 @@ def test_a_loss_that_was_bad_before_it_was_scaled_is_named(value: float) -> None
         run_bad(scaler, torch.nan)
 
 
-def test_a_scale_that_backs_off_for_ever_is_told() -> None:
+def test_a_scale_that_backs_off_for_ever_is_reported() -> None:
     scaler = GradScaler()
     for _ in range(19):
         run_bad(scaler, torch.inf)

@@ -98,7 +98,7 @@ def test_its_state_is_saved_and_loaded_with_a_checkpoint(tmp_path: Path) -> None
     assert before == after and after["_growth_tracker"] == 2
 
 
-def test_ranks_that_step_differently_are_told(world2: World) -> None:
+def test_ranks_that_step_differently_are_reported(world2: World) -> None:
     def scales_differ() -> str:
         model, x, optimizer, scaler = fresh(init_scale=2.0 ** (10 + Comm().rank))
         wrapped = DDP(model)  # kept alive: its hooks average in backward
@@ -126,7 +126,7 @@ def test_ranks_that_step_differently_are_told(world2: World) -> None:
     raises("all_reduce", world2.run, one_steps_alone, error=RankError)
 
 
-def test_no_gradient_anywhere_is_told_and_on_one_rank_it_is_not(world2: World) -> None:
+def test_no_gradient_on_any_rank_is_reported_and_on_one_rank_it_is_not(world2: World) -> None:
     def run() -> bool:
         model, x, optimizer, scaler = fresh()
         scaler.scale(x.sum())
@@ -186,7 +186,7 @@ def test_clipping_of_one_step_is_not_taken_for_that_of_the_next() -> None:
             optimizer.zero_grad()
 
 
-def test_a_bad_loss_of_one_rank_is_told_there_and_skipped_everywhere(world2: World) -> None:
+def test_a_bad_loss_on_one_rank_is_reported_there_and_skipped_everywhere(world2: World) -> None:
     def run() -> tuple[str, bool, float]:
         model, x, optimizer, scaler = fresh()
         told = ""

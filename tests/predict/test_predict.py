@@ -309,7 +309,7 @@ def test_no_size_may_be_less_than_nothing(name: str) -> None:
 THREE_D = {"vocab": 2, "width": 4, "context": 8, "rows": 1, "sequence": 8, "pp": 2}
 
 
-test_sizes_that_cannot_be_are_told = refusals(
+test_impossible_sizes_are_reported = refusals(
     lambda wrong: wrong(),
     (lambda: predict.model_state_bytes(1e9, stage=4), "stage=4: ZeRO has stage 1"),
     (lambda: predict.activation_bytes(8, 1, 10, 3), "width=10 does not divide over heads=3"),

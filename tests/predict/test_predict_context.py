@@ -98,7 +98,7 @@ SHAPE: dict[str, Any] = {
 @pytest.mark.parametrize("alpha_s", [0.0, 1e-7])
 @pytest.mark.parametrize("of_the_way", [0.1, 0.5, 0.95, 1.0, 4.0])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_what_is_exposed_in_a_replay_is_what_is_predicted(
+def test_exposed_communication_in_a_replay_is_the_prediction(
     ranks: int, of_the_way: float, alpha_s: float
 ) -> None:
     """With wires so fast that a step's computing is so much of a block's way."""
@@ -115,7 +115,7 @@ def test_what_is_exposed_in_a_replay_is_what_is_predicted(
         assert (found[0] < 1e-12) == hidden, "zero where it says so"
 
 
-def test_what_does_not_divide_is_told() -> None:
+def test_sizes_that_do_not_divide_are_reported() -> None:
     good = dict(rows=1, kv_heads=2, head_width=4, element_bytes=2, sequence=8, heads=2)
     for name, value in (("sequence", 9), ("heads", 3), ("kv_heads", 1)):
         words = f"{name}={value} does not divide over ranks=2"

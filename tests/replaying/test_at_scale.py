@@ -233,7 +233,7 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
     assert plot.timeline(trace) is not None
 
 
-test_a_layout_that_cannot_be_is_told = refusals(
+test_an_impossible_layout_is_reported = refusals(
     lambda layout, batch: step_report(SMALL, layout, batch, SELENE),
     (Layout(dp=3), 16, "choose a multiple of 3"),
     (Layout(pp=8), 16, "choose at most 4"),
@@ -251,7 +251,7 @@ test_a_layout_that_cannot_be_is_told = refusals(
 )
 
 
-def test_positions_and_cores_that_cannot_be_are_told() -> None:
+def test_impossible_positions_and_cores_are_reported() -> None:
     odd, positions = replace(SMALL, context=SMALL.context + 1), "positions do not divide over tp=2"
     raises(positions, step_report, odd, Layout(tp=2, sequence=True), 4, SELENE)
     raises("choose 'fused' or 'plain'", step_report, SMALL, Layout(), 4, SELENE, core="flash")

@@ -153,7 +153,7 @@ def test_the_frozen_constants_are_those_that_were_found() -> None:
     assert cluster("selene-fitted").device == where.device
 
 
-def test_what_is_stated_is_what_the_rows_say() -> None:
+def test_the_stated_errors_follow_from_the_calibration() -> None:
     """The errors that texts state; the aim is 5 %, on models that were not fitted on."""
     summary = calibration().summary()
     assert {name: rows for name, (rows, _, _) in summary.items()}["all rows"] == 225

@@ -50,7 +50,7 @@ def test_ranks_stand_node_by_node_and_share_the_wires_between() -> None:
     assert cluster("selene").share_bytes_per_s(cluster("selene").level_of([0, 8])) == 25e9
 
 
-def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
+def test_an_unknown_name_is_reported_with_the_known_ones(tmp_path: Path) -> None:
     raises("no cluster 'frontier'; there are h200-node, dgx-h100", cluster, "frontier")
     raises("8 devices .1 nodes of 8., and none for rank 8", cluster("h200-node").level_of, [0, 8])
     with pytest.raises(ValueError, match="no rate for bfloat16; it has float64, float32, float16"):
@@ -144,9 +144,7 @@ NO_SOURCE = "a number and its source are needed"
     ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no rate of any dtype; give one"),
     ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it is a part"),
 )
-def test_what_is_wrong_in_a_file_is_named(
-    was: str, then: str, message: str, tmp_path: Path
-) -> None:
+def test_an_error_in_a_file_is_named(was: str, then: str, message: str, tmp_path: Path) -> None:
     text = OWN if was in OWN else OWN.replace('"v100"', '"own"') + DEVICE
     assert was in text
     raises(message, own, tmp_path, text.replace(was, then, 1))
@@ -158,7 +156,7 @@ def test_a_wrong_device_is_named_before_a_wrong_count(was: str, then: str, tmp_p
     raises("launch_s = 5, .*seconds", own, tmp_path, text.replace(was, then, 1))
 
 
-def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
+def test_written_files_read_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "all.toml"
     write_clusters(path, known_clusters())
     assert read_clusters(path) == known_clusters()

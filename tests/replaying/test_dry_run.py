@@ -191,7 +191,7 @@ def test_what_was_there_before_is_none_of_its_memory() -> None:
     assert held[0] == held[1] and gc.get_freeze_count() == 0 and mine.numel()
 
 
-def test_what_cannot_be_recorded_is_told() -> None:
+def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
     def chooses() -> None:
         x = torch.ones(4)
         x[x > 0].sum()

@@ -98,7 +98,7 @@ def test_the_fastest_with_each_value(planned: Plan) -> None:
     assert any("leaves the node of 8" in row[-1] for row in near if row[0] == "tensor")
 
 
-def test_a_model_that_is_too_large_is_told_by_how_much() -> None:
+def test_a_model_that_is_too_large_is_reported_with_the_excess() -> None:
     giant = replace(GPT, depth=4000)
     with pytest.raises(ValueError, match=r"no layout fits: .* GB too much") as told:
         plan(giant, SELENE, ROWS, gpus=RANKS)
@@ -156,7 +156,7 @@ def test_the_largest_is_found_for_named_stages_and_chunks() -> None:
     raises("no layout of 12 ranks", largest_that_fits, GPT, SELENE, 24, gpus=12, pp=8)
 
 
-def test_nothing_that_fits_is_told() -> None:
+def test_no_layout_that_fits_is_reported() -> None:
     wide = Sizes(width=200_000, depth=1, heads=1)
     with pytest.raises(ValueError, match="not one block of width 200000 for each stage fits"):
         largest_that_fits(wide, SELENE, 8, gpus=8)
@@ -185,7 +185,7 @@ def test_json_reads_back_as_the_same_plan(planned: Plan) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', '{"format": 3}'])
-def test_what_is_no_plan_is_not_read_as_one(text: str) -> None:
+def test_an_invalid_plan_is_not_read_as_one(text: str) -> None:
     raises("no plan that `Plan.to_json` wrote", Plan.from_json, text)
 
 
@@ -293,7 +293,7 @@ def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None
     assert f"width {held[-1].width})" in said and len(held) < len(small)
 
 
-def test_a_file_of_clusters_is_read_and_its_absurd_numbers_are_told(tmp_path: Path) -> None:
+def test_a_cluster_file_is_read_and_implausible_numbers_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     write_clusters(path, {"mine": replace(SELENE, name="mine", nodes=1)})
     asked = ASKED.replace("selene", f"mine --clusters {path} --batch 16 --tp 8")

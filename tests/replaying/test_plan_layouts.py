@@ -56,7 +56,7 @@ def test_named_values_are_those_alone() -> None:
     assert {one.chunks for one in layouts(GPT3, 1024, 1536, pp=8, chunks=(3, 6))} == {3, 6}
 
 
-test_what_does_not_factor_is_told_with_what_would = refusals(
+test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     lambda asked: layouts(**{"sizes": GPT3, "ranks": 1024, "global_batch": 1536, **asked}),
     ({"tp": 5}, "tp=5: 96 heads do not divide by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
     ({"pp": (2, 7)}, "pp=7: 96 blocks do not divide by 7; 1, 2, 3"),

@@ -51,7 +51,7 @@ def test_the_largest_difference_is_the_reason(
     assert words in why(best, other, SELENE)
 
 
-def test_smaller_products_are_told_by_what_they_reach() -> None:
+def test_smaller_matmuls_are_reported_with_the_share_of_peak_they_reach() -> None:
     best = step_of(Layout(tp=4, dp=4, microbatch=4), compute=8, tensor=2, mfu=0.48)
     other = step_of(Layout(tp=8, dp=2, microbatch=1), compute=12, tensor=2, mfu=0.48 * 10 / 14)
     assert reached(best) == pytest.approx(0.6) and reached(other) == pytest.approx(0.4)
@@ -71,7 +71,7 @@ def test_recomputing_counts_as_computing_and_not_as_a_smaller_product() -> None:
     assert "smaller products" in why(best, slow, SELENE), "recomputing explains 6 of 15 s"
 
 
-def test_of_equals_the_memory_is_told_and_of_near_ones_how_near() -> None:
+def test_equally_fast_layouts_differ_by_memory_and_nearly_equal_ones_say_so() -> None:
     twin = replace(BEST, layout=replace(BEST.layout, sequence=True), memory_bytes={"other": 3.5e9})
     assert why(BEST, twin, SELENE) == "as fast; a device holds 2.5 GB more"
     assert why(BEST, BEST, SELENE) == "the best"
@@ -86,7 +86,7 @@ def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -
     assert "leaves the node" not in why(outside, further, SELENE)
 
 
-def test_what_does_not_fit_is_told_by_how_much_and_by_what_holds_the_most() -> None:
+def test_a_model_that_does_not_fit_is_reported_with_the_excess_and_the_largest_holder() -> None:
     assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS
     held = {"parameters": 20e9, "activations": 61e9, "gradients": 15.3e9}
     assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0"

@@ -73,7 +73,7 @@ def test_ports_carry_one_after_the_other_and_latency_does_not_hold_them() -> Non
     assert run({0: messages, 1: [Wait("b")]}) == {0: [(0, 6), (1, 7)], 1: [(0, 7)]}
 
 
-def test_a_thousand_ranks_take_no_longer_for_each_thing_than_a_few() -> None:
+def test_a_thousand_ranks_take_no_longer_for_each_record_than_a_few() -> None:
     """As many events at the ports as there are ranks, and no more: counted, not timed."""
     looked_at = []
 
@@ -119,7 +119,7 @@ def test_collectives_in_different_orders_are_a_deadlock() -> None:
         assert "that, which on rank 0 stands behind 'a'" in str(told)
 
 
-test_programs_that_do_not_fit_are_told = refusals(
+test_mismatched_programs_are_reported = refusals(
     run,
     ({0: [reduce("a")], 1: []}, "rank 0 has issued 'a', which rank 1 never issues"),
     ({0: [Wait("a")]}, "rank 0 waits for 'a', which no rank issues"),

@@ -106,7 +106,7 @@ def test_a_rank_that_is_slower_makes_the_others_wait() -> None:
     assert (split.step_s, split.compute_s, split.exposed_s, split.bubble_s) == (4, 2, 1, 1)
 
 
-def test_what_is_handed_to_one_wire_leaves_in_that_order() -> None:
+def test_messages_on_one_wire_leave_in_order() -> None:
     of_rank = [
         [event("all_reduce", k, float(k), rank, wait_s=50.0 + k) for k in (1, 2, 3)]
         for rank in (0, 1)
@@ -126,7 +126,7 @@ def test_a_message_arrives_where_it_is_waited_for() -> None:
     assert replayed.ranks[1].steps[0].ended_s == 3.5
 
 
-def test_ranks_that_wait_for_each_other_are_told_with_the_cycle() -> None:
+def test_ranks_that_wait_for_each_other_are_reported_with_the_cycle() -> None:
     ends = [("recv", 1.0), ("send", 5.0)]
     of_rank = [
         [event(op, 1, at_s, rank, peer=1 - rank, wait_s=at_s) for op, at_s in ends]
@@ -158,7 +158,9 @@ def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster()
     ({"computing": "measured"}, "no step of this trace was timed"),
     ({"steps": [3]}, "step 3 cannot be replayed counted; \\[0\\] can"),
 )
-def test_what_cannot_be_replayed_is_told(change: dict[str, object], message: str) -> None:
+def test_what_cannot_be_replayed_is_refused_with_a_reason(
+    change: dict[str, object], message: str
+) -> None:
     reduces = [event("all_reduce", 1, 2.0, rank, wait_s=2.0) for rank in (0, 1)]
     trace = trace_of(*([computed(1, 1), reduced] for reduced in reduces))
     raises(message, replay, **{"trace": trace, "cluster": plain(), **change})
@@ -272,7 +274,7 @@ def test_a_record_that_was_cut_off_is_not_replayed() -> None:
     raises("record of rank 1 was cut off", replay, trace, plain())
 
 
-def test_more_of_anything_is_faster_where_it_is_what_holds_up() -> None:
+def test_more_of_the_bottleneck_resource_is_faster() -> None:
     dry = dry_run(lambda: train(width=600), ranks=8)
     one = plain(devices=8)
     two = plain(nodes=2, devices=4, latency_s=1e-3)

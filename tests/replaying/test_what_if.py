@@ -54,7 +54,7 @@ def step_s(at: Cluster, trace: Trace | None = None) -> float:
     return split_of(replay(trace or recorded(), at)).step_s
 
 
-def test_what_is_given_is_changed_and_nothing_else() -> None:
+def test_only_the_given_fields_change() -> None:
     new = changed(POD, 8, 1e9, 2e9, 3e-6, 4e-6, 4)
     assert (new.nodes, new.devices_per_node) == (2, 4)
     assert (new.inside.bytes_per_s, new.inside.latency_s) == (1e9, 3e-6)
@@ -99,7 +99,7 @@ def test_a_single_node_that_is_cut_gets_wires_like_those_inside() -> None:
     assert changed(NODE, 8) == NODE
 
 
-test_a_change_that_cannot_be_is_told = refusals(
+test_an_impossible_change_is_reported = refusals(
     lambda wrong: changed(POD, **{"ranks": 8, **wrong}),
     ({"inside_bytes_per_s": 0.0}, "inside_bytes_per_s=0.0; it must be more than 0"),
     ({"between_bytes_per_s": float("nan")}, "between_bytes_per_s=nan"),
@@ -132,7 +132,7 @@ def test_more_bandwidth_or_less_latency_never_makes_a_step_longer(
     assert seconds(inside, between, 1e-5 / factor) <= before
 
 
-def test_what_is_slower_is_longer() -> None:
+def test_a_slower_cluster_takes_longer() -> None:
     as_it_is, nodes = step_s(changed(POD, 8)), {"devices_per_node": 4}
     for slower in (
         {"inside_bytes_per_s": 1e9},
@@ -282,7 +282,7 @@ def test_every_combination_is_recorded_once() -> None:
     assert calls.total() == 6
 
 
-test_what_cannot_be_is_told = widgets(
+test_impossible_widgets_are_reported = widgets(
     refusals(
         lambda given, choices: replaying.what_if(given, POD, **choices),
         (recorded(), {"bucket_mb": (1, 5)}, "bucket_mb: a trace that is recorded has no such"),

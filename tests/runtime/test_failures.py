@@ -109,7 +109,7 @@ def test_an_exception_of_a_cell_shows_the_line_of_the_cell(world: World) -> None
     assert_works(world)
 
 
-def test_causes_contexts_notes_and_groups_are_told(world: World) -> None:
+def test_causes_contexts_notes_and_groups_are_reported(world: World) -> None:
     def chained() -> None:
         try:
             1 // 0  # noqa: B018
@@ -226,9 +226,7 @@ def test_a_very_long_story_is_cut_to_what_a_person_reads(world: World) -> None:
     assert "begin" in text and "end" in text and "left out" in text and len(text) < 50_000
 
 
-def test_what_is_printed_before_a_failure_is_seen(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_before_a_failure_is_shown(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         if Comm().rank == 0:
             print("the last words", flush=False)

@@ -96,7 +96,7 @@ def test_classes_of_this_module_and_of_a_rank_come_back(world2: World) -> None:
     assert [here.x for _, here in values] == [5, 5]
 
 
-def test_a_run_is_a_copy_so_a_rank_cannot_change_the_drivers_things(world2: World) -> None:
+def test_a_run_gets_copies_so_a_rank_cannot_change_the_drivers_objects(world2: World) -> None:
     mine = {"list": [1], "tensor": torch.zeros(2)}
 
     def change(thing: dict) -> dict:
@@ -279,7 +279,7 @@ def test_worlds_of_several_threads_do_not_disturb_each_other() -> None:
     assert not wrong
 
 
-def test_one_world_runs_one_thing_at_a_time(world2: World, tmp_path: Path) -> None:
+def test_one_world_runs_one_function_at_a_time(world2: World, tmp_path: Path) -> None:
     def hold(folder: Path) -> None:
         (folder / "began").touch()
         until((folder / "go").exists)

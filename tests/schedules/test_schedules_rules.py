@@ -118,7 +118,7 @@ def test_an_action_that_became_another_is_found(case: Case, data: st.DataObject)
     assert error.rule in {"known actions", "exactly once", "one way back", "all update or none"}
 
 
-test_the_first_broken_rule_is_told = refusals(
+test_the_first_broken_rule_is_reported = refusals(
     lambda text: check(parse_schedule(text)),
     ("F0 F1 B0", "exactly once: stage 0 never does B1 .nor I1 and W1."),
     ("F0 F0 B0", "exactly once: stage 0 does F0 at position 0 and again at position 1"),
@@ -145,7 +145,7 @@ test_the_first_broken_rule_is_told = refusals(
 )
 
 
-def test_presence_is_told_before_order_and_order_before_deadlocks() -> None:
+def test_missing_actions_are_reported_before_order_and_order_before_deadlocks() -> None:
     everything = "B0 F0 F1 B1\nF0 F1 B0"
     assert fault(parse_schedule(everything)).rule == "exactly once"
     assert fault(parse_schedule(everything + " B1")).rule == "backward after forward"
@@ -157,7 +157,7 @@ def test_as_many_micro_batches_as_are_wanted() -> None:
     check(one_f_one_b(2, 2), microbatches=2)
 
 
-def test_a_long_circle_is_told_in_short() -> None:
+def test_a_long_cycle_is_abbreviated() -> None:
     schedule = [parse("F0 F0.1 B0.1 B0") for _ in range(8)]
     check(schedule)
     schedule[0] = parse("F0.1 F0 B0.1 B0")
@@ -167,7 +167,7 @@ def test_a_long_circle_is_told_in_short() -> None:
     assert "... (3 more)" in str(error)
 
 
-def test_what_is_no_action_is_told() -> None:
+def test_an_invalid_action_is_reported() -> None:
     with pytest.raises(ScheduleError, match="stage 0, position 0 has .'forward', 0.; an Action"):
         check([[("forward", 0)]])
     with pytest.raises(ScheduleError, match="phase 'foward'; there are forward, backward"):
@@ -205,7 +205,7 @@ def test_halves_and_wholes_may_be_mixed() -> None:
 
 @given(cases(largest=16))
 @settings(max_examples=60, deadline=None)
-def test_what_is_shown_is_read_again(case: Case) -> None:
+def test_a_shown_schedule_is_parsed_back(case: Case) -> None:
     schedule = made(case)
     assert parse_schedule(show(schedule)) == schedule
     assert [parse(" ".join(map(str, actions))) for actions in schedule] == schedule

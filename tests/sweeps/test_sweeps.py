@@ -50,7 +50,7 @@ def test_sizes_are_read_counted_and_refused() -> None:
     "text", ["", "[]", "{}", '{"what": "sweep of collectives", "format": 99, "points": []}',
              '{"what": "sweep of collectives", "format": 1, "points": [{"op": 1}], "about": {}}'],
 )  # fmt: skip
-def test_what_is_no_sweep_is_said_to_be_none(text: str, tmp_path: Path) -> None:
+def test_an_invalid_sweep_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     raises("holds no sweep that this labkit can read", read_sweep, tmp_path / "x.json")
 

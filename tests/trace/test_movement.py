@@ -36,7 +36,7 @@ def ends(movement: Movement) -> list[set[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-def test_a_sum_says_whose_numbers_are_in_it_and_of_which_chunk(size: int) -> None:
+def test_a_sum_lists_the_ranks_and_the_chunk_it_contains(size: int) -> None:
     for chunk in range(size):
         whole = sum(number(rank, chunk, size) for rank in range(size))
         assert content_of(whole, size) == Content((1,) * size, chunk)

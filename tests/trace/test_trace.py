@@ -54,7 +54,7 @@ def test_a_trace_comes_back_as_it_was(ranks: int, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_is_open_or_incomplete_comes_back_so(tmp_path: Path) -> None:
+def test_open_and_incomplete_records_read_back_so(tmp_path: Path) -> None:
     other = RankTrace(1, 2, complete=False)
     back = read_run(write_run(Trace({0: small(), 1: other}), tmp_path / "run"))
     assert back.ranks[0].steps == [Step(0, 0.0, 1.0), Step(1, 1.0, 0.0, True)]
@@ -118,7 +118,7 @@ def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path
     assert len(back.ranks[0].comms) == len(back.ranks[0].spans) == 1
 
 
-def test_a_thing_that_ends_while_it_is_written_is_not_lost(
+def test_a_record_that_ends_while_it_is_written_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, packed = event(1, 1.5), rankfile._packed

@@ -70,7 +70,7 @@ def test_after_join_training_goes_on_and_an_error_inside_ends_it() -> None:
 
 
 @on_each_rank("world3")
-def test_ranks_that_do_different_things_are_reported() -> None:
+def test_ranks_in_different_operations_are_reported() -> None:
     model = DDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     words = "rank 0 is in backward, rank 1 is in forward, rank 2 is in backward"
     with pytest.raises(ValueError, match=words), model.join():

@@ -86,7 +86,7 @@ def test_names_of_two_layers_are_refused() -> None:
     assert len(list(Layers.together([one, nn.Tanh(), one], [0, 2]).parameters())) == 2
 
 
-def test_costs_are_measured_of_layers_that_change_things() -> None:
+def test_costs_are_measured_of_layers_with_side_effects() -> None:
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True), norm)
     x = torch.randn(3, 4)

@@ -91,7 +91,7 @@ def test_a_rank_keeps_its_part_of_each_input(world2: World):
     ({"sequence": True}, "full", "cut along the sequence"),
 )
 @on_each_rank("world2")
-def test_what_has_nothing_to_cut_is_refused(options: Any, what: Any, words: str) -> None:
+def test_a_model_with_nothing_to_cut_is_refused(options: Any, what: Any, words: str) -> None:
     edited: Any = model()
     if options is not None:
         tensor_parallel(edited, Comm(), **options)

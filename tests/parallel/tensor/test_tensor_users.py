@@ -79,7 +79,7 @@ def test_parameters_that_would_not_stay_one_or_whole_are_refused() -> None:
 
 
 @on_each_rank("world2")
-def test_what_is_tied_stays_tied_inside_another_module() -> None:
+def test_tied_parameters_stay_tied_inside_another_module() -> None:
     tokens, grads = torch.arange(32).view(2, 16), []
     for cut in (False, True):
         torch.manual_seed(0)

@@ -102,7 +102,7 @@ def test_two_models_may_use_the_same_names() -> None:
 
 @stages
 @on_each_rank("world2")
-def test_what_is_not_this_ranks_is_not_kept(stage: int) -> None:
+def test_a_rank_keeps_only_its_own_gradients(stage: int) -> None:
     module = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
     optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, stage, bucket_mb=0.003)
     module(torch.ones(2, 30)).sum().backward()

@@ -229,7 +229,7 @@ def test_a_frozen_part_is_sharded_and_its_gradient_does_not_travel() -> None:
 
 
 @on_each_rank("world2")
-def test_what_is_gathered_is_freed_and_never_more_than_two_units() -> None:
+def test_gathered_units_are_freed_and_never_more_than_two() -> None:
     for prefetch, units in ((0, 1), (1, 2), (2, 3)):
         module = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)])
         model = ZeRO3(module, prefetch=prefetch)
@@ -240,7 +240,7 @@ def test_what_is_gathered_is_freed_and_never_more_than_two_units() -> None:
 
 
 @on_each_rank("world2")
-def test_what_is_kept_whole_does_not_count_as_gathered() -> None:
+def test_parameters_kept_whole_do_not_count_as_gathered() -> None:
     model = ZeRO3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), persist_below=1000)
     with listen() as events:
         model(torch.ones(1, 8)).sum().backward()

@@ -65,6 +65,7 @@ class ParameterServer(NaiveDDP):
     def _average(self) -> None:
         """Push gradients to the server, which adds them up; the others keep none."""
         self._scheduled = False
+        self._unchanged.check()  # in eval mode, forward does not
         if not self._pulls:
             raise ValueError(
                 "ParameterServer: no optimizer brings the weights back; make it with "

@@ -25,7 +25,8 @@ class NaiveDDP(Replica):
     _scheduled = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._scheduled = False  # an error may have cut the last backward short
+        if self.training and torch.is_grad_enabled() and self._synchronise:
+            self._scheduled = False  # an error may have cut the last backward short
         return super().forward(*args, **kwargs)
 
     def _on_grad_ready(self, p: torch.Tensor) -> None:

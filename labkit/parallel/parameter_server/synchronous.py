@@ -60,6 +60,7 @@ class ParameterServer(NaiveDDP):
 
     def _average(self) -> None:
         self._scheduled = False
+        self._unchanged.check()  # in eval mode, forward does not
         if not self._pulls:
             raise ValueError(
                 "ParameterServer: no optimizer brings the weights back; make it with "

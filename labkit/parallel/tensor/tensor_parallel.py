@@ -40,6 +40,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
 from labkit.dispatch import no_modes
+from labkit.parallel.common.flat import at_end_of_backward, running_backward
 from labkit.parallel.common.ownership import broadcast_tensors, check_same_on_all_ranks
 from labkit.parallel.tensor import layers, validation
 
@@ -157,7 +158,11 @@ class OwnForward:
     def output_of(self, column: layers.ColumnParallelLinear, x: Tensor) -> Tensor:
         """The output of `column`, which is computed alone if called from outside the layer."""
         if self._call is None:
-            return layers.columns([column], x)[0]
+            if running_backward() is None:
+                return layers.columns([column], x)[0]
+            # A part of forward runs again, as checkpoint in it does; maybe without the row.
+            self._call = None, None, {}
+            at_end_of_backward(self._forget)
         self._begin()
         known, before, ys = self._call
         state = torch.is_grad_enabled(), x.is_inference() or x._version
@@ -177,6 +182,12 @@ class OwnForward:
         own, self._own = self._own, None
         if own is not None:
             own.__exit__(None, None, None)
+
+    def _forget(self) -> None:
+        self._call = None
+        if self._own is not None:  # its state of before is an old one by now
+            with torch.random.fork_rng(range(len(validation.generators()) - 1)):
+                self._end()
 
 
 def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:

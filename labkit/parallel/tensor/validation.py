@@ -59,7 +59,8 @@ def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> 
     now = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     for name, known in before.items():
-        if now[name] is not now[tied := first.setdefault(known, name)]:
+        tied = first.setdefault(known, name)
+        if now.get(name) is not now.get(tied):
             raise ValueError(
                 f"{tied} and {name} were one parameter and would be cut into several; build the "
                 "model anew, and give each its own, or tie only `head` and `tokens`"

@@ -165,7 +165,9 @@ class ZeroBucket(ParamShare, GradBuffer):
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | Tensor | None) -> None:
         """Steps on this rank's share, with 16-bit gradients times `factor`."""
-        gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
+        gradients = self.own_gradients()
+        if any(g is not None for g in gradients):  # else a copy in fp32 would be for nothing
+            gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient
         optimizer.step()

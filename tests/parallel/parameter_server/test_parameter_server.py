@@ -161,3 +161,13 @@ def test_a_step_grows_with_every_rank_that_comes_and_that_of_ddp_does_not() -> N
         assert grows_s == pytest.approx((more - fewer) * per_rank_s, rel=0.01)
     assert served[16] > 10 * served[2]
     assert step_s("ddp", 16) < 2 * step_s("ddp", 2)  # 2(n-1)/n: from 1 to at most 2 times
+
+
+@on_each_rank("world2")
+def test_a_change_after_wrapping_is_named_in_eval_mode_too() -> None:
+    module = nn.Linear(3, 1)
+    module.bias.requires_grad_(False)
+    model = ParameterServer(module).eval()
+    model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
+    module.bias.requires_grad_(True)
+    raises("bias takes gradients now", lambda: model(torch.ones(2, 3)).sum().backward())

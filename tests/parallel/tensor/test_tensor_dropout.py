@@ -1,20 +1,22 @@
 """Dropout under tensor parallelism: replicas drop alike, shards do not; one process agrees."""
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tensor_contract as contract
-from labkit import GPT, Comm, World
+from labkit import GPT, Comm, World, recompute
 from labkit.models.attention import Dropout, PlainAttention
 from labkit.parallel.tensor import tensor_parallel as strategy
 from labkit.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import OwnForward, own_numbers, tensor_parallel
-from small_models import Custom
+from small_models import Custom, difference
 from tensor_contract import check_runs, predicted, with_sequence
 from worlds import on_each_rank
 
@@ -189,3 +191,32 @@ def test_a_nested_or_interrupted_call_leaves_the_region_whole(cut: bool) -> None
     one, other = comm.all_gather_object([x.tolist() for x in drawn])
     assert one[0] == one[2] != other[0] == other[2], "its own, inside"
     assert one[1] == one[3] == other[1] == other[3], "that of all, behind it"
+
+
+@pytest.mark.parametrize("row_too", [True, False])
+@pytest.mark.parametrize("again", [recompute, partial(checkpoint, use_reentrant=False)])
+@on_each_rank("world2")
+def test_a_part_of_a_layer_may_be_run_again(again: Any, row_too: bool) -> None:
+    """A checkpoint inside of forward: the rerun sends, draws and saves what forward did."""
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        def mixed(x: Tensor) -> Tensor:
+            h = layer.drop(layer.q(x) * layer.k(x).sigmoid() + layer.v(x))
+            return layer.out(h) if row_too else h
+
+        run = mixed if layer.plain else partial(again, mixed)
+        return run(x) if row_too else layer.out(run(x))
+
+    results = []
+    for plain in (True, False):
+        torch.manual_seed(3)
+        parts: Any = {name: nn.Linear(8, 8) for name in ("q", "k", "v", "out")}
+        model = Custom(forward, **parts, head_width=2, drop=nn.Dropout(0.5), plain=plain).double()
+        tensor_parallel(model, Comm())
+        torch.manual_seed(4)
+        x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+        for _ in range(2):
+            model(x).square().sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        results.append(grads | {"x": x.grad, "drawn next": torch.rand(3)})
+    assert difference(*results) < 1e-12

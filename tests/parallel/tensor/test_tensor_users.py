@@ -282,3 +282,18 @@ def test_a_dropout_draws_whatever_the_type_of_its_p() -> None:
     for p in (0.5, np.float32(0.5), torch.tensor(0.5)):
         assert tensor_checks.draws(nn.Dropout(p)) and not tensor_checks.draws(nn.Dropout(p).eval())
     assert not tensor_checks.draws(nn.Dropout(0.0))
+
+
+class ScaledHead(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+@on_each_rank("world2")
+def test_a_head_with_more_parameters_than_a_linear_layer_is_cut_as_one() -> None:
+    model: Any = GPT.preset("tiny")
+    head = ScaledHead(model.head.in_features, model.head.out_features)
+    head.weight, model.head = model.head.weight, head
+    tensor_parallel(model, Comm())
+    assert model.head.weight is model.embed.tokens.weight

@@ -150,7 +150,7 @@ class StreamBus:
         self._number = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
-        """As `Bus.copy`; begins after all work queued on the current stream."""
+        """Issue a copy like `Bus.copy`; it begins after all work queued on the current stream."""
         check_alike(target, source)
         for x, name in ((source, "source"), (target, "target")):
             if x.device.type == "cpu" and not x.is_pinned():

@@ -81,9 +81,9 @@ class Dispatcher:
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
-        """Run one collective: `start` gets the transport and the call, and returns its work.
-        `nbytes` (which chooses the default algorithm) and the shapes of `alike` (or `x`) agree on
-        all ranks."""
+        """Run one collective: `start` gets the transport and the call, and returns its work. All
+        ranks agree on `nbytes`, which chooses the algorithm, and on the shapes of `alike` (or
+        `x`)."""
         collective, kind = what.partition("(")[0], Kind(x.dtype, reduction)
         transport, name = self.transport(x).choose(collective, nbytes, kind, algorithm)
         seq = next(self._collectives)
@@ -181,8 +181,7 @@ class Dispatcher:
         return copy
 
     def new_group(self, ranks: Sequence[int], shared: bool) -> Any:
-        """torch's new group of these global ranks, made by all ranks at once; reused if
-        `shared`."""
+        """A new group of these global ranks, made by all ranks at once; reused if `shared`."""
         key = tuple(ranks), self._timeout()
 
         def make() -> Any:
@@ -255,7 +254,7 @@ class Dispatcher:
                 source=note.source, peer=peer, tag=0 if note.collective else call.tag,
                 transport=transport.name, algorithm=call.algorithm,
             )  # fmt: skip
-            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # two may move
+            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # two may change
         if board and note:
             board.enter(note, IN_FLIGHT if call.asynchronous else WAITED_FOR)
         if event:

@@ -3,8 +3,8 @@
     steps.py       building blocks: generators that wait, run alone or interleaved
     costs.py       steps, bytes and reductions of each algorithm, in the alpha-beta-gamma model
 
-Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i. Cost:
-alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
+Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
+Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
 labkit/runtime/transports/chooser.py chooses. All algorithms of a collective share a signature:
 
     broadcast         (wire, x, root, tag)

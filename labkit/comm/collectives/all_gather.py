@@ -25,8 +25,8 @@ from labkit.runtime.transports.wire import Wire
 
 
 def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """n - 1 steps: pass on the chunk just received. Cost: (n-1) alpha + (n-1)/n S beta. 3 ranks
-    hold:
+    """n - 1 steps: pass on the chunk just received. Picture: the chunks that 3 ranks hold.
+    Cost: (n-1) alpha + (n-1)/n S beta.
 
         at first     c0 . .       . c1 .       . . c2
         step 1       c0 . c2      c0 c1 .      . c1 c2      (each from the rank before)
@@ -51,8 +51,8 @@ def rings_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
 
 
 def recursive_doubling_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """In log2(n) rounds, exchange all chunks held with the rank 1, 2, 4, ... away; n a power of
-    two.
+    """Exchange all chunks held with the rank 1, 2, 4, ... away; n is a power of two.
+    Cost: log2(n) alpha + (n-1)/n S beta.
 
         at first     c0 . . .      . c1 . .      . . c2 .      . . . c3
         0-1, 2-3     c0 c1 . .     c0 c1 . .     . . c2 c3     . . c2 c3

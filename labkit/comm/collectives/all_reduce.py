@@ -39,8 +39,8 @@ from labkit.runtime.transports.wire import Wire
 def naive_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rank 0 adds all ranks' `x` and sends back the sum, a parameter server: 1, 2, 3 --> 0 --> 1,
-    2, 3. Cost: 2(n-1) (alpha + S beta) + (n-1) S gamma, so each additional rank makes it slower."""
+    """A parameter server, rank 0, adds all `x` and sends back the sum: 1, 2, 3 --> 0 --> 1, 2, 3.
+    Cost: 2(n-1) (alpha + S beta) + (n-1) S gamma, so each additional rank makes it slower."""
     sent_bytes = yield from flat_reduce(wire, x, 0, reduce, tag)
     if divide_by != 1 and wire.rank == 0:
         x.div_(divide_by)
@@ -50,8 +50,8 @@ def naive_all_reduce(
 def tree_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Up the binomial tree to rank 0 and down again. Cost: 2 ceil(log2 n) (alpha + S beta) +
-    ceil(log2 n) S gamma."""
+    """Up the binomial tree to rank 0 and down again.
+    Cost: 2 ceil(log2 n) (alpha + S beta) + ceil(log2 n) S gamma."""
     sent_bytes = yield from tree_reduce(wire, x, 0, reduce, tag)
     if divide_by != 1 and wire.rank == 0:
         x.div_(divide_by)
@@ -61,8 +61,8 @@ def tree_all_reduce(
 def ring_all_reduce(
     wire: Wire, chunks: Chunks, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """A reduce-scatter in place, a division of the one chunk now complete, and an all-gather. Cost:
-    2(n-1) alpha + 2(n-1)/n S beta + (n-1)/n S gamma."""
+    """A reduce-scatter in place, a division of the one chunk now complete, and an all-gather.
+    Cost: 2(n-1) alpha + 2(n-1)/n S beta + (n-1)/n S gamma."""
     own = chunks[wire.rank]
     sent_bytes = yield from ring_reduce_scatter(wire, chunks, own, reduce, tag)
     if divide_by != 1:
@@ -115,8 +115,8 @@ def recursive_doubling_all_reduce(
 def halving_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling. Cost:
-    2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the ring's bytes in fewer steps.
+    """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling.
+    Cost: 2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the ring's bytes in fewer steps.
 
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)
         0-1, 2-3     0: c0         1: c1         2: c2         3: c3

@@ -18,11 +18,12 @@ from labkit.runtime.transports.wire import Wire
 
 
 def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """The root sends `x` to every other rank. Cost: (n-1) (alpha + S beta).
+    """The root sends `x` to every other rank.
+    Cost: (n-1) (alpha + S beta).
 
-    0 --> 1      all three sends leave rank 0, and share its wire
-    0 --> 2
-    0 --> 3
+        0 --> 1      all three sends leave rank 0, and share its wire
+        0 --> 2
+        0 --> 3
     """
     if wire.rank != root:
         yield wire.irecv(x, root, tag)
@@ -33,8 +34,8 @@ def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 
 
 def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """Binomial tree: in each of ceil(log2 n) rounds, each rank that has `x` sends it to one
-    without.
+    """Binomial tree: in each round, each rank that has `x` sends it to one that has not.
+    Cost: ceil(log2 n) (alpha + S beta).
 
         round 1      0 --> 1
         round 2      0 --> 2     1 --> 3
@@ -52,12 +53,13 @@ def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 
 
 def chain_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """Pipelined chain: each rank passes each of P pieces to the next rank as soon as it has it.
+    """Pipelined chain: each rank passes every piece to the next rank as soon as it has it.
+    Cost: (P + n-2) (alpha + S/P beta), P pieces.
 
-    step 1       0 -a-> 1
-    step 2       0 -b-> 1 -a-> 2
-    step 3       0 -c-> 1 -b-> 2 -a-> 3
-    step 4              1 -c-> 2 -b-> 3     ...
+        step 1       0 -a-> 1
+        step 2       0 -b-> 1 -a-> 2
+        step 3       0 -c-> 1 -b-> 2 -a-> 3
+        step 4              1 -c-> 2 -b-> 3     ...
     """
     n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
     receives, sends = [], []

@@ -17,11 +17,12 @@ from labkit.runtime.transports.wire import Wire
 def flat_gather(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """All ranks send `x` directly to the root. Cost at the root: (n-1) alpha + (n-1)/n S beta.
+    """All ranks send `x` directly to the root.
+    Cost: (n-1) alpha + (n-1)/n S beta at the root.
 
-    1 --> 0
-    2 --> 0      all three arrive over rank 0's wire
-    3 --> 0
+        1 --> 0
+        2 --> 0      all three arrive over rank 0's wire
+        3 --> 0
     """
     if wire.rank != root:
         yield wire.isend(x, root, tag)
@@ -36,10 +37,11 @@ def flat_gather(
 def tree_gather(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """Binomial tree: each rank sends on the whole block it has gathered, in ceil(log2 n) rounds.
+    """Binomial tree: each rank sends on the whole block it has gathered.
+    Cost: ceil(log2 n) alpha + (n-1)/n S beta.
 
-    round 1      1 -x1-> 0     3 -x3-> 2
-    round 2      2 -x2,x3-> 0
+        round 1      1 -x1-> 0     3 -x3-> 2
+        round 2      2 -x2,x3-> 0
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     block = x.new_empty(subtree(n, position), x.numel())  # row k: of position + k

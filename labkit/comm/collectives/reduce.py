@@ -15,17 +15,18 @@ from labkit.runtime.transports.wire import Wire
 
 
 def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """The root adds all other ranks' `x` in rank order. Cost: (n-1) (alpha + S beta + S gamma).
+    """The root adds all other ranks' `x` in rank order.
+    Cost: (n-1) (alpha + S beta + S gamma).
 
-    1 --> 0      (0+1)
-    2 --> 0      (0+1)+2
-    3 --> 0      ((0+1)+2)+3
+        1 --> 0      (0+1)
+        2 --> 0      (0+1)+2
+        3 --> 0      ((0+1)+2)+3
     """
     n = wire.size
     if wire.rank != root:
         yield wire.isend(x, root, tag)
         return x.nbytes
-    room = x.new_empty(2, x.numel())  # one receives while the other is added
+    room = x.new_empty(2, x.numel())  # one is received while the other is added
     receives = [wire.irecv(room[k % 2], (root + k) % n, tag) for k in range(1, min(n, 3))]
     for k in range(1, n):
         yield receives[k - 1]
@@ -36,10 +37,11 @@ def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 
 
 def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """Binomial tree, backwards: in each of ceil(log2 n) rounds, half of the remaining ranks send.
+    """Binomial tree, backwards: in each round half of the remaining ranks send and are done.
+    Cost: ceil(log2 n) (alpha + S beta + S gamma).
 
-    round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
-    round 2      1 --> 0                  0 has (0+2)+(1+3)
+        round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
+        round 2      1 --> 0                  0 has (0+2)+(1+3)
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     incoming = torch.empty_like(x)
@@ -56,10 +58,11 @@ def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 
 def chain_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
     """Pipelined chain, backwards: each rank adds its piece to the one received and passes it on.
+    Cost: (P + n-2) (alpha + S/P beta + S/P gamma), P pieces.
 
-    step 1                            2 <-a- 3
-    step 2                   1 <-a- 2 <-b- 3
-    step 3          0 <-a- 1 <-b- 2 <-c- 3        ...
+        step 1                            2 <-a- 3
+        step 2                   1 <-a- 2 <-b- 3
+        step 3          0 <-a- 1 <-b- 2 <-c- 3        ...
     """
     n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
     rooms, receives, sends = [], [], []

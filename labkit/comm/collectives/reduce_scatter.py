@@ -4,8 +4,8 @@
     recursive halving   exchange half of the rest     log2(n) alpha + (n-1)/n S (beta + gamma)
 
 If n is no power of two, recursive halving folds first: each extra rank gives all its chunks to a
-core rank, for 2 alpha + (1 + 1/n) S beta more. Source: Thakur, Rabenseifner and Gropp, 2005,
-sections 4.2 and 4.4.
+core rank, for 2 alpha + (1 + 1/n) S beta more.
+Source: Thakur, Rabenseifner and Gropp, 2005, sections 4.2 and 4.4.
 """
 
 import torch

@@ -16,11 +16,12 @@ from labkit.runtime.transports.wire import Wire
 def flat_scatter(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """The root sends chunk r directly to rank r. Cost: (n-1) alpha + (n-1)/n S beta.
+    """The root sends chunk r directly to rank r.
+    Cost: (n-1) alpha + (n-1)/n S beta.
 
-    0 -c1-> 1
-    0 -c2-> 2      all three leave over rank 0's wire
-    0 -c3-> 3
+        0 -c1-> 1
+        0 -c2-> 2      all three leave over rank 0's wire
+        0 -c3-> 3
     """
     if wire.rank != root:
         yield wire.irecv(x, root, tag)
@@ -36,9 +37,10 @@ def tree_scatter(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
     """Binomial tree: each rank keeps one chunk and sends on the rest. All chunks have equal size.
+    Cost: ceil(log2 n) alpha + (n-1)/n S beta.
 
-    round 1      0 -c2,c3-> 2
-    round 2      0 -c1-> 1     2 -c3-> 3
+        round 1      0 -c2,c3-> 2
+        round 2      0 -c1-> 1     2 -c3-> 3
     """
     n, position = wire.size, (wire.rank - root) % wire.size
     block = x.new_empty(subtree(n, position), x.numel())  # row k: for position + k

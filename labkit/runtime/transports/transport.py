@@ -39,8 +39,7 @@ class Transport(Protocol):
         """The algorithm for an operation of `nbytes` in all, and why."""
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
-        """This transport or its delegate, and the algorithm. Raises ValueError if `asked` cannot
-        serve."""
+        """The transport to run it, and the algorithm. Raises ValueError if `asked` cannot serve."""
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat CPU tensor, in memory that all ranks share if possible."""

@@ -142,8 +142,7 @@ def slices(piece: torch.Tensor, n: int) -> list[tuple[torch.Tensor, int]]:
 def pieces(
     slots: Slots, longest_bytes: int, room_bytes: int, x: torch.Tensor
 ) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of the longest tensor's pieces, in elements; beyond a shorter one's
-    end."""
+    """(begin, end) in elements of each piece of the longest tensor; a shorter one ends earlier."""
     step = room_bytes // x.element_size()
     for begin in range(0, longest_bytes // x.element_size(), step):
         slots.begin()

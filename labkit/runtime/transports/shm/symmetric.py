@@ -61,8 +61,7 @@ class SymmetricTensors:
         self._by_address: dict[int, Symmetric] = {}
 
     def make(self, slots: Slots, path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """This rank's part of a new tensor; None on all ranks if one lacks room or differs in
-        size."""
+        """This rank's part of a new tensor; None on all ranks if one lacks room or sizes differ."""
         self._made += 1
         path = path.with_name(f"{path.name}-symmetric-{self._made}")
         shared, nbytes = None, numel * dtype.itemsize

@@ -33,8 +33,7 @@ def _through_slots(collective: Callable[..., int]) -> Callable[..., Work]:
 
 class Shared(Transport):
     """Rank `rank` of the `size` ranks of one group on this machine, which share the file `place`
-    and files beside it. CPU tensors only. `messages` runs the algorithms of send and receive by
-    name.
+    and files beside it. CPU tensors only. `messages` runs algorithms requested by name.
 
     Collectives run in call order: a blocking one in the caller's thread, an asynchronous one (and
     those behind it) on a lane. The work's `wait` returns the bytes this rank copied. Memory is

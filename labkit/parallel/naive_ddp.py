@@ -15,7 +15,8 @@ import torch
 
 from labkit.holdings import replicated
 from labkit.parallel.common.data_parallel import Replica
-from labkit.parallel.common.flat import at_end_of_backward, check_dense, nobody_used
+from labkit.parallel.common.flat import check_dense, nobody_used
+from labkit.parallel.common.ownership import at_end_of_backward
 
 
 class NaiveDDP(Replica):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.flat import at_end_of_backward, register_grad_ready_hook
+from labkit.parallel.common.flat import register_grad_ready_hook
 from labkit.parallel.common.ownership import (
     ParamSnapshot,
+    at_end_of_backward,
     broadcast_tensors,
     check_same_on_all_ranks,
     check_trainable,

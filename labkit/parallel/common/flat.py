@@ -158,14 +158,3 @@ def _call(owner: Callable[[], Any], function: Callable[..., Any], *args: Any) ->
 def register_grad_ready_hook(parameter: Tensor, method: Callable[[Any], None]) -> None:
     """Calls `method(parameter)` whenever autograd has accumulated its gradient."""
     parameter.register_post_accumulate_grad_hook(while_alive(method))
-
-
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Calls `function` when the running backward ends, before `backward()` returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def running_backward() -> int | None:
-    """The id of the backward in which this code runs; None outside."""
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task

@@ -1,7 +1,8 @@
-"""Checks on wrapped modules: parameters equal on all ranks, owned once, and unchanged."""
+"""Checks on wrapped modules: parameters equal on all ranks, owned once, and unchanged;
+and the end of the backward that runs."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
@@ -150,3 +151,14 @@ class ParamSnapshot:
                 continue
             after = "after the module was wrapped; change a module first, then wrap it"
             raise ValueError(f"{name} {what} {after}")
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Calls `function` when the running backward ends, before `backward()` returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def running_backward() -> int | None:
+    """The id of the backward in which this code runs; None outside."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task

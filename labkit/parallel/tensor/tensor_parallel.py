@@ -40,8 +40,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
 from labkit.dispatch import no_modes
-from labkit.parallel.common.flat import at_end_of_backward, running_backward
-from labkit.parallel.common.ownership import broadcast_tensors, check_same_on_all_ranks
+from labkit.parallel.common.ownership import (
+    at_end_of_backward,
+    broadcast_tensors,
+    check_same_on_all_ranks,
+    running_backward,
+)
 from labkit.parallel.tensor import layers, validation
 
 

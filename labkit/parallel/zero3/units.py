@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm, Handle
 from labkit.holdings import Footprint
-from labkit.parallel.common.flat import FlatPartition, register_grad_ready_hook, running_backward
+from labkit.parallel.common.flat import FlatPartition, register_grad_ready_hook
+from labkit.parallel.common.ownership import running_backward
 from labkit.parallel.zero3.flat import Flat, Place, compute_dtype_of, master_dtype_of
 
 Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]

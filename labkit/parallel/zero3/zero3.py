@@ -31,8 +31,13 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 
 from labkit.comm import Comm
-from labkit.parallel.common.flat import at_end_of_backward, running_backward
-from labkit.parallel.common.ownership import ParamSnapshot, broadcast_tensors, claim
+from labkit.parallel.common.ownership import (
+    ParamSnapshot,
+    at_end_of_backward,
+    broadcast_tensors,
+    claim,
+    running_backward,
+)
 from labkit.parallel.zero3 import passes, validation
 from labkit.parallel.zero3.flat import Flat
 from labkit.parallel.zero3.sharded_init import sharded_init

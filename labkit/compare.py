@@ -53,11 +53,11 @@ def compare(
         strategies: names of recipes; if None one per family, or all with `every`.
         out: a folder, with a folder for each strategy's recorded run.
     """
-    families = {known.family: name for name, known in RECIPES.items()}
-    names = strategies or (RECIPES if every else families.values())
     check_size(ranks)
-    chosen = [recipe(name) for name in names if name != "single"]
+    chosen = [recipe(name) for name in strategies or RECIPES if name != "single"]
     chosen = fitting(chosen, task, ranks, asked=bool(strategies))
+    if not (strategies or every):  # a family whose last does not fit is represented by another
+        chosen = list({strategy.family: strategy for strategy in chosen}.values())
     out.mkdir(parents=True, exist_ok=True)
     for name in ("compare.png", "steps.png"):
         check_output(out / name)

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,20 +59,21 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
     assert "tensor is left out: 4 heads do not divide over 3 ranks" in done.stdout
 
 
-def test_compare_takes_one_of_each_family_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[list[str]] = []
-
-    def fitting(chosen: list[recipes.Recipe], *args: object, **kwargs: object) -> None:
-        taken.append([one.name for one in chosen])
-        raise ValueError("no rank starts")
-
-    monkeypatch.setattr(compare, "fitting", fitting)
-    for option in ("", " --all", " naive-ddp"):
-        command(f"compare{option}", 2)
-    every = list(recipes.RECIPES)
-    assert taken == [
-        ["ddp", "zero-3", "sequence", "context", "pipeline", "three-d"], every[1:], ["naive-ddp"],
-    ]  # fmt: skip
+def test_compare_takes_one_of_each_family_or_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a family whose last does not fit, the one before it."""
+    monkeypatch.setattr(compare, "World", lambda ranks: nullcontext(SimpleNamespace(picked="")))
+    monkeypatch.setattr(compare, "_recorded", lambda world, name, *_: ([name], None))
+    monkeypatch.setattr(compare, "_judge", lambda reports, *_: reports[0])
+    every, task = list(recipes.RECIPES), Task(rows=8)
+    last = ["single", "ddp", "zero-3", "sequence", "context", "pipeline", "three-d"]
+    assert compare.compare(task, out=tmp_path) == last
+    assert compare.compare(task, every=True, out=tmp_path) == every
+    assert compare.compare(task, ["naive-ddp"], out=tmp_path) == ["single", "naive-ddp"]
+    unfit = replace(recipes.RECIPES["sequence"], unfit=lambda *_: "too short")
+    monkeypatch.setitem(recipes.RECIPES, "sequence", unfit)
+    assert compare.compare(task, out=tmp_path) == [x.replace("sequence", "tensor") for x in last]
 
 
 @pytest.mark.slow

@@ -712,6 +712,14 @@ def test_a_users_own_model() -> None:
             assert same(grads(), without)
 
 
+def test_evaluation_needs_no_edit_taken_back() -> None:
+    model = GPT.preset("tiny", dropout=0.5).eval()
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    expected = model(tokens)
+    Recompute(model)
+    assert torch.equal(model(tokens), expected)
+
+
 def test_a_recording_shows_forward_inside_backward() -> None:
     model = GPT.preset("tiny")
     Recompute(model)

@@ -40,12 +40,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from labkit.comm import Comm
 from labkit.dispatch import no_modes
-from labkit.parallel.common.ownership import (
-    at_end_of_backward,
-    broadcast_tensors,
-    check_same_on_all_ranks,
-    running_backward,
-)
+from labkit.parallel.common import ownership
 from labkit.parallel.tensor import layers, validation
 
 
@@ -70,8 +65,8 @@ def tensor_parallel(
     in a `World` with checks, inputs differ between ranks."""
     comm = Comm.of(comm)
     trials = validation.check_fits(model, comm)
-    check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
-    broadcast_tensors([*model.parameters(), *model.buffers()], comm)
+    ownership.check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
+    ownership.broadcast_tensors([*model.parameters(), *model.buffers()], comm)
     before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for trial in trials:
         _cut_layer(trial, comm, sequence)
@@ -162,11 +157,11 @@ class OwnForward:
     def output_of(self, column: layers.ColumnParallelLinear, x: Tensor) -> Tensor:
         """The output of `column`, which is computed alone if called from outside the layer."""
         if self._call is None:
-            if running_backward() is None:
+            if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
             # A part of forward runs again, as checkpoint in it does; maybe without the row.
             self._call = None, None, {}
-            at_end_of_backward(self._forget)
+            ownership.at_end_of_backward(self._forget)
         self._begin()
         known, before, ys = self._call
         state = torch.is_grad_enabled(), x.is_inference() or x._version
@@ -189,9 +184,8 @@ class OwnForward:
 
     def _forget(self) -> None:
         self._call = None
-        if self._own is not None:  # its state of before is an old one by now
-            with torch.random.fork_rng(range(len(validation.generators()) - 1)):
-                self._end()
+        with torch.random.fork_rng(range(len(validation.generators()) - 1)):
+            self._end()  # which would restore the state from before
 
 
 def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:

@@ -21,7 +21,7 @@ from labkit.comm import Comm
 from labkit.memory.edits import Recompute
 from labkit.models.attention import PlainAttention
 from labkit.models.gpt import GPT
-from labkit.parallel.tensor import tensor_parallel as tensor
+from labkit.parallel.common import ownership
 from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.precision.master import MasterWeights
@@ -174,7 +174,7 @@ def _model(shapes: Sequence[Shape]) -> GPT:
     with ExitStack() as patches:  # parameters without values: no random init, no broadcast
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
             patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
-        patches.enter_context(patch.object(tensor, "broadcast_tensors", _do_nothing))
+        patches.enter_context(patch.object(ownership, "broadcast_tensors", _do_nothing))
         patches.callback(torch.set_default_dtype, default)
         torch.set_default_dtype(DTYPE)
         model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)

@@ -38,9 +38,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+import labkit.parallel.common.ownership as ownership
 from labkit.comm import Comm
 from labkit.dispatch import no_modes
-from labkit.parallel.common import ownership
 from labkit.parallel.tensor import layers, validation
 
 

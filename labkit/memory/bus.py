@@ -197,6 +197,7 @@ class _OnStream(Arrival):
 
 
 def check_alike(target: Tensor, source: Tensor) -> None:
+    """Raises ValueError if dtypes or sizes differ: a bus moves bytes and casts nothing."""
     if (target.shape, target.dtype) != (source.shape, source.dtype):
         raise ValueError(
             f"a bus moves bytes as they are: the source is {source.dtype} {list(source.shape)}, "

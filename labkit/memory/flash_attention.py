@@ -169,6 +169,7 @@ def _scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool
 
 
 def check_fit(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
+    """Raises ValueError for shapes or dtypes that attention cannot take."""
     if tile < 1:
         raise ValueError(f"tile={tile}: a tile has 1 or more queries and keys")
     if not (q.ndim == k.ndim == 4) or k.shape != v.shape or q.shape[::3] != k.shape[::3]:

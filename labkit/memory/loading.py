@@ -79,6 +79,7 @@ class Run:
 
 @torch.no_grad()
 def load_then_run(waiting: Waiting, x: Tensor) -> Run:
+    """Loads all weights, then computes block after block."""
     course = _Course(waiting, len(waiting))
     for k in range(len(waiting)):
         course.load(k)

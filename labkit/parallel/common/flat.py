@@ -140,6 +140,7 @@ def nobody_used(flat: Tensor) -> bool:
 
 
 def check_dense(gradient: Tensor) -> None:
+    """Raises TypeError for a sparse gradient."""
     if gradient.layout != torch.strided:
         raise TypeError(
             f"a gradient is {gradient.layout}; only dense ones are reduced: give sparse=False"

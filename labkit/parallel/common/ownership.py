@@ -64,6 +64,7 @@ def _described(name: str, x: Tensor) -> str:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> None:
+    """Makes the tensors of all ranks equal to those of rank `src`."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x.detach())

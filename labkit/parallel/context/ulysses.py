@@ -51,6 +51,7 @@ def to_heads(x: Tensor, comm: Comm) -> Tensor:
 
 
 def to_sequence(x: Tensor, comm: Comm) -> Tensor:  # [b, h/n, s, e] -> [b, h, s/n, e]
+    """The inverse: [b, h/n, s, e] -> [b, h, s/n, e]."""
     leaving = split_zigzag(x, comm.size, dim=2)
     arriving = [x.new_empty(leaving[0].shape) for _ in leaving]
     comm.all_to_all(arriving, leaving)

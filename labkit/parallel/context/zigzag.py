@@ -35,12 +35,14 @@ def gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
 
 
 def split_zigzag(x: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """The shards of all ranks, from the whole sequence."""
     check_splits(x.shape[dim], ranks)
     chunks = x.tensor_split(2 * ranks, dim)
     return [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]], dim) for r in range(ranks)]
 
 
 def join_zigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """The whole sequence, from the shards of all ranks."""
     early, late = zip(*(shard.tensor_split(2, dim) for shard in shards))
     return torch.cat([*early, *reversed(late)], dim)
 

@@ -217,6 +217,7 @@ class ShardGradient(Tensor):
 
 
 def refuse_hook(*_: Any) -> None:
+    """Replaces `register_hook` of a shard. Raises ValueError."""
     raise ValueError(
         "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"

@@ -134,6 +134,7 @@ def _difference(reports: list[Report], other: Report) -> float:
 
 
 def table(results: list[Result], task: Task) -> Table:
+    """The results as a table of 80 columns: loss, error, bytes sent and held, time of a step."""
     shown = Table(
         title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
         f"{task.dtype}",

@@ -1,4 +1,4 @@
-"""What torch does around every operation: dispatch modes, and the dtype of autocast."""
+"""What torch does around every operation: dispatch modes, the dtype of autocast, generators."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -24,3 +24,8 @@ def low_type_around(x: torch.Tensor) -> torch.dtype | None:
     kind, castable = x.device.type, x.is_floating_point() and x.dtype != torch.float64
     on = castable and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
+
+
+def generators() -> list[torch.Generator]:
+    """torch's default generators: the CPU's and, once GPUs are in use, those of all GPUs."""
+    return [torch.default_generator, *torch.cuda.default_generators]

@@ -12,6 +12,7 @@ from typing import Any
 def lazy(
     package: str, home: dict[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of `package`, whose names are imported from `home`."""
     names = sorted(home, key=str.lower)
 
     def get(name: str) -> Any:

@@ -56,6 +56,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
+    """What a training run on one rank measured."""
+
     strategy: str
     losses: list[float]  # this rank's share; their mean over ranks is the global loss
     step_s: float  # median

@@ -44,6 +44,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
+    """A choice for each block, its peak memory, and what it recomputes and moves in a step."""
+
     choices: tuple[str, ...]
     peak_bytes: int  # of forward and backward
     again_flops: int

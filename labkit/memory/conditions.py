@@ -18,19 +18,18 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from labkit.dispatch import generators
+
 States = list[tuple[torch.Generator, torch.Tensor]]
 
 
-def generators() -> list[torch.Generator]:
-    """torch's default generators: the CPU's and, once GPUs are in use, those of all GPUs."""
-    return [torch.default_generator, *torch.cuda.default_generators]
-
-
 def states_of(generators: Iterable[torch.Generator]) -> States:
+    """The states of `generators`, each beside its generator."""
     return [(generator, generator.get_state()) for generator in generators]
 
 
 def used(states: States) -> States:
+    """Those of `states` whose generator has drawn since they were taken."""
     return [
         (generator, state)
         for generator, state in states
@@ -39,6 +38,7 @@ def used(states: States) -> States:
 
 
 def restore(states: States) -> None:
+    """Sets the generators back to `states`."""
     for generator, state in states:
         generator.set_state(state)
 

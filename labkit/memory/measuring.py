@@ -88,6 +88,8 @@ def measure(
 
 @dataclass(frozen=True)
 class Chosen:
+    """The plan that fits, the measured costs behind it, and the edit that applies it."""
+
     plan: Plan
     costs: Costs
     edit: Choices

@@ -22,8 +22,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
-from labkit.dispatch import DispatchMode
-from labkit.memory.conditions import States, generators, restore, states_of, tensors_in, used
+from labkit.dispatch import DispatchMode, generators
+from labkit.memory.conditions import States, restore, states_of, tensors_in, used
 
 Policy = Callable[[OpOverload], bool]
 
@@ -55,6 +55,8 @@ class _Result:
 
 
 class Kept:
+    """The results of the ops that `policy` keeps: stored in forward, served when it runs again."""
+
     def __init__(self, policy: Policy):
         self.policy = policy
         self.results: dict[OpOverload, list[_Result | None]] = defaultdict(list)

@@ -76,6 +76,8 @@ class Buffers:
 
 
 class Rig:
+    """The buffers of one way to transfer a tensor, allocated once, and the transfer itself."""
+
     def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
         if PACED in way.ends and bus is None:
             raise ValueError(f"{way}: needs a paced bus; give measure(..., bus=Bus(gbps=16))")

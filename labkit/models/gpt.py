@@ -43,6 +43,8 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 class Embed(nn.Module):
+    """Token and position embeddings: tokens [rows, length] -> x [rows, length, width]."""
+
     def __init__(self, vocab: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
@@ -86,6 +88,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """An MLP with one hidden layer of 4 x width: x [..., width] -> [..., width]."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, 4 * width)

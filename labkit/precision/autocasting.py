@@ -141,6 +141,7 @@ def _may_be_cast(x: torch.Tensor) -> bool:
 
 
 def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
     if isinstance(nested, torch.Tensor):
         yield nested
     elif isinstance(nested, (list, tuple)):

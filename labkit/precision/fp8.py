@@ -155,6 +155,7 @@ class Fp8Linear(nn.Module):
 
 
 def check_has_fp8(device: torch.device, simulate: bool) -> None:
+    """Raises ValueError if `device` has no fp8 matmul, unless it is simulated."""
     if simulate:
         return
     if device.type != "cuda":

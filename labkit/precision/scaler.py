@@ -42,6 +42,8 @@ Outputs = TypeVar("Outputs", torch.Tensor, list[Any], tuple[Any, ...])
 
 @dataclass
 class Turn:
+    """One step of the scaler for one optimizer or module, from unscaling to update."""
+
     trained: Trained
     parameters: set[torch.Tensor]
     sent: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above

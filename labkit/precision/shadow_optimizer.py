@@ -139,6 +139,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def value_of(closure: Callable[[], Any] | None) -> Any:
+    """The value of an optimizer's `closure`, computed with gradients enabled; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -22,6 +22,7 @@ Trained = torch.optim.Optimizer | nn.Module
 
 
 def parameters_of(trained: Trained) -> list[torch.Tensor]:
+    """The parameters of a module or an optimizer."""
     if isinstance(trained, nn.Module):
         return list(trained.parameters())
     return [p for group in trained.param_groups for p in group["params"]]
@@ -104,6 +105,7 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
 
 
 def mark_clipped(gradients: Iterable[torch.Tensor]) -> None:
+    """Marks `gradients` as clipped, until they change."""
     for x in gradients:
         _memory(x)._labkit_clipped = x._version  # type: ignore[attr-defined]
 
@@ -119,6 +121,7 @@ def check_not_clipped(trained: Trained, scale: float) -> None:
 
 
 def forget_clipped(trained: Trained) -> None:
+    """Removes the marks of `mark_clipped`."""
     for x in gradients_of(trained):
         vars(_memory(x)).pop("_labkit_clipped", None)
 

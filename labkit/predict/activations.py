@@ -152,6 +152,8 @@ def first_stage_activation_bytes(
 
 @dataclass(frozen=True)
 class Line:
+    """One line of a layer's bill: bytes kept for one term, by formula and measured."""
+
     term: str  # "q, k, v: their shared input"
     per_sbw: str  # "2", "2as/w", "6/t"; "" for what no formula counts
     formula_bytes: float

@@ -22,6 +22,7 @@ from labkit.predict.sizes import check_counts, check_not_negative
 
 
 def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> float:
+    """Seconds if each layer is loaded and then computed, one after the other."""
     _check(load_s, compute_s)
     return sum(load_s) + sum(compute_s)
 

@@ -23,6 +23,7 @@ def check_positive(**numbers: float) -> None:
 
 
 def check_divides(what: str, number: int, over: str, parts: int) -> None:
+    """Raises ValueError unless `parts` divides `number`."""
     if number % parts:
         raise ValueError(
             f"{what}={number} does not divide over {over}={parts}; "

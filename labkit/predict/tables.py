@@ -17,6 +17,8 @@ UNITS = {"bytes", "gb", "s", "ms", "flops"}
 
 @dataclass(frozen=True)
 class Table:
+    """Rows of text under heads, aligned in a terminal and as HTML in a notebook."""
+
     heads: tuple[str, ...]
     rows: list[tuple[str, ...]]
 

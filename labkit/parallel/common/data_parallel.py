@@ -26,6 +26,8 @@ Part = TypeVar("Part")
 
 
 class NoSync:
+    """Gradient accumulation: backwards that do not communicate."""
+
     _synchronise = True
 
     @contextmanager

@@ -123,9 +123,7 @@ class ParamSnapshot:
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept alive, so that their ids are not reused
         self._parameters = list(module.parameters())
-        self._places: list[dict[str, Any]] = []
-        for part in self._modules:
-            self._places += [part._parameters, part._modules]
+        self._places = [x for part in self._modules for x in (part._parameters, part._modules)]
         self._before, self._fingerprint_before = self._now(), self._fingerprint()
 
     def _fingerprint(self) -> tuple[list[int], list[bool]]:
@@ -142,14 +140,14 @@ class ParamSnapshot:
         now = self._now()
         for name in {**self._before, **now}:
             was, is_now = self._before.get(name), now.get(name)
+            if was == is_now:
+                continue
             if was is None or is_now is None:
                 what = "was added" if was is None else "was removed"
             elif was[0] != is_now[0]:
                 what = "is another tensor"
-            elif was[1] != is_now[1]:
-                what = "takes gradients now" if is_now[1] else "was frozen"
             else:
-                continue
+                what = "takes gradients now" if is_now[1] else "was frozen"
             after = "after the module was wrapped; change a module first, then wrap it"
             raise ValueError(f"{name} {what} {after}")
 

@@ -31,6 +31,8 @@ from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_or
 
 
 class Bucket(GradBuffer):
+    """Some parameters' gradients in one flat buffer, all-reduced together."""
+
     def __init__(self, parameters: Sequence[Any], comm: Comm | None, names: Mapping[Any, str]):
         super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1), names)
         numel, first = self.partition.numel, parameters[0].detach()

@@ -50,6 +50,8 @@ def agreed_used(
 
 
 class Phase(IntEnum):
+    """What a rank does next, as announced to ranks that have no data left."""
+
     DONE = 0
     FORWARD = 1  # in which buffers are broadcast
     BACKWARD = 2

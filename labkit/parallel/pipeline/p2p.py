@@ -29,6 +29,8 @@ DTYPES = (
 
 
 class TensorMeta(NamedTuple):
+    """What a stage must know before it can receive a tensor."""
+
     dtype: torch.dtype
     rest: tuple[int, ...]  # the shape behind the rows
     has_gradient: bool  # whether a gradient comes back

@@ -26,6 +26,8 @@ from labkit.parallel.common.shards import Shard, check_same
 
 
 class ScatterGather:
+    """Splits a message over tensor-parallel ranks, and gathers it."""
+
     def __init__(self, comm: Comm):
         self.comm = comm
 

@@ -67,6 +67,7 @@ def wrapped(
 
 
 def last_backward(actions: Iterable[Action], stages: Sequence[Any]) -> Action | None:
+    """The last action that gives a parameter its gradient; None without one."""
     trains = [any(p.requires_grad for p in stage.module.parameters()) for stage in stages]
     backwards = [a for a in actions if a.phase in ("backward", "weight") and trains[a.chunk]]
     return backwards[-1] if backwards else None
@@ -99,6 +100,8 @@ def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tupl
 
 
 class Tied:
+    """Parameters that several stages share: equal at the start, gradients summed each step."""
+
     def __init__(self, owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm):
         groups = {ranks: _group_of(ranks, comm) for ranks in dict.fromkeys(owners.values())}
         self._copies = [(p, group) for p, ranks in owners.items() if (group := groups[ranks])]
@@ -124,6 +127,8 @@ class Tied:
 
 
 class WholeGradient:
+    """A tied parameter's gradient that each rank holds whole, as without ZeRO."""
+
     def __init__(self, parameter: nn.Parameter, group: Any):
         self.parameter, self.is_first = parameter, group.rank == 0
 

@@ -46,6 +46,8 @@ class StageError(RuntimeError):
 
 @dataclass
 class InFlight:
+    """A micro-batch between its forward and its backward."""
+
     x: Tensor
     end: GradientEdge | None  # where backward begins; None: nothing here needs a gradient
     later: Later

@@ -40,6 +40,7 @@ from torch.autograd.function import once_differentiable
 from labkit.comm import Comm
 from labkit.dispatch import low_type_around
 from labkit.parallel.common.conjugate import (
+    check_divides,
     copies_to_ranks,
     copy_to_ranks,
     gather_from_ranks,
@@ -187,13 +188,9 @@ def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False
     Raises ValueError if `dim` is not divisible by t, unless `padded` fills it up with zeros."""
     if whole.ndim <= dim:
         return marked_as(whole, nn.Parameter(whole.detach().clone(), whole.requires_grad))
+    if not padded:
+        check_divides(whole, comm, dim)
     size, shape = whole.shape[dim], [*whole.shape]
-    if size % comm.size and not padded:
-        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        raise ValueError(
-            f"dim {dim} of a weight {shape} is {size} long, which does not divide over "
-            f"{comm.size} tensor-parallel ranks; sizes that would: {fits}"
-        )
     shape[dim] = length = -(-size // comm.size)  # rounded up
     start = min(comm.rank * length, size)
     stop = min(start + length, size)
@@ -223,6 +220,8 @@ class SummedGradients:
 
 
 class OwnPositions(SummedGradients):
+    """Replaces the forward of a position embedding: each rank looks up its shard's positions."""
+
     def __call__(self, positions: Tensor) -> Any:  # [s] -> this rank's vectors, [s/t, w]
         return super().__call__(own_part(positions, self.comm, dim=-1))
 
@@ -253,10 +252,8 @@ class VocabParallelEmbedding(nn.Module):
     def _shard(self, embedding: nn.Embedding, comm: Comm, sequence: bool) -> None:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if value := getattr(embedding, option):
-                raise ValueError(
-                    f"an embedding with {option}={value} cannot be cut by its vocabulary; build "
-                    f"it without {option}"
-                )
+                why = f"an embedding with {option}={value} cannot be cut by its vocabulary"
+                raise ValueError(f"{why}; build it without {option}")
         self.comm, self.sequence = Comm.of(comm), sequence
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.weight = shard_parameter(embedding.weight, self.comm, dim=0, padded=True)  # [V/t, w]

@@ -40,7 +40,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 import labkit.parallel.common.ownership as ownership
 from labkit.comm import Comm
-from labkit.dispatch import no_modes
+from labkit.dispatch import generators, no_modes
 from labkit.parallel.tensor import layers, validation
 
 
@@ -122,8 +122,8 @@ def own_numbers(comm: Comm) -> Iterator[None]:
         return
     with no_modes():  # a seed is not part of the model: it is real in a dry run, too
         seed = int(torch.randint(2**62, ())) + comm.rank
-    with torch.random.fork_rng(range(len(validation.generators()) - 1)):
-        for generator in validation.generators():
+    with torch.random.fork_rng(range(len(generators()) - 1)):
+        for generator in generators():
             generator.manual_seed(seed)
         yield
 
@@ -184,7 +184,7 @@ class OwnForward:
 
     def _forget(self) -> None:
         self._call = None
-        with torch.random.fork_rng(range(len(validation.generators()) - 1)):
+        with torch.random.fork_rng(range(len(generators()) - 1)):
             self._end()  # which would restore the state from before
 
 

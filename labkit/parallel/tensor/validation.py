@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labkit.comm import Comm
-from labkit.dispatch import no_modes
+from labkit.dispatch import generators, no_modes
 from labkit.events import ranks_in_words
 from labkit.parallel.common.shards import check_same
 from labkit.parallel.tensor.layers import SAME_BATCH, ShardedLinear
@@ -42,9 +42,8 @@ def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
     trials = [SplitTrial(comm.size, *layer) for layer in layers_to_cut(model)]
     if not trials:
         raise ValueError(
-            f"{type(model).__name__} has nothing that tensor_parallel knows to cut: modules with "
-            "q, k, v and out (attention) or with up and down, and gate where it is gated (an MLP); "
-            "give its layers these names"
+            f"{type(model).__name__} has nothing that tensor_parallel knows to cut; name its "
+            "linear layers q, k, v and out (attention), or up, down and, if gated, gate (an MLP)"
         )
     return trials
 
@@ -53,8 +52,8 @@ def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> 
     """Raises ValueError if the sequence lacks its ends, or tied parameters came apart."""
     if lacks_ends:
         raise ValueError(
-            "sequence=True: an embedding `tokens` cuts the sequence, and a linear `head` puts it "
-            "together again; this model lacks one, so ranks would take all of x for their part"
+            "sequence=True needs an embedding `tokens` and a linear layer `head`; this model lacks "
+            "one, so ranks would take all of x for their shard"
         )
     now = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
@@ -62,8 +61,8 @@ def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> 
         tied = first.setdefault(known, name)
         if now.get(name) is not now.get(tied):
             raise ValueError(
-                f"{tied} and {name} were one parameter and would be cut into several; build the "
-                "model anew, and give each its own, or tie only `head` and `tokens`"
+                f"{tied} and {name} were one parameter and would be cut into several; rebuild the "
+                "model without this tie: only `head` and `tokens` may share a weight"
             )
 
 
@@ -78,11 +77,6 @@ def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kw
     check_same(comm, "input", inputs, SAME_BATCH)
     advice = "call torch.manual_seed with the same seed on all of them"
     check_same(comm, "random state", partial(random_states, model), advice)
-
-
-def generators() -> list[torch.Generator]:
-    """The generators torch draws from: the CPU's and, once GPUs are in use, theirs."""
-    return [torch.default_generator, *torch.cuda.default_generators]
 
 
 def random_states(model: nn.Module) -> list[Tensor]:
@@ -131,26 +125,23 @@ class SplitTrial:
                 ranks = ranks_in_words(linear.comm.size)
                 problem = f"is cut over {ranks} already; edit a model once, or build a new one"
             elif type(linear) is not nn.Linear:
-                problem = (
-                    f"is a {type(linear).__name__}; tensor_parallel cuts plain nn.Linear: cut "
-                    "first, and edit in other ways afterwards"
-                )
+                kind = type(linear).__name__
+                problem = f"is a {kind}, not a plain nn.Linear; cut first, then make other edits"
             elif "forward" in vars(linear) or any(
                 hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")
             ):
                 problem = (
-                    "has hooks or a forward of its own, which the layers that take its place would "
-                    "not call; cut first, then add these"
+                    "has hooks or a forward of its own, which a sharded layer would not call; "
+                    "cut first, then add them"
                 )
             if problem:
                 raise ValueError(f"{prefix}{name} {problem}")
         for name, _ in self.layer.named_parameters():
             if name.partition(".")[0] not in self.names:
                 raise ValueError(
-                    f"{prefix}{name} is a parameter inside a layer that is cut, and "
-                    f"tensor_parallel knows {', '.join(self.names)} there: whether each rank has "
-                    "all of its gradient depends on where it is used; move it out of the layer, or "
-                    "cut by hand with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
+                    f"{prefix}{name} is a parameter inside a layer to be cut, in which "
+                    f"tensor_parallel knows only {', '.join(self.names)}; move it out, or cut the "
+                    "layer by hand with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
                 )
 
     def _check_sizes(self, prefix: str) -> None:
@@ -158,8 +149,8 @@ class SplitTrial:
         if self.row == "out":
             if not isinstance(width := getattr(layer, "head_width", None), int):
                 raise ValueError(
-                    f"{prefix[:-1]} has q, k, v and out, and no head_width: attention is cut by "
-                    "heads; give it `head_width`, the features of one head"
+                    f"{prefix[:-1]} has q, k, v and out, but no `head_width`, the features of one "
+                    "head; set it, since attention is cut by heads"
                 )
             heads = {"query heads": layer.q, "key-value heads": layer.k}
             counts = {what: linear.out_features // width for what, linear in heads.items()}
@@ -168,16 +159,13 @@ class SplitTrial:
             if hasattr(layer, "gate") and layer.gate.out_features != layer.up.out_features:
                 raise ValueError(
                     f"{prefix}gate has {layer.gate.out_features} features and up "
-                    f"{layer.up.out_features}: a gate is cut as what it is multiplied with; make "
-                    "them equal, or give it another name"
+                    f"{layer.up.out_features}; make them equal, or rename the gate"
                 )
         for what, count in counts.items():
             if count % self.size:
-                fits = gcd(*counts.values())
-                sizes = ", ".join(str(n) for n in range(1, fits + 1) if fits % n == 0)
                 raise ValueError(
-                    f"{count} {what} of {self.path} do not divide over {self.size} "
-                    f"tensor-parallel ranks; choose a size that does: {sizes}"
+                    f"{count} {what} of {self.path} do not divide over {self.size} tensor-parallel "
+                    f"ranks; choose a divisor of {gcd(*counts.values())}"
                 )
 
     def _try_at_edit(self) -> None:
@@ -247,10 +235,10 @@ class SplitTrial:
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(
-            f"tensor_parallel cannot cut {self.path}, a {type(self.layer).__name__}: each rank "
-            f"would have a slice of the features from {', '.join(self.columns)} to {self.row}, and "
-            f"{why}. Give each projection an nn.Linear of its own, rename the layers to leave the "
-            "module whole, or cut it by hand with ColumnParallelLinear and RowParallelLinear"
+            f"tensor_parallel cannot cut {self.path}, a {type(self.layer).__name__}, by the "
+            f"features between {', '.join(self.columns)} and {self.row}: {why}. Give each "
+            "projection its own nn.Linear, rename the layers to leave the module whole, or cut it "
+            "by hand with ColumnParallelLinear and RowParallelLinear"
         )
 
 

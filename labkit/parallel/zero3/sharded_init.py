@@ -115,6 +115,8 @@ class Elements:
 
 
 class Construction:
+    """A model under construction: new parameters are sharded, their writes follow."""
+
     def __init__(self, comm: Comm):
         self.comm, self.is_over = comm, False
         # Not weak: ranks must close alike, but collect garbage at different times.

@@ -44,6 +44,7 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
 
 
 def check_first_order() -> None:
+    """Raises ValueError for backward with create_graph=True."""
     if torch.is_grad_enabled():
         raise ValueError(
             "ZeRO3: create_graph=True asks for a graph of backward itself, which would need "
@@ -52,6 +53,7 @@ def check_first_order() -> None:
 
 
 def check_unwritten(flats: Iterable[Flat]) -> None:
+    """Raises ValueError if forward wrote to a gathered parameter."""
     for p, places in (pair for flat in flats for pair in zip(flat.gathered, flat.places)):
         if p._version:
             raise ValueError(

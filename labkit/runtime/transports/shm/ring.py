@@ -84,6 +84,8 @@ class Ring:
 
 
 class Outbox(Ring):
+    """The sender's end of a ring."""
+
     end = SENDER
 
     def __init__(self, path: Path, timeout_s: float):
@@ -151,6 +153,8 @@ class Sent:
 
 
 class Inbox(Ring):
+    """The receiver's end of a ring: messages by tag, kept until they are wanted."""
+
     end = RECEIVER
 
     def __init__(self, path: Path, timeout_s: float):

@@ -3,6 +3,7 @@ reporting those that are out of step with it.
 
     notebooks/src/00_topic/lab.py ──> notebooks/00_topic.ipynb            student: stubs, no outputs
                                   ──> notebooks/solutions/00_topic.ipynb  solved, executed
+    all labs' glossaries          ──> notebooks/GLOSSARY.md
 
 A solution is between `### BEGIN SOLUTION` and `### END SOLUTION`, as in nbgrader. The student
 edition has a stub in its place: the cell's metadata `stub="..."`, or a
@@ -83,6 +84,8 @@ def student(lab: Path) -> Notebook:
         cell.source = without_solutions(cell.source, cell.metadata.get("stub"))
     for cell in notebook.cells:
         cell.metadata.pop("stub", None)
+        if cell.cell_type == "markdown":  # links of the source are those of the solved edition
+            cell.source = cell.source.replace("](../GLOSSARY.md)", "](GLOSSARY.md)")
     # Empty predictions first: one that a student skips then says so when it is used.
     made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in code]
     new = dict.fromkeys(name for names in made[1:] for name in names if name not in made[0])
@@ -112,6 +115,33 @@ def without_solutions(text: str, stub: str | None = None) -> str:
     if inside:
         raise ValueError(f"{BEGIN} without {END} in the cell that begins {text.splitlines()[0]!r}")
     return "\n".join(kept)
+
+
+def glossary_path() -> Path:
+    """The file of the glossary."""
+    return NOTEBOOKS / "GLOSSARY.md"
+
+
+def glossary() -> str:
+    """The terms of all labs in one table, in Markdown. Raises ValueError if two labs define a term
+    differently."""
+    rows: dict[str, str] = {}
+    where: dict[str, list[str]] = {}
+    for lab in labs():
+        text = (lab / "lab.py").read_text(encoding="utf-8").partition("# ### Glossary\n")[2]
+        table = re.findall(r"^# \| (.+?) \| (.+) \|$", text.partition("# %%")[0], re.MULTILINE)
+        for term, row in table[1:]:  # without the heads
+            if rows.setdefault(term, row) != row:
+                raise ValueError(f"{lab.name} defines {term!r} unlike lab {where[term][0]}")
+            where.setdefault(term, []).append(lab.name)
+    lines = [
+        "# Glossary", "", "`make notebooks` makes this page from the glossaries of all labs.", "",
+        "| English | 中文 | definition | labs |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for term in sorted(rows, key=str.lower):
+        links = ", ".join(f"[{name[:2]}]({name}.ipynb)" for name in where[term])
+        lines.append(f"| {term} | {rows[term]} | {links} |")
+    return "\n".join(lines) + "\n"
 
 
 def checked(text: str) -> str | None:
@@ -161,6 +191,7 @@ def build(names: list[str], everything: bool = False) -> None:
     if len(chosen) < len(names):
         known = ", ".join(lab.name for lab in labs())
         raise ValueError(f"no source for all of {', '.join(names)}; there are {known}")
+    glossary_path().write_text(glossary(), encoding="utf-8")
     for lab in chosen:
         if not everything and out_of_step(lab) == []:
             print(f"{lab.name}: in step")

@@ -110,18 +110,20 @@ note.item()
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | rank | 进程编号（秩） | the number of a process, from 0 |
-# | world size | 进程总数 | how many ranks there are |
-# | process group | 进程组 | ranks that talk together |
-# | point-to-point communication | 点对点通信 | one sends, one other receives |
-# | send, receive | 发送、接收 | its two ends |
-# | collective communication | 集合通信 | an operation that all ranks of a group call |
-# | broadcast | 广播 | the tensor of one rank becomes everybody's |
-# | all-reduce | 全归约 | everybody gets the sum (or mean, maximum, ...) |
-# | backend | 通信后端 | the library that carries the bytes: gloo, NCCL, MPI |
-# | deadlock | 死锁 | ranks wait for each other, and none can go on |
+# | rank | 进程编号（秩） | the index of a process in its group, from 0 |
+# | world size | 进程总数 | the number of ranks |
+# | process group | 进程组 | ranks that communicate with each other |
+# | point-to-point communication | 点对点通信 | one rank sends, one other receives |
+# | send, receive | 发送、接收 | the two ends of a point-to-point message |
+# | collective communication | 集合通信 | an operation that all ranks of a group call together |
+# | broadcast | 广播 | every rank gets a copy of one rank's tensor |
+# | all-reduce | 全归约 | every rank gets the sum (or mean, maximum, ...) over all ranks |
+# | backend | 通信后端 | the library that moves the bytes: gloo, NCCL, MPI |
+# | deadlock | 死锁 | ranks wait for each other, so none can continue |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -111,19 +111,21 @@ plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
 #
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | launcher | 启动器 | starts a process per device and sets its variables |
-# | local rank | 本地进程编号 | the number of a process on its machine |
-# | node | 节点 | one machine |
-# | rendezvous | 会合 | how ranks find each other |
-# | key-value store | 键值存储 | what they find there |
-# | subgroup | 子进程组 | some of the ranks, with sockets of their own |
-# | device mesh | 设备网格 | ranks in a box of named axes |
-# | data parallel (dp) | 数据并行 | an axis: the same model, other data |
-# | tensor parallel (tp) | 张量并行 | an axis: each layer cut into pieces |
-# | pipeline parallel (pp) | 流水线并行 | an axis: some of the layers each |
-# | timeout | 超时 | how long a rank waits before it gives up |
+# | launcher | 启动器 | starts one process per device and sets its environment variables |
+# | local rank | 本地进程编号 | the index of a process on its machine |
+# | node | 节点 | one machine, with one or more GPUs |
+# | rendezvous | 会合 | how ranks find each other at the start |
+# | key-value store | 键值存储 | the server at which ranks exchange addresses in a rendezvous |
+# | subgroup | 子进程组 | some of the ranks, with connections of their own |
+# | device mesh | 设备网格 | ranks arranged in a grid with named axes |
+# | data-parallel axis (dp) | 数据并行轴 | ranks along it have the same part of the model and different data |
+# | tensor-parallel axis (tp) | 张量并行轴 | ranks along it have different shards of each layer |
+# | pipeline-parallel axis (pp) | 流水线并行轴 | ranks along it have different layers |
+# | timeout | 超时 | how long a rank waits before it raises an error |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -144,17 +144,19 @@ def tree_s(n, nbytes, alpha_s, beta_s_per_byte):
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | all-reduce | 全归约 | everybody gets the sum of all |
-# | reduce-scatter | 归约散播 | rank r gets chunk r of the sum |
-# | all-gather | 全收集 | everybody gets the chunks of all |
-# | chunk | 数据块 | one of n parts of a tensor |
-# | ring | 环 | each sends to its right neighbour only |
-# | binomial tree | 二项树 | in each step, all who have it send it on |
-# | latency, α | 延迟 | seconds of a message, however small |
-# | bandwidth, 1/β | 带宽 | bytes per second on a wire |
+# | all-reduce | 全归约 | every rank gets the sum (or mean, maximum, ...) over all ranks |
+# | reduce-scatter | 归约散播 | rank r gets chunk r of the sum over all ranks |
+# | all-gather | 全收集 | every rank gets the chunks of all ranks |
+# | chunk | 数据块 | one of n equal parts of a tensor |
+# | ring | 环 | each rank sends only to its right neighbor |
+# | binomial tree | 二项树 | in each step, every rank that has the data sends it to one more |
+# | latency (α) | 延迟 | the time before the first byte of a message arrives |
+# | bandwidth (1/β) | 带宽 | bytes per second over a link |
 # | crossover | 交叉点 | the size at which two algorithms take the same time |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -178,19 +178,21 @@ bars(LINKS, "GB/s of one GPU or one card, one way", "{:,.1f}", log=True, height=
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | bandwidth | 带宽 | bytes per second |
-# | latency | 时延 | how long the first byte takes |
-# | algorithm bandwidth, algbw | 算法带宽 | size of the tensor over time |
-# | bus bandwidth, busbw | 总线带宽 | bytes that each rank must send, over time |
-# | topology | 拓扑 | which devices are joined by which links |
-# | bottleneck | 瓶颈 | the link that is busy longest |
-# | node | 节点 | a machine with one or more GPUs |
-# | network card, NIC | 网卡 | a node's door to the network |
-# | hierarchical all-reduce | 分层全归约 | inside the node, between nodes, inside again |
-# | channel | 通道 | one of several rings that NCCL runs at once |
-# | GPUDirect RDMA | GPU 直接远程内存访问 | the card reads the GPU's memory, not through the host's |
+# | bandwidth (1/β) | 带宽 | bytes per second over a link |
+# | latency (α) | 延迟 | the time before the first byte of a message arrives |
+# | algorithm bandwidth (algbw) | 算法带宽 | tensor size divided by time |
+# | bus bandwidth (busbw) | 总线带宽 | bytes that each rank must send, divided by time |
+# | topology | 拓扑 | which links connect which devices |
+# | bottleneck | 瓶颈 | the resource that is busy longest and sets the total time |
+# | node | 节点 | one machine, with one or more GPUs |
+# | network card (NIC) | 网卡 | connects a node to the network |
+# | hierarchical all-reduce | 分层全归约 | reduces inside each node, then between nodes, then inside again |
+# | channel | 通道 | one of several rings or trees that NCCL runs in parallel |
+# | GPUDirect RDMA | GPU 直接远程内存访问 | the network card reads GPU memory directly, without a copy in host memory |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -138,17 +138,19 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | data parallelism | 数据并行 | the same model on every rank, different rows |
-# | parameter server | 参数服务器 | who keeps the weights, gathers gradients and steps |
-# | worker | 工作节点 | who computes gradients |
-# | push, pull | 推送、拉取 | gradients to the server; weights from it |
-# | synchronous, asynchronous | 同步、异步 | all together; each when it is ready |
-# | stale gradient | 陈旧梯度 | made with older weights than those it changes |
-# | staleness | 陈旧度 | how many updates came in between |
-# | bounded staleness | 有界陈旧度 | nobody may be more than s steps ahead of the slowest |
-# | bottleneck | 瓶颈 | the link that everybody waits for |
+# | data parallelism (DP) | 数据并行 | every rank has the same model and different rows of the batch |
+# | parameter server | 参数服务器 | a process that keeps the weights, collects gradients and runs the optimizer |
+# | worker | 工作节点 | a process that computes gradients |
+# | push, pull | 推送、拉取 | a worker sends gradients to the server; it fetches weights from it |
+# | synchronous, asynchronous | 同步、异步 | all workers update together; each updates when it is ready |
+# | stale gradient | 陈旧梯度 | computed with older weights than those it updates |
+# | staleness | 陈旧度 | the number of updates between reading the weights and applying the gradient |
+# | bounded staleness | 有界陈旧度 | no worker may be more than s steps ahead of the slowest |
+# | bottleneck | 瓶颈 | the resource that is busy longest and sets the total time |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -123,18 +123,20 @@ plot.timeline(naive)
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | data parallelism | 数据并行 | the same model on every rank, different rows |
-# | replica | 模型副本 | a rank's copy of the model |
-# | ring all-reduce | 环形全归约 | chunks go around: 2(n-1)/n · S bytes sent by each rank |
-# | latency, bandwidth | 延迟、带宽 | time before the first byte arrives; bytes per second |
-# | gradient bucket | 梯度桶 | gradients that travel as one message |
-# | overlap | 通信与计算重叠 | communicating while computing |
-# | exposed communication | 未被掩盖的通信 | the part that nothing hides: waiting |
+# | data parallelism (DP) | 数据并行 | every rank has the same model and different rows of the batch |
+# | replica | 模型副本 | one complete copy of the model, on one rank or on the t · p ranks that share it |
+# | ring all-reduce | 环形全归约 | chunks travel around a ring; each rank sends 2(n-1)/n · S bytes |
+# | latency (α) | 延迟 | the time before the first byte of a message arrives |
+# | gradient bucket | 梯度桶 | gradients that are sent in one message |
+# | overlap | 通信与计算重叠 | communication that runs while the rank computes |
+# | exposed communication | 未被掩盖的通信 | communication time that no computation hides |
 # | hook | 钩子函数 | a function that autograd calls, here when a gradient is ready |
-# | gradient accumulation | 梯度累积 | several backwards, then one optimizer step |
-# | micro-batch | 微批次 | what one of these backwards sees |
+# | gradient accumulation | 梯度累积 | several backwards add up gradients before one optimizer step |
+# | micro-batch | 微批次 | the rows of a batch that one forward and backward process together |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -124,20 +124,22 @@ for name in ("v100-cloud", "selene", "dgx-h100"):
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | dry run | 试运行（无数据） | the real code on tensors without numbers |
+# | dry run | 试运行（无数据） | runs the real code on tensors without data |
 # | replay | 回放 | a recorded run with the times of another machine |
-# | virtual clock | 虚拟时钟 | adds times instead of waiting |
-# | alpha-beta model | α-β 通信模型 | latency plus bytes over bandwidth |
-# | roofline | 屋顶线模型 | arithmetic or memory, whichever takes longer |
-# | arithmetic intensity | 算术强度 | operations per byte of memory |
-# | compute-bound, memory-bound | 计算受限、访存受限 | right and left of the ridge |
-# | exposed communication | 未被掩盖的通信 | waiting that no computing hides |
-# | MFU | 模型算力利用率 | the model's operations over what the device could do in that time |
-# | tensor parallelism | 张量并行 | ranks share every matrix |
-# | pipeline parallelism | 流水线并行 | ranks have layers, one after the other |
-# | pipeline bubble | 流水线气泡 | stages that have nothing to do |
+# | virtual clock | 虚拟时钟 | adds up modelled times instead of waiting |
+# | alpha-beta model | α-β 通信模型 | time of a message = latency + bytes / bandwidth |
+# | roofline | 屋顶线模型 | time = arithmetic or memory traffic, whichever takes longer |
+# | arithmetic intensity | 算术强度 | FLOPs per byte of memory traffic |
+# | compute-bound, memory-bound | 计算受限、访存受限 | limited by FLOP/s (right of the ridge) or by memory bandwidth (left of it) |
+# | exposed communication | 未被掩盖的通信 | communication time that no computation hides |
+# | model FLOPs utilization (MFU) | 模型算力利用率 | FLOPs that the model needs, divided by what the devices could do in that time |
+# | tensor parallelism (TP) | 张量并行 | ranks share the weights and the computation of each layer |
+# | pipeline parallelism (PP) | 流水线并行 | ranks have different layers and pass micro-batches on |
+# | pipeline bubble | 流水线气泡 | the time in which a stage is idle |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

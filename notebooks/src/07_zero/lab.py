@@ -146,19 +146,21 @@ plot.memory(ddp, ranks=[0], predicted=16 * P)
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | mixed precision | 混合精度 | a model in 16 bits, its optimizer in 32 |
-# | master weights | 主权重（FP32 副本） | the exact copy on which the optimizer steps |
-# | model states | 模型状态 | parameters, gradients, optimizer state |
-# | optimizer state | 优化器状态 | what an optimizer keeps: moments, master weights |
-# | ZeRO, zero redundancy optimizer | 零冗余优化器 | nobody keeps what another has |
-# | to shard, a share | 切分、分片 | 1/n of something, another on each rank |
-# | flat partition | 扁平化分区 | tensors in one buffer, cut into equal shares |
-# | padding | 填充 | zeros, so that n divides |
-# | owner | 所有者 | the rank whose share something is in |
-# | reduce-scatter | 归约散播 | the sum, of which each rank gets its share |
-# | all-gather | 全收集 | all get all ranks' shares |
+# | mixed precision | 混合精度 | training with several number formats, such as a 16-bit model and a 32-bit optimizer |
+# | master weights | 主权重（FP32 副本） | fp32 copies of the weights, which the optimizer updates |
+# | model states | 模型状态 | parameters, gradients and optimizer state |
+# | optimizer state | 优化器状态 | tensors that an optimizer keeps between steps: moments, master weights |
+# | ZeRO (zero redundancy optimizer) | 零冗余优化器 | each rank keeps only its share of the model states |
+# | shard | 分片 | the part of a tensor that one rank keeps |
+# | flat partition | 扁平化分区 | tensors laid out in one buffer and split into equal shares |
+# | padding | 填充 | zeros added so that the size is divisible by n |
+# | owner | 所有者 | the rank that holds and updates a share |
+# | reduce-scatter | 归约散播 | rank r gets chunk r of the sum over all ranks |
+# | all-gather | 全收集 | every rank gets the chunks of all ranks |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -132,17 +132,19 @@ for n in (64, 1024, 100_000):
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | ZeRO-3, fully sharded data parallelism | ZeRO-3、全分片数据并行 | parameters, gradients, optimizer state: 1/n each |
-# | unit | 分片单元 | parameters that are gathered together, often a layer |
-# | shard, share | 分片 | the part that one rank keeps |
-# | gather, free (reshard) | 聚合、释放（重新分片） | make a unit whole; give its memory back |
-# | prefetch | 预取 | gather a unit before it is needed |
-# | working set | 工作集 | what must be whole at one time |
-# | persistence threshold | 常驻阈值 | smaller parameters stay whole on every rank |
-# | activation recompute (checkpointing) | 激活重计算 | drop activations in forward, compute them again in backward |
-# | exposed communication | 未被掩盖的通信 | waiting that no computing hides |
+# | ZeRO-3, fully sharded data parallelism (FSDP) | ZeRO-3、全分片数据并行 | each rank keeps 1/n of parameters, gradients and optimizer state |
+# | unit | 分片单元 | parameters that are gathered together, often those of a layer |
+# | shard | 分片 | the part of a tensor that one rank keeps |
+# | gather, free (reshard) | 聚合、释放（重新分片） | make a unit's parameters whole; release that memory again |
+# | prefetch | 预取 | fetch data before it is needed |
+# | working set | 工作集 | what must be in memory at one time |
+# | persistence threshold | 常驻阈值 | parameters smaller than it stay whole on every rank |
+# | activation recomputation (checkpointing) | 激活重计算（激活检查点） | drop activations in forward and compute them again in backward |
+# | exposed communication | 未被掩盖的通信 | communication time that no computation hides |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -123,20 +123,22 @@ plot.number_line(["fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3"])
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | floating point | 浮点数 | sign, power of two, fraction |
-# | exponent, bias | 指数（阶码）、偏置 | the power, and what is added to it in the field |
-# | fraction, mantissa | 尾数 | the bits behind the point |
-# | ulp, step | 最低位单位 | from one number to the next |
+# | floating point | 浮点数 | numbers stored as sign, exponent and fraction |
+# | exponent, bias | 指数（阶码）、偏置 | the power of two, and the constant added to it in its bit field |
+# | fraction, mantissa | 尾数 | the bits after the binary point |
+# | ulp, step | 最低位单位 | the distance from one representable number to the next |
 # | subnormal | 非规格化数（次正规数） | below the smallest normal number, in equal steps |
-# | overflow, underflow | 上溢、下溢 | too large: infinity; too small: zero |
-# | ties to even | 向偶数舍入 | a half goes to the number whose last bit is 0 |
-# | rounding error | 舍入误差 | what is lost by going to the nearest number |
-# | to saturate | 饱和 | the largest number instead of infinity |
-# | quantization, block | 量化、分块 | few equal steps, with one scale for a block |
-# | Kahan summation | Kahan 求和（补偿求和） | a sum that keeps what each addition loses |
-# | (not) associative | （不）满足结合律 | (a + b) + c may differ from a + (b + c) |
+# | overflow, underflow | 上溢、下溢 | a result too large for the format becomes infinity; one too small becomes 0 |
+# | ties to even | 向偶数舍入 | a number halfway between two values rounds to the one whose last bit is 0 |
+# | rounding error | 舍入误差 | the difference between a number and the nearest representable one |
+# | saturation | 饱和 | a result too large becomes the largest finite number instead of infinity |
+# | quantization, block | 量化、分块 | rounding to few equally spaced values; numbers that share one scale |
+# | Kahan summation | Kahan 求和（补偿求和） | a sum that carries along what each addition rounds off |
+# | associative, not associative | 满足结合律、不满足结合律 | whether (a + b) + c equals a + (b + c); for floating-point numbers it may not |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -162,18 +162,20 @@ print(f"In fp16, {zeros:.0%} of all gradients are exactly 0: these weights stay 
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | mixed precision | 混合精度 | several number formats in one training step |
-# | autocast | 自动类型转换 | each op's inputs are cast as a list says |
-# | op policy | 算子精度策略 | that list: low, fp32, promote |
-# | master weights | 主权重 | fp32 copies on which the optimizer steps |
-# | underflow | 下溢 | too small for the format: becomes 0 |
-# | overflow | 上溢 | too large: becomes inf |
-# | loss scaling | 损失缩放 | backward on S times the loss |
-# | dynamic scaling, back-off | 动态缩放、回退 | S grows, and is halved on overflow |
-# | gradient accumulation | 梯度累积 | gradients of micro-batches are added up |
+# | mixed precision | 混合精度 | training with several number formats, such as a 16-bit model and a 32-bit optimizer |
+# | autocast | 自动类型转换 | casts the inputs of each op to the dtype that its op policy names |
+# | op policy | 算子精度策略 | which ops run in low precision, which in fp32, and which in the widest input dtype |
+# | master weights | 主权重（FP32 副本） | fp32 copies of the weights, which the optimizer updates |
+# | underflow | 下溢 | a result too small for the format: it becomes 0 |
+# | overflow | 上溢 | a result too large for the format: it becomes infinity |
+# | loss scaling | 损失缩放 | runs backward on S times the loss, so that small gradients do not underflow |
+# | dynamic scaling, back-off | 动态缩放、回退 | the loss scale grows over time and is halved on overflow |
+# | gradient accumulation | 梯度累积 | several backwards add up gradients before one optimizer step |
 # | amax | 最大绝对值 | the largest magnitude in a tensor |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

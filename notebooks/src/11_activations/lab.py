@@ -103,17 +103,19 @@ print(f"{held['activations'] / 1e6:.0f} MB of activations, {states / 1e6:.0f} MB
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | activations | 激活值 | what forward makes and backward needs |
-# | recomputation, activation checkpointing | 激活重计算、激活检查点 | run forward again instead of keeping it |
-# | selective recomputation | 选择性重计算 | again only what is large to keep and cheap to compute |
-# | saved tensor | 反向保存张量 | what autograd keeps for one operation |
-# | offload | 卸载（到主机内存） | what is not needed now waits in the host's memory |
-# | pinned memory | 锁页内存 | host memory that a GPU copies to and from by itself |
-# | prefetch | 预取 | ask for it before it is needed |
-# | online softmax | 在线 softmax | a softmax summed up as its numbers come |
-# | Pareto front | 帕累托前沿 | choices than which none is better in both |
+# | activations | 激活值 | tensors that forward computes and backward needs |
+# | activation recomputation (checkpointing) | 激活重计算（激活检查点） | drop activations in forward and compute them again in backward |
+# | selective recomputation | 选择性重计算 | recomputes only activations that are large to keep and cheap to compute |
+# | saved tensor | 反向保存张量 | a tensor that autograd keeps for the backward of an operation |
+# | offload | 卸载（到主机内存） | keep tensors in CPU memory until the device needs them |
+# | pinned (page-locked) memory | 锁页内存 | host memory that the system does not move, so that a GPU can copy it by DMA |
+# | prefetch | 预取 | fetch data before it is needed |
+# | online softmax | 在线 softmax | a softmax computed in one pass, block by block |
+# | Pareto front | 帕累托前沿 | choices for which no other choice is better in both quantities |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -111,20 +111,22 @@ print(f"{all_s * 1e3:.0f} ms, of which the device computes {computing_s / all_s:
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | bus (PCIe) | 总线（PCIe） | what joins CPU memory and a device |
-# | host, device | 主机、设备 | the CPU with its memory; the GPU with its own |
-# | pinned, page-locked memory | 锁页内存 | memory that the system leaves where it is |
-# | pageable memory | 可分页内存 | ordinary memory |
-# | DMA, copy engine | 直接内存访问、拷贝引擎 | copies beside the program |
-# | non-blocking, asynchronous | 非阻塞、异步 | the call returns before it is done |
-# | stream, event | 流、事件 | a queue of a GPU's work; a mark in it |
-# | cast | 类型转换 | the same numbers in another dtype |
-# | prefetch | 预取 | load before it is asked for |
-# | double buffering | 双缓冲 | one is filled while the other is used |
-# | zero-copy | 零拷贝 | read where it lies, over the bus |
-# | offload | 卸载 | to keep in CPU memory what the device has no room for |
+# | bus (PCIe) | 总线（PCIe） | the connection between CPU memory and a device |
+# | host, device | 主机、设备 | the CPU with its memory; the GPU with its memory |
+# | pinned (page-locked) memory | 锁页内存 | host memory that the system does not move, so that a GPU can copy it by DMA |
+# | pageable memory | 可分页内存 | ordinary memory, which the operating system may move or swap |
+# | DMA, copy engine | 直接内存访问、拷贝引擎 | hardware that copies memory while the processor computes |
+# | non-blocking, asynchronous | 非阻塞、异步 | the call returns before the operation is complete |
+# | stream, event | 流、事件 | a queue of work for a GPU; a marker in it |
+# | cast | 类型转换 | conversion of a tensor to another dtype |
+# | prefetch | 预取 | fetch data before it is needed |
+# | double buffering | 双缓冲 | one buffer is filled while the other is in use |
+# | zero-copy | 零拷贝 | the device reads host memory in place, over the bus |
+# | offload | 卸载（到主机内存） | keep tensors in CPU memory until the device needs them |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -189,18 +189,20 @@ print("attention by heads:", torch.allclose(summed, attention(positions)))
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | tensor parallelism (TP) | 张量并行 | ranks compute each layer together |
-# | column-parallel | 列并行 | each rank has some columns of A: other features of the output |
-# | row-parallel | 行并行 | each rank has some rows of A: a summand of the output |
-# | conjugate operators f, g | 共轭算子 | what one sends in forward, the other sends in backward |
-# | partial sum | 部分和 | a summand on each rank |
-# | attention head | 注意力头 | a part of attention that is computed by itself |
-# | replicated | 复制的 | the same on all ranks |
-# | vocabulary-parallel | 词表并行 | each rank has some tokens' rows of the table |
-# | vocabulary padding | 词表填充 | rows of zeros, so that the number of ranks divides the table |
-# | random state | 随机数状态 | what decides the next dropout mask |
+# | tensor parallelism (TP) | 张量并行 | ranks share the weights and the computation of each layer |
+# | column-parallel | 列并行 | each rank has some columns of A and computes those output features |
+# | row-parallel | 行并行 | each rank has some rows of A and computes a partial sum of the output |
+# | conjugate operators f, g | 共轭算子 | f communicates in backward only, g in forward only |
+# | partial sum | 部分和 | a rank's summand of a result |
+# | attention head | 注意力头 | a part of attention that is computed independently of the others |
+# | replicated | 复制的 | equal on all ranks |
+# | vocabulary-parallel | 词表并行 | each rank has the table rows of some tokens |
+# | vocabulary padding | 词表填充 | rows of zeros that make the vocabulary divisible by the number of ranks |
+# | random state | 随机数状态 | the state of the generator, which determines the next dropout mask |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -137,18 +137,20 @@ for name, owners in SHARDS.items():
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | sequence parallelism (SP) | 序列并行 | tensor-parallel ranks share the positions between layers |
-# | context parallelism (CP) | 上下文并行 | ranks share each sequence, all the way through |
-# | ring attention | 环形注意力 | blocks of keys and values travel around a ring |
-# | Ulysses | Ulysses 序列并行 | all-to-all from tokens to heads, and back |
-# | zig-zag shard | 之字形切分 | an early and a late chunk: the same work for all |
-# | causal mask | 因果掩码 | a token sees those before it |
-# | online softmax | 在线 softmax | a softmax that takes up its numbers part by part |
-# | log-sum-exp | 对数求和指数 | L, by which two parts are weighed |
-# | key-value head | 键值头 | a head of k and v; several heads of q may share it |
-# | exposed | 未被掩盖的 | the part of a message that computing does not hide |
+# | sequence parallelism (SP) | 序列并行 | tensor-parallel ranks split the sequence between the sharded layers |
+# | context parallelism (CP) | 上下文并行 | ranks share each sequence in all layers, attention included |
+# | ring attention | 环形注意力 | blocks of keys and values travel around a ring of ranks |
+# | Ulysses | Ulysses 序列并行 | all-to-alls switch between a split by tokens and a split by heads |
+# | zig-zag shard | 之字形切分 | an early and a late chunk for each rank, so that all ranks have equal work |
+# | causal mask | 因果掩码 | lets each token attend only to itself and earlier tokens |
+# | online softmax | 在线 softmax | a softmax computed in one pass, block by block |
+# | log-sum-exp | 对数求和指数 | log of the sum of exponentials; weights two partial softmax results |
+# | key-value head | 键值头 | a head of k and v, which several query heads may share |
+# | exposed communication | 未被掩盖的通信 | communication time that no computation hides |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

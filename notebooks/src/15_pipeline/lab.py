@@ -142,18 +142,20 @@ plot.schedules(
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | pipeline parallelism (PP) | 流水线并行 | ranks have different layers, and hand micro-batches on |
-# | stage | 流水线阶段 | the layers of one rank |
-# | micro-batch | 微批次 | some rows of a batch, which travel together |
-# | bubble | 流水线气泡 | the time in which a stage has nothing to do |
-# | schedule | 调度 | which stage computes what, in which order |
-# | in flight | 在途 | between its forward and its backward |
-# | gradient accumulation | 梯度累积 | adding up gradients before one update |
-# | flush | 流水线排空 | to wait until no micro-batch is in flight |
-# | load balancing | 负载均衡 | stages that cost the same |
-# | point-to-point | 点对点通信 | from one rank to one other |
+# | pipeline parallelism (PP) | 流水线并行 | ranks have different layers and pass micro-batches on |
+# | pipeline stage | 流水线阶段 | the layers that one rank of a pipeline has |
+# | micro-batch | 微批次 | the rows of a batch that one forward and backward process together |
+# | pipeline bubble | 流水线气泡 | the time in which a stage is idle |
+# | schedule | 调度 | the order in which each stage runs its forwards and backwards |
+# | in flight | 在途 | a micro-batch between its forward and its backward |
+# | gradient accumulation | 梯度累积 | several backwards add up gradients before one optimizer step |
+# | flush | 流水线排空 | waiting until no micro-batch is in flight |
+# | load balancing | 负载均衡 | splitting work so that all stages take the same time |
+# | point-to-point communication | 点对点通信 | one rank sends, one other receives |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -129,18 +129,20 @@ print(table(make_schedule("pipedream", stages=3, microbatches=4)))
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | schedule | 调度 | a list of actions for each stage |
-# | 1F1B, PipeDream-flush | 一前一后 | one forward, one backward, in turns |
-# | warm-up, steady state, cool-down | 预热、稳态、收尾 | its three parts |
-# | interleaved, virtual stages | 交错式、虚拟流水级 | several chunks of the model on each stage |
+# | schedule | 调度 | the order in which each stage runs its forwards and backwards |
+# | 1F1B, PipeDream-flush | 一前一后 | a schedule that alternates one forward and one backward |
+# | warm-up, steady state, cool-down | 预热、稳态、收尾 | the three parts of a pipeline schedule |
+# | interleaved, virtual stages | 交错式、虚拟流水级 | each stage has several chunks of the model |
 # | in flight | 在途 | a micro-batch between its forward and its backward |
-# | zero bubble | 零气泡 | gradients of weights fill the gaps |
-# | input gradient, weight gradient | 输入梯度、权重梯度 | the halves I and W |
-# | flush | 流水线排空 | all wait until the pipeline is empty |
-# | stale weights | 过期权重 | those of some updates ago |
-# | weight stashing | 权重暂存 | keep the version of each forward for its backward |
+# | zero bubble | 零气泡 | schedules that fill idle time with weight gradients |
+# | input gradient, weight gradient | 输入梯度、权重梯度 | the two halves of a backward, I and W |
+# | flush | 流水线排空 | waiting until no micro-batch is in flight |
+# | stale weights | 过期权重 | weights from before the latest updates |
+# | weight stashing | 权重暂存 | keeps the weights of each forward for its backward |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -184,17 +184,19 @@ plot.mesh(SIZES_OF_MESH, ranks_per_node=4)
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | 3D parallelism, PTD-P | 三维并行 | pipeline, tensor and data parallelism together |
-# | device mesh | 设备网格 | ranks in a box of named axes |
-# | rank placement | 进程放置 | which rank stands on which node |
-# | model parallel size | 模型并行规模 | t · p: over how many ranks one copy is cut |
-# | replica | 副本 | one copy of the model: t · p ranks |
-# | embedding group | 嵌入层通信组 | first and last stage, which share the embedding |
-# | scatter/gather | 分散-聚集优化 | parts over slow wires, whole over fast ones |
-# | global norm | 全局范数 | the length of the gradient of the whole model |
-# | global batch | 全局批次 | the rows of all replicas: d · m · rows of a micro-batch |
+# | 3D parallelism, PTD-P | 三维并行 | pipeline, tensor and data parallelism combined |
+# | device mesh | 设备网格 | ranks arranged in a grid with named axes |
+# | rank placement | 进程放置 | which rank runs on which node |
+# | model-parallel size | 模型并行规模 | t · p, the number of ranks that share one copy of the model |
+# | replica | 模型副本 | one complete copy of the model, on one rank or on the t · p ranks that share it |
+# | embedding group | 嵌入层通信组 | the ranks of the first and last stage, which share the embedding |
+# | scatter/gather | 分散-聚集优化 | each tensor-parallel rank sends a part over the slow link; the parts are gathered over the fast one |
+# | global norm | 全局范数 | the norm of the gradient of the whole model |
+# | global batch | 全局批量 | the rows of all replicas in one step |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

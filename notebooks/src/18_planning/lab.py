@@ -152,18 +152,20 @@ for axes in (left, right):
 # %% [markdown]
 # ### Glossary
 #
-# | English | 中文 | what it is |
+# | English | 中文 | definition |
 # |---|---|---|
-# | layout, parallel configuration | 并行配置 | ranks along each axis, rows of a micro-batch |
-# | 3D parallelism, PTD-P | 三维并行 | pipeline, tensor and data parallelism together |
-# | global batch | 全局批量 | the rows of a step, of all replicas |
-# | micro-batch | 微批次 | rows that travel together |
-# | model FLOPs utilisation, MFU | 模型算力利用率 | what the model needs over what the GPUs could do |
-# | hardware FLOPs utilisation, HFU | 硬件算力利用率 | the same, with what is computed again |
-# | exposed | 未被掩盖的 | a rank stands still for it |
-# | calibration | 校准 | constants fitted to what was measured |
-# | held out | 留出 | measured rows that nothing was fitted to |
-# | search space | 搜索空间 | all layouts that there are |
+# | layout, parallel configuration | 并行配置 | the ranks along each axis, and the rows of a micro-batch |
+# | 3D parallelism, PTD-P | 三维并行 | pipeline, tensor and data parallelism combined |
+# | global batch | 全局批量 | the rows of all replicas in one step |
+# | micro-batch | 微批次 | the rows of a batch that one forward and backward process together |
+# | model FLOPs utilization (MFU) | 模型算力利用率 | FLOPs that the model needs, divided by what the devices could do in that time |
+# | hardware FLOPs utilization (HFU) | 硬件算力利用率 | as MFU, with recomputed FLOPs counted too |
+# | exposed communication | 未被掩盖的通信 | communication time that no computation hides |
+# | calibration | 校准 | fitting constants to measurements |
+# | held out | 留出 | measurements that were not used in a fit |
+# | search space | 搜索空间 | all layouts to choose from |
+#
+# The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 
 # %% [markdown]
 # ## 3. Predict

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Lab 00: Your machine is a cluster
 #
-# You know PyTorch; you have never run it on more than one device. In an hour you will have started
-# several processes, let them talk, seen who waited for whom, hung them on purpose, and built a
-# collective of your own.
+# You know PyTorch, but you have never run it on more than one device. In an hour you will start
+# several processes, make them communicate, see which rank waits for which, hang them on purpose, and
+# build a collective of your own.
 #
-# Every lab has the same eight steps. Run the cells from top to bottom; where one says `your turn` or
-# has `...` in the place of a number, write.
+# Every lab has the same eight steps. Run the cells from top to bottom. Where a cell says `your turn`
+# or has `...` in place of a number, fill it in.
 
 # %%
 import matplotlib.pyplot as plt
@@ -17,17 +17,17 @@ from labkit import Comm, Link, World, listen, plot, record
 from labkit.course import predict, report, show
 from labkit.labs.lab_00 import checks as check
 
-guess = predict()  # nothing yet: that is for you, in step 3
+guess = predict()  # empty for now: you fill it in, in step 3
 # %load_ext labkit
 
 # %% [markdown]
 # ## 1. The question
 #
-# To train a model with Adam in mixed precision you hold 16 bytes for each of its parameters: 2 for
-# the fp16 weight, 2 for its gradient, 12 for the fp32 copies that Adam needs. (Source:
-# Rajbhandari et al., *ZeRO*, 2020, section 3.1.) Activations come on top.
+# Training with Adam in mixed precision takes 16 bytes per parameter: 2 for the fp16 weight, 2 for its
+# gradient, and 12 for Adam's fp32 state: the master weight and two moments. (Source: Rajbhandari et
+# al., *ZeRO*, 2020, section 3.1.) Activations come on top.
 #
-# What does this machine have?
+# How much memory does this machine have?
 
 # %%
 gpus = range(torch.cuda.device_count())
@@ -45,14 +45,14 @@ axes.spines[["top", "right"]].set_visible(False)
 print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this one.")
 
 # %% [markdown]
-# So many devices train one model together, and each sees only its own memory. **How do programs
-# work on one thing when none can look into the memory of another?**
+# So many devices train one model together, and each device can access only its own memory. **How can
+# programs work together when none of them can read another's memory?**
 
 # %% [markdown]
 # ## 2. The idea
 #
-# Start the *same program* several times, as processes, and give each a number: its **rank**. Each
-# has its own memory. What one needs from another must travel as a **message**.
+# Start the *same program* several times, as separate processes, and number them: the number of a
+# process is its **rank**. Each process has its own memory. Data moves between them as **messages**.
 #
 # ```
 #      rank 0            rank 1            rank 2            rank 3
@@ -62,16 +62,16 @@ print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this o
 #         └─────────────────┴────messages─────┴─────────────────┘
 # ```
 #
-# On a cluster the ranks are on many machines; here, all on yours. The program is the same: that is
-# why your machine is a cluster.
+# On a cluster the ranks run on many machines; here they all run on yours. The program is the same,
+# so your machine is a cluster.
 
 # %% [markdown]
-# `%%ranks 4` runs a cell on four ranks. The first one starts them and says what they run on. Each
-# has the names `rank`, `size`, `comm`, `device` and `torch`.
+# `%%ranks 4` runs a cell on four ranks. The first such cell starts them and reports what they run
+# on. Every rank has the names `rank`, `size`, `comm`, `device` and `torch`.
 #
-# A rank is a process of its own: such a cell does not see the names of this notebook (what you
-# import or define in other cells), and its names do not come back here. Only the value of its last
-# line is shown; `%%ranks 4 -o values` brings the values here as a list.
+# A rank is a separate process: a `%%ranks` cell does not see what you import or define in other
+# cells, and its variables stay on the ranks. The notebook shows only the value of its last line;
+# `%%ranks 4 -o values` also stores these values in the notebook, as a list.
 
 # %%
 # %%ranks 4
@@ -82,11 +82,11 @@ f"process {os.getpid()} has x = {x.item()}"
 
 # %% [markdown]
 # Four processes, four different `x`. Ranks keep their variables from cell to cell, as a notebook
-# does, also after an exception. Only an exception in the middle of an operation costs them: then all
-# ranks are stopped, new ones start, and you run the cells that made your variables again.
+# does, even after an exception. If a rank fails while a communication is in flight, all ranks are
+# replaced by new ones without variables; then run the cells that define your variables again.
 #
-# `comm` is each rank's door to the others. An **all-reduce** adds up the tensors of all ranks and
-# gives everyone the sum, in place:
+# `comm` is the rank's **communicator**, through which it exchanges tensors with the others. An
+# **all-reduce** sums a tensor over all ranks and gives every rank the result, in place:
 
 # %% tags=["nbval-check-output"]
 # %%ranks 4
@@ -94,9 +94,9 @@ comm.all_reduce(x)
 x.item()
 
 # %% [markdown]
-# Nobody sent a list of who does what. Every rank ran the same line, and the line means "all
-# together": such an operation is a **collective**. The other kind is **point to point**: one rank
-# sends, one other receives.
+# No rank gave orders. Every rank called the same operation, and together they completed it: such an
+# operation is a **collective**. The other kind is **point-to-point communication**: one rank sends,
+# one other receives.
 
 # %% tags=["nbval-check-output"]
 # %%ranks 4
@@ -128,18 +128,18 @@ note.item()
 # %% [markdown]
 # ## 3. Predict
 #
-# Rank 0 has a tensor of 1 MiB, and three others want it. Simplest is to send it three times. But
-# once rank 1 has it, rank 1 can send, too:
+# Rank 0 has a tensor of 1 MiB that three other ranks need. The simplest way is to send it three
+# times. But once rank 1 has the tensor, rank 1 can send it, too:
 #
 # ```
 #   round 1     0 ──> 1
 #   round 2     0 ──> 2     1 ──> 3
 # ```
 #
-# In each round, all who have it send it to one who has not: a **tree**. After k rounds 2ᵏ ranks
-# have it. Let S be the bytes of the tensor and n the ranks. Each rank but the first must receive S
-# bytes once, whatever the algorithm. What follows for the bytes that all ranks send together? And
-# how many of them does rank 0 send, in the picture?
+# In each round, every rank that has the tensor sends it to one that does not: a **tree**. After k
+# rounds, 2ᵏ ranks have it. Let S be the size of the tensor in bytes and n the number of ranks. Every
+# rank but the first must receive S bytes, whatever the algorithm. How many bytes do all ranks send
+# in total? And how many of them does rank 0 send, in the picture?
 
 # %% stub="S = 2**20  # bytes\nguess = predict(sent_by_all_bytes=..., sent_by_rank_0_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -151,32 +151,33 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is how labkit broadcasts: the function itself, not a copy. All ranks run it, each with its
-# `wire` to the others. `root` is the rank that has the tensor; `position` counts the ranks from
-# there; `reach` is how many have it by now.
+# This is labkit's broadcast: the code that runs, not a copy of it. All ranks run it, each with its
+# `wire`, which sends to and receives from the others. `root` is the rank that has the tensor,
+# `position` is the distance from the root, and `reach` is the number of ranks that have the tensor.
 
 # %%
 show("comm/collectives/broadcast.py:tree_broadcast")
 
 # %% [markdown]
-# - `position < reach`: I have it, so I send it `reach` places further, if somebody is there.
-# - `reach <= position < 2 * reach`: it is my turn to receive, from `reach` places back.
-# - `reach *= 2`: twice as many have it. All others do nothing in this round.
+# - `position < reach`: this rank has the tensor and sends it `reach` places further, if there is a
+#   rank.
+# - `reach <= position < 2 * reach`: this rank receives, from `reach` places back.
+# - `reach *= 2`: now twice as many ranks have the tensor. The other ranks are idle in this round.
 #
-# `isend` and `irecv` only start a message; `tag` is a label that keeps the messages of one call
-# apart from those of the next. `yield` hands the message to the loop that drives this function
-# (`run`, in the same file), which waits for it and then goes on with the next line. In your own
-# functions, call `comm.send` and `comm.recv`: they wait by themselves, no `yield`.
+# `isend` and `irecv` only start a message. `tag` is a label that distinguishes the messages of this
+# call from those of the next. `yield` passes the message to the loop that drives this function (`run`
+# in `steps.py`), which waits for it and then continues here. In your own functions, call `comm.send`
+# and `comm.recv`, which wait until they are done; you need no `yield`.
 
 # %% [markdown]
 # ## 5. Run it
 #
-# `%%ranks` is for trying things. In a program you make a `World` and give it a function; you get
-# one value per rank. `listen()` collects what a rank does through its door; `wire_bytes` is what
-# this rank itself sent for it.
+# `%%ranks` is for experiments. In a program you create a `World` and pass it a function, which
+# returns one value per rank. `listen()` collects the communication events of this rank; the
+# `wire_bytes` of an event are the bytes that this rank sent for it.
 #
-# `backend="gloo"`, because there labkit's own tree does the work. NCCL, NVIDIA's library for GPUs,
-# has an algorithm of its own. (The line "gloo as asked" below says that you got what you asked for.)
+# We choose `backend="gloo"`, over which labkit runs its own tree. NCCL, NVIDIA's library for GPUs,
+# uses its own algorithms. (The line "gloo as asked" below confirms the choice.)
 
 
 # %%
@@ -199,10 +200,10 @@ sent
 guess.beside(sent_by_all_bytes=sum(sent), sent_by_rank_0_bytes=sent[0])
 
 # %% [markdown]
-# If you got it right, predicted and measured are equal to the byte. All ranks together send as much
-# as if rank 0 sent three times. So why a tree? **Time.** Inside one machine messages are too fast
-# to see it, so give every rank a wire of 0.1 gigabits per second: real bytes, delivered as late as
-# such a wire would.
+# If your prediction was right, it equals the measurement to the byte. The tree sends as many bytes in
+# total as rank 0 alone would by sending three times. So why a tree? **Time.** Inside one machine,
+# messages are too fast to see it, so we give every rank a link of 0.1 gigabits per second: the bytes
+# are real, and each message is delivered as late as over such a link.
 
 
 # %%
@@ -217,7 +218,7 @@ def one_by_one():
 
 
 slow = World(4, link=Link(gbps=0.1))
-_ = slow.run(one_by_one)  # once before we record: now all ranks are up and connected
+_ = slow.run(one_by_one)  # once before recording, so that all ranks are connected
 
 # %%
 with record() as sent_in_turn:
@@ -225,11 +226,12 @@ with record() as sent_in_turn:
 plot.timeline(sent_in_turn)
 
 # %% [markdown]
-# Time goes to the right. Each rank has two rows: above, what its program does (here it waits, rank 0
-# too, since a send returns when the message has arrived); below, its messages, and with whom. The two
-# greys only tell one message from the next. *Paced* means that the wires are slowed down.
+# Time runs to the right. Each rank has two rows. The upper row shows what its program does: here it
+# waits, on rank 0 too, since a send returns when the message has arrived. The lower row shows its
+# messages and their peers; the two shades of gray only separate one message from the next. *Paced*
+# means that the links are modelled.
 #
-# Rank 3 gets its message last, since all three leave by rank 0's wire. Now the tree:
+# Rank 3 gets its message last, since all three messages share rank 0's link. Now the tree:
 
 # %%
 with record() as sent_by_tree:
@@ -237,14 +239,14 @@ with record() as sent_by_tree:
 plot.timeline(sent_by_tree)
 
 # %% [markdown]
-# A bar is now a whole broadcast: its rounds are inside. The picture is as wide as before, but look at
-# its milliseconds. Both beside each other:
+# Here each bar is a whole broadcast, with all its rounds. The picture is as wide as before, but its
+# axis ends earlier. Both times side by side:
 
 
 # %%
 def end_ms(trace):
     ranks = trace.from_zero().ranks.values()
-    return 1000 * max(event.ended_s for one in ranks for event in one.comms)
+    return 1000 * max(event.ended_s for rank in ranks for event in rank.comms)
 
 
 fig, axes = plt.subplots(figsize=(8, 1.3))
@@ -260,8 +262,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## 6. Break it
 #
-# Sooner or later your ranks will stand still. On a cluster you then see nothing at all, for minutes.
-# Here you are told who waits where. Two neighbours swap their numbers:
+# Sooner or later your ranks will hang. On a cluster you then see nothing at all, for minutes. labkit
+# reports which rank waits where. Two neighbors swap their numbers:
 
 
 # %%
@@ -279,15 +281,15 @@ pair = World(2, timeout_s=2)
 pair.run(careless_swap)
 
 # %% [markdown]
-# Both send first. A send returns when the other end takes the message, and nobody does: both are
-# still sending. That is a **deadlock**. Worse, some libraries buffer small messages: there the same
-# program runs, until one day the tensors are larger. The MPI standard calls such a program
-# *unsafe*.
+# Both ranks send first. A send returns when the peer receives the message, but neither rank gets to
+# its receive: both are still sending. This is a **deadlock**. Worse, some libraries buffer small
+# messages: with them the same program works until one day the tensors are larger. The MPI standard
+# calls such a program *unsafe*.
 #
-# In the message, `group default` is the group of all ranks, `0->1` says from whom to whom, `tag 0` is
-# the label that a message has if you give none, and `message 1` the first one of these.
+# In the message, `group default` is the group of all ranks, `0->1` names sender and receiver, `tag 0`
+# is the label of a message that you give none, and `message 1` is the first message with this label.
 #
-# The second classic: ranks that call different collectives.
+# The second classic hang: ranks that call different collectives.
 
 
 # %%
@@ -295,7 +297,7 @@ def disagree():
     comm = Comm()
     x = torch.ones(3)
     if comm.rank == 0:
-        comm.broadcast(x)  # "only rank 0 has to send, has it not?"
+        comm.broadcast(x)  # "only rank 0 has to send, doesn't it?"
     else:
         comm.all_reduce(x)
 
@@ -305,31 +307,31 @@ pair.run(disagree)
 
 # %% [markdown]
 # Every rank of a group must call the same collectives, in the same order, with the same shapes. An
-# `if rank == 0:` around a collective is the commonest bug in distributed code. Look at the message:
-# each rank, its operation, its line.
+# `if rank == 0:` around a collective is the most common bug in distributed code. The message names
+# each rank's operation and the line that called it.
 
 # %% [markdown]
 # ## 7. Build it
 #
-# Your functions get `comm`, this rank's door. It knows `comm.rank` and `comm.size`, and it moves
-# tensors, nothing else. A check runs your function on real ranks and tells you what is wrong. Try a
-# wrong answer, too.
+# Your functions get `comm`, this rank's communicator, with `comm.rank` and `comm.size`. It moves
+# tensors only. A check runs your function on real ranks and reports what is wrong. Try a wrong answer,
+# too.
 #
 # | call | what it does |
 # |---|---|
-# | `comm.send(x, dst)`, `comm.recv(x, src)` | `x` of one rank goes into `x` of another |
-# | `comm.all_reduce(x)` | `x` becomes the sum of all ranks' `x` |
-# | `comm.all_reduce(x, op="max")` | the same with the largest, element by element |
-# | `comm.broadcast(x, src)` | the `x` of rank `src` becomes everybody's |
-# | `comm.all_gather(outs, x)` | `outs`, a list of n tensors, becomes the `x` of rank 0, 1, ... |
+# | `comm.send(x, dst)`, `comm.recv(x, src)` | copies one rank's `x` into another rank's `x` |
+# | `comm.all_reduce(x)` | replaces `x` by the sum over all ranks |
+# | `comm.all_reduce(x, op="max")` | the same with the maximum of each element |
+# | `comm.broadcast(x, src)` | replaces every rank's `x` by that of rank `src` |
+# | `comm.all_gather(outs, x)` | fills the list `outs` with the `x` of rank 0, 1, ... |
 #
-# `help(Comm)` lists all of them.
+# `help(Comm)` lists all operations.
 
 # %% [markdown]
 # ### Exercise 1: The average
 #
-# Each rank has a number, a Python float. Put it into a tensor first. Return the mean of all of them,
-# on every rank, with a single all-reduce.
+# Each rank has a Python float, `value`. Put it into a tensor, and return the mean over all ranks, on
+# every rank, with a single all-reduce.
 
 
 # %%
@@ -347,8 +349,8 @@ check.average(average)
 # %% [markdown]
 # ### Exercise 2: Repair the swap
 #
-# Ranks 0 and 1, 2 and 3, ... exchange a tensor. Return your partner's. Nobody may hang: who sends
-# first, and who receives first?
+# Ranks 0 and 1, 2 and 3, ... exchange a tensor. Return the partner's tensor. No rank may hang: which
+# rank sends first, and which receives first?
 
 
 # %%
@@ -372,8 +374,8 @@ check.swap(swap)
 # %% [markdown]
 # ### Exercise 3: A broadcast of your own
 #
-# The `x` of rank 0 becomes everybody's, in place, for any number of ranks. Use `send` and `recv`
-# alone, and send no byte too many. One by one is enough. Bonus: a tree.
+# Copy the `x` of rank 0 into every rank's `x`, in place, for any number of ranks. Use only `send` and
+# `recv`, and send no more bytes than needed. One by one is enough. Bonus: a tree.
 
 
 # %%
@@ -393,11 +395,11 @@ def my_broadcast(comm, x):
 check.my_broadcast(my_broadcast)
 
 # %% [markdown]
-# Your broadcast on the slow wires. One by one it takes three rounds, with a tree two, and here the
-# rounds show, since each message is a call of its own:
+# Your broadcast over the slow links. One by one it takes three rounds, with a tree two. Here you see
+# the rounds, since each message is a separate call:
 
 # %%
-slow.run(lambda: Comm().barrier())  # all ranks are awake
+slow.run(lambda: Comm().barrier())  # all ranks are ready
 with record() as of_mine:
     slow.run(lambda: my_broadcast(Comm(), torch.ones(2**18)))
 plot.timeline(of_mine)
@@ -405,12 +407,12 @@ plot.timeline(of_mine)
 # %% [markdown]
 # ### Exercise 4, open: Where is the maximum?
 #
-# Each of 4 ranks has 1,000 values. Return `(rank, index)` of the largest of all, on every rank. Two
-# values may lie as close as float32 can.
+# Each of 4 ranks has 1,000 values. On every rank, return `(rank, index)` of the largest value of all.
+# Two values may differ by as little as float32 can represent.
 #
-# The score is the bytes that all ranks really send, together: fewer is better. A number of
-# `torch.uint8` takes 1 byte, of `torch.int16` 2, of `torch.float32` 4. What the operations send on
-# 4 ranks, if `x` has S bytes:
+# Your score is the number of bytes that all ranks send in total: fewer is better. An element of
+# `torch.uint8` takes 1 byte, of `torch.int16` 2, of `torch.float32` 4. These are the bytes that each
+# operation sends on 4 ranks if `x` has S bytes:
 #
 # | operation | bytes sent by all ranks |
 # |---|---|
@@ -442,10 +444,10 @@ report("00")
 # %% [markdown]
 # ## 8. In the wild
 #
-# What you called a world is started by a *launcher* elsewhere. It starts one process per device
-# and tells each its rank, mostly by environment variables.
+# Other tools start the ranks with a *launcher*: it starts one process per device and passes each its
+# rank, usually in environment variables.
 #
-# | tool | start 4 ranks | a rank asks |
+# | tool | start 4 ranks | get the rank |
 # |---|---|---|
 # | torchrun | `torchrun --nproc-per-node 4 train.py` | `dist.get_rank()`, or `RANK`, `WORLD_SIZE` |
 # | DeepSpeed | `deepspeed --num_gpus 4 train.py` | `deepspeed.comm.get_rank()` |
@@ -454,7 +456,7 @@ report("00")
 # | labkit | `World(4)`, or any of these | `Comm().rank`, `Comm().size` |
 
 # %% [markdown]
-# The operations have nearly the same names everywhere, since all follow MPI:
+# The operations have nearly the same names everywhere, since all libraries follow MPI:
 #
 # | here | torch.distributed | MPI |
 # |---|---|---|
@@ -462,9 +464,9 @@ report("00")
 # | `comm.broadcast` | `dist.broadcast` | `MPI_Bcast` |
 # | `comm.all_reduce` | `dist.all_reduce` | `MPI_Allreduce` |
 #
-# What the tools add: machines that are found and watched, ranks that are started again when one
-# dies, logs of a thousand ranks. What they lack: a hang there is silence until a timeout, 10
-# minutes with NCCL in torch.
+# These tools add discovery and monitoring of machines, restarts of failed ranks, and logs for a
+# thousand ranks. What they lack: a hang stays silent until a timeout, 10 minutes for NCCL in torch.
 
 # %% [markdown]
-# **You can now** start ranks, let them talk in both ways, count what they send, and read a hang.
+# **You can now** start ranks, use collectives and point-to-point communication, count the bytes that
+# ranks send, and read the report of a hang.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Lab 01: Ranks and groups
 #
-# In lab 00 a `World` gave you ranks. Here you start them by hand, watch them find each other, cut
-# them into groups as Megatron does, and learn to read the six ways in which they get stuck.
+# In lab 00 a `World` gave you ranks. Here you start them by hand, watch them find each other, arrange
+# them in groups as Megatron does, and learn to diagnose six classic hangs.
 
 # %%
 import os
@@ -22,14 +22,14 @@ from labkit.labs.lab_01 import checks as check
 from labkit.labs.lab_01.clinic import clinic
 from labkit.runtime.plain import LauncherStore
 
-guess = predict()  # nothing yet: that is for you, in step 3
-Path("../runs").mkdir(exist_ok=True)  # where the script of step 5 goes
+guess = predict()  # empty for now: you fill it in, in step 3
+Path("../runs").mkdir(exist_ok=True)  # for the script of step 5
 
 # %% [markdown]
 # ## 1. The question
 #
-# A job stands on many devices, and one of its ranks is not where the others are. How long do these
-# wait before they say so? Torch's own answer, with NCCL, on which such a job runs: 10 minutes.
+# A job runs on many devices, and one rank falls out of step. How long do the others wait before they
+# report it? In torch with NCCL, which such jobs use: 10 minutes.
 
 # %%
 timeout_h = 10 / 60  # of NCCL; gloo's is 30 minutes
@@ -43,28 +43,28 @@ axes.set(xlim=(0, 3_500), xlabel=f"device-hours lost in one hang of {60 * timeou
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# (Source: the documentation of `init_process_group`.) Then you get a message that names neither the
-# rank nor its line. So: **how do processes that know nothing of each other become a group, and how
-# do you find the one that went astray?**
+# (Source: the documentation of `init_process_group`.) The message you get then names neither the rank
+# nor its line of code. So: **how do processes that know nothing about each other form a group, and
+# how do you find the rank that fell out of step?**
 
 # %% [markdown]
 # ## 2. The idea
 #
-# Each process is told a few things by whoever starts it, in environment variables. Here for the
-# second process on the second of two machines with 4 devices each:
+# The launcher passes each process a few environment variables. Here are those of the second process
+# on the second of two machines with 4 devices each:
 #
-# | variable | value | what it is |
+# | variable | value | meaning |
 # |---|---|---|
-# | `RANK` | 5 | its number among all processes |
-# | `WORLD_SIZE` | 8 | how many there are |
-# | `LOCAL_RANK` | 1 | its number on this machine: the device it takes |
-# | `MASTER_ADDR` | 10.0.0.1 | the machine where all can meet: that of rank 0 |
+# | `RANK` | 5 | its index among all processes |
+# | `WORLD_SIZE` | 8 | the number of processes |
+# | `LOCAL_RANK` | 1 | its index on this machine, and so its device |
+# | `MASTER_ADDR` | 10.0.0.1 | the machine where all processes meet: that of rank 0 |
 # | `MASTER_PORT` | 29500 | the port there |
 #
-# That is all a rank knows. Above all, it does not know where the others are.
+# That is all a rank knows. In particular, it does not know the addresses of the others.
 
 # %% [markdown]
-# They meet at a **store**, a small server that keeps keys and values:
+# The ranks meet at a **store**, a small key-value server:
 #
 # ```
 #     rank 0                     rank 1                     rank 2
@@ -79,35 +79,37 @@ axes.spines[["top", "right"]].set_visible(False)
 #        ▲────────────── a socket for each pair ─────────────────▲
 # ```
 #
-# This meeting is called **rendezvous**.
+# This is called **rendezvous**.
 
 # %% [markdown]
 # `init_process_group("gloo")` does it, step by step:
 #
-# 1. Find the store: connect to it, or be rank 0 and open it.
-# 2. Open a socket of your own and write its address into the store, under your rank.
-# 3. Wait for the addresses of the others. (Here a job stands still if a rank is missing.)
-# 4. Connect to each of them: n - 1 sockets for a rank, n(n-1)/2 for all.
+# 1. Rank 0 opens the store; the other ranks connect to it.
+# 2. Each rank opens a socket and writes its address into the store, under its rank.
+# 3. It waits for the addresses of the others. (A job hangs here if a rank is missing.)
+# 4. It connects to each of them: n - 1 sockets on a rank, n(n-1)/2 in total.
 #
-# From then on no byte of a tensor goes through the store. There are three ways to say where it is:
+# Tensors never go through the store. There are three ways to specify its address:
 #
-# | rendezvous | call | good for |
+# | rendezvous | call | suited to |
 # |---|---|---|
 # | environment | `init_process_group("gloo")` | launchers: torchrun, DeepSpeed, Slurm scripts |
-# | TCP | `init_method="tcp://10.0.0.1:29500", rank=5, world_size=8` | your own starter |
-# | file | `init_method="file:///shared/run7", rank=5, world_size=8` | a shared disk, a new file each run |
+# | TCP | `init_method="tcp://10.0.0.1:29500", rank=5, world_size=8` | your own launcher |
+# | file | `init_method="file:///shared/run7", rank=5, world_size=8` | a shared disk; a new file for each run |
 
 # %% [markdown]
-# Large models need more than one group. A tensor cut over 2 devices is summed by those 2, while
-# gradients are averaged by others. So ranks stand in a **mesh** of named axes, and each line along
-# an axis is a group of its own. Outermost axis first; the **last varies fastest**:
+# Large models need more than one group. If a layer is sharded over 2 devices, these 2 sum their
+# partial results, while other groups average gradients. So ranks are arranged in a **mesh** with named
+# axes, and each line of ranks along an axis forms a group. The outermost axis comes first; the **last
+# axis varies fastest**:
 
 # %%
 plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
 
 # %% [markdown]
-# Ranks 0 and 1 are neighbours along `tp`: it sends most and stays inside a machine. `pp` sends least
-# and crosses. What the three do comes in later labs; here only who talks to whom counts.
+# Ranks 0 and 1 are neighbors along `tp`, which sends most bytes and so stays inside a node. `pp` sends
+# fewest and crosses nodes. Later labs explain what the three axes do; here it only matters which ranks
+# communicate.
 #
 # ### Glossary
 #
@@ -130,10 +132,11 @@ plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
 # %% [markdown]
 # ## 3. Predict
 #
-# Eight ranks, on gloo. How many sockets to others has each, once `init_process_group` is over?
+# Eight ranks use gloo. How many sockets to other ranks does each have after `init_process_group`?
 #
-# Then all make the mesh of the picture. Every line along every axis becomes a group: how many are
-# there in all? And each new group connects its members **anew**: how many sockets has a rank then?
+# Then they create the mesh of the picture. Every line along every axis becomes a group: how many
+# groups are there in total? Each new group opens **new** sockets between its members: how many sockets
+# does a rank have then?
 
 # %% stub="guess = predict(sockets=..., groups=..., sockets_with_mesh=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -144,16 +147,16 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is how labkit's own ranks meet, in the file that each of them runs. The store is a file: all
-# are on one machine, and torch's TCP store can be reached from other machines, too.
+# This is the rendezvous of labkit's ranks. They use a file as store: they all run on one machine, while
+# torch's TCP store would also accept connections from other machines.
 
 # %%
 show("runtime/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
 
 # %% [markdown]
-# Such a file is a store like any other. Torch counts in it who uses it (`refcount`), and deletes it
-# when the last one leaves. After a crash it stays, and the next run may find addresses of the dead:
-# give each run a name of its own.
+# A file works like any other store. Torch counts its users in it (`refcount`) and deletes it when the
+# last one leaves. After a crash the file stays, and the next run may read addresses of dead processes:
+# use a new file name for each run.
 
 # %%
 Path("../runs/store").unlink(missing_ok=True)
@@ -162,21 +165,21 @@ in_a_file.set("rank 0", "127.0.0.1:4711")
 Path("../runs/store").read_bytes()
 
 # %% [markdown]
-# Where a rank stands in a mesh is division with remainder, from the last axis on:
+# The coordinates of a rank in a mesh follow by division with remainder, starting at the last axis:
 
 # %%
 show("comm/mesh.py:coordinates")
 
 # %% [markdown]
-# The groups of one axis: fix the index on all other axes, and let this one run.
+# The groups along one axis: fix the index on all other axes, and vary the index on this one.
 
 # %%
 show("comm/mesh.py:lines")
 
 # %% [markdown]
-# And here they become groups. Look closely: **every rank makes every group**, also those that it is
-# no member of, in the same order. torch's `new_group` wants that: it numbers groups by counting the
-# calls. Of those it made, a rank keeps its own.
+# And here they become groups. Note that **every rank creates every group**, in the same order, even
+# groups to which it does not belong. torch's `new_group` requires this, since it numbers groups by
+# counting calls. Each rank then keeps the groups to which it belongs.
 
 # %%
 show("comm/mesh.py:Mesh._over")
@@ -186,7 +189,7 @@ show("comm/mesh.py:Mesh._over")
 #
 # ### Ranks by hand
 #
-# A script as any other. It knows no rank; it asks for it.
+# An ordinary script. Nothing in it depends on the rank; it asks for its rank at run time.
 
 # %%
 # %%writefile ../runs/hello.py
@@ -200,25 +203,25 @@ print(f"rank {dist.get_rank()} of {dist.get_world_size()}: the sum is {x.item()}
 dist.destroy_process_group()
 
 # %% [markdown]
-# Now this notebook plays the launcher. As torchrun does, it opens the store itself, so that you can
-# look into it. (Started without torchrun, rank 0 opens it.) `LauncherStore` takes a free port, for
-# this machine alone; its `variables` tell the ranks that the store is there, and that their sockets
-# stay inside this machine, too.
+# Now this notebook acts as the launcher. Like torchrun, it opens the store itself, so you can read
+# what is in it. (Without torchrun, rank 0 opens the store.) `LauncherStore` listens on a free port of
+# this machine; its `variables` tell the ranks that the store exists already and that their sockets
+# must stay inside this machine, too.
 
 # %%
-meeting = LauncherStore()
+store = LauncherStore()
 
 
 def start(rank, world_size):
-    told = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.port}
-    env = os.environ | meeting.variables | {name: str(value) for name, value in told.items()}
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    env = os.environ | store.variables | {name: str(value) for name, value in variables.items()}
     command = [sys.executable, "../runs/hello.py"]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
-def look(ranks):  # once so many of them are there
-    for key, address in meeting.addresses(ranks).items():
+def show_store(ranks):  # after so many ranks have written their addresses
+    for key, address in store.addresses(ranks).items():
         print(f"{key}  ->  {address}")
 
 
@@ -227,67 +230,67 @@ def look(ranks):  # once so many of them are there
 
 # %%
 first = start(0, world_size=2)
-look(1)
+show_store(1)
 sockets = psutil.Process(first.pid).net_connections("tcp")
-print("it listens at", [one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN])
-print("it has ended:", first.poll() is not None)
+print("listens at", [x.laddr.port for x in sockets if x.status == psutil.CONN_LISTEN])
+print("has ended:", first.poll() is not None)
 
 # %% [markdown]
-# In the key are the group, the device and, last, the rank. Rank 0 has opened a socket, written down
-# its port, and stands in step 3. It would wait there for 30 minutes. Rank 1 sets it free:
+# The key consists of the group, the device and, last, the rank. Rank 0 has opened a socket, written
+# its address into the store, and now waits in step 3, for up to 30 minutes. Rank 1 ends the wait:
 
 # %%
 second = start(1, world_size=2)
 for process in (first, second):
     print(process.communicate()[0], end="")
-look(2)
+show_store(2)
 
 # %% [markdown]
-# **Your turn, in terminals.** Open two (File, New, Terminal) in the folder of these labs, then
-# `source ../.venv/bin/activate` (or however you activate the Python of these labs). Now *you* are the
-# launcher; `env` sets the variables of one call:
+# **Your turn, in terminals.** Open two terminals (File, New, Terminal) in the folder of these labs and
+# run `source ../.venv/bin/activate` (or activate your Python environment in your own way). Now *you*
+# are the launcher; `env` sets the variables for one command:
 #
 # ```sh
 # env MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=0 python ../runs/hello.py
 # env MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=1 python ../runs/hello.py
 # ```
 #
-# The first waits until you start the second in the other terminal. Then let a launcher do it. (Its
-# four lines about `OMP_NUM_THREADS` are no error: each rank gets one thread.)
+# The first waits until you start the second in the other terminal. Then use a launcher. (Its four
+# lines about `OMP_NUM_THREADS` are not an error: each rank gets one thread.)
 #
 # ```sh
 # torchrun --nproc-per-node 4 ../runs/hello.py
 # ```
 
 # %% [markdown]
-# Do it wrong, too. (Ctrl-C ends a rank that waits.)
+# Now start them wrong. (Ctrl-C ends a waiting rank.)
 #
-# | you do | you see | because |
+# | you start | you see | because |
 # |---|---|---|
-# | rank 1 first, then rank 0 | the two sums, as before | rank 1 asks until somebody opens the store |
-# | rank 0 twice | the second dies: `EADDRINUSE` | both want to open the store at port 29500 |
-# | rank 1 twice, no rank 0 | nothing | there is no store, and both ask on |
-# | `WORLD_SIZE=3` for two ranks | nothing | both wait for the address of rank 2 |
+# | rank 1 first, then rank 0 | the two sums, as before | rank 1 retries until the store is open |
+# | rank 0 twice | the second dies: `EADDRINUSE` | both try to open the store at port 29500 |
+# | rank 1 twice, no rank 0 | nothing | there is no store, and both keep trying |
+# | two ranks with `WORLD_SIZE=3` | nothing | both wait for the address of rank 2 |
 #
-# The notebook also set `GLOO_SOCKET_IFNAME`. Without it, as here, gloo takes the network address that
-# belongs to the machine's name. Do the ranks not connect? Then put `GLOO_SOCKET_IFNAME=lo` (macOS:
-# `lo0`) behind `env`.
+# The notebook also set `GLOO_SOCKET_IFNAME`. Without it, as here, gloo uses the network address of the
+# machine's host name. If the ranks do not connect, put `GLOO_SOCKET_IFNAME=lo` (macOS: `lo0`) after
+# `env`.
 
 # %% [markdown]
-# Last, meet in a file, without any variable. Copy the script to `../runs/by_file.py`, begin it with
-# `import os, sys`, and have it call
+# Finally, use a file as store, without any variables. Copy the script to `../runs/by_file.py`, add
+# `import os, sys` at the top, and change the call to
 #
 # ```python
-# place = f"file://{os.getcwd()}/meet-1"  # a name that no crashed run has left behind
-# dist.init_process_group("gloo", init_method=place, rank=int(sys.argv[1]), world_size=2)
+# store = f"file://{os.getcwd()}/store-1"  # a new name, which no crashed run has left behind
+# dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[1]), world_size=2)
 # ```
 #
-# Then `python ../runs/by_file.py 0` in one terminal, and with `1` in the other.
+# Then run `python ../runs/by_file.py 0` in one terminal, and with `1` in the other.
 
 # %% [markdown]
 # ### Groups
 #
-# Eight ranks of a world. Each counts its open sockets, makes the mesh, and counts again:
+# Each of eight ranks counts its open sockets, creates the mesh, and counts again:
 
 # %%
 world = World(8)
@@ -295,8 +298,8 @@ world = World(8)
 
 # %% tags=["nbval-check-output"]
 def open_sockets():
-    mine = psutil.Process().net_connections("tcp")
-    return sum(one.status == psutil.CONN_ESTABLISHED for one in mine)
+    sockets = psutil.Process().net_connections("tcp")
+    return sum(socket.status == psutil.CONN_ESTABLISHED for socket in sockets)
 
 
 def make_mesh():
@@ -307,55 +310,55 @@ def make_mesh():
 
 
 seen = world.run(make_mesh)
-groups = {group for *_, its in seen for group in its}
+groups = {group for *_, of_rank in seen for group in of_rank}
 guess.beside(sockets=seen[5][0], groups=len(groups), sockets_with_mesh=seen[5][1])
 
 # %% [markdown]
-# Equal? So a group is no label: it is sockets. On a GPU it is NCCL's channels and their buffers,
-# which is why one does not make groups in a loop. Where does rank 5 stand, and with whom?
+# If they are equal, you see that a group is more than a label: it has its own sockets. On GPUs it has
+# NCCL channels and buffers, so do not create groups in a loop. Which groups does rank 5 belong to?
 
 # %% tags=["nbval-check-output"]
 seen[5][2]
 
 # %% [markdown]
-# Each axis is a `Comm` of its own, and collectives stay inside. Sum up the ranks along each:
+# Each axis has its own `Comm`, and collectives stay inside it. Sum the ranks along each axis:
 
 
 # %% tags=["nbval-check-output"]
 def sums():
     mesh = Mesh(pp=2, dp=2, tp=2)
-    found = []
+    lines = []
     for axis in mesh.sizes:
         x = torch.tensor([float(mesh.comm.rank)])
         mesh[axis].all_reduce(x)
-        found.append(f"{axis} {x.item():.0f}")
-    return mesh.coordinates(), ", ".join(found)
+        lines.append(f"{axis} {x.item():.0f}")
+    return mesh.coordinates(), ", ".join(lines)
 
 
 world.run(sums)
 
 # %% [markdown]
-# On one machine with 8 devices nothing crosses. With nodes of 4, `pp` crosses, four links in all
-# (dashed above). What if `tp` stood first?
+# On one machine with 8 devices, no message leaves the node. With nodes of 4, the four links of `pp`
+# cross nodes (dashed above). What if `tp` came first?
 
 # %%
 plot.mesh({"tp": 2, "dp": 2, "pp": 2}, ranks_per_node=4)
 
 # %% [markdown]
-# Now all of `tp` goes over the slow network. The order of the names is the whole difference.
+# Now all traffic of `tp` crosses the slow network. The order of the axes makes the whole difference.
 
 # %%
-world.close()  # eight processes less
+world.close()  # ends its eight processes
 
 # %% [markdown]
 # ## 6. Break it: the hang clinic
 #
-# Six programs, each with one bug, each a classic. Three ranks run them. **Before you look**: what
-# does plain `torch.distributed` do with each? It may
+# Here are six programs for three ranks, each with one classic bug. **Before you run them**: what does
+# plain `torch.distributed` do with each? It may
 #
 # - `hang`: a rank waits until the timeout;
 # - `crash`: a rank dies, or raises an error at once;
-# - `silent`: all return as if nothing were wrong.
+# - `silent`: all ranks return as if nothing were wrong.
 
 
 # %%
@@ -413,57 +416,59 @@ guesses |= {"sends_to_nobody": "hang", "other_group": "hang"}
 ### END SOLUTION
 
 # %% [markdown]
-# The clinic runs each program twice, on real ranks: with torch's functions as they are, and through
-# labkit's door. Both wait for 2 s.
+# The clinic runs each program twice on real ranks: with torch's own functions, and with labkit's
+# communicator. Both have a timeout of 2 s.
 
 # %%
 patients = [skips, other_order, other_shape, other_dtype, sends_to_nobody, other_group]
 clinic(patients, guesses)
 
 # %% [markdown]
-# Read the table in three ways.
+# Look at three things in this table.
 #
-# - **Torch's hangs** all look alike: "timed out", or "closed by peer" where the other end timed out
-#   first. Each rank knows only its own socket. In `skips` the one rank without a complaint is to blame.
-# - **The crash** is told of the rank that died: not of the one whose tensor was too large.
-# - **The silent one** is the worst. The sum of three ones is not 2: it lacks a rank, for rank 1's
-#   whole numbers, read as floats, are nearly nothing. On rank 1 it is a billion, for floats were read
-#   as whole numbers there. Nothing stops.
+# - **Torch's hangs** all look alike: "timed out", or "closed by peer" where the peer timed out first.
+#   Each rank knows only its own sockets. In `skips`, the rank at fault is the only one without an
+#   error.
+# - **The crash** is reported for the rank that died, not for the rank whose tensor was too large.
+# - **The silent bug** is the worst. The sum of three ones is not 2: rank 1's integers, read as floats,
+#   are almost zero. On rank 1 the sum is about a billion, since there floats are read as integers. No
+#   rank stops.
 
 # %% [markdown]
-# A hang is easy to see in a recording, too, which keeps what the ranks did until then. Ranks 0 and 2
-# are still in their second collective: their bars end in arrows, since nobody saw them end. (The time
-# in the title is the last moment that a rank noted.) Rank 1 has returned after the first, the barrier.
-# From there on its row is empty.
+# You can also see a hang in a recording, which keeps what the ranks did before it. Ranks 0 and 2 are
+# still in their second collective: their bars end in arrows, since the collective never completed.
+# (The time in the title is that of the last recorded event.) Rank 1 has returned after the first
+# collective, the barrier; from there on its row is empty.
 
 # %%
 three = World(3, timeout_s=2)
-_ = three.run(lambda: None)  # all ranks are awake
+_ = three.run(lambda: None)  # all ranks are ready
 
 # %%
-with record() as stuck, suppress(RankError):  # the error is in the table above
+with record() as stuck, suppress(RankError):  # the table above shows the error
     three.run(lambda: (Comm().barrier(), skips(Comm())))
 plot.timeline(stuck)
 
 # %% [markdown]
-# How does labkit know? Each rank writes what it begins on a **board**, a page of memory that all of
-# them see, before it sends anything. Who comes second compares. A `note` is one operation; its `key`
-# is group and number, the same on all ranks; its `signature` a checksum of operation, shape and dtype:
+# How does labkit detect this? Before a rank sends anything, it writes the operation to a **board**, a
+# page of shared memory that all ranks can read. A rank that arrives later compares. A `note` describes
+# one operation; its `key` consists of group and sequence number, equal on all ranks; its `signature` is
+# a checksum of operation, shape and dtype:
 
 # %%
 show("runtime/board.py:Board.enter", since="key, signature =")
 
 # %% [markdown]
-# And when ranks wait, the world asks who of them can still come. `waits` has the note that each rank
-# waits for, `needs` the ranks that have not begun it; `targets` are the ranks of this run. A rank that
-# has returned never will come (`gone`); nor will one in a circle of waiting ranks (`stuck`):
+# While ranks wait, the world checks which of them can still continue. `waits` has the note that each
+# rank waits in, `needs` the ranks that have not reached it; `targets` are the ranks of this run. A rank
+# that has returned never will (`gone`), nor will one in a cycle of waiting ranks (`stuck`):
 
 # %%
 show("runtime/diagnose.py:Watch._hopeless", since="needs = {")
 
 # %% [markdown]
-# It cannot know what you *meant*. Two all-reduces of the same shape, in another order: every rank
-# calls the same thing, twice. What comes out, and what would be right?
+# It cannot know what you *meant*. If ranks swap two all-reduces of the same shape, every rank still
+# calls the same operation twice. What is the result, and what should it be?
 
 
 # %% tags=["nbval-check-output"]
@@ -478,10 +483,11 @@ def nobody_can_see():
 three.run(nobody_can_see)
 
 # %% [markdown]
-# Gradients of 3 and a loss of 300 are right. Against this only discipline helps: loop over things
-# in an order that is the same on all ranks (a list, never a set).
+# Gradients of 3 and a loss of 300 are right. Only discipline helps here: loop over tensors in an order
+# that is the same on all ranks (a list, never a set).
 #
-# One more, from the making of groups. Only the members make it, since "the others do not need it":
+# One more bug, in the creation of groups. Only the members create it, "since the others do not need
+# it":
 
 
 # %% tags=["raises-exception"]
@@ -497,10 +503,11 @@ three.run(members_only)
 # %% [markdown]
 # ## 7. Build it
 #
-# ### Exercise 1: Where does a rank stand?
+# ### Exercise 1: The coordinates of a rank
 #
-# Without looking at step 4 again: `sizes` is `{"pp": 2, "dp": 2, "tp": 2}`, outermost axis first, any
-# names and sizes. Return the index of `rank` on each axis, as `{"pp": 1, "dp": 0, "tp": 1}`.
+# Try it without looking at step 4 again. `sizes` maps axis names to sizes, outermost axis first, such
+# as `{"pp": 2, "dp": 2, "tp": 2}`; names and sizes vary. Return the index of `rank` on each axis, such
+# as `{"pp": 1, "dp": 0, "tp": 1}`.
 
 
 # %%
@@ -520,8 +527,8 @@ check.where(where)
 # ### Exercise 2: Megatron's groups
 #
 # Return the groups along `axis`, each a list of ranks in ascending order. In the mesh above, along
-# `dp`: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check makes them on real ranks. How far is a rank from
-# its neighbour on an axis?
+# `dp`: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates them on real ranks. Hint: how far apart
+# are neighbors along an axis?
 
 
 # %%
@@ -542,17 +549,17 @@ def groups_along(axis, sizes):
 check.groups_along(groups_along)
 
 # %% [markdown]
-# ### Exercise 3: A barrier out of a store
+# ### Exercise 3: A barrier from a store
 #
-# Before there are sockets, there is the store. Build a barrier from it: nobody returns before all
-# `size` ranks have called it. `name` is another text for each barrier.
+# Before there are sockets, there is only the store. Build a barrier from it: no rank returns before
+# all `size` ranks have called it. `name` is a different string for each barrier.
 #
 # | call | what it does |
 # |---|---|
-# | `store.set(key, "text")` | writes a text; the key stays, for the next barrier, too |
-# | `store.get(key)` | its bytes, `b"4"` after four times `add`; waits until the key is there |
-# | `store.add(key, 1)` | adds to a number (0 at first) and returns the new one, an `int` |
-# | `store.wait([key, ...])` | sleeps until all these keys are there |
+# | `store.set(key, "text")` | sets a value; the key remains, also for the next barrier |
+# | `store.get(key)` | returns the value in bytes, such as `b"4"` after four `add`; waits for the key |
+# | `store.add(key, 1)` | adds to a counter, 0 at first, and returns the new value, an `int` |
+# | `store.wait([key, ...])` | waits until all these keys exist |
 
 
 # %%
@@ -568,10 +575,11 @@ def my_barrier(store, rank, size, name):
 check.my_barrier(my_barrier)
 
 # %% [markdown]
-# ### Exercise 4: Repair it
+# ### Exercise 4: Uneven data
 #
-# The commonest hang of all: data that does not divide. Each rank has a list of `batches`, tensors of
-# one number, and their numbers differ. In each round the ranks sum up one batch each.
+# The most common hang of all: the data does not divide evenly. Each rank has a list of `batches`,
+# tensors with one element, and these lists differ in length. In each round, the ranks sum one batch
+# each.
 
 
 # %% tags=["raises-exception"]
@@ -586,10 +594,10 @@ def hangs(comm, batches):
 three.run(lambda: hangs(Comm(), [torch.ones(1)] * (1 + Comm().rank)))
 
 # %% [markdown]
-# Rank 2 has a batch left when the others are done. Write it so that **all** batches count: as many
-# rounds as the longest list has, and a rank without a batch adds nothing. Return the total of each
-# round, the same list on every rank. One operation to agree on the number of rounds, then one for
-# each round.
+# Rank 2 has a batch left when the others are done. Rewrite it so that **all** batches count: run as
+# many rounds as the longest list has batches; a rank without a batch adds zero. Return the total of
+# each round, the same list on every rank. Use one operation to agree on the number of rounds, then one
+# per round.
 
 
 # %%
@@ -610,20 +618,20 @@ def totals(comm, batches):
 check.totals(totals)
 
 # %% [markdown]
-# ### Exercise 5, open: Who sits where?
+# ### Exercise 5, open: Rank placement
 #
-# Twelve ranks on three nodes of 4: ranks 0 to 3, 4 to 7, 8 to 11. They form `dp` = 3, `pp` = 2,
-# `tp` = 2, and in a step
+# Twelve ranks run on three nodes of 4: ranks 0 to 3, 4 to 7, 8 to 11. They form a mesh with `dp` = 3,
+# `pp` = 2, `tp` = 2. In each step
 #
 # | axis | each rank sends |
 # |---|---|
 # | `tp` | 8,000 bytes to its partner |
-# | `dp` | 3,000 bytes to the next of its three, around |
+# | `dp` | 3,000 bytes to the next of its three ranks, around a ring |
 # | `pp` | 1,000 bytes to the other stage |
 #
-# Give each rank its place `(dp, pp, tp)`, every place once. The check sends all these messages on 12
-# real ranks. The score is the **bytes between nodes**: fewer is better. The order of the axes is a good
-# start. Is it the best?
+# Return the coordinates `(dp, pp, tp)` of each rank, each combination once. The check sends all these
+# messages on 12 real ranks. Your score is the number of **bytes between nodes**: fewer is better. An
+# order of the axes is a good start. Is it the best?
 
 
 # %%
@@ -643,13 +651,13 @@ report("01")
 # %% [markdown]
 # ## 8. In the wild
 #
-# | tool | what it does here |
+# | tool | launching and groups |
 # |---|---|
-# | torchrun | an agent on each node opens or joins the store, starts the ranks, sets the variables, starts all again when one dies (`--max-restarts`) |
-# | DeepSpeed | `deepspeed --hostfile hosts train.py`: logs in to each node by ssh and sets the same variables |
+# | torchrun | an agent on each node opens or joins the store, sets the variables, starts the ranks, and restarts all of them when one dies (`--max-restarts`) |
+# | DeepSpeed | `deepspeed --hostfile hosts train.py` logs in to each node by ssh and sets the same variables |
 # | Accelerate | `accelerate config` asks once; `accelerate launch train.py` then runs torchrun's code |
-# | Slurm | `srun` gives `SLURM_PROCID` and `SLURM_NTASKS`; a line of your script makes `RANK` and `WORLD_SIZE` of them |
-# | Megatron | `initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)`; data parallel is what is left; `order="tp-cp-ep-dp-pp"`: there the **first** varies fastest |
+# | Slurm | `srun` sets `SLURM_PROCID` and `SLURM_NTASKS`; your script sets `RANK` and `WORLD_SIZE` from them |
+# | Megatron | `initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)`; the remaining factor is data parallelism; with `order="tp-cp-ep-dp-pp"` the **first** axis varies fastest |
 # | torch | `init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))`: the last varies fastest, as here |
 # | DeepSpeed | `PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)`: pipe, data, model, the last fastest |
 #
@@ -657,16 +665,17 @@ report("01")
 # `deepspeed/runtime/pipe/topology.py`.)
 
 # %% [markdown]
-# For hangs, torch can say more than it does by default:
+# torch can report more about hangs than it does by default:
 #
-# - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, has ranks compare operation
-#   and shapes before each collective, over gloo. It is slow: for a hunt, not for a run.
-# - `dist.monitored_barrier(timeout=...)`, on gloo alone: a barrier at which rank 0 names the rank
-#   that is missing, "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
-# - `TORCH_FR_BUFFER_SIZE=2000` (before: `TORCH_NCCL_TRACE_BUFFER_SIZE`) keeps the last operations of
-#   each rank on NCCL, the *flight recorder*; `TORCH_NCCL_DUMP_ON_TIMEOUT=1` has them written down.
-# - `py-spy dump --pid ...` shows the line at which a rank is, as `Where each rank was` did.
+# - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, makes ranks compare operation
+#   and shapes over gloo before each collective. It is slow: use it to find a bug, not to train.
+# - `dist.monitored_barrier(timeout=...)`, for gloo only, is a barrier at which rank 0 names the missing
+#   rank: "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
+# - `TORCH_FR_BUFFER_SIZE=2000` (formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`) turns on the *flight recorder*,
+#   which keeps the last NCCL operations of each rank; `TORCH_NCCL_DUMP_ON_TIMEOUT=1` saves them on a
+#   timeout.
+# - `py-spy dump --pid ...` shows the current line of a rank, as `Where each rank was` did above.
 
 # %% [markdown]
-# **You can now** start ranks in three ways, say what happens until they are a group, cut them into a
-# mesh, and name the rank behind a hang.
+# **You can now** start ranks in three ways, explain the rendezvous, arrange ranks in a mesh, and find
+# the rank behind a hang.

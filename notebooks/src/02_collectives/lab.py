@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Lab 02: Collectives
 #
-# An all-reduce gives every rank the sum of all ranks' tensors. You have called it; now you build it
-# from send and receive, twice: a way that suits large tensors and one that suits small ones. You
-# will see every step of it, and predict its time for any size and any number of ranks.
+# An all-reduce gives every rank the sum of all ranks' tensors. You have called one; now you build it
+# from send and receive, in two ways: one for large tensors and one for small ones. You will see every
+# step, and predict its time for any size and any number of ranks.
 #
 # You need labs 00 and 01: ranks, `comm.send` and `comm.recv`, a first tree, a first deadlock.
 
@@ -21,16 +21,16 @@ from labkit.course import predict, report, show
 from labkit.labs.lab_02 import checks as check
 from labkit.labs.lab_02.scenarios import ring_a, ring_b
 
-guess = predict()  # nothing yet: that is for you, in step 3
+guess = predict()  # empty for now: you fill it in, in step 3
 
 # %% [markdown]
 # ## 1. The question
 #
-# Simplest is a **server**: everyone sends its tensor to rank 0, which adds them up and sends the sum
-# to everyone. Another way is a **ring**. labkit has both, under the names `naive` and `ring`.
+# The simplest algorithm is a **server**: every rank sends its tensor to rank 0, which adds them up and
+# sends the sum back. Another is a **ring**. labkit has both, under the names `naive` and `ring`.
 #
-# Here are four ranks, each with a wire of 0.05 gigabits per second on which a message travels 10 ms
-# longer than its bytes take. The bytes are real, and as late as on such a wire: **paced**.
+# Here are four ranks, each with a link of 0.05 gigabits per second and a latency of 10 ms. The link is
+# **paced**: the bytes are real, and each message is delivered as late as over such a link.
 
 # %%
 LINK = Link(gbps=0.05, latency_us=10_000)
@@ -38,18 +38,18 @@ slow = World(4, link=LINK)
 
 
 def times_s(algorithm, nbytes, repeats):
-    comm, found = Comm(), []
+    comm, seconds = Comm(), []
     x = torch.ones(nbytes // 4)  # 4 bytes each
     for _ in range(repeats):
-        comm.barrier()  # all begin together
+        comm.barrier()  # all ranks start together
         began_s = time.perf_counter()
         comm.all_reduce(x, algorithm=algorithm)
-        found.append(time.perf_counter() - began_s)
-    return found
+        seconds.append(time.perf_counter() - began_s)
+    return seconds
 
 
 def measure_ms(algorithm, nbytes, repeats=1):
-    """On the slowest rank, in the best of the repeats."""
+    """The time on the slowest rank, in the fastest repeat."""
     return 1000 * np.max(slow.run(times_s, algorithm, nbytes, repeats), axis=0).min()
 
 
@@ -64,16 +64,16 @@ axes.set(
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The same sum, in about half the time. A model in training sums up gigabytes of gradients in every
-# step, and on thousands of ranks. **What does an all-reduce of 1 GB cost on 8 ranks, what on 8,000, and
-# which algorithm should carry it?**
+# The ring takes about half the time. Training sums gigabytes of gradients in every step, on up to
+# thousands of ranks. **How long does an all-reduce of 1 GB take on 8 ranks, how long on 8,000, and
+# which algorithm is fastest?**
 
 # %% [markdown]
 # ## 2. The idea
 #
-# First look. `watch_collective` runs an algorithm once on real ranks, and notes every message and what
-# each rank holds. (So these ranks must send messages: `backend="gloo"`.) Nothing in the picture is
-# drawn by hand. The server:
+# Look first. `watch_collective` runs an algorithm once on real ranks and records every message and the
+# contents of every rank. (It needs ranks that send messages: `backend="gloo"`.) Nothing in the picture
+# is drawn by hand. The server:
 
 # %%
 world = World(4, backend="gloo")
@@ -82,50 +82,50 @@ plot.movement(watch_collective(world, "all_reduce", "naive"))
 # %% [markdown]
 # How to read it:
 #
-# - a **column** is a rank; its tensor is cut into four **chunks**, c0 to c3, one below the other;
-# - a cell has a stripe for each rank, coloured when that rank's numbers have been added: four
-#   stripes are the finished sum;
-# - what a rank sends in this step is framed, and the arrow shows to whom;
-# - a picture shows what the ranks hold when the step begins; what it brings shows in the next.
+# - a **column** is a rank; its tensor is split into four **chunks**, c0 to c3, from top to bottom;
+# - a cell has one stripe for each rank, colored once that rank's values have been added: four colored
+#   stripes are the complete sum;
+# - a frame marks what a rank sends in this step, and an arrow the receiver;
+# - each picture shows the state at the beginning of its step; the next one shows the result.
 #
-# All of the tensor passes through rank 0, six times. The others do nothing most of the time.
+# The whole tensor passes through rank 0 six times. The other ranks are idle most of the time.
 
 # %% [markdown]
-# The **ring**: every rank sends in every step, but only one chunk, and only to its neighbour.
+# The **ring**: every rank sends in every step, but only one chunk, and only to its right neighbor.
 
 # %%
 ring = watch_collective(world, "all_reduce", "ring")
 plot.movement(ring)
 
 # %% [markdown]
-# Two halves, with names of their own:
+# It has two halves, which are collectives themselves:
 #
-# - steps 1 to 3 are a **reduce-scatter**: a partial sum goes around, and each rank adds its share.
-#   After n - 1 steps each rank has one chunk of the sum: rank r has chunk r;
-# - steps 4 to 6 are an **all-gather**: the finished chunks go around.
+# - steps 1 to 3 are a **reduce-scatter**: partial sums travel around the ring, and each rank adds its
+#   own values. After n - 1 steps, rank r has chunk r of the sum;
+# - steps 4 to 6 are an **all-gather**: the complete chunks travel around the ring.
 #
 # Follow c0 from step 1 to the end.
 
 # %% [markdown]
-# The **tree**: up to rank 0 and down again. Few steps, but the whole tensor in each. Move the slider, or
-# press play:
+# The **tree**: sums travel up to rank 0, and the result down again. It has few steps, but each sends the
+# whole tensor. Move the slider, or press play:
 
 # %%
 plot.steps(watch_collective(world, "all_reduce", "tree"))
 
 # %% [markdown]
-# Now the price. A message of S bytes takes **α + S · β** seconds: α (alpha) is the latency, paid by
-# the smallest message too; β (beta) is the time of one byte. Steps come one after the other, so add
-# them up. For n ranks, counted from the pictures:
+# Now the cost. A message of S bytes takes **α + S · β** seconds: α (alpha) is the latency, which even
+# the smallest message pays; β (beta) is the time per byte. Steps run one after another, so their times
+# add up. For n ranks, counted from the pictures:
 #
-# | all-reduce | steps | bytes in each | seconds |
+# | all-reduce | steps | bytes per step | seconds |
 # |---|---|---|---|
 # | server | 2(n-1) | S | 2(n-1) · (α + S β) |
 # | ring | 2(n-1) | S/n | 2(n-1) · α + 2(n-1)/n · S β |
 # | tree | 2⌈log₂ n⌉ | S | 2⌈log₂ n⌉ · (α + S β) |
 #
-# Adding the numbers takes time as well (γ, gamma, for each byte); it is small beside a network. (The
-# server in step 1 was faster than this: our wires are slow on the way out only. More in step 5.)
+# The additions take time as well (γ, gamma, per byte), but little compared with a network. (The server
+# above was faster than its formula: our paced links delay sends only. More in step 5.)
 
 
 # %%
@@ -161,8 +161,9 @@ def tree_s(n, nbytes, alpha_s, beta_s_per_byte):
 # %% [markdown]
 # ## 3. Predict
 #
-# Four ranks all-reduce S = 1 MiB. How many bytes does **rank 0** send in each of the three ways? And
-# in how many steps is the ring done? Count the frames in the pictures: a frame around one cell is S/4.
+# Four ranks all-reduce S = 1 MiB. How many bytes does **rank 0** send with each of the three
+# algorithms? And how many steps does the ring take? Count the frames in the pictures: a frame around
+# one cell is S/4.
 
 # %% stub="S = 2**20  # bytes\nguess = predict(server_bytes=..., ring_bytes=..., tree_bytes=..., ring_steps=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -174,8 +175,8 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# The first half of labkit's ring, the function itself. `chunks` are the n parts of the tensor; `out`
-# is chunk r on rank r.
+# This is the first half of labkit's ring. `chunks` are the n parts of the tensor; `out` is chunk r on
+# rank r.
 
 # %%
 show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
@@ -183,13 +184,14 @@ show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 # %% [markdown]
 # - `irecv` and `isend` **start** a message and return at once; `yield` waits for it. So every rank
 #   sends and receives at the same time.
-# - `partial` is what is passed on: at first the rank's own numbers, then what has just arrived with
-#   its own added.
+# - `partial` is the tensor to send next: first the rank's own chunk, then the sum of what has just
+#   arrived and the rank's own chunk.
 # - `reduce(a, b)` adds b to a.
-# - What arrives goes into `room`, a place apart. It has two halves, in turns: one partial sum is still
-#   leaving while the next arrives.
-# - In the last step the sum becomes complete. It arrives in `out` itself, and the rank's own is added
-#   there. Where `out` *is* the rank's chunk (`in_place`: so in the all-reduce below), it is added to that.
+# - Messages arrive in a buffer, `room`, with two halves that alternate: one partial sum is still being
+#   sent while the next arrives.
+# - In the last step the sum becomes complete. It arrives in `out` itself, where the rank's own chunk is
+#   added. If `out` *is* the rank's own chunk (`in_place`, as in the all-reduce below), the message
+#   arrives in `room` and is added to `out`.
 
 # %% [markdown]
 # The second half, and both together:
@@ -201,20 +203,20 @@ show("comm/collectives/all_gather.py:ring_all_gather", since="n, rank")
 show("comm/collectives/all_reduce.py:ring_all_reduce", since="own =")
 
 # %% [markdown]
-# Each algorithm stands beside its cost: steps, bytes through the busiest rank, bytes that are added up.
+# Each algorithm has its cost beside it: steps, bytes through the busiest rank, and bytes that are added.
 
 # %% tags=["nbval-check-output"]
 for name in ["naive", "ring", "tree"]:
     print(f"{name:6}", cost("all_reduce", name, n=4, nbytes=2**20))
 
 # %% [markdown]
-# `sent_bytes` are those that pass the busiest rank one after the other, in *or* out: in the tree 2S come
-# to rank 0, then 2S leave it. What rank 0 itself sends is only the second part.
+# `sent_bytes` counts the bytes that pass through the busiest rank one after another, in *or* out: in the
+# tree, 2S arrive at rank 0 before 2S leave it. Rank 0 itself sends only the second part.
 
 # %% [markdown]
 # ## 5. Run it
 #
-# Bytes first. `wire_bytes` is what a rank really sent:
+# Bytes first. `wire_bytes` are the bytes that a rank actually sent:
 
 
 # %%
@@ -235,16 +237,16 @@ guess.beside(
 )
 
 # %% [markdown]
-# In the tree rank 0 sends 2S and receives as much; a leaf sends S only. In the ring all send the same:
-# 2(n-1)/n · S, less than 2S however many ranks there are. No algorithm in which the ranks do the adding
-# can do with less on its busiest rank (Patarasuk and Yuan, 2009).
+# In the tree, rank 0 sends 2S and receives as much; a leaf sends only S. In the ring all ranks send the
+# same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the additions, no algorithm
+# has fewer bytes on its busiest rank (Patarasuk and Yuan, 2009).
 #
-# Now time. Of the paced wire we know α and β, so the formulas say the milliseconds. (Those of the ring
-# and the tree: there a rank receives one message at a time. A server receives n - 1 at once, and our
-# wires are slow on the way out only, so it comes off better here than on a real network card.)
+# Now time. We know α and β of the paced link, so the formulas predict milliseconds. (This holds for ring
+# and tree, where a rank receives one message at a time. A server receives n - 1 at once, and our paced
+# links delay sends only, so here it does better than on a real network card.)
 
 # %%
-ALPHA_S, BETA_S = 10e-3, 8 / 0.05e9  # of LINK: 10 ms; 8 bits a byte, 0.05e9 bits a second
+ALPHA_S, BETA_S = 10e-3, 8 / 0.05e9  # of LINK: 10 ms; 8 bits per byte, 0.05e9 bits per second
 sizes = [2**k for k in (12, 14, 17, 18)]
 measured = {name: [measure_ms(name, size, 3) for size in sizes] for name in ["ring", "tree"]}
 
@@ -253,8 +255,8 @@ many = np.geomspace(2**11, 2**19)
 fig, axes = plt.subplots(figsize=(8, 3))
 for name, seconds, colour in [("ring", ring_s, "#0072B2"), ("tree", tree_s, "#E69F00")]:
     axes.plot(many, [1000 * seconds(4, s, ALPHA_S, BETA_S) for s in many], color=colour)
-    axes.plot(sizes, measured[name], "o", color=colour, label=f"{name}: line α-β, dots measured")
-axes.set(xscale="log", yscale="log", xlabel="bytes of the tensor", ylabel="ms, 4 ranks, paced")
+    axes.plot(sizes, measured[name], "o", color=colour, label=f"{name}: α-β line, measured dots")
+axes.set(xscale="log", yscale="log", xlabel="tensor size in bytes", ylabel="ms, 4 ranks, paced")
 axes.set_xticks(sizes, ["4 KiB", "16 KiB", "128 KiB", "256 KiB"], minor=False)
 axes.set_yticks([50, 100, 200], ["50", "100", "200"])
 axes.minorticks_off()
@@ -265,23 +267,23 @@ axes.spines[["top", "right"]].set_visible(False)
 names = {True: "ring", False: "tree"}
 for k in (0, -1):  # the smallest and the largest
     by_formula = ring_s(4, sizes[k], ALPHA_S, BETA_S) < tree_s(4, sizes[k], ALPHA_S, BETA_S)
-    really = measured["ring"][k] < measured["tree"][k]
-    print(f"{sizes[k] // 1024:3} KiB: {names[by_formula]} by formula, {names[really]} measured")
+    in_fact = measured["ring"][k] < measured["tree"][k]
+    print(f"{sizes[k] // 1024:3} KiB: {names[by_formula]} by formula, {names[in_fact]} measured")
 
 # %% [markdown]
-# Small tensors: latency counts, and the tree has fewer steps. Large ones: bytes count, and the ring has
-# fewer of them. The lines cross.
+# For small tensors latency dominates, and the tree has fewer steps. For large tensors bytes dominate,
+# and the ring sends fewer. The lines cross.
 #
-# **Recursive doubling** is the tree's sister: no root, and everyone swaps with a partner 1, 2, 4, ...
-# away. Half the steps of the tree, with all of S in each as there: log₂ n · (α + S β). (Where n is no
-# power of two, two steps more.)
+# **Recursive doubling** is related to the tree but has no root: every rank exchanges its tensor with a
+# partner at distance 1, 2, 4, ... It takes half the steps of the tree, each with all S bytes:
+# log₂ n · (α + S β). (If n is not a power of two, it takes two more steps.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", "recursive_doubling"))
 
 # %% [markdown]
-# A good library changes over where the lines cross. labkit has a table for it, for messages that are not
-# paced, and says why it chose:
+# A good library switches algorithms where the lines cross. labkit has a table for this, for links that
+# are not paced, and explains its choice:
 
 # %%
 for nbytes in [2**10, 2**24]:
@@ -289,15 +291,15 @@ for nbytes in [2**10, 2**24]:
     print(choice.why.partition(". ")[0], "->", choice.algorithm)
 
 # %% [markdown]
-# (`gloo` is the backend's own all-reduce, a ring, too. All of this is for messages: ranks that share a
-# machine can do without them. A world without `backend="gloo"` gives them common memory where it can.)
+# (`gloo` is the backend's own all-reduce, also a ring. All of this is about messages. Ranks on one
+# machine can also use shared memory, as they do in a world without `backend="gloo"`.)
 
 # %% [markdown]
-# And now 1 GB. A cluster has two sorts of wires: inside a machine of 8 GPUs NVLink, say 450 GB/s; between
-# machines one InfiniBand card for each GPU, 50 GB/s (400 Gbit/s). Latencies differ from place to place;
-# we take 2 µs and 10 µs. **Hierarchical** means: the first half of a ring inside each machine
-# (reduce-scatter), an all-reduce between machines of the 1/8 that each GPU then has, and the second half
-# inside (all-gather). The others use InfiniBand alone.
+# And now 1 GB. A cluster has two kinds of links: inside a node of 8 GPUs NVLink, say 450 GB/s; between
+# nodes one InfiniBand card per GPU, 50 GB/s (400 Gbit/s). Latencies differ between clusters; we assume
+# 2 µs and 10 µs. **Hierarchical** means: the first half of a ring inside each node (reduce-scatter), an
+# all-reduce between nodes of the 1/8 that each GPU then has, and the second half inside each node
+# (all-gather). The other algorithms here use InfiniBand only.
 
 # %%
 NVLINK, INFINIBAND = (2e-6, 1 / 450e9), (10e-6, 1 / 50e9)  # α in s, β in s per byte
@@ -309,7 +311,7 @@ def hierarchical_s(n, nbytes):
 
 
 def two_trees_s(n, nbytes):
-    """Each carries half, in many small pieces, whose own latencies (a few ms) we leave out."""
+    """Each tree carries half, in many small pieces, whose latencies (a few ms) we leave out."""
     return 2 * ceil(log2(n)) * INFINIBAND[0] + 2 * nbytes * INFINIBAND[1]
 
 
@@ -342,20 +344,21 @@ for n in [8, 64, 8000]:
     print(f"{n:5,} ranks " + "".join(f"{1000 * f(n, 1e9):14,.0f}" for f, _ in ways.values()))
 
 # %% [markdown]
-# That is the answer to the question: 1 GB costs 4 ms on 8 ranks, over NVLink, and 29 ms on 8,000,
-# hierarchically. A plain ring over InfiniBand takes 35 and 200 ms, the server is hopeless.
+# This answers the question: 1 GB takes 4 ms on 8 ranks, over NVLink, and 29 ms on 8,000 ranks with the
+# hierarchical algorithm. A plain ring over InfiniBand takes 35 and 200 ms; the server is hopeless.
 #
-# From 8 to 8,000 ranks the *bytes* of the ring hardly grow: they take 35 to 40 ms. But its *steps* do:
-# 16,000 latencies are 160 ms. So on thousands of ranks one uses algorithms with few steps **and** few
-# bytes: hierarchical ones, or **two trees** at once, each with half of the tensor, cut into pieces (in
-# labkit `double_tree`).
+# From 8 to 8,000 ranks the *bytes* of the ring hardly grow: they take 35 to 40 ms. But the number of
+# *steps* grows: 16,000 latencies are 160 ms. So with thousands of ranks, use algorithms with few steps
+# **and** few bytes: hierarchical ones, or **two trees** at once, each with half of the tensor, split into
+# pieces (`double_tree` in labkit).
 
 # %% [markdown]
 # ## 6. Break it
 #
-# ### All send first
+# ### All ranks send first
 #
-# A first ring, with the calls of lab 00. Every rank sends to the right, then receives from the left:
+# A first attempt at a ring, with the calls of lab 00. Every rank sends to its right neighbor, then
+# receives from its left neighbor:
 
 
 # %%
@@ -372,13 +375,13 @@ short = World(3, timeout_s=2)
 short.run(lambda: first_ring(Comm(), torch.ones(4)))
 
 # %% [markdown]
-# All wait in `send`: nobody receives. It needs a send that does not wait. `comm.isend` starts the
-# message and returns a **handle**; until `handle.wait()` has returned, do not write to what is sent.
+# All ranks wait in `send`, and none receives. We need a send that does not block. `comm.isend` starts the
+# message and returns a **handle**; do not write to the tensor until `handle.wait()` has returned.
 
 
 # %%
 def pass_on(comm, outgoing, incoming):
-    """One step of a ring: `outgoing` to the right neighbour, `incoming` from the left one."""
+    """One step of a ring: `outgoing` to the right neighbor, `incoming` from the left one."""
     handle = comm.isend(outgoing, (comm.rank + 1) % comm.size)
     comm.recv(incoming, (comm.rank - 1) % comm.size)
     handle.wait()
@@ -389,10 +392,10 @@ def pass_on(comm, outgoing, incoming):
 #
 # ### Two rings with a bug
 #
-# Somebody wrote two all-reduces. Neither hangs. You do not get the code, only what it does: what is
-# wrong with each, and from which step on? A vermilion cell holds what it should not: `2×` means that a
-# rank's numbers are in it twice. Not every mistake is vermilion: what is only missing stays grey. (The
-# answer is in `solutions/02_collectives.ipynb`, step 6.)
+# Here are two faulty all-reduces. Neither hangs. You do not see their code, only what they do: what is
+# wrong with each, and from which step on? A vermilion cell holds a wrong sum: `2×` means that it includes
+# a rank's values twice. Not every error is vermilion: values that are only missing stay gray. (The answer
+# is in `solutions/02_collectives.ipynb`, step 6.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", ring_a))
@@ -402,9 +405,9 @@ plot.movement(watch_collective(world, "all_reduce", ring_b))
 
 # %% [markdown] tags=["answer"]
 # - **ring_a** takes one step too many, and then stops. After n - 1 steps each chunk is complete on one
-#   rank; in step n the complete sum is *added* to a rank's own share once more.
-# - **ring_b** is right up to step 3. Then its all-gather begins with the wrong chunk: not the complete
-#   one, but the one that it gave first. What goes around are the numbers of a single rank.
+#   rank; in step n the complete sum is *added* to another rank's values once more.
+# - **ring_b** is right up to step 3. Then its all-gather starts with the wrong chunk: not the complete
+#   one, but the one that each rank sent first. So the values of a single rank travel around.
 
 # %% tags=["answer"]
 show("labs/lab_02/scenarios.py:ring_b")
@@ -413,8 +416,8 @@ show("labs/lab_02/scenarios.py:ring_b")
 # ## 7. Build it
 #
 # Your functions get `comm` and use `send`, `recv`, `isend` and `irecv` (or `pass_on`). Each check runs
-# them on real ranks, compares numbers and bytes, and counts the steps in the recorded movement. To see
-# what your function does, also when it is wrong:
+# them on real ranks, compares values and bytes, and counts the steps of the recorded movement. To see
+# what your function does, even if it is wrong:
 #
 # ```
 # plot.movement(watch_collective(world, "reduce_scatter", my_reduce_scatter))
@@ -423,13 +426,13 @@ show("labs/lab_02/scenarios.py:ring_b")
 # %% [markdown]
 # ### Exercise 1: Reduce-scatter
 #
-# `chunks` is a list of n tensors in one dimension, which may differ in size. Around the ring, in n - 1
-# steps, make `chunks[comm.rank]` the sum of all ranks' chunks of that number. The others may hold
-# anything afterwards. `torch.empty_like(chunk)` is a place for what arrives, of its shape **and dtype**
-# (the pictures use whole numbers).
+# `chunks` is a list of n one-dimensional tensors, which may differ in size. In n - 1 steps around the
+# ring, make `chunks[comm.rank]` the sum of all ranks' chunks with this index. The other chunks may hold
+# anything afterwards. `torch.empty_like(chunk)` is a buffer for a message, with the right shape **and
+# dtype** (the pictures use integers).
 #
-# Sum **in place**: write into the tensors that you are given. `chunks[i] += y` and `chunks[i].copy_(y)`
-# do; `chunks[i] = ...` only puts another tensor into the list.
+# Sum **in place**: write into the given tensors, as `chunks[i] += y` and `chunks[i].copy_(y)` do;
+# `chunks[i] = ...` only puts another tensor into the list.
 
 
 # %%
@@ -450,8 +453,8 @@ check.my_reduce_scatter(my_reduce_scatter)
 # %% [markdown]
 # ### Exercise 2: All-gather
 #
-# Now `chunks[comm.rank]` is what this rank has. The others hold anything: overwrite them, do not add. In
-# n - 1 steps, give everybody all chunks, again in place.
+# Now `chunks[comm.rank]` is this rank's chunk. The other chunks hold anything: overwrite them, do not add
+# to them. In n - 1 steps, give every rank all chunks, again in place.
 
 
 # %%
@@ -470,8 +473,8 @@ check.my_all_gather(my_all_gather)
 # %% [markdown]
 # ### Exercise 3: The ring
 #
-# `x` has one dimension and any size, also one that does not divide by n. Make it the sum over all ranks,
-# in place. `list(x.tensor_split(n))` is a list of n parts that are views: writing to them writes to `x`.
+# `x` has one dimension and any size, which need not be divisible by n. Make it the sum over all ranks, in
+# place. `list(x.tensor_split(n))` is a list of n views of `x`: writing to them writes to `x`.
 
 
 # %%
@@ -487,7 +490,7 @@ def my_all_reduce(comm, x):
 check.my_all_reduce(my_all_reduce)
 
 # %% [markdown]
-# Your ring as it moves, and its time beside labkit's and the formula's:
+# The steps of your ring, and its time beside labkit's ring and the formula:
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", my_all_reduce))
@@ -513,9 +516,9 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### Exercise 4: A tree with any root
 #
-# A broadcast by a binomial tree. In the first step the root sends to one other, in the second both send to
-# one more each, then all four: each time twice as many have it. Any rank can be the root. On 4 ranks it
-# takes 2 steps, on 7 it takes 3. To draw it, with root 2:
+# Write a broadcast by a binomial tree. In the first step the root sends to one other rank, in the second
+# both send to one more each, then all four: the number of ranks that have `x` doubles in each step. Any
+# rank can be the root. On 4 ranks it takes 2 steps, on 7 ranks 3. To draw it, with root 2:
 #
 # ```
 # plot.movement(watch_collective(world, "broadcast", lambda comm, x: my_tree(comm, x, 2), root=2))
@@ -542,8 +545,8 @@ check.my_tree(my_tree)
 # %% [markdown]
 # ### Exercise 5: The crossover
 #
-# At how many bytes do ring and tree take the same time? Set the two formulas of step 2 equal, and solve
-# for S, in bytes. (For 4 ranks or more.)
+# At what size do ring and tree take the same time? Set the two formulas of step 2 equal and solve for S,
+# in bytes. (For 4 ranks or more.)
 
 
 # %%
@@ -559,7 +562,8 @@ def crossover_bytes(n, alpha_s, beta_s_per_byte):
 check.crossover_bytes(crossover_bytes)
 
 # %% [markdown]
-# Does it say where the lines of step 5 cross? And on 8 and 8,000 ranks of a real cluster?
+# Does your function return the size at which the lines of step 5 cross? And what does it return for 8 and
+# 8,000 ranks of a real cluster?
 
 # %% tags=["nbval-check-output"]
 print(f"4 ranks, paced:          {crossover_bytes(4, ALPHA_S, BETA_S) / 1024:8,.0f} KiB")
@@ -567,22 +571,22 @@ for n in [8, 8000]:
     print(f"{n:5,} ranks, InfiniBand: {crossover_bytes(n, *INFINIBAND) / 1024:8,.0f} KiB")
 
 # %% [markdown]
-# With more ranks the crossover moves up: the ring's latencies grow with n, those of the tree with its
-# logarithm.
+# With more ranks the crossover moves up: the latency of the ring grows with n, that of the tree with
+# log n.
 
 # %% [markdown]
 # ### Exercise 6, open: The best broadcast
 #
-# Rank 0 has 600,000 bytes, five others want them. A message takes 10 µs, and its bytes at 10 GB/s. Both
-# ways we know are poor: the tree takes 3 · (10 + 60) = 210 µs, one by one 350 µs. In a step a rank sends
-# one message and receives one. Your score, in µs:
+# Rank 0 has 600,000 bytes that five other ranks need. The latency is 10 µs, the bandwidth 10 GB/s. Both
+# algorithms that we know are slow: the tree takes 3 · (10 + 60) = 210 µs, one by one takes 350 µs. In
+# each step, a rank can send one message and receive one. This function computes your score, in µs:
 
 # %%
 show("labs/lab_02/checks.py:modelled_us")
 
 # %% [markdown]
-# `comm.size` is 6. Cut `x` into as many pieces as there are ranks, or into 2 or 3. While one piece
-# arrives, another can leave. (Your exercises 2 and 4 may be of use, too.)
+# `comm.size` is 6. Split `x` into 2, 3 or 6 pieces. While one piece arrives, another can leave. (Your
+# exercises 2 and 4 may help, too.)
 
 
 # %%
@@ -603,7 +607,7 @@ def my_best_broadcast(comm, x):
 check.my_best_broadcast(my_best_broadcast)
 
 # %% [markdown]
-# How long does it take before all ranks are busy? Could more of them begin earlier?
+# How long does it take until all ranks are busy? Could more of them start earlier?
 
 # %% tags=["nbval-check-output"]
 report("02")
@@ -611,25 +615,26 @@ report("02")
 # %% [markdown]
 # ## 8. In the wild
 #
-# | library | its all-reduces | how to choose |
+# | library | all-reduce algorithms | how to choose |
 # |---|---|---|
-# | NCCL | ring, double binary tree, in the network's switches | by size and ranks; `NCCL_ALGO=Ring` |
+# | NCCL | ring, double binary tree, reduction inside the network switches | by size and ranks; `NCCL_ALGO=Ring` |
 # | HCCL (Ascend) | ring, halving and doubling, hierarchical ring | `HCCL_ALGO="level0:NA;level1:ring"` |
 # | Open MPI | linear, recursive doubling, ring, Rabenseifner | `coll_tuned_use_dynamic_rules`, then `coll_tuned_allreduce_algorithm` |
 # | MPICH | recursive doubling, Rabenseifner | `MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM` |
-# | gloo | ring, bcube | the caller says; torch takes the ring |
+# | gloo | ring, bcube | chosen by the caller; torch uses the ring |
 # | labkit | ring, trees, recursive doubling, Rabenseifner, hierarchical | `algorithm="tree"`, `LABKIT_ALGO=all_reduce:tree` |
 
 # %% [markdown]
 # What they add:
 #
-# - **many channels**: NCCL runs several rings at once, over different wires, and cuts chunks further,
-#   so that adding and sending overlap;
-# - **double binary trees** (NCCL 2.4, 2019): every rank is a leaf in one tree and not in the other, so all
-#   send nearly 2S, in 2⌈log₂ n⌉ steps and one more for each piece. On 8,000 ranks that is what makes 1 GB
-#   cheap;
-# - **Rabenseifner's**: reduce-scatter by halving, all-gather by doubling: the ring's bytes in the tree's
-#   steps, for powers of two. Look: `watch_collective(world, "all_reduce", "halving_doubling")`.
+# - **many channels**: NCCL runs several rings at once, over different links, and splits chunks further,
+#   so that additions and sends overlap;
+# - **double binary trees** (NCCL 2.4, 2019): every rank is a leaf in one tree but not in the other, so all
+#   ranks send nearly 2S, in 2⌈log₂ n⌉ steps and one more for each piece. This makes 1 GB cheap on 8,000
+#   ranks;
+# - **Rabenseifner's algorithm**: a reduce-scatter by halving and an all-gather by doubling. It has the
+#   ring's bytes in the tree's steps, for powers of two. See
+#   `watch_collective(world, "all_reduce", "halving_doubling")`.
 #
 # %% [markdown]
 # Sources: Patarasuk and Yuan, 2009 (the ring); Thakur, Rabenseifner and Gropp, 2005 (MPICH); Sanders,
@@ -637,5 +642,5 @@ report("02")
 # and MPICH; NVIDIA's H100 data sheet (NVLink: 900 GB/s for both directions together).
 
 # %% [markdown]
-# **You can now** see what a collective moves, build it from messages, and say what an all-reduce costs on
-# any number of ranks, and why a ring carries the large ones and a tree the small ones.
+# **You can now** read the steps of a collective, build it from messages, predict the time of an all-reduce
+# on any number of ranks, and explain why large tensors use a ring and small ones a tree.

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # Lab 03: Bandwidth
 #
-# The same collective, on the same number of devices, can take ten times as long: it depends on the
-# wires, and on who stands next to whom. In this lab you measure bandwidth as the field does, find
-# the link that everything waits for, spare it by a hierarchical all-reduce, and read what NCCL
-# prints about all this.
+# The same collective on the same number of devices can take ten times as long, depending on the links
+# and on which ranks are neighbors. In this lab you measure bandwidth as the field does, find the
+# bottleneck link, relieve it with a hierarchical all-reduce, and read what NCCL logs about all this.
 #
 # You need labs 00 to 02: ranks, groups, the ring all-reduce and its cost.
 
@@ -24,14 +23,14 @@ from labkit.labs.lab_03.scenarios import DGX1, bytes_by_pair, ring_in_order, rin
 from labkit.trace.nccl_log import EXAMPLES
 from labkit.trace.nccl_log.summary import table
 
-guess = predict()  # nothing yet: that is for you, in step 3
+guess = predict()  # empty for now: you fill it in, in step 3
 
 # %% [markdown]
 # ## 1. The question
 #
-# Four ranks all-reduce 2 MiB by a ring. First all wires are alike, 1 gigabit per second. Then the
-# ranks stand on two **nodes** (machines): 0 and 1 on the first, 2 and 3 on the second. The wires
-# between nodes are ten times slower. (Both are *paced*: real bytes, modelled wires.)
+# Four ranks all-reduce 2 MiB with a ring. First all links have 1 gigabit per second. Then the ranks are
+# on two **nodes** (machines): 0 and 1 on the first, 2 and 3 on the second, and the links between nodes
+# are ten times slower. (All links are *paced*: real bytes, modelled links.)
 
 # %%
 FAST, SLOW = Link(gbps=1), Link(gbps=0.1)
@@ -44,7 +43,7 @@ two_nodes = World(4, link=cluster)
 
 # %%
 def seconds_of(op, nbytes=S, turns=2):
-    """The best of some turns, on this rank."""
+    """The fastest of several turns, on this rank."""
     comm, x, times_s = Comm(), torch.zeros(nbytes // 4), []
     for _ in range(turns):
         comm.barrier()
@@ -70,15 +69,16 @@ def bars(rows, xlabel, fmt="{:,.0f}", log=False, height=1.4):
     axes.spines[["top", "right"]].set_visible(False)
 
 
-one_s = max(one_node.run(seconds_of, by_ring))
-two_s = max(two_nodes.run(seconds_of, by_ring))
-bars({"one node": 1e3 * one_s, "two nodes": 1e3 * two_s}, "ms for 2 MiB by a ring, paced")
+one_node_s = max(one_node.run(seconds_of, by_ring))
+two_nodes_s = max(two_nodes.run(seconds_of, by_ring))
+rows = {"one node": 1e3 * one_node_s, "two nodes": 1e3 * two_nodes_s}
+bars(rows, "ms for 2 MiB with a ring, paced")
 
 # %% [markdown]
-# Of the ring's four hops, two are slow. All four ranks wait for them. (By the formula of lab 02 the
-# wires alone take 25 ms and 252 ms, ten times as long. The processes that carry the messages add
-# up to 10 ms or so of their own; on fast wires that shows.) **Which link sets the pace, how many bytes must
-# pass it, and can there be fewer?**
+# Two of the ring's four hops are slow, and all four ranks wait for them. (By the formula of lab 02, the
+# links alone take 25 ms and 252 ms, a factor of ten. The processes that carry the messages add up to
+# about 10 ms, which shows on fast links.) **Which link is the bottleneck, how many bytes must pass it,
+# and can we reduce them?**
 
 # %% [markdown]
 # ## 2. The idea
@@ -94,16 +94,16 @@ bars({"one node": 1e3 * one_s, "two nodes": 1e3 * two_s}, "ms for 2 MiB by a rin
 #                              or Ethernet
 # ```
 #
-# Three kinds of wires. NVLink is far ahead; PCIe and the network are close to each other, and a
-# message to another node crosses both. Which way a message takes is the **topology**. A collective
-# is as fast as the link that is busy longest: its **bottleneck**.
+# There are three kinds of links. NVLink is by far the fastest; PCIe and the network are similar, and a
+# message to another node crosses both. Which links connect which devices is the **topology**. A
+# collective is as fast as the link that is busy longest, its **bottleneck**.
 
 # %% [markdown]
-# Links are sold in different units. Two traps: network cards are sold in *bits* (8 to the byte), and
-# NVLink as the *sum of both directions*. What counts for a ring is bytes per second, **one way**:
+# Data sheets use different units. Beware of two traps: network cards are rated in *bits* (8 per byte),
+# and NVLink by the *sum of both directions*. For a ring, bytes per second in **one direction** count:
 
 # %%
-LINKS = {  # GB/s, one way
+LINKS = {  # GB/s, one direction
     "25 GbE": 25 / 8,
     "100 GbE": 100 / 8,
     "InfiniBand HDR": 200 / 8,
@@ -113,59 +113,59 @@ LINKS = {  # GB/s, one way
     "NVLink 3 (A100)": 600 / 2,
     "NVLink 4 (H100)": 900 / 2,
 }
-bars(LINKS, "GB/s of one GPU or one card, one way", "{:,.1f}", log=True, height=2.8)
+bars(LINKS, "GB/s of one GPU or one card, one direction", "{:,.1f}", log=True, height=2.8)
 
 # %% [markdown]
-# Where the figures are from (peaks: what a program reaches is less):
+# The sources of these figures (they are peaks; programs reach less):
 #
-# | link | as sold | source |
+# | link | rated at | source |
 # |---|---|---|
 # | 25 and 100 gigabit Ethernet | 25, 100 Gb/s | IEEE 802.3by-2016, 802.3ba-2010 |
 # | InfiniBand HDR, NDR | four lanes of 50, 100 Gb/s | NVIDIA, *DGX SuperPOD: cabling data centers*, "NDR Overview" |
-# | PCIe 4.0, 5.0 | 16, 32 GT/s a lane | PCI-SIG, PCI Express base specifications 4.0 and 5.0 |
-# | NVLink 3 | 600 GB/s, both ways | NVIDIA, *A100 Tensor Core GPU* data sheet |
-# | NVLink 4 | 900 GB/s, both ways | NVIDIA, *H100 Tensor Core GPU* data sheet |
+# | PCIe 4.0, 5.0 | 16, 32 GT/s per lane | PCI-SIG, PCI Express base specifications 4.0 and 5.0 |
+# | NVLink 3 | 600 GB/s, both directions | NVIDIA, *A100 Tensor Core GPU* data sheet |
+# | NVLink 4 | 900 GB/s, both directions | NVIDIA, *H100 Tensor Core GPU* data sheet |
 
 # %% [markdown]
-# Two bandwidths are in use for collectives. The **algorithm bandwidth** is what you would think of:
+# Two bandwidths are used for collectives. The **algorithm bandwidth** is the obvious one:
 #
 # **algbw = S / t**
 #
-# It says how long a tensor takes, but not whether the links are full: an all-reduce on more ranks
-# sends more bytes for the same S. So count what each rank must send, whatever the algorithm, and
-# divide *that* by the time: the **bus bandwidth**, which can be held against a link's speed.
+# It tells you how long a tensor takes, but not whether the links are saturated: with more ranks, an
+# all-reduce sends more bytes for the same S. So take the bytes that each rank must send, whatever the
+# algorithm, and divide *them* by the time: this **bus bandwidth** can be compared with a link's speed.
 #
 # **busbw = algbw × factor**
 
 # %% [markdown]
-# The operations with chunks, of which every rank has n at first or at the end:
+# Three operations work on chunks: every rank has n of them before or after.
 #
-# | operation | what rank r has at the end |
+# | operation | the result on rank r |
 # |---|---|
 # | reduce-scatter | chunk r, summed over all ranks |
-# | all-gather | all chunks; chunk s is what rank s brought |
-# | all-to-all (new) | chunk r of every rank: each rank deals its n chunks out, one to each rank |
+# | all-gather | all chunks; chunk s comes from rank s |
+# | all-to-all (new) | chunk r of every rank: each rank sends one of its n chunks to each rank |
 
 # %% [markdown]
-# Where the factors come from, with n ranks:
+# The factors for n ranks:
 #
 # | operation | S is | each rank must send | factor |
 # |---|---|---|---|
 # | reduce-scatter | all n chunks | every chunk but the one it keeps | (n-1)/n |
 # | all-gather | all n chunks | the bytes of every chunk but one | (n-1)/n |
-# | all-reduce | the tensor | one after the other, both | 2(n-1)/n |
+# | all-reduce | the tensor | a reduce-scatter, then an all-gather | 2(n-1)/n |
 # | all-to-all | all n chunks | every chunk but its own | (n-1)/n |
-# | broadcast, reduce | the tensor | the busiest link carries it once | 1 |
+# | broadcast, reduce | the tensor | the whole tensor once, over the busiest link | 1 |
 #
-# Source: nccl-tests, doc/PERFORMANCE.md, whose definitions everybody uses.
+# Source: nccl-tests, doc/PERFORMANCE.md, whose definitions the whole field uses.
 
 # %% [markdown]
-# How to spare the slow wires: sum **inside** each node first, and let each rank carry only *its
-# part* of that sum to the other nodes.
+# To relieve the slow links, sum **inside** each node first. Then each rank sends only *its part* of
+# that sum to the other nodes.
 #
 # ```
 #                         node 0            node 1
-#   at first           0: a b   1: a b   2: a b   3: a b     two halves, a and b
+#   at the start       0: a b   1: a b   2: a b   3: a b     two halves, a and b
 #   reduce-scatter     0: A     1:   B   2: A     3:   B     inside:  A = sum of the node's a
 #   all-reduce         0: A <─────────────> 2: A             between: half of the bytes each
 #                                1: B <─────────────> 3: B
@@ -197,8 +197,8 @@ bars(LINKS, "GB/s of one GPU or one card, one way", "{:,.1f}", log=True, height=
 # %% [markdown]
 # ## 3. Predict
 #
-# Data parallel training sums the gradients of all ranks in every step. Take 7 billion parameters,
-# gradients of 2 bytes, 8 ranks. How many bytes must each rank send for this all-reduce?
+# Data-parallel training sums the gradients of all ranks in every step. Take 7 billion parameters,
+# 2-byte gradients and 8 ranks. How many bytes must each rank send for this all-reduce?
 
 # %% stub="gradients = predict(sent_by_each_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -207,23 +207,24 @@ gradients = predict(sent_by_each_bytes=2 * 7 * 14_000_000_000 // 8)
 gradients
 
 # %% [markdown]
-# And so many seconds it takes at least, by your prediction, if the slowest link of the ring is one
-# of these:
+# By your prediction, it takes at least this many seconds if the slowest link of the ring is one of
+# these:
 
 # %%
-times_s = {link: gradients.numbers["sent_by_each_bytes"] / 1e9 / its for link, its in LINKS.items()}
+sent_gb = gradients.numbers["sent_by_each_bytes"] / 1e9
+times_s = {link: sent_gb / gb_per_s for link, gb_per_s in LINKS.items()}
 bars(times_s, "seconds for one step, by your prediction", "{:,.2f} s", log=True, height=2.8)
 
 # %% [markdown]
-# Now the run that comes. Two nodes of two ranks, S bytes. *Ring*, 0 → 1 → 2 → 3 → 0: what passes
-# over each hop? *Hierarchical*: how large is the part that a rank brings to its all-reduce between
-# nodes, among how many ranks, and what does it send for it?
+# Now predict the coming run: two nodes of two ranks, S bytes. *Ring*, 0 → 1 → 2 → 3 → 0: how many
+# bytes pass over each hop? *Hierarchical*: how large is the part that a rank contributes to the
+# all-reduce between nodes, how many ranks take part, and how many bytes does each send?
 #
-# Say how many bytes leave the busiest **slow** wire (each rank has one), in both.
+# For both algorithms, predict the bytes sent over the busiest **slow** link (each rank has one).
 
 # %% stub="guess = predict(ring_bytes=..., hierarchical_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
-part = S // 2  # 2 ranks in a node share the work
+part = S // 2  # the 2 ranks of a node share the work
 guess = predict(ring_bytes=2 * 3 * S // 4, hierarchical_bytes=2 * 1 * part // 2)
 ### END SOLUTION
 guess
@@ -231,8 +232,8 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# The factors above, as the library has them. `chunk_bytes` are the sizes of the n chunks; so they
-# are exact also where S does not divide by n.
+# The factors above in the library. `chunk_bytes` are the sizes of the n chunks, so the result is exact
+# even if S is not divisible by n.
 
 # %%
 show("events.py:all_reduce_bus_bytes")
@@ -241,29 +242,29 @@ show("events.py:all_reduce_bus_bytes")
 show("events.py:reduce_scatter_bus_bytes")
 
 # %% [markdown]
-# By it, 14 GB of gradients in 8 chunks. (Was yours another number? Put this one into step 3 and draw
-# its bars again.)
+# Apply it to 14 GB of gradients in 8 chunks. (If your prediction was different, put this number into
+# step 3 and draw the bars again.)
 
 # %% tags=["nbval-check-output"]
 by_formula = all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0)
 gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 
 # %% [markdown]
-# The hierarchical all-reduce. `wire.nodes` has the ranks of each node. `row` are the ranks of this
-# node, `column` those that stand at the same place in each node.
+# The hierarchical all-reduce. `wire.nodes` lists the ranks of each node. `row` are the ranks of this
+# node, `column` the ranks at the same position in each node.
 #
-# - `Part(wire, ranks)` is the wire between these ranks only, counted anew from 0.
-# - `rings_all_reduce` is the ring of lab 02; a long tensor goes in several pieces, a ring for each.
+# - `Part(wire, ranks)` sends only between these ranks, renumbered from 0.
+# - `rings_all_reduce` is the ring of lab 02; a long tensor is split into pieces, each with its own ring.
 # - `divide_by` is the number of ranks for a mean, and 1 for a sum.
-# - `fold` and `unfold` are for nodes of different sizes; where all are alike, they do nothing.
+# - `fold` and `unfold` handle nodes of different sizes; for equal nodes they do nothing.
 
 # %%
 show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
 
 # %% [markdown]
-# NCCL does such things by itself, and tells if it is asked: with `NCCL_DEBUG=INFO`, each rank prints
+# NCCL makes such choices by itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank prints
 # some dozens of lines. Here are *example lines, composed for this lab* after NCCL's documentation,
-# of two nodes with four GPUs each. (With GPUs, take your own log: step 8.)
+# for two nodes with four GPUs each. (If you have GPUs, use your own log: step 8.)
 
 # %%
 lines = EXAMPLES["two_nodes"].read_text().splitlines()
@@ -271,22 +272,22 @@ for words in ["Using network", "Channel 01/04", "Trees", "via P2P", "[send] via 
     print(next(line for line in lines if words in line and not line.startswith("#"))[:112])
 
 # %% [markdown]
-# - Before `NCCL INFO` stand host, process, thread and, in brackets, the GPU.
-# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 of 4, in the order of its ranks. Four rings
-#   run at once, each with a quarter of the bytes.
+# - Each line begins with host, process, thread and, in brackets, the GPU.
+# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 of 4, as a list of ranks. Four rings run at
+#   once, each with a quarter of the bytes.
 # - `Trees [0] 5/-1/-1->4->0`: in tree 0, rank 4 has the child 5 and the parent 0.
 # - `3[3] -> 4[0] [send] via NET/IB/3/GDRDMA`: rank 3 (GPU 3 of its node) sends to rank 4 over
-#   InfiniBand card 3, which reads the GPU's memory itself. `P2P` is GPU to GPU, `SHM` goes through
-#   host memory, `NET/Socket` is plain TCP.
+#   InfiniBand card 3, which reads GPU memory directly. `P2P` means GPU to GPU, `SHM` through host
+#   memory, `NET/Socket` plain TCP.
 
 # %%
 log = read_nccl_log(EXAMPLES["two_nodes"])
 plot.nccl(log)
 
 # %% [markdown]
-# Look at the arrows that leave a node. The two rings do so from *different* GPUs, over different
-# cards: so all cards work, and a ring over each carries a share only. Compare a machine on which
-# everything is wrong:
+# Look at the arrows that leave a node. The two rings leave from *different* GPUs, over different cards:
+# so all cards are in use, and each ring carries only a share of the bytes. Compare a cluster on which
+# everything is misconfigured:
 
 # %%
 plot.nccl(read_nccl_log(EXAMPLES["sockets"]))
@@ -297,40 +298,38 @@ table(read_nccl_log(EXAMPLES["sockets"]), "sockets")
 # %% [markdown]
 # ## 5. Run it
 #
-# First bandwidth. The columns are those that nccl-tests prints, for one node, whose wires carry
-# 1 Gb/s = 0.125 GB/s.
+# First bandwidth, in the columns of nccl-tests, for one node with links of 1 Gb/s = 0.125 GB/s.
 
 # %%
-sizes, busbws, took_s = [4**k for k in range(6, 13)], [], []
+sizes, busbws, times_s = [4**k for k in range(6, 13)], [], []
 print(f"{'size (B)':>10} {'time (ms)':>10} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
 for nbytes in sizes:
-    turns = 20 if nbytes < 2**20 else 3  # the best of many: small messages scatter most
-    its_s = max(one_node.run(seconds_of, by_ring, nbytes, turns))
-    took_s.append(its_s)
-    algbw = nbytes / its_s / 1e9
+    turns = 20 if nbytes < 2**20 else 3  # times of small messages vary most
+    times_s.append(max(one_node.run(seconds_of, by_ring, nbytes, turns)))
+    algbw = nbytes / times_s[-1] / 1e9
     busbws.append(algbw * 2 * 3 / 4)
-    print(f"{nbytes:>10,} {1e3 * its_s:>10.2f} {algbw:>13.4f} {busbws[-1]:>13.4f}")
+    print(f"{nbytes:>10,} {1e3 * times_s[-1]:>10.2f} {algbw:>13.4f} {busbws[-1]:>13.4f}")
 
 # %%
 fig, axes = plt.subplots(figsize=(8, 2.6))
 axes.semilogx(sizes, busbws, "o-", color="#0072B2", label="busbw, measured, paced")
 axes.set_xticks(sizes, ["4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB"])
 axes.minorticks_off()
-axes.axhline(0.125, color="#D55E00", ls="--", label="the wire")
+axes.axhline(0.125, color="#D55E00", ls="--", label="the link")
 axes.set(ylabel="GB/s", ylim=(0, 0.145))
 axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# A small message is all latency. A large one comes near the speed of the wire, and that is what
-# busbw is for: near the wire, no algorithm with the same traffic can do better. (`labkit bench
-# collectives` measures such a table for all operations.)
+# For small messages the time is all latency. For large ones busbw approaches the speed of the link, and
+# this is what busbw is for: once it is close, no algorithm with the same traffic can be faster. (`labkit
+# bench collectives` measures such a table for all operations.)
 #
-# Now your prediction. `paced_bytes(link)` is what a rank has sent over its wire of that speed.
+# Now your prediction. `paced_bytes(link)` counts the bytes that a rank has sent over a link of that speed.
 
 
 # %%
-def bytes_by_wire(algorithm):
+def bytes_by_link(algorithm):
     comm, x = Comm(), torch.zeros(S // 4)
     before = [paced_bytes(link) for link in (FAST, SLOW)]
     comm.all_reduce(x, algorithm=algorithm)
@@ -338,44 +337,45 @@ def bytes_by_wire(algorithm):
 
 
 # %% tags=["nbval-check-output"]
-ring = two_nodes.run(bytes_by_wire, "ring")
-hierarchical = two_nodes.run(bytes_by_wire, "hierarchical")
+ring = two_nodes.run(bytes_by_link, "ring")
+hierarchical = two_nodes.run(bytes_by_link, "hierarchical")
 print("          ring                     hierarchical")
 print("rank      inside       between     inside       between")
-for rank, (one, other) in enumerate(zip(ring, hierarchical)):
-    print(f"{rank:>4}  {one[0]:>10,}  {one[1]:>12,} {other[0]:>10,}  {other[1]:>12,}")
+for rank, (flat, two_level) in enumerate(zip(ring, hierarchical)):
+    print(f"{rank:>4}  {flat[0]:>10,}  {flat[1]:>12,} {two_level[0]:>10,}  {two_level[1]:>12,}")
 
 # %% tags=["nbval-check-output"]
-slow_ring, slow_hierarchical = (max(b for _, b in its) for its in (ring, hierarchical))
+slow_ring, slow_hierarchical = (max(b for _, b in sent) for sent in (ring, hierarchical))
 guess.beside(ring_bytes=slow_ring, hierarchical_bytes=slow_hierarchical)
 
 # %% [markdown]
-# A third of the bytes on the busiest slow wire. And the time? The costs are those of lab 02,
-# steps × α + bytes × β, with a β for each level. Our wires have no latency, so α is what the
-# processes need for a step. Take it from the row of 4 KiB: 6 steps that move next to nothing.
+# The busiest slow link carries a third of the bytes. And the time? As in lab 02, it is steps × α + bytes
+# × β, with one β per level. Our links have no latency, so α is the time that the processes need for a
+# step. We take it from the row of 4 KiB: 6 steps with almost no bytes.
 
 # %%
-alpha_s = took_s[0] / 6
+alpha_s = times_s[0] / 6
 beta = {link: link.seconds(1) for link in (FAST, SLOW)}
 inside, between = hierarchical_cost(nodes=2, ranks_per_node=2, nbytes=S)
 predicted_s = {
     "ring": cost("all_reduce", "ring", 4, S).seconds(alpha_s, beta[SLOW]),
     "hierarchical": inside.seconds(alpha_s, beta[FAST]) + between.seconds(alpha_s, beta[SLOW]),
 }
-print(f"alpha: {1e3 * alpha_s:.1f} ms a step")
+print(f"alpha: {1e3 * alpha_s:.1f} ms per step")
 
 
 def by_hierarchy(comm, x):
     comm.all_reduce(x, algorithm="hierarchical")
 
 
-measured_s = {"ring": two_s, "hierarchical": max(two_nodes.run(seconds_of, by_hierarchy, S, 5))}
+hierarchical_s = max(two_nodes.run(seconds_of, by_hierarchy, S, 5))
+measured_s = {"ring": two_nodes_s, "hierarchical": hierarchical_s}
 
 # %%
 fig, axes = plt.subplots(figsize=(8, 1.8))
-for i, (name, its) in enumerate({"by formula": predicted_s, "measured": measured_s}.items()):
+for i, (name, seconds) in enumerate({"by formula": predicted_s, "measured": measured_s}.items()):
     shown = axes.barh(
-        [y + 0.36 * i for y in range(2)], [1e3 * its_s for its_s in its.values()], 0.34,
+        [y + 0.36 * i for y in range(2)], [1e3 * s for s in seconds.values()], 0.34,
         color=["#B4BAC2", "#0072B2"][i], label=name,
     )  # fmt: skip
     axes.bar_label(shown, fmt="{:,.0f} ms", padding=4)
@@ -386,19 +386,19 @@ axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Why so much? The ring moves in step: in each of its 6 steps a chunk of S/4 crosses a slow wire, and
-# everybody waits. The hierarchy sends most on fast wires, and on the slow ones *all* cards work at
-# once, each with its half.
+# Why is the difference so large? All ranks of a ring move in lockstep: in each of its 6 steps a chunk of
+# S/4 crosses a slow link, and every rank waits for it. The hierarchical algorithm sends most bytes over
+# fast links, and uses *all* slow links at once, each for half of the tensor.
 #
-# Any ms beyond the formula are the processes' own: they copy 2 MiB and add them up, on cores that
-# they share. Give the wires `Link(gbps=1000)`, and this time is all that is left.
+# Any milliseconds beyond the formula are processing time: the ranks copy 2 MiB and add them up, on cores
+# that they share. With `Link(gbps=1000)`, only this time is left.
 
 # %% [markdown]
 # ## 6. Break it
 #
-# The batch system deals the places in the ring out like cards: first node, second node, first,
-# second. On our two nodes that is the ring 0 → 2 → 1 → 3. The program is right, the sums are right.
-# It only sends too much, and nothing tells you. Here is a ring through the ranks in any order:
+# A batch system may assign ranks round-robin: first node, second node, first, second. On our two nodes
+# this gives the ring 0 → 2 → 1 → 3. The program is right and the sums are right. It only sends too many
+# bytes, and nothing warns you. Here is a ring through the ranks in any order:
 
 # %%
 show("labs/lab_03/scenarios.py:ring_in_order")
@@ -428,8 +428,8 @@ for axes, order, sent in zip(panels, orders, pairs):
 fig.tight_layout()
 
 # %% [markdown]
-# The red lines are the border between the nodes {0, 1} and {2, 3}: what stands upper right and lower
-# left of them crosses it. The good ring crosses twice, the bad one at every hop:
+# The red lines separate the nodes {0, 1} and {2, 3}: bytes in the upper right and lower left cross
+# between nodes. The good ring crosses twice, the bad one at every hop:
 
 # %% tags=["nbval-check-output"]
 for order, sent in zip(orders, pairs):
@@ -437,15 +437,15 @@ for order, sent in zip(orders, pairs):
     print(f"ring {order}: {crossing:,} bytes between nodes")
 
 # %% [markdown]
-# Twice the bytes. On our two nodes each rank has a card of its own: the bytes go over twice as many
-# cards. So it costs bytes here, not time, and no clock tells you. Where a node has *one* card, its
-# ring takes twice as long; on nodes of 8 GPUs, all 8 hops of a node cross instead
-# of one. So: ranks of a node have neighbouring numbers (launchers do it so), and `Mesh` puts its
-# last axis inside a node.
+# The bad ring sends twice the bytes between nodes. On our two nodes each rank has its own card, so these
+# bytes use twice as many cards: they cost no time, and no clock shows them. If a node has only *one*
+# card, its ring takes twice as long; on nodes of 8 GPUs, all 8 hops of a node cross instead of one. So
+# the ranks of a node should be consecutive (as launchers number them), and `Mesh` puts its last axis
+# inside a node.
 
 # %% [markdown]
-# The other classic: a rank is now in *two* groups, and there are two orders in which it can take
-# them. Here some ranks take them the wrong way round. First only rank 0:
+# Another classic bug: each rank belongs to *two* groups and may use them in either order. Here some
+# ranks use the wrong order. First only rank 0:
 
 # %%
 patient = World(4, timeout_s=2)
@@ -465,11 +465,13 @@ def sum_of_ones(confused):
 patient.run(sum_of_ones, [0])
 
 # %% [markdown]
-# It should be 4 everywhere. Nothing hangs, nothing complains, and the sums are wrong: each group saw
-# its calls in order, but rank 0 brought a number to its node that was not its own any more.
+# The result should be 4 on every rank. Nothing hangs, no error is raised, and the sums are wrong: each
+# group saw its calls in order, but rank 0 contributed to its node's sum after its value had already
+# changed.
 #
-# **And rank 0, the one whose numbers everybody logs, shows the right 4.** It got each number once:
-# rank 2's sum of two, then rank 1's. The log is clean, and three ranks of four train on nonsense.
+# **And rank 0, whose metrics are the ones usually logged, shows the right 4.** It got each value once:
+# first rank 2's sum of two values, then rank 1's value. The log looks fine, and three of four ranks train
+# on garbage.
 #
 # Now ranks 0 and 3:
 
@@ -477,17 +479,17 @@ patient.run(sum_of_ones, [0])
 patient.run(sum_of_ones, [0, 3])
 
 # %% [markdown]
-# This time the waits close a circle: follow it in the lines above. *All ranks must take their groups
-# in the same order.* Frameworks see to it, until somebody adds a collective under an `if`.
+# This time the waits form a cycle: follow it in the lines above. *All ranks must use their groups in the
+# same order.* Frameworks ensure this, until a collective is added under an `if`.
 
 # %% [markdown]
 # ## 7. Build it
 #
 # ### Exercise 1: The two bandwidths
 #
-# Return `(algbw, busbw)` in GB/s (1e9 bytes per second) of an operation on `nbytes` bytes that took
+# Return `(algbw, busbw)` in GB/s (1e9 bytes per second) for an operation on `nbytes` bytes that took
 # `seconds`. `op` is `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`; `nbytes` is
-# S, as in the table of step 2. The check holds it against what real ranks sent.
+# S, as in the table of step 2. The check compares it with the bytes that real ranks send.
 
 
 # %%
@@ -508,10 +510,10 @@ def bandwidths(op, nbytes, ranks, seconds):
 check.bandwidths(bandwidths)
 
 # %% [markdown]
-# ### Exercise 2: Deal the ranks out
+# ### Exercise 2: Order the ranks
 #
-# `node_of[rank]` is the node that a rank is on, as in `[0, 1, 0, 1]`. Return the order of the ranks
-# whose ring sends the fewest bytes between nodes. The check runs a ring in your order.
+# `node_of[rank]` is the node of a rank, as in `[0, 1, 0, 1]`. Return the order of ranks whose ring
+# sends the fewest bytes between nodes. The check runs a ring in your order.
 
 
 # %%
@@ -528,11 +530,11 @@ check.best_order(best_order)
 # ### Exercise 3: A hierarchical all-reduce of your own
 #
 # `inside` is the `Comm` of the ranks on this rank's node, `between` that of the ranks at the same
-# place in each node. Replace `x` (one dimension; its length divides by `inside.size`) by the sum over
-# all ranks, and send no byte too many between nodes. You have
-# `comm.reduce_scatter_tensor(out, x)`, where `out` becomes this rank's sum of `x.numel() // n`
-# elements, and `comm.all_gather_into_tensor(x, part)`. Let `out` be a tensor of its own, no piece of
-# `x`: NCCL promises nothing where an output overlaps its input, but at the rank's own place.
+# position in each node. Replace `x` (one dimension; its length is divisible by `inside.size`) by the
+# sum over all ranks, and send no more bytes between nodes than needed. Use
+# `comm.reduce_scatter_tensor(out, x)`, which writes this rank's `x.numel() // n` elements of the sum
+# into `out`, and `comm.all_gather_into_tensor(x, part)`. Make `out` a new tensor, not a view of `x`:
+# NCCL allows an output to overlap its input only at the rank's own position.
 
 
 # %%
@@ -549,9 +551,9 @@ def my_hierarchical(inside, between, x):
 check.my_hierarchical(my_hierarchical)
 
 # %% [markdown]
-# Yours on the two nodes, as a timeline: which of the three parts takes the time? (The number in a
-# bar counts the calls of its group, and the run before this one is counted. Where a bar is too
-# short, the number stands alone.)
+# Your all-reduce on the two nodes, as a timeline: which of the three parts takes the most time? (The
+# number in a bar counts the calls of its group, including those of the earlier run. If a bar is too
+# short, it shows only the number.)
 
 
 # %%
@@ -565,7 +567,7 @@ def play():
 
 
 two_nodes.run(make_groups)
-two_nodes.run(play)  # once before we record: now all groups are connected
+two_nodes.run(play)  # once before recording, so that all groups are connected
 with record() as trace:
     two_nodes.run(play)
 plot.timeline(trace)
@@ -573,15 +575,15 @@ plot.timeline(trace)
 # %% [markdown]
 # ### Exercise 4: Read a log
 #
-# `log` is what `read_nccl_log` returns. Return three things: how many channels there are, and the
-# sets of the kinds of transport inside nodes and between nodes, as `(4, {"P2P"}, {"NET/IB"})`.
+# `log` is a result of `read_nccl_log`. Return three things: the number of channels, and the sets of
+# transports used inside nodes and between nodes, such as `(4, {"P2P"}, {"NET/IB"})`.
 #
-# | what | it is |
+# | attribute | meaning |
 # |---|---|
 # | `log.main` | the communicator of all ranks |
-# | `.channels` | how many it has |
-# | `.connections` | a list; each has `.source`, `.target` and `.kind`, as `"SHM"` |
-# | `.same_node(one, other)` | whether two ranks are on one node |
+# | `.channels` | its number of channels |
+# | `.connections` | a list; each has `.source`, `.target` and `.kind`, such as `"SHM"` |
+# | `.same_node(one, other)` | whether two ranks are on the same node |
 
 
 # %%
@@ -600,8 +602,9 @@ check.read_log(read_log)
 # %% [markdown]
 # ### Exercise 5, open: Channels for a DGX-1
 #
-# Eight V100s, each with 6 NVLinks of 25 GB/s one way, some pairs joined by two, some by none. (Source:
-# NVIDIA, *DGX-1 With Tesla V100 System Architecture*, 2017.) Rows and columns are GPUs:
+# A DGX-1 has eight V100s, each with 6 NVLinks of 25 GB/s per direction. Some pairs are connected by two
+# NVLinks, some by one, some by none. (Source: NVIDIA, *DGX-1 With Tesla V100 System Architecture*, 2017.)
+# Rows and columns are GPUs:
 
 # %% tags=["nbval-check-output"]
 print("    " + "   ".join(map(str, range(8))))
@@ -612,11 +615,11 @@ for a in range(8):
 print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB")
 
 # %% [markdown]
-# The ring 0, 1, ... 7 is that slow since no NVLink joins 3 and 4, nor 7 and 0: these hops go over
-# PCIe 3.0 x16, 15.75 GB/s one way. Find better rings: return a list of one or more orders. Several rings run at once, and each
-# gets an equal share of the bytes; rings that use the same hop in the same direction share its
-# NVLinks. The score is the time to all-reduce 1 GB. `wires[a, b]` is how many NVLinks lead from a
-# to b; pairs without are not in it.
+# The ring 0, 1, ... 7 is that slow because no NVLink connects 3 and 4, nor 7 and 0: these hops use PCIe
+# 3.0 x16, 15.75 GB/s per direction. Find better rings: return a list of one or more orders. The rings
+# run at the same time, each with an equal share of the bytes; rings that use the same hop in the same
+# direction share its NVLinks. Your score is the time to all-reduce 1 GB. `wires[a, b]` is the number of
+# NVLinks from a to b; pairs without an NVLink are missing.
 
 
 # %%
@@ -633,8 +636,8 @@ def rings(wires):
 check.rings(rings)
 
 # %% [markdown]
-# This is what NCCL's channels are: it searches the topology for rings that fill all links, and gives
-# each a share of the bytes.
+# NCCL's channels are exactly this: NCCL searches the topology for rings that use all links, and gives each
+# ring a share of the bytes.
 
 # %% tags=["nbval-check-output"]
 report("03")
@@ -642,47 +645,47 @@ report("03")
 # %% [markdown]
 # ## 8. In the wild
 #
-# Your own log, on a machine with GPUs:
+# Record your own log on a machine with GPUs:
 #
 # ```sh
 # NCCL_DEBUG=INFO torchrun --nproc-per-node 8 train.py 2>&1 | tee nccl.log
 # labkit nccl-log nccl.log            # a table, and nccl.png with its rings and trees
-# nvidia-smi topo -m                  # which GPUs and cards are joined by what
+# nvidia-smi topo -m                  # how GPUs and cards are connected
 # all_reduce_perf -b 8 -e 1G -f 2 -g 8    # of nccl-tests: algbw and busbw by size
 # ```
 #
-# If busbw at 1 GB is far below the link's speed, look in the log for what the messages really go
-# over.
+# If busbw at 1 GB is far below the link's speed, look in the log for the links that the messages
+# actually use.
 
 # %% [markdown]
 # The variables that matter most:
 #
 # | variable | what it changes |
 # |---|---|
-# | `NCCL_DEBUG` | what is printed: VERSION, WARN, INFO or TRACE |
-# | `NCCL_DEBUG_SUBSYS`, `NCCL_DEBUG_FILE` | of which parts (INIT, GRAPH, NET, TUNING, ...), and into which file: `%h` is the host, `%p` the process |
-# | `NCCL_SOCKET_IFNAME` | which network interfaces serve start-up and TCP: `eth`, `=eth0`, `^docker` |
-# | `NCCL_IB_HCA` | which InfiniBand or RoCE cards: `mlx5`, `=mlx5_0:1`, `^mlx5_3` |
-# | `NCCL_IB_DISABLE=1` | no InfiniBand or RoCE: TCP in its stead |
+# | `NCCL_DEBUG` | the log level: VERSION, WARN, INFO or TRACE |
+# | `NCCL_DEBUG_SUBSYS`, `NCCL_DEBUG_FILE` | the parts to log (INIT, GRAPH, NET, TUNING, ...), and the log file: `%h` is the host, `%p` the process |
+# | `NCCL_SOCKET_IFNAME` | the network interfaces for start-up and TCP: `eth`, `=eth0`, `^docker` |
+# | `NCCL_IB_HCA` | the InfiniBand or RoCE cards: `mlx5`, `=mlx5_0:1`, `^mlx5_3` |
+# | `NCCL_IB_DISABLE=1` | uses TCP instead of InfiniBand or RoCE |
 # | `NCCL_P2P_DISABLE=1`, `NCCL_P2P_LEVEL` | no direct GPU-to-GPU messages, or only up to a distance: NVL, PIX, PXB, PHB, SYS |
-# | `NCCL_SHM_DISABLE=1` | nothing through host memory inside a node |
-# | `NCCL_NET_GDR_LEVEL` | up to which distance of GPU and card GPUDirect RDMA is used |
+# | `NCCL_SHM_DISABLE=1` | no messages through host memory inside a node |
+# | `NCCL_NET_GDR_LEVEL` | the largest distance between GPU and card for GPUDirect RDMA |
 
 # %% [markdown]
 # | variable | what it changes |
 # |---|---|
 # | `NCCL_CROSS_NIC` | whether one ring may use different cards on different nodes |
-# | `NCCL_ALGO` | which algorithms may be taken: Ring, Tree, NVLS, ... |
-# | `NCCL_PROTO` | which protocols: LL and LL128 (low latency), Simple (bandwidth) |
-# | `NCCL_TOPO_FILE`, `NCCL_TOPO_DUMP_FILE` | an XML file of the topology to begin with; where to write the one found |
+# | `NCCL_ALGO` | the allowed algorithms: Ring, Tree, NVLS, ... |
+# | `NCCL_PROTO` | the allowed protocols: LL and LL128 (low latency), Simple (bandwidth) |
+# | `NCCL_TOPO_FILE`, `NCCL_TOPO_DUMP_FILE` | an XML file with a topology to load; where to save the detected one |
 #
-# Source of both tables: NVIDIA, *NCCL User Guide*, "Environment Variables". It warns: what is set to
-# try something out should not stay in a script, where it may make NCCL slow or hang.
+# Source of both tables: NVIDIA, *NCCL User Guide*, "Environment Variables". It warns against leaving
+# variables from an experiment in a script, where they may slow NCCL down or make it hang.
 
 # %% [markdown]
 # Hierarchy elsewhere:
 #
-# | tool | what it has |
+# | tool | hierarchical features |
 # |---|---|
 # | NCCL | several rings over several cards; trees that are chains inside a node and a tree between nodes |
 # | torch | `init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("node", "local"))`: the groups of exercise 3 |
@@ -690,5 +693,5 @@ report("03")
 # | FSDP | hybrid sharding: shards inside a node, all-reduces between nodes |
 # | labkit | `comm.all_reduce(x, algorithm="hierarchical")`, `Mesh(node=2, local=4)` |
 #
-# **You can now** say what an all-reduce costs on given links, find the bottleneck, and see in a log
-# whether the links are used.
+# **You can now** predict the time of an all-reduce on given links, find the bottleneck, and tell from a
+# log whether the links are used.

@@ -61,7 +61,7 @@ def check_cluster_file(path: Path) -> None:
         others = read_clusters(path).keys() - {NAME}
     except ValueError as error:
         raise ValueError(
-            f"{path} is there, and is no file of clusters; name another. ({error})"
+            f"{path} exists and is not a file of clusters; choose another name. ({error})"
         ) from None
     if others:
         raise ValueError(

@@ -153,8 +153,8 @@ def find(folder: Path) -> Path:
         there = ", ".join(path.name for path in finished_in(folder))
         instead = f"; load one of its checkpoints: {there}" if there else ""
         raise ValueError(
-            f"no checkpoint at {folder}: it has neither {METADATA!r} nor {LATEST!r}, so it is no "
-            f"checkpoint and no save into it was finished{instead}"
+            f"no checkpoint at {folder}: it has neither {METADATA!r} nor {LATEST!r}, so it is "
+            f"not a checkpoint and no save into it was finished{instead}"
         )
     data = inside(folder, LATEST).read_bytes()
     written, _, checksum = data.partition(b"\n")
@@ -162,6 +162,6 @@ def find(folder: Path) -> Path:
     damaged = checksum.strip() and not sealed(data)  # a name written by hand has no checksum
     if damaged or not NAME.fullmatch(name) or not finished(folder / name):
         there = ", ".join(path.name for path in finished_in(folder)) or "none"
-        what = "is damaged" if damaged else f"names {name!r}, which is no finished checkpoint"
+        what = "is damaged" if damaged else f"names {name!r}, which is not a finished checkpoint"
         raise ValueError(f"{pointer} {what}; load one of those that are there: {there}")
     return folder / name

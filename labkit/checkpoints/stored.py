@@ -192,7 +192,7 @@ class MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles an enum member
             return lambda enum, member: enum.__members__[member]
         raise ValueError(
-            f"it needs {module}.{name}, which is no part of torch's metadata and may run code; "
+            f"it needs {module}.{name}, which is not part of torch's metadata and may run code; "
             "pass weights_only=False if you trust it"
         )
 

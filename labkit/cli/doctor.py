@@ -24,7 +24,7 @@ def doctor(
         int | None, Option(help="With --cluster: of so many ranks; 4 if absent.", min=1)
     ] = None,
 ) -> None:
-    """Tell what this machine has, what a lab will pick, and what is wrong."""
+    """Report what this machine has, what a lab will pick, and any problems."""
     from labkit import doctor as examining
     from labkit.bench.machine import measure_machine
     from labkit.clusters import write_clusters

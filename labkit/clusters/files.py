@@ -92,7 +92,7 @@ def _parse(data: bytes, path: str | Path) -> dict[str, Cluster]:
     try:
         contents = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from None
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
     return _clusters(contents, _known()["devices"], str(path))
 
 
@@ -133,8 +133,7 @@ def _device(table: Any, where: str) -> Device:
     rates = _table(table.get("peak_flops"), f"{where}: peak_flops")
     if not rates:
         raise ValueError(
-            f"{where}: no rate of any dtype; give one: "
-            'peak_flops.bfloat16 = [312e12, "who says so"]'
+            f'{where}: no rate of any dtype; give one: peak_flops.bfloat16 = [312e12, "source"]'
         )
     peak_flops, place = {}, f"{where}: peak_flops"
     for dtype, given in rates.items():
@@ -166,7 +165,7 @@ def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, st
     if not (numeric and isinstance(source, str) and source):
         raise ValueError(
             f"{where}: {name} = {given!r}; a number and its source are needed: "
-            f'{name} = [1e9, "who says so"]'
+            f'{name} = [1e9, "source"]'
         )
     lowest, highest, unit = PLAUSIBLE.get(quantity, (math.ulp(0.0), math.inf, ""))
     if number < 0 or number == 0 < lowest:
@@ -249,7 +248,7 @@ def _number_lines(described: Device | Level, what: str) -> Iterator[str]:
 def _source(sources: Mapping[str, str], name: str, what: str) -> str:
     if name not in sources:
         raise ValueError(
-            f'{what}: {name} has no source; say who says so, as sources={{{name!r}: "measured"}}'
+            f'{what}: {name} has no source; name one, as sources={{{name!r}: "measured"}}'
         )
     return _quoted(sources[name])
 

@@ -73,7 +73,7 @@ class Comm:
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("Comm(group): this rank is not a member of the group")
         if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"{group!r:.60} is no group of ranks; give a Comm, such as mesh.dp")
+            raise TypeError(f"{group!r:.60} is not a group of ranks; pass a Comm, such as mesh.dp")
         self._group, self._label = group, label and f", {label}"
         self._dispatcher = dispatcher = Dispatcher.of(group)
         dispatcher.users.add(self)

@@ -22,6 +22,6 @@ class DetachedComm:
             raise AttributeError(name)
         raise RuntimeError(
             f"{name}: this Comm of rank {self.rank} over ranks {list(self.ranks)} was pickled, and "
-            "a process group does not travel; build the model anew inside World.run, edit it there "
+            "a process group cannot be pickled; rebuild the model inside World.run, edit it there "
             "with a Comm of its ranks, and load a checkpoint, or the parts with load_state_dict"
         )

@@ -47,7 +47,7 @@ class Score:
 
     def __str__(self) -> str:
         line = f"your score: {self.value:,} {self.unit}, the best known: {self.best:,}"
-        return line + (" (you have beaten it: tell us how)" if self.value < self.best else "")
+        return line + (" (you have beaten it: let us know how)" if self.value < self.best else "")
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
         )
     for block, name in zip(costs.blocks, choices):
         if name not in block:
-            raise ValueError(f"{name!r} is no choice of this block; it has {', '.join(block)}")
+            raise ValueError(
+                f"{name!r} is not a choice of this block; choose from {', '.join(block)}"
+            )
     chosen = [block[name] for block, name in zip(costs.blocks, choices)]
     flops = sum(cost.again_flops for cost in chosen)
     moved = sum(cost.moved_bytes for cost in chosen)

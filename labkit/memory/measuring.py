@@ -54,7 +54,7 @@ def measure(
         raise ValueError(
             f"blocks {[i for i, block in enumerate(every) if block is twice[0]]} are one module, a "
             f"{type(twice[0]).__name__} that forward calls more than once: what each call costs "
-            "cannot be told apart; leave it out, measure(..., blocks=[...])"
+            "cannot be distinguished; leave it out, measure(..., blocks=[...])"
         )
     if any(p.grad is not None for p in model.parameters()):
         raise ValueError("there are gradients already; call zero_grad() before you measure")

@@ -74,7 +74,7 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
         ends = [layer for layer in block.modules() if isinstance(layer, RowParallelLinear)]
         if not ends or any(layer.comm.ranks != comm.ranks for layer in ends):
             raise ValueError(
-                f"a {type(block).__name__} that is computed again is no layer cut over ranks "
+                f"a {type(block).__name__} that is recomputed is not sharded over ranks "
                 f"{comm.ranks}, so its inputs may differ between them; edit with "
                 "tensor_parallel(model, comm) of the same comm, then Recompute(model), what='full'"
             )

@@ -117,7 +117,7 @@ class Format:
         """Split a bit pattern. Raises ValueError if it does not fit the format."""
         if not 0 <= bits < 2**self.width_bits:
             raise ValueError(
-                f"{bits:#x} is no pattern of {self.name}: it has {self.width_bits} bits, so "
+                f"{bits:#x} is not a bit pattern of {self.name}: it has {self.width_bits} bits, so "
                 f"0 to {2**self.width_bits - 1:#x}"
             )
         rest, fraction = divmod(bits, 2**self.fraction_bits)

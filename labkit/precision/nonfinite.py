@@ -37,7 +37,7 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     def look_at_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         made_between = (
-            f"no module has made it: look at what is computed between the call of {where} and that "
+            f"no module computed it: look at the code between the call of {where} and that "
             "of the module before"
         )
         look(f"the input of {where}", (args, kwargs), made_between, masks=True)
@@ -56,7 +56,7 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
             "and the learning rate of the steps after it",
         )  # fmt: skip
     for name, x in model.named_buffers():
-        look(f"the buffer {name}", x, "make it anew, or go back to a checkpoint", masks=True)
+        look(f"the buffer {name}", x, "recreate it, or go back to a checkpoint", masks=True)
     with ExitStack() as stack:
         for name, part in model.named_modules():
             hook = part.register_forward_hook(partial(look_at_call, name), with_kwargs=True)

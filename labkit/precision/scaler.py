@@ -149,7 +149,7 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if args or kwargs.get("closure"):
             raise ValueError(
-                "GradScaler.step: a closure would make gradients that are not unscaled"
+                "GradScaler.step: a closure would compute gradients that are not unscaled"
             )
         self._check_scaled("step")
         turn = self._turn_of(optimizer)
@@ -212,7 +212,7 @@ class GradScaler:
         if turn.number not in (self._now.scale, torch.inf):
             raise ValueError(
                 f"GradScaler: the scale is {self._now.scale:g} on this rank and {turn.number:g} on "
-                "another; make the scaler alike, and load the same state, on every rank"
+                "another; create the same scaler and load the same state on every rank"
             )
         return turn.number == torch.inf
 
@@ -259,5 +259,5 @@ class GradScaler:
 def _all_ranks() -> Comm | None:
     try:
         return Comm()
-    except RuntimeError:  # this process is no rank
+    except RuntimeError:  # this process is not a rank
         return None

@@ -108,7 +108,7 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
 
     global _me
     if dist.is_initialized():
-        raise RuntimeError("on_paper: this process is a rank already; use a process of its own")
+        raise RuntimeError("on_paper: this process is a rank already; use a separate process")
     if not 0 <= rank < size:
         raise ValueError(
             f"on_paper: rank {rank} is not one of {ranks_in_words(size)}, 0 to {size - 1}"

@@ -72,7 +72,7 @@ class Watch:
             if now_s - note.since_s > self.timeout_s:
                 missing = self._missing(note)
                 peers = (
-                    f"{ranks_text(missing)}, who never came to it"
+                    f"{ranks_text(missing)}, which never called it"
                     if missing
                     else (
                         "an operation that all its ranks have begun (is the link too slow for the "

@@ -161,7 +161,7 @@ class Dispatcher:
         is an output (`finish` is given), append the copy back to `finish`."""
         check_tensor(x)
         if x.layout is not torch.strided:
-            raise ValueError(f"a tensor of layout {x.layout} cannot travel; give x.to_dense()")
+            raise ValueError(f"a tensor of layout {x.layout} cannot be sent; pass x.to_dense()")
         if "fake" in self.backend_of.values() and x.is_contiguous():
             return x  # it is never read, and a view takes 0.1 ms in a dry run
         flat = x.detach() if x.requires_grad else x

@@ -162,7 +162,7 @@ class Failures:
                 "model or batch"
             )
         return (
-            f"{end} ({available_bytes() / 1e9:.1f} GB are free now). If nobody killed it, the "
+            f"{end} ({available_bytes() / 1e9:.1f} GB are free now). If it was not killed on purpose, the "
             "system did, which it does when memory runs out"
         )
 

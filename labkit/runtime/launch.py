@@ -231,7 +231,7 @@ Starter = ForkServer | Spawner
 def starter(start: str | None = None) -> Starter:
     """The starter for `start`: "fork" (where available), "spawn", or None for the faster one."""
     if start not in (None, "fork", "spawn"):
-        raise ValueError(f'start={start!r}: choose "fork", "spawn" or None (what is there)')
+        raise ValueError(f'start={start!r}: choose "fork", "spawn" or None (the default here)')
     if start == "spawn" or not hasattr(os, "fork"):
         return Spawner()
     return ForkServer.get()

@@ -66,7 +66,7 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
             return Pick("gloo", "cuda", f"{gpus} GPUs, but NCCL's messages cannot be paced")
         return Pick("nccl", "cuda", f"{gpus} GPUs, one for each rank")
     return Pick(
-        "gloo", "cuda", f"{size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL wants one each"
+        "gloo", "cuda", f"{size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one each"
     )
 
 

@@ -34,7 +34,7 @@ def dumps(thing: Any, name: str) -> Parcel:
     except Exception as error:
         path, culprit, why = _culprit(thing, name, error, depth=6, seen=set())
         raise Unpicklable(
-            f"{path} cannot travel between processes: it is a {type(culprit).__name__} "
+            f"{path} cannot be pickled: it is a {type(culprit).__name__} "
             f"({_short(culprit)}): {why}. Make it inside the function that runs on the ranks, "
             "or return plain values and tensors."
         ) from None

@@ -28,7 +28,7 @@ def parse(text: str) -> list[Action]:
         match = re.fullmatch(r"([A-Za-z])(\d+)(?:\.(\d+))?", word)
         if match is None or match[1].upper() not in PHASES:
             raise ValueError(
-                f"{word!r}, word {place} of {text!r}, is no action; write a letter of "
+                f"{word!r}, word {place} of {text!r}, is not an action; write a letter of "
                 f"{' '.join(PHASES)} and a micro-batch, as F0, or with a chunk F0.1"
             )
         actions.append(Action(PHASES[match[1].upper()], int(match[2]), int(match[3] or 0)))

@@ -146,7 +146,7 @@ def parse_bytes(text: str) -> int:
     """ "4K" -> 4096; K, M and G are powers of 1024, as in nccl-tests."""
     match = re.fullmatch(r"\s*(\d+)\s*([KMG]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"{text!r} is no size; write bytes as 4096, 4K, 64M or 1G")
+        raise ValueError(f"{text!r} is not a size; write bytes as 4096, 4K, 64M or 1G")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 

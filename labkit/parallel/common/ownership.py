@@ -147,7 +147,7 @@ class ParamSnapshot:
             elif was[0] != is_now[0]:
                 what = "is another tensor"
             else:
-                what = "takes gradients now" if is_now[1] else "was frozen"
+                what = "requires gradients now" if is_now[1] else "was frozen"
             after = "after the module was wrapped; change a module first, then wrap it"
             raise ValueError(f"{name} {what} {after}")
 

@@ -140,7 +140,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, InStages):
         return model.full_state_dict()
     if any(shards_parameters(part) for part in model.modules() if part is not model):
-        raise ValueError("full_state_dict: this model has a ZeRO3 inside of it; give that one")
+        raise ValueError("full_state_dict: this model contains a ZeRO3; pass that module")
     parts = plain_module(model).state_dict(keep_vars=True)
     # ZeRO3 returns them whole over its own ranks; they may still be sharded over others.
     sharded: Any = model

@@ -105,7 +105,7 @@ class SequenceParts(CopiedMark):
             raise ValueError(
                 f"{name} is used by ranks {list(self.comm.ranks)} on parts of the same sequences "
                 f"(context_parallel), and ranks {list(comm.ranks)} are not all of them: its "
-                "replicas would come apart; give the strategy the data-parallel and the "
+                "replicas would diverge; give the strategy the data-parallel and the "
                 "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, mesh["
                 '"dp", "cp"])'
             )

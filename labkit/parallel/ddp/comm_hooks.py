@@ -41,7 +41,7 @@ def compressed(dtype: torch.dtype) -> Hook:
     """A hook that all-reduces gradients in `dtype`, unless theirs is as small already. Raises
     ValueError if `dtype` is not a floating-point dtype."""
     if not dtype.is_floating_point:
-        raise ValueError(f"compressed({dtype}): gradients travel as torch.bfloat16 or float16")
+        raise ValueError(f"compressed({dtype}): choose torch.bfloat16 or torch.float16")
     return partial(_compressed, dtype)  # not a closure: it can be pickled
 
 

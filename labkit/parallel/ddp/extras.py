@@ -77,7 +77,7 @@ class JoinCoordinator:
         phases = {rank: Phase(int(x)) for rank, x in enumerate(numbers.tolist()) if x}
         if len(set(phases.values())) > 1:
             raise ValueError(
-                "inside join() the active ranks call forward and backward alike; now "
+                "inside join() the active ranks must call forward and backward together; now "
                 + ", ".join(f"rank {rank} is in {x.name.lower()}" for rank, x in phases.items())
             )
         self.active = list(phases) or self.active

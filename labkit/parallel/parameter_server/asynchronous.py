@@ -187,7 +187,7 @@ class AsyncParameterServer(Replica):
             raise ValueError(f"max_staleness={self.max_staleness}: give 0 steps or more, or None")
         if others := set(self.order) - set(range(1, self.comm.size)):
             raise ValueError(
-                f"order has {min(others)}, which is no worker: they are ranks 1 to "
+                f"order has {min(others)}, which is not a worker: workers are ranks 1 to "
                 f"{self.comm.size - 1}"
             )
 

@@ -161,7 +161,7 @@ def check_ties(
         if tied:
             raise ValueError(
                 f"{tied} is tied over stages, and one of them is in ZeRO3, which keeps another "
-                "part of it on each owner, so that the copies would come apart; untie it (as "
+                "part of it on each owner, so the copies would diverge; untie it (as "
                 "tied=False), or use DDP or a ZeroOptimizer"
             )
 

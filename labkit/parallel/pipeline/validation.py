@@ -168,7 +168,7 @@ def optimizer_of(
     if tied:
         raise ValueError(
             "a parameter is tied over several ranks, and this schedule updates each stage at its "
-            "own time, so that its copies would part; give each stage its own (tied=False)"
+            "own time, so its copies would diverge; untie it (tied=False)"
         )
     for stage in own:
         if fulfils(stage, DataParallel):

@@ -61,7 +61,7 @@ def tensor_parallel(
 
     Raises ValueError if heads or widths are not divisible, if a layer is sharded already, has
     unknown parameters or computes something else on a slice of its features (such as a fused gate),
-    if tied parameters would come apart or nothing is sharded; in forward, if s is not divisible or,
+    if a tie would be broken or nothing is sharded; in forward, if s is not divisible or,
     in a `World` with checks, inputs differ between ranks."""
     comm = Comm.of(comm)
     trials = validation.check_fits(model, comm)

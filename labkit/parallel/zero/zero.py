@@ -78,7 +78,7 @@ class ZeroOptimizer(OwnedShares):
         self._named = self._names()
         trainable = [p for p in self._named if p.requires_grad]
         if not trainable:
-            raise ValueError("ZeroOptimizer: no parameter takes gradients; nothing to step on")
+            raise ValueError("ZeroOptimizer: no parameter requires gradients")
         for group in self.param_groups:
             options = {**defaults, **{k: x for k, x in group.items() if "param" not in k}}
             check_elementwise(optimizer_cls, options, trainable[0].device)

@@ -72,7 +72,7 @@ class WholeState:
     def gradient_of_copy(self, p: nn.Parameter) -> NoReturn:
         raise ValueError(
             f"ZeRO3: a parameter {list(p.shape)} is tied over stages of a pipeline, each of which "
-            "would keep another part of it; untie it (as tied=False), or use DDP or a ZeroOptimizer"
+            "would keep another shard; untie it (as tied=False), or use DDP or a ZeroOptimizer"
         )
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:

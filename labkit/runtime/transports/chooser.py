@@ -201,7 +201,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
             raise ValueError(problem)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is no table of algorithms: {brief(error)}. Write one with labkit bench "
+            f"{path} is not a table of algorithms: {brief(error)}. Write one with labkit bench "
             f"collectives --fit --table FILE, or unset {TABLE_VARIABLE} to have labkit's own"
         ) from None
     return dict(table)

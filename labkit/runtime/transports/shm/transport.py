@@ -91,7 +91,7 @@ class Shared(Transport):
     def refuse_if_broken(self) -> None:
         if self.broken:
             raise RuntimeError(
-                f"this group is of no more use after an earlier error ({self.broken}): its ranks "
+                f"this group cannot be used after an earlier error ({self.broken}): its ranks "
                 "are out of step; start new ones with world.restart()"
             )
 

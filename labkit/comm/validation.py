@@ -32,9 +32,7 @@ def check_tensor(x: object) -> None:
     """Raises TypeError for a non-tensor."""
     if not isinstance(x, torch.Tensor):
         how = "torch.tensor([value])" if isinstance(x, (int, float)) else "torch.as_tensor(value)"
-        raise TypeError(
-            f"only tensors can be sent, not a {type(x).__name__}; put it into one: {how}"
-        )
+        raise TypeError(f"only tensors can be sent, not a {type(x).__name__}; wrap it: {how}")
 
 
 def describe(x: torch.Tensor) -> str:

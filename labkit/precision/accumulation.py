@@ -67,9 +67,9 @@ class Fp32Gradients(NotCopyable):
         owner = getattr(p, "_labkit_owner", lambda: None)()
         if getattr(owner, "_synchronise", owner is not None):
             raise ValueError(
-                f"a {type(owner).__name__} sends these gradients as soon as they are ready; with DDP run every "
-                "micro-batch in `ddp.no_sync()`, and give its comm to Fp32Gradients; ZeRO adds up "
-                "its own shares"
+                f"a {type(owner).__name__} sends these gradients as soon as they are ready; with "
+                "DDP run every micro-batch in `ddp.no_sync()` and pass its comm to Fp32Gradients; "
+                "ZeRO adds up its own shares"
             )
         replicas: Comm | None = getattr(owner, "comm", None)
         averaged = {*self.comm.ranks} if self.comm else set[int]()

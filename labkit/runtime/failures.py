@@ -162,8 +162,8 @@ class Failures:
                 "model or batch"
             )
         return (
-            f"{end} ({available_bytes() / 1e9:.1f} GB are free now). If it was not killed on purpose, the "
-            "system did, which it does when memory runs out"
+            f"{end} ({available_bytes() / 1e9:.1f} GB are free now). If no user killed it, the "
+            "system did, as it does when memory runs out"
         )
 
 

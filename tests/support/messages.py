@@ -7,7 +7,6 @@ Each line: file, line, exception, message; `{...}` is filled in at run time."""
 import ast
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from places import ROOT
 

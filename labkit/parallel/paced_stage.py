@@ -53,8 +53,8 @@ class PacedStage(nn.Module):
                 raise ValueError(f"{name}={seconds}: a stage takes 0 seconds or more")
         if abs(input_s + weight_s - backward_s) > 1e-9 * (1 + backward_s):
             raise ValueError(
-                f"input_s={input_s} and weight_s={weight_s} are not backward_s={backward_s} "
-                "together; leave one of the three out"
+                f"input_s={input_s} and weight_s={weight_s} do not add up to "
+                f"backward_s={backward_s}; leave one of the three out"
             )
         self.forward_s, self.input_s, self.weight_s = forward_s, input_s, weight_s
         self.weight = nn.Parameter(torch.ones(width))

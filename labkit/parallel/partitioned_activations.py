@@ -62,21 +62,21 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
     ]
     if not blocks:
         raise ValueError(
-            f"no block of this {type(model).__name__} is computed again in backward, so none keeps "
-            "its input alone; call Recompute(model) first"
+            f"no block of this {type(model).__name__} is recomputed in backward, so none keeps "
+            "only its input; call Recompute(model) first"
         )
     if any(getattr(m, "sequence", False) for m in model.modules()):
         raise ValueError(
-            "this model is cut along the sequence: each rank keeps its own part of x already; "
-            "leave partition_activations out, or edit with tensor_parallel(..., sequence=False)"
+            "the activations of this model are sharded along the sequence already; leave "
+            "partition_activations out, or edit with tensor_parallel(..., sequence=False)"
         )
     for block in blocks:
         ends = [layer for layer in block.modules() if isinstance(layer, RowParallelLinear)]
         if not ends or any(layer.comm.ranks != comm.ranks for layer in ends):
             raise ValueError(
-                f"a {type(block).__name__} that is recomputed is not sharded over ranks "
-                f"{comm.ranks}, so its inputs may differ between them; edit with "
-                "tensor_parallel(model, comm) of the same comm, then Recompute(model), what='full'"
+                f"a recomputed {type(block).__name__} is not sharded over ranks {comm.ranks}, so "
+                "its inputs may differ between them; edit with tensor_parallel(model, comm) of "
+                "the same comm, then Recompute(model), what='full'"
             )
     for block in blocks if comm.size > 1 else []:
         block.forward = Partitioned(block.forward, comm)

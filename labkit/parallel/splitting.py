@@ -64,15 +64,15 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     kind = type(model).__name__
     if not {"embed", "blocks", "head"} <= set(have):
         raise ValueError(
-            f"split cannot see the layers of a {kind}, whose parts are "
-            f"{', '.join(have) or 'none'}; give an nn.Sequential, a list of layers, or a model "
+            f"split cannot find the layers of a {kind}, whose parts are "
+            f"{', '.join(have) or 'none'}; pass an nn.Sequential, a list of layers, or a model "
             "with embed, blocks and head"
         )
     own = [name for name, _ in model.named_parameters(recurse=False)]
     if others := [name for name in have if name not in NAMES] + own:
         raise ValueError(
-            f"split knows {', '.join(NAMES)} of a {kind}, which also has {', '.join(others)}, and "
-            "does not say where they run; give a list of layers instead"
+            f"split knows {', '.join(NAMES)} of a {kind}, but not where its {', '.join(others)} "
+            "run; pass a list of layers instead"
         )
     blocks: Any = have["blocks"]
     layers = {"embed": have["embed"]}
@@ -87,8 +87,8 @@ def _even(paths: list[str], stages: int) -> list[int]:
     if not 1 <= stages <= len(counted):
         what = "blocks" if blocks else "layers"
         raise ValueError(
-            f"{stages} stages cannot be made of {len(counted)} {what}, each stage has at least "
-            f"one; choose 1 to {len(counted)} stages"
+            f"{stages} stages cannot be made from {len(counted)} {what}, since each stage needs "
+            f"at least one; choose 1 to {len(counted)} stages"
         )
     sizes = events.chunk_sizes(len(counted), stages)
     if blocks:
@@ -137,15 +137,15 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     [1, 3, 1]
     """
     if stages < 1:
-        raise ValueError(f"stages={stages}: a pipeline has at least 1")
+        raise ValueError(f"stages={stages}: a pipeline needs at least 1")
     if stages > len(costs):
         raise ValueError(
-            f"stages={stages} and {len(costs)} layers: each stage needs a layer; take at most "
+            f"stages={stages} but {len(costs)} layers, and each stage needs a layer; use at most "
             f"{len(costs)} stages"
         )
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
-            raise ValueError(f"costs[{layer}]={cost}: the cost of a layer is a number from 0 on")
+            raise ValueError(f"costs[{layer}]={cost}: a cost must be 0 or more")
     before = [0.0, *accumulate(costs)]  # cumulative
     dearest, _ = _best(before, stages, max, math.inf)
     _, counts = _best(before, stages, lambda so_far, cost: so_far + cost * cost, dearest)

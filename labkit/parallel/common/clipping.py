@@ -123,8 +123,8 @@ def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradie
     if len(kinds) > 1 or (owners and others):
         name = type(owners[0]).__name__
         raise ValueError(
-            f"clip_grad_norm: a {name} has these gradients in pieces, and the parameters given are "
-            f"not exactly its own; call it with the {name}"
+            f"clip_grad_norm: a {name} shards these gradients, and the given parameters are not "
+            f"all of its parameters; pass the {name} instead"
         )
     return owners
 
@@ -142,7 +142,10 @@ def norm_of_pieces(
     `stages`: a pipeline's ranks. An empty piece sets the dtype and device of the result."""
     p = float(norm_type)
     if not p > 0:
-        raise ValueError(f"norm_type={norm_type}: pieces add up for p > 0, as 2.0, or inf")
+        raise ValueError(
+            f"norm_type={norm_type}: norms of shards add up for p > 0 only; use 2.0 or inf, for "
+            "example"
+        )
     op: Literal["max", "sum"] = "max" if p == float("inf") else "sum"
     some = comm or next(iter(groups), stages)
     like = (

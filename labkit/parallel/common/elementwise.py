@@ -22,9 +22,9 @@ def check_elementwise(
         name, why = thread.submit(_difference, optimizer_cls, options, device).result()
     if why:
         raise ValueError(
-            f"{name} cannot be sharded: {why}. ZeRO gives each rank flat pieces of the parameters; "
-            "give the class of one that treats each element by itself (SGD, Adam, AdamW, RMSprop, "
-            f"Adagrad, ...), or {name} under DDP"
+            f"{name} cannot be sharded: {why}. ZeRO gives each rank flat slices of the "
+            "parameters; use an optimizer class that treats each element independently (SGD, "
+            f"Adam, AdamW, RMSprop, Adagrad, ...), or {name} under DDP"
         )
 
 

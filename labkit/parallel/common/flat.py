@@ -67,7 +67,9 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
     """Buckets of parameters in reverse order, each of one dtype and device and at most
     `bucket_bytes`, unless one parameter is larger. Raises ValueError unless `bucket_bytes` > 0."""
     if not bucket_bytes > 0:
-        raise ValueError(f"bucket_mb={bucket_bytes / MB:g}: a bucket holds over 0 MiB; 25 is usual")
+        raise ValueError(
+            f"bucket_mb={bucket_bytes / MB:g}: a bucket needs more than 0 MiB; 25 is usual"
+        )
     full: list[list[P]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[P]] = {}
     for parameter in reversed(parameters):
@@ -110,9 +112,9 @@ class GradBuffer:
         """Marks the gradient of `p` as ready; RuntimeError if it was already in this backward."""
         if p not in self.missing:
             raise RuntimeError(
-                f"the gradient of {self._names[p]} came twice in one backward, "
-                "which reentrant checkpointing does: use torch.utils.checkpoint(..., "
-                "use_reentrant=False). Where an error cut the last backward short, call zero_grad()"
+                f"the gradient of {self._names[p]} was computed twice in one backward, as "
+                "reentrant checkpointing does: use torch.utils.checkpoint(..., "
+                "use_reentrant=False). If an error interrupted the last backward, call zero_grad()"
             )
         self.missing.remove(p)
 

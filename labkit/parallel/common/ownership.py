@@ -90,8 +90,8 @@ def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
         before = owner_of(parameter)
         if before is not None and before is not owner:
             raise ValueError(
-                f"{type(owner).__name__}: {name} belongs to a {type(before).__name__} already; "
-                "a module is wrapped once: unwrap it (`.module`) and delete the other first"
+                f"{type(owner).__name__}: {name} already belongs to a {type(before).__name__}; "
+                "wrap a module only once: unwrap it (`.module`) and delete the other wrapper first"
             )
     for _, parameter in named:
         parameter._labkit_owner = WeakMark(owner)  # type: ignore[attr-defined]

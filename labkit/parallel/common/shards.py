@@ -91,7 +91,7 @@ class Shard(CopiedMark):
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.whole or self.dim < 0:
             raise ValueError(
-                f"{self}: a shard has start:stop of 0:whole, along a dim counted from 0"
+                f"{self}: a shard is start:stop of 0:whole, along a dim counted from 0"
             )
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def mark_shard(parameter: torch.Tensor, shard: Shard) -> None:
     if parameter.ndim <= shard.dim or parameter.shape[shard.dim] < shard.stop - shard.start:
         raise ValueError(
             f"a parameter of shape {list(parameter.shape)} cannot be {shard}; mark it with the "
-            "part that it has"
+            "slice that it holds"
         )
     shard.attach_to(parameter)
 

@@ -65,12 +65,12 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
     if not attentions:
         raise ValueError(
             f"{type(model).__name__} has no module attn.core, which context parallelism replaces; "
-            "give a model whose blocks have one, as labkit.GPT"
+            "use a model whose blocks have one, such as labkit.GPT"
         )
     if "positions" not in inspect.signature(model.forward).parameters:
         raise ValueError(
-            f"{type(model).__name__}.forward takes no `positions`, by which a rank says where its "
-            "tokens stand; edit the plain model first, then wrap it"
+            f"{type(model).__name__}.forward has no argument `positions`, the positions of a "
+            "rank's tokens; edit the plain model first, then wrap it"
         )
     for name, parameter in model.named_parameters():  # later strategies are checked by the mark
         owner = owner_of(parameter)
@@ -103,22 +103,22 @@ class SequenceParts(CopiedMark):
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
         if averaged and not {*self.comm.ranks} <= {*comm.ranks}:
             raise ValueError(
-                f"{name} is used by ranks {list(self.comm.ranks)} on parts of the same sequences "
-                f"(context_parallel), and ranks {list(comm.ranks)} are not all of them: its "
+                f"ranks {list(self.comm.ranks)} use {name} on parts of the same sequences "
+                f"(context_parallel), but ranks {list(comm.ranks)} are not all of them, so its "
                 "replicas would diverge; give the strategy the data-parallel and the "
-                "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, mesh["
-                '"dp", "cp"])'
+                "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, "
+                'mesh["dp", "cp"])'
             )
 
 
 def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     core = attention.core
     if isinstance(core, (RingAttention, Ulysses)):
-        raise ValueError("this model is context-parallel already; a model is edited once")
+        raise ValueError("this model is context-parallel already; edit a model only once")
     if getattr(vars(core).get("forward"), "runs_again_in_backward", False):
         raise ValueError(
-            "this model's attn.core is computed again in backward; call context_parallel first, "
-            "then Recompute"
+            "this model's attn.core is recomputed in backward already; call context_parallel "
+            "first, then Recompute"
         )
     if way == "ulysses":
         heads, kv_heads = (
@@ -151,7 +151,7 @@ class _PositionsFilledIn:
         if length > context:
             raise ValueError(
                 f"{comm.size} shards of {tokens.shape[1]} tokens are a sequence of {length}, "
-                f"longer than the model's context of {context}; give each rank its "
+                f"longer than the model's context of {context}; pass each rank its "
                 "sequence_shard(tokens, comm), not all tokens, or build the model with a larger "
                 "context"
             )

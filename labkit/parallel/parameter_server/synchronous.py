@@ -63,8 +63,8 @@ class ParameterServer(NaiveDDP):
         self._unchanged.check()  # in eval mode, forward does not
         if not self._pulls:
             raise ValueError(
-                "ParameterServer: no optimizer brings the weights back; make it with "
-                "optimizer = model.pull_after(torch.optim.AdamW(model.parameters()))"
+                "ParameterServer: no optimizer pulls the weights; create it with optimizer = "
+                "model.pull_after(torch.optim.AdamW(model.parameters()))"
             )
         for parameter in self._parameters_to_average:
             used = parameter.grad is not None

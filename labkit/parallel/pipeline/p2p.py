@@ -63,8 +63,8 @@ class PendingSend(NamedTuple):
         self.handle.wait()
         if _version(self.x) != self.version:
             raise ValueError(
-                f"{self.what} was changed in place while it was under way to the next stage, which "
-                "may have got a part of each; hand on a new tensor for every micro-batch"
+                f"{self.what} was changed in place while it was being sent to the next stage, "
+                "which may have received a mixture; return a new tensor for every micro-batch"
             )
 
 
@@ -93,8 +93,8 @@ class P2PChannel:
         short."""
         if self._in_step:
             raise RuntimeError(
-                "the last step of this pipeline ended in an error, and its messages are still "
-                "under way; make a new Pipeline (on a new World or group)"
+                "the last step of this pipeline failed, and its messages are still in flight; "
+                "create a new Pipeline (on a new World or group)"
             )
         self._in_step, self._rows, self._device = True, rows, device
         self._expected = {source: deque(order) for source, order in self._orders.items()}
@@ -144,19 +144,19 @@ class P2PChannel:
         at = f"stage {boundary} (rank {self.comm.rank}), micro-batch {k}"
         if rows != self._rows[k] or x.ndim > MOST_DIMS + 1:
             raise ValueError(
-                f"{at}: its output is {list(x.shape)}, and the micro-batch has {self._rows[k]} "
-                f"rows; a stage keeps the rows in dim 0, and has at most {MOST_DIMS} dims behind it"
+                f"{at}: its output is {list(x.shape)}, but the micro-batch has {self._rows[k]} "
+                f"rows; a stage keeps the rows in dim 0 and has at most {MOST_DIMS} dims after it"
             )
         if x.dtype not in DTYPES:
-            raise ValueError(f"{at}: a pipeline sends no {x.dtype}")
+            raise ValueError(f"{at}: a pipeline cannot send {x.dtype}")
         meta = TensorMeta(x.dtype, tuple(rest), x.requires_grad)
         known = self._metas.setdefault(boundary, meta)
         if known is meta and message.target % self.comm.size != self.comm.rank:
             self._start(meta.to_tensor(), message, "meta", f"{at}: what its output looks like")
         if known != meta:
             raise ValueError(
-                f"{at}: its output is {meta}, and was {known} before; what a stage hands on has "
-                "the same shape and type for every micro-batch, but for its rows"
+                f"{at}: its output is {meta}, but was {known} before; the outputs of a stage have "
+                "the same shape and dtype for every micro-batch, except for the number of rows"
             )
 
     def has_gradient(self, boundary: int) -> bool:

@@ -66,8 +66,8 @@ def scatter_gather_over(
     for rank, (place, _) in enumerate(every):
         if place != every[0][0]:
             raise ValueError(
-                f"scatter_gather is {place} on rank {rank} of the pipeline and {every[0][0]} on "
-                "rank 0; a part goes to the rank of the same index: give mesh.tp of one "
+                f"scatter_gather is {place} on rank {rank} of the pipeline, but {every[0][0]} on "
+                "rank 0; parts go to the rank with the same index, so pass mesh.tp of one "
                 "Mesh(pp=..., tp=...) on every rank"
             )
     return ScatterGather(comm) if comm is not None and comm.size > 1 else None

@@ -48,10 +48,10 @@ class Layers(nn.Module):
                 other = first.setdefault(path, index)
                 if layer is not layers[other][path]:
                     raise ValueError(
-                        f"stages {other} and {index} have a layer called {path} each, and they are "
-                        "not the same: one would take the other's place in parameters(), train() "
-                        "and full_state_dict(); cut one model, as split(nn.Sequential(*first, "
-                        f"*second), {len(stages)}) does"
+                        f"stages {other} and {index} have different layers with the same name, "
+                        f"{path}, so one would replace the other in parameters(), train() and "
+                        "full_state_dict(); split one model instead, as "
+                        f"split(nn.Sequential(*first, *second), {len(stages)}) does"
                     )
         return Layers({path: layer for index in own for path, layer in layers[index].items()})
 

@@ -56,9 +56,9 @@ def wrapped(
         for other in range(index + size, len(stages), size):
             if not {*stage.parameters()}.isdisjoint(stages[other].parameters()):
                 raise ValueError(
-                    f"stages {index} and {other} are both on rank {index % size} and have a "
-                    "parameter in common, which wrap= would give two owners; untie it (as "
-                    "tied=False), or choose chunks that put the two on different ranks"
+                    f"stages {index} and {other} are both on rank {index % size} and share a "
+                    "parameter, which wrap= would give two owners; untie it (tied=False), or "
+                    "choose chunks that put these stages on different ranks"
                 )
     for index in own:
         if any(p.requires_grad for p in stages[index].parameters()):
@@ -82,10 +82,10 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
     for sharder in sharders:
         if halves and not sharder.sends_once:
             raise ValueError(
-                f"a {type(sharder).__name__} of stage 2 sends gradients in every backward and "
-                "frees them, and this schedule has two for each micro-batch; choose one that does "
-                'not put the gradients of weights off, as "1f1b", or stage 1, which sends once in '
-                "a step"
+                f"a {type(sharder).__name__} of stage 2 sends and frees gradients in every "
+                "backward, but this schedule has two backwards per micro-batch; choose a schedule "
+                'that does not defer weight gradients, such as "1f1b", or stage 1, which sends '
+                "once per step"
             )
     return [sharder for sharder in sharders if sharder.sends_once]
 
@@ -160,9 +160,9 @@ def check_ties(
     for tied in comm.all_gather_object(own):
         if tied:
             raise ValueError(
-                f"{tied} is tied over stages, and one of them is in ZeRO3, which keeps another "
-                "part of it on each owner, so the copies would diverge; untie it (as "
-                "tied=False), or use DDP or a ZeroOptimizer"
+                f"{tied} is tied over stages, but one of them is in ZeRO3, which keeps a "
+                "different shard on each owner, so the copies would diverge; untie it "
+                "(tied=False), or use DDP or a ZeroOptimizer"
             )
 
 

@@ -27,13 +27,13 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     count = len(stages)
     if count < size or count % size:
         raise ValueError(
-            f"{count} stages do not go over {size} ranks; give {size}, one for each rank, or a "
-            f"multiple of {size}, for as many chunks on each"
+            f"{count} stages do not divide over {size} ranks; pass {size} stages, one per rank, "
+            f"or a multiple of {size} for several chunks per rank"
         )
     if chunks is not None and count != chunks * size:
         raise ValueError(
-            f"{count} stages on {size} ranks are {count // size} chunks on each, not "
-            f"chunks={chunks}; give {chunks * size} stages, or leave chunks out"
+            f"{count} stages on {size} ranks are {count // size} chunks per rank, not "
+            f"chunks={chunks}; pass {chunks * size} stages, or leave chunks out"
         )
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
@@ -43,7 +43,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     if difference := _difference(own, comm):
         index, first, rank, _, here, there = difference
         raise ValueError(
-            f"stage {index} differs between ranks {first} and {rank}, which has {there}, and not "
+            f"stage {index} differs between ranks: rank {rank} has {there}, rank {first} has "
             f"{here}; build the same stages on every rank"
         )
     return count // size
@@ -85,20 +85,20 @@ def agreed_schedule(
         check(schedule, microbatches)
         if len(schedule) != comm.size:
             raise ValueError(
-                f"the schedule is of {len(schedule)} stages, and there are {comm.size} ranks; give "
+                f"the schedule has {len(schedule)} stages, but there are {comm.size} ranks; pass "
                 "a list of actions for each rank"
             )
         if (has := chunks_of(schedule)) != chunks:
             raise ValueError(
-                f"the schedule is of {has} chunks on each rank, and there are "
-                f"{chunks * comm.size} stages for {comm.size} ranks: give {has * comm.size} stages"
+                f"the schedule has {has} chunks per rank, but there are {chunks * comm.size} "
+                f"stages for {comm.size} ranks; pass {has * comm.size} stages"
             )
     if difference := _difference([list(map(str, actions)) for actions in schedule], comm):
         stage, first, rank, position, here, there = difference
         raise ValueError(
-            f"rank {rank} has another schedule than rank {first}: on stage {stage}, position "
-            f"{position}, {there} and not {here}; give the same schedule and microbatches on every "
-            "rank"
+            f"ranks {first} and {rank} have different schedules: on stage {stage}, position "
+            f"{position}, rank {rank} has {there}, rank {first} has {here}; pass the same "
+            "schedule and microbatches on every rank"
         )
     return schedule, microbatches_of(schedule)
 
@@ -110,8 +110,8 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
     if last not in given:
         where = ", ".join(f"rank {rank}" for rank in given) or "no rank"
         raise ValueError(
-            f"stage {stages - 1} is the last and computes the loss, on rank {last}, which has no "
-            f"loss_fn; it was given on {where}: give it on rank {last} (the others may have it, "
+            f"rank {last} has the last stage, {stages - 1}, which computes the loss, but no "
+            f"loss_fn; it was passed on {where}: pass it on rank {last} (other ranks may have it, "
             "too)"
         )
 
@@ -121,17 +121,18 @@ def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) ->
     halves, updates = _has(schedule, "weight"), _has(schedule, "update")
     if halves and updates:
         raise ValueError(
-            "this schedule has backward in halves (I, W) and updates (U), and of weights that were "
-            "updated in between the second half is not defined; give B for I and W"
+            "this schedule splits backwards (I, W) and updates weights between the halves (U), so "
+            "the second half would use other weights; use B instead of I and W"
         )
     if halves:
         sharded = [any(map(shards_parameters, stage.modules())) for stage in stages]
         for rank, has in enumerate(comm.all_gather_object(sharded)):
             if any(has):
                 raise ValueError(
-                    f"stage {has.index(True)} is in ZeRO3 (on rank {rank}), which lets weights and "
-                    "gradients go when a layer's backward is over, and this schedule puts the "
-                    'gradients of weights off; choose one that does not, as "1f1b", or use DDP'
+                    f"stage {has.index(True)} is in ZeRO3 (on rank {rank}), which frees weights "
+                    "and gradients at the end of a layer's backward, but this schedule defers "
+                    'weight gradients; choose a schedule that does not, such as "1f1b", or use '
+                    "DDP"
                 )
     if updates:
         first: dict[nn.Parameter, int] = {}
@@ -140,8 +141,8 @@ def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) ->
                 other = first.setdefault(p, index)
                 if other != index and other % comm.size == index % comm.size:
                     raise ValueError(
-                        f"{name} of stage {index} is a parameter of stage {other}, too, and this "
-                        "schedule updates each stage at its own time; give each its own"
+                        f"{name} of stage {index} is also a parameter of stage {other}, but this "
+                        "schedule updates each stage at its own time; use separate parameters"
                     )
 
 
@@ -156,25 +157,26 @@ def optimizer_of(
     if not _has(schedule, "update"):
         if optimizer is not None:
             raise ValueError(
-                "this schedule has no update, so optimizer= would never step; make the optimizer "
-                "of pipeline.parameters(), and call its step() after pipeline.step(x, y)"
+                "this schedule has no updates, so optimizer= would never step; create the "
+                "optimizer from pipeline.parameters() and call its step() after pipeline.step(x, "
+                "y)"
             )
         return None
     if optimizer is None:
         raise ValueError(
-            "this schedule updates the weights after each micro-batch; give an optimizer, as "
-            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+            "this schedule updates the weights after each micro-batch, so it needs the optimizer: "
+            "pass optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         )
     if tied:
         raise ValueError(
-            "a parameter is tied over several ranks, and this schedule updates each stage at its "
+            "a parameter is tied over several ranks, but this schedule updates each stage at its "
             "own time, so its copies would diverge; untie it (tied=False)"
         )
     for stage in own:
         if fulfils(stage, DataParallel):
             raise ValueError(
-                f"a stage is in {type(stage).__name__}, which averages once in a step, and this "
-                "schedule updates after each micro-batch; give the module itself"
+                f"a stage is wrapped in {type(stage).__name__}, which averages gradients once per "
+                "step, but this schedule updates after each micro-batch; pass the plain module"
             )
     if not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
@@ -182,8 +184,8 @@ def optimizer_of(
         optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0))])
     if fulfils(optimizer, DataParallel):
         raise ValueError(
-            f"a {type(optimizer).__name__} averages once in a step, and this schedule updates "
-            "after each micro-batch; give an optimizer of torch"
+            f"a {type(optimizer).__name__} averages gradients once per step, but this schedule "
+            "updates after each micro-batch; use an optimizer of torch"
         )
     update: torch.optim.Optimizer = optimizer
     return update
@@ -193,14 +195,15 @@ def check_scaler(scaler: LossScaler, pipeline: Any) -> None:
     """Raises ValueError if the scaler does not decide for all stages, or decides too late."""
     if _has(pipeline.schedule, "update"):
         raise ValueError(
-            "this schedule updates after each micro-batch, before a scaler has seen all gradients; "
-            "train in bf16, which needs no loss scaling, or choose a schedule with a flush"
+            "this schedule updates after each micro-batch, before the scaler has checked all "
+            "gradients; train in bf16, which needs no loss scaling, or choose a schedule with a "
+            "flush"
         )
     if scaler.comm is not None and not {*pipeline.comm.ranks} <= {*scaler.comm.ranks}:
         raise ValueError(
             f"GradScaler: the pipeline spans ranks {list(pipeline.comm.ranks)}, the scaler only "
-            f"{list(scaler.comm.ranks)}: some stages would skip a step that the others take; make "
-            "the scaler with a comm of all of them, as Mesh.comm"
+            f"{list(scaler.comm.ranks)}, so some stages would skip a step that others take; "
+            "create the scaler with a comm of all of them, such as Mesh.comm"
         )
 
 
@@ -209,19 +212,19 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
     if not isinstance(x, Tensor) or x.ndim < 1:
         what = "a scalar" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(
-            f"rank {comm.rank}: x is {what}; give the batch [rows, ...], the same on every rank: "
-            "those behind the first stage need its number of rows"
+            f"rank {comm.rank}: x is {what}; pass the batch [rows, ...], the same on every rank: "
+            "later stages need its number of rows"
         )
     if len(x) < microbatches:
         raise ValueError(
             f"a batch of {len(x)} rows does not divide into {microbatches} micro-batches of at "
-            f"least 1 row; give at least {microbatches} rows, or microbatches={len(x)} or fewer"
+            f"least 1 row; use at least {microbatches} rows, or microbatches={len(x)} or fewer"
         )
     if has_last and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
         what = f"{len(y)} rows" if isinstance(y, Tensor) and y.ndim else f"{type(y).__name__}"
         raise ValueError(
-            f"rank {comm.rank} has the last stage and computes the loss: y is of {what}, x of "
-            f"{len(x)} rows; give the targets of the whole batch"
+            f"rank {comm.rank} has the last stage and computes the loss, but y is of {what} and x "
+            f"of {len(x)} rows; pass the targets of the whole batch"
         )
 
 
@@ -246,10 +249,12 @@ def check_loss_of(loss: Any, needed: bool, at: str) -> None:
     """Raises ValueError if the loss is no scalar, RuntimeError if it lacks a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"{at}: loss_fn gave {what}; it returns a scalar, the mean over the rows")
+        raise ValueError(
+            f"{at}: loss_fn returned {what}; it must return a scalar, the mean over the rows"
+        )
     if needed and torch.is_grad_enabled() and not loss.requires_grad:
         raise RuntimeError(
-            f"{at}: the loss has no gradient, though parameters want one: the stage or loss_fn "
+            f"{at}: the loss has no gradient, but parameters need one: the stage or loss_fn "
             "detaches it, or computes it under no_grad; to evaluate, call step inside "
             "torch.no_grad()"
         )

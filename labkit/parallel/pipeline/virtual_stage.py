@@ -126,9 +126,9 @@ class VirtualStage:
             source = f"from stage {self.index - 1}" if self.index else "of the batch"
             if x.requires_grad and "leaf" in str(error) and "in-place" in str(error):
                 raise StageError(
-                    f"{at}: {name} changes in place what a gradient goes back to: its input, which "
-                    f"came {source}, as nn.ReLU(inplace=True) at its beginning does (or a "
-                    "parameter); let the stage begin with an operation that makes a new tensor "
+                    f"{at}: {name} changes a tensor in place that needs a gradient: its input, "
+                    f"which came {source}, as a first layer nn.ReLU(inplace=True) does (or a "
+                    "parameter); begin the stage with an operation that returns a new tensor "
                     f"(inplace=False). {error}"
                 ) from error
             dtype = str(x.dtype).removeprefix("torch.")
@@ -136,7 +136,9 @@ class VirtualStage:
                 f"{at}: {name} cannot take {list(x.shape)} {dtype} {source}: {error}"
             ) from error
         if not isinstance(y, Tensor):
-            raise StageError(f"{at}: it returned a {type(y).__name__}; a stage hands on one tensor")
+            raise StageError(
+                f"{at}: it returned a {type(y).__name__}; a stage must return one tensor"
+            )
         return y
 
     def _backward(self, flight: InFlight, dy: Tensor | None, k: int) -> Tensor | None:

@@ -362,6 +362,6 @@ def check_inside(what: str, ids: Tensor, vocab: int) -> None:
         torch._assert_async(inside.all(), f"{what} is outside the vocabulary of {vocab}")
     except RuntimeError:
         raise ValueError(
-            f"{what} is {int(ids[~inside][0])}, and the vocabulary has 0 to {vocab - 1}; check "
-            "that the text was cut into tokens for this model"
+            f"{what} is {int(ids[~inside][0])}, but the vocabulary has 0 to {vocab - 1}; check "
+            "that the text was tokenized for this model"
         ) from None

@@ -29,9 +29,10 @@ class GradientInPieces(Tensor):
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise ValueError(
             f"{func.overloadpacket.__name__} on the `.grad` of a ZeroOptimizer's parameter: each "
-            "rank has a share of the averaged gradient; clip with labkit.clip_grad_norm, scale by "
-            "labkit.GradScaler (torch.amp.GradScaler is not supported), change the tensors of "
-            "optimizer.gradient_pieces()[0], or set `.grad` to a new one, which step averages"
+            "rank has only a share of the averaged gradient; clip with labkit.clip_grad_norm, "
+            "scale with labkit.GradScaler (torch.amp.GradScaler is not supported), change the "
+            "tensors of optimizer.gradient_pieces()[0], or set `.grad` to a new tensor, which "
+            "step averages"
         )
 
 

@@ -72,7 +72,9 @@ class ZeroOptimizer(OwnedShares):
         **defaults: Any,
     ):
         if stage not in (1, 2):
-            raise ValueError(f"stage={stage}: 1 shards the optimizer, 2 the gradients, too")
+            raise ValueError(
+                f"stage={stage}: choose 1 (shards the optimizer) or 2 (also the gradients)"
+            )
         super().__init__(params, dict(defaults))
         self.comm, self.stage = Comm.of(comm), stage
         self._named = self._names()
@@ -118,8 +120,8 @@ class ZeroOptimizer(OwnedShares):
     def finish_averages(self) -> None:
         if self._not_averaged:
             raise ValueError(
-                "ZeroOptimizer: the gradients are this rank's own, not averages: the last backward "
-                "ran in `no_sync`; run the last one before a step (or clipping) outside of it"
+                "ZeroOptimizer: the gradients are not averaged, since the last backward ran in "
+                "`no_sync`; run the last backward before a step (or clipping) outside of `no_sync`"
             )
         self._begin_backward()
         if any(bucket.has_gradient_by_hand() for bucket in self._buckets):

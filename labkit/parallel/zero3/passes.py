@@ -124,8 +124,8 @@ def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
     outputs = list(tensors_in(output))
     if not outputs and output is not None:
         raise ValueError(
-            f"ZeRO3: a unit returned a {type(output).__name__}, in which no tensor is "
-            "found; let it return tensors, also in tuples, lists, dicts or dataclasses"
+            f"ZeRO3: a unit returned a {type(output).__name__} without a tensor; return tensors, "
+            "also in tuples, lists, dicts or dataclasses"
         )
     for x in outputs:
         if x.requires_grad:

@@ -201,8 +201,8 @@ class ShardedParameter(Tensor):
         if construction.is_over:
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
-                f"it is sharded, this rank has 1/{construction.comm.size} of it; wrap the module "
-                "in ZeRO3 before it computes, or take parameter.whole(), on every rank"
+                f"it is sharded, and this rank has 1/{construction.comm.size} of it; wrap the "
+                "module in ZeRO3 before it computes, or call parameter.whole() on every rank"
             )
         once = list(dict.fromkeys(elements))
         construction.only_open(once, elements[0] if func in OVERWRITES else None)
@@ -221,7 +221,9 @@ class ShardedParameter(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(*_: Any) -> Tensor:
-        raise NotImplementedError("a sharded parameter is not compiled; wrap its module in ZeRO3")
+        raise NotImplementedError(
+            "a sharded parameter cannot be compiled; wrap its module in ZeRO3"
+        )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         x = self.elements

@@ -35,7 +35,7 @@ class WholeState:
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "ZeRO3: shards stay what and where they are; move or convert the module, then wrap it"
+            "ZeRO3: shards cannot be moved or converted; move or convert the module, then wrap it"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

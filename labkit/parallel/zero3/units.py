@@ -218,9 +218,9 @@ def _check_gathered(strategy: Any, unit: Unit, name: str, module: nn.Module, arg
         return
     if running_backward() is None:  # otherwise forward is being recomputed
         raise ValueError(
-            f"{name} is sharded: its {type(module).__name__} was called outside of the forward "
-            f"of the {type(unit.members[0]).__name__} with which it is gathered; call that, or "
-            "make it a unit of its own (`units=`)"
+            f"{name} is sharded: its {type(module).__name__} was called outside the forward of "
+            f"the {type(unit.members[0]).__name__} with which it is gathered; call that module, "
+            "or make this one a separate unit (`units=`)"
         )
     strategy._use(unit)
 

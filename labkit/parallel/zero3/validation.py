@@ -30,8 +30,8 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
     for name, parameter in module.named_parameters():
         if parameter.is_meta and not hasattr(parameter, "whole"):
             raise ValueError(
-                f"{name} is on the meta device, where it has no numbers; build the module in a "
-                "block `with ZeRO3.init(comm):`, or call its to_empty and draw its weights"
+                f"{name} is on the meta device, where it has no values; build the module inside "
+                "`with ZeRO3.init(comm):`, or call its to_empty and initialize its weights"
             )
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
         functions = [getattr(hook, "func", hook) for hook in hooks]  # ours: `while_alive`
@@ -47,8 +47,8 @@ def check_first_order() -> None:
     """Raises ValueError for backward with create_graph=True."""
     if torch.is_grad_enabled():
         raise ValueError(
-            "ZeRO3: create_graph=True asks for a graph of backward itself, which would need "
-            "weights that are freed by then; train with second derivatives under DDP"
+            "ZeRO3: create_graph=True needs a graph of the backward itself, and so weights that "
+            "have been freed by then; use DDP for second derivatives"
         )
 
 
@@ -57,8 +57,9 @@ def check_unwritten(flats: Iterable[Flat]) -> None:
     for p, places in (pair for flat in flats for pair in zip(flat.gathered, flat.places)):
         if p._version:
             raise ValueError(
-                f"ZeRO3: forward wrote to {places[0].name}, which would not last, as "
-                "only shards do; compute a new tensor there, or write to shards after a step"
+                f"ZeRO3: forward wrote to {places[0].name}, and the change would be lost, since "
+                "only shards are kept; compute a new tensor instead, or write to shards after a "
+                "step"
             )
 
 
@@ -80,8 +81,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         shards = {shard for owner in owners for _, shard in owner._named}
         if any(isinstance(owner_of(p), WholeState) and p not in shards for p in every):
             raise ValueError(
-                "ZeRO3: this optimizer has parameters from before ZeRO3(module), which sharded "
-                "them, so its steps would change nothing; make it of model.parameters() afterwards"
+                "ZeRO3: this optimizer has the parameters from before ZeRO3(module) sharded them, "
+                "so its steps would change nothing; create it from model.parameters() afterwards"
             )
         kind, asked = type(optimizer), signature(type(optimizer)).parameters
         defaults = {name: x for name, x in optimizer.defaults.items() if name in asked}
@@ -94,14 +95,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _owners_of[optimizer] = owners
     if hasattr(optimizer, "found_inf"):
         raise ValueError(
-            "ZeRO3: torch.amp.GradScaler looks for infs in this rank's shards only, so one rank "
-            "would skip a step that the others take; use labkit.GradScaler, whose ranks decide "
+            "ZeRO3: torch.amp.GradScaler checks only this rank's shards for infs, so one rank "
+            "would skip a step that others take; use labkit.GradScaler, whose ranks decide "
             "together, or train in bfloat16, which needs no loss scaling"
         )
     has_closure = any(map(callable, (*args, *kwargs.values())))
     for owner in () if has_closure else _owners_of[optimizer]:
         if owner.awaits_gradients and all(shard.grad is None for _, shard in owner._named):
             raise ValueError(
-                "ZeRO3: no gradient has arrived since the last forward, so this step would change "
-                "nothing; call loss.backward() before it, without inputs=, which cannot name shards"
+                "ZeRO3: there is no gradient since the last forward, so this step would change "
+                "nothing; call loss.backward() first, without inputs=, which cannot name shards"
             )

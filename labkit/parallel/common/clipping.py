@@ -142,10 +142,7 @@ def norm_of_pieces(
     `stages`: a pipeline's ranks. An empty piece sets the dtype and device of the result."""
     p = float(norm_type)
     if not p > 0:
-        raise ValueError(
-            f"norm_type={norm_type}: norms of shards add up for p > 0 only; use 2.0 or inf, for "
-            "example"
-        )
+        raise ValueError(f"norm_type={norm_type}: choose p > 0, such as 2.0, or inf")
     op: Literal["max", "sum"] = "max" if p == float("inf") else "sum"
     some = comm or next(iter(groups), stages)
     like = (

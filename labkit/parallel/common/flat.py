@@ -67,9 +67,7 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
     """Buckets of parameters in reverse order, each of one dtype and device and at most
     `bucket_bytes`, unless one parameter is larger. Raises ValueError unless `bucket_bytes` > 0."""
     if not bucket_bytes > 0:
-        raise ValueError(
-            f"bucket_mb={bucket_bytes / MB:g}: a bucket needs more than 0 MiB; 25 is usual"
-        )
+        raise ValueError(f"bucket_mb={bucket_bytes / MB:g}: choose more than 0 MiB; 25 is usual")
     full: list[list[P]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[P]] = {}
     for parameter in reversed(parameters):

@@ -30,9 +30,8 @@ class GradientInPieces(Tensor):
         raise ValueError(
             f"{func.overloadpacket.__name__} on the `.grad` of a ZeroOptimizer's parameter: each "
             "rank has only a share of the averaged gradient; clip with labkit.clip_grad_norm, "
-            "scale with labkit.GradScaler (torch.amp.GradScaler is not supported), change the "
-            "tensors of optimizer.gradient_pieces()[0], or set `.grad` to a new tensor, which "
-            "step averages"
+            "scale with labkit.GradScaler (not torch.amp's), change the tensors of "
+            "optimizer.gradient_pieces()[0], or set `.grad` to a new tensor, which step averages"
         )
 
 

@@ -58,9 +58,8 @@ class ParamShare:
         memory, flat = p.untyped_storage(), self.whole
         if memory._cdata != flat.untyped_storage()._cdata or p.dtype != flat.dtype:
             raise ValueError(
-                f"ZeroOptimizer: {name} has moved to other memory since the optimizer was created "
-                "(p.data = ..., or module.to(...)); change a model first, then create its "
-                "optimizer"
+                f"ZeroOptimizer: {name} has moved since the optimizer was created (p.data = ..., "
+                "or module.to(...)); change a model first, then create its optimizer"
             )
 
     def gather(self, async_op: bool) -> None:
@@ -120,9 +119,8 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
         bucket = self._bucket_of[p]
         if len(bucket.parameters) > 1:
             raise ValueError(
-                f"ZeroOptimizer: {self._named[p]} is tied over stages of a pipeline that was "
-                "created later; create the Pipeline first, then "
-                "ZeroOptimizer(pipeline.parameters(), ...)"
+                f"ZeroOptimizer: {self._named[p]} is tied over stages of a pipeline created "
+                "later; create the Pipeline first, then ZeroOptimizer(pipeline.parameters(), ...)"
             )
         return bucket
 

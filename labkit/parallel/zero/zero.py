@@ -73,7 +73,7 @@ class ZeroOptimizer(OwnedShares):
     ):
         if stage not in (1, 2):
             raise ValueError(
-                f"stage={stage}: choose 1 (shards the optimizer) or 2 (also the gradients)"
+                f"stage={stage}: choose 1 (shards the optimizer) or 2 (gradients, too)"
             )
         super().__init__(params, dict(defaults))
         self.comm, self.stage = Comm.of(comm), stage

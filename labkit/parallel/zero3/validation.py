@@ -30,8 +30,8 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
     for name, parameter in module.named_parameters():
         if parameter.is_meta and not hasattr(parameter, "whole"):
             raise ValueError(
-                f"{name} is on the meta device, where it has no values; build the module inside "
-                "`with ZeRO3.init(comm):`, or call its to_empty and initialize its weights"
+                f"{name} is on the meta device, without values; build the module inside `with "
+                "ZeRO3.init(comm):`, or call its to_empty and initialize its weights"
             )
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
         functions = [getattr(hook, "func", hook) for hook in hooks]  # ours: `while_alive`

@@ -114,7 +114,7 @@ class Text:
         manual = "\n\n".join(topics[key] for key in sorted(topics))
         content = manual if path is None else _read(Path(path))
         if not content:
-            raise ValueError(f"{path} is empty, or not UTF-8 text; name a text file or a folder")
+            raise ValueError(f"{path} is empty, or not UTF-8 text; choose a text file or a folder")
         self._tokens = _Bytes() if tokens == "byte" else _learn_bpe(content, vocab)
         self.vocab = self._tokens.vocab
         self.ids = self._tokens.encode(content)  # [n] int32
@@ -152,7 +152,7 @@ class Text:
     def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
         """(training, validation), with one vocabulary; the last `fraction` of tokens validates."""
         if not 0 < fraction < 1:
-            raise ValueError(f"hold out a fraction between 0 and 1, not {fraction}")
+            raise ValueError(f"choose a fraction between 0 and 1 to hold out, not {fraction}")
         cut = len(self) - round(len(self) * fraction)
         train, held = copy.copy(self), copy.copy(self)
         train.ids, held.ids = self.ids[:cut], self.ids[cut:]
@@ -225,7 +225,7 @@ def _learn_bpe(content: str, vocab: int) -> _Pieces:
 
 def _read(path: Path) -> str:
     if not path.exists():
-        raise FileNotFoundError(f"there is no file or folder {path}; check the path")
+        raise FileNotFoundError(f"no such file or folder: {path}; check the path")
     if not path.is_dir():  # a file, or a pipe
         return _decode(path)
     paths = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]

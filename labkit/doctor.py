@@ -65,8 +65,8 @@ def check_cluster_file(path: Path) -> None:
         ) from None
     if others:
         raise ValueError(
-            f"{path} has other clusters ({', '.join(sorted(others))}), which would be lost; name "
-            "another file"
+            f"{path} has other clusters ({', '.join(sorted(others))}), which would be lost; "
+            "choose another file"
         )
 
 

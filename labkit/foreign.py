@@ -37,12 +37,15 @@ def check_output(path: Path | None) -> Path | None:
     for wrong, why in (
         (path.is_symlink(), "is a link, through which labkit does not write"),
         (path.is_dir(), "is a folder"),
-        (not path.parent.is_dir(), f"cannot be written: there is no folder {path.parent}"),
+        (
+            not path.parent.is_dir(),
+            f"cannot be written, since the folder {path.parent} does not exist",
+        ),
         (path.exists() and not path.is_file(), "is not a regular file"),
         (not os.access(path if path.exists() else path.parent, os.W_OK), "may not be written"),
     ):
         if wrong:
-            raise ValueError(f"{path} {why}; give the name of a file that can be written")
+            raise ValueError(f"{path} {why}; choose a file that can be written")
     return path
 
 

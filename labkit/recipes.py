@@ -254,5 +254,5 @@ RECIPES = {  # the last of each family represents it where one is enough
 def recipe(name: str) -> Recipe:
     """Raises ValueError, listing the names, for an unknown name."""
     if name not in RECIPES:
-        raise ValueError(f"no strategy {name!r}; there are {', '.join(RECIPES)}")
+        raise ValueError(f"no strategy {name!r}; choose one of {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -44,14 +44,12 @@ class Task:
         if self.model not in PRESETS:
             raise ValueError(f"model {self.model!r}: choose one of {', '.join(PRESETS)}")
         if self.text is not None and not Path(self.text).exists():
-            raise ValueError(f"text {self.text!r}: there is no such file or folder")
+            raise ValueError(f"text {self.text!r}: no such file or folder")
         for name, most in (("steps", 10**9), ("rows", 1 << 16), ("length", 1 << 16)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)}: choose 1 to {most:,}")
         if not (0 <= self.lr < math.inf and 0 <= self.seed < 1 << 63):
-            raise ValueError(
-                f"lr={self.lr}, seed={self.seed}: finite numbers of 0 or more are needed"
-            )
+            raise ValueError(f"lr={self.lr}, seed={self.seed}: use finite numbers of 0 or more")
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class ConstantBuffer:
         start = int(piece.storage_offset())
         if start not in self._pieces or start in self._free:
             raise ValueError(
-                f"the piece at byte {start} was not taken from this buffer, or was given back "
-                "before; give back each piece once"
+                f"the piece at byte {start} was not taken from this buffer, or was returned "
+                "before; return each piece once"
             )
         self._free.add(start)
         while self._pieces and self._pieces[-1] in self._free:

@@ -37,8 +37,7 @@ def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus"
         return Bus(link.gbps, link.latency_us) if link else Bus()
     if link is not None:
         raise ValueError(
-            f"link={link}: {device} has a bus of its own, whose speed cannot be set; leave `link` "
-            "out"
+            f"link={link}: the speed of the real bus of {device} cannot be set; leave `link` out"
         )
     return StreamBus(device)
 
@@ -128,7 +127,7 @@ class _Paced(Arrival):
 
     def _wait(self) -> None:
         if self.future is None:
-            raise RuntimeError("this copy failed, as its first wait reported; issue it again")
+            raise RuntimeError("this copy failed, as its first wait reported; start it again")
         try:
             self.future.result()  # raises what went wrong
         except Exception:
@@ -155,8 +154,9 @@ class StreamBus:
         for x, name in ((source, "source"), (target, "target")):
             if x.device.type == "cpu" and not x.is_pinned():
                 raise ValueError(
-                    f"the {name} is in pageable memory, from which no copy runs beside the program"
-                    "; make it with torch.empty(..., pin_memory=True), or call x.pin_memory()"
+                    f"the {name} is in pageable memory, from which no copy can run "
+                    "asynchronously; create it with torch.empty(..., pin_memory=True), or call "
+                    "x.pin_memory()"
                 )
         if self._number % LISTED == 0:
             self.clock.settle(0.0)  # or the clock would keep the CUDA events of all copies
@@ -200,8 +200,8 @@ def check_alike(target: Tensor, source: Tensor) -> None:
     """Raises ValueError if dtypes or sizes differ: a bus moves bytes and casts nothing."""
     if (target.shape, target.dtype) != (source.shape, source.dtype):
         raise ValueError(
-            f"a bus moves bytes as they are: the source is {source.dtype} {list(source.shape)}, "
-            f"the target {target.dtype} {list(target.shape)}; cast before or after the copy"
+            f"a bus copies bytes unchanged, but the source is {source.dtype} {list(source.shape)} "
+            f"and the target {target.dtype} {list(target.shape)}; cast before or after the copy"
         )
     if not (target.is_contiguous() and source.is_contiguous()):
         raise ValueError("a bus copies contiguous tensors; call x.contiguous() before")

@@ -67,7 +67,7 @@ def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
     """The plan of these choices. Raises ValueError if they do not match the blocks."""
     if len(choices) != len(costs.blocks):
         raise ValueError(
-            f"{len(choices)} choices for {len(costs.blocks)} blocks: give one for each"
+            f"{len(choices)} choices for {len(costs.blocks)} blocks; pass one for each block"
         )
     for block, name in zip(costs.blocks, choices):
         if name not in block:
@@ -93,8 +93,8 @@ def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) 
     if plan is None:
         least = smallest_budget(costs, most_moved_bytes)
         raise ValueError(
-            f"no choice fits into a budget of {budget_bytes:,} bytes; the smallest that can be met "
-            f"is {least:,} bytes: give that, or make the batch smaller"
+            f"no choice fits into a budget of {budget_bytes:,} bytes; choose at least {least:,} "
+            "bytes, or make the batch smaller"
         )
     return plan
 

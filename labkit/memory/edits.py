@@ -106,8 +106,8 @@ class Recompute(_ForwardEdits):
         for module in modules:
             if isinstance(module.__dict__.get("forward"), Recomputed):
                 raise ValueError(
-                    f"this {type(module).__name__} is computed again already; call remove() of the "
-                    "first Recompute, or give other blocks"
+                    f"this {type(module).__name__} is recomputed already; call remove() of the "
+                    "first Recompute, or choose other blocks"
                 )
         kept = partial(Kept, what) if callable(what) else None
         for module in modules:
@@ -139,13 +139,12 @@ class Choices(_ForwardEdits):
         names = [chosen] * len(every) if isinstance(chosen, str) else list(chosen)
         if len(names) != len(every) or not set(names) <= set(CHOICES):
             raise ValueError(
-                f"chosen={chosen!r}: give one of {', '.join(CHOICES)} for each of the "
+                f"chosen={chosen!r}: pass one of {', '.join(CHOICES)} for each of the "
                 f"{len(every)} blocks"
             )
         if "offload" in names and offload is None:
             raise ValueError(
-                "a block is to offload, but there is nothing to do it with; give "
-                "offload=offload_activations(model)"
+                '"offload" needs an offloader; pass offload=offload_activations(model)'
             )
         for what in ("selective", "full"):
             if chosen_blocks := [block for block, name in zip(every, names) if name == what]:
@@ -165,8 +164,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     if not (blocks := blocks_in(model)):
         raise ValueError(
-            f"{type(model).__name__} has no ModuleList of blocks; say which modules are to be "
-            "computed again: Recompute(model, blocks=[...])"
+            f"{type(model).__name__} has no ModuleList of blocks; name the modules to recompute: "
+            "Recompute(model, blocks=[...])"
         )
     return blocks
 
@@ -177,6 +176,6 @@ def _core_of(block: nn.Module, path: str) -> nn.Module:
     except AttributeError:
         names = [name for name, _ in block.named_modules() if name]
         raise ValueError(
-            f"{type(block).__name__} has no module {path!r}, which what='selective' computes "
-            f"again; give its path as core=..., one of {', '.join(names)}"
+            f"{type(block).__name__} has no module {path!r}, which what='selective' recomputes; "
+            f"pass its path as core=..., one of {', '.join(names)}"
         ) from None

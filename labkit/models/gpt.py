@@ -170,7 +170,7 @@ class GPT(nn.Module):
         """GPT of "tiny", "1M" or "3.4M" parameters, with `changes`: `GPT.preset("1M", vocab=256)`.
         Raises ValueError for an unknown name."""
         if name not in PRESETS:
-            raise ValueError(f"no preset is called {name!r}; choose one of {', '.join(PRESETS)}")
+            raise ValueError(f"no preset {name!r}; choose one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **changes})
 
     @torch.no_grad()

@@ -26,8 +26,8 @@ class MLP(nn.Module):
         super().__init__()
         if len(sizes) < 2 or min(sizes) < 1:
             raise ValueError(
-                f"an MLP needs at least two sizes, each at least 1, but got {list(sizes)}; "
-                "give the widths from input to output, such as MLP([3, 17, 5])"
+                f"an MLP needs at least two sizes, each at least 1, but got {list(sizes)}; pass "
+                "the widths from input to output, such as MLP([3, 17, 5])"
             )
         self.layers = nn.ModuleList(nn.Linear(n, m) for n, m in pairwise(sizes))
         self.activation = activation

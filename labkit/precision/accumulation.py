@@ -44,11 +44,11 @@ class Fp32Gradients(NotCopyable):
     def __init__(self, params: Iterable[nn.Parameter], comm: Comm | None = None):
         self.parameters = [p for p in dict.fromkeys(params) if p.requires_grad]  # each once
         if not self.parameters:
-            raise ValueError("no parameter requires a gradient, so there is nothing to add up")
+            raise ValueError("no parameter requires gradients, so there is nothing to accumulate")
         if wide := {p.dtype for p in self.parameters} - {torch.float32, *LOW}:
             raise ValueError(
                 f"sums in float32 would round gradients of {wide.pop()}; leave such parameters "
-                "out, their gradients add up in .grad"
+                "out: their gradients add up in .grad"
             )
         self.comm = None if comm is None else Comm.of(comm)
         sizes = [p.numel() for p in self.parameters]
@@ -76,13 +76,13 @@ class Fp32Gradients(NotCopyable):
         if replicas is not None and replicas.size > 1 and not {*replicas.ranks} <= averaged:
             raise ValueError(
                 f"in `no_sync()` gradients are not averaged over the {replicas.size} ranks of "
-                f"{type(owner).__name__}, and their weights would drift apart; give its comm: "
+                f"{type(owner).__name__}, so their weights would diverge; pass its comm: "
                 "Fp32Gradients(params, ddp.comm)"
             )
         if p.grad is self.sums[p]:
             raise RuntimeError(
-                "the gradients that were handed over are still there, and backward has added to "
-                "them; call optimizer.zero_grad() after each step, not with set_to_none=False"
+                "backward has added to gradients of the last step; call optimizer.zero_grad() "
+                "after each step, without set_to_none=False"
             )
         if not self._arrived:
             self.flat.zero_()

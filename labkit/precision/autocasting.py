@@ -48,8 +48,8 @@ class autocast(ContextDecorator):
     ):
         if isinstance(dtype, str):
             raise ValueError(
-                f"autocast takes the type first: autocast({device_type or torch.bfloat16}, "
-                f"{dtype!r}), and without a device that of each op"
+                f"autocast takes the dtype first, as autocast({device_type or torch.bfloat16}, "
+                f"{dtype!r}); without a device it uses that of each op"
             )
         self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
         self._entered: list[ExitStack] = []
@@ -100,8 +100,8 @@ class _Casting(TorchFunctionMode):
                 to = torch.float32 if any(x.dtype == torch.float32 for x in floats) else self.dtype
             case "refused":
                 raise ValueError(
-                    f"{op} is not safe in {self.dtype}: what is near 1 becomes 1, and log(1 - 1) "
-                    "is infinite; use binary_cross_entropy_with_logits, before the sigmoid, or "
+                    f"{op} is not safe in {self.dtype}: values near 1 round to 1, and log(1 - 1) "
+                    "is infinite; use binary_cross_entropy_with_logits before the sigmoid, or "
                     "fp32 inputs inside autocast(enabled=False)"
                 )
             case _:
@@ -170,22 +170,22 @@ def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
         advice = "take torch.bfloat16, or torch.float16 with a GradScaler"
         if dtype.is_floating_point and dtype.itemsize == 1:
             advice = (
-                "products of 8 bits need a scale for each tensor: labkit.use_fp8(model), and "
-                "torch.bfloat16 for autocast around it"
+                "matmuls in 8 bits need a scale for each tensor: use labkit.use_fp8(model) inside "
+                "autocast(torch.bfloat16)"
             )
         raise ValueError(f"autocast cannot run ops in {dtype}; {advice}")
     if device_type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("there is no CUDA device here; leave device_type out, or take 'cpu'")
+            raise ValueError("this machine has no CUDA device; leave device_type out, or use 'cpu'")
         if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ValueError(
-                f"{torch.cuda.get_device_name()} has no bfloat16 (compute capability 8.0 has); "
-                "take torch.float16 with a GradScaler"
+                f"{torch.cuda.get_device_name()} has no bfloat16 (it needs compute capability "
+                "8.0); use torch.float16 with a GradScaler"
             )
         return
     try:
         torch.ones(1, 1, dtype=dtype) @ torch.ones(1, 1, dtype=dtype)
     except RuntimeError as error:
         raise ValueError(
-            f"this CPU's torch has no products in {dtype}; take torch.bfloat16 ({error})"
+            f"torch has no matmul in {dtype} on this CPU; use torch.bfloat16 ({error})"
         ) from None

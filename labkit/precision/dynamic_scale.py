@@ -31,8 +31,8 @@ class DynamicScale:
     def __post_init__(self) -> None:
         if isinstance(self.scale, str):
             raise ValueError(
-                f"GradScaler({self.scale!r}): labkit's goes by the device of the gradients; leave "
-                "it out: GradScaler(init_scale=65536.0)"
+                f"GradScaler({self.scale!r}): labkit's scaler uses the device of the gradients; "
+                "leave the device out: GradScaler(init_scale=65536.0)"
             )
         ranges = {
             "scale": (0 < self.scale < inf, "finite and more than 0; 65536 is usual"),
@@ -65,11 +65,10 @@ class DynamicScale:
         if self.skipped_in_a_row >= HOPELESS_SKIPS and self.scale < 1:
             raise ValueError(
                 f"GradScaler: {self.skipped_in_a_row} steps in a row were skipped, and the scale "
-                f"is down to {self.scale:g}: gradients that are inf or NaN without any scale are "
-                "not its fault. Look for NaN in the weights: labkit.find_nonfinite(model, *batch), "
-                "inside the same autocast region as the forward; "
-                "go back to a checkpoint with a lower learning rate or clipped gradients, or train "
-                "in bfloat16"
+                f"is down to {self.scale:g}, so the gradients are inf or NaN without any scale. "
+                "Look for NaN in the weights with labkit.find_nonfinite(model, *batch), inside "
+                "the same autocast region as the forward; go back to a checkpoint with a lower "
+                "learning rate or clipped gradients, or train in bfloat16"
             )
 
     # --- state: keys and values of torch.amp.GradScaler ---

@@ -59,7 +59,7 @@ class Format:
         if self.exponent_bits < 2 or self.fraction_bits < 1:
             raise ValueError(
                 f"Format {self.name!r}: {self.exponent_bits} exponent bits and "
-                f"{self.fraction_bits} fraction bits; give at least 2 and 1"
+                f"{self.fraction_bits} fraction bits; use at least 2 and 1"
             )
 
     # ---- range and resolution
@@ -259,7 +259,7 @@ def rounded(x: torch.Tensor, format: Format | str, saturate: bool | None = None)
     if chosen.exponent_bits >= 11:
         raise ValueError(
             f"rounded: {chosen.name} has {chosen.exponent_bits} exponent bits, and its steps may "
-            "be too small for fp64; take at most 10, or Format.round for single numbers"
+            "be too small for fp64; use at most 10, or Format.round for single numbers"
         )
     wide = x.detach().double()
     exponent = ((wide.view(torch.int64) >> 52) & 0x7FF) - 1023

@@ -138,9 +138,9 @@ class Fp8Linear(nn.Module):
         in_backward = torch._C._current_graph_task_id() != -1  # as torch's checkpoint asks
         if in_backward and self.training and len(self.cast_x.amaxes):
             raise ValueError(
-                "Fp8Linear: backward runs this layer's forward once more (recompute), and with "
-                f"history={len(self.cast_x.amaxes)} it would be scaled by other calls than the "
-                "first time: its gradients would be wrong. Take history=0, or do not recompute it"
+                "Fp8Linear: backward recomputes this layer's forward, and with "
+                f"history={len(self.cast_x.amaxes)} the second run would use other scales, so its "
+                "gradients would be wrong; use history=0, or do not recompute it"
             )
         dtype = low_type_around(x) or x.dtype
         with torch.autocast(x.device.type, enabled=False):
@@ -160,13 +160,13 @@ def check_has_fp8(device: torch.device, simulate: bool) -> None:
         return
     if device.type != "cuda":
         raise ValueError(
-            f"torch multiplies 8 bits on CUDA devices only, not on {device}; take simulate=True"
+            f"torch multiplies in 8 bits on CUDA devices only, not on {device}; use simulate=True"
         )
     if (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise ValueError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {has[0]}.{has[1]}; "
-            f"products of 8 bits need {CAPABILITY[0]}.{CAPABILITY[1]}: take bfloat16 (autocast), "
-            "or simulate=True, which rounds the same and is slower"
+            f"{torch.cuda.get_device_name(device)} has compute capability {has[0]}.{has[1]}, but "
+            f"matmuls in 8 bits need {CAPABILITY[0]}.{CAPABILITY[1]}; use bfloat16 (autocast), or "
+            "simulate=True, which rounds the same and is slower"
         )
 
 
@@ -193,8 +193,8 @@ def use_fp8(
     for name, linear in linears:
         if any(hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")):
             raise ValueError(
-                f"{name} has hooks, which an Fp8Linear in its place would not call; use_fp8 comes "
-                "first, then strategies and what else puts hooks on modules"
+                f"{name} has hooks, which an Fp8Linear would not call; call use_fp8 before "
+                "strategies and other edits that put hooks on modules"
             )
     layers = {linear: Fp8Linear(linear, history, simulate) for _, linear in linears}
     for name, linear in linears:

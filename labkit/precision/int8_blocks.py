@@ -42,7 +42,7 @@ class Int8Blocks:
 
     def __post_init__(self) -> None:
         if self.block < 1:
-            raise ValueError(f"Int8Blocks(block={self.block}): a block has at least 1 number")
+            raise ValueError(f"Int8Blocks(block={self.block}): a block needs at least 1 element")
 
     def nbytes(self, numel: int) -> int:
         return numel + 4 * -(-numel // self.block)
@@ -55,7 +55,7 @@ class Int8Blocks:
         """Round to the nearest level, ties to even. A block with NaN or infinity decodes to NaN."""
         if not x.is_floating_point():
             raise ValueError(
-                f"Int8Blocks.encode({x.dtype}): floating-point tensors only; x.float()"
+                f"Int8Blocks.encode({x.dtype}): only floating-point tensors; convert it: x.float()"
             )
         absmax = self._absmax(x)
         scale = self._of_numbers(absmax, x.shape)

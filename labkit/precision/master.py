@@ -93,8 +93,8 @@ class MasterWeights(ShadowOptimizer):
                 if key not in group or (x is not group[key] and x != group[key]):
                     raise ValueError(
                         f"{type(self.inner).__name__} cannot step on master weights: its step "
-                        f"changes the option {key!r} of the group; what it counts belongs into "
-                        "the state of each parameter"
+                        f"changes the option {key!r} of the group; keep counters in the state of "
+                        "each parameter"
                     )
 
     def owned(self, model: nn.Module) -> list[OwnedPiece]:

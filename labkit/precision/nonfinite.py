@@ -42,8 +42,8 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
         )
         look(f"the input of {where}", (args, kwargs), made_between, masks=True)
         divides = (
-            "input and parameters are finite: it divides by 0, or has left the range of its dtype"
-            f"{_range_of(output)}"
+            "input and parameters are finite: it divides by 0, or its result is out of the range "
+            f"of its dtype{_range_of(output)}"
         )
         look(f"the output of {where}", output, divides)
 
@@ -52,8 +52,8 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     for name, x in model.named_parameters():
         look(
             f"the parameter {name}", x,
-            "an earlier step has written it: go back to a checkpoint, and look at the gradients "
-            "and the learning rate of the steps after it",
+            "an earlier step wrote it: go back to a checkpoint, and check the gradients and the "
+            "learning rate of the steps after it",
         )  # fmt: skip
     for name, x in model.named_buffers():
         look(f"the buffer {name}", x, "recreate it, or go back to a checkpoint", masks=True)

@@ -106,7 +106,8 @@ class GradScaler:
             return type(outputs)(self.scale(x) for x in outputs)
         if not isinstance(outputs, torch.Tensor):
             raise ValueError(
-                f"scale({type(outputs).__name__}): the loss is a tensor, or a list or tuple of some"
+                f"scale({type(outputs).__name__}): the loss must be a tensor, or a list or tuple "
+                "of tensors"
             )
         was = outputs.detach()  # one element, checked if a step is skipped
         self._losses.append(was if was.numel() < 2 else was.abs().amax())
@@ -126,7 +127,7 @@ class GradScaler:
         if any(not turn.parameters.isdisjoint(parameters) for turn in self._turns):
             raise ValueError(
                 "GradScaler.unscale_: these gradients have been unscaled since the last update(); "
-                "call unscale_ once for an optimizer, after the last backward of a step"
+                "call unscale_ once per optimizer, after the last backward of a step"
             )
         comm = self.comm or _all_ranks()
         check_owner(trained, comm)
@@ -160,10 +161,10 @@ class GradScaler:
             )
         if turn.still_scaled and turn.still_scaled != still_scaled(optimizer):
             raise ValueError(
-                f"GradScaler: gradients of {type(optimizer).__name__} in 16 bits were changed "
-                "after unscale_. They stay scaled until the step, which unscales them in float32; "
-                "clipping by the model, or torch's clip_grad_norm_, takes them for too large. Use "
-                "labkit's clip_grad_norm(optimizer, max_norm)"
+                f"GradScaler: 16-bit gradients of {type(optimizer).__name__} were changed after "
+                "unscale_. They stay scaled until the step, which unscales them in float32, so "
+                "clipping by the model, or torch's clip_grad_norm_, sees norms that are too "
+                "large. Use labkit's clip_grad_norm(optimizer, max_norm)"
             )
         turn.stepped.append(optimizer)
         forget_clipped(optimizer)
@@ -190,7 +191,7 @@ class GradScaler:
             with_gradients = [turn for turn in turns if turn.number != 0] or turns
             self._now.after_step(skipped=any([self._must_skip(turn) for turn in with_gradients]))
         else:
-            raise ValueError("GradScaler.update: no step since the last one; call step before")
+            raise ValueError("GradScaler.update: no step since the last update(); call step first")
         self._now.check_hope()
 
     # --- the decision ---
@@ -206,8 +207,8 @@ class GradScaler:
     def _must_skip(self, turn: Turn) -> bool:
         if turn.number == 0:
             raise ValueError(
-                "GradScaler: no parameter of this optimizer has a gradient, on any rank; call "
-                "scaler.scale(loss).backward() before, and zero_grad() after the step"
+                "GradScaler: no parameter of this optimizer has a gradient on any rank; call "
+                "scaler.scale(loss).backward() first, and zero_grad() after the step"
             )
         if turn.number not in (self._now.scale, torch.inf):
             raise ValueError(
@@ -227,11 +228,11 @@ class GradScaler:
         bad = [x for x in self._losses if not torch.isfinite(x).all()]
         if bad and not self.skip_bad_losses:
             raise ValueError(
-                f"GradScaler: the loss was {bad[0].item()} before it was scaled: not the scale is "
-                "at fault, but NaN or inf in the batch or the weights, or a forward that "
-                "overflows. labkit.find_nonfinite(model, *batch), inside the same autocast region "
-                "as the forward, names where it begins. The step was skipped, on all ranks; "
-                "GradScaler(skip_bad_losses=True) does so silently"
+                f"GradScaler: the loss was {bad[0].item()} before scaling, so the cause is not "
+                "the scale, but NaN or inf in the batch or the weights, or an overflow in "
+                "forward. labkit.find_nonfinite(model, *batch), inside the same autocast region "
+                "as the forward, names where it begins. The step was skipped on all ranks; "
+                "GradScaler(skip_bad_losses=True) skips silently"
             )
 
     # --- state ---

@@ -73,8 +73,8 @@ class ShadowOptimizer(torch.optim.Optimizer):
         if thawed := [p for p in every if p.grad is not None and p not in stand_in_for]:
             raise ValueError(
                 f"{type(self).__name__}: {len(thawed)} parameters, the first of shape "
-                f"{list(thawed[0].shape)}, were frozen when the optimizer was made, which does not "
-                "train them, and have a gradient now; make it after requires_grad_(True)"
+                f"{list(thawed[0].shape)}, have gradients now but were frozen when the optimizer "
+                "was created, so it does not train them; create it after requires_grad_(True)"
             )
 
     def _hand_down_options(self) -> None:
@@ -104,8 +104,9 @@ class ShadowOptimizer(torch.optim.Optimizer):
         masters, position = inner_state.pop("masters", None), inner_state.pop("whose", None)
         if position != self._whose() or [x.shape for x in masters] != [x.shape for x in own]:
             raise ValueError(
-                f"{type(self).__name__}: this state is of another {self._depends_on} than this "
-                "optimizer; a checkpoint (labkit's save_checkpoint) can be loaded into any"
+                f"{type(self).__name__}: this state is from an optimizer with another "
+                f"{self._depends_on}; to load across these, use checkpoints (labkit's "
+                "save_checkpoint)"
             )
         self.inner.load_state_dict(inner_state)
         self.state = self.inner.state
@@ -119,8 +120,8 @@ class ShadowOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "inner"):
             raise ValueError(
-                f"{type(self).__name__}: groups cannot be added later; give all of them when the "
-                "optimizer is made (a frozen parameter may be among them, but not be thawed)"
+                f"{type(self).__name__}: groups cannot be added later; pass all groups when you "
+                "create the optimizer (it may include frozen parameters, which stay frozen)"
             )
         super().add_param_group(param_group)
 

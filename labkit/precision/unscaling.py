@@ -47,9 +47,9 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     unscaled_here = [x for x in gradients if not (keeps_scale and x.dtype in LOW)]
     if any(x.dtype == torch.float16 for x in unscaled_here):
         raise ValueError(
-            f"GradScaler: {type(trained).__name__} has float16 gradients, and divided by the scale "
-            "in float16 the small ones would be lost again. Keep float32 weights and compute in "
-            "float16 (autocast), or give a float16 model's parameters to "
+            f"GradScaler: {type(trained).__name__} has float16 gradients, and dividing them by "
+            "the scale in float16 would lose the small ones again. Keep float32 weights and "
+            "compute in float16 (autocast), or pass a float16 model's parameters to "
             "MasterWeights(params, torch.optim.AdamW, ...), and unscale_ that optimizer"
         )
     if low and isinstance(trained, ShadowOptimizer):
@@ -87,7 +87,7 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
     name, owners = type(owner).__name__, getattr(owner, "comm", None)
     if isinstance(trained, nn.Module) and isinstance(owner, ShadowOptimizer):
         raise ValueError(
-            f"GradScaler.unscale_: a {name} has the gradients of this model; give the optimizer"
+            f"GradScaler.unscale_: a {name} holds the gradients of this model; pass the optimizer"
         )
     marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # of parallel/common/shards.py
     spans = [(f"the {name} spans", owners)]
@@ -96,8 +96,8 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
         if comm is not None and needed is not None and not {*needed.ranks} <= {*comm.ranks}:
             raise ValueError(
                 f"GradScaler: {what} ranks {list(needed.ranks)}, the scaler only "
-                f"{list(comm.ranks)}: some would skip a step that the others take; make the scaler "
-                "with a comm of all of them"
+                f"{list(comm.ranks)}, so some ranks would skip a step that others take; create "
+                "the scaler with a comm of all of them"
             )
 
 
@@ -114,9 +114,9 @@ def check_not_clipped(trained: Trained, scale: float) -> None:
     """Raise ValueError if gradients were clipped, and not written to since."""
     if any(getattr(_memory(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
         raise ValueError(
-            "GradScaler: the gradients were clipped while they were multiplied by the scale, "
-            f"{scale:g}, so to a norm that many times too small; call scaler.unscale_(optimizer) "
-            "before clip_grad_norm"
+            "GradScaler: the gradients were clipped while still multiplied by the scale, "
+            f"{scale:g}, so to a norm that is too small by this factor; call "
+            "scaler.unscale_(optimizer) before clip_grad_norm"
         )
 
 

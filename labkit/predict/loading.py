@@ -62,6 +62,6 @@ def in_place_s(load_s: Sequence[float], compute_s: Sequence[float], reads: int =
 def _check(load_s: Sequence[float], compute_s: Sequence[float]) -> None:
     if len(load_s) != len(compute_s) or not load_s:
         counts = f"load_s has {len(load_s)} blocks, compute_s {len(compute_s)}"
-        raise ValueError(f"{counts}: give both for each block, of one or more")
+        raise ValueError(f"{counts}: pass both for each block")
     for load, compute in zip(load_s, compute_s):
         check_not_negative(load_s=load, compute_s=compute)

@@ -43,8 +43,8 @@ def model_state_bytes(
     check_counts(dp=dp)
     if stage not in (0, 1, 2, 3):
         raise ValueError(
-            f"stage={stage}: ZeRO has stage 1 (optimizer state is sharded), 2 (gradients, too) and "
-            "3 (parameters, too); 0 is plain data parallelism"
+            f"stage={stage}: choose ZeRO stage 1 (shards optimizer state), 2 (gradients, too) or "
+            "3 (parameters, too), or 0 for plain data parallelism"
         )
     held = (
         each.parameter / (dp if stage >= 3 else 1)

@@ -49,8 +49,8 @@ def table(**sources: Mapping[str, Number]) -> Table:
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(
-            "table() has no numbers; name each source, as in "
-            "table(formula={'step_s': 0.5}, measured={'step_s': 0.6})"
+            "table() needs numbers, with a name for each source: table(formula={'step_s': 0.5}, "
+            "measured={'step_s': 0.6})"
         )
     rows = []
     for name in names:

@@ -74,10 +74,11 @@ def bytes_by_axis(
     keys = width if key_width is None else key_width
     check_counts(pp=pp, dp=dp, tp=tp, chunks=chunks, key_width=keys)
     if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero={zero}: 0 for DDP, or a stage of ZeRO, 1 to 3")
+        raise ValueError(f"zero={zero}: choose 0 for DDP, or a ZeRO stage, 1 to 3")
     if depth < pp * chunks:
         raise ValueError(
-            f"depth={depth}: {pp * chunks} stages (pp x chunks) need a block each; choose fewer"
+            f"depth={depth}: {pp * chunks} stages (pp x chunks) need at least one block each; "
+            "choose fewer stages"
         )
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
     padded = -(-vocab // tp) * tp

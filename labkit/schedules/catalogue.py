@@ -110,13 +110,13 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     check_sizes(stages, microbatches)
     if chunks < 2:
         raise ValueError(
-            f"chunks={chunks}: interleaved needs at least 2 pieces of the model on each stage; "
-            "with 1 it is 1f1b"
+            f"chunks={chunks}: interleaved needs at least 2 chunks of the model per stage; with 1 "
+            "it is 1f1b"
         )
     if microbatches % stages:
         raise ValueError(
-            f"microbatches={microbatches} with {stages} stages: interleaved sends micro-batches "
-            f"round in groups of {stages}; take a multiple of {stages}"
+            f"microbatches={microbatches} with {stages} stages: interleaved runs micro-batches in "
+            f"groups of {stages}; choose a multiple of {stages}"
         )
     groups = range(0, microbatches, stages)
     forwards = [(k, c) for g in groups for c in range(chunks) for k in range(g, g + stages)]
@@ -157,12 +157,12 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Sche
     ['F0', 'F1', 'B0', 'B1']
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r}: there are {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
     if name == "interleaved":
         return interleaved(stages, microbatches, chunks)
     if chunks != 1:
         raise ValueError(
-            f"chunks={chunks}: {name} has one piece of the model on each stage; for several, take "
+            f"chunks={chunks}: {name} has one chunk of the model per stage; for several, use "
             "interleaved"
         )
     return SCHEDULES[name](stages, microbatches)

@@ -55,7 +55,9 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
     _known_actions(schedule)
     count = microbatches_of(schedule)
     if not schedule or not count:
-        raise ScheduleError("exactly once", "this schedule does nothing; it needs stages that act")
+        raise ScheduleError(
+            "exactly once", "this schedule has no actions; give each stage a list of actions"
+        )
     _exactly_once(schedule, count if microbatches is None else microbatches)
     _all_update_or_none(schedule)
     _in_order(schedule)
@@ -137,8 +139,8 @@ def _complete(stage: int, microbatch: int, chunk: int, position: dict[Action, in
         at = position[back[1]]
         raise ScheduleError(
             "one way back",
-            f"stage {stage} does {back[1]} at position {at}, and {backward}, which is both halves, "
-            f"at position {position[backward]}",
+            f"stage {stage} does {back[1]} at position {at}, but also {backward}, which includes "
+            f"both halves, at position {position[backward]}",
             stage, at, back[1],
         )  # fmt: skip
 
@@ -151,8 +153,8 @@ def _all_update_or_none(schedule: Schedule) -> None:
         if missing := sorted(updates - {*actions}):
             raise ScheduleError(
                 "all update or none",
-                f"stage {stage} never does {missing[0]}, and others have their update: a weight's "
-                "gradient belongs to one micro-batch, or to all of them",
+                f"stage {stage} never does {missing[0]}, but others have their update: either "
+                "every micro-batch has an update, or none",
                 stage,
             )
 

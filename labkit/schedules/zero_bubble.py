@@ -75,6 +75,6 @@ def _check_enough(name: str, stages: int, microbatches: int, needed: int) -> Non
     check_sizes(stages, microbatches)
     if microbatches < needed:
         raise ValueError(
-            f"microbatches={microbatches} with {stages} stages: {name} needs {needed} or more, to "
-            "fill the pipeline; take more micro-batches, or 1f1b"
+            f"microbatches={microbatches} with {stages} stages: {name} needs {needed} or more to "
+            "fill the pipeline; use more micro-batches, or 1f1b"
         )

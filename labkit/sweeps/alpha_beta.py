@@ -56,8 +56,8 @@ def fit(points: Sequence[Point]) -> Fit:
     sizes = {point.size_bytes for point in points}
     if len(kinds) != 1 or len(sizes) < 2:
         raise ValueError(
-            f"fit: {len(kinds)} algorithms at {len(sizes)} sizes were given; give the points of "
-            "one, at two sizes or more"
+            f"fit: got {len(kinds)} algorithms at {len(sizes)} sizes; pass the points of one "
+            "algorithm at two sizes or more"
         )
     op, ranks, algorithm = kinds.pop()
     costs = [cost_of(op, algorithm, ranks, point.size_bytes) for point in points]

@@ -120,11 +120,13 @@ def read_sweep(path: str | Path) -> Sweep:
             if not correct or (name in POSITIVE and not 0 < value < math.inf):
                 raise ValueError(f"a {name} is {value!r}")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
-            raise ValueError(f"it has {', '.join(sorted(unknown))}, no operation of this labkit")
+            raise ValueError(
+                f"it has {', '.join(sorted(unknown))}, which this labkit does not know"
+            )
         return Sweep(points, dict(contents["about"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} holds no sweep that this labkit can read ({brief(error)}); write one with "
+            f"{path} is not a sweep that this labkit can read ({brief(error)}); write one with "
             "labkit bench collectives --save FILE.json"
         ) from None
 
@@ -136,8 +138,8 @@ def count_of(op: str, ranks: int, size_bytes: int, item_bytes: int) -> tuple[int
     count = size_bytes // (item_bytes * parts)
     if not count:
         raise ValueError(
-            f"{op} of {size_bytes} bytes on {ranks} ranks: not one element of {item_bytes} bytes "
-            f"for each; begin at {item_bytes * parts} bytes or more"
+            f"{op} of {size_bytes} bytes on {ranks} ranks: fewer than one element of {item_bytes} "
+            f"bytes per rank; start at {item_bytes * parts} bytes or more"
         )
     return count, count * parts * item_bytes
 
@@ -153,9 +155,9 @@ def parse_bytes(text: str) -> int:
 def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
     """From one size to the other, each `factor` times the last."""
     if factor < 2:
-        raise ValueError(f"factor {factor}: sizes grow by a factor of 2 or more")
+        raise ValueError(f"factor {factor}: choose 2 or more")
     if from_bytes > to_bytes:
-        raise ValueError(f"from {from_bytes} to {to_bytes} bytes: give the smaller size first")
+        raise ValueError(f"from {from_bytes} to {to_bytes} bytes: put the smaller size first")
     powers = (from_bytes * factor**k for k in count())
     return list(takewhile(lambda size: size <= to_bytes, powers))
 

@@ -76,13 +76,13 @@ class Contents:
         if self._by_optimizer and sharders:
             first, second = (type(x).__name__ for x in self.strategies[:2])
             raise ValueError(
-                f"{first} and {second} both say what a rank owns; under {second} use "
-                "a plain torch optimizer, which it gives its pieces to step on"
+                f"{first} and {second} both shard the optimizer; under {second} use a plain torch "
+                "optimizer, which then steps on shards"
             )
         if pipeline is not None and not {*pipeline.comm.ranks} <= {*comm.ranks}:
             raise ValueError(
-                f"the stages of this Pipeline are on ranks {list(pipeline.comm.ranks)}, and ranks "
-                f"{list(comm.ranks)} would save a part of the model; give comm=mesh.comm"
+                f"the stages of this Pipeline are on ranks {list(pipeline.comm.ranks)}, but ranks "
+                f"{list(comm.ranks)} would save only a part of the model; pass comm=mesh.comm"
             )
         self._groups = [] if optimizer is None else optimizer.param_groups
         self.named = [(self.first_name(name), p) for name, p in self.module.named_parameters()]
@@ -166,8 +166,8 @@ class Contents:
         counts = [len(of_rank) for of_rank in groups]
         if len(set(counts)) > 1:
             raise ValueError(
-                "the ranks have different optimizers: the number of parameter groups is "
-                f"{', '.join(map(str, counts))}; build the same on all"
+                f"the ranks have different optimizers, with {', '.join(map(str, counts))} "
+                "parameter groups; build the same optimizer on all ranks"
             )
         self.shapes, self.buffer_shapes = _union(shapes), _union(buffers)
         self.stateful, self.trained = set().union(*stateful), set().union(*trained)

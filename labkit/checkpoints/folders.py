@@ -131,7 +131,7 @@ def inside(folder: Path, name: str) -> Path:
     outside = way.is_absolute() or ".." in way.parts
     if outside or not file.resolve().is_relative_to(folder.resolve()):
         raise ValueError(
-            f"{file} is outside {folder}; a checkpoint may have files in its folder only"
+            f"{file} is outside {folder}; a checkpoint may contain only files of its folder"
         )
     return file
 
@@ -142,11 +142,10 @@ def find(folder: Path) -> Path:
     if finished(folder):
         return folder
     if not folder.is_dir():
-        raise ValueError(f"no checkpoint at {folder}: there is no such folder")
+        raise ValueError(f"no checkpoint at {folder}: the folder does not exist")
     if folder.name.endswith(UNFINISHED):
         raise ValueError(
-            f"{folder} is a save that was not finished; load {folder.parent}, which has the last "
-            "finished one"
+            f"{folder} is an unfinished save; load {folder.parent}, which has the last finished one"
         )
     pointer = folder / LATEST
     if not pointer.is_file():

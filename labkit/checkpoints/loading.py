@@ -138,8 +138,8 @@ def check_format(stored: Stored) -> dict[str, Any]:
     record: dict[str, Any] = stored.value(("labkit",))
     if record["format"] > FORMAT:
         raise ValueError(
-            f"{stored.folder} has format {record['format']}, this labkit reads up to {FORMAT}; "
-            "load it with the labkit that wrote it, or a newer one"
+            f"{stored.folder} has format {record['format']}, but this labkit reads up to "
+            f"{FORMAT}; use the labkit that wrote it, or a newer one"
         )
     return record
 
@@ -170,7 +170,7 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
     """Raises ValueError if the checkpoint has no optimizer, or state for what has none here."""
     if not any(path[0] == "optimizer" for path in stored.entries):
         raise ValueError(
-            f"{stored.folder} has a model and no optimizer; load it with optimizer=None"
+            f"{stored.folder} has a model but no optimizer; load it with optimizer=None"
         )
     names = {str(path[2]) for path in stored.entries if path[:2] == ("optimizer", "state")}
     empty = {name for name, entry in stored.under("model").items() if not entry.size.numel()}

@@ -71,7 +71,9 @@ def save_checkpoint(
     ValueError for invalid arguments, and OSError, naming the file, if it cannot be written; nothing
     is left of the failed save."""
     if keep < 1 or step < 0:
-        raise ValueError(f"keep={keep}, step={step}: keep at least 1, count steps from 0")
+        raise ValueError(
+            f"keep={keep}, step={step}: keep at least 1 checkpoint, and count steps from 0"
+        )
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = f"step {step} was not saved; checkpoints made before are as they were"
@@ -146,13 +148,13 @@ class PiecePlanner(DefaultSavePlanner):
             plans, described = super().create_global_plan(all_plans)
         except ValueError as error:
             raise ValueError(
-                f"the pieces that the ranks own do not make up the model: {error}"
+                f"the shards of all ranks do not make up the model: {error}"
             ) from error
         for name, shape in self._contents.shapes.items():
             entry = described.state_dict_metadata.get(f"model.{name}")
             chunks = entry.chunks if isinstance(entry, metadata.TensorStorageMetadata) else []
             if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
-                raise ValueError(f"the ranks' pieces do not make up all of {name}")
+                raise ValueError(f"the shards of all ranks do not make up {name}")
         return plans, described
 
     def resolve_data(self, write_item: WriteItem) -> Any:

@@ -65,7 +65,7 @@ class Cluster:
     def __post_init__(self) -> None:
         for what in ("nodes", "devices_per_node"):
             if getattr(self, what) < 1:
-                raise ValueError(f"{self.name}: {what}={getattr(self, what)}; at least 1 is needed")
+                raise ValueError(f"{self.name}: {what}={getattr(self, what)}; choose at least 1")
         if self.nodes > 1 and self.between is None:
             raise ValueError(
                 f"{self.name} has {self.nodes} nodes, and no level between them; describe one (in "

@@ -43,7 +43,7 @@ def cluster(name: str, path: str | Path | None = None) -> Cluster:
     """
     known = known_clusters() | (read_clusters(path) if path else {})
     if name not in known:
-        raise ValueError(f"no cluster {name!r}; there are {', '.join(known)}")
+        raise ValueError(f"no cluster {name!r}; choose one of {', '.join(known)}")
     return known[name]
 
 
@@ -69,7 +69,7 @@ def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
             fix = f"make both the same: dataclasses.replace(one, name={name!r})"
             raise ValueError(f"the cluster under {name!r} is called {written.name!r}; {fix}")
     if not clusters:
-        raise ValueError(f"{path}: no cluster to write; give at least one, under its name")
+        raise ValueError(f"{path}: no cluster to write; pass at least one")
     data = "".join(f"{line}\n" for line in _lines(clusters)).encode()
     if _parse(data, path) != dict(clusters):
         raise ValueError(
@@ -190,7 +190,7 @@ def _count(table: Mapping[str, Any], name: str, where: str) -> int:
 def _table(table: Any, where: str, known: Iterable[str] | None = None) -> dict[str, Any]:
     """`table`, after checking that it is a table with only `known` names."""
     if not isinstance(table, dict):
-        raise ValueError(f"{where}: a table is needed, not {table!r}")
+        raise ValueError(f"{where}: expected a table, not {table!r}")
     if known is not None and (others := table.keys() - set(known)):
         raise ValueError(
             f"{where}: {min(others)!r} is not known; there are {', '.join(sorted(known))}"

@@ -172,7 +172,7 @@ class Comm:
         `all_reduce` of the same slice on all ranks copies nothing. Raises ValueError for a negative
         size."""
         if numel < 0:
-            raise ValueError(f"symmetric_empty: {numel} elements; give 0 or more")
+            raise ValueError(f"symmetric_empty: {numel} elements; choose 0 or more")
         return self._dispatcher.symmetric_empty(numel, like)
 
     # --- collectives that reduce --------------------------------------------------------------
@@ -330,7 +330,7 @@ class Comm:
         """Send `x` to the next rank; set `out` to the previous rank's `x`, equal in size."""
         if out.numel() != x.numel() or out.dtype != x.dtype:
             raise ValueError(
-                f"ring_exchange: out is {describe(out)}, x is {describe(x)}; make them equal"
+                f"ring_exchange: out is {describe(out)}, but x is {describe(x)}; make them equal"
             )
         finish: Finish = []
         leaving, arriving = self._dispatcher.stage(x, None), self._dispatcher.stage(out, finish)

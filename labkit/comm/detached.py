@@ -21,7 +21,8 @@ class DetachedComm:
         if name.startswith("_"):  # copy and pickle probe for optional methods
             raise AttributeError(name)
         raise RuntimeError(
-            f"{name}: this Comm of rank {self.rank} over ranks {list(self.ranks)} was pickled, and "
-            "a process group cannot be pickled; rebuild the model inside World.run, edit it there "
-            "with a Comm of its ranks, and load a checkpoint, or the parts with load_state_dict"
+            f"{name}: this Comm of rank {self.rank} over ranks {list(self.ranks)} was pickled, "
+            "and a process group cannot be pickled; rebuild the model inside World.run, edit it "
+            "there with a Comm of its ranks, and load a checkpoint, or the shards with "
+            "load_state_dict"
         )

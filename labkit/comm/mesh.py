@@ -102,7 +102,7 @@ def rank_at(sizes: Mapping[str, int], where: Mapping[str, int]) -> int:
             raise ValueError(f"no axis {axis!r} in this mesh; it has {', '.join(sizes)}")
     for axis, size in sizes.items():
         if where[axis] not in range(size):
-            raise ValueError(f"{axis}={where[axis]}: this axis has 0 to {size - 1}")
+            raise ValueError(f"{axis}={where[axis]}: the indices of this axis are 0 to {size - 1}")
         rank = rank * size + where[axis]
     return rank
 
@@ -121,12 +121,12 @@ def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
     """Raises ValueError, suggesting sizes, if the axes do not take `ranks` ranks."""
     taken = [name for name in sizes if name.startswith("_") or hasattr(Mesh, name)]
     if not sizes or taken or "comm" in sizes or "sizes" in sizes:
-        raise ValueError(
-            f"a mesh needs axes with names of their own, as Mesh(dp=2, tp=2), not {dict(sizes)}"
-        )
+        raise ValueError(f"a mesh needs named axes, as in Mesh(dp=2, tp=2), not {dict(sizes)}")
     for axis, size in sizes.items():
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{axis}={size!r}: an axis has at least 1 rank, a whole number")
+            raise ValueError(
+                f"{axis}={size!r}: the size of an axis must be a whole number, at least 1"
+            )
     if prod(sizes.values()) != ranks:
         axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         asked = list(sizes.values())
@@ -138,7 +138,7 @@ def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
             "(" + ", ".join(f"{axis}={size}" for axis, size in zip(sizes, factors)) + ")"
             for factors in closest[:3]
         )
-        takes = f"Mesh({axes}) takes {ranks_in_words(prod(sizes.values()))}, and there are {ranks}"
+        takes = f"Mesh({axes}) needs {ranks_in_words(prod(sizes.values()))}, but there are {ranks}"
         raise ValueError(f"{takes}: {fit} would do")
 
 

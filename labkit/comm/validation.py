@@ -48,15 +48,15 @@ def check_list(
         check_tensor(x)
     if len(tensors) != size:
         raise ValueError(
-            f"{op}: {name} has {len(tensors)} tensors for {ranks_in_words(size)}; give one for each"
+            f"{op}: {name} has {len(tensors)} tensors for {ranks_in_words(size)}; pass one for each"
         )
     if mine is not None and mine.numel() != tensors[rank].numel():
         raise ValueError(
-            f"{op}: this rank's tensor has {mine.numel()} elements, its place "
-            f"{name}[{rank}] has {tensors[rank].numel()}; make them equal"
+            f"{op}: this rank's tensor has {mine.numel()} elements, but {name}[{rank}] has "
+            f"{tensors[rank].numel()}; make them equal"
         )
     if any(x.dtype != tensors[0].dtype for x in (*tensors, tensors[0] if mine is None else mine)):
-        raise ValueError(f"{op}: the tensors have different dtypes; convert them to one")
+        raise ValueError(f"{op}: the tensors have different dtypes; convert them to one dtype")
 
 
 def check_rooted(
@@ -66,10 +66,10 @@ def check_rooted(
     check_member(root, size)
     if rank != root:
         if tensors is not None:
-            raise ValueError(f"{op}: only rank {root} gives {name}; give None on the others")
+            raise ValueError(f"{op}: only rank {root} passes {name}; pass None on the others")
         return None
     if tensors is None:
-        raise ValueError(f"{op}: rank {root} must give {name}, one tensor for each rank")
+        raise ValueError(f"{op}: rank {root} must pass {name}, one tensor for each rank")
     check_list(op, name, tensors, rank, size, mine)
     return tensors
 
@@ -98,9 +98,9 @@ def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
     if op not in REDUCTIONS:
         return f"op={op!r} is not a reduction; choose one of {', '.join(REDUCTIONS)}"
     if op in ("min", "max") and dtype.is_complex:
-        return f"{dtype} has no order, so no {op}; reduce its real and imaginary parts"
+        return f"{dtype} has no order, so {op} is undefined; reduce its real and imaginary parts"
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        return f"the mean of {dtype} has no exact result; sum and divide, or convert"
+        return f"the mean of {dtype} may not be exact; sum and divide, or convert the tensor"
     try:
         with here.carrying():  # one element: on an empty tensor torch accepts every dtype
             on_gpu or REDUCTIONS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))

@@ -76,7 +76,7 @@ def attach(
     """
     if _me is not None and (dist.is_initialized() or _me.control is not None):
         if link is not None and link != here.link:
-            raise ValueError(f"attach(link={link}): this rank has its link: {here.link}")
+            raise ValueError(f"attach(link={link}): this rank has its link already: {here.link}")
         return _me
     if not dist.is_initialized():
         _join(backend, timeout_s)

@@ -104,7 +104,7 @@ class Watch:
         if not stuck:
             return None
         circle = tuple(sorted(stuck))
-        return Verdict(f"{ranks_text(circle)} wait for each other: none can go on.", circle)
+        return Verdict(f"{ranks_text(circle)} wait for each other, so none can continue.", circle)
 
 
 def positions(

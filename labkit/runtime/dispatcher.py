@@ -170,8 +170,8 @@ class Dispatcher:
             return _in_line(flat)
         if finish is not None and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride())):
             raise ValueError(
-                f"an expanded tensor (shape {list(x.shape)}, strides {list(x.stride())}) has one "
-                "place for several elements and cannot be written; give x.contiguous()"
+                f"an expanded tensor (shape {list(x.shape)}, strides {list(x.stride())}) shares "
+                "memory between elements and cannot be written; pass x.contiguous()"
             )
         with here.carrying():
             host = flat.cpu() if by_host else flat

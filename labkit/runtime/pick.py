@@ -39,20 +39,18 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
     gloo supports. Raises ValueError for a choice that this machine does not support."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f'backend={backend!r}: choose "gloo", "nccl" or None (the best one here)')
+        raise ValueError(f'backend={backend!r}: choose "gloo", "nccl" or None (the best available)')
     if device not in (None, "cpu", "cuda"):
-        raise ValueError(f'device={device!r}: choose "cpu", "cuda" or None (the best one here)')
+        raise ValueError(f'device={device!r}: choose "cpu", "cuda" or None (the best available)')
     if device == "cuda" and not gpus:
-        raise ValueError(
-            'device="cuda": torch sees no GPU here; leave it out, or see labkit doctor'
-        )
+        raise ValueError('device="cuda": torch finds no GPU; leave it out, or see labkit doctor')
     if backend == "nccl":
         if device == "cpu":
             raise ValueError('backend="nccl" moves GPU tensors only; use backend="gloo" on the CPU')
         if gpus < size or not dist.is_nccl_available():
             raise ValueError(
-                f'backend="nccl" needs a GPU for each of the {size} ranks, here are {gpus}; '
-                'use backend="gloo", whose ranks can share one'
+                f'backend="nccl" needs a GPU for each of the {size} ranks, but there are '
+                f'{gpus}; use backend="gloo", whose ranks can share one'
             )
         return Pick("nccl", "cuda", "as asked")
     if backend == "gloo" and device is None:
@@ -93,8 +91,8 @@ def pick_transport(
     if link is not None:
         if asked == "shm":
             raise ValueError(
-                'transport="shm" and a link: the messages of a modelled wire go by gloo, so leave '
-                "one out"
+                'transport="shm" cannot have a link, which only messages over gloo can model; '
+                "leave one of them out"
             )
         return "gloo", ""
     if named := asked or wished or backend:
@@ -131,9 +129,9 @@ def _shared_memory_problem(size: int) -> str:
 def check_size(size: int) -> None:
     """Raises TypeError or ValueError if this machine cannot run `size` ranks."""
     if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"World({size!r}): the number of ranks is an integer")
+        raise TypeError(f"World({size!r}): the number of ranks must be an integer")
     if size < 1:
-        raise ValueError(f"World({size}): a world has at least 1 rank")
+        raise ValueError(f"World({size}): a world needs at least 1 rank")
     free_bytes = available_bytes()
     fitting = max(1, int(free_bytes / RANK_BYTES))
     if size > fitting:
@@ -147,9 +145,8 @@ def check_size(size: int) -> None:
     most = _most_by_files()
     if size > most:
         raise ValueError(
-            f"World({size}): this process may not open enough files for it, only for "
-            f"{max(0, most)} ranks; close some, or raise the limit (`ulimit -n 4096` in the "
-            "shell that starts it)"
+            f"World({size}): this process may open only enough files for {max(0, most)} ranks; "
+            "close some, or raise the limit (`ulimit -n 4096` in the shell that starts it)"
         )
 
 

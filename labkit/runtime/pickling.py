@@ -46,8 +46,8 @@ def loads(parcel: Parcel, name: str) -> Any:
         return unpack(parcel)
     except Exception as error:
         raise RuntimeError(
-            f"{name} arrived but cannot be read here: {type(error).__name__}: {error}. Return "
-            "plain values and tensors, or objects of classes that this process can import."
+            f"{name} arrived but cannot be unpickled here: {type(error).__name__}: {error}. "
+            "Return plain values and tensors, or objects of classes that this process can import."
         ) from error
 
 

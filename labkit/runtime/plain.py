@@ -82,8 +82,8 @@ class LauncherStore:
                 return {key: _address(self.store.get(key)) for key in keys}
             time.sleep(0.05)
         raise RuntimeError(
-            f"{len(keys)} of {ranks} ranks came to the store within {within_s:g} s; did the others "
-            "start, with this store's address and port?"
+            f"only {len(keys)} of {ranks} ranks joined the store within {within_s:g} s; check "
+            "that the others started, with this store's address and port"
         )
 
 

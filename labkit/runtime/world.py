@@ -82,9 +82,9 @@ class World:
             )
         check_size(size)
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s}: the time that a rank waits is above 0 s")
+            raise ValueError(f"timeout_s={timeout_s}: choose more than 0 s")
         if threads < 1:
-            raise ValueError(f"threads={threads}: a rank computes with at least 1 thread")
+            raise ValueError(f"threads={threads}: a rank needs at least 1 thread")
         self.size, self.threads, self.timeout_s = size, threads, timeout_s
         self.link, self.seed, self.check = link, seed, check
         self._pick = pick(size, backend, device, link is not None)
@@ -191,7 +191,7 @@ class World:
         if self._alive.owner != os.getpid():
             raise RuntimeError(
                 f"this world belongs to process {self._alive.owner}, of which this one is a fork; "
-                "make a World here"
+                "create a World here"
             )
         return self._alive
 
@@ -209,7 +209,7 @@ class World:
         if len(targets) > len(set(targets)):
             raise ValueError(f"ranks {targets}: name each rank once")
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("this world is running something in another thread; make a second")
+            raise RuntimeError("this world is running in another thread; create a second one")
         try:
             with Interrupts():
                 values = self._listen(message, targets)

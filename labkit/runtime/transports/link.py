@@ -24,10 +24,10 @@ class Link:
     def __post_init__(self) -> None:
         if not self.gbps > 0:
             raise ValueError(
-                f"Link(gbps={self.gbps}): a wire needs a bandwidth above 0 gigabits per second"
+                f"Link(gbps={self.gbps}): choose a bandwidth above 0 gigabits per second"
             )
         if not self.latency_us >= 0:
-            raise ValueError(f"Link(latency_us={self.latency_us}): latency cannot be negative")
+            raise ValueError(f"Link(latency_us={self.latency_us}): choose a latency of 0 or more")
 
     def seconds(self, nbytes: int) -> float:
         """Seconds for which a message of `nbytes` occupies the wire, without the latency."""
@@ -59,7 +59,7 @@ class TwoLevel:
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
             raise ValueError(
-                f"TwoLevel(ranks_per_node={self.ranks_per_node}): a node has at least 1 rank"
+                f"TwoLevel(ranks_per_node={self.ranks_per_node}): a node needs at least 1 rank"
             )
 
     def joining(self, one: int, other: int) -> Link:

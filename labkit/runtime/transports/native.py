@@ -25,9 +25,8 @@ class Native(Transport):
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         if asked not in ("", self.name):
             raise ValueError(
-                f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, and has "
-                f"an environment variable for it (NCCL_ALGO); leave `algorithm` out, or move the "
-                f"tensor to a group of gloo"
+                f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, by its "
+                "own environment variable (NCCL_ALGO); leave `algorithm` out, or use a gloo group"
             )
         return self, self.name
 

@@ -137,8 +137,8 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
         return mmap.mmap(file, nbytes)
     except OSError as error:
         raise RuntimeError(
-            f"{path.parent} has no space for {nbytes / 1e6:.1f} MB that the ranks would share "
-            f'({error.strerror}); make room, or do without: World(..., transport="gloo")'
+            f"{path.parent} has no space for {nbytes / 1e6:.0f} MB that ranks would share "
+            f'({error.strerror}); free some, or use World(..., transport="gloo")'
         ) from error
     finally:
         if file is not None:

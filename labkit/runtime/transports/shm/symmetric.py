@@ -37,7 +37,7 @@ class Symmetric:
         free_bytes = shutil.disk_usage(path.parent).free
         most_bytes = min(MOST_OF_WHAT_IS_FREE * free_bytes, free_bytes - RESERVE_BYTES)
         if not path.exists() and size * self._stride > most_bytes:
-            raise RuntimeError("too little of the shared memory is free")
+            raise RuntimeError("too little shared memory is free")
         self._region = Region(path, rank, size, 0, size * self._stride)
 
     def place(self, begin: int) -> int:

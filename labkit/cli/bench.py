@@ -20,21 +20,21 @@ from labkit.cli.terminal import (
 from labkit.foreign import check_output, markup
 
 bench = typer.Typer(
-    help="Measure labkit beside its peers, in one run. Close other programs first.",
+    help="Benchmark labkit and its peers in the same run. Close other programs first.",
     epilog="Examples:  labkit bench  ·  labkit bench data-parallel --only ddp  ·  "
     "labkit bench collectives --ops all_reduce --ranks 4",
     invoke_without_command=True, rich_markup_mode="rich",
 )  # fmt: skip
 app.add_typer(bench, name="bench", cls=ErrorGroup)
 
-Turns = Annotated[int, Option(help="How often each is measured, in turns.", min=3)]
-Ranks = Annotated[str, Option(help="Numbers of ranks, with commas.")]
-Models = Annotated[str, Option(help="1M, 3.4M: one or both.")]
+Turns = Annotated[int, Option(help="Turns: how often each case is measured.", min=3)]
+Ranks = Annotated[str, Option(help="Numbers of ranks, separated by commas.")]
+Models = Annotated[str, Option(help="1M, 3.4M or both, separated by commas.")]
 TransportName = Annotated[
     str | None,
-    Option("--transport", help="Of labkit's: shm, gloo; if absent, a World's pick."),
+    Option("--transport", help="labkit's transport: shm or gloo; default: a World's pick."),
 ]
-Save = Annotated[Path | None, Option(help="Write all of it as JSON.", callback=check_output)]
+Save = Annotated[Path | None, Option(help="Write all results as JSON.", callback=check_output)]
 
 
 @bench.callback()
@@ -49,11 +49,11 @@ def _bench(context: typer.Context) -> None:
 def data_parallel(
     turns: Turns = 20,
     only: Annotated[
-        str | None, Option(help="ddp, zero-1, zero-2, zero-3: some of these, with commas.")
+        str | None, Option(help="Any of ddp, zero-1, zero-2, zero-3, separated by commas.")
     ] = None,
     transport: TransportName = None,
 ) -> None:
-    """A step of DDP, ZeRO-1, 2 and 3 against torch's."""
+    """Time a step of DDP, ZeRO-1, 2 and 3 beside torch's."""
     _measure("data_parallel", None, split_words(only), turns=turns, transport=transport)
 
 
@@ -69,7 +69,7 @@ def tensor_parallel(
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
-    """A step of tensor parallelism against torch's DTensor."""
+    """Time a step of tensor parallelism beside torch's DTensor."""
     sizes, names = split_numbers("ranks", ranks), split_words(models)
     _measure("tensor_parallel", save, sizes, names, turns, transport)
 
@@ -81,15 +81,15 @@ def tensor_parallel(
 def pipeline(
     turns: Turns = 20,
     only: Annotated[
-        str | None, Option(help="gpipe, 1f1b, interleaved, zb-h1: some of these, with commas.")
+        str | None, Option(help="Any of gpipe, 1f1b, interleaved, zb-h1, separated by commas.")
     ] = None,
     ranks: Ranks = "2,4",
     models: Models = "1M,3.4M",
-    microbatches: Annotated[int, Option(help="So many of the 16 rows.", min=1)] = 8,
+    microbatches: Annotated[int, Option(help="Micro-batches of the 16 rows.", min=1)] = 8,
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
-    """A step of a pipeline against torch's by the same schedule, and the floor of both."""
+    """Time a pipeline step beside torch's with the same schedule, and the lower bound of both."""
     sizes, names = split_numbers("ranks", ranks), split_words(models)
     _measure("pipeline", save, split_words(only), sizes, names, microbatches, turns, transport)
 
@@ -102,17 +102,17 @@ def precision(
     turns: Turns = 20,
     only: Annotated[
         str | None,
-        Option(help="fp32, tf32, bf16, fp16, fp8, recompute: some of these, with commas."),
+        Option(help="Any of fp32, tf32, bf16, fp16, fp8, recompute, separated by commas."),
     ] = None,
     save: Save = None,
 ) -> None:
-    """A step in each number format, and mixed precision and recompute against torch's."""
+    """Time a step in each number format; mixed precision and recomputation beside torch's."""
     _measure("precision", save, split_words(only), turns=turns)
 
 
 @bench.command()
 def replay(turns: Turns = 10) -> None:
-    """Steps of DDP over a modelled wire, predicted by a replay and measured."""
+    """Time DDP steps over a paced link, predicted by a replay and measured."""
     _measure("replay", None, turns=turns)
 
 
@@ -128,24 +128,26 @@ def collectives(
         str, Option("--from", help="Smallest size in bytes; K, M, G are powers of 1024.")
     ] = "4K",
     to: Annotated[str, Option(help="Largest size.")] = "64M",
-    factor: Annotated[int, Option(help="Each size is so many times the one before.")] = 4,
+    factor: Annotated[int, Option(help="Ratio of each size to the previous one.")] = 4,
     ops: Annotated[
         str | None,
         Option(
-            help="all_reduce, reduce_scatter, all_gather (these three if absent), broadcast, "
+            help="Any of all_reduce, reduce_scatter, all_gather (default: these three), broadcast, "
             "reduce, gather, scatter, all_to_all, ring_exchange, there_and_back (send and receive "
-            "between neighbours): one or more, with commas."
+            "between neighbors), separated by commas."
         ),
     ] = None,
     ranks: Annotated[
-        str | None, Option(help="Numbers of ranks; 2,4 if absent (2,3,4 with --fit).")
+        str | None, Option(help="Numbers of ranks; default: 2,4 (2,3,4 with --fit).")
     ] = None,
-    algorithms: Annotated[str | None, Option(help="As default,ring,tree; all if absent.")] = None,
+    algorithms: Annotated[
+        str | None, Option(help="Such as default,ring,tree; default: all.")
+    ] = None,
     dtype: Annotated[
         str, Option(help="float32, float64, float16, bfloat16, int32, int64 or uint8.")
     ] = "float32",
     redop: Annotated[str, Option(help="sum, min, max or product.")] = "sum",
-    turns: Annotated[int, Option(help="How often each is measured, in turns.")] = 9,
+    turns: Annotated[int, Option(help="Turns: how often each case is measured.")] = 9,
     check: Annotated[bool, Option(help="Count wrong elements.")] = True,
     transport: TransportName = None,
     save: Save = None,
@@ -154,12 +156,13 @@ def collectives(
         bool, Option("--fit", help="Fit alpha and beta; write a table of algorithms.")
     ] = False,
     table: Annotated[
-        Path | None, Option(help="Where --fit writes; else it says where.", callback=check_output)
+        Path | None,
+        Option(help="File for --fit; by default it prints where.", callback=check_output),
     ] = None,
 ) -> None:
-    """The table that nccl-tests prints, for labkit's collectives and the backend's own.
+    """Print nccl-tests' table for labkit's collectives and the backend's own.
 
-    Exits with status 1 where an element was wrong.
+    Exits with status 1 if an element was wrong.
     """
     from labkit.bench import chooser_table, sweep_tables
     from labkit.bench import collectives as module
@@ -214,16 +217,14 @@ def collectives(
     "labkit bench transfers --save transfers-h100.json --plot transfers.png"
 )
 def transfers(
-    mb: Annotated[float, Option(help="Megabytes (1e6 bytes) of fp32 that move.")] = 64.0,
-    gbps: Annotated[
-        float, Option(help="Gigabits per second of the paced bus; 0 leaves it out.")
-    ] = 16.0,
+    mb: Annotated[float, Option(help="Megabytes (1e6 bytes) of fp32 to transfer.")] = 64.0,
+    gbps: Annotated[float, Option(help="Gigabits per second of the paced bus; 0 for none.")] = 16.0,
     turns: Turns = 9,
-    to: Annotated[str, Option(help="The dtype it is cast to: fp16 or bf16.")] = "fp16",
+    to: Annotated[str, Option(help="The dtype to cast to: fp16 or bf16.")] = "fp16",
     save: Save = None,
     plot: Plot = None,
 ) -> None:
-    """Ways to move a tensor between memories: cast before or after, pinned or not, and so on."""
+    """Time ways to copy a tensor between memories: cast before or after, pinned or not, ..."""
     from labkit import plot as draw
 
     times = _measure("transfers", None, mb, gbps, turns, to)

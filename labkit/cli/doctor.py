@@ -16,12 +16,12 @@ def doctor(
         Path | None,
         Option(
             metavar="FILE.toml",
-            help="Instead, measure this machine for some ten seconds and write it to this file, "
+            help="Measure this machine for about ten seconds instead and write it to this file, "
             "as a cluster to replay runs on. Close other programs first.",
         ),
     ] = None,
     ranks: Annotated[
-        int | None, Option(help="With --cluster: of so many ranks; 4 if absent.", min=1)
+        int | None, Option(help="With --cluster: the number of ranks; default: 4.", min=1)
     ] = None,
 ) -> None:
     """Report what this machine has, what a lab will pick, and any problems."""

@@ -21,16 +21,19 @@ def nccl_log(
         list[str] | None,
         Argument(
             metavar="FILES",
-            help="What a run with NCCL_DEBUG=INFO printed, of all ranks: one file or several that "
+            help="Output of all ranks of a run with NCCL_DEBUG=INFO: one file or several that "
             "belong together; - is standard input.",
         ),
     ] = None,
-    example: Annotated[str, Option(help="Instead of files: one_node, two_nodes or sockets.")] = "",
+    example: Annotated[
+        str, Option(help="An example instead of files: one_node, two_nodes or sockets.")
+    ] = "",
     out: Annotated[
-        Path | None, Option(help="Where to draw to; FILE.png here.", callback=check_picture)
+        Path | None,
+        Option(help="File of the picture; default: FILE.png here.", callback=check_picture),
     ] = None,
 ) -> None:
-    """Tell and draw what NCCL chose: rings, trees, channels, and which link carries what."""
+    """Report and draw what NCCL chose: rings, trees, channels, and the transport of each link."""
     from labkit import plot
     from labkit.plot.nccl_logs import MOST_RANKS
     from labkit.trace.nccl_log import EXAMPLES, parse_nccl_log

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from labkit.replaying.planning.plan import Fit, Plan
 
 WIDTH = 168  # columns of the table of layouts
-Numbers = Annotated[str | None, Option(help="Only these, with commas; all if absent.")]
+Numbers = Annotated[str | None, Option(help="Only these, separated by commas; default: all.")]
 
 
 @app.command(
@@ -32,53 +32,60 @@ Numbers = Annotated[str | None, Option(help="Only these, with commas; all if abs
     "labkit plan --model gpt3-175b --cluster selene --gpus 64 --batch 64 --largest"
 )
 def plan(
-    cluster: Annotated[str, Option(help="As `selene` or `dgx-h100`.")],
-    batch: Annotated[int, Option(help="Rows of a step, over all replicas.", min=1, max=1 << 20)],
+    cluster: Annotated[str, Option(help="Such as `selene` or `dgx-h100`.")],
+    batch: Annotated[int, Option(help="Rows per step, over all replicas.", min=1, max=1 << 20)],
     model: Annotated[
-        str | None, Option(help="As `gpt3-175b`; or give --width, --depth and --heads.")
+        str | None, Option(help="Such as `gpt3-175b`; or give --width, --depth and --heads.")
     ] = None,
-    width: Annotated[int | None, Option(help="Of the model.", min=1, max=1 << 17)] = None,
+    width: Annotated[int | None, Option(help="Width of the model.", min=1, max=1 << 17)] = None,
     depth: Annotated[int | None, Option(help="Blocks of the model.", min=1, max=2048)] = None,
-    heads: Annotated[int | None, Option(help="Of attention.", min=1)] = None,
+    heads: Annotated[int | None, Option(help="Attention heads.", min=1)] = None,
     context: Annotated[
-        int | None, Option(help="Positions of a row; 2048.", min=1, max=1 << 22)
+        int | None, Option(help="Tokens per row; default: 2048.", min=1, max=1 << 22)
     ] = None,
-    vocab: Annotated[int | None, Option(help="Of the model; 51200.", min=1, max=1 << 22)] = None,
-    gpus: Annotated[int | None, Option(help="Use so many; all if absent.", min=1)] = None,
+    vocab: Annotated[
+        int | None, Option(help="Size of the vocabulary; default: 51200.", min=1, max=1 << 22)
+    ] = None,
+    gpus: Annotated[int | None, Option(help="Number of GPUs; default: all.", min=1)] = None,
     clusters: Annotated[
-        Path | None, Option(help="A file of clusters of your own, where --cluster is.")
+        Path | None, Option(help="A file with your own clusters, for --cluster.")
     ] = None,
     tp: Numbers = None,
     pp: Numbers = None,
     dp: Numbers = None,
-    microbatch: Annotated[str | None, Option(help="Rows of one; powers of two if absent.")] = None,
-    chunks: Annotated[str | None, Option(help="Of each stage; powers of two if absent.")] = None,
-    zero: Annotated[str | None, Option(help="0, 1 or both, with commas.")] = None,
-    sequence: Annotated[bool | None, Option(help="Sequence parallelism; both if absent.")] = None,
+    microbatch: Annotated[
+        str | None, Option(help="Rows of a micro-batch; default: powers of two.")
+    ] = None,
+    chunks: Annotated[str | None, Option(help="Chunks per stage; default: powers of two.")] = None,
+    zero: Annotated[str | None, Option(help="0, 1 or both, separated by commas.")] = None,
+    sequence: Annotated[
+        bool | None, Option(help="Sequence parallelism; default: with and without.")
+    ] = None,
     recompute: Annotated[
-        bool | None, Option(help="Blocks compute forward twice; both if absent.")
+        bool | None, Option(help="Recompute blocks in backward; default: with and without.")
     ] = None,
     max_memory: Annotated[
-        float | None, Option(help="GB (1e9 bytes) that a device may hold; all if absent.")
+        float | None, Option(help="Memory limit per device in GB (1e9 bytes); default: all.")
     ] = None,
-    top: Annotated[int, Option(help="How many layouts to show.", min=1)] = 10,
-    as_json: Annotated[bool, Option("--json", help="Print all of it as JSON.")] = False,
+    top: Annotated[int, Option(help="Number of layouts to show.", min=1)] = 10,
+    as_json: Annotated[bool, Option("--json", help="Print all results as JSON.")] = False,
     plot: Plot = None,
     fits: Annotated[
-        bool, Option("--fits", help="Instead: does it fit, and what holds how much.")
+        bool,
+        Option("--fits", help="Check instead whether it fits, and what takes how much memory."),
     ] = False,
     largest: Annotated[
         bool,
         Option(
             "--largest",
-            help="Instead: the largest that fits, by depth at this width; without a model, of the "
+            help="Find the largest model that fits, by depth at this width; without a model, of the "
             "published ones.",
         ),
     ] = False,
 ) -> None:
-    """All layouts of a GPT on a cluster that fit, the fastest first, and why the others lose.
+    """List all layouts of a GPT that fit on a cluster, the fastest first, and compare them.
 
-    A step of each is replayed from what its stages compute, send and hold.
+    The time of each is a replay of what its stages compute, send and hold.
     """
     from labkit.clusters import cluster as find_cluster
 
@@ -168,7 +175,7 @@ def _fit(
 
 
 def _show_fit(fit: "Fit", largest: bool, as_json: bool) -> None:
-    """Exits with status 1 where it does not fit."""
+    """Exits with status 1 if it does not fit."""
     report = fit.report
     if as_json:
         contents = {

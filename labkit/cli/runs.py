@@ -19,12 +19,13 @@ RunFolder = Annotated[Path, Argument(metavar="RUN", help="Folder of a recorded r
 def view(
     folder: RunFolder,
     chrome: Annotated[
-        Path | None, Option(help="Write it for Perfetto; .gz packs it.", callback=check_output)
+        Path | None,
+        Option(help="Write a trace for Perfetto; .gz compresses it.", callback=check_output),
     ] = None,
     step: Annotated[int | None, Option(help="Draw the timeline of this step only.")] = None,
     open_: Annotated[bool, Option("--open", help="Show the pictures on screen.")] = False,
 ) -> None:
-    """Tell what a recorded run did, and draw its timeline and memory into its folder."""
+    """Summarize a recorded run, and draw its timeline and memory into its folder."""
     from labkit import view as viewing
     from labkit.trace import read_run
     from labkit.trace.chrome import write_chrome
@@ -50,22 +51,26 @@ def replay(
     folder: RunFolder,
     on: Annotated[
         list[str] | None,
-        Option(help="A cluster, and once more for another; if none, all that are known."),
+        Option(help="A cluster; repeat for several; default: all known ones."),
     ] = None,
     clusters: Annotated[
         Path | None,
-        Option(help="A file of clusters of your own, as `labkit doctor --cluster` writes."),
+        Option(help="A file with your own clusters, as `labkit doctor --cluster` writes."),
     ] = None,
     measured: Annotated[
-        bool, Option("--measured", help="Computing as it was; only the wires are the cluster's.")
+        bool,
+        Option(
+            "--measured", help="Keep measured compute times; take only the links from the cluster."
+        ),
     ] = False,
     chrome: Annotated[
-        Path | None, Option(help="Write it for Perfetto, on one cluster.", callback=check_output)
+        Path | None,
+        Option(help="Write a trace of one cluster for Perfetto.", callback=check_output),
     ] = None,
 ) -> None:
-    """What a recorded run would do on other clusters: the split of its step, and its timeline.
+    """Replay a recorded run on other clusters: the parts of its step, and its timeline.
 
-    The run must have a step in detail (`record(detail_step=1)`; `labkit compare` has), or use
+    The run needs a detailed step (`record(detail_step=1)`, as in `labkit compare`), or use
     --measured.
     """
     from labkit import plot

@@ -19,16 +19,18 @@ def schedule(
     name: Annotated[
         str, Argument(help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2 or pipedream.")
     ],
-    stages: Annotated[int, Option(help="Stages of the pipeline, one a rank.", min=1, max=256)] = 4,
-    microbatches: Annotated[int, Option(help="Into which a batch is cut.", min=1)] = 8,
+    stages: Annotated[
+        int, Option(help="Stages of the pipeline, one per rank.", min=1, max=256)
+    ] = 4,
+    microbatches: Annotated[int, Option(help="Micro-batches per batch.", min=1)] = 8,
     chunks: Annotated[
-        int | None, Option(help="Pieces of the model a stage; 2 of interleaved.", min=1)
+        int | None, Option(help="Chunks of the model per stage; default: 2 for interleaved.", min=1)
     ] = None,
     plot: Annotated[
-        Path | None, Option(help="Draw it over time, as PNG.", callback=check_picture)
+        Path | None, Option(help="Draw it over time, as a PNG file.", callback=check_picture)
     ] = None,
 ) -> None:
-    """Print a pipeline's schedule, its bubble, and what each stage holds at most."""
+    """Print a pipeline schedule, its bubble, and the micro-batches in flight on each stage."""
     from labkit import schedules
     from labkit.plot.pipeline_lanes import lanes_of
 

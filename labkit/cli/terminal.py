@@ -17,15 +17,15 @@ from labkit.foreign import check_picture, markup
 console = Console()
 
 Model = Annotated[str, Option(help='Size of the GPT: "tiny", "1M" or "3.4M".')]
-Steps = Annotated[int, Option(help="How many steps to train.", min=1)]
+Steps = Annotated[int, Option(help="Number of training steps.", min=1)]
 Rows = Annotated[int, Option(help="Sequences in the global batch; may be uneven.", min=1)]
 Dtype = Annotated[str, Option(help='"float64" proves equality, "float32" is usual.')]
 Lr = Annotated[float, Option(help="Learning rate of AdamW.")]
 Seed = Annotated[int, Option(help="Seed of model and data.", min=0)]
 TextPath = Annotated[
-    str | None, Option("--text", help="A text file or folder; Python's own docs if absent.")
+    str | None, Option("--text", help="A text file or folder; default: Python's own docs.")
 ]
-Plot = Annotated[Path | None, Option(help="Draw it, as PNG.", callback=check_picture)]
+Plot = Annotated[Path | None, Option(help="Draw it, as a PNG file.", callback=check_picture)]
 
 
 def split_words(text: str | None) -> list[str]:

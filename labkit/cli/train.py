@@ -21,10 +21,13 @@ from labkit.foreign import markup
 )
 def compare(
     strategies: Annotated[
-        list[str] | None, Argument(help="Names, as `single` or `ddp`; if none: one of each family.")
+        list[str] | None,
+        Argument(help="Names, such as `single` or `ddp`; default: one per family."),
     ] = None,
-    every: Annotated[bool, Option("--all", help="Every strategy, not one a family.")] = False,
-    ranks: Annotated[int, Option(help="How many ranks.", min=1)] = 4,
+    every: Annotated[
+        bool, Option("--all", help="Every strategy, not only one per family.")
+    ] = False,
+    ranks: Annotated[int, Option(help="Number of ranks.", min=1)] = 4,
     model: Model = "1M",
     steps: Steps = 24,
     rows: Rows = 16,
@@ -36,9 +39,9 @@ def compare(
         "runs/compare"
     ),
 ) -> None:
-    """Train a small GPT with each strategy on real ranks, and hold it against one process.
+    """Train a small GPT with each strategy on real ranks, and compare it with one process.
 
-    Exits with status 1 when losses, weights, bytes sent or bytes held are not what they must be.
+    Exits with status 1 if losses, weights, bytes sent or bytes held are wrong.
     """
     from labkit import compare as comparing
     from labkit.training import Task
@@ -63,11 +66,11 @@ def compare(
     "torchrun --nproc-per-node 4 -m labkit run ddp"
 )
 def run(
-    strategy: Annotated[str, Argument(help="Name of a strategy, as `ddp`.")],
+    strategy: Annotated[str, Argument(help="Name of a strategy, such as `ddp`.")],
     ranks: Annotated[
         int | None,
         Option(
-            help="Ranks to start; 4 if absent. Not under torchrun, which has started them.", min=1
+            help="Ranks to start; default: 4. Not under torchrun, which starts them itself.", min=1
         ),
     ] = None,
     model: Model = "1M",
@@ -78,10 +81,10 @@ def run(
     seed: Seed = 0,
     text: TextPath = None,
     record: Annotated[
-        Path | None, Option(help="Record the run into this folder, for `labkit view`.")
+        Path | None, Option(help="Record the run in this folder, for `labkit view`.")
     ] = None,
 ) -> None:
-    """Train with one strategy, on ranks of its own or on those that torchrun has started."""
+    """Train with one strategy, on ranks that it starts or that torchrun has started."""
     from labkit.compare import fitting
     from labkit.recipes import recipe
     from labkit.runtime.attach import attach

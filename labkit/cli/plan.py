@@ -78,8 +78,8 @@ def plan(
         bool,
         Option(
             "--largest",
-            help="Find the largest model that fits, by depth at this width; without a model, of the "
-            "published ones.",
+            help="Find the largest model that fits, by depth at this width; without a model, the "
+            "largest published one.",
         ),
     ] = False,
 ) -> None:

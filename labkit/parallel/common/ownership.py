@@ -123,7 +123,7 @@ class ParamSnapshot:
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept alive, so that their ids are not reused
         self._parameters = list(module.parameters())
-        self._places = [x for part in self._modules for x in (part._parameters, part._modules)]
+        self._places: list[Any] = [x for m in self._modules for x in (m._parameters, m._modules)]
         self._before, self._fingerprint_before = self._now(), self._fingerprint()
 
     def _fingerprint(self) -> tuple[list[int], list[bool]]:

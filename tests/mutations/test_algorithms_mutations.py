@@ -1,6 +1,5 @@
 """Faulty algorithms, and messages lost or sent twice, turn the tests of the algorithms red."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,7 +9,7 @@ from algorithm_cases import EVERY, Case, same_bits, serves, sizes_for, two_nodes
 from comm_faults import FAULTS
 from fake_wire import Deadlock, Mailbox, drive
 from harness import Edit, Mutation, here, noticed
-from labkit.comm.collectives import ALGORITHMS, all_reduce
+from labkit.comm.collectives import ALGORITHMS, all_reduce, barrier
 from labkit.comm.collectives.steps import Algorithm
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import Wire
@@ -25,7 +24,7 @@ def messages_of(collective: str, name: str, n: int) -> int:
     return case.mailbox.sent
 
 
-@pytest.mark.parametrize(("collective", "name"), [one for one in EVERY if one[0] != "barrier"])
+@pytest.mark.parametrize(("collective", "name"), [case for case in EVERY if case[0] != "barrier"])
 def test_every_message_of_every_algorithm_matters(collective: str, name: str) -> None:
     for n in filter(lambda n: serves(collective, name, n), (3, 4, 5)):
         for k in range(messages_of(collective, name, n)):
@@ -38,34 +37,26 @@ def test_every_message_of_every_algorithm_matters(collective: str, name: str) ->
                 raises("", case.check, error=AssertionError)
 
 
-def passes(wire: Wire, late: int, algorithm: Callable[..., Algorithm]) -> Algorithm:
+def passes(wire: Wire, late: int) -> Algorithm:
     """A barrier to which rank `late` never comes."""
     if wire.rank == late:
         yield wire.irecv(torch.empty(1), (late + 1) % wire.size, 99)
-    return (yield from algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7))
-
-
-def one_round_less(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
-    """A barrier without its last round."""
-    heard, distance = torch.empty_like(note), 1
-    while 2 * distance < wire.size:
-        receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)
-        yield wire.isend(note, (wire.rank + distance) % wire.size, tag)
-        yield receive
-        distance *= 2
-    return 0
+    note = torch.zeros(1, dtype=torch.uint8)
+    return (yield from ALGORITHMS["barrier"]["dissemination"](wire, note, 7))
 
 
 def test_no_rank_passes_a_barrier_before_all_have_arrived() -> None:
+    def deadlock(n: int, late: int) -> str:
+        start = partial(passes, late=late)
+        return str(raises("", drive, Mailbox(n, late=True), start, error=Deadlock))
+
     for n in range(2, 9):
+        all_wait = f"ranks {list(range(n))} wait for each other"
         for late in range(n):
-            with pytest.raises(Deadlock) as told:
-                start = partial(passes, late=late, algorithm=ALGORITHMS["barrier"]["dissemination"])
-                drive(Mailbox(n, late=True), start)
-            assert str(told.value) == f"ranks {list(range(n))} wait for each other", "nobody left"
-    with pytest.raises(Deadlock) as told:  # without the last round, some do
-        drive(Mailbox(8, late=True), partial(passes, late=0, algorithm=one_round_less))
-    assert str(told.value) != f"ranks {list(range(8))} wait for each other"
+            assert deadlock(n, late) == all_wait, "a rank left"
+    too_short = "distance < wire.size", "2 * distance < wire.size"
+    with Edit("one round less", barrier.__name__, *too_short)():
+        assert deadlock(n, 0) != all_wait, "of 8 ranks, some leave"
 
 
 def test_an_order_of_adding_that_depends_on_the_rank_is_noticed() -> None:

@@ -74,8 +74,8 @@ def keeps_padding(box: Box, shard: Any) -> Box | None:
 
 def forgets_start(box: Box, shard: Any) -> Box | None:
     """As if every shard were the first."""
-    found = in_whole(box, shard)
-    return found and Box(box.offsets, found.sizes)
+    placed = in_whole(box, shard)
+    return placed and Box(box.offsets, placed.sizes)
 
 
 def with_boxes(label: str, owner: Any, in_whole: Any) -> Replacement:

@@ -54,7 +54,7 @@ FAULTS = edits(
      "shifted = logits - peak.unsqueeze(-1)", "shifted = logits + 0 * peak.unsqueeze(-1)", *LOSS),
     ("the sum and the target travel one by one",
      "total, picked = reduce_from_ranks(both, comm)",
-     "total, picked = (reduce_from_ranks(one, comm) for one in both)", *BYTES),
+     "total, picked = (reduce_from_ranks(part, comm) for part in both)", *BYTES),
     ("the logits travel",
      "        if self.gather_output:\n",
      "        gather_from_ranks(logits, self.comm, -1)\n        if self.gather_output:\n",

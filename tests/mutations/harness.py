@@ -1,18 +1,19 @@
 """One harness for all deliberate faults: a test that cannot fail proves nothing. A file of
 mutations is a table of `Mutation(fault, check, *args)` and one line that makes it a test, such as
-`test_faulty_rings = noticed(FAULTS, on_ranks, size=3)`. A fault is a faulty class or function that
-the check takes (`given`), or a change to the library: a `Replacement`, an `Edit`, any function that
-returns a context manager. The check runs under a change on each rank (`on_ranks`), in this process
-while it is in force on the ranks (`around`), or without ranks (`here`)."""
+`test_faulty_rings = noticed(FAULTS, on_ranks, size=3)`. A fault is a change to the library: other
+text in its source (`Edit`; `edits` makes mutations of a table of them), another function in place
+of one of its own (`Replacement`), any function that returns a context manager; or a faulty class or
+function that the check takes (`given`). The check runs under a change on each rank (`on_ranks`), in
+this process while it is in force on the ranks (`around`), or without ranks (`here`)."""
 
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from types import CodeType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -45,16 +46,14 @@ class Replacement:
         return patch.object(self.owner, self.name, new)
 
 
-def replaces(
-    owner: Any, name: str, kind: type[Replacement] = Replacement
-) -> Callable[[Callable[..., Any]], Replacement]:
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Replacement]:
     """Decorates the fault that stands in for `owner.name`; its first argument is the real one."""
 
     def decorate(fault: Callable[..., Any]) -> Replacement:
         def make(real: Any) -> Any:
             return lambda *args, **kwargs: fault(real, *args, **kwargs)
 
-        return kind(owner, name, make, fault.__name__)
+        return Replacement(owner, name, make, fault.__name__)
 
     return decorate
 
@@ -66,14 +65,13 @@ def instead(label: str, owner: Any, name: str, new: Any) -> Replacement:
 
 @dataclass(frozen=True)
 class Edit:
-    """A module runs again with `old` replaced by `new` in its source, in its own namespace; every
-    module that imported one of its names gets the new one."""
+    """The functions of a module run as if its source had `new` in place of `old`: each gets other
+    code, so it does not matter who imported it, or which objects use it already."""
 
     label: str
     module: str
     old: str
     new: str
-    names: dict[str, Any] = field(default_factory=dict)  # that `new` needs beside the module's own
 
     def __str__(self) -> str:
         return self.label
@@ -81,30 +79,37 @@ class Edit:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         module = importlib.import_module(self.module)
-        source = inspect.getsource(module)
+        source, file = inspect.getsource(module), module.__file__ or ""
         if (count := source.count(self.old)) != 1:
             raise LookupError(f"{self.old!r} is {count} times in {self.module}")
-        vars(module).update(self.names)
-        before = dict(vars(module))
-        code = compile(source.replace(self.old, self.new), module.__file__ or "", "exec")
+        edited = compile(source.replace(self.old, self.new), file, "exec")
+        codes = dict(_pairs(compile(source, file, "exec"), edited))
+        functions = [x for x in _functions_in(module, self.module) if x.__code__ in codes]
+        before = [function.__code__ for function in functions]
         try:
-            exec(code, vars(module))
-            after = dict(vars(module))
-            _swap(before, after)
+            for function in functions:
+                function.__code__ = codes[function.__code__]
             yield
         finally:
-            _swap(dict(vars(module)), before)
-            vars(module).update(before)
+            for function, code in zip(functions, before):
+                function.__code__ = code
 
 
-def _swap(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Give `new`'s values to all modules of labkit and of its contracts that imported `old`'s."""
-    for module in list(sys.modules.values()):
-        if not module.__name__.startswith(("labkit.parallel.", "context_checks", "vocab_checks")):
-            continue
-        for name, value in list(vars(module).items()):
-            if not name.startswith("__") and name in old and value is old[name]:
-                setattr(module, name, new[name])
+def _pairs(before: CodeType, after: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """The codes inside of `before`, at any depth, each with what it is in `after`."""
+    inside = ([x for x in code.co_consts if inspect.iscode(x)] for code in (before, after))
+    for old, new in zip(*inside):
+        yield old, new
+        yield from _pairs(old, new)
+
+
+def _functions_in(scope: Any, module: str) -> Iterator[Any]:
+    """Of a module, or of a class in it; also those behind properties and decorators."""
+    for x in list(vars(scope).values()):
+        if inspect.isclass(x) and x.__module__ == module:
+            yield from _functions_in(x, module)
+        elif inspect.isfunction(function := inspect.unwrap(getattr(x, "fget", x))):
+            yield function
 
 
 # ---- how a check meets a fault
@@ -112,10 +117,6 @@ def _swap(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 def given(world: World, fault: Any, check: Callable[..., Any], *args: Any) -> None:
     check(world, fault, *args)
-
-
-def given_on_ranks(world: World, fault: Any, check: Callable[..., Any], *args: Any) -> None:
-    world.run(check, fault, *args)
 
 
 def on_ranks(world: World, change: Change, check: Callable[..., Any], *args: Any) -> list[Any]:
@@ -169,6 +170,14 @@ class Mutation:
 
     def __str__(self) -> str:
         return self.label
+
+
+def edits(module: ModuleType, *rows: tuple[Any, ...]) -> list[Mutation]:
+    """Of each row: label of the fault, what stands in the module, what the fault has there, check,
+    its arguments."""
+    return [
+        Mutation(Edit(label, module.__name__, old, new), *check) for label, old, new, *check in rows
+    ]
 
 
 def _name(x: Any) -> str:

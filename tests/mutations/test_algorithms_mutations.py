@@ -1,17 +1,15 @@
 """Faulty algorithms, and messages lost or sent twice, turn the tests of the algorithms red."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-import comm_faults as faults
 from algorithm_cases import EVERY, Case, same_bits, serves, sizes_for, two_nodes
+from comm_faults import FAULTS
 from fake_wire import Deadlock, Mailbox, drive
-from harness import Mutation, here, noticed
-from labkit.comm.collectives import ALGORITHMS
+from harness import Edit, Mutation, here, noticed
+from labkit.comm.collectives import ALGORITHMS, all_reduce, barrier
 from labkit.comm.collectives.steps import Algorithm
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import Wire
@@ -26,7 +24,7 @@ def messages_of(collective: str, name: str, n: int) -> int:
     return case.mailbox.sent
 
 
-@pytest.mark.parametrize(("collective", "name"), [one for one in EVERY if one[0] != "barrier"])
+@pytest.mark.parametrize(("collective", "name"), [case for case in EVERY if case[0] != "barrier"])
 def test_every_message_of_every_algorithm_matters(collective: str, name: str) -> None:
     for n in filter(lambda n: serves(collective, name, n), (3, 4, 5)):
         for k in range(messages_of(collective, name, n)):
@@ -39,56 +37,32 @@ def test_every_message_of_every_algorithm_matters(collective: str, name: str) ->
                 raises("", case.check, error=AssertionError)
 
 
-def passes(wire: Wire, late: int, algorithm: Callable[..., Algorithm]) -> Algorithm:
+def passes(wire: Wire, late: int) -> Algorithm:
     """A barrier to which rank `late` never comes."""
     if wire.rank == late:
         yield wire.irecv(torch.empty(1), (late + 1) % wire.size, 99)
-    return (yield from algorithm(wire, torch.zeros(1, dtype=torch.uint8), 7))
-
-
-def one_round_less(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
-    """A barrier without its last round."""
-    heard, distance = torch.empty_like(note), 1
-    while 2 * distance < wire.size:
-        receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)
-        yield wire.isend(note, (wire.rank + distance) % wire.size, tag)
-        yield receive
-        distance *= 2
-    return 0
+    note = torch.zeros(1, dtype=torch.uint8)
+    return (yield from ALGORITHMS["barrier"]["dissemination"](wire, note, 7))
 
 
 def test_no_rank_passes_a_barrier_before_all_have_arrived() -> None:
+    def deadlock(n: int, late: int) -> str:
+        start = partial(passes, late=late)
+        return str(raises("", drive, Mailbox(n, late=True), start, error=Deadlock))
+
     for n in range(2, 9):
+        all_wait = f"ranks {list(range(n))} wait for each other"
         for late in range(n):
-            with pytest.raises(Deadlock) as told:
-                start = partial(passes, late=late, algorithm=ALGORITHMS["barrier"]["dissemination"])
-                drive(Mailbox(n, late=True), start)
-            assert str(told.value) == f"ranks {list(range(n))} wait for each other", "nobody left"
-    with pytest.raises(Deadlock) as told:  # without the last round, some do
-        drive(Mailbox(8, late=True), partial(passes, late=0, algorithm=one_round_less))
-    assert str(told.value) != f"ranks {list(range(8))} wait for each other"
-
-
-@faults.algorithm("recursive_doubling_all_reduce")
-def adds_its_own_first(
-    real: Any, wire: Wire, x: torch.Tensor, reduce: Any, divide_by: int, tag: int
-) -> Algorithm:
-    """Recursive doubling in which the order of adding depends on the rank."""
-    reach, sent_bytes = 1, 0
-    while reach < wire.size:
-        theirs = torch.empty_like(x)
-        receive = wire.irecv(theirs, wire.rank ^ reach, tag)
-        yield wire.isend(x, wire.rank ^ reach, tag)
-        yield receive
-        reduce(x, theirs)
-        sent_bytes += x.nbytes
-        reach *= 2
-    return sent_bytes
+            assert deadlock(n, late) == all_wait, "a rank left"
+    too_short = "distance < wire.size", "2 * distance < wire.size"
+    with Edit("one round less", barrier.__name__, *too_short)():
+        assert deadlock(n, 0) != all_wait, "of 8 ranks, some leave"
 
 
 def test_an_order_of_adding_that_depends_on_the_rank_is_noticed() -> None:
     """The sums are right; only bits show it."""
-    with adds_its_own_first():
+    lower_first = "(theirs, mine) if wire.rank & reach else (mine, theirs)"
+    with Edit("adds its own first", all_reduce.__name__, lower_first, "(mine, theirs)")():
         Case("all_reduce", "recursive_doubling", chunk_sizes(23, 4)).check()
         raises("", same_bits, "recursive_doubling", "min", 4, error=AssertionError)
 
@@ -98,22 +72,22 @@ def ring_case(collective: str) -> None:
     Case(collective, name.get(collective, "ring"), chunk_sizes(24, 4)).check()
 
 
-FAULTS = [
-    Mutation(faults.skips_a_step, ring_case, "reduce_scatter"),
-    Mutation(faults.skips_a_step, ring_case, "all_reduce"),
-    Mutation(faults.overwrites_its_input, ring_case, "reduce_scatter"),
-    Mutation(faults.is_an_all_reduce, ring_case, "reduce_scatter"),
-    Mutation(faults.is_an_all_reduce_and_hides_it, ring_case, "reduce_scatter"),
-    Mutation(faults.gathers_twice, ring_case, "all_gather"),
-    Mutation(faults.gathers_twice_and_hides_it, ring_case, "all_gather"),
-    Mutation(faults.counts_half, ring_case, "all_gather"),
-    Mutation(faults.gathers_in_another_order, ring_case, "all_gather"),
-    Mutation(faults.stops_a_round_early, ring_case, "broadcast"),
-    Mutation(faults.sends_all_from_the_root, ring_case, "broadcast"),
-    Mutation(faults.forgets_the_last_peer, ring_case, "all_to_all"),
-    Mutation(faults.returns_its_own_tensor, ring_case, "ring_exchange"),
+NOTICED_IN = {
+    "reduce_scatter": ["skips a step", "leaves partial sums in its input", "is an all-reduce",
+                       "is an all-reduce and hides it"],
+    "all_reduce": ["skips a step"],
+    "all_gather": ["gathers twice", "gathers twice and hides it", "counts half",
+                   "gathers in another order"],
+    "broadcast": ["stops a round early", "sends all from the root"],
+    "all_to_all": ["forgets the last peer"],
+    "ring_exchange": ["returns its own tensor"],
+}  # fmt: skip
+MUTATIONS = [
+    Mutation(FAULTS[label], ring_case, collective)
+    for collective, labels in NOTICED_IN.items()
+    for label in labels
 ]
-test_a_faulty_algorithm_is_noticed_on_simulated_ranks = noticed(FAULTS, here, AssertionError)
+test_a_faulty_algorithm_is_noticed_on_simulated_ranks = noticed(MUTATIONS, here, AssertionError)
 
 
 def test_the_mailbox_finds_what_is_read_or_written_too_early() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import comm_contract as contract
-import comm_faults as faults
 from comm_contract import check_bytes, check_kernel_bytes, events_of
+from comm_faults import FAULTS
 from harness import Change, Mutation, around, noticed, on_ranks
 from labkit import Comm, RankError, World
 
@@ -24,28 +24,24 @@ def algorithms_that_the_faults_replace() -> Any:
         yield
 
 
-WRONG_RESULTS = [
-    Mutation(faults.skips_a_step, contract.all_reduce),
-    Mutation(faults.overwrites_its_input, contract.reduce_scatter),
-    Mutation(faults.forgets_the_division, contract.all_reduce),
-    Mutation(faults.divides_every_chunk, contract.all_reduce),
-    Mutation(faults.gathers_in_another_order, contract.all_gather),
-    Mutation(faults.stops_a_round_early, contract.broadcast),
-    Mutation(faults.scatters_the_first_chunk_to_all, contract.gather_and_scatter),
-    Mutation(faults.gathers_the_roots_chunk_only, contract.gather_and_scatter),
-    Mutation(faults.forgets_the_last_peer, contract.all_to_all),
-    Mutation(faults.returns_its_own_tensor, contract.ring_exchange),
-    Mutation(faults.is_no_barrier, contract.objects_and_barrier),
-    Mutation(faults.keeps_partial_sums, contract.reduce),
-    Mutation(faults.never_copies_back, contract.all_reduce),
-    Mutation(faults.does_not_wait, contract.point_to_point),
-]
-WRONG_BYTES = [
-    Mutation(fault, check_bytes)
-    for fault in (faults.is_an_all_reduce, faults.gathers_twice, faults.counts_half,
-                  faults.sends_all_from_the_root, faults.counts_other_chunks,
-                  faults.counts_the_whole)
-]  # fmt: skip
+WRONG_RESULTS = {
+    "skips a step": contract.all_reduce,
+    "leaves partial sums in its input": contract.reduce_scatter,
+    "forgets the division": contract.all_reduce,
+    "divides twice": contract.all_reduce,
+    "gathers in another order": contract.all_gather,
+    "stops a round early": contract.broadcast,
+    "scatters the first chunk to all": contract.gather_and_scatter,
+    "gathers the root's chunk only": contract.gather_and_scatter,
+    "forgets the last peer": contract.all_to_all,
+    "returns its own tensor": contract.ring_exchange,
+    "is no barrier": contract.objects_and_barrier,
+    "keeps partial sums on all ranks": contract.reduce,
+    "never copies back": contract.all_reduce,
+    "does not wait": contract.point_to_point,
+}
+WRONG_BYTES = ("is an all-reduce", "gathers twice", "counts half", "sends all from the root",
+               "counts other chunks", "counts the whole")  # fmt: skip
 
 
 def kept(world: World, change: Change, part: Callable[[Comm], None]) -> None:
@@ -58,20 +54,22 @@ def counted(world: World, change: Change, check: Callable[..., None]) -> None:
 
 gloo = {"size": 4, "backend": "gloo"}
 test_a_wrong_result_is_noticed = noticed(
-    WRONG_RESULTS, kept, RankError, match="AssertionError", **gloo
+    [Mutation(FAULTS[label], part) for label, part in WRONG_RESULTS.items()],
+    kept, RankError, match="AssertionError", **gloo,
+)  # fmt: skip
+test_a_wrong_byte_count_is_noticed = noticed(
+    [Mutation(FAULTS[label], check_bytes) for label in WRONG_BYTES], counted, AssertionError, **gloo
 )
-test_a_wrong_byte_count_is_noticed = noticed(WRONG_BYTES, counted, AssertionError, **gloo)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not count its loopback")
 @pytest.mark.parametrize(
-    ("fault", "op"),
-    [(faults.is_an_all_reduce_and_hides_it, "reduce_scatter"),
-     (faults.gathers_twice_and_hides_it, "all_gather")],
-    ids=str,
+    ("label", "op"),
+    [("is an all-reduce and hides it", "reduce_scatter"),
+     ("gathers twice and hides it", "all_gather")],
 )  # fmt: skip
-def test_hidden_bytes_are_noticed_in_the_kernels_count(worlds: Any, fault: Any, op: str) -> None:
-    world = worlds(**gloo)
+def test_hidden_bytes_are_noticed_in_the_kernels_count(worlds: Any, label: str, op: str) -> None:
+    world, fault = worlds(**gloo), FAULTS[label]
     counted(world, fault, check_bytes)  # labkit's own count is as it should be
     with pytest.raises(AssertionError, match=op):
         around(world, fault, check_kernel_bytes, op)

@@ -1,41 +1,20 @@
 """Faulty data parallelism must turn the contract red."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from data_parallel_contract import check_equal_to_single
-from harness import Mutation, given, noticed
+from harness import Mutation, around, edits, given, noticed
 from labkit import DDP, Comm, NaiveDDP
-from labkit.parallel.ddp.ddp import Bucket
+from labkit.parallel import naive_ddp
+from labkit.parallel.common import data_parallel, flat
+from labkit.parallel.ddp import ddp
 
 pytestmark = pytest.mark.slow
-
-
-class SkipsABucket(DDP):
-    """The second bucket is not averaged."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__(module, bucket_mb=0.01)
-
-    def _send(self, bucket: Bucket, async_op: bool) -> None:
-        if bucket is self._buckets[1]:
-            bucket.handle = Comm().all_reduce(torch.zeros(1), async_op=True)
-        else:
-            super()._send(bucket, async_op)
-
-
-class DividesTwice(DDP):
-    factor = 1 / 2  # on 2 ranks
-
-    def _finish(self) -> None:
-        super()._finish()
-        for bucket in self._buckets:
-            bucket.flat.mul_(self.factor)
-
-
-class ForgetsToDivide(DividesTwice):
-    factor = 2
 
 
 class AveragesWeights(nn.Module):
@@ -55,51 +34,40 @@ class AveragesWeights(nn.Module):
         return self.module(x)
 
 
-class NeverSends(DDP):
-    """n models that never communicate."""
-
-    def _send(self, bucket: Bucket, async_op: bool) -> None:
-        bucket.handle = None
-
-
-class SendsTwice(NaiveDDP):
-    """Right weights, double the bytes."""
-
-    def _average(self) -> None:
-        super()._average()
-        super()._average()
-
-
-class KeepsOwnStart(DDP):
-    """Every replica begins with its own weights."""
-
-    def __init__(self, module: nn.Module):
-        before = {name: x.clone() for name, x in module.state_dict().items()}
-        super().__init__(module)
-        module.load_state_dict(before)
-
-
-class Forgetful(DDP):
-    """An unused parameter whose stale memory is averaged gets a gradient that Single has not."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__(module)
-        for bucket in self._buckets:
-            bucket.flat.fill_(1.0)
-            bucket.__class__ = _ForgetfulBucket
-
-
-class _ForgetfulBucket(Bucket):
-    def fill(self, divisor: float) -> torch.Tensor:
-        return self.flat
-
-
+TRAINS: Any = check_equal_to_single, DDP, "gpt"
+SENT = "bucket.handle = self.hook(bucket.fill(self._join.divisor), self.comm, async_op)"
 FAULTS = [
-    *(Mutation(faulty, check_equal_to_single, "gpt")
-      for faulty in (SkipsABucket, DividesTwice, ForgetsToDivide, AveragesWeights, NeverSends,
-                     SendsTwice, KeepsOwnStart)),
-    Mutation(Forgetful, check_equal_to_single, "awkward"),
+    *edits(
+        ddp,
+        ("skips the second bucket",
+         "bucket.fill(self._join.divisor)",
+         "torch.zeros(1) if bucket is self._buckets[1] else bucket.fill(self._join.divisor)",
+         check_equal_to_single, partial(DDP, bucket_mb=0.01), "gpt"),
+        ("divides twice", "self._join.divisor)", "self._join.divisor**2)", *TRAINS),
+        ("forgets to divide", "self._join.divisor)", "1)", *TRAINS),
+        ("never sends", SENT, "bucket.handle = None", *TRAINS),
+    ),
+    *edits(
+        naive_ddp,
+        ("sends twice",  # right weights, double the bytes
+         "self.comm.all_reduce(gradient)\n",
+         "[self.comm.all_reduce(gradient, op) for op in ('mean', 'sum')]\n",
+         check_equal_to_single, NaiveDDP, "gpt"),
+    ),
+    *edits(
+        data_parallel,
+        ("every replica begins with its own weights",
+         "broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)", "pass",
+         *TRAINS),
+    ),
+    *edits(
+        flat,
+        ("averages the stale memory of unused parameters",
+         "fill_(-0.0)", "fill_(1.0)", check_equal_to_single, DDP, "awkward"),
+    ),
 ]  # fmt: skip
-
 pair = {"size": 2, "timeout_s": 20}
-test_a_faulty_strategy_turns_the_contract_red = noticed(FAULTS, given, AssertionError, **pair)
+test_a_fault_turns_the_contract_red = noticed(FAULTS, around, AssertionError, **pair)
+test_a_faulty_strategy_turns_the_contract_red = noticed(
+    [Mutation(AveragesWeights, check_equal_to_single, "gpt")], given, AssertionError, **pair
+)

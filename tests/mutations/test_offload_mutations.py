@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import test_offload as proofs
-from harness import Edit, Mutation, here, noticed, replaces
+from harness import Mutation, edits, here, noticed, replaces
+from labkit.memory import offload
 from labkit.memory.offload import Offload, Ticket
 
 tied: list[torch.Tensor] = []  # outputs whose graph holds them; no garbage collector sees that
@@ -35,34 +36,29 @@ each_memory = proofs.test_each_memory_goes_once_and_parameters_stay
 ahead = proofs.test_copies_run_ahead_in_both_directions
 conjugated = proofs.test_what_is_conjugated_or_turned_comes_back_so
 changed = proofs.test_a_change_in_place_is_found
-EDITS: tuple[tuple[str, str, str, Any], ...] = (  # label, what stands in offload.py, the fault
-    ("moves_parameters", " and storage._cdata not in self._stay", "", each_memory),
-    ("forgets_what_has_left", "self._of[storage]() if storage in self._of else", "", each_memory),
-    (
-        "lets_all_leave_at_once", "while len(self._leaving) >= self._in_flight", "while False",
-        proofs.test_memory_on_the_device_is_bounded,
-    ),
-    ("never_prefetches", "moved.number - 1 - self._in_flight", "moved.number - 1", ahead),
-    (
-        "forgets_the_stride", "kept.stride)", 'torch.empty(kept.shape, device="meta").stride())',
-        proofs.test_a_view_comes_back_as_it_was,
-    ),
-    ("forgets_the_conjugation", "torch._conj(x) if kept.conj else x", "x", conjugated),
-    ("forgets_the_sign", "torch._neg_view(x) if kept.neg else x", "x", conjugated),
-    ("leaves_before_the_copy_is_over", "._trip.wait()\n        self._changed", "._changed", ahead),
-    ("misses_changes", "if self._changed or", "if False and", changed),
-)  # fmt: skip
 FAULTS = [
-    *(
-        Mutation(Edit(label, "labkit.memory.offload", old, new), check)
-        for label, old, new, check in EDITS
-    ),
-    Mutation(
-        Edit("misses_changes_of_what_stays", "labkit.memory.offload", "x._version != version", "0"),
-        proofs.test_a_change_of_what_stays_is_found, {},
-    ),
     Mutation(
         keeps_the_output_itself, proofs.test_small_memory_that_stays_does_not_keep_its_graph_alive
+    ),
+    *edits(
+        offload,
+        ("moves parameters", " and storage._cdata not in self._stay", "", each_memory),
+        ("forgets what has left",
+         "self._of[storage]() if storage in self._of else", "", each_memory),
+        ("lets all leave at once",
+         "while len(self._leaving) >= self._in_flight", "while False",
+         proofs.test_memory_on_the_device_is_bounded),
+        ("never prefetches", "moved.number - 1 - self._in_flight", "moved.number - 1", ahead),
+        ("forgets the stride",
+         "kept.stride)", 'torch.empty(kept.shape, device="meta").stride())',
+         proofs.test_a_view_comes_back_as_it_was),
+        ("forgets the conjugation", "torch._conj(x) if kept.conj else x", "x", conjugated),
+        ("forgets the sign", "torch._neg_view(x) if kept.neg else x", "x", conjugated),
+        ("leaves before the copy is over",
+         "._trip.wait()\n        self._changed", "._changed", ahead),
+        ("misses changes", "if self._changed or", "if False and", changed),
+        ("misses changes of what stays",
+         "x._version != version", "0", proofs.test_a_change_of_what_stays_is_found, {}),
     ),
 ]  # fmt: skip
 test_a_fault_turns_its_proof_red = noticed(

@@ -1,61 +1,18 @@
 """Faulty parameter servers must turn the contract red."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from data_parallel_contract import check_equal_to_single
-from harness import Mutation, given, noticed
-from labkit import AsyncParameterServer, ParameterServer
+from harness import Mutation, around, edits, given, noticed
+from labkit import AsyncParameterServer, ParameterServer, World
+from labkit.parallel.parameter_server import asynchronous, synchronous
 from test_async_parameter_server import ROUND, check_bound, check_stale_training
 from test_parameter_server import served
 
 pytestmark = pytest.mark.slow
-
-
-class ForgetsAWorker(ParameterServer):
-    """The bytes arrive, and one worker's gradient is not added."""
-
-    def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        if self.comm.rank == self.comm.size - 1 and parameter.grad is not None:
-            parameter.grad.zero_()
-        return super()._gathered(parameter)
-
-
-class DividesTwice(ParameterServer):
-    def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        total = super()._gathered(parameter)
-        return None if total is None else total / self.comm.size
-
-
-class ForgetsToDivide(ParameterServer):
-    def _share(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-class WorkersKeepOldWeights(ParameterServer):
-    """They take part, and ignore the new weights."""
-
-    def _pull(self, *_: object) -> None:
-        before = [p.detach().clone() for p in self._parameters_to_average]
-        super()._pull()
-        if not self.is_server:
-            for parameter, old in zip(self._parameters_to_average, before):
-                parameter.detach().copy_(old)
-
-
-class WorkersKeepGradients(ParameterServer):
-    """And with them an optimizer state that nothing needs."""
-
-    def _average(self) -> None:
-        before = [p.grad for p in self._parameters_to_average]
-        super()._average()
-        if not self.is_server:
-            for parameter, gradient in zip(self._parameters_to_average, before):
-                parameter.grad = gradient
 
 
 class AveragesWeights(ParameterServer):
@@ -77,85 +34,55 @@ class AveragesWeights(ParameterServer):
         super()._pull()
 
 
-class SendsTwice(ParameterServer):
-    """Right weights, more bytes."""
-
-    def _pull(self, *_: object) -> None:
-        super()._pull()
-        super()._pull()
+def trains(world: World, server: Any = ParameterServer, case: str = "gpt") -> None:
+    check_equal_to_single(world, served(server), case)
 
 
-class SaysUsed(ParameterServer):
-    def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return super()._gathered(parameter)
+def is_stale(world: World) -> None:
+    check_stale_training(world, AsyncParameterServer, "SGD", order=ROUND)
 
 
-class LosesAPush(AsyncParameterServer):
-    """One gradient arrives and changes nothing."""
-
-    def _take(self, worker: int, made_with: int, there: list[int]) -> None:
-        if self.version == 5:
-            self.optimizer.step, step = lambda: None, self.optimizer.step
-            super()._take(worker, made_with, there)
-            self.optimizer.step = step
-        else:
-            super()._take(worker, made_with, there)
+def is_bounded(world: World) -> None:
+    check_bound(world, AsyncParameterServer, 0, order=[1] * 4)
 
 
-class HidesStaleness(AsyncParameterServer):
-    def _take(self, worker: int, made_with: int, there: list[int]) -> None:
-        super()._take(worker, self.version, there)
-
-
-class KeepsOldWeights(AsyncParameterServer):
-    """A worker takes new weights only once."""
-
-    def step(self) -> None:
-        before = [p.detach().clone() for p in self._parameters_to_serve]
-        later = self.version > 0
-        super().step()
-        if later:
-            for parameter, old in zip(self._parameters_to_serve, before):
-                parameter.detach().copy_(old)
-
-
-class AveragesOverWorkers(AsyncParameterServer):
-    """As the synchronous one does: here each gradient is applied by itself."""
-
-    def step(self) -> None:
-        for parameter in self._parameters_to_serve:
-            if parameter.grad is not None:
-                parameter.grad /= self.comm.size - 1
-        super().step()
-
-
-class IgnoresTheBound(AsyncParameterServer):
-    def _may_go_on(self, steps: int, of_all: Iterable[int]) -> bool:
-        return True
-
-
-FAULTS = [
-    *(Mutation(faulty, check_equal_to_single, "gpt")
-      for faulty in (ForgetsAWorker, DividesTwice, ForgetsToDivide, WorkersKeepOldWeights,
-                     WorkersKeepGradients, AveragesWeights, SendsTwice)),
-    Mutation(SaysUsed, check_equal_to_single, "awkward"),
-]  # fmt: skip
-ASYNC_FAULTS = [
-    *(Mutation(faulty, check_stale_training, "SGD", order=ROUND)
-      for faulty in (LosesAPush, HidesStaleness, KeepsOldWeights, AveragesOverWorkers)),
-    Mutation(IgnoresTheBound, check_bound, 0, order=[1] * 4),
-]  # fmt: skip
-
-
-def trains(world: Any, faulty: Any, check: Any, case: str) -> None:
-    check(world, served(faulty), case)
-
+FAULTS = edits(
+    synchronous,
+    ("forgets a worker", "for theirs in every[1:]:", "for theirs in every[2:]:", trains),
+    ("divides twice", "return every[0]", "return every[0] / self.comm.size", trains),
+    ("forgets to divide", "return gradient / self.comm.size", "return gradient", trains),
+    ("workers ignore the new weights",
+     "self.comm.scatter(weights, copies", "self.comm.scatter(weights.clone(), copies", trains),
+    ("workers keep gradients",  # and with them an optimizer state that nothing needs
+     "total if is_used else None", "total if is_used else parameter.grad", trains),
+    ("sends the weights twice",
+     "self.comm.scatter(weights, copies, src=SERVER)",
+     "[self.comm.scatter(weights, copies, src=SERVER) for _ in range(2)]", trains),
+    ("says that all are used",
+     "used = parameter.grad is not None", "used = True", trains, ParameterServer, "awkward"),
+)  # fmt: skip
+ASYNC_FAULTS = edits(
+    asynchronous,
+    ("loses a push",
+     "self.optimizer.step()\n", "self.version == 5 or self.optimizer.step()\n", is_stale),
+    ("hides staleness",
+     "Update(worker, made_with, applied_to", "Update(worker, self.version, applied_to", is_stale),
+    ("workers take new weights only once",
+     "self.comm.recv(parameter.detach(), SERVER)",
+     "self.comm.recv(parameter.detach().clone() if self.version else parameter.detach(), SERVER)",
+     is_stale),
+    ("averages over the workers",  # each gradient is applied by itself
+     "self.comm.send(parameter.grad, SERVER)",
+     "self.comm.send(parameter.grad / (self.comm.size - 1), SERVER)", is_stale),
+    ("ignores the bound", "return self.max_staleness is None or", "return True or", is_bounded),
+)  # fmt: skip
 
 pair = {"size": 2, "backend": "gloo", "timeout_s": 20}
 four = {**pair, "size": 4}
-test_a_faulty_server_turns_the_contract_red = noticed(FAULTS, trains, AssertionError, **pair)
+test_a_faulty_server_turns_the_contract_red = noticed(FAULTS, around, AssertionError, **pair)
+test_a_server_of_weights_turns_the_contract_red = noticed(
+    [Mutation(AveragesWeights, trains)], given, AssertionError, **pair
+)
 test_a_faulty_asynchronous_server_turns_the_contract_red = noticed(
-    ASYNC_FAULTS, given, AssertionError, **four
+    ASYNC_FAULTS, around, AssertionError, **four
 )

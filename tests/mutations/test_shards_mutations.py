@@ -7,31 +7,13 @@ from unittest.mock import patch
 
 import pytest
 
-from harness import (
-    Change,
-    Mutation,
-    Replacement,
-    around,
-    given,
-    instead,
-    noticed,
-    on_ranks,
-    replaces,
-)
-from labkit import (
-    Comm,
-    GradScaler,
-    Mesh,
-    RankError,
-    World,
-    ZeroOptimizer,
-    load_checkpoint,
-    save_checkpoint,
-)
+from harness import Change, Replacement, around, edits, instead, noticed, on_ranks
+from labkit import Comm, GradScaler, Mesh, RankError, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import boxes, contents, loading, saving, stored
 from labkit.checkpoints.boxes import Box, in_whole
 from labkit.parallel.common import clipping
-from labkit.parallel.zero3 import flat as zero3_flat
+from labkit.parallel.zero import shares
+from labkit.parallel.zero3 import flat
 from labkit.precision import scaler as scaling
 from shard_cases import alone, built, loss_of, train
 from test_checkpoints_tensor import AGREE, EARLY, LATE, expected_losses
@@ -43,44 +25,26 @@ from test_clipping_shards import DP_TP, SGD, clipped_step, spoiled
 pytestmark = pytest.mark.slow
 
 
-# What all tensor ranks have is summed over them, as shards are.
-counts_replicas_twice = instead(
-    "counts_replicas_twice", clipping, "_is_cut_over", lambda group, x: group is not None
-)
-# Each tensor rank takes its shards for everything.
-never_sums_shards = instead(
-    "never_sums_shards", clipping, "_is_cut_over", lambda group, x: group is None
-)
-
-
-@replaces(ZeroOptimizer, "gradient_pieces")
-def unmarks_slices(real: Any, self: ZeroOptimizer) -> Any:
-    """Nobody knows of which parameters the slices are."""
-    pieces, comm = real(self)
-    for piece in pieces:
-        del piece.piece_of
-    return pieces, comm
-
-
-unmarks_zero_3 = instead("unmarks_zero_3", zero3_flat, "marks_of", lambda parameter: [])
-
-
-def clips(world: World, change: Change, strategy: Any) -> None:
-    for off in on_ranks(world, change, clipped_step, strategy, DP_TP, 2.0, 0.01):
+def clips(world: World, strategy: str) -> None:
+    for off in world.run(clipped_step, strategy, DP_TP, 2.0, 0.01):
         assert max(off) < AGREE
 
 
+CUT_OVER = "(shard and shard.comm.ranks) == (group and group.ranks)"
 NORMS = [
-    Mutation(fault, clips, strategy)
-    for fault, strategies in (
-        (counts_replicas_twice, ("ddp", "zero-2", "zero-3")),
-        (never_sums_shards, ("ddp", "zero-1", "zero-3")),
-        (unmarks_slices, ("zero-1",)),
-        (unmarks_zero_3, ("zero-3",)),
-    )
-    for strategy in strategies
-]
-test_a_wrong_norm_is_noticed = noticed(NORMS, given, size=4)
+    *edits(
+        clipping,
+        *(("sums over tensor ranks what all of them have",
+           CUT_OVER, "group is not None", clips, strategy)
+          for strategy in ("ddp", "zero-2", "zero-3")),
+        *(("each tensor rank takes its shards for everything",
+           CUT_OVER, "group is None", clips, strategy)
+          for strategy in ("ddp", "zero-1", "zero-3")),
+    ),
+    *edits(shares, ("unmarks slices", "piece.piece_of = p", "pass", clips, "zero-1")),
+    *edits(flat, ("unmarks shards", "in marks_of(parameter):", "in ():", clips, "zero-3")),
+]  # fmt: skip
+test_a_wrong_norm_is_noticed = noticed(NORMS, around, size=4)
 
 
 def test_a_scaler_that_asks_only_the_replicas_lets_ranks_diverge(worlds: Any) -> None:
@@ -110,8 +74,8 @@ def keeps_padding(box: Box, shard: Any) -> Box | None:
 
 def forgets_start(box: Box, shard: Any) -> Box | None:
     """As if every shard were the first."""
-    found = in_whole(box, shard)
-    return found and Box(box.offsets, found.sizes)
+    placed = in_whole(box, shard)
+    return placed and Box(box.offsets, placed.sizes)
 
 
 def with_boxes(label: str, owner: Any, in_whole: Any) -> Replacement:
@@ -176,7 +140,7 @@ def test_a_faulty_checkpoint_is_noticed(
 def test_without_a_fault_all_is_green(worlds: Any, tmp_path: pathlib.Path) -> None:
     for strategy in ("ddp", "zero-1", "zero-3"):
         goes_on(worlds(4), nullcontext, strategy, tmp_path / strategy)
-        clips(worlds(4), nullcontext, strategy)
+        clips(worlds(4), strategy)
 
 
 def test_values_that_all_tensor_ranks_write_are_noticed_where_they_cut_differently(

@@ -1,9 +1,7 @@
 """Deliberate faults in tensor and sequence parallelism; each must turn its check red."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness import Mutation, around, given, instead, noticed, replaces
-from labkit import Comm, World
-from labkit.parallel.common.conjugate import (
-    all_gather_sequence,
-    copy_to_ranks,
-    reduce_from_ranks,
-    reduce_scatter_sequence,
-)
+from harness import Mutation, around, edits, given, noticed
+from labkit import Comm
+from labkit.parallel.common.conjugate import all_gather_sequence, copy_to_ranks, reduce_from_ranks
+from labkit.parallel.tensor import layers
 from labkit.parallel.tensor import tensor_parallel as tensor
 from labkit.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
@@ -55,36 +49,11 @@ def f_and_g_swapped(model: nn.Module, comm: Comm) -> nn.Module:
     )
 
 
-def f_left_out(model: nn.Module, comm: Comm) -> nn.Module:
-    """The gradient of the input is partial: forward is right, and the last layer's weights."""
-    return with_forward(tensor_parallel(model, comm), ColumnParallelLinear, local)
-
-
 def f_left_out_of_one_layer(model: nn.Module, comm: Comm) -> nn.Module:
     """The first block's MLP: what differs is the gradient of what comes before."""
     tensor_parallel(model, comm)
     up: Any = model.blocks[0].mlp.up
     up.forward = partial(local, up)
-    return model
-
-
-def g_left_out(model: nn.Module, comm: Comm) -> nn.Module:
-    return with_forward(tensor_parallel(model, comm), RowParallelLinear, local)
-
-
-def bias_on_every_rank(model: nn.Module, comm: Comm) -> nn.Module:
-    return with_forward(
-        tensor_parallel(model, comm),
-        RowParallelLinear,
-        lambda layer, x: reduce_from_ranks(local(layer, x), comm),
-    )
-
-
-def gradients_averaged(model: nn.Module, comm: Comm) -> nn.Module:
-    """As in data parallelism: the sum over ranks, divided by their number."""
-    tensor_parallel(model, comm)
-    for layer in of_kind(model, ColumnParallelLinear):
-        layer.register_full_backward_hook(lambda _, ins, outs: tuple(g / comm.size for g in ins))
     return model
 
 
@@ -100,61 +69,14 @@ def another_ranks_keys(model: nn.Module, comm: Comm) -> nn.Module:
     return model
 
 
-def three_times_one_input(model: nn.Module, comm: Comm) -> nn.Module:
-    """q, k and v each send a gradient: right, but too many bytes."""
-    tensor_parallel(model, comm)
-    for layer in of_kind(model, ColumnParallelLinear):
-        layer.one_input = None
-    return model
-
-
 def nothing_cut(model: nn.Module, comm: Comm) -> nn.Module:
     """Identical replicas: right weights, and nothing is sent."""
-    return model
-
-
-FAULTS = [
-    Mutation(faulty, check_with_bytes, sequence=False)
-    for faulty in (f_and_g_swapped, f_left_out, f_left_out_of_one_layer, g_left_out,
-                   bias_on_every_rank, gradients_averaged, another_ranks_keys,
-                   three_times_one_input, nothing_cut)
-]  # fmt: skip
-
-
-def norm_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
-    with_sequence(model, comm)
-    for norm in of_kind(model, nn.LayerNorm):
-        del norm.forward
     return model
 
 
 def one_norm_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
     with_sequence(model, comm)
     del model.norm.forward
-    return model
-
-
-def bias_gradients_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
-    return with_forward(
-        with_sequence(model, comm),
-        RowParallelLinear,
-        lambda layer, x: reduce_scatter_sequence(F.linear(x, layer.weight), comm) + layer.bias,
-    )
-
-
-def positions_not_summed(model: nn.Module, comm: Comm) -> nn.Module:
-    with_sequence(model, comm)
-    table = model.embed.positions
-    table.forward = lambda positions: F.embedding(
-        positions.chunk(comm.size, -1)[comm.rank], table.weight
-    )
-    return model
-
-
-def every_rank_has_the_first_positions(model: nn.Module, comm: Comm) -> nn.Module:
-    with_sequence(model, comm)
-    edit = model.embed.positions.forward
-    edit.comm = type("First", (), {"rank": 0, "size": comm.size, "all_reduce": comm.all_reduce})()
     return model
 
 
@@ -168,69 +90,61 @@ def gathered_input_kept(model: nn.Module, comm: Comm) -> nn.Module:
     )
 
 
-def all_reduce_where_a_reduce_scatter_does(model: nn.Module, comm: Comm) -> nn.Module:
-    real = RowParallelLinear.forward
-
-    def forward(layer: Any, x: Tensor) -> Tensor:
-        layer.sequence = False
-        y = real(layer, x)
-        layer.sequence = True
-        return y.chunk(comm.size, 1)[comm.rank]
-
-    return with_forward(with_sequence(model, comm), RowParallelLinear, forward)
-
-
-FAULTS += [
-    Mutation(faulty, check_with_bytes, sequence=True)
-    for faulty in (norm_gradients_not_summed, one_norm_not_summed, bias_gradients_not_summed,
-                   positions_not_summed, every_rank_has_the_first_positions,
-                   gathered_input_kept, all_reduce_where_a_reduce_scatter_does)
+PARTIAL = check_with_bytes, tensor_parallel, False
+SHARDED = check_with_bytes, with_sequence, True
+F_BACKWARD = "reduction = comm.all_reduce(dx, async_op=True)"
+G = "(reduce_scatter_sequence if self.sequence else reduce_from_ranks)(summand, self.comm)"
+COPIES = "copies_to_ranks([*present.values()], self.comm)"
+FAULTS = edits(
+    layers,
+    ("f is left out",  # partial gradients of the input; forward is right
+     "elif comm.size > 1:", "elif False:", *PARTIAL),
+    ("g is left out", G, "summand", *PARTIAL),
+    ("the bias is added on every rank",
+     "y + bias.to(y.dtype)", "y + self.comm.size * bias.to(y.dtype)", *PARTIAL),
+    ("gradients are averaged",
+     F_BACKWARD, 'reduction = comm.all_reduce(dx, "mean", async_op=True)', *PARTIAL),
+    ("q, k and v each send a gradient",  # right, but too many bytes
+     "if self.one_input is not None:", "if False:", *PARTIAL),
+    ("gradients of norms are not summed",
+     COPIES, f"present.values() if type(self) is SummedGradients else {COPIES}", *SHARDED),
+    ("positions are not summed",
+     COPIES, f"present.values() if type(self) is OwnPositions else {COPIES}", *SHARDED),
+    ("every rank has the first positions",
+     "own_part(positions, self.comm, dim=-1)", "positions.chunk(self.comm.size, -1)[0]", *SHARDED),
+    ("gradients of biases are not summed",
+     "copy_to_ranks(self.bias, self.comm) if self.sequence", "self.bias if True", *SHARDED),
+    ("an all-reduce where a reduce-scatter does",
+     G, "reduce_from_ranks(summand, self.comm).chunk(self.comm.size, 1)[self.comm.rank]", *SHARDED),
+    ("the all-reduce is waited for before the weight's gradient is begun",
+     F_BACKWARD, "comm.all_reduce(dx)", check_overlap, False),
+    ("the reduce-scatter is waited for before the weight's gradient is begun",
+     "sum_scattered(dx, comm, dim=1, async_op=True)", "sum_scattered(dx, comm, dim=1)",
+     check_overlap, True),
+)  # fmt: skip
+FAULTY_MODELS = [
+    Mutation(faulty, check_with_bytes, faulty in (one_norm_not_summed, gathered_input_kept))
+    for faulty in (f_and_g_swapped, f_left_out_of_one_layer, another_ranks_keys, nothing_cut,
+                   one_norm_not_summed, gathered_input_kept)
+]  # fmt: skip
+MASKS = [(check_masks, way) for way in ("tensor", "sequence")]
+RANDOM_NUMBERS = [
+    *edits(
+        tensor,
+        *(("ranks draw the same", " + comm.rank\n", "\n", *masks) for masks in MASKS),
+        *(("shards share the generator",
+           "self._own is None and validation.draws(self.module)", "False", *masks)
+          for masks in MASKS),
+        ("replicas differ",  # the generator is left where the numbers of a shard ended
+         "with torch.random.fork_rng(range(len(validation.generators()) - 1)):\n        for",
+         "if True:\n        for", *MASKS[0]),
+    ),
 ]  # fmt: skip
 
-
-class WaitsAtOnce(ColumnParallelLinear):
-    """The all-reduce is waited for before the weight's gradient is begun."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        enter = all_gather_sequence if self.sequence else copy_to_ranks
-        return F.linear(enter(x, self.comm), self.weight, self.bias)
-
-
-def overlaps(world: World, faulty: Any, sequence: bool) -> None:
-    check_overlap(world, sequence, faulty)
-
-
-FAULTS += [Mutation(WaitsAtOnce, overlaps, sequence) for sequence in (False, True)]
 pair = {"size": 2, "timeout_s": 5}
-test_a_fault_turns_its_check_red = noticed(FAULTS, given, AssertionError, **pair)
-
-
-@replaces(tensor, "own_numbers")
-def ranks_draw_the_same(real: Any, comm: Comm, *xs: Any) -> Any:
-    """All ranks draw for their shards as rank 0 does."""
-    return real(SimpleNamespace(rank=0, size=comm.size), *xs)
-
-
-@replaces(tensor, "own_numbers")
-def replicas_differ(real: Any, comm: Comm, *_: Tensor) -> Any:
-    """A shard's numbers are drawn, and the generator is left where they ended."""
-    torch.manual_seed(comm.rank)
-    return nullcontext()
-
-
-# Shards draw from the generator that replicas draw from.
-shards_share_the_generator = instead(
-    "shards_share_the_generator", tensor.OwnForward, "_begin", lambda _: None
-)
-
-
-DROPOUT = [
-    Mutation(fault, check_masks, way)
-    for fault in (ranks_draw_the_same, replicas_differ, shards_share_the_generator)
-    for way in ("tensor", "sequence")
-    if fault is not replicas_differ or way == "tensor"  # else there are only shards
-]
+test_a_fault_turns_its_check_red = noticed(FAULTS, around, AssertionError, **pair)
+test_a_faulty_model_turns_the_check_red = noticed(FAULTY_MODELS, given, AssertionError, **pair)
 # Without checks, which would find that random states differ before a mask is drawn.
 test_faulty_dropout_turns_its_check_red = noticed(
-    DROPOUT, around, AssertionError, check=False, **pair
+    RANDOM_NUMBERS, around, AssertionError, check=False, **pair
 )

@@ -1,20 +1,19 @@
 """Deliberate faults in what joins the three dimensions; each must turn the checks red."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 import three_d_cases as cases
-from harness import Change, Mutation, instead, noticed, on_ranks, replaces
+from harness import Change, Edit, Mutation, instead, noticed, on_ranks
 from labkit import DDP, Comm, GradScaler, World
 from labkit.parallel.common import clipping, ownership
 from labkit.parallel.common.shards import Shard
-from labkit.parallel.pipeline import pipeline
+from labkit.parallel.pipeline import pipeline, synchronising
 from labkit.parallel.pipeline.pipeline import Pipeline
-from labkit.parallel.pipeline.synchronising import Tied
 from labkit.parallel.zero import zero
 from labkit.parallel.zero.zero import ZeroOptimizer
 from test_pipeline_mutations import never_sums_the_tie, synchronises_on_every_micro_batch
@@ -23,14 +22,6 @@ from three_d_cases import Case
 pytestmark = pytest.mark.slow
 DEEP = Case(2, 2, 1)
 FLAT = Case(2, 1, 2, tied=False)
-
-
-@replaces(Tied, "sum_gradients")
-def sums_the_embedding_over_one_rank(real: Any, self: Any) -> None:
-    """As if the group had only this rank."""
-    for gradient, group in self._gradients:
-        with patch.object(type(group), "all_reduce", lambda self, x, *_: None):
-            gradient.sum_copies(group)
 
 
 counts_tied_parameters_twice = instead(
@@ -59,11 +50,6 @@ def decides_by_its_own_stage() -> Iterator[None]:
         yield
 
 
-sends_in_every_micro_batch = instead(
-    "sends_in_every_micro_batch", Pipeline, "_without_sync", lambda *_: nullcontext()
-)
-
-
 @contextmanager
 def averages_over_the_wrong_ranks() -> Iterator[None]:
     """Over tp, too, where the shards are others; that it is refused is switched off."""
@@ -81,12 +67,6 @@ never_averages = instead("never_averages", cases, "DDP", lambda stage, comm: sta
 weighs_all_replicas_alike = instead("weighs_all_replicas_alike", cases.Batch, "share", 1.0)
 
 
-@replaces(Pipeline, "_loss_of")
-def scales_not_the_first_micro_batch(real: Any, self: Any, output: Any, k: int) -> Any:
-    value = real(self, output, k)
-    return value if k or self._scaler is None else value / self._scaler.get_scale()
-
-
 @contextmanager
 def cuts_ties_where_they_fall() -> Iterator[None]:
     """A tied embedding in a bucket with others: its owners have other elements of it."""
@@ -97,15 +77,26 @@ def cuts_ties_where_they_fall() -> Iterator[None]:
         yield
 
 
-sends_whole_activations_from_each_rank = instead(
-    "sends_whole_activations_from_each_rank", pipeline, "scatter_gather_over", lambda *_: None
-)
-
-
 def trains(world: World, change: Change, check: Any, case: Case) -> None:
     check(case, on_ranks(world, change, cases.train, case))
 
 
+sums_the_embedding_over_one_rank = Edit(
+    "sums_the_embedding_over_one_rank",
+    synchronising.__name__, "group.all_reduce(parameter.grad)", "pass",
+)  # fmt: skip
+sends_in_every_micro_batch = Edit(
+    "sends_in_every_micro_batch",
+    pipeline.__name__, "self._send_once if action != self._last_backward else ()", "()",
+)  # fmt: skip
+scales_not_the_first_micro_batch = Edit(
+    "scales_not_the_first_micro_batch",
+    pipeline.__name__, "share if self._scaler is None", "share if k == 0 or self._scaler is None",
+)  # fmt: skip
+sends_whole_activations_from_each_rank = Edit(
+    "sends_whole_activations_from_each_rank",
+    pipeline.__name__, "scatter_gather_over(scatter_gather, comm, modules)", "None",
+)  # fmt: skip
 NUMBERS, TENSOR = "losses|norm of step|is off by", "tensor .* bytes, not"
 ZERO_1 = Case(2, 2, 1, "zero-1")
 FAULTS = [

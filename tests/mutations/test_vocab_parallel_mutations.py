@@ -3,9 +3,8 @@
 import pytest
 
 import vocab_checks as checks
-from harness import Edit, Mutation, noticed, on_ranks
+from harness import edits, noticed, on_ranks
 from labkit import RankError
-from labkit.parallel.common.conjugate import copy_to_ranks
 from labkit.parallel.tensor import layers
 
 pytestmark = pytest.mark.slow
@@ -13,8 +12,10 @@ pytestmark = pytest.mark.slow
 VOCAB = 5  # 3 rows on rank 0, 2 and one of padding on rank 1
 
 
-def embedding() -> None:
-    checks.embedding_is_torchs(layers, VOCAB)
+EMBEDDING = checks.embedding_is_torchs, layers, VOCAB
+LOSS = checks.loss_is_torchs, layers, VOCAB, 1e3
+TIED = checks.tied_weights_train_as_one, layers, VOCAB
+BYTES = checks.bytes_are_the_formulas, layers, VOCAB
 
 
 def head() -> None:
@@ -22,63 +23,44 @@ def head() -> None:
         checks.head_is_torchs(layers, VOCAB, gather)
 
 
-def loss() -> None:
-    checks.loss_is_torchs(layers, VOCAB, 1e3)
-
-
-def tied_weights() -> None:
-    checks.tied_weights_train_as_one(layers, VOCAB)
-
-
-def sent_bytes() -> None:
-    checks.bytes_are_the_formulas(layers, VOCAB)
-
-
 SUMMED = "return (reduce_scatter_sequence if self.sequence else reduce_from_ranks)(x, self.comm)"
-FAULTS = [
-    (embedding, "others' tokens look up row 0",
-     "x = x.masked_fill(~mine.unsqueeze(-1), 0)", ""),
-    (embedding, "what others looked up is not summed",
-     SUMMED, "return x"),
-    (embedding, "f in the place of g: the gradient is summed, x is not",
-     SUMMED, "return copy_to_ranks(x, self.comm)"),
-    (head, "the gradient of the head's x is one rank's",
-     "logits = super().forward(x)", "logits = F.linear(x, self.weight, self.bias)"),
-    (head, "padding is seen among all logits",
-     "[..., : self.out_features]", ""),
-    (tied_weights, "padding counts in the sum of exponentials",
-     "value=-torch.inf", "value=0.0"),
-    (loss, "each rank takes off its own highest logit",
-     'comm.all_reduce(peak, op="max")',
-     ""),
-    (loss, "each rank has its own sum",
-     "reduce_from_ranks(both, comm)", "both"),
-    (loss, "f, g: the gradient of the loss is counted on every rank",
-     "reduce_from_ranks(both, comm)", "reduce_from_ranks(copy_to_ranks(both, comm), comm)"),
-    (loss, "every rank has the target",
-     ".squeeze(-1).masked_fill(~mine, 0)", ".squeeze(-1)"),
-    (loss, "the mean is over all targets",
-     "losses.sum() / counts.sum()", "losses.mean()"),
-    (loss, "exponentials of the logits as they are",
-     "shifted = logits - peak.unsqueeze(-1)", "shifted = logits + 0 * peak.unsqueeze(-1)"),
-    (sent_bytes, "the sum and the target travel one by one",
+FAULTS = edits(
+    layers,
+    ("all ranks have the first rows",
+     "start = min(comm.rank * length, size)", "start = 0", *EMBEDDING),
+    ("others' tokens look up row 0",
+     "x = x.masked_fill(~mine.unsqueeze(-1), 0)", "", *EMBEDDING),
+    ("what others looked up is not summed",
+     SUMMED, "return x", *EMBEDDING),
+    ("f in the place of g: the gradient is summed, x is not",
+     SUMMED, "return copy_to_ranks(x, self.comm)", *EMBEDDING),
+    ("the gradient of the head's x is one rank's",
+     "elif comm.size > 1:", "elif False:", head),
+    ("padding is seen among all logits",
+     "[..., : self.out_features]", "", head),
+    ("padding counts in the sum of exponentials",
+     "value=-torch.inf", "value=0.0", *TIED),
+    ("each rank takes off its own highest logit",
+     'comm.all_reduce(peak, op="max")', "", *LOSS),
+    ("each rank has its own sum",
+     "reduce_from_ranks(both, comm)", "both", *LOSS),
+    ("f, g: the gradient of the loss is counted on every rank",
+     "reduce_from_ranks(both, comm)", "reduce_from_ranks(copy_to_ranks(both, comm), comm)", *LOSS),
+    ("every rank has the target",
+     ".squeeze(-1).masked_fill(~mine, 0)", ".squeeze(-1)", *LOSS),
+    ("the mean is over all targets",
+     "losses.sum() / counts.sum()", "losses.mean()", *LOSS),
+    ("exponentials of the logits as they are",
+     "shifted = logits - peak.unsqueeze(-1)", "shifted = logits + 0 * peak.unsqueeze(-1)", *LOSS),
+    ("the sum and the target travel one by one",
      "total, picked = reduce_from_ranks(both, comm)",
-     "total, picked = (reduce_from_ranks(one, comm) for one in both)"),
-    (sent_bytes, "the logits travel",
+     "total, picked = (reduce_from_ranks(part, comm) for part in both)", *BYTES),
+    ("the logits travel",
      "        if self.gather_output:\n",
-     "        gather_from_ranks(logits, self.comm, -1)\n        if self.gather_output:\n"),
-]  # fmt: skip
-NAMES = {"copy_to_ranks": copy_to_ranks}  # that a faulty line needs
-MUTATIONS = [
-    Mutation(Edit(label, layers.__name__, old, new, NAMES), check)
-    for check, label, old, new in FAULTS
-]
-start = "start = min(comm.rank * length, size)"
-MUTATIONS += [
-    Mutation(Edit("all ranks have the first rows", layers.__name__, start, "start = 0"), embedding)
-]
-
+     "        gather_from_ranks(logits, self.comm, -1)\n        if self.gather_output:\n",
+     *BYTES),
+)  # fmt: skip
 pair = {"size": 2, "timeout_s": 5}  # some of the faults let ranks wait for each other
 test_a_fault_turns_its_check_red = noticed(
-    MUTATIONS, on_ranks, RankError, match="AssertionError", **pair
+    FAULTS, on_ranks, RankError, match="AssertionError", **pair
 )

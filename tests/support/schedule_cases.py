@@ -31,42 +31,34 @@ def made(case: Case) -> Schedule:
 class Promise:
     """What papers and files say of a schedule of p stages, m micro-batches and v chunks.
 
-    peak   (p, m, v, stage) -> micro-batches in flight on a chunk, at the most
-    step   (p, m, v, seconds of each phase) -> the closed form of a step
+    peak     (p, m, v, stage) -> micro-batches in flight on a chunk, at the most
+    formula  (p, m, *what it takes: seconds of phases, chunks) -> the closed form of a step
     """
 
     peak: Callable[[int, int, int, int], int]
-    step: Callable[[int, int, int, dict[str, float]], predict.PipelineStep]
+    formula: Callable[..., predict.PipelineStep]
+    takes: tuple[str, ...] = ("forward", "backward")
+
+    def step(self, p: int, m: int, v: int, seconds: dict[str, float]) -> predict.PipelineStep:
+        given = {**seconds, "chunks": v}
+        return self.formula(p, m, *(given[name] for name in self.takes))
 
 
+HALVES = ("forward", "input", "weight")
 PROMISES = {
-    "naive": Promise(
-        lambda p, m, v, r: 1, lambda p, m, v, s: predict.naive(p, m, s["forward"], s["backward"])
-    ),
-    "gpipe": Promise(
-        lambda p, m, v, r: m, lambda p, m, v, s: predict.gpipe(p, m, s["forward"], s["backward"])
-    ),
-    "1f1b": Promise(
-        lambda p, m, v, r: min(p - r, m),
-        lambda p, m, v, s: predict.one_f_one_b(p, m, s["forward"], s["backward"]),
-    ),
+    "naive": Promise(lambda p, m, v, r: 1, predict.naive),
+    "gpipe": Promise(lambda p, m, v, r: m, predict.gpipe),
+    "1f1b": Promise(lambda p, m, v, r: min(p - r, m), predict.one_f_one_b),
     "pipedream": Promise(
-        lambda p, m, v, r: min(p - r, m),
-        lambda p, m, v, s: predict.pipedream(p, m, s["forward"], s["backward"], s["update"]),
+        lambda p, m, v, r: min(p - r, m), predict.pipedream, ("forward", "backward", "update")
     ),
     "interleaved": Promise(
         lambda p, m, v, r: min(v * p + p - 1 - 2 * r, v * m),
-        lambda p, m, v, s: predict.interleaved(p, m, s["forward"], s["backward"], v),
+        predict.interleaved, ("forward", "backward", "chunks"),
     ),
-    "zb-h1": Promise(
-        lambda p, m, v, r: p,
-        lambda p, m, v, s: predict.zero_bubble_h1(p, m, s["forward"], s["input"], s["weight"]),
-    ),
-    "zb-h2": Promise(
-        lambda p, m, v, r: 2 * p - 1,
-        lambda p, m, v, s: predict.zero_bubble_h2(p, m, s["forward"], s["input"], s["weight"]),
-    ),
-}
+    "zb-h1": Promise(lambda p, m, v, r: p, predict.zero_bubble_h1, HALVES),
+    "zb-h2": Promise(lambda p, m, v, r: 2 * p - 1, predict.zero_bubble_h2, HALVES),
+}  # fmt: skip
 
 
 def promised_peaks(case: Case) -> list[int]:
@@ -97,7 +89,7 @@ def own_order(actions: list[Action]) -> set[str]:
 def can_end(schedule: Schedule) -> bool:
     """Whether the graph of (virtual stage, forward or gradient, k) and messages has no cycle."""
     p = len(schedule)
-    last = max(one.chunk for actions in schedule for one in actions) * p + p - 1
+    last = max(action.chunk for actions in schedule for action in actions) * p + p - 1
     graph: TopologicalSorter[object] = TopologicalSorter()
     for rank, actions in enumerate(schedule):
         before = None

@@ -80,10 +80,7 @@ def two_layers() -> nn.Sequential:
 @cases(
     (lambda module: module[1].bias.requires_grad_(False), "1.bias was frozen after"),
     (lambda module: module[0].requires_grad_(False), "0.weight was frozen after"),
-    (
-        lambda module: module.register_parameter("more", nn.Parameter(torch.zeros(1))),
-        "more was added",
-    ),
+    (lambda module: module.register_parameter("more", parameter(1)), "more was added"),
     (lambda module: module[1].register_module("more", nn.Linear(1, 1)), "1.more.weight was added"),
     (lambda module: setattr(module[0], "weight", parameter(2, 2)), "0.weight is another tensor"),
     (lambda module: setattr(module[0], "weight", None), "0.weight was removed"),

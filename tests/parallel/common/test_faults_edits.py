@@ -64,9 +64,9 @@ def run(
 
 
 def same_as_torchs(model: nn.Module, x: Tensor, around: Any = None) -> bool:
-    mine, its = (run(REGIONS[name], model, x, around) for name in ("labkit", "torch"))
-    assert len(mine) == len(its) > 1
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+    ours, torchs = (run(REGIONS[name], model, x, around) for name in ("labkit", "torch"))
+    assert len(ours) == len(torchs) > 1
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
 
 
 def test_rotary_angles_outside_of_autocast_are_exact_at_1500_positions() -> None:
@@ -138,23 +138,20 @@ def test_custom_fwd_sees_the_region() -> None:
     assert same_as_torchs(model, torch.randn(4, 8))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kind", [Attention, Switches])
-def test_torchs_checkpoint_computes_again_in_the_same_types(kind: Any, reentrant: bool) -> None:
-    torch.manual_seed(0)
-    model = kind()
-    x = torch.randn(2, 5, 16 if kind is Attention else 8)
-    again = partial(checkpoint, use_reentrant=reentrant)
-    assert same_as_torchs(model, x, again)
-    plain, kept = run(autocast, model, x), run(autocast, model, x, again)
-    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+AGAIN = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "labkit": recompute,
+}
 
 
+@pytest.mark.parametrize("how", AGAIN)
 @pytest.mark.parametrize("kind", [Attention, Switches])
-def test_recompute_keeps_torchs_switches(kind: Any) -> None:
+def test_a_checkpoint_computes_again_in_the_same_types(kind: Any, how: str) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, 5, 16 if kind is Attention else 8)
-    plain, again = (run(autocast, model, x, around) for around in (None, recompute))
+    assert same_as_torchs(model, x, AGAIN[how])
+    plain, again = (run(autocast, model, x, around) for around in (None, AGAIN[how]))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -398,13 +395,12 @@ def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
 
 
 def test_a_dry_run_and_a_model_on_meta_are_cut() -> None:
-    def step() -> list[int]:
+    def step() -> None:
         model = tensor_parallel(around(rotary()()), Comm())
         model(torch.randn(2, 3, 8)).sum().backward()
         with torch.device("meta"):
             meta: Any = tensor_parallel(around(heads()()).bfloat16(), Comm())
         assert meta.layer.q.weight.shape == (8, 8)
-        return []
 
     dry_run(step, ranks=2, step=0)
 
@@ -415,18 +411,15 @@ def test_with_one_rank_any_layer_stays_as_it_is() -> None:
     model, x = around(mlp(fused, up=48)()), torch.randn(2, 3, 8)
     right = model(x)
     assert torch.equal(tensor_parallel(model, Comm())(x), right)
-    without = without_biases()
-    tensor_parallel(around(without), Comm(), sequence=True)
+    tensor_parallel(around(without_biases()), Comm(), sequence=True)
 
 
 @on_each_rank("world")
 def test_a_hook_on_a_layer_that_is_replaced_is_refused() -> None:
-    for what in ("hook", "forward"):
-        model = around(without_biases())
-        if what == "hook":
-            model.layer.up.register_forward_hook(lambda *_: None)
-        else:
-            model.layer.up.forward = lambda x: 2 * x
+    hooked, replaced = around(without_biases()), around(without_biases())
+    hooked.layer.up.register_forward_hook(lambda *_: None)
+    replaced.layer.up.forward = lambda x: 2 * x
+    for model in (hooked, replaced):
         words = "layer.up has hooks or a forward of its own"
         raises((words,), tensor_parallel, model, Comm())
 

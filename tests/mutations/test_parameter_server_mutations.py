@@ -143,7 +143,7 @@ FAULTS = [
     Mutation(SaysUsed, check_equal_to_single, "awkward"),
 ]  # fmt: skip
 ASYNC_FAULTS = [
-    *(Mutation(faulty, check_stale_training, "SGD", order=ROUND)
+    *(Mutation(faulty, check_stale_training, "sgd", order=ROUND)
       for faulty in (LosesAPush, HidesStaleness, KeepsOldWeights, AveragesOverWorkers)),
     Mutation(IgnoresTheBound, check_bound, 0, order=[1] * 4),
 ]  # fmt: skip

@@ -8,22 +8,12 @@ import pytest
 import torch
 
 from context_checks import training_equals_one_process
-from labkit import (
-    DDP,
-    GPT,
-    Comm,
-    Mesh,
-    NaiveDDP,
-    World,
-    ZeRO3,
-    ZeroOptimizer,
-    context_parallel,
-    sequence_shard,
-    tensor_parallel,
-)
+from labkit import DDP, GPT, Comm, Mesh, NaiveDDP, World, ZeRO3, ZeroOptimizer, context_parallel
 from labkit.parallel.common.ownership import marks_of
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.context.context_parallel import SequenceParts
+from labkit.parallel.context.zigzag import sequence_shard
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from tables import raises
 from worlds import on_each_rank
 
@@ -80,18 +70,13 @@ def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_sequences_and_matrices_are_cut_together(world4: World, way: str) -> None:
+def test_sequences_are_cut_beside_heads_or_rows(world4: World, way: str) -> None:
     """Inside each tensor-parallel half of the heads, tokens of two ranks attend to each other."""
-    axes = {"dp": 1, "cp": 2, "tp": 2}
-    world4.run(training_equals_one_process, way, axes=axes, tensor={})
+    heads, rows = {"dp": 1, "cp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 1}
     sequence = {"sequence": True}
-    world4.run(training_equals_one_process, way, axes=axes, tensor=sequence, tensor_first=True)
-
-
-@pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World, way: str) -> None:
-    axes = {"dp": 2, "cp": 2, "tp": 1}
-    world4.run(training_equals_one_process, way, axes=axes, tensor={})
+    world4.run(training_equals_one_process, way, axes=heads, tensor={})
+    world4.run(training_equals_one_process, way, axes=heads, tensor=sequence, tensor_first=True)
+    world4.run(training_equals_one_process, way, axes=rows, tensor={})
 
 
 @on_each_rank("world4")

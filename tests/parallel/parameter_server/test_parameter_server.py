@@ -83,45 +83,40 @@ def test_clipping_on_the_server_clips_for_all() -> None:
     assert norm > 0.01 if Comm().rank == 0 else norm == 0
 
 
-def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(
-    world2: World,
-) -> None:
-    def run() -> tuple[float, bool]:
-        torch.manual_seed(Comm().rank)
-        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        model = ParameterServer(module)
-        optimizer = model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(2):
-            model(torch.randn(5, 3)).square().sum().backward()
-            optimizer.step()
-        model(torch.zeros(5, 3))
-        mean = float(module[1].running_mean.sum())
-        plain = copy.deepcopy(module)
-        del model
-        optimizer.zero_grad()
-        with listen() as events:
-            for one in (module, plain):
-                one(torch.ones(5, 3)).square().sum().backward()
-            optimizer.step()
-        same = torch.equal(module[0].weight.grad, plain[0].weight.grad)
-        return mean, same and not events
-
-    (mean, alone), (other, other_alone) = world2.run(run)
-    assert mean == other and alone and other_alone
-
-
 @on_each_rank("world2")
-def test_models_that_cannot_be_served_are_refused_on_every_rank() -> None:
-    def train(brings_back: bool) -> None:
-        module = nn.Linear(3, 2)
-        model = ParameterServer(module)
-        if brings_back:
-            model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
-            module.bias.requires_grad_(False)
-        model(torch.ones(1, 3)).sum().backward()
+def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone() -> None:
+    torch.manual_seed(Comm().rank)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = ParameterServer(module)
+    optimizer = model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    model(torch.zeros(5, 3))
+    mean, other = Comm().all_gather_object(float(module[1].running_mean.sum()))
+    assert mean == other
+    plain = copy.deepcopy(module)
+    del model
+    optimizer.zero_grad()
+    with listen() as events:
+        for layers in (module, plain):
+            layers(torch.ones(5, 3)).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(module[0].weight.grad, plain[0].weight.grad) and not events
 
-    raises("no optimizer brings the weights back", train, False)
-    raises("bias was frozen after the module was wrapped", train, True)
+
+@pytest.mark.parametrize("training", [True, False], ids=["train mode", "eval mode"])
+@on_each_rank("world2")
+def test_models_that_cannot_be_served_are_refused_on_every_rank(training: bool) -> None:
+    for frozen, words in ((True, "bias takes gradients now"), (False, "bias was frozen after")):
+        module = nn.Linear(3, 1)
+        module.bias.requires_grad_(not frozen)
+        model = ParameterServer(module).train(training)
+        value = model(torch.ones(2, 3)).sum()
+        raises("no optimizer brings the weights back", value.backward)
+        model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
+        module.bias.requires_grad_(frozen)
+        raises(words, lambda model=model: model(torch.ones(2, 3)).sum().backward())
 
 
 def test_a_rank_that_dies_does_not_leave_the_server_waiting() -> None:
@@ -161,13 +156,3 @@ def test_a_step_grows_with_every_rank_that_comes_and_that_of_ddp_does_not() -> N
         assert grows_s == pytest.approx((more - fewer) * per_rank_s, rel=0.01)
     assert served[16] > 10 * served[2]
     assert step_s("ddp", 16) < 2 * step_s("ddp", 2)  # 2(n-1)/n: from 1 to at most 2 times
-
-
-@on_each_rank("world2")
-def test_a_change_after_wrapping_is_named_in_eval_mode_too() -> None:
-    module = nn.Linear(3, 1)
-    module.bias.requires_grad_(False)
-    model = ParameterServer(module).eval()
-    model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
-    module.bias.requires_grad_(True)
-    raises("bias takes gradients now", lambda: model(torch.ones(2, 3)).sum().backward())

@@ -9,12 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness import Mutation, instead, noticed, on_ranks
 from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
+from labkit.memory.peak import PeakMemory
 from labkit.parallel.zero3 import sharded_init as init
 from labkit.parallel.zero3.sharded_init import Elements, ShardedParameter, sharded_init
 from labkit.trace.measures import peak_memory
@@ -106,34 +104,11 @@ def test_what_rank_0_draws_counts(world2: World, name: str) -> None:
     world2.run(check_built_as_by_one, name, other_seeds=True)
 
 
-class _Held(TorchDispatchMode):
-    """The most bytes that tensors held at once, of those that were made in this block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in labkit/trace/recording/detail.py
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in tree_leaves(found):
-            if isinstance(x, torch.Tensor) and not isinstance(x, ShardedParameter):
-                storage = x.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._alive.values()))
-        return found
-
-
 def check_one_at_a_time() -> None:
     """On a rank. Raises AssertionError when more than the shares and one parameter are held."""
     with torch.device("meta"):
         described = [p.nbytes for p in GPT(512, 48, 2, 4, 32).parameters()]
-    with _Held() as held, sharded_init():
+    with PeakMemory() as held, sharded_init():
         model = GPT(512, 48, 2, 4, 32)
     whole, largest, n = sum(described), max(described), Comm().size
     # A little more: collectives have scratch tensors.

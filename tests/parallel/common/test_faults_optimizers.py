@@ -13,6 +13,7 @@ from torch import nn
 
 import labkit
 from labkit import DDP, Comm, MasterWeights, World, ZeRO3, ZeroOptimizer, clip_grad_norm
+from shard_cases import optimizer_of, wrapped
 from small_models import Custom, difference
 from tables import raises
 from worlds import on_each_rank, world_fixture
@@ -64,16 +65,10 @@ def check_equal(model: nn.Module, oracle: nn.Module, atol: float = 1e-10) -> Non
     assert difference(state_of(model), oracle.state_dict()) <= atol
 
 
-def wrapped(strategy: str) -> tuple[nn.Module, nn.Module, Any]:
-    """The module, what is called, its optimizer."""
-    module = fresh()
-    if strategy.startswith("zero-"):
-        params, stage = module.parameters(), int(strategy[-1])
-        return module, module, ZeroOptimizer(params, SGD, stage, bucket_mb=1e-4, **MOMENTUM)
-    model = {"naive": labkit.NaiveDDP, "zero3": ZeRO3}.get(strategy, DDP)(module)
-    if strategy == "masters":
-        return module, model, MasterWeights(model.parameters(), SGD, **MOMENTUM)
-    return module, model, SGD(model.parameters(), **MOMENTUM)
+def built(strategy: str) -> tuple[nn.Module, Any]:
+    model = wrapped(strategy, fresh())
+    make = partial(SGD, **MOMENTUM)
+    return model, optimizer_of(strategy, model.parameters(), make, Comm(), bucket_mb=1e-4)
 
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
@@ -84,13 +79,13 @@ FORMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "naive", "masters", "zero-1", "zero-2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "naive-ddp", "masters", "zero-1", "zero-2", "zero-3"])
 @on_each_rank("world")
 def test_parameters_are_clipped_by_the_norm_that_one_process_finds(strategy: str) -> None:
     for form in (*FORMS.values(), None):
         oracle = fresh()
         torchs = SGD(oracle.parameters(), **MOMENTUM)
-        module, model, optimizer = wrapped(strategy)
+        model, optimizer = built(strategy)
         for step in range(2):
             optimizer.zero_grad(), torchs.zero_grad()
             for micro in range(2):
@@ -102,7 +97,7 @@ def test_parameters_are_clipped_by_the_norm_that_one_process_finds(strategy: str
             given = form(model) if form else optimizer
             torch.testing.assert_close(clip_grad_norm(given, 0.5), expected)
             optimizer.step(), torchs.step()
-        check_equal(model if strategy == "zero3" else module, oracle)
+        check_equal(model, oracle)
 
 
 def two_groups(model: Any) -> torch.optim.Optimizer:
@@ -189,12 +184,13 @@ def test_an_invalid_list_of_parameters_is_refused() -> None:
         raises("no parameters, or other things", clip_grad_norm, given, 1.0)
 
 
-@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero-3"])
 @on_each_rank("pair")
 def test_parameters_of_a_sharder_and_others_are_refused(strategy: str) -> None:
-    module, model, _ = wrapped(strategy)
+    model, _ = built(strategy)
+    parameters = trained(getattr(model, "module", model))
     loss_of(model, mine(batch())).backward()
-    for given in (trained(module)[:1], [*trained(module), nn.Parameter(torch.ones(1))]):
+    for given in (parameters[:1], [*parameters, nn.Parameter(torch.ones(1))]):
         raises("not exactly its own; call it with the Z", clip_grad_norm, given, 1.0)
 
 
@@ -357,20 +353,17 @@ def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(stage: int) -> None:
     check_equal(model, oracle, atol=0.0)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-3"])
 @pytest.mark.parametrize("saved_all", [True, False])
 @on_each_rank("pair")
 def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_parameters(
     strategy: str, saved_all: bool, tmp_path: Path
 ) -> None:
     def built(everything: bool, seed: int) -> tuple[nn.Module, Any]:
-        model: Any = fresh(seed)
-        if strategy != "zero-1":
-            model = (DDP if strategy == "ddp" else ZeRO3)(model)
+        model = wrapped(strategy, fresh(seed))
         params = list(model.parameters()) if everything else trained(model)
-        options = {"lr": 0.1 + seed, "momentum": 0.9}
-        make = partial(ZeroOptimizer, optimizer_cls=SGD) if strategy == "zero-1" else SGD
-        return model, make(params, **options)
+        make = partial(SGD, lr=0.1 + seed, momentum=0.9)
+        return model, optimizer_of(strategy, params, make, Comm(), bucket_mb=25)
 
     def train(model: nn.Module, optimizer: Any) -> None:
         for step in range(2):

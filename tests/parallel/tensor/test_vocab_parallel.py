@@ -13,15 +13,13 @@ import vocab_checks
 from labkit import Comm, World, dry_run, listen, recompute
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import layers
-from labkit.parallel.tensor.layers import (
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    vocab_parallel_cross_entropy,
-)
+from labkit.parallel.tensor.layers import VocabParallelEmbedding, VocabParallelHead
+from shard_cases import joined
 from tables import cases, raises
 from vocab_checks import Tiny, own_logits
 from worlds import on_each_rank, world_fixture
 
+vocab_parallel_cross_entropy = layers.vocab_parallel_cross_entropy
 VOCABS = (8, 10, 5)  # on 4 ranks: no padding; 3, 3, 3, 1 rows; 2, 2, 1, 0 rows
 world = world_fixture(sizes=[1, 2, 3, 4], timeout_s=20)
 
@@ -47,22 +45,17 @@ def test_the_head_is_torchs(world: World, vocab: int, gather: bool) -> None:
     world.run(vocab_checks.head_is_torchs, layers, vocab, gather)
 
 
-def test_the_same_seed_gives_the_same_weights_on_any_number_of_ranks(world: World) -> None:
-    def parts() -> tuple[Any, Any, Any]:
-        torch.manual_seed(1)
-        comm = Comm()
-        embedding = VocabParallelEmbedding(7, 3, comm)
-        head = VocabParallelHead(3, 7, comm, bias=True)
-        cuts = [shard_of(p) for p in (embedding.weight, head.weight, head.bias)]
-        assert cuts[0] == cuts[1] == cuts[2] and cuts[0] is not None
-        real = cuts[0].stop - cuts[0].start
-        return embedding.weight[:real], head.weight[:real], head.bias[:real]
-
+@on_each_rank("world")
+def test_the_same_seed_gives_the_same_weights_on_any_number_of_ranks() -> None:
     torch.manual_seed(1)
     table, linear = nn.Embedding(7, 3), nn.Linear(3, 7)
-    found = [torch.cat(of) for of in zip(*world.run(parts), strict=True)]
-    for one, other in zip(found, (table.weight, linear.weight, linear.bias), strict=True):
-        assert torch.equal(one, other)
+    torch.manual_seed(1)
+    embedding = VocabParallelEmbedding(7, 3, Comm())
+    head = VocabParallelHead(3, 7, Comm(), bias=True)
+    parts = [embedding.weight, head.weight, head.bias]
+    assert shard_of(head.weight) == shard_of(head.bias) == shard_of(embedding.weight) is not None
+    for part, whole in zip(parts, (table.weight, linear.weight, linear.bias), strict=True):
+        assert torch.equal(joined(part, shard_of(part)), whole)
 
 
 def test_huge_logits_do_not_overflow(world: World) -> None:
@@ -137,8 +130,7 @@ def test_padding_idx_never_learns_and_a_frozen_table_stays_frozen() -> None:
 @on_each_rank("world2")
 def test_a_module_used_twice_under_recompute() -> None:
     torch.manual_seed(0)
-    plain = Tiny(5).double()
-    comm = Comm()
+    plain, comm = Tiny(5).double(), Comm()
     embedding = VocabParallelEmbedding.from_embedding(plain.tokens, comm)
     head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
     tokens = torch.tensor([[0, 4, 2, 1]])

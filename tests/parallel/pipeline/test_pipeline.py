@@ -212,41 +212,34 @@ def test_measured_costs_see_a_dear_layer() -> None:
 def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
     """Weights have no gradient after the first half, and all of it after the second."""
 
-    def module() -> nn.Module:
-        torch.manual_seed(0)
-        linear = nn.Linear(4, 4)
-        made = nn.Sequential(linear, nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)).double()
-        if kind == "autocast":
-            made = made.float()
-        if kind == "shared":
-            made = nn.Sequential(linear, nn.GELU(), linear, nn.Linear(4, 3)).double()
-        if kind.startswith("frozen"):
-            getattr(linear, kind.split()[1]).requires_grad_(False)
-        return made
+    dtype = torch.float32 if kind == "autocast" else torch.float64
 
     def run(halves: bool) -> tuple[Any, Any, Any]:
-        one, later = module(), []
-        x = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(1))
-        x = x if kind == "autocast" else x.double()
-        x.requires_grad_(kind != "no input")
+        torch.manual_seed(0)
+        linear, later = nn.Linear(4, 4), []
+        if kind.startswith("frozen"):
+            getattr(linear, kind.split()[1]).requires_grad_(False)
+        middle = [nn.GELU(), linear] if kind == "shared" else [nn.LayerNorm(4), nn.Tanh()]
+        module = nn.Sequential(linear, *middle, nn.Linear(4, 3)).to(dtype)
+        x = torch.randn(5, 2, 4, dtype=dtype).requires_grad_(kind != "no input")
         cast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
-        with deferring(one, later) if halves else nullcontext(), cast:
-            y = one(x)
+        with deferring(module, later) if halves else nullcontext(), cast:
+            y = module(x)
         y.pow(2).sum().backward()
-        between = [p.grad for p in one.parameters()]
+        between = [p.grad for p in module.parameters()]
         hooked: list[bool] = []
-        for p in one.parameters():
+        for p in module.parameters():
             if p.requires_grad:  # (a hook that kept its parameter would keep it for good)
                 p.register_post_accumulate_grad_hook(lambda _: hooked.append(True))
         run_later(later)
         assert later == [] and bool(hooked) == halves
-        return x.grad, [p.grad for p in one.parameters()], between
+        return x.grad, [p.grad for p in module.parameters()], between
 
-    dx, wanted, _ = run(False)
-    other, found, between = run(True)
+    dx, expected, _ = run(False)
+    other, gradients, between = run(True)
     assert (dx is None and other is None) or torch.allclose(dx, other, rtol=1e-13)
     assert between[-1] is None and between[-2] is None
-    torch.testing.assert_close(wanted, found, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_only_plain_linear_layers_are_deferred() -> None:

@@ -18,7 +18,7 @@ import labkit
 from labkit import Comm, RankError, World, ZeRO3, full_state_dict
 from small_models import Custom, difference
 from tables import raises
-from test_zero3 import off
+from test_zero3 import off, twins
 from worlds import on_each_rank, world_fixture
 
 world = world_fixture(sizes=[1, 2, 3], timeout_s=60)
@@ -61,14 +61,11 @@ def route(routes: list[list[int]], how: str, persist_below: int = 0) -> None:
 
     experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     model = ZeRO3(Custom(forward, experts=experts), persist_below=persist_below)
-    chosen = routes[Comm().rank]
+    model.train(how != "evaluation")
+    with torch.set_grad_enabled(how != "no_grad"):
+        y = model(torch.ones(1, 4), *routes[Comm().rank])
     if how == "training":
-        model(torch.ones(1, 4), *chosen).sum().backward()
-    elif how == "evaluation":
-        model.eval()(torch.ones(1, 4), *chosen)
-    else:
-        with torch.no_grad():
-            model(torch.ones(1, 4), *chosen)
+        y.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -131,14 +128,13 @@ def test_a_tensor_given_twice_is_one_tensor_inside_a_unit(dtype: torch.dtype | N
 @on_each_rank("pair")
 def test_inputs_that_are_converted_stay_one_tensor() -> None:
     def forward(layer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        seen.append(x is y and x.dtype == torch.bfloat16)
+        assert x is y and x.dtype == torch.bfloat16
         return x @ layer.weight
 
-    seen: list[bool] = []
-    model = Custom(forward, weight=nn.Parameter(torch.ones(4, 4)))
-    x = torch.ones(1, 4)
-    ZeRO3(model, compute_dtype=torch.bfloat16)(x, x)
-    assert seen == [True]
+    model = ZeRO3(
+        Custom(forward, weight=nn.Parameter(torch.ones(4, 4))), compute_dtype=torch.bfloat16
+    )
+    assert model(x := torch.ones(1, 4), x).dtype == torch.bfloat16
 
 
 def sums_losses() -> nn.Module:
@@ -305,11 +301,10 @@ def test_hooks_that_would_never_be_called_are_refused() -> None:
 
 def gradients(**options: Any) -> tuple[ZeRO3, nn.Module]:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    reference, model = copy.deepcopy(module), ZeRO3(module, **options)
-    for one in (reference, model):
-        one(torch.ones(2, 4)).sum().backward()
-    return model, reference
+    pair = twins(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), **options)
+    for model in pair:
+        model(torch.ones(2, 4)).sum().backward()
+    return pair
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -343,8 +338,8 @@ def test_one_rank_clips_as_torch_does() -> None:
 @on_each_rank("world")
 def test_clipping_by_value_is_that_of_the_whole_model(foreach: bool | None) -> None:
     model, reference = gradients()
-    for one in (model, reference):
-        nn.utils.clip_grad_value_(one.parameters(), 1.5, foreach=foreach)
+    for clipped in (model, reference):
+        nn.utils.clip_grad_value_(clipped.parameters(), 1.5, foreach=foreach)
     assert off(model, reference) < 1e-6
 
 
@@ -396,20 +391,18 @@ def test_copies_and_pickles_are_refused_and_end_no_rank() -> None:
 def test_torch_compile_of_a_wrapped_model_leaves_it_as_it_is() -> None:
     for how in ("function", "method"):
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-        reference, model = copy.deepcopy(module), ZeRO3(module)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model, reference = twins(module.double())
         compiled: Any = torch.compile(model) if how == "function" else model
         if how == "method":
             model.compile()
         x = torch.randn(2, 4, dtype=torch.float64)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            y = compiled(x)
-            y.sum().backward()
-        expected = reference(x)
-        expected.sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (y := compiled(x)).sum().backward()
+        (expected := reference(x)).sum().backward()
         assert float((y - expected).abs().max()) < 1e-12
-        assert off(model, reference) < 1e-12 and not seen
+        assert off(model, reference) < 1e-12
 
 
 @on_each_rank("world")

@@ -118,8 +118,7 @@ def test_a_parameter_is_averaged_if_any_rank_used_it_and_else_left_alone(strateg
         model(torch.ones(2, 3).double(), deep=Comm().rank == 0).sum().backward()
     optimizer.step()
     after = state_of(model)
-    states = Comm().all_gather_object(after)
-    assert all(difference(state, after) == 0 for state in states)
+    assert all(difference(state, after) == 0 for state in Comm().all_gather_object(after))
     for name, x in after.items():
         assert torch.equal(x, before[name]) == name.startswith("nobody")
     expected = before["both.bias"] - 0.1 * (torch.ones(3) + 0.1 * before["both.bias"])  # 2 / 2
@@ -300,8 +299,7 @@ def test_the_parameters_of_a_wrapped_module_stay(strategy: type[nn.Module]) -> N
     module[1].bias = nn.Parameter(torch.zeros(2))
     with torch.no_grad():
         model(torch.ones(1, 2))
-    words = "1.bias is another tensor after the module was wrapped"
-    raises((words,), model, torch.ones(1, 2))
+    raises(("1.bias is another tensor after the module was wrapped",), model, torch.ones(1, 2))
 
 
 @on_each_rank("world2")

@@ -23,8 +23,7 @@ def held_to_one_process(world: World, some: list[Case]) -> None:
     def run() -> list[cases.Seen | None]:
         return [cases.train(case) for case in some]
 
-    ranks = world.run(run)
-    for case, seen in zip(some, zip(*ranks, strict=True), strict=True):
+    for case, seen in zip(some, zip(*world.run(run), strict=True), strict=True):
         cases.check(case, list(seen))
 
 

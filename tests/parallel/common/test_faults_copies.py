@@ -58,8 +58,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False) -> list[Any]:
     """SGD: last gradients, weights and buffers (with `no_sync` torch broadcasts those later)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
         if accumulate:
@@ -171,8 +170,7 @@ def test_over_a_subgroup_a_copy_trains_and_a_pickle_evaluates() -> None:
     model = DDP(net(), mesh.dp)
     assert_equal(train(copy.deepcopy(model), 0), train(model, 0))
     loaded = saved(model)
-    words = r"over ranks \[\d, \d\] was pickled, and a process"
-    raises(words, loaded, batch(), error=RuntimeError)
+    raises(r"over ranks \[\d, \d\] was pickled, and a process", loaded, batch(), error=RuntimeError)
     torch.testing.assert_close(loaded.eval()(batch()), model.eval()(batch()))
 
 
@@ -186,8 +184,7 @@ def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: Wo
 @on_each_rank("world2")
 def test_a_shallow_copy_would_be_a_second_owner_and_is_refused() -> None:
     for wrap in WRAPPERS:
-        model = wrap(net())
-        raises("DDP already; a module is wrapped once", copy.copy, model)
+        raises("DDP already; a module is wrapped once", copy.copy, wrap(net()))
 
 
 def served(model: Any, seed: int) -> list[torch.Tensor]:
@@ -375,11 +372,9 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
         comms = [part.comm for part in parts if hasattr(part, "comm")]
         assert comms
         assert all(type(comm) is Comm and comm.size == 2 for comm in comms)
-    model = DDP(net(), dist.group.WORLD)
-    assert_equal(train(model, 0), train(DDP(net()), 0))
+    assert_equal(train(DDP(net(), dist.group.WORLD), 0), train(DDP(net()), 0))
     own = [dist.new_group([rank]) for rank in range(2)]  # a subgroup of this rank alone
-    local = DDP(net(), own[dist.get_rank()])
-    assert_equal(train(local, 0), train(Single(net()), 0))
+    assert_equal(train(DDP(net(), own[dist.get_rank()]), 0), train(Single(net()), 0))
     for make in taking(own[1 - dist.get_rank()]):
         raises("this rank is not a member of the group", make)
 

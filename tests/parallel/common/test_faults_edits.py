@@ -420,8 +420,7 @@ def test_a_hook_on_a_layer_that_is_replaced_is_refused() -> None:
     hooked.layer.up.register_forward_hook(lambda *_: None)
     replaced.layer.up.forward = lambda x: 2 * x
     for model in (hooked, replaced):
-        words = "layer.up has hooks or a forward of its own"
-        raises((words,), tensor_parallel, model, Comm())
+        raises(("layer.up has hooks or a forward of its own",), tensor_parallel, model, Comm())
 
 
 @pytest.mark.parametrize("has", ["tokens", "head", ""])

@@ -166,8 +166,7 @@ def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float3
         scaler = labkit.GradScaler(init_scale=4.0)
         scaler.scale(loss_of(model, mine(batch(dtype=torch.bfloat16)))).backward()
         scaler.unscale_(optimizer)
-        given = optimizer if by == "optimizer" else model.parameters()
-        norm = clip_grad_norm(given, 0.5)
+        norm = clip_grad_norm(optimizer if by == "optimizer" else model.parameters(), 0.5)
         assert norm.dtype == torch.float32 and norm > 0.5
         scaler.step(optimizer)
         return torch.cat([norm.view(1), *(p.detach().float().view(-1) for p in trained(model))])

@@ -47,8 +47,7 @@ def test_shards_make_the_whole(ranks: int, length: int, dim: int) -> None:
 def test_tokens_targets_and_positions_are_cut_alike() -> None:
     x = torch.arange(40).reshape(2, 20)
     for rank in range(2):
-        where = positions_of(20, of(rank, 2))
-        assert torch.equal(sequence_shard(x, of(rank, 2)), x[:, where])
+        assert torch.equal(sequence_shard(x, of(rank, 2)), x[:, positions_of(20, of(rank, 2))])
 
 
 def test_a_shard_has_a_gradient() -> None:

@@ -145,8 +145,7 @@ def check_bound(
 
 def test_a_worker_sends_its_gradients_and_a_header_and_the_server_weights(world: World) -> None:
     runs = world.run(trained, AsyncParameterServer, "sgd", order=ROUND)
-    module = model_of(0)
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    named = [(n, p) for n, p in model_of(0).named_parameters() if p.requires_grad]
     weight_bytes = sum(p.nbytes for _, p in named)
     used_bytes = sum(p.nbytes for n, p in named if not n.startswith("unused"))
     header_bytes = 8 * (1 + len(named))
@@ -157,8 +156,7 @@ def test_a_worker_sends_its_gradients_and_a_header_and_the_server_weights(world:
 
 def test_invalid_arguments_are_refused(world: World) -> None:
     def run(words: str, **asked: Any) -> None:
-        module = nn.Linear(2, 2)
-        raises((words,), AsyncParameterServer, module, torch.optim.SGD, lr=0.1, **asked)
+        raises((words,), AsyncParameterServer, nn.Linear(2, 2), torch.optim.SGD, lr=0.1, **asked)
 
     world.run(run, "give 0 steps or more, or None", max_staleness=-1)
     world.run(run, "order has 4, which is no worker: they are ranks 1 to 3", order=[1, 4])

@@ -112,8 +112,7 @@ def test_models_that_cannot_be_served_are_refused_on_every_rank(training: bool) 
         module = nn.Linear(3, 1)
         module.bias.requires_grad_(not frozen)
         model = ParameterServer(module).train(training)
-        value = model(torch.ones(2, 3)).sum()
-        raises("no optimizer brings the weights back", value.backward)
+        raises("no optimizer brings the weights back", model(torch.ones(2, 3)).sum().backward)
         model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
         module.bias.requires_grad_(frozen)
         raises(words, lambda model=model: model(torch.ones(2, 3)).sum().backward())
@@ -152,7 +151,6 @@ def test_a_step_grows_with_every_rank_that_comes_and_that_of_ddp_does_not() -> N
     served = {n: step_s("parameter-server", n) for n in (2, 4, 8, 16)}
     per_rank_s = (served[16] - served[8]) / 8
     for fewer, more in ((2, 4), (4, 8)):
-        grows_s = served[more] - served[fewer]
-        assert grows_s == pytest.approx((more - fewer) * per_rank_s, rel=0.01)
+        assert served[more] - served[fewer] == pytest.approx((more - fewer) * per_rank_s, rel=0.01)
     assert served[16] > 10 * served[2]
     assert step_s("ddp", 16) < 2 * step_s("ddp", 2)  # 2(n-1)/n: from 1 to at most 2 times

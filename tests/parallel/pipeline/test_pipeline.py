@@ -24,8 +24,7 @@ from worlds import on_each_rank
 @pytest.mark.parametrize("names", [["naive", "gpipe", "1f1b"], ["interleaved", "zb-h1", "zb-h2"]])
 def test_every_schedule_is_as_one_process(world4: World, names: list[str]) -> None:
     """On 1 to 4 stages, with every admissible number of micro-batches from 1 to 9."""
-    compared = world4.run(cases.equals_one_process, [1, 2, 3, 4], names)
-    for rank, count in enumerate(compared):
+    for rank, count in enumerate(world4.run(cases.equals_one_process, [1, 2, 3, 4], names)):
         sizes = range(rank + 1, 5)
         assert count == sum(len(cases.admissible(name, n)) for name in names for n in sizes)
 
@@ -198,8 +197,7 @@ def test_split_by_cost_makes_the_dearest_stage_cheap() -> None:
 
 def test_measured_costs_see_a_dear_layer() -> None:
     stages = [PacedStage(0.0), PacedStage(0.05), PacedStage(0.0)]
-    x = torch.ones(2, 8)
-    costs = measure_costs(stages, x)
+    costs = measure_costs(stages, torch.ones(2, 8))
     assert costs[1] > 5 * max(costs[0], costs[2]) and costs[1] >= 0.15
     assert all(p.grad is None for one in stages for p in one.parameters())
     assert [len(part.layers) for part in split(stages, 2, [1, 9, 1])] in ([2, 1], [1, 2])

@@ -68,8 +68,7 @@ def test_layers_may_have_any_name() -> None:
     first, last = cut = split(model, 2)
     assert torch.equal(last(first(x)), model(x))
     assert [*first.layers, *last.layers] == names
-    whole = Layers.together(cut, [0, 1])
-    assert whole.state_dict().keys() == model.state_dict().keys()
+    assert Layers.together(cut, [0, 1]).state_dict().keys() == model.state_dict().keys()
 
 
 def test_names_of_two_layers_are_refused() -> None:
@@ -259,8 +258,7 @@ def test_a_frozen_stage_among_updates(frozen: int) -> None:
     given[frozen].requires_grad_(False)
     whole = nn.Sequential(*deepcopy(given))
     optimizer = sgd([p for p in whole.parameters() if p.requires_grad])
-    text = "F0 B0 U0 F1 B1 U1 F2 B2 U2"
-    schedule = parse_schedule("\n".join([text] * 2))
+    schedule = parse_schedule("\n".join(["F0 B0 U0 F1 B1 U1 F2 B2 U2"] * 2))
     pipe = Pipeline(given, None, schedule, None, F.mse_loss, optimizer=sgd)
     with patch.object(pipe._optimizer, "step", wraps=pipe._optimizer.step) as steps:
         pipe.step(x, y)

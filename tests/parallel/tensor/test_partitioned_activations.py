@@ -27,9 +27,7 @@ def model() -> GPT:
 def edited(partitioned: bool) -> Any:
     made = tensor_parallel(model(), Comm(), gather_logits=True)
     Recompute(made)
-    if partitioned:
-        partition_activations(made, Comm())
-    return made
+    return partition_activations(made, Comm()) if partitioned else made
 
 
 def trained(edited: Any) -> list[float]:

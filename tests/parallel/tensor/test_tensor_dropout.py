@@ -136,8 +136,7 @@ def test_nothing_is_dropped_in_evaluation() -> None:
     model = tensor_parallel(contract.model_of(dropout=0.2), Comm(), sequence=True).eval()
     state = torch.get_rng_state()
     tokens = torch.zeros(2, 12, dtype=torch.long)
-    same = torch.equal(model(tokens), model(tokens))
-    assert same and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model(tokens), model(tokens)) and torch.equal(torch.get_rng_state(), state)
 
 
 @on_each_rank("world2")

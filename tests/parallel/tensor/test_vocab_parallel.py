@@ -89,8 +89,7 @@ def test_two_byte_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
     expected.backward()
     loss.backward()
     assert here.grad is not None and there.grad is not None and here.grad.dtype == dtype
-    own = there.grad.chunk(4, -1)[comm.rank]
-    torch.testing.assert_close(here.grad, own, rtol=0.01, atol=1e-7)
+    torch.testing.assert_close(here.grad, there.grad.chunk(4, -1)[comm.rank], rtol=0.01, atol=1e-7)
 
 
 @on_each_rank("world4")
@@ -122,8 +121,7 @@ def test_padding_idx_never_learns_and_a_frozen_table_stays_frozen() -> None:
     assert torch.equal(x, table(tokens))
     x.sum().backward()
     assert torch.equal(cut.weight.grad, vocab_checks.own_rows(table.weight.grad, Comm()))
-    frozen = nn.Embedding(5, 2).requires_grad_(False)
-    cut = VocabParallelEmbedding.from_embedding(frozen, Comm())
+    cut = VocabParallelEmbedding.from_embedding(nn.Embedding(5, 2).requires_grad_(False), Comm())
     assert not cut.weight.requires_grad and not cut(tokens).requires_grad
 
 
@@ -201,8 +199,7 @@ def test_it_runs_on_paper() -> None:
         vocab_parallel_cross_entropy(model(x), x, comm).backward()
         optimizer.step()
 
-    one = dry_run(work, ranks=8, step=0).ranks[0]
-    reduced = [event.payload_bytes for event in one.comms]
+    reduced = [event.payload_bytes for event in dry_run(work, ranks=8, step=0).ranks[0].comms]
     assert reduced == [2 * 8 * 3 * 4, 2 * 8 * 4, 2 * 2 * 8 * 4, 2 * 8 * 3 * 4]
 
 

@@ -269,15 +269,19 @@ def test_gathers_leave_ahead_and_gradients_while_backward_runs() -> None:
     assert backward[:-2] == [gather, gather, reduce, gather, made, reduce, made]
 
 
-def test_compute_in_16_bits_with_masters_in_32(world2: World) -> None:
-    def run(dtype: torch.dtype) -> tuple[Any, ...]:
+@on_each_rank("world2")
+def test_compute_in_16_bits_with_masters_in_32() -> None:
+    losses: dict[torch.dtype, list[float]] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         torch.manual_seed(0)
         module = GPT.preset("tiny")
-        predicted = ZeRO3.predict(module, 2, compute_dtype=dtype)
+        promised = [
+            ZeRO3.predict(module, 2, compute_dtype=t).bus_bytes for t in (torch.float32, dtype)
+        ]
         model = ZeRO3(module, compute_dtype=dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        seen, losses, text = set(), [], Text()
-        module.head.register_forward_pre_hook(lambda m, _: seen.add(m.weight.dtype))
+        seen, text, losses[dtype] = set(), Text(), []
+        module.head.register_forward_pre_hook(lambda m, _, seen=seen: seen.add(m.weight.dtype))
         for step in range(10):
             batch = text.batch(step, ROWS, LENGTH).slice(Comm().rank, 2)
             optimizer.zero_grad()
@@ -285,20 +289,14 @@ def test_compute_in_16_bits_with_masters_in_32(world2: World) -> None:
                 value = loss(model(batch.x).float(), batch)
                 value.backward()
             optimizer.step()
-            losses.append(value.item())
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
+            losses[dtype].append(value.item())
+        assert {p.dtype for p in model.parameters()} == {torch.float32} and seen == {dtype}
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        assert losses[dtype] == pytest.approx(losses[torch.float32], rel=0.02)
         sent = sum(event.bus_bytes for event in events)
-        return losses, held(model, optimizer, sent), predicted, seen
-
-    plain = world2.run(run, torch.float32)
-    for dtype in (torch.bfloat16, torch.float16):
-        found = world2.run(run, dtype)
-        for (losses, has, should, seen), (expected, *_) in zip(found, plain):
-            assert losses == pytest.approx(expected, rel=0.02)
-            assert seen == {dtype} and has.bus_bytes == should.bus_bytes
-        assert sum(x[1].parameter_bytes for x in found) == 4 * GPT.preset("tiny").parameter_count
-        assert should.bus_bytes == plain[0][2].bus_bytes / 2
+        assert sent == promised[1] == promised[0] * dtype.itemsize / 4
+        held_by_each = Comm().all_gather_object(held(model, optimizer).parameter_bytes)
+        assert sum(held_by_each) == 4 * GPT.preset("tiny").parameter_count
 
 
 def block_of(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
@@ -374,8 +372,7 @@ def test_whole_state_comes_out_and_goes_in() -> None:
     other = {name: torch.randn_like(x) if x.is_floating_point() else x + 1
              for name, x in state.items()}  # fmt: skip
     model.load_full_state_dict(other if is_first else None)
-    loaded = model.full_state_dict()
-    assert not is_first or difference(loaded, other) == 0
+    assert not is_first or difference(model.full_state_dict(), other) == 0
     model.load_full_state_dict(state)
     assert difference(model.full_state_dict(), state) == 0
 
@@ -429,8 +426,7 @@ def test_optimizers_that_do_not_fit_shards_are_refused() -> None:
         scaler.update()
 
     before = model.full_state_dict()
-    adafactor = torch.optim.Adafactor(model.parameters())
-    raises("Adafactor cannot be sharded", step, adafactor)
+    raises("Adafactor cannot be sharded", step, torch.optim.Adafactor(model.parameters()))
     assert difference(model.full_state_dict(), before) == 0
     step(torch.optim.Adafactor(nn.Linear(2, 2).parameters()))  # not on its shards
     step(NeedsArguments(model.parameters(), 0.1))

@@ -390,8 +390,8 @@ def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
     def step() -> None:
         tensor_parallel(around(REFUSED[name][0]()), Comm())
 
-    with pytest.raises(Exception, match="tensor_parallel cannot cut layer"):
-        dry_run(step, ranks=2, step=0)
+    words = "tensor_parallel cannot cut layer"
+    raises(words, dry_run, step, ranks=2, step=0, error=Exception)
 
 
 def test_a_dry_run_and_a_model_on_meta_are_cut() -> None:

@@ -75,10 +75,9 @@ def test_names_of_two_layers_are_refused() -> None:
     encoder, decoder = nn.Sequential(*stages()), nn.Sequential(*stages())
     cut = split(encoder, 2) + split(decoder, 2)
     for own in ([0, 2], [0], [3]):
-        with pytest.raises(ValueError, match="stages 0 and 2 have a layer called 0 each"):
-            Layers.together(cut, own)
-    with pytest.raises(ValueError, match="stages 0 and 1 have a layer called 0 each"):
-        Layers.together([Layers({"0": nn.Dropout()}), Layers({"0": nn.Dropout()})], [0])
+        raises("stages 0 and 2 have a layer called 0 each", Layers.together, cut, own)
+    dropouts = [Layers({"0": nn.Dropout()}) for _ in range(2)]
+    raises("stages 0 and 1 have a layer called 0 each", Layers.together, dropouts, [0])
     again = split(encoder, 2) + split(encoder, 2)
     assert list(Layers.together(again, [0, 2]).parameters()) == list(encoder[0].parameters())
     one = nn.Linear(4, 4)

@@ -6,6 +6,7 @@ import time
 import warnings
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,26 +21,18 @@ from small_models import difference
 from tables import raises
 from worlds import on_each_rank, world_fixture
 
-
-def small_buckets(module: nn.Module) -> DDP:
-    return DDP(module, bucket_mb=0.001)
-
-
-def no_overlap(module: nn.Module) -> DDP:
-    return DDP(module, overlap=False)
-
-
-def one_unit(module: nn.Module) -> ZeRO3:
-    return ZeRO3(module, units=lambda _: True)
-
-
-def kept_whole(module: nn.Module) -> ZeRO3:
-    return ZeRO3(module, units=lambda _: True, persist_below=100)
-
-
-REPLICAS: list[Any] = [NaiveDDP, DDP, small_buckets, no_overlap]
-WRAPPERS = {wrap.__name__: wrap for wrap in [*REPLICAS, ParameterServer, one_unit, kept_whole]}
-replicas = pytest.mark.parametrize("strategy", REPLICAS, ids=lambda one: one.__name__)
+REPLICAS: dict[str, Any] = {
+    "NaiveDDP": NaiveDDP,
+    "DDP": DDP,
+    "small buckets": partial(DDP, bucket_mb=0.001),
+    "no overlap": partial(DDP, overlap=False),
+}
+ZERO_3 = {
+    "one unit": partial(ZeRO3, units=lambda _: True),
+    "kept whole": partial(ZeRO3, units=lambda _: True, persist_below=100),
+}
+WRAPPERS = {**REPLICAS, "ParameterServer": ParameterServer, **ZERO_3}
+replicas = pytest.mark.parametrize("strategy", REPLICAS)
 both = pytest.mark.parametrize("strategy", [NaiveDDP, DDP])
 every = pytest.mark.parametrize("strategy", [*WRAPPERS, "zero-1", "zero-2"])
 world = world_fixture(sizes=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)], timeout_s=20)
@@ -47,8 +40,8 @@ world = world_fixture(sizes=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)], 
 
 @replicas
 @pytest.mark.parametrize("case", CASES)
-def test_weights_equal_single_process_training(world: World, strategy: Any, case: str) -> None:
-    check_equal_to_single(world, strategy, case)
+def test_weights_equal_single_process_training(world: World, strategy: str, case: str) -> None:
+    check_equal_to_single(world, REPLICAS[strategy], case)
 
 
 @pytest.mark.slow
@@ -100,8 +93,7 @@ def check_accumulation(strategy: str, held_back: int) -> None:
 
 @every
 def test_accumulation_is_the_sum_of_means(world2: World, strategy: str) -> None:
-    has_no_sync = WRAPPERS.get(strategy) not in (one_unit, kept_whole)
-    for held_back in (0, 3) if has_no_sync else (0,):
+    for held_back in (0,) if strategy in ZERO_3 else (0, 3):  # which has no `no_sync`
         world2.run(check_accumulation, strategy, held_back)
 
 
@@ -185,7 +177,7 @@ def test_what_cannot_be_trained_is_refused(strategy: str) -> None:
     model, optimizer = wrap(module)
     owner = type(optimizer if model is module else model).__name__
     raises((f"0.weight belongs to a {owner} already",), wrap, nn.Sequential(module))
-    if WRAPPERS.get(strategy) not in (one_unit, kept_whole):
+    if strategy not in ZERO_3:
         raises("sparse=False", sparse, error=(TypeError, ValueError))
 
 
@@ -216,7 +208,7 @@ def test_eval_and_no_grad_forwards_send_nothing() -> None:
 
 @replicas
 @on_each_rank("world4")
-def test_a_gradient_of_zero_is_not_taken_for_unused(strategy: Any) -> None:
+def test_a_gradient_of_zero_is_not_taken_for_unused(strategy: str) -> None:
     """Of rank 0 alone: -0.0 in every place; and the smallest fp16 number below zero, which divided
     by 4 ranks is -0.0."""
     for dtype, factors, expected in (
@@ -224,7 +216,7 @@ def test_a_gradient_of_zero_is_not_taken_for_unused(strategy: Any) -> None:
         (torch.float16, [-6e-8, 1.0], [0.0, 0.25]),
     ):
         module, other = (nn.Linear(2, 1, bias=False, dtype=dtype) for _ in range(2))
-        model = strategy(nn.ModuleList([module, other]))
+        model = REPLICAS[strategy](nn.ModuleList([module, other]))
         value = other(torch.ones(1, 2, dtype=dtype)).sum()
         if Comm().rank == 0:
             value = value + (module.weight * torch.tensor([factors], dtype=dtype)).sum()
@@ -264,7 +256,7 @@ def test_buckets_leave_while_backward_still_runs() -> None:
 
 @replicas
 @on_each_rank("world2")
-def test_replicas_start_as_rank_0s(strategy: Any) -> None:
+def test_replicas_start_as_rank_0s(strategy: str) -> None:
     """From the moment of wrapping: before any forward."""
 
     def made(seed: int) -> nn.Module:
@@ -272,7 +264,7 @@ def test_replicas_start_as_rank_0s(strategy: Any) -> None:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
     module = made(Comm().rank)
-    strategy(module)
+    REPLICAS[strategy](module)
     assert difference(module.state_dict(), made(0).state_dict()) == 0
 
 

@@ -66,9 +66,7 @@ def test_tensor_parallel_ranks_clip_as_a_single_process(
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
-def test_on_a_mesh_every_strategy_clips_as_a_single_process(
-    world4: World, strategy: str, scaled: bool
-) -> None:
+def test_every_strategy_clips_as_one_process(world4: World, strategy: str, scaled: bool) -> None:
     for norm_type in NORMS:
         for far in world4.run(clipped_step, strategy, DP_TP, norm_type, 0.01, scaled):
             assert max(far) < AGREE
@@ -105,9 +103,7 @@ def with_gradients(model: nn.Module, like: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("strategy", ["masters", "zero-1", "zero-2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @on_each_rank("world4")
-def test_gradients_in_16_bits_are_clipped_by_the_norm_of_all(
-    strategy: str, dtype: torch.dtype
-) -> None:
+def test_16_bit_gradients_are_clipped_by_the_norm_of_all(strategy: str, dtype: torch.dtype) -> None:
     mesh = Mesh(**DP_TP)
     for norm_type in NORMS:
         model, optimizer = built(strategy, mesh, SGD, dtype=dtype)

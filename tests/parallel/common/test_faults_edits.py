@@ -51,9 +51,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def run(
-    region: Callable[..., Any], model: nn.Module, x: Tensor, around: Any = None
-) -> list[Tensor]:
+def run(region: Any, model: nn.Module, x: Tensor, around: Any = None) -> list[Tensor]:
     """The output and all gradients; backward runs outside of the region."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_()
     with region():
@@ -195,9 +193,7 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @on_each_rank("world")
-def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
-    dtype: torch.dtype, op: Any, sizes: tuple[int, ...]
-) -> None:
+def test_a_reduction_that_torch_lacks_is_refused(dtype: torch.dtype, op: Any, sizes: Any) -> None:
     for numel in sizes:
         x = torch.ones(numel).to(dtype)
         raises((f"torch knows no {op} of {dtype}; convert it first",), Comm().all_reduce, x, op)

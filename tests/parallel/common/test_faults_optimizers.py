@@ -157,9 +157,7 @@ def test_the_parameters_of_a_pipeline_are_clipped_by_the_norm_of_all_stages(shar
 
 @stages
 @on_each_rank("world")
-def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float32(
-    stage: int,
-) -> None:
+def test_after_unscale_bf16_gradients_are_clipped_in_float32(stage: int) -> None:
     def run(by: str) -> torch.Tensor:
         model = fresh(dtype=torch.bfloat16)
         optimizer = ZeroOptimizer(model.parameters(), SGD, stage, lr=0.1)
@@ -288,9 +286,7 @@ DROPS: dict[str, Callable[[Any, Any], None]] = {
 @pytest.mark.parametrize("quiet", [False, True], ids=["", "no_sync"])
 @pytest.mark.parametrize("drop", DROPS)
 @on_each_rank("world")
-def test_gradients_dropped_between_backwards_are_dropped(
-    stage: int, quiet: bool, drop: str
-) -> None:
+def test_gradients_dropped_between_backwards_are_gone(stage: int, quiet: bool, drop: str) -> None:
     pair = both(stage, weight_decay=0.1, lr=0.1)
     for model, optimizer, rows in pair:
         no_sync = getattr(optimizer, "no_sync", nullcontext)
@@ -382,9 +378,7 @@ def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_paramete
 
 
 @on_each_rank("pair")
-def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_without_state_of_a_trained_parameter_is_refused(tmp_path: Path) -> None:
     model = DDP(fresh())
     labkit.save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
     other = DDP(fresh().requires_grad_(True))

@@ -60,9 +60,7 @@ def test_harder_models_too(changes: dict[str, Any], recompute: bool) -> None:
 @pytest.mark.parametrize("how", ["bf16", "autocast"])
 @pytest.mark.parametrize("strategy", ["zero-1", "zero-3", "masters"])
 @on_each_rank("world4")
-def test_what_is_whole_on_all_tensor_ranks_stays_the_same_to_the_bit(
-    strategy: str, how: str
-) -> None:
+def test_what_tensor_ranks_have_whole_stays_the_same_to_the_bit(strategy: str, how: str) -> None:
     """In 16 bits, where no single process has the same sums; but the tensor ranks have."""
     mesh = Mesh(dp=2, tp=2)
     model = gpt().to(torch.bfloat16 if how == "bf16" else torch.float32)

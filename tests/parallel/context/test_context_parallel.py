@@ -29,9 +29,7 @@ SIZES = [1, 2, 3, 4]
 
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("way", WAYS)
-def test_values_and_gradients_are_those_of_full_attention(
-    worlds: Any, way: str, ranks: int
-) -> None:
+def test_values_and_gradients_equal_full_attention(worlds: Any, way: str, ranks: int) -> None:
     worlds(ranks).run(checks.attention_is_exact, way, 12, 12, 48)
     worlds(ranks).run(checks.attention_is_exact, way, 24, 12, 24, strided=False)
     worlds(ranks).run(checks.attention_is_exact, way, 12, 12, 2 * ranks)  # a chunk is one token
@@ -70,9 +68,7 @@ def test_products_inside_a_region_of_autocast_are_fp32() -> None:
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
-def test_weights_are_those_of_a_single_process(
-    worlds: Any, recompute: str | None, way: str, ranks: int
-) -> None:
+def test_weights_equal_one_process(worlds: Any, recompute: Any, way: str, ranks: int) -> None:
     worlds(ranks).run(checks.training_equals_one_process, way, "ddp", recompute=recompute)
 
 

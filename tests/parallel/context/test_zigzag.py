@@ -57,9 +57,7 @@ def test_a_shard_has_a_gradient() -> None:
 
 
 @cases((10, 2, "8 or 12"), (3, 4, "8 or 16"), (0, 2, "4 or 8"))
-def test_a_length_that_does_not_split_gets_one_that_does(
-    length: int, ranks: int, would: str
-) -> None:
+def test_a_length_that_does_not_split_is_refused(length: int, ranks: int, would: str) -> None:
     words = f"{length} tokens do.* {2 * ranks} equal.*{would}"
     raises(words, sequence_shard, torch.zeros(1, length), of(0, ranks))
     raises(words, positions_of, length, of(0, ranks))

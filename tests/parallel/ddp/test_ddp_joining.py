@@ -22,9 +22,7 @@ from worlds import on_each_rank
     ([2, 2, 2], False, {}),
 )
 @on_each_rank("world3")
-def test_weights_equal_a_single_process_with_the_same_ranks_data(
-    steps: list[int], divide_by_active: bool, how: dict[str, Any]
-) -> None:
+def test_weights_equal_one_process(steps: list[int], divide_by_active: bool, how: Any) -> None:
     ddp_checks.ranks_whose_data_ends_join(DDP, steps, divide_by_active, **how)
 
 

@@ -1,7 +1,7 @@
 """The asynchronous parameter server: one process replays its updates to the same weights."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,10 +29,7 @@ def backward(model: nn.Module, worker: int, step: int) -> None:
 
 
 def trained(
-    server: Callable[..., AsyncParameterServer],
-    optimizer: str,
-    pauses_s: Sequence[float] = (0, 0, 0, 0),
-    **asked: Any,
+    server: Any, optimizer: str, pauses_s: Sequence[float] = (0, 0, 0, 0), **asked: Any
 ) -> tuple[list[Update], dict[str, torch.Tensor], bool, int]:
     """On a rank: all updates, the weights at the end, whether it has the optimizer, bytes sent."""
     comm = Comm()
@@ -74,9 +71,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: x.detach().clone() for name, x in model.state_dict().items()}
 
 
-def check_stale_training(
-    world: World, server: Callable[..., AsyncParameterServer], optimizer: str, **asked: Any
-) -> list[Update]:
+def check_stale_training(world: World, server: Any, optimizer: str, **asked: Any) -> list[Update]:
     runs = world.run(trained, server, optimizer, **asked)
     updates = runs[0][0]
     workers = world.size - 1
@@ -99,9 +94,7 @@ ROUND = [1, 2, 3] * STEPS
     "optimizer",
     [pytest.param(x, marks=() if x == "adamw" else pytest.mark.slow) for x in OPTIMIZERS],
 )
-def test_in_a_given_order_it_equals_the_oracle_and_has_the_staleness_of_that_order(
-    world: World, optimizer: str
-) -> None:
+def test_updates_in_a_given_order_equal_the_oracle(world: World, optimizer: str) -> None:
     """In turns, a gradient is as stale as there are other workers; the first all have version 0."""
     updates = check_stale_training(world, AsyncParameterServer, optimizer, order=ROUND)
     assert [x.worker for x in updates] == ROUND
@@ -130,9 +123,7 @@ def test_a_bound_is_never_exceeded(world: World, bound: int) -> None:
     check_bound(world, AsyncParameterServer, bound, pauses_s=(0, 0, 0, 0.1))
 
 
-def check_bound(
-    world: World, server: Callable[..., AsyncParameterServer], bound: int, **asked: Any
-) -> None:
+def check_bound(world: World, server: Any, bound: int, **asked: Any) -> None:
     updates = check_stale_training(world, server, "sgd", max_staleness=bound, **asked)
     steps = dict.fromkeys((1, 2, 3), 0)
     for update in updates:

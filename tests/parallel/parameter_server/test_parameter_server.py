@@ -32,11 +32,7 @@ def served(server: Any = ParameterServer) -> Strategy:
 
     def predict(module: nn.Module, size: int, rank: int) -> Footprint:
         mean, here = ParameterServer.predict(module, size), size * (rank == 0)
-        return replace(
-            mean,
-            gradient_bytes=mean.gradient_bytes * here,
-            optimizer_bytes=mean.optimizer_bytes * here,
-        )
+        return replace(mean, **{name: getattr(mean, name) * here for name in sharded})
 
     sharded = ("gradient_bytes", "optimizer_bytes")
     return Strategy(wrap, optimizer, predict, sharded, first_agrees=False)
@@ -51,9 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "optimizer"), CASES, ids=lambda x: x)
-def test_it_equals_a_single_process_in_weights_bytes_and_memory(
-    world: World, case: str, optimizer: str
-) -> None:
+def test_weights_bytes_and_memory_are_right(world: World, case: str, optimizer: str) -> None:
     runs, n = check_equal_to_single(world, served(), case, optimizer), world.size
     assert all(run.held.gradient_bytes + run.held.optimizer_bytes == 0 for run in runs[1:])
     bus_bytes = ParameterServer.predict(MODELS[case]().double(), n).bus_bytes

@@ -45,9 +45,7 @@ def of_two(**how: Any) -> tuple[Mesh, Pipeline, Tensor]:
      ("optimizer", False, float("inf"))],
 )  # fmt: skip
 @on_each_rank("world4")
-def test_gradients_are_clipped_by_the_norm_of_all_stages(
-    how: str, tied: bool, norm_type: float
-) -> None:
+def test_clipping_is_by_the_norm_of_all_stages(how: str, tied: bool, norm_type: float) -> None:
     """By the pipeline and by an optimizer, which knows one stage; a tied parameter counts once."""
     whole = cases.gpt(2, tied=tied)
     cases.tokens_loss(whole(tokens()), tokens()).backward()

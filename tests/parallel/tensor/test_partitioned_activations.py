@@ -57,9 +57,7 @@ def with_and_without() -> int:
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_trains_to_the_bit_as_without_and_gathers_each_input_once(
-    worlds: Any, size: int
-) -> None:
+def test_it_trains_as_without_and_gathers_each_input_once(worlds: Any, size: int) -> None:
     assert worlds(size).run(with_and_without) == [(size - 1) * DEPTH * X] * size
 
 

@@ -89,9 +89,7 @@ def check_masks(world: World, way: str) -> list[Masks]:
 
 @ways
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_single_process_with_the_ranks_masks_trains_to_the_same_weights(
-    world2: World, world3: World, size: int, way: str
-) -> None:
+def test_one_process_with_the_same_masks(world2: World, world3: World, size: int, way: str) -> None:
     masks = check_masks({2: world2, 3: world3}[size], way)
     dropped = torch.cat([mask.flatten() for one in masks[0].values() for mask in one])
     assert abs(dropped.double().mean() - 0.8) < 0.01

@@ -147,9 +147,7 @@ def test_a_model_starts_as_rank_0s() -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_input_gradient_travels_while_the_weights_is_computed(
-    world2: World, sequence: bool
-) -> None:
+def test_the_input_gradient_travels_during_compute(world2: World, sequence: bool) -> None:
     contract.check_overlap(world2, sequence)
 
 
@@ -240,9 +238,8 @@ def test_heads_that_do_not_divide() -> None:
 def test_what_cannot_be_cut() -> None:
     model, whole = tensor_parallel(model_of(), Comm()), nn.Sequential(nn.Linear(2, 2))
     raises(("blocks.0.attn.q is cut over 2 ranks already",), tensor_parallel, model, Comm())
-    raises(
-        "Sequential has nothing that tensor_parallel knows to cut", tensor_parallel, whole, Comm()
-    )
+    words = "Sequential has nothing that tensor_parallel knows to cut"
+    raises(words, tensor_parallel, whole, Comm())
     model = tensor_parallel(model_of(), Comm(), sequence=True)
     words = "11 long, which does not divide over 2 ranks.*10 or 12"
     raises(words, model, torch.zeros(2, 11, dtype=torch.long))

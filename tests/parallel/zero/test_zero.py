@@ -40,9 +40,7 @@ NAMES = [one if one == "adamw" else pytest.param(one, marks=slow) for one in OPT
 @pytest.mark.parametrize("optimizer", NAMES)
 @pytest.mark.parametrize("case", CASES)
 @stages
-def test_weights_equal_single_process_training(
-    world: World, stage: int, case: str, optimizer: str
-) -> None:
+def test_weights_equal_one_process(world: World, stage: int, case: str, optimizer: str) -> None:
     check_equal_to_single(world, zero(stage), case, optimizer)
 
 
@@ -353,9 +351,7 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
 @stages
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_each_rank("world2")
-def test_a_second_backward_after_a_step_is_refused_as_after_any_optimizer(
-    stage: int, dtype: torch.dtype
-) -> None:
+def test_a_second_backward_after_a_step_is_refused(stage: int, dtype: torch.dtype) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(dtype)
     optimizer = ZeroOptimizer(module.parameters(), SGD, stage, lr=0.1)
     value = module(torch.ones(1, 2, dtype=dtype)).sum()

@@ -97,9 +97,7 @@ def test_the_same_route_on_all_ranks_may_change_from_step_to_step() -> None:
         route([[number], [number]], "training")
 
 
-def alike(
-    block: Any, q: torch.Tensor, k: torch.Tensor, box: list[torch.Tensor], deep: dict[str, Any]
-) -> torch.Tensor:
+def alike(block: Any, q: Any, k: Any, box: list[Any], deep: dict[str, Any]) -> torch.Tensor:
     pair, inner = deep["pair"]
     factor = 1 if q is k and q is box[0] and q is pair and q is inner[0] else 100
     return q * block.weight * factor
@@ -304,9 +302,7 @@ def gradients(**options: Any) -> tuple[ZeRO3, nn.Module]:
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @on_each_rank("pair")
-def test_torchs_clipping_by_norm_is_refused_before_it_changes_anything(
-    foreach: bool | None,
-) -> None:
+def test_torchs_clipping_by_norm_is_refused_before_any_change(foreach: bool | None) -> None:
     model, _ = gradients()
     parameters, norm_of = list(model.parameters()), nn.utils.get_total_norm
     before = [p.grad.clone() for p in parameters]

@@ -55,10 +55,8 @@ def clipped_step(
 
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_tensor_parallel_ranks_clip_as_a_single_process(
-    world2: World, world3: World, world4: World, size: int, norm_type: float
-) -> None:
-    world = {2: world2, 3: world3, 4: world4}[size]
+def test_tensor_ranks_clip_as_one_process(request: Any, size: int, norm_type: float) -> None:
+    world = request.getfixturevalue(f"world{size}")
     for max_norm in (0.01, 100.0):
         for far in world.run(clipped_step, "plain", {"dp": 1, "tp": size}, norm_type, max_norm):
             assert max(far) < AGREE

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import DDP, Comm, Mesh, NaiveDDP, World, ZeRO3, ZeroOptimizer, full_state_dict
+from labkit import DDP, Comm, Mesh, NaiveDDP, ZeRO3, ZeroOptimizer, full_state_dict
 from labkit.parallel.common import ownership
 from labkit.parallel.common.clipping import comms_of
 from labkit.parallel.common.ownership import claim, marks_of
@@ -28,21 +28,20 @@ from worlds import on_each_rank
 AGREE = 1e-10
 
 
+@dataclass(frozen=True)
 class Ranks:
     """As much of a Comm as a mark is asked for."""
 
-    def __init__(self, *ranks: int):
-        self.ranks, self.rank, self.size = ranks, 0, len(ranks)
+    ranks: tuple[int, ...]
+    rank = 0
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranks) and self.ranks == other.ranks
-
-    def __hash__(self) -> int:
-        return hash(self.ranks)
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 def layer(*ranks: int) -> tuple[nn.Linear, Shard]:
-    module, shard = nn.Linear(3, 4), Shard(Ranks(*ranks), 0, 4, 7, 8)
+    module, shard = nn.Linear(3, 4), Shard(Ranks(ranks), 0, 4, 7, 8)
     mark_shard(module.weight, shard)
     return module, shard
 
@@ -113,7 +112,7 @@ class Expert(CopiedMark):
 
 def test_a_mark_of_a_third_kind_is_checked_described_and_copied_as_the_others() -> None:
     module, shard = layer(2, 3)
-    sequence, expert = SequenceParts(Ranks(2, 3)), Expert(Ranks(0, 1))
+    sequence, expert = SequenceParts(Ranks((2, 3))), Expert(Ranks((0, 1)))
     for mark in (expert, sequence):
         mark.attach_to(module.weight)
     described = "w [4, 3] float32, 4:7 of 8 along dim 0, an expert's"
@@ -125,15 +124,15 @@ def test_a_mark_of_a_third_kind_is_checked_described_and_copied_as_the_others() 
     assert marks_of(marked_as(module.bias, torch.zeros(2))) == []
     expert.attach_to(module.bias)
     words = "bias is of an expert over ranks (0, 1)"
-    raises((words,), ownership.check_same_on_all_ranks, [("bias", module.bias)], Ranks(0))
+    raises((words,), ownership.check_same_on_all_ranks, [("bias", module.bias)], Ranks((0,)))
 
 
 def test_all_that_share_a_sequence_are_to_be_averaged() -> None:
-    mark = SequenceParts(Ranks(0, 1))
+    mark = SequenceParts(Ranks((0, 1)))
     for ranks in ((0,), (0, 2), (1, 2, 3)):
         words = r'bias is used by ranks \[0, 1\].*mesh\["dp", "cp"\]'
-        raises(words, mark.check, "bias", Ranks(*ranks), averaged=True)
-    mark.check("bias", Ranks(0, 1, 4, 5), averaged=True)
+        raises(words, mark.check, "bias", Ranks(ranks), averaged=True)
+    mark.check("bias", Ranks((0, 1, 4, 5)), averaged=True)
 
 
 def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
@@ -143,7 +142,7 @@ def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
 
 
 def test_a_mark_that_cannot_be_is_refused() -> None:
-    comm: Comm = Ranks(0, 1)
+    comm: Comm = Ranks((0, 1))
     for dim, start, stop, whole in [(0, 3, 2, 4), (0, 0, 5, 4), (-1, 0, 2, 4), (0, -1, 2, 4)]:
         raises("start:stop of 0:whole", Shard, comm, dim, start, stop, whole)
     for shard in (Shard(comm, 0, 0, 5, 8), Shard(comm, 2, 0, 1, 8)):
@@ -153,8 +152,8 @@ def test_a_mark_that_cannot_be_is_refused() -> None:
 def test_ranks_with_different_shards_are_not_replicas() -> None:
     _, shard = layer(0, 1)
     words = r"weight is cut over ranks \[0, 1\].*DDP\(model, mesh.dp"
-    raises(words, shard.check, "weight", Ranks(0, 1, 2), averaged=True)
-    shard.check("weight", Ranks(0, 2), averaged=True)
+    raises(words, shard.check, "weight", Ranks((0, 1, 2)), averaged=True)
+    shard.check("weight", Ranks((0, 2)), averaged=True)
 
 
 @on_each_rank("world4")
@@ -171,7 +170,7 @@ def test_a_strategy_over_the_tensor_ranks_is_refused() -> None:
 @on_each_rank("world2")
 def test_replicas_with_other_parts_are_found() -> None:
     rank, module = Comm().rank, nn.Linear(3, 4)
-    mark_shard(module.weight, Shard(Ranks(rank), 0, 4 * rank, 4 * rank + 4, 8))
+    mark_shard(module.weight, Shard(Ranks((rank,)), 0, 4 * rank, 4 * rank + 4, 8))
     raises("0:4 of 8 along dim 0 on rank 0 and .*4:8 of 8", DDP, module)
 
 
@@ -189,16 +188,16 @@ def check_as_single(strategy: str, axes: dict[str, int]) -> None:
     assert difference(whole_of(model), single.state_dict()) < AGREE
 
 
-def test_the_hand_cut_model_is_the_whole_one(world3: World) -> None:
-    world3.run(check_as_single, "plain", {"dp": 1, "tp": 3})
+SHARDED = [name for name in STRATEGIES if name != "plain"]
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "plain"])
-def test_tensor_parallel_replicas_train_as_a_single_process(world4: World, strategy: str) -> None:
-    world4.run(check_as_single, strategy, {"dp": 2, "tp": 2})
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3"])
-def test_three_replicas_of_one_shard(world3: World, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "dp", "tp"),
+    [("plain", 1, 3), *((name, 2, 2) for name in SHARDED),
+     *((name, 3, 1) for name in ("ddp", "zero-2", "zero-3"))],
+)  # fmt: skip
+def test_a_cut_model_trains_as_a_single_process(
+    request: Any, strategy: str, dp: int, tp: int
+) -> None:
     """A tensor axis of one rank is the same code path."""
-    world3.run(check_as_single, strategy, {"dp": 3, "tp": 1})
+    request.getfixturevalue(f"world{dp * tp}").run(check_as_single, strategy, {"dp": dp, "tp": tp})

@@ -12,7 +12,6 @@ from labkit import DDP, GPT, Comm, Mesh, NaiveDDP, World, ZeRO3, ZeroOptimizer, 
 from labkit.parallel.common.ownership import marks_of
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.context.context_parallel import SequenceParts
-from labkit.parallel.context.zigzag import sequence_shard
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from tables import raises
 from worlds import on_each_rank
@@ -77,19 +76,3 @@ def test_sequences_are_cut_beside_heads_or_rows(world4: World, way: str) -> None
     world4.run(training_equals_one_process, way, axes=heads, tensor={})
     world4.run(training_equals_one_process, way, axes=heads, tensor=sequence, tensor_first=True)
     world4.run(training_equals_one_process, way, axes=rows, tensor={})
-
-
-@on_each_rank("world4")
-def test_averaged_over_too_few_the_replicas_would_come_apart() -> None:
-    """What the refusal is for: without the mark, nothing else stops it."""
-    mesh = Mesh(dp=2, cp=2)
-    model: Any = context_parallel(gpt(), mesh.cp)
-    for p in model.parameters():
-        vars(p).pop("_labkit_sequence")
-    wrapped = DDP(model, mesh.dp)
-    x = sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
-    wrapped(x).square().mean().backward()
-    grad = model.head.weight.grad
-    others = [torch.empty_like(grad) for _ in range(2)]
-    mesh.cp.all_gather(others, grad)
-    assert float((others[0] - others[1]).abs().max()) > 1e-6

@@ -29,13 +29,9 @@ def test_every_schedule_is_as_one_process(world4: World, names: list[str]) -> No
         assert count == sum(len(cases.admissible(name, n)) for name in names for n in sizes)
 
 
-@on_each_rank("world3")
-def test_a_schedule_of_each_kind_is_as_one_process() -> None:
-    for name, m in (("1f1b", 4), ("interleaved", 3), ("zb-h1", 4)):
-        cases.equals_one_process([3], [name], ms=[m])
-
-
 ON_THREE_RANKS: list[tuple[Any, ...]] = [
+    *((cases.equals_one_process, [3], [name], [m])
+      for name, m in (("1f1b", 4), ("interleaved", 3), ("zb-h1", 4))),
     *((cases.a_gpt_with_a_tied_embedding, 3, name, 6) for name in ("1f1b", "interleaved", "zb-h1")),
     (cases.a_gpt_with_a_tied_embedding, 3, "zb-h1", 4, True),
     (cases.a_gpt_with_a_tied_embedding, 2, "1f1b", 3, True),

@@ -1,5 +1,6 @@
 """Models other than labkit.GPT under tensor and context parallelism: right, or refused."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -211,19 +212,11 @@ def test_targets_that_differ_are_found(world2: World) -> None:
     raises("the tensor of targets differs(.|\n)*the same batch", world2.run, run, error=RankError)
 
 
-class Elsewhere:
-    """As much of a generator as is asked for, of a device that a test may not have."""
-
-    def __init__(self, device: str, state: int) -> None:
-        self.device, self.state = torch.device(device), torch.tensor([state])
-
-    def get_state(self) -> Tensor:
-        return self.state
-
-
 def test_random_states_of_the_models_device_are_compared(world2: World) -> None:
     def run(device: str) -> None:
-        here = [torch.default_generator, Elsewhere(device, Comm().rank)]
+        state = torch.tensor([Comm().rank])
+        other = SimpleNamespace(device=torch.device(device), get_state=lambda: state)
+        here = [torch.default_generator, other]
         with patch.object(tensor_checks, "generators", lambda: here):
             tensor_checks.check_same_input(Comm(), False, mlp().to("meta"), (), {})
 

@@ -11,6 +11,7 @@ from labkit import loss as loss_of
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from shard_cases import ADAM, STRATEGIES, whole_of
 from small_models import difference
+from tables import cases
 from tensor_contract import model_of
 from worlds import on_each_rank
 
@@ -41,9 +42,7 @@ def train(model: Any, optimizer: Any, mesh: Mesh | None, low: bool = False) -> l
     return norms
 
 
-@pytest.mark.parametrize(
-    ("changes", "recompute"), [({"tied": False}, False), ({"kv_heads": 2}, False), ({}, True)]
-)
+@cases(({"tied": False}, False), ({"kv_heads": 2}, False), ({}, True))
 @on_each_rank("world4")
 def test_harder_models_too(changes: dict[str, Any], recompute: bool) -> None:
     alone, mesh = gpt(**changes), Mesh(dp=2, tp=2)

@@ -88,12 +88,10 @@ def check_stale_training(world: World, server: Any, optimizer: str, **asked: Any
 
 world = world_fixture(4, backend="gloo", timeout_s=20)
 ROUND = [1, 2, 3] * STEPS
+NAMES = [pytest.param(x, marks=() if x == "adamw" else pytest.mark.slow) for x in OPTIMIZERS]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(x, marks=() if x == "adamw" else pytest.mark.slow) for x in OPTIMIZERS],
-)
+@pytest.mark.parametrize("optimizer", NAMES)
 def test_updates_in_a_given_order_equal_the_oracle(world: World, optimizer: str) -> None:
     """In turns, a gradient is as stale as there are other workers; the first all have version 0."""
     updates = check_stale_training(world, AsyncParameterServer, optimizer, order=ROUND)

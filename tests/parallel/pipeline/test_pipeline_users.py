@@ -195,10 +195,6 @@ def backward_is_outside_of_autocast() -> None:
                 assert off <= 1e-5, (name, region, again, n)
 
 
-def test_backward_is_outside_of_autocast(world2: World) -> None:
-    world2.run(backward_is_outside_of_autocast)
-
-
 def a_stage_in_ddp_is_entered_once() -> None:
     """Computed again, it sends as many gradients, and copies no buffers within backward."""
     mesh, counts = Mesh(pp=1, dp=2), []
@@ -221,8 +217,9 @@ def a_stage_in_ddp_is_entered_once() -> None:
     assert counts[0] == counts[2] and counts[1] == counts[3], counts
 
 
-def test_a_stage_in_ddp_is_entered_once(world2: World) -> None:
-    world2.run(a_stage_in_ddp_is_entered_once)
+@pytest.mark.parametrize("check", [backward_is_outside_of_autocast, a_stage_in_ddp_is_entered_once])
+def test_what_a_stage_does_in_backward(world2: World, check: Any) -> None:
+    world2.run(check)
 
 
 @on_each_rank("world2")

@@ -62,11 +62,6 @@ def a_gpt_has_the_same_bits(axes: dict[str, int]) -> None:
     assert_same_bits(lambda: gpt_on(mesh), mesh, tokens(), tokens_loss, **how)
 
 
-@pytest.mark.parametrize("axes", SHAPES, ids=str)
-def test_a_gpt_has_the_same_weights_to_the_bit(six: World, axes: dict[str, int]) -> None:
-    six.run(a_gpt_has_the_same_bits, axes)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("pipedream", 1)]
@@ -169,8 +164,9 @@ def sends_its_part(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
-def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World, axes: dict[str, int]) -> None:
-    six.run(sends_its_part, axes)
+@pytest.mark.parametrize("check", [a_gpt_has_the_same_bits, sends_its_part])
+def test_a_gpt_in_parts(six: World, check: Any, axes: dict[str, int]) -> None:
+    six.run(check, axes)
 
 
 @on_each_rank("six")

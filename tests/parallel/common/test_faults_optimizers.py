@@ -13,6 +13,7 @@ from torch import nn
 
 import labkit
 from labkit import DDP, Comm, MasterWeights, World, ZeRO3, ZeroOptimizer, clip_grad_norm
+from labkit.parallel.common.sharder import full_state_dict
 from shard_cases import optimizer_of, wrapped
 from small_models import Custom, difference
 from tables import raises
@@ -56,13 +57,8 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = model.full_state_dict() if isinstance(model, ZeRO3) else model.state_dict()
-    return {name.removeprefix("module."): x for name, x in state.items()}
-
-
 def check_equal(model: nn.Module, oracle: nn.Module, atol: float = 1e-10) -> None:
-    assert difference(state_of(model), oracle.state_dict()) <= atol
+    assert difference(full_state_dict(model), oracle.state_dict()) <= atol
 
 
 def built(strategy: str) -> tuple[nn.Module, Any]:
@@ -374,7 +370,7 @@ def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_paramete
     labkit.load_checkpoint(tmp_path, other, resumed)
     assert resumed.param_groups[0]["lr"] == 0.1
     train(other, resumed)
-    assert difference(state_of(model), state_of(other)) == 0
+    assert difference(full_state_dict(model), full_state_dict(other)) == 0
 
 
 @on_each_rank("pair")

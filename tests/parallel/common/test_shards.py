@@ -3,7 +3,6 @@
 import copy
 import pickle
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_a_mark_keeps_no_parameter_alive() -> None:
         assert gone() is None
 
 
-TRAVELS: dict[str, Callable[[Any], Any]] = {
+TRAVELS = {
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "torch.save": saved,
     "cloudpickle": lambda x: pickle.loads(cloudpickle.dumps(x)),

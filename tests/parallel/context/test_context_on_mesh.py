@@ -1,7 +1,6 @@
 """Context beside data and tensor parallelism: which ranks average, what is refused."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tables import raises
 from worlds import on_each_rank
 
 VOCAB, LENGTH = 31, 16
-STRATEGIES: list[Callable[[Any, Comm], Any]] = [
+STRATEGIES = [
     DDP,
     NaiveDDP,
     ZeRO3,

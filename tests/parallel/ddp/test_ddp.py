@@ -1,6 +1,5 @@
 """DDP to production strength: order of buckets, static graph, hooks, accumulation, bad input."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +25,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_ddp(world2: World, check: Callable[[Any], None]) -> None:
+def test_ddp(world2: World, check: Any) -> None:
     world2.run(check, DDP)
 
 

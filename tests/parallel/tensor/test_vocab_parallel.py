@@ -1,7 +1,6 @@
 """The vocabulary cut over 1 to 4 ranks, also where it does not divide: embedding, head and loss."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ CHECKS = [
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("check", CHECKS)
-def test_it_is_torchs(world: World, check: Callable[[Any, int], None], vocab: int) -> None:
+def test_it_is_torchs(world: World, check: Any, vocab: int) -> None:
     world.run(check, layers, vocab)
 
 
@@ -224,5 +223,5 @@ def cut_table(comm: Comm, **how: Any) -> VocabParallelEmbedding:
     (lambda c: cut_table(c, sparse=True), "sparse=True"),
 )
 @on_each_rank("world2")
-def test_bad_input_is_refused(wrong: Callable[[Comm], Any], words: str) -> None:
+def test_bad_input_is_refused(wrong: Any, words: str) -> None:
     raises((words,), wrong, Comm())

@@ -72,7 +72,6 @@ def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False)
 
 
 def saved(x: Any) -> Any:
-    """Through `torch.save` and `torch.load`."""
     torch.save(x, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=False)

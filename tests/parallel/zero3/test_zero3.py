@@ -236,8 +236,6 @@ def test_parameters_kept_whole_do_not_count_as_gathered() -> None:
 
 @on_each_rank("world2")
 def test_gathers_leave_ahead_and_gradients_while_backward_runs() -> None:
-    """By the order of events."""
-
     def run(prefetch: int) -> tuple[list[str], list[str]]:
         happened: list[tuple[float, str]] = []
 

@@ -297,40 +297,26 @@ def test_compute_in_16_bits_with_masters_in_32() -> None:
         assert sum(held_by_each) == 4 * GPT.preset("tiny").parameter_count
 
 
-def block_of(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[], nn.Module]:
-    return lambda: Custom(forward, **{name: make() for name, make in parts.items()})
-
-
 def layer() -> nn.Module:
     return nn.Linear(8, 8)
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "Adapter": block_of(  # LoRA: a frozen matrix beside two small ones that are trained
-        lambda m, x: torch.tanh(m.base(x) + m.up(m.down(x))),
-        base=lambda: layer().requires_grad_(False),
-        down=lambda: nn.Linear(8, 2, bias=False),
-        up=lambda: nn.Linear(2, 8, bias=False),
-    ),
-    "FrozenNorm": block_of(
+    "Adapter": lambda: Custom(  # LoRA: a frozen matrix beside two small ones that are trained
+        lambda m, x: torch.tanh(m.base(x) + m.up(m.down(x))), base=layer().requires_grad_(False),
+        down=nn.Linear(8, 2, bias=False), up=nn.Linear(2, 8, bias=False)),
+    "FrozenNorm": lambda: Custom(
         lambda m, x: x + torch.tanh(m.layer(m.norm(x))),
-        norm=lambda: nn.LayerNorm(8).requires_grad_(False),
-        layer=layer,
-    ),
-    "FrozenScale": block_of(
+        norm=nn.LayerNorm(8).requires_grad_(False), layer=layer()),
+    "FrozenScale": lambda: Custom(
         lambda m, x: torch.tanh(m.layer(x * m.scale)),
-        scale=lambda: nn.Parameter(torch.rand(8), requires_grad=False),
-        layer=layer,
-    ),
-    "OneUnused": block_of(
-        lambda m, x: torch.tanh(m.layer(x)),
-        layer=layer,
-        unused=lambda: nn.Parameter(torch.zeros(3)),
-    ),
+        scale=nn.Parameter(torch.rand(8), requires_grad=False), layer=layer()),
+    "OneUnused": lambda: Custom(
+        lambda m, x: torch.tanh(m.layer(x)), layer=layer(), unused=nn.Parameter(torch.zeros(3))),
     # It overwrites its input.
-    "AllTrained": block_of(lambda m, x: m.layer(x.mul_(0.5).clone()), layer=layer),
+    "AllTrained": lambda: Custom(lambda m, x: m.layer(x.mul_(0.5).clone()), layer=layer()),
     "AllFrozen": lambda: layer().requires_grad_(False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])

@@ -13,7 +13,6 @@ from labkit import (
     MasterWeights,
     Mesh,
     World,
-    ZeRO3,
     ZeroOptimizer,
     clip_grad_norm,
 )
@@ -39,9 +38,8 @@ def clipped_step(
     scaler = GradScaler(enabled=scaled)
     scaler.scale(loss_of(model, 0, mesh.dp)).backward()
     scaler.unscale_(optimizer)
-    given = list(model.parameters()) if strategy == "plain" else optimizer
-    clip = model.clip_grad_norm_ if isinstance(model, ZeRO3) else partial(clip_grad_norm, given)
-    norm = clip(max_norm, norm_type)
+    given = {"plain": list(model.parameters()), "zero-3": model}.get(strategy, optimizer)
+    norm = clip_grad_norm(given, max_norm, norm_type)
     scaler.step(optimizer)
 
     single, single_optimizer = alone(SGD)

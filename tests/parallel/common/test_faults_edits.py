@@ -291,38 +291,29 @@ REFUSED = {
     "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "something else on a slice"),
     "norm": (mlp(lambda m, x: m.down(F.layer_norm(m.up(x), (24,)))), "forward fails on a slice"),
     "norm of what is there": (
-        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "something else on a slice",
-    ),
+        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "something else on a slice"),
     "hidden sliced": (mlp(lambda m, x: m.down(F.pad(m.up(x)[..., :12], (0, 12)))), "layer"),
     "hidden added to x": (
-        mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than their outputs",
-    ),
+        mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than their outputs"),
     "scaled by x": (
-        mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than their outputs",
-    ),
+        mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than their outputs"),
     "hidden in the output": (
-        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "something else on",
-    ),
+        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "something else on"),
     "weight used directly": (
-        mlp(lambda m, x: m.down(F.linear(x, m.up.weight, m.up.bias))), "does not call up",
-    ),
+        mlp(lambda m, x: m.down(F.linear(x, m.up.weight, m.up.bias))), "does not call up"),
     "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "something else"),
     "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "something else"),
     "fixed heads": (
-        heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "from q, k, v to out",
-    ),
+        heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "from q, k, v to out"),
     "heads last": (  # the features of a head do not lie side by side
-        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "something else on a slice",
-    ),
+        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "something else on a slice"),
     "tiled groups": (heads(adapt=tiled, kv_heads=2), "something else on a slice"),
     "slopes of all heads": (
         heads(adapt=lambda m, q, k, v: (q * m.slopes, k, v),
               slopes=nn.Buffer(torch.arange(4.0)[:, None, None])),
-        "forward fails on a slice",
-    ),
+        "forward fails on a slice"),
     "norm of all heads": (
-        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "something else on a slice",
-    ),
+        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "something else on a slice"),
     "on the first input": (rotary(wrong=True), "something else on a slice"),
     "no forward": (lambda: nn.ModuleDict(dict(mlp(fused)().named_children())), "it has no forward"),
 }  # fmt: skip

@@ -48,24 +48,16 @@ def same_gradients(pipe: Pipeline, whole: nn.Sequential) -> None:
         torch.testing.assert_close(p.grad, wanted[name].grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_module_used_twice_is_two_layers() -> None:
-    torch.manual_seed(0)
-    act = nn.ReLU()
-    model = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act, nn.Linear(4, 4))
+def test_layers_may_be_used_twice_and_have_any_name() -> None:
+    layer, names = nn.Linear(4, 4), ["layers", "together", "head"]
+    twice = nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), nn.Linear(4, 4))
+    named = nn.Sequential(OrderedDict({name: nn.Linear(4, 4) for name in names}))
     x = torch.randn(3, 4)
-    assert list(layers_of(model)) == ["0", "1", "2", "3", "4"]
-    first, last = split(model, 2)
-    assert torch.equal(last(first(x)), model(x))
-
-
-def test_layers_may_have_any_name() -> None:
-    names = ["layers", "together", "head"]
-    model = nn.Sequential(OrderedDict({name: nn.Linear(4, 4) for name in names}))
-    x = torch.randn(3, 4)
-    first, last = cut = split(model, 2)
-    assert torch.equal(last(first(x)), model(x))
-    assert [*first.layers, *last.layers] == names
-    assert Layers.together(cut, [0, 1]).state_dict().keys() == model.state_dict().keys()
+    for model, expected in ((twice, ["0", "1", "2", "3", "4"]), (named, names)):
+        first, last = cut = split(model, 2)
+        assert torch.equal(last(first(x)), model(x))
+        assert [*first.layers, *last.layers] == list(layers_of(model)) == expected
+        assert Layers.together(cut, [0, 1]).state_dict().keys() == model.state_dict().keys()
 
 
 def test_names_of_two_layers_are_refused() -> None:

@@ -49,23 +49,21 @@ def test_one_bucket_for_everything_would_be_seen():
     assert large > 3 * small
 
 
-class CountedSGD(torch.optim.SGD):
-    most_bytes = 0
-
-    def step(self, closure: None = None) -> None:
-        found = [p.grad for group in self.param_groups for p in group["params"]]
-        nbytes = sum(g.nbytes for g in found if g is not None)
-        CountedSGD.most_bytes = max(CountedSGD.most_bytes, nbytes)
-        super().step()
-
-
 def most_fp32_gradients(layers: int) -> int:
+    """In bytes, of those that an optimizer is given at once."""
+    given: list[int] = []
+
+    class CountedSGD(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            gradients = [p.grad for group in self.param_groups for p in group["params"]]
+            given.append(sum(g.nbytes for g in gradients if g is not None))
+            super().step()
+
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).bfloat16()
     optimizer = MasterWeights(model.parameters(), CountedSGD, lr=0.1)
     model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    CountedSGD.most_bytes = 0
     optimizer.step()
-    return CountedSGD.most_bytes
+    return max(given)
 
 
 def test_fp32_gradients_of_master_weights_do_not_grow_with_the_model(monkeypatch: Any) -> None:

@@ -10,16 +10,13 @@ from labkit.parallel.common.ownership import ParamSnapshot, check_same_on_all_ra
 from tables import cases, raises
 from worlds import on_each_rank
 
-
-def change(module: nn.Sequential, kind: str) -> None:
-    if kind == "shape":
-        module[1] = nn.Linear(4, 3)
-    elif kind == "dtype":
-        module[1].double()
-    elif kind == "frozen":
-        module[0].bias.requires_grad_(False)
-    elif kind == "missing":
-        module.pop(1)
+CHANGES = {
+    "shape": lambda module: setattr(module, "1", nn.Linear(4, 3)),
+    "dtype": lambda module: module[1].double(),
+    "frozen": lambda module: module[0].bias.requires_grad_(False),
+    "missing": lambda module: module.pop(1),
+    "order": lambda module: None,
+}
 
 
 @cases(
@@ -35,7 +32,7 @@ def test_every_rank_names_the_first_difference(kind: str, difference: str) -> No
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     check_same_on_all_ranks(list(module.named_parameters()), comm)
     if comm.rank == 1:
-        change(module, kind)
+        CHANGES[kind](module)
     named = list(module.named_parameters())
     if comm.rank == 1 and kind == "order":
         named.reverse()

@@ -24,12 +24,8 @@ from worlds import on_each_rank
 
 def mlp() -> Any:
     """As GPT-2's: dropout stands behind `down`, where every rank has the whole sum."""
-    return Custom(
-        lambda m, x: m.drop(m.down(m.drop(F.gelu(m.up(x))))),
-        up=nn.Linear(8, 32),
-        down=nn.Linear(32, 8),
-        drop=nn.Dropout(0.5),
-    )
+    parts = {"up": nn.Linear(8, 32), "down": nn.Linear(32, 8), "drop": nn.Dropout(0.5)}
+    return Custom(lambda m, x: m.drop(m.down(m.drop(F.gelu(m.up(x))))), **parts)
 
 
 @on_each_rank("world4")
@@ -121,12 +117,9 @@ def test_positions_are_filled_in_wherever_they_stand() -> None:
 
 
 def gated(width: int = 8, hidden: int = 24, gate: int | None = None) -> nn.Module:
-    return Custom(
-        lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)),
-        gate=nn.Linear(width, gate or hidden),
-        up=nn.Linear(width, hidden, bias=False),
-        down=nn.Linear(hidden, width),
-    )
+    ends = {"up": nn.Linear(width, hidden, bias=False), "down": nn.Linear(hidden, width)}
+    gates = nn.Linear(width, gate or hidden)
+    return Custom(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), gate=gates, **ends)
 
 
 def gated_gpt() -> Any:

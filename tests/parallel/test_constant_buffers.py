@@ -1,6 +1,5 @@
 """Communication buffers do not grow with the model: ZeRO-R's C_B (arXiv 1910.02054, 5.2)."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ def train(layers: int, bucket_mb: float) -> None:
         optimizer.step()
 
 
-@cache
 def gradients_beyond_the_share(layers: int, bucket_mb: float) -> int:
     """The most bytes of gradients on a rank during backward, less what it keeps in the end."""
     with World(2, backend="gloo") as world, record(detail_step=1) as trace:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labkit import DDP, Comm, CommError, RankError, World
+from labkit import DDP, Comm, CommError, Mesh, RankError, World
 from labkit.parallel.paced_stage import PacedStage
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.pipeline.virtual_stage import StageError, VirtualStage
@@ -100,14 +100,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make([tied := nn.Linear(3, 3), tied], schedule="pipedream", optimizer=SGD),
         "a parameter is tied over several ranks, and this schedule updates each stage at its own"),
     "updates in DDP": (
-        lambda: make([DDP(one, alone()) for one in stages()], schedule="pipedream", optimizer=SGD),
+        lambda: make([DDP(stage, Mesh(pp=2, dp=1).dp) for stage in stages()],
+                     schedule="pipedream", optimizer=SGD),
         "a stage is in DDP, which averages once in a step"),
 }  # fmt: skip
-
-
-def alone() -> Comm:
-    found = [Comm().subgroup([rank]) for rank in range(Comm().size)]
-    return next(one for one in found if one is not None)
 
 
 @on_each_rank("world2")

@@ -131,7 +131,8 @@ def test_inputs_that_are_converted_stay_one_tensor() -> None:
     assert model(x := torch.ones(1, 4), x).dtype == torch.bfloat16
 
 
-def sums_losses() -> nn.Module:
+@on_each_rank("world")
+def test_what_a_unit_writes_to_a_list_reaches_its_caller() -> None:
     def writes_aside(block: Any, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
         x = block.layer(x)
         losses.append(x.square().mean())
@@ -143,13 +144,11 @@ def sums_losses() -> nn.Module:
             x = block(x, losses)
         return x + sum(losses)
 
-    layers = [Custom(writes_aside, layer=nn.Linear(4, 4)) for _ in range(3)]
-    return Custom(forward, blocks=nn.ModuleList(layers))
+    def build() -> nn.Module:
+        layers = [Custom(writes_aside, layer=nn.Linear(4, 4)) for _ in range(3)]
+        return Custom(forward, blocks=nn.ModuleList(layers))
 
-
-@on_each_rank("world")
-def test_what_a_unit_writes_to_a_list_reaches_its_caller() -> None:
-    assert_same(sums_losses, rows(2, 4))
+    assert_same(build, rows(2, 4))
 
 
 class TiedHead(nn.Module):

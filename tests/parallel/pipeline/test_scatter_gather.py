@@ -80,17 +80,19 @@ def test_any_schedule_has_the_same_bits(schedule: str, chunks: int, axes: dict[s
         assert_same_bits(lambda: gpt_on(mesh, chunks), mesh, tokens(), tokens_loss, **how)
 
 
+def turned(linear: nn.Linear) -> nn.Module:
+    return Custom(lambda m, x: m.linear(x).transpose(1, 2), linear=linear)
+
+
 ODD: dict[str, Callable[[int], tuple[list[nn.Module], Tensor]]] = {
     "7-elements": lambda p: ([nn.Linear(7, 7) for _ in range(p)], torch.ones(3, 7)),
     "fewer-elements-than-ranks": lambda p: ([nn.Linear(1, 1) for _ in range(p)], torch.ones(3, 1)),
     "no-elements": lambda p: ([nn.Linear(0, 0) for _ in range(p)], torch.ones(3, 0)),
     "bf16": lambda p: ([nn.Linear(5, 5).bfloat16() for _ in range(p)], torch.ones(3, 5).bfloat16()),
-    "not-contiguous": lambda p: (
-        [Custom(lambda m, x: m.linear(x).transpose(1, 2), linear=nn.Linear(5, 5)) for _ in range(p)],
-        torch.ones(3, 5, 5)),
+    "not-contiguous": lambda p: ([turned(nn.Linear(5, 5)) for _ in range(p)], torch.ones(3, 5, 5)),
     "without-gradient": lambda p: ([nn.Tanh() for _ in range(p)], torch.ones(3, 5)),
     "uneven-rows": lambda p: ([nn.Linear(3, 3) for _ in range(p)], torch.ones(5, 3)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("axes", SHAPES, ids=str)

@@ -123,26 +123,19 @@ def test_a_copy_averages_when_its_original_is_gone() -> None:
         assert_equal(train(copied, 0), expected)
 
 
-calls = 0
-
-
 def counting(flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
-    global calls
-    calls += 1
+    counting.calls += 1
     return comm.all_reduce(flat, async_op=async_op)
 
 
-def hooks_stay() -> None:
+@on_each_rank("world2")
+def test_a_copy_has_the_communication_hook() -> None:
     coarse = partial(DDP, hook=labkit.compressed(torch.bfloat16))
     for copied_by in COPIES.values():
-        before = calls
+        counting.calls = 0
         assert_equal(train(copied_by(DDP(net(), hook=counting)), 0), train(DDP(net()), 0))
-        assert calls == before + 2
+        assert counting.calls == 2
         assert_equal(train(copied_by(coarse(net())), 0), train(coarse(net()), 0))
-
-
-def test_a_copy_has_the_communication_hook(world2: World) -> None:
-    world2.run(hooks_stay)
 
 
 @on_each_rank("world2")

@@ -97,27 +97,25 @@ def test_the_same_route_on_all_ranks_may_change_from_step_to_step() -> None:
         route([[number], [number]], "training")
 
 
-def alike(block: Any, q: Any, k: Any, box: list[Any], deep: dict[str, Any]) -> torch.Tensor:
-    pair, inner = deep["pair"]
-    factor = 1 if q is k and q is box[0] and q is pair and q is inner[0] else 100
-    return q * block.weight * factor
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=["as it is", "compute_dtype"])
+@on_each_rank("world")
+def test_a_tensor_given_twice_is_one_tensor_inside_a_unit(dtype: torch.dtype | None) -> None:
+    def alike(block: Any, q: Any, k: Any, box: list[Any], deep: dict[str, Any]) -> torch.Tensor:
+        pair, inner = deep["pair"]
+        factor = 1 if q is k and q is box[0] and q is pair and q is inner[0] else 100
+        return q * block.weight * factor
 
-
-def attention() -> nn.Module:
     def forward(model: Any, x: torch.Tensor) -> Any:
         x = model.embed(x)
         x = model.attend(x, x, value=x)[0]
         return model.blocks[0](x, x, box=[x], deep={"pair": (x, [x])})
 
-    blocks = nn.ModuleList([Custom(alike, weight=nn.Parameter(torch.ones(4)))])
-    attend = nn.MultiheadAttention(4, 2, batch_first=True)
-    return Custom(forward, embed=nn.Linear(4, 4), attend=attend, blocks=blocks)
+    def build() -> nn.Module:
+        blocks = nn.ModuleList([Custom(alike, weight=nn.Parameter(torch.ones(4)))])
+        attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        return Custom(forward, embed=nn.Linear(4, 4), attend=attend, blocks=blocks)
 
-
-@pytest.mark.parametrize("dtype", [None, torch.float64], ids=["as it is", "compute_dtype"])
-@on_each_rank("world")
-def test_a_tensor_given_twice_is_one_tensor_inside_a_unit(dtype: torch.dtype | None) -> None:
-    assert_same(attention, rows(2, 3, 4), compute_dtype=dtype)
+    assert_same(build, rows(2, 3, 4), compute_dtype=dtype)
 
 
 @on_each_rank("pair")

@@ -29,10 +29,10 @@ pair = world_fixture(2, timeout_s=60)
 def fresh(seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     """Tied weights, a frozen layer, odd sizes."""
     torch.manual_seed(seed)
-    embed, head = nn.Linear(5, 5, bias=False), nn.Linear(5, 5)
+    embed, frozen = nn.Linear(5, 5, bias=False), nn.Linear(5, 5).requires_grad_(False)
+    norm, head = nn.LayerNorm(5), nn.Linear(5, 5)
     head.weight = embed.weight
-    frozen = nn.Linear(5, 5).requires_grad_(False)
-    parts = {"embed": embed, "frozen": frozen, "norm": nn.LayerNorm(5), "head": head}
+    parts = {"embed": embed, "frozen": frozen, "norm": norm, "head": head}
     return Custom(lambda m, x: m.head(m.norm(m.frozen(m.embed(x)).tanh())), **parts).to(dtype)
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import tensor_contract as contract
-from labkit import Comm, Link, Mesh, Text, World, ZeroOptimizer, autocast, listen, loss
+from labkit import Comm, Link, Mesh, RankError, Text, World, ZeroOptimizer, autocast, listen, loss
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import layers
 from labkit.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from small_models import difference
-from tables import raises
+from tables import cases, raises
 from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
 from worlds import on_each_rank, world_fixture
 
@@ -241,15 +241,21 @@ def test_what_cannot_be_cut() -> None:
     raises(words, model, torch.zeros(2, 11, dtype=torch.long))
 
 
-@on_each_rank("world2")
-def test_what_differs_between_the_ranks_is_found() -> None:
-    model = tensor_parallel(model_of(dropout=0.1), Comm())
-    tokens = torch.full((2, 12), Comm().rank)
-    words = "the input differs between the ranks(.|\n)*same batch"
-    raises(words, model, tokens=tokens)
-    raises(words, model, tokens)
-    torch.manual_seed(Comm().rank)
-    raises("the random state differs(.|\n)*the same seed", model, tokens.zero_())
+@cases(
+    ("by name", "the input differs between the ranks(.|\n)*same batch"),
+    ("by position", "the input differs between the ranks(.|\n)*same batch"),
+    ("random state", "the random state differs(.|\n)*the same seed"),
+)
+def test_what_differs_between_the_ranks_is_found(what: str, words: str, world2: World) -> None:
+    def run() -> None:
+        model = tensor_parallel(model_of(dropout=0.1), Comm())
+        tokens = torch.full((2, 12), Comm().rank)
+        if what == "random state":
+            torch.manual_seed(Comm().rank)
+            tokens.zero_()
+        model(tokens=tokens) if what == "by name" else model(tokens)
+
+    raises(words, world2.run, run, error=RankError)
 
 
 def test_without_checks_nothing_is_compared() -> None:

@@ -49,8 +49,8 @@ def test_the_same_seed_gives_the_same_weights_on_any_number_of_ranks() -> None:
     torch.manual_seed(1)
     table, linear = nn.Embedding(7, 3), nn.Linear(3, 7)
     torch.manual_seed(1)
-    embedding = VocabParallelEmbedding(7, 3, Comm())
-    head = VocabParallelHead(3, 7, Comm(), bias=True)
+    comm = Comm()
+    embedding, head = VocabParallelEmbedding(7, 3, comm), VocabParallelHead(3, 7, comm, bias=True)
     parts = [embedding.weight, head.weight, head.bias]
     assert shard_of(head.weight) == shard_of(head.bias) == shard_of(embedding.weight) is not None
     for part, whole in zip(parts, (table.weight, linear.weight, linear.bias), strict=True):

@@ -39,7 +39,7 @@ def trains(world: World, server: Any = ParameterServer, case: str = "gpt") -> No
 
 
 def is_stale(world: World) -> None:
-    check_stale_training(world, AsyncParameterServer, "SGD", order=ROUND)
+    check_stale_training(world, AsyncParameterServer, "sgd", order=ROUND)
 
 
 def is_bounded(world: World) -> None:

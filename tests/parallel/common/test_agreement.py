@@ -10,16 +10,13 @@ from labkit.parallel.common.ownership import ParamSnapshot, check_same_on_all_ra
 from tables import cases, raises
 from worlds import on_each_rank
 
-
-def change(module: nn.Sequential, kind: str) -> None:
-    if kind == "shape":
-        module[1] = nn.Linear(4, 3)
-    elif kind == "dtype":
-        module[1].double()
-    elif kind == "frozen":
-        module[0].bias.requires_grad_(False)
-    elif kind == "missing":
-        module.pop(1)
+CHANGES = {
+    "shape": lambda module: setattr(module, "1", nn.Linear(4, 3)),
+    "dtype": lambda module: module[1].double(),
+    "frozen": lambda module: module[0].bias.requires_grad_(False),
+    "missing": lambda module: module.pop(1),
+    "order": lambda module: None,
+}
 
 
 @cases(
@@ -35,7 +32,7 @@ def test_every_rank_names_the_first_difference(kind: str, difference: str) -> No
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     check_same_on_all_ranks(list(module.named_parameters()), comm)
     if comm.rank == 1:
-        change(module, kind)
+        CHANGES[kind](module)
     named = list(module.named_parameters())
     if comm.rank == 1 and kind == "order":
         named.reverse()
@@ -80,10 +77,7 @@ def two_layers() -> nn.Sequential:
 @cases(
     (lambda module: module[1].bias.requires_grad_(False), "1.bias was frozen after"),
     (lambda module: module[0].requires_grad_(False), "0.weight was frozen after"),
-    (
-        lambda module: module.register_parameter("more", nn.Parameter(torch.zeros(1))),
-        "more was added",
-    ),
+    (lambda module: module.register_parameter("more", parameter(1)), "more was added"),
     (lambda module: module[1].register_module("more", nn.Linear(1, 1)), "1.more.weight was added"),
     (lambda module: setattr(module[0], "weight", parameter(2, 2)), "0.weight is another tensor"),
     (lambda module: setattr(module[0], "weight", None), "0.weight was removed"),

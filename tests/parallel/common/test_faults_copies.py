@@ -18,30 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from labkit import (
-    DDP,
-    GPT,
-    AsyncParameterServer,
-    ColumnParallelLinear,
-    Comm,
-    Fp32Gradients,
-    GradScaler,
-    MasterWeights,
-    Mesh,
-    NaiveDDP,
-    ParameterServer,
-    Pipeline,
-    RowParallelLinear,
-    Single,
-    VocabParallelEmbedding,
-    World,
-    ZeroOptimizer,
-    compressed,
-    context_parallel,
-    listen,
-    split,
-    tensor_parallel,
-)
+import labkit
+from labkit import DDP, Comm, Mesh, NaiveDDP, ParameterServer, Single, World, ZeroOptimizer, listen
 from tables import raises
 from worlds import on_each_rank, world_fixture
 
@@ -80,8 +58,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False) -> list[Any]:
     """SGD: last gradients, weights and buffers (with `no_sync` torch broadcasts those later)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
         if accumulate:
@@ -95,7 +72,6 @@ def train(model: nn.Module, seed: int, steps: int = 2, accumulate: bool = False)
 
 
 def saved(x: Any) -> Any:
-    """Through `torch.save` and `torch.load`."""
     torch.save(x, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=False)
@@ -147,26 +123,19 @@ def test_a_copy_averages_when_its_original_is_gone() -> None:
         assert_equal(train(copied, 0), expected)
 
 
-calls = 0
-
-
 def counting(flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
-    global calls
-    calls += 1
+    counting.calls += 1
     return comm.all_reduce(flat, async_op=async_op)
 
 
-def hooks_stay() -> None:
-    coarse = partial(DDP, hook=compressed(torch.bfloat16))
+@on_each_rank("world2")
+def test_a_copy_has_the_communication_hook() -> None:
+    coarse = partial(DDP, hook=labkit.compressed(torch.bfloat16))
     for copied_by in COPIES.values():
-        before = calls
+        counting.calls = 0
         assert_equal(train(copied_by(DDP(net(), hook=counting)), 0), train(DDP(net()), 0))
-        assert calls == before + 2
+        assert counting.calls == 2
         assert_equal(train(copied_by(coarse(net())), 0), train(coarse(net()), 0))
-
-
-def test_a_copy_has_the_communication_hook(world2: World) -> None:
-    world2.run(hooks_stay)
 
 
 @on_each_rank("world2")
@@ -193,24 +162,21 @@ def test_over_a_subgroup_a_copy_trains_and_a_pickle_evaluates() -> None:
     model = DDP(net(), mesh.dp)
     assert_equal(train(copy.deepcopy(model), 0), train(model, 0))
     loaded = saved(model)
-    with pytest.raises(RuntimeError, match=r"over ranks \[\d, \d\] was pickled, and a process"):
-        loaded(batch())
+    raises(r"over ranks \[\d, \d\] was pickled, and a process", loaded, batch(), error=RuntimeError)
     torch.testing.assert_close(loaded.eval()(batch()), model.eval()(batch()))
 
 
 def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: World) -> None:
     returned = world2.run(lambda: DDP(net()))[1]
     returned.eval()(torch.ones(4, 3).double())
-    returned.train()
-    with pytest.raises(RuntimeError, match="was pickled, and a process group does not travel"):
-        returned(torch.ones(4, 3).double())
+    words = "was pickled, and a process group does not travel"
+    raises(words, returned.train(), torch.ones(4, 3).double(), error=RuntimeError)
 
 
 @on_each_rank("world2")
 def test_a_shallow_copy_would_be_a_second_owner_and_is_refused() -> None:
     for wrap in WRAPPERS:
-        model = wrap(net())
-        raises("DDP already; a module is wrapped once", copy.copy, model)
+        raises("DDP already; a module is wrapped once", copy.copy, wrap(net()))
 
 
 def served(model: Any, seed: int) -> list[torch.Tensor]:
@@ -235,7 +201,7 @@ def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own() -> None
         assert_equal(served(copied, 5), expected)
 
 
-def asynchronous(model: AsyncParameterServer) -> list[torch.Tensor]:
+def asynchronous(model: labkit.AsyncParameterServer) -> list[torch.Tensor]:
     def work() -> None:
         for step in range(3):
             model.zero_grad()
@@ -248,7 +214,7 @@ def asynchronous(model: AsyncParameterServer) -> list[torch.Tensor]:
 
 @on_each_rank("world2")
 def test_a_copied_asynchronous_server_goes_on_where_the_original_was() -> None:
-    model = AsyncParameterServer(net(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    model = labkit.AsyncParameterServer(net(), torch.optim.SGD, lr=0.1, momentum=0.9)
     asynchronous(model)
     copies = [copy.deepcopy(model), saved(model)]
     expected = asynchronous(model)
@@ -266,20 +232,19 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
 @on_each_rank("world2")
 def test_copied_master_weights_train_on_to_the_bit() -> None:
     model = nn.Linear(3, 3).bfloat16()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    optimizer = labkit.MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     step_of(model, optimizer, 0)
     both = model, optimizer
-    copies = [copy.deepcopy(both), saved(both), pickle.loads(pickle.dumps(both))]
-    for seed in range(1, 9):
-        step_of(model, optimizer, seed)
-    for copied, its in copies:
-        assert type(its) is MasterWeights
+    copies = [COPIES[by](both) for by in ("deepcopy", "torch.save", "pickle")]
+    for trained in (both, *copies):
         for seed in range(1, 9):
-            step_of(copied, its, seed)
+            step_of(*trained, seed)
+    for copied, copied_optimizer in copies:
+        assert type(copied_optimizer) is labkit.MasterWeights
         assert_equal(list(copied.parameters()), list(model.parameters()))
-        assert_equal(its.state_dict()["masters"], optimizer.state_dict()["masters"])
-        masters = its.state_dict()["masters"]
+        masters = copied_optimizer.state_dict()["masters"]
+        assert_equal(masters, optimizer.state_dict()["masters"])
         assert any((x != x.bfloat16()).any() for x in masters)  # in fp32
     scheduler.step()
     alone = copy.deepcopy(optimizer)  # of its own parameters, as torch's
@@ -294,31 +259,27 @@ def test_copied_master_weights_train_on_to_the_bit() -> None:
 @on_each_rank("world2")
 def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
     model = net()
-    optimizer = ZeroOptimizer(
-        model.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2, gather_in=model
-    )
+    made = partial(ZeroOptimizer, optimizer_cls=torch.optim.AdamW, stage=stage, lr=1e-2)
+    optimizer = made(model.parameters(), gather_in=model)
     step_of(model, optimizer, 0)
     optimizer.wait()
     for copied_by in (copy.copy, copy.deepcopy, pickle.dumps, saved):
         words = "ZeroOptimizer cannot be copied or pickled; make one"
         raises((words,), copied_by, optimizer, error=TypeError)
-    for copied_by in (copy.deepcopy, saved):  # as the error says
-        copied = copied_by(model)
-        its = ZeroOptimizer(copied.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2)
-        its.load_state_dict(copied_by(optimizer.state_dict()))
-        step_of(copied, its, 1)
-        expected, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
-        step_of(model, optimizer, 1)
-        optimizer.wait()
+    copies = [copied_by((model, optimizer.state_dict())) for copied_by in (copy.deepcopy, saved)]
+    step_of(model, optimizer, 1)
+    optimizer.wait()
+    for copied, state in copies:  # as the error says
+        other = made(copied.parameters())
+        other.load_state_dict(state)
+        step_of(copied, other, 1)
         assert_equal(list(copied.parameters()), list(model.parameters()))
-        model.load_state_dict(expected.state_dict())
-        optimizer.load_state_dict(state)
 
 
 @on_each_rank("world2")
 def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
     layers = nn.Sequential(*[nn.Linear(3, 3).double() for _ in range(4)])
-    made = Pipeline(split(layers, Comm().size), loss_fn=nn.functional.mse_loss)
+    made = labkit.Pipeline(labkit.split(layers, Comm().size), loss_fn=nn.functional.mse_loss)
     for copied_by in (copy.deepcopy, pickle.dumps, saved):
         words = "Pipeline cannot be copied or pickled; copy pipeline"
         raises((words,), copied_by, made, error=TypeError)
@@ -330,7 +291,7 @@ def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
 
 
 def test_fp32_gradients_are_not_copied() -> None:
-    made = Fp32Gradients(nn.Linear(3, 3).parameters())
+    made = labkit.Fp32Gradients(nn.Linear(3, 3).parameters())
     words = "Fp32Gradients cannot be copied or pickled; make one"
     raises((words,), copy.deepcopy, made, error=TypeError)
 
@@ -339,12 +300,11 @@ def test_fp32_gradients_are_not_copied() -> None:
 def test_a_copied_scaler_decides_with_all_ranks() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler(init_scale=8.0, growth_interval=1)
+    scaler = labkit.GradScaler(init_scale=8.0, growth_interval=1)
     scaler.scale(model(torch.ones(2, 3)).sum()).backward()
     scaler.unscale_(optimizer)
     for copied_by in (copy.deepcopy, saved):
-        with pytest.raises(RuntimeError, match=r"after update\(\), before unscale_\(\)"):
-            copied_by(scaler)
+        raises(("after update(), before unscale_()",), copied_by, scaler, error=RuntimeError)
     scaler.step(optimizer)
     scaler.update()
     for copied in (copy.deepcopy(scaler), saved(scaler)):
@@ -368,47 +328,45 @@ def test_a_copied_mesh_communicates_and_a_pickled_one_says_why_not() -> None:
     assert x.item() == 4
     loaded = saved(mesh)
     assert loaded.coordinates() == mesh.coordinates()
-    with pytest.raises(RuntimeError, match=r"all_reduce: this Comm of rank \d over ranks \[0, 1\]"):
-        loaded.tp.all_reduce(x)
+    words = r"all_reduce: this Comm of rank \d over ranks \[0, 1\]"
+    raises(words, lambda: loaded.tp.all_reduce(x), error=RuntimeError)
 
 
-def taking(comm: Any) -> dict[str, Callable[[], Any]]:
+def taking(comm: Any) -> list[Callable[[], Any]]:
     def linear() -> nn.Module:
         return nn.Linear(2, 2)
 
     sgd = torch.optim.SGD
     stages = [linear() for _ in range(2)]
-    return {
-        "DDP": lambda: DDP(linear(), comm),
-        "NaiveDDP": lambda: NaiveDDP(linear(), comm),
-        "ParameterServer": lambda: ParameterServer(linear(), comm),
-        "AsyncParameterServer": lambda: AsyncParameterServer(linear(), sgd, comm, lr=0.1),
-        "ZeroOptimizer": lambda: ZeroOptimizer(linear().parameters(), sgd, comm=comm, lr=0.1),
-        "Pipeline": lambda: Pipeline(stages, comm, loss_fn=nn.functional.mse_loss),
-        "tensor_parallel": lambda: tensor_parallel(GPT.preset("tiny"), comm),
-        "context_parallel": lambda: context_parallel(GPT.preset("tiny"), comm),
-        "ColumnParallelLinear": lambda: ColumnParallelLinear(2, 2, comm),
-        "VocabParallelEmbedding": lambda: VocabParallelEmbedding(4, 2, comm),
-        "Fp32Gradients": lambda: Fp32Gradients(linear().parameters(), comm),
-        "GradScaler": lambda: GradScaler(comm=comm),
-        "Mesh": lambda: Mesh(comm, dp=2),
-    }
+    return [
+        lambda: DDP(linear(), comm),
+        lambda: NaiveDDP(linear(), comm),
+        lambda: ParameterServer(linear(), comm),
+        lambda: labkit.AsyncParameterServer(linear(), sgd, comm, lr=0.1),
+        lambda: ZeroOptimizer(linear().parameters(), sgd, comm=comm, lr=0.1),
+        lambda: labkit.Pipeline(stages, comm, loss_fn=nn.functional.mse_loss),
+        lambda: labkit.tensor_parallel(labkit.GPT.preset("tiny"), comm),
+        lambda: labkit.context_parallel(labkit.GPT.preset("tiny"), comm),
+        lambda: labkit.ColumnParallelLinear(2, 2, comm),
+        lambda: labkit.VocabParallelEmbedding(4, 2, comm),
+        lambda: labkit.Fp32Gradients(linear().parameters(), comm),
+        lambda: labkit.GradScaler(comm=comm),
+        lambda: Mesh(comm, dp=2),
+    ]
 
 
 @on_each_rank("world2")
 def test_a_process_group_is_taken_for_its_comm() -> None:
-    for make in taking(dist.group.WORLD).values():
+    for make in taking(dist.group.WORLD):
         made = make()
         parts = made.modules() if isinstance(made, nn.Module) else [made]
         comms = [part.comm for part in parts if hasattr(part, "comm")]
         assert comms
         assert all(type(comm) is Comm and comm.size == 2 for comm in comms)
-    model = DDP(net(), dist.group.WORLD)
-    assert_equal(train(model, 0), train(DDP(net()), 0))
+    assert_equal(train(DDP(net(), dist.group.WORLD), 0), train(DDP(net()), 0))
     own = [dist.new_group([rank]) for rank in range(2)]  # a subgroup of this rank alone
-    local = DDP(net(), own[dist.get_rank()])
-    assert_equal(train(local, 0), train(Single(net()), 0))
-    for make in taking(own[1 - dist.get_rank()]).values():
+    assert_equal(train(DDP(net(), own[dist.get_rank()]), 0), train(Single(net()), 0))
+    for make in taking(own[1 - dist.get_rank()]):
         raises("this rank is not a member of the group", make)
 
 
@@ -416,7 +374,7 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
 def test_an_invalid_group_is_refused_in_one_sentence() -> None:
     words = "is no group of ranks; give a Comm, such as mesh.dp"
     for wrong in ([0], Mesh(dp=2), "cuda", False):
-        for make in taking(wrong).values():
+        for make in taking(wrong):
             raises((words,), make, error=TypeError)
 
 
@@ -443,8 +401,8 @@ def test_a_compiled_module_with_buffers_averages(backend: str) -> None:
 def test_a_compiled_tensor_parallel_model_computes_the_same() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
-        up, down = ColumnParallelLinear(3, 8, Comm()), RowParallelLinear(8, 3, Comm())
-        return nn.Sequential(up, nn.GELU(), down).double()
+        up = labkit.ColumnParallelLinear(3, 8, Comm())
+        return nn.Sequential(up, nn.GELU(), labkit.RowParallelLinear(8, 3, Comm())).double()
 
     x = torch.ones(4, 3).double()
     model, expected = made(), made()

@@ -51,9 +51,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def run(
-    region: Callable[..., Any], model: nn.Module, x: Tensor, around: Any = None
-) -> list[Tensor]:
+def run(region: Any, model: nn.Module, x: Tensor, around: Any = None) -> list[Tensor]:
     """The output and all gradients; backward runs outside of the region."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_()
     with region():
@@ -64,9 +62,9 @@ def run(
 
 
 def same_as_torchs(model: nn.Module, x: Tensor, around: Any = None) -> bool:
-    mine, its = (run(REGIONS[name], model, x, around) for name in ("labkit", "torch"))
-    assert len(mine) == len(its) > 1
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+    ours, torchs = (run(REGIONS[name], model, x, around) for name in ("labkit", "torch"))
+    assert len(ours) == len(torchs) > 1
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
 
 
 def test_rotary_angles_outside_of_autocast_are_exact_at_1500_positions() -> None:
@@ -138,23 +136,20 @@ def test_custom_fwd_sees_the_region() -> None:
     assert same_as_torchs(model, torch.randn(4, 8))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kind", [Attention, Switches])
-def test_torchs_checkpoint_computes_again_in_the_same_types(kind: Any, reentrant: bool) -> None:
-    torch.manual_seed(0)
-    model = kind()
-    x = torch.randn(2, 5, 16 if kind is Attention else 8)
-    again = partial(checkpoint, use_reentrant=reentrant)
-    assert same_as_torchs(model, x, again)
-    plain, kept = run(autocast, model, x), run(autocast, model, x, again)
-    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+AGAIN = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "labkit": recompute,
+}
 
 
+@pytest.mark.parametrize("how", AGAIN)
 @pytest.mark.parametrize("kind", [Attention, Switches])
-def test_recompute_keeps_torchs_switches(kind: Any) -> None:
+def test_a_checkpoint_computes_again_in_the_same_types(kind: Any, how: str) -> None:
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, 5, 16 if kind is Attention else 8)
-    plain, again = (run(autocast, model, x, around) for around in (None, recompute))
+    assert same_as_torchs(model, x, AGAIN[how])
+    plain, again = (run(autocast, model, x, around) for around in (None, AGAIN[how]))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -198,9 +193,7 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @on_each_rank("world")
-def test_a_reduction_that_torch_lacks_is_refused_before_anything_is_sent(
-    dtype: torch.dtype, op: Any, sizes: tuple[int, ...]
-) -> None:
+def test_a_reduction_that_torch_lacks_is_refused(dtype: torch.dtype, op: Any, sizes: Any) -> None:
     for numel in sizes:
         x = torch.ones(numel).to(dtype)
         raises((f"torch knows no {op} of {dtype}; convert it first",), Comm().all_reduce, x, op)
@@ -298,38 +291,29 @@ REFUSED = {
     "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "something else on a slice"),
     "norm": (mlp(lambda m, x: m.down(F.layer_norm(m.up(x), (24,)))), "forward fails on a slice"),
     "norm of what is there": (
-        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "something else on a slice",
-    ),
+        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "something else on a slice"),
     "hidden sliced": (mlp(lambda m, x: m.down(F.pad(m.up(x)[..., :12], (0, 12)))), "layer"),
     "hidden added to x": (
-        mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than their outputs",
-    ),
+        mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than their outputs"),
     "scaled by x": (
-        mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than their outputs",
-    ),
+        mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than their outputs"),
     "hidden in the output": (
-        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "something else on",
-    ),
+        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "something else on"),
     "weight used directly": (
-        mlp(lambda m, x: m.down(F.linear(x, m.up.weight, m.up.bias))), "does not call up",
-    ),
+        mlp(lambda m, x: m.down(F.linear(x, m.up.weight, m.up.bias))), "does not call up"),
     "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "something else"),
     "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "something else"),
     "fixed heads": (
-        heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "from q, k, v to out",
-    ),
+        heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "from q, k, v to out"),
     "heads last": (  # the features of a head do not lie side by side
-        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "something else on a slice",
-    ),
+        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "something else on a slice"),
     "tiled groups": (heads(adapt=tiled, kv_heads=2), "something else on a slice"),
     "slopes of all heads": (
         heads(adapt=lambda m, q, k, v: (q * m.slopes, k, v),
               slopes=nn.Buffer(torch.arange(4.0)[:, None, None])),
-        "forward fails on a slice",
-    ),
+        "forward fails on a slice"),
     "norm of all heads": (
-        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "something else on a slice",
-    ),
+        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "something else on a slice"),
     "on the first input": (rotary(wrong=True), "something else on a slice"),
     "no forward": (lambda: nn.ModuleDict(dict(mlp(fused)().named_children())), "it has no forward"),
 }  # fmt: skip
@@ -393,18 +377,17 @@ def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
     def step() -> None:
         tensor_parallel(around(REFUSED[name][0]()), Comm())
 
-    with pytest.raises(Exception, match="tensor_parallel cannot cut layer"):
-        dry_run(step, ranks=2, step=0)
+    words = "tensor_parallel cannot cut layer"
+    raises(words, dry_run, step, ranks=2, step=0, error=Exception)
 
 
 def test_a_dry_run_and_a_model_on_meta_are_cut() -> None:
-    def step() -> list[int]:
+    def step() -> None:
         model = tensor_parallel(around(rotary()()), Comm())
         model(torch.randn(2, 3, 8)).sum().backward()
         with torch.device("meta"):
             meta: Any = tensor_parallel(around(heads()()).bfloat16(), Comm())
         assert meta.layer.q.weight.shape == (8, 8)
-        return []
 
     dry_run(step, ranks=2, step=0)
 
@@ -415,20 +398,16 @@ def test_with_one_rank_any_layer_stays_as_it_is() -> None:
     model, x = around(mlp(fused, up=48)()), torch.randn(2, 3, 8)
     right = model(x)
     assert torch.equal(tensor_parallel(model, Comm())(x), right)
-    without = without_biases()
-    tensor_parallel(around(without), Comm(), sequence=True)
+    tensor_parallel(around(without_biases()), Comm(), sequence=True)
 
 
 @on_each_rank("world")
 def test_a_hook_on_a_layer_that_is_replaced_is_refused() -> None:
-    for what in ("hook", "forward"):
-        model = around(without_biases())
-        if what == "hook":
-            model.layer.up.register_forward_hook(lambda *_: None)
-        else:
-            model.layer.up.forward = lambda x: 2 * x
-        words = "layer.up has hooks or a forward of its own"
-        raises((words,), tensor_parallel, model, Comm())
+    hooked, replaced = around(without_biases()), around(without_biases())
+    hooked.layer.up.register_forward_hook(lambda *_: None)
+    replaced.layer.up.forward = lambda x: 2 * x
+    for model in (hooked, replaced):
+        raises(("layer.up has hooks or a forward of its own",), tensor_parallel, model, Comm())
 
 
 @pytest.mark.parametrize("has", ["tokens", "head", ""])

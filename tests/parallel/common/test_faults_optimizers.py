@@ -11,21 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import (
-    DDP,
-    Comm,
-    GradScaler,
-    MasterWeights,
-    Mesh,
-    NaiveDDP,
-    Pipeline,
-    World,
-    ZeRO3,
-    ZeroOptimizer,
-    clip_grad_norm,
-    load_checkpoint,
-    save_checkpoint,
-)
+import labkit
+from labkit import DDP, Comm, MasterWeights, World, ZeRO3, ZeroOptimizer, clip_grad_norm
+from labkit.parallel.common.sharder import full_state_dict
+from shard_cases import optimizer_of, wrapped
 from small_models import Custom, difference
 from tables import raises
 from worlds import on_each_rank, world_fixture
@@ -40,13 +29,10 @@ pair = world_fixture(2, timeout_s=60)
 def fresh(seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     """Tied weights, a frozen layer, odd sizes."""
     torch.manual_seed(seed)
-    parts = {
-        "embed": nn.Linear(5, 5, bias=False),
-        "frozen": nn.Linear(5, 5).requires_grad_(False),
-        "norm": nn.LayerNorm(5),
-        "head": nn.Linear(5, 5),
-    }
-    parts["head"].weight = parts["embed"].weight
+    embed, frozen = nn.Linear(5, 5, bias=False), nn.Linear(5, 5).requires_grad_(False)
+    norm, head = nn.LayerNorm(5), nn.Linear(5, 5)
+    head.weight = embed.weight
+    parts = {"embed": embed, "frozen": frozen, "norm": norm, "head": head}
     return Custom(lambda m, x: m.head(m.norm(m.frozen(m.embed(x)).tanh())), **parts).to(dtype)
 
 
@@ -68,25 +54,14 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = model.full_state_dict() if isinstance(model, ZeRO3) else model.state_dict()
-    return {name.removeprefix("module."): x for name, x in state.items()}
-
-
 def check_equal(model: nn.Module, oracle: nn.Module, atol: float = 1e-10) -> None:
-    assert difference(state_of(model), oracle.state_dict()) <= atol
+    assert difference(full_state_dict(model), oracle.state_dict()) <= atol
 
 
-def wrapped(strategy: str) -> tuple[nn.Module, nn.Module, Any]:
-    """The module, what is called, its optimizer."""
-    module = fresh()
-    if strategy.startswith("zero-"):
-        params, stage = module.parameters(), int(strategy[-1])
-        return module, module, ZeroOptimizer(params, SGD, stage, bucket_mb=1e-4, **MOMENTUM)
-    model = {"naive": NaiveDDP, "zero3": ZeRO3}.get(strategy, DDP)(module)
-    if strategy == "masters":
-        return module, model, MasterWeights(model.parameters(), SGD, **MOMENTUM)
-    return module, model, SGD(model.parameters(), **MOMENTUM)
+def built(strategy: str) -> tuple[nn.Module, Any]:
+    model = wrapped(strategy, fresh())
+    make = partial(SGD, **MOMENTUM)
+    return model, optimizer_of(strategy, model.parameters(), make, Comm(), bucket_mb=1e-4)
 
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
@@ -97,13 +72,13 @@ FORMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "naive", "masters", "zero-1", "zero-2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "naive-ddp", "masters", "zero-1", "zero-2", "zero-3"])
 @on_each_rank("world")
 def test_parameters_are_clipped_by_the_norm_that_one_process_finds(strategy: str) -> None:
     for form in (*FORMS.values(), None):
         oracle = fresh()
         torchs = SGD(oracle.parameters(), **MOMENTUM)
-        module, model, optimizer = wrapped(strategy)
+        model, optimizer = built(strategy)
         for step in range(2):
             optimizer.zero_grad(), torchs.zero_grad()
             for micro in range(2):
@@ -115,7 +90,7 @@ def test_parameters_are_clipped_by_the_norm_that_one_process_finds(strategy: str
             given = form(model) if form else optimizer
             torch.testing.assert_close(clip_grad_norm(given, 0.5), expected)
             optimizer.step(), torchs.step()
-        check_equal(model if strategy == "zero3" else module, oracle)
+        check_equal(model, oracle)
 
 
 def two_groups(model: Any) -> torch.optim.Optimizer:
@@ -157,10 +132,10 @@ def test_the_parameters_of_a_pipeline_are_clipped_by_the_norm_of_all_stages(shar
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(5, 4).double(), nn.Linear(4, 5).double()]
     oracle = copy.deepcopy(nn.Sequential(*layers))
-    comm, alone = Comm(), Mesh(pp=2, dp=1).dp
+    comm, alone = Comm(), labkit.Mesh(pp=2, dp=1).dp
     if sharder == "zero3":
         layers[comm.rank] = ZeRO3(layers[comm.rank], alone)
-    pipe = Pipeline(layers, comm, microbatches=2, loss_fn=nn.MSELoss())
+    pipe = labkit.Pipeline(layers, comm, microbatches=2, loss_fn=nn.MSELoss())
     optimizer: Any = SGD(pipe.parameters(), lr=0.1)
     if sharder == "zero-1":
         optimizer = ZeroOptimizer(pipe.parameters(), SGD, 1, comm=alone, lr=0.1)
@@ -175,17 +150,14 @@ def test_the_parameters_of_a_pipeline_are_clipped_by_the_norm_of_all_stages(shar
 
 @stages
 @on_each_rank("world")
-def test_after_unscale_bf16_parameters_of_a_zero_optimizer_are_clipped_in_float32(
-    stage: int,
-) -> None:
+def test_after_unscale_bf16_gradients_are_clipped_in_float32(stage: int) -> None:
     def run(by: str) -> torch.Tensor:
         model = fresh(dtype=torch.bfloat16)
         optimizer = ZeroOptimizer(model.parameters(), SGD, stage, lr=0.1)
-        scaler = GradScaler(init_scale=4.0)
+        scaler = labkit.GradScaler(init_scale=4.0)
         scaler.scale(loss_of(model, mine(batch(dtype=torch.bfloat16)))).backward()
         scaler.unscale_(optimizer)
-        given = optimizer if by == "optimizer" else model.parameters()
-        norm = clip_grad_norm(given, 0.5)
+        norm = clip_grad_norm(optimizer if by == "optimizer" else model.parameters(), 0.5)
         assert norm.dtype == torch.float32 and norm > 0.5
         scaler.step(optimizer)
         return torch.cat([norm.view(1), *(p.detach().float().view(-1) for p in trained(model))])
@@ -202,28 +174,30 @@ def test_an_invalid_list_of_parameters_is_refused() -> None:
         raises("no parameters, or other things", clip_grad_norm, given, 1.0)
 
 
-@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero-3"])
 @on_each_rank("pair")
 def test_parameters_of_a_sharder_and_others_are_refused(strategy: str) -> None:
-    module, model, _ = wrapped(strategy)
+    model, _ = built(strategy)
+    parameters = trained(getattr(model, "module", model))
     loss_of(model, mine(batch())).backward()
-    for given in (trained(module)[:1], [*trained(module), nn.Parameter(torch.ones(1))]):
+    for given in (parameters[:1], [*parameters, nn.Parameter(torch.ones(1))]):
         raises("not exactly its own; call it with the Z", clip_grad_norm, given, 1.0)
 
 
-def both(stage: int, cls: Any = SGD, **options: Any) -> tuple[Any, Any, Any, Any]:
-    model, oracle = fresh(), fresh()
+def both(stage: int, **options: Any) -> list[tuple[Any, Any, Callable[..., torch.Tensor]]]:
+    """A model, its optimizer, and which rows it trains on: with ZeRO this rank's, with SGD all."""
     options = options or MOMENTUM
-    ours = ZeroOptimizer(model.parameters(), cls, stage, bucket_mb=1e-4, **options)
-    return model, ours, oracle, cls(oracle.parameters(), **options)
+    model, oracle = fresh(), fresh()
+    ours = ZeroOptimizer(model.parameters(), SGD, stage, bucket_mb=1e-4, **options)
+    return [(model, ours, mine), (oracle, SGD(oracle.parameters(), **options), lambda x: x)]
 
 
 @stages
 @on_each_rank("world")
 def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage: int) -> None:
-    model, ours, oracle, torchs = both(stage)
-    loss_of(model, mine(batch())).backward()
-    loss_of(oracle, batch()).backward()
+    (model, ours, _), (oracle, torchs, _) = pair = both(stage)
+    for net, _, rows in pair:
+        loss_of(net, rows(batch())).backward()
     p = model.embed.weight
 
     def replace() -> None:
@@ -241,10 +215,8 @@ def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage
         message = str(raises(("labkit.clip_grad_norm",), change))
         assert message.startswith(f"{name} on the `.grad` of a ZeroOptimizer's parameter")
     raises(("`.grad`",), SGD(model.parameters(), lr=1.0).step)  # another optimizer
-    for g in ours.gradient_pieces()[0]:
+    for g in (*ours.gradient_pieces()[0], *(q.grad for q in trained(oracle))):
         g.mul_(0.5)
-    for q in trained(oracle):
-        q.grad.mul_(0.5)
     ours.step(), torchs.step()
     check_equal(model, oracle)
 
@@ -253,47 +225,47 @@ def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage
 @pytest.mark.parametrize("zero", [True, False], ids=["zero_grad", ""])
 @on_each_rank("world")
 def test_gradients_set_by_hand_are_averaged_by_the_step(stage: int, zero: bool) -> None:
-    model, ours, oracle, torchs = both(stage)
-    for step in range(3):
-        if zero:
-            ours.zero_grad()
-        for one, x in ((model, mine(batch(step))), (oracle, batch(step))):
-            gradients = torch.autograd.grad(loss_of(one, x), trained(one))
-            for p, g in zip(trained(one), gradients):
+    pair = both(stage)
+    for model, optimizer, rows in pair:
+        for step in range(3):
+            if zero:
+                optimizer.zero_grad()
+            gradients = torch.autograd.grad(loss_of(model, rows(batch(step))), trained(model))
+            for p, g in zip(trained(model), gradients):
                 p.grad = g
-        nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
-        clip_grad_norm(ours, 0.5)
-        ours.step(), torchs.step()
-    check_equal(model, oracle)
+            clip_grad_norm(optimizer, 0.5)
+            optimizer.step()
+    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_gradient_set_by_hand_replaces_what_backward_left(stage: int) -> None:
-    model, ours, oracle, torchs = both(stage)
-    for step in range(3):
-        ours.zero_grad(), torchs.zero_grad()
-        for one, x in ((model, mine(batch(step))), (oracle, batch(step))):
-            loss_of(one, x).backward()
-            one.embed.weight.grad = torch.arange(25.0).double().view(5, 5)
-            one.norm.bias.grad = None
-        ours.step(), torchs.step()
-    check_equal(model, oracle)
+    pair = both(stage)
+    for model, optimizer, rows in pair:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rows(batch(step))).backward()
+            model.embed.weight.grad = torch.arange(25.0).double().view(5, 5)
+            model.norm.bias.grad = None
+            optimizer.step()
+    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_backward_adds_to_a_gradient_set_by_hand(stage: int) -> None:
-    model, ours, oracle, torchs = both(stage)
-    for one, x in ((model, mine(batch())), (oracle, batch())):
-        one.embed.weight.grad = torch.ones(5, 5).double()
-        one.norm.bias.grad = torch.ones(5).double()
-        loss_of(one, x).backward()
-        one.norm.bias.grad = None  # what two backwards have left is dropped
-        loss_of(one, x).backward()
-        torch.autograd.grad(loss_of(one, x), trained(one))  # changes nothing
-    ours.step(), torchs.step()
-    check_equal(model, oracle)
+    pair = both(stage)
+    for model, optimizer, rows in pair:
+        x = rows(batch())
+        model.embed.weight.grad = torch.ones(5, 5).double()
+        model.norm.bias.grad = torch.ones(5).double()
+        loss_of(model, x).backward()
+        model.norm.bias.grad = None  # what two backwards have left is dropped
+        loss_of(model, x).backward()
+        torch.autograd.grad(loss_of(model, x), trained(model))  # changes nothing
+        optimizer.step()
+    check_equal(pair[0][0], pair[1][0])
 
 
 DROPS: dict[str, Callable[[Any, Any], None]] = {
@@ -307,35 +279,34 @@ DROPS: dict[str, Callable[[Any, Any], None]] = {
 @pytest.mark.parametrize("quiet", [False, True], ids=["", "no_sync"])
 @pytest.mark.parametrize("drop", DROPS)
 @on_each_rank("world")
-def test_gradients_dropped_between_backwards_are_dropped(
-    stage: int, quiet: bool, drop: str
-) -> None:
-    model, ours, oracle, torchs = both(stage, weight_decay=0.1, lr=0.1)
-    for _ in range(2):
-        for micro in range(3):
-            with ours.no_sync() if quiet and micro < 2 else nullcontext():
-                loss_of(model, mine(batch(micro))).backward()
-            loss_of(oracle, batch(micro)).backward()
-            if micro == 0:
-                DROPS[drop](model, ours), DROPS[drop](oracle, torchs)
-        ours.step(), torchs.step()
-        DROPS[drop](model, ours), DROPS[drop](oracle, torchs)
-    if not quiet:
-        ours.step(), torchs.step()  # on zeros, weight decay counts
-    check_equal(model, oracle)
+def test_gradients_dropped_between_backwards_are_gone(stage: int, quiet: bool, drop: str) -> None:
+    pair = both(stage, weight_decay=0.1, lr=0.1)
+    for model, optimizer, rows in pair:
+        no_sync = getattr(optimizer, "no_sync", nullcontext)
+        for _ in range(2):
+            for micro in range(3):
+                with no_sync() if quiet and micro < 2 else nullcontext():
+                    loss_of(model, rows(batch(micro))).backward()
+                if micro == 0:
+                    DROPS[drop](model, optimizer)
+            optimizer.step()
+            DROPS[drop](model, optimizer)
+        if not quiet:
+            optimizer.step()  # on zeros, weight decay counts
+    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(stage: int) -> None:
-    model, ours, oracle, torchs = both(stage)
-    for step in range(5):
-        for one, its, x in ((model, ours, mine(batch(step))), (oracle, torchs, batch(step))):
-            one.norm.requires_grad_(step not in (1, 2))
-            its.zero_grad()
-            loss_of(one, x).backward()
-            its.step()
-    check_equal(model, oracle)
+    pair = both(stage)
+    for model, optimizer, rows in pair:
+        for step in range(5):
+            model.norm.requires_grad_(step not in (1, 2))
+            optimizer.zero_grad()
+            loss_of(model, rows(batch(step))).backward()
+            optimizer.step()
+    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
@@ -343,7 +314,7 @@ def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(stage: int) -> 
 def test_a_parameter_thawed_later_is_refused_at_the_first_step(stage: int) -> None:
     words = ("1 parameters, the first of shape [5, 5], were frozen when",
              "make it after requires_grad_(True)")  # fmt: skip
-    model, ours, *_ = both(stage)
+    (model, ours, _), _ = both(stage)
     before = model.embed.weight.detach().clone()
     model.frozen.weight.requires_grad_(True)
     loss_of(model, mine(batch())).backward()
@@ -370,20 +341,17 @@ def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(stage: int) -> None:
     check_equal(model, oracle, atol=0.0)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-3"])
 @pytest.mark.parametrize("saved_all", [True, False])
 @on_each_rank("pair")
 def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_parameters(
     strategy: str, saved_all: bool, tmp_path: Path
 ) -> None:
     def built(everything: bool, seed: int) -> tuple[nn.Module, Any]:
-        model: Any = fresh(seed)
-        if strategy != "zero-1":
-            model = (DDP if strategy == "ddp" else ZeRO3)(model)
+        model = wrapped(strategy, fresh(seed))
         params = list(model.parameters()) if everything else trained(model)
-        options = {"lr": 0.1 + seed, "momentum": 0.9}
-        make = partial(ZeroOptimizer, optimizer_cls=SGD) if strategy == "zero-1" else SGD
-        return model, make(params, **options)
+        make = partial(SGD, lr=0.1 + seed, momentum=0.9)
+        return model, optimizer_of(strategy, params, make, Comm(), bucket_mb=25)
 
     def train(model: nn.Module, optimizer: Any) -> None:
         for step in range(2):
@@ -393,21 +361,19 @@ def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_paramete
 
     model, optimizer = built(saved_all, 0)
     train(model, optimizer)
-    save_checkpoint(tmp_path, model, optimizer)
+    labkit.save_checkpoint(tmp_path, model, optimizer)
     train(model, optimizer)
     other, resumed = built(not saved_all, 1)
-    load_checkpoint(tmp_path, other, resumed)
+    labkit.load_checkpoint(tmp_path, other, resumed)
     assert resumed.param_groups[0]["lr"] == 0.1
     train(other, resumed)
-    assert difference(state_of(model), state_of(other)) == 0
+    assert difference(full_state_dict(model), full_state_dict(other)) == 0
 
 
 @on_each_rank("pair")
-def test_a_checkpoint_without_the_state_of_a_trained_parameter_is_still_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_without_state_of_a_trained_parameter_is_refused(tmp_path: Path) -> None:
     model = DDP(fresh())
-    save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
+    labkit.save_checkpoint(tmp_path, model, SGD(trained(model), **MOMENTUM))
     other = DDP(fresh().requires_grad_(True))
-    optimizer = SGD(other.parameters(), lr=0.1)
-    raises(("it lacks frozen.weight, frozen.b",), load_checkpoint, tmp_path, other, optimizer)
+    optimizer, words = SGD(other.parameters(), lr=0.1), "it lacks frozen.weight, frozen.b"
+    raises((words,), labkit.load_checkpoint, tmp_path, other, optimizer)

@@ -17,9 +17,8 @@ def test_each_element_lies_in_one_share(ranks: int) -> None:
     found: dict[int, list[int]] = {index: [] for index in range(len(SHAPES))}
     for rank in range(ranks):
         share = layout.share_of(buffer, rank)
-        assert share.numel() == layout.share and share.untyped_storage().data_ptr() == (
-            buffer.untyped_storage().data_ptr()
-        )
+        assert share.numel() == layout.share
+        assert share.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
         for piece in layout.pieces(rank):
             assert piece.start == len(found[piece.index])
             found[piece.index] += share[piece.at : piece.at + piece.numel].tolist()

@@ -6,15 +6,7 @@ import torch
 from torch import nn
 
 from labkit import DDP, MasterWeights, NaiveDDP, ZeRO3, ZeroOptimizer
-from labkit.parallel.common.sharder import (
-    DataParallel,
-    OwnsGradientPieces,
-    OwnsPieces,
-    Sharder,
-    fulfils,
-    shards_parameters,
-    unwrapped,
-)
+from labkit.parallel.common import sharder
 from tables import raises
 from worlds import on_each_rank
 
@@ -47,22 +39,25 @@ def net() -> nn.Sequential:
 @on_each_rank("world2")
 def test_a_strategy_fulfils_its_protocols_also_through_a_wrapper() -> None:
     module = net()
-    optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    asked = (DataParallel, OwnsPieces, OwnsGradientPieces, Sharder)
+    names = ("DataParallel", "OwnsPieces", "OwnsGradientPieces", "Sharder")
+
+    def fulfilled(strategy: Any) -> list[bool]:
+        return [sharder.fulfils(strategy, getattr(sharder, name)) for name in names]
+
     for strategy, expected in [
         (DDP(net()), [True, False, False, False]),
         (NaiveDDP(net()), [True, False, False, False]),
-        (optimizer, [True] * 4),
+        (ZeroOptimizer(module.parameters(), torch.optim.SGD, lr=0.1), [True] * 4),
         (ZeRO3(net()), [True] * 4),
         (MasterWeights(net().parameters(), torch.optim.SGD, lr=0.1), [False, True, False, False]),
         (net(), [False] * 4),
     ]:
-        assert [fulfils(strategy, protocol) for protocol in asked] == expected
-        assert shards_parameters(strategy) == isinstance(strategy, ZeRO3)
+        assert fulfilled(strategy) == expected
+        assert sharder.shards_parameters(strategy) == isinstance(strategy, ZeRO3)
         if isinstance(strategy, nn.Module):
             wrapper = Delegates(strategy)
-            assert [fulfils(wrapper, protocol) for protocol in asked] == expected
-            assert unwrapped(wrapper) is (strategy.module if expected[0] else wrapper)
+            assert fulfilled(wrapper) == expected
+            assert sharder.unwrapped(wrapper) is (strategy.module if expected[0] else wrapper)
 
 
 @on_each_rank("world2")
@@ -84,5 +79,4 @@ def test_a_step_that_fails_takes_the_factor_of_a_scaled_loss_with_it() -> None:
         model(x).sum().backward()
         optimizer.step()
         weights.append([p.detach().clone() for p in model.parameters()])
-    for one, other in zip(*weights, strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

@@ -1,34 +1,22 @@
 """Context beside data and tensor parallelism: which ranks average, what is refused."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from context_checks import training_equals_one_process
-from labkit import (
-    DDP,
-    GPT,
-    Comm,
-    Mesh,
-    NaiveDDP,
-    World,
-    ZeRO3,
-    ZeroOptimizer,
-    context_parallel,
-    sequence_shard,
-    tensor_parallel,
-)
+from labkit import DDP, GPT, Comm, Mesh, NaiveDDP, World, ZeRO3, ZeroOptimizer, context_parallel
 from labkit.parallel.common.ownership import marks_of
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.context.context_parallel import SequenceParts
+from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from tables import raises
 from worlds import on_each_rank
 
 VOCAB, LENGTH = 31, 16
-STRATEGIES: list[Callable[[Any, Comm], Any]] = [
+STRATEGIES = [
     DDP,
     NaiveDDP,
     ZeRO3,
@@ -80,31 +68,10 @@ def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_sequences_and_matrices_are_cut_together(world4: World, way: str) -> None:
+def test_sequences_are_cut_beside_heads_or_rows(world4: World, way: str) -> None:
     """Inside each tensor-parallel half of the heads, tokens of two ranks attend to each other."""
-    axes = {"dp": 1, "cp": 2, "tp": 2}
-    world4.run(training_equals_one_process, way, axes=axes, tensor={})
+    heads, rows = {"dp": 1, "cp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 1}
     sequence = {"sequence": True}
-    world4.run(training_equals_one_process, way, axes=axes, tensor=sequence, tensor_first=True)
-
-
-@pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_rows_and_sequences_are_shared_beside_an_axis_of_one(world4: World, way: str) -> None:
-    axes = {"dp": 2, "cp": 2, "tp": 1}
-    world4.run(training_equals_one_process, way, axes=axes, tensor={})
-
-
-@on_each_rank("world4")
-def test_averaged_over_too_few_the_replicas_would_come_apart() -> None:
-    """What the refusal is for: without the mark, nothing else stops it."""
-    mesh = Mesh(dp=2, cp=2)
-    model: Any = context_parallel(gpt(), mesh.cp)
-    for p in model.parameters():
-        vars(p).pop("_labkit_sequence")
-    wrapped = DDP(model, mesh.dp)
-    x = sequence_shard(torch.arange(LENGTH).view(1, -1), mesh.cp)
-    wrapped(x).square().mean().backward()
-    grad = model.head.weight.grad
-    others = [torch.empty_like(grad) for _ in range(2)]
-    mesh.cp.all_gather(others, grad)
-    assert float((others[0] - others[1]).abs().max()) > 1e-6
+    world4.run(training_equals_one_process, way, axes=heads, tensor={})
+    world4.run(training_equals_one_process, way, axes=heads, tensor=sequence, tensor_first=True)
+    world4.run(training_equals_one_process, way, axes=rows, tensor={})

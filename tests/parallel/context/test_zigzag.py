@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from labkit import Comm
-from labkit.parallel.context.zigzag import (
-    gather_sequence,
-    join_zigzag,
-    positions_of,
-    sequence_shard,
-    split_zigzag,
-)
+from labkit.parallel.context import zigzag
+from labkit.parallel.context.zigzag import gather_sequence, positions_of, sequence_shard
+from tables import cases, raises
 from worlds import on_each_rank
 
 
@@ -43,16 +39,15 @@ def test_shards_make_the_whole(ranks: int, length: int, dim: int) -> None:
     shape = [3, 5, 2]
     shape[dim] = length
     x = torch.randn(shape)
-    shards = split_zigzag(x, ranks, dim)
+    shards = zigzag.split_zigzag(x, ranks, dim)
     assert all(torch.equal(shards[r], sequence_shard(x, of(r, ranks), dim)) for r in range(ranks))
-    assert torch.equal(join_zigzag(shards, dim), x)
+    assert torch.equal(zigzag.join_zigzag(shards, dim), x)
 
 
 def test_tokens_targets_and_positions_are_cut_alike() -> None:
     x = torch.arange(40).reshape(2, 20)
     for rank in range(2):
-        where = positions_of(20, of(rank, 2))
-        assert torch.equal(sequence_shard(x, of(rank, 2)), x[:, where])
+        assert torch.equal(sequence_shard(x, of(rank, 2)), x[:, positions_of(20, of(rank, 2))])
 
 
 def test_a_shard_has_a_gradient() -> None:
@@ -61,18 +56,11 @@ def test_a_shard_has_a_gradient() -> None:
     assert x.grad is not None and x.grad.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("length", "ranks", "would"), [(10, 2, "8 or 12"), (3, 4, "8 or 16"), (0, 2, "4 or 8")]
-)
-def test_a_length_that_does_not_split_gets_one_that_does(
-    length: int, ranks: int, would: str
-) -> None:
-    for cut in (
-        lambda: sequence_shard(torch.zeros(1, length), of(0, ranks)),
-        lambda: positions_of(length, of(0, ranks)),
-    ):
-        with pytest.raises(ValueError, match=f"{length} tokens do.* {2 * ranks} equal.*{would}"):
-            cut()
+@cases((10, 2, "8 or 12"), (3, 4, "8 or 16"), (0, 2, "4 or 8"))
+def test_a_length_that_does_not_split_is_refused(length: int, ranks: int, would: str) -> None:
+    words = f"{length} tokens do.* {2 * ranks} equal.*{would}"
+    raises(words, sequence_shard, torch.zeros(1, length), of(0, ranks))
+    raises(words, positions_of, length, of(0, ranks))
 
 
 @on_each_rank("world2")

@@ -1,6 +1,5 @@
 """DDP to production strength: order of buckets, static graph, hooks, accumulation, bad input."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,15 +9,10 @@ from torch import nn
 
 import ddp_checks
 from labkit import DDP, Comm, Link, World
-from labkit.parallel.ddp.comm_hooks import (
-    Hook,
-    UnderWay,
-    bf16_compress_hook,
-    compressed,
-    fp16_compress_hook,
-)
+from labkit.parallel.ddp import comm_hooks
+from labkit.parallel.ddp.comm_hooks import bf16_compress_hook, fp16_compress_hook
 from small_models import difference
-from tables import raises
+from tables import cases, raises
 from worlds import on_each_rank
 
 CHECKS = [
@@ -31,17 +25,14 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_ddp(world2: World, check: Callable[[Any], None]) -> None:
+def test_ddp(world2: World, check: Any) -> None:
     world2.run(check, DDP)
 
 
-@pytest.mark.parametrize(
-    ("hook", "dtype"),
-    [(fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16)],
-    ids=["fp16", "bf16"],
-)
-def test_a_compressing_hook_halves_the_bytes(world2: World, hook: Hook, dtype: torch.dtype) -> None:
-    world2.run(ddp_checks.a_hook_halves_the_bytes, DDP, hook, dtype)
+@cases((fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16))
+@on_each_rank("world2")
+def test_a_compressing_hook_halves_the_bytes(hook: Any, dtype: torch.dtype) -> None:
+    ddp_checks.a_hook_halves_the_bytes(DDP, hook, dtype)
 
 
 @on_each_rank("world2")
@@ -71,10 +62,9 @@ def test_what_a_hook_makes_zero_is_not_taken_for_unused() -> None:
 def test_a_hook_is_a_plain_function() -> None:
     """It need not be quick, nor say when it is done; complex numbers and small ones go, too."""
 
-    def twice(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
+    def twice(flat: torch.Tensor, comm: Comm, async_op: bool) -> None:
         comm.all_reduce(flat)
         flat.mul_(2)
-        return None
 
     for dtype, hook, expected in (
         (torch.float32, twice, 2),
@@ -86,7 +76,7 @@ def test_a_hook_is_a_plain_function() -> None:
         model(torch.ones(1, 1, dtype=dtype)).real.sum().backward()
         assert module.weight.grad is not None and module.weight.grad.item() == expected
     words = "compressed(torch.int8): gradients travel as torch.bfloat16 or float16"
-    raises((words,), compressed, torch.int8)
+    raises((words,), comm_hooks.compressed, torch.int8)
 
 
 @on_each_rank("world2")
@@ -110,8 +100,7 @@ def test_an_error_in_the_first_backward_leaves_the_order_to_the_next() -> None:
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model = DDP(module, static_graph=True)
     hook = module[0].weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        model(torch.ones(1, 3)).sum().backward()
+    raises("on purpose", model(torch.ones(1, 3)).sum().backward, error=RuntimeError)
     hook.remove()
     for _ in range(2):
         model.zero_grad()

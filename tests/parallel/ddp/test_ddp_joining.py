@@ -10,23 +10,20 @@ import ddp_checks
 from labkit import DDP, Comm, RankError, World, listen
 from labkit.parallel.ddp.comm_hooks import compressed
 from small_models import difference
+from tables import cases, raises
 from worlds import on_each_rank
 
 
-@pytest.mark.parametrize(
-    ("steps", "divide_by_active", "how"),
-    [
-        ([2, 4, 5], False, {}),
-        ([2, 4, 5], True, {}),
-        ([0, 1, 3], True, {"static_graph": True}),
-        ([3, 1, 1], False, {"overlap": False, "hook": compressed(torch.float64)}),
-        ([2, 2, 2], False, {}),
-    ],
+@cases(
+    ([2, 4, 5], False, {}),
+    ([2, 4, 5], True, {}),
+    ([0, 1, 3], True, {"static_graph": True}),
+    ([3, 1, 1], False, {"overlap": False, "hook": compressed(torch.float64)}),
+    ([2, 2, 2], False, {}),
 )
-def test_weights_equal_a_single_process_with_the_same_ranks_data(
-    world3: World, steps: list[int], divide_by_active: bool, how: dict[str, Any]
-) -> None:
-    world3.run(ddp_checks.ranks_whose_data_ends_join, DDP, steps, divide_by_active, **how)
+@on_each_rank("world3")
+def test_weights_equal_one_process(steps: list[int], divide_by_active: bool, how: Any) -> None:
+    ddp_checks.ranks_whose_data_ends_join(DDP, steps, divide_by_active, **how)
 
 
 @on_each_rank("world3")
@@ -88,5 +85,4 @@ def test_without_join_the_error_names_the_rank_that_has_ended(world3: World) -> 
             model(torch.ones(1, 2)).sum().backward()
 
     words = "rank 0 returned without calling what rank 1 waits for"
-    with pytest.raises(RankError, match=words):
-        world3.run(run)
+    raises(words, world3.run, run, error=RankError)

@@ -32,11 +32,7 @@ def served(server: Any = ParameterServer) -> Strategy:
 
     def predict(module: nn.Module, size: int, rank: int) -> Footprint:
         mean, here = ParameterServer.predict(module, size), size * (rank == 0)
-        return replace(
-            mean,
-            gradient_bytes=mean.gradient_bytes * here,
-            optimizer_bytes=mean.optimizer_bytes * here,
-        )
+        return replace(mean, **{name: getattr(mean, name) * here for name in sharded})
 
     sharded = ("gradient_bytes", "optimizer_bytes")
     return Strategy(wrap, optimizer, predict, sharded, first_agrees=False)
@@ -51,9 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "optimizer"), CASES, ids=lambda x: x)
-def test_it_equals_a_single_process_in_weights_bytes_and_memory(
-    world: World, case: str, optimizer: str
-) -> None:
+def test_weights_bytes_and_memory_are_right(world: World, case: str, optimizer: str) -> None:
     runs, n = check_equal_to_single(world, served(), case, optimizer), world.size
     assert all(run.held.gradient_bytes + run.held.optimizer_bytes == 0 for run in runs[1:])
     bus_bytes = ParameterServer.predict(MODELS[case]().double(), n).bus_bytes
@@ -83,45 +77,39 @@ def test_clipping_on_the_server_clips_for_all() -> None:
     assert norm > 0.01 if Comm().rank == 0 else norm == 0
 
 
-def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone(
-    world2: World,
-) -> None:
-    def run() -> tuple[float, bool]:
-        torch.manual_seed(Comm().rank)
-        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        model = ParameterServer(module)
-        optimizer = model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(2):
-            model(torch.randn(5, 3)).square().sum().backward()
-            optimizer.step()
-        model(torch.zeros(5, 3))
-        mean = float(module[1].running_mean.sum())
-        plain = copy.deepcopy(module)
-        del model
-        optimizer.zero_grad()
-        with listen() as events:
-            for one in (module, plain):
-                one(torch.ones(5, 3)).square().sum().backward()
-            optimizer.step()
-        same = torch.equal(module[0].weight.grad, plain[0].weight.grad)
-        return mean, same and not events
-
-    (mean, alone), (other, other_alone) = world2.run(run)
-    assert mean == other and alone and other_alone
-
-
 @on_each_rank("world2")
-def test_models_that_cannot_be_served_are_refused_on_every_rank() -> None:
-    def train(brings_back: bool) -> None:
-        module = nn.Linear(3, 2)
-        model = ParameterServer(module)
-        if brings_back:
-            model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
-            module.bias.requires_grad_(False)
-        model(torch.ones(1, 3)).sum().backward()
+def test_buffers_follow_the_server_and_a_freed_wrapper_leaves_the_module_alone() -> None:
+    torch.manual_seed(Comm().rank)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = ParameterServer(module)
+    optimizer = model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+    model(torch.zeros(5, 3))
+    mean, other = Comm().all_gather_object(float(module[1].running_mean.sum()))
+    assert mean == other
+    plain = copy.deepcopy(module)
+    del model
+    optimizer.zero_grad()
+    with listen() as events:
+        for layers in (module, plain):
+            layers(torch.ones(5, 3)).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(module[0].weight.grad, plain[0].weight.grad) and not events
 
-    raises("no optimizer brings the weights back", train, False)
-    raises("bias was frozen after the module was wrapped", train, True)
+
+@pytest.mark.parametrize("training", [True, False], ids=["train mode", "eval mode"])
+@on_each_rank("world2")
+def test_models_that_cannot_be_served_are_refused_on_every_rank(training: bool) -> None:
+    for frozen, words in ((True, "bias takes gradients now"), (False, "bias was frozen after")):
+        module = nn.Linear(3, 1)
+        module.bias.requires_grad_(not frozen)
+        model = ParameterServer(module).train(training)
+        raises("no optimizer brings the weights back", model(torch.ones(2, 3)).sum().backward)
+        model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
+        module.bias.requires_grad_(frozen)
+        raises(words, lambda model=model: model(torch.ones(2, 3)).sum().backward())
 
 
 def test_a_rank_that_dies_does_not_leave_the_server_waiting() -> None:
@@ -157,17 +145,6 @@ def test_a_step_grows_with_every_rank_that_comes_and_that_of_ddp_does_not() -> N
     served = {n: step_s("parameter-server", n) for n in (2, 4, 8, 16)}
     per_rank_s = (served[16] - served[8]) / 8
     for fewer, more in ((2, 4), (4, 8)):
-        grows_s = served[more] - served[fewer]
-        assert grows_s == pytest.approx((more - fewer) * per_rank_s, rel=0.01)
+        assert served[more] - served[fewer] == pytest.approx((more - fewer) * per_rank_s, rel=0.01)
     assert served[16] > 10 * served[2]
     assert step_s("ddp", 16) < 2 * step_s("ddp", 2)  # 2(n-1)/n: from 1 to at most 2 times
-
-
-@on_each_rank("world2")
-def test_a_change_after_wrapping_is_named_in_eval_mode_too() -> None:
-    module = nn.Linear(3, 1)
-    module.bias.requires_grad_(False)
-    model = ParameterServer(module).eval()
-    model.pull_after(torch.optim.SGD(model.parameters(), lr=0.1))
-    module.bias.requires_grad_(True)
-    raises("bias takes gradients now", lambda: model(torch.ones(2, 3)).sum().backward())

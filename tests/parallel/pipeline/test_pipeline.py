@@ -24,25 +24,36 @@ from worlds import on_each_rank
 @pytest.mark.parametrize("names", [["naive", "gpipe", "1f1b"], ["interleaved", "zb-h1", "zb-h2"]])
 def test_every_schedule_is_as_one_process(world4: World, names: list[str]) -> None:
     """On 1 to 4 stages, with every admissible number of micro-batches from 1 to 9."""
-    compared = world4.run(cases.equals_one_process, [1, 2, 3, 4], names)
-    for rank, count in enumerate(compared):
+    for rank, count in enumerate(world4.run(cases.equals_one_process, [1, 2, 3, 4], names)):
         sizes = range(rank + 1, 5)
         assert count == sum(len(cases.admissible(name, n)) for name in names for n in sizes)
 
 
-@on_each_rank("world3")
-def test_a_schedule_of_each_kind_is_as_one_process() -> None:
-    for name, m in (("1f1b", 4), ("interleaved", 3), ("zb-h1", 4)):
-        cases.equals_one_process([3], [name], ms=[m])
+ON_THREE_RANKS: list[tuple[Any, ...]] = [
+    *((cases.equals_one_process, [3], [name], [m])
+      for name, m in (("1f1b", 4), ("interleaved", 3), ("zb-h1", 4))),
+    *((cases.a_gpt_with_a_tied_embedding, 3, name, 6) for name in ("1f1b", "interleaved", "zb-h1")),
+    (cases.a_gpt_with_a_tied_embedding, 3, "zb-h1", 4, True),
+    (cases.a_gpt_with_a_tied_embedding, 2, "1f1b", 3, True),
+    (cases.a_gpt_with_a_tied_embedding, 1, "gpipe", 3),
+    *((cases.recompute_is_equal_to_the_bit, name) for name in ("1f1b", "zb-h1")),
+    *((cases.pipedream_equals_stale_weights, m) for m in (1, 3, 7)),
+    *((cases.sends_exactly_its_bytes, name) for name in ("gpipe", "1f1b", "interleaved", "zb-h1")),
+    *((cases.frees_activations, name, m)
+      for name, m in (("gpipe", 6), ("1f1b", 7), ("interleaved", 6), ("zb-h1", 5))),
+    *((cases.frees_what_is_saved, name, m)
+      for name, m in (("gpipe", 6), ("1f1b", 7), ("zb-h1", 7), ("zb-h2", 7))),
+    (cases.outputs_go_when_they_are_sent,),
+    (cases.sends_overlap_compute,),
+    (cases.does_not_wait_for_sends,),
+]  # fmt: skip
 
 
-@on_each_rank("world3")
-def test_a_tied_embedding_and_frozen_parameters() -> None:
-    for name in ("1f1b", "interleaved", "zb-h1"):
-        cases.a_gpt_with_a_tied_embedding(3, name, 6)
-    cases.a_gpt_with_a_tied_embedding(3, "zb-h1", 4, freeze=True)
-    cases.a_gpt_with_a_tied_embedding(2, "1f1b", 3, freeze=True)
-    cases.a_gpt_with_a_tied_embedding(1, "gpipe", 3)
+@pytest.mark.parametrize(
+    "check", ON_THREE_RANKS, ids=lambda check: "-".join([check[0].__name__, *map(str, check[1:])])
+)
+def test_a_pipeline_keeps_its_promises(world3: World, check: tuple[Any, ...]) -> None:
+    world3.run(*check)
 
 
 def test_owners_in_a_part_of_the_world_sum_without_a_group(world4: World) -> None:
@@ -98,11 +109,6 @@ def test_a_users_own_schedule(world3: World, own: str) -> None:
     world3.run(cases.own_schedule, parse_schedule(text))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_recompute_is_equal_to_the_bit(world3: World, name: str) -> None:
-    world3.run(cases.recompute_is_equal_to_the_bit, name)
-
-
 @on_each_rank("world3")
 def test_bf16_travels_as_bf16() -> None:
     comm = Comm()
@@ -114,41 +120,14 @@ def test_bf16_travels_as_bf16() -> None:
         pipe.step(x, y)
     sizes = {e.bus_bytes for e in events if e.op == "send" and e.tag != 103}
     assert sizes == {2 * 2 * 3 * 2} and {p.dtype for p in pipe.parameters()} == {x.dtype}
-    wanted = dict(whole.named_parameters())
-    grads = [(p.grad, wanted[name].grad) for name, p in pipe.module.named_parameters()]
-    assert all((a - b).norm() < 0.03 * b.norm() for a, b in grads)
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for name, p in pipe.module.named_parameters():
+        assert (p.grad - expected[name]).norm() < 0.03 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
 def test_replicas_synchronise_once_in_a_step(world4: World, name: str) -> None:
     world4.run(cases.replicas_synchronise_once, name)
-
-
-@on_each_rank("world3")
-def test_pipedream_is_as_one_process_with_stale_weights() -> None:
-    for m in (1, 3, 7):
-        cases.pipedream_equals_stale_weights(m)
-
-
-@on_each_rank("world3")
-def test_exactly_its_bytes() -> None:
-    for name in ("gpipe", "1f1b", "interleaved", "zb-h1"):
-        cases.sends_exactly_its_bytes(name)
-
-
-@on_each_rank("world3")
-def test_activations_are_freed_as_the_schedule_says() -> None:
-    for name, m in (("gpipe", 6), ("1f1b", 7), ("interleaved", 6), ("zb-h1", 5)):
-        cases.frees_activations(name, m)
-    for name, m in (("gpipe", 6), ("1f1b", 7), ("zb-h1", 7), ("zb-h2", 7)):
-        cases.frees_what_is_saved(name, m)
-    cases.outputs_go_when_they_are_sent()
-
-
-@on_each_rank("world3")
-def test_sends_overlap_compute_and_no_rank_waits_to_send() -> None:
-    cases.sends_overlap_compute()
-    cases.does_not_wait_for_sends()
 
 
 @pytest.mark.slow
@@ -198,8 +177,7 @@ def test_split_by_cost_makes_the_dearest_stage_cheap() -> None:
 
 def test_measured_costs_see_a_dear_layer() -> None:
     stages = [PacedStage(0.0), PacedStage(0.05), PacedStage(0.0)]
-    x = torch.ones(2, 8)
-    costs = measure_costs(stages, x)
+    costs = measure_costs(stages, torch.ones(2, 8))
     assert costs[1] > 5 * max(costs[0], costs[2]) and costs[1] >= 0.15
     assert all(p.grad is None for one in stages for p in one.parameters())
     assert [len(part.layers) for part in split(stages, 2, [1, 9, 1])] in ([2, 1], [1, 2])
@@ -212,41 +190,34 @@ def test_measured_costs_see_a_dear_layer() -> None:
 def test_the_halves_of_backward_are_the_whole(kind: str) -> None:
     """Weights have no gradient after the first half, and all of it after the second."""
 
-    def module() -> nn.Module:
-        torch.manual_seed(0)
-        linear = nn.Linear(4, 4)
-        made = nn.Sequential(linear, nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)).double()
-        if kind == "autocast":
-            made = made.float()
-        if kind == "shared":
-            made = nn.Sequential(linear, nn.GELU(), linear, nn.Linear(4, 3)).double()
-        if kind.startswith("frozen"):
-            getattr(linear, kind.split()[1]).requires_grad_(False)
-        return made
+    dtype = torch.float32 if kind == "autocast" else torch.float64
 
     def run(halves: bool) -> tuple[Any, Any, Any]:
-        one, later = module(), []
-        x = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(1))
-        x = x if kind == "autocast" else x.double()
-        x.requires_grad_(kind != "no input")
+        torch.manual_seed(0)
+        linear, later = nn.Linear(4, 4), []
+        if kind.startswith("frozen"):
+            getattr(linear, kind.split()[1]).requires_grad_(False)
+        middle = [nn.GELU(), linear] if kind == "shared" else [nn.LayerNorm(4), nn.Tanh()]
+        module = nn.Sequential(linear, *middle, nn.Linear(4, 3)).to(dtype)
+        x = torch.randn(5, 2, 4, dtype=dtype).requires_grad_(kind != "no input")
         cast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
-        with deferring(one, later) if halves else nullcontext(), cast:
-            y = one(x)
+        with deferring(module, later) if halves else nullcontext(), cast:
+            y = module(x)
         y.pow(2).sum().backward()
-        between = [p.grad for p in one.parameters()]
+        between = [p.grad for p in module.parameters()]
         hooked: list[bool] = []
-        for p in one.parameters():
+        for p in module.parameters():
             if p.requires_grad:  # (a hook that kept its parameter would keep it for good)
                 p.register_post_accumulate_grad_hook(lambda _: hooked.append(True))
         run_later(later)
         assert later == [] and bool(hooked) == halves
-        return x.grad, [p.grad for p in one.parameters()], between
+        return x.grad, [p.grad for p in module.parameters()], between
 
-    dx, wanted, _ = run(False)
-    other, found, between = run(True)
+    dx, expected, _ = run(False)
+    other, gradients, between = run(True)
     assert (dx is None and other is None) or torch.allclose(dx, other, rtol=1e-13)
     assert between[-1] is None and between[-2] is None
-    torch.testing.assert_close(wanted, found, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_only_plain_linear_layers_are_deferred() -> None:

@@ -13,20 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import labkit
 from harness import Mutation, noticed, on_ranks, replaces
-from labkit import (
-    DDP,
-    GPT,
-    Comm,
-    Mesh,
-    RankError,
-    World,
-    context_parallel,
-    dry_run,
-    listen,
-    split,
-    tensor_parallel,
-)
+from labkit import DDP, GPT, Comm, Mesh, RankError, World, listen, split
 from labkit import comm as door
 from labkit.events import all_gather_bus_bytes, chunk_sizes
 from labkit.parallel.common.shards import Shard, mark_shard
@@ -53,38 +42,24 @@ def tokens() -> Tensor:
 def gpt_on(mesh: Mesh, chunks: int = 1, **how: Any) -> list[nn.Module]:
     torch.manual_seed(3)
     model = GPT(12, WIDTH, mesh.pp.size * chunks, 3 if mesh.tp.size == 3 else 2, LENGTH).double()
-    return split(tensor_parallel(model, mesh.tp, **how), mesh.pp.size * chunks)
-
-
-def trained(
-    make: Callable[[], list[nn.Module]], mesh: Mesh, parts: bool, x: Tensor, loss: Any, **how: Any
-) -> tuple[list[float], list[Tensor]]:
-    tp = mesh.tp if parts else None
-    pipe = Pipeline(make(), mesh.pp, loss_fn=loss, scatter_gather=tp, **how)
-    losses = piped(pipe, x, x, 2)
-    return losses, [p.detach().clone() for p in pipe.parameters()]
+    return split(labkit.tensor_parallel(model, mesh.tp, **how), mesh.pp.size * chunks)
 
 
 def assert_same_bits(
     make: Callable[[], list[nn.Module]], mesh: Mesh, x: Tensor, loss: Any, **how: Any
 ) -> None:
-    losses, weights = trained(make, mesh, False, x, loss, **how)
-    found, others = trained(make, mesh, True, x, loss, **how)
-    assert found == losses, f"losses {found}, and {losses} without scatter/gather"
-    same = [torch.equal(a, b) for a, b in zip(weights, others, strict=True)]
-    assert all(same), f"{same.count(False)} of {len(same)} parameters are others"
+    pipes = [Pipeline(make(), mesh.pp, loss_fn=loss, scatter_gather=parts, **how)
+             for parts in (None, mesh.tp)]  # fmt: skip
+    losses, shared = (piped(pipe, x, x, 2) for pipe in pipes)
+    assert shared == losses, f"losses {shared}, and {losses} without scatter/gather"
+    weights = zip(*(pipe.parameters() for pipe in pipes), strict=True)
+    same = [torch.equal(a, b) for a, b in weights]
+    assert all(same), f"{same.count(False)} of {len(same)} parameters differ"
 
 
 def a_gpt_has_the_same_bits(axes: dict[str, int]) -> None:
-    mesh = Mesh(**axes)
-    assert_same_bits(
-        lambda: gpt_on(mesh), mesh, tokens(), tokens_loss, schedule="1f1b", microbatches=3
-    )
-
-
-@pytest.mark.parametrize("axes", SHAPES, ids=str)
-def test_a_gpt_has_the_same_weights_to_the_bit(six: World, axes: dict[str, int]) -> None:
-    six.run(a_gpt_has_the_same_bits, axes)
+    mesh, how = Mesh(**axes), {"schedule": "1f1b", "microbatches": 3}
+    assert_same_bits(lambda: gpt_on(mesh), mesh, tokens(), tokens_loss, **how)
 
 
 @pytest.mark.slow
@@ -105,9 +80,8 @@ def test_any_schedule_has_the_same_bits(schedule: str, chunks: int, axes: dict[s
         assert_same_bits(lambda: gpt_on(mesh, chunks), mesh, tokens(), tokens_loss, **how)
 
 
-def turned() -> nn.Module:
-    """Its output is not contiguous: [rows, 5, 5] -> [rows, 5, 5]."""
-    return Custom(lambda m, x: m.linear(x).transpose(1, 2), linear=nn.Linear(5, 5))
+def turned(linear: nn.Linear) -> nn.Module:
+    return Custom(lambda m, x: m.linear(x).transpose(1, 2), linear=linear)
 
 
 ODD: dict[str, Callable[[int], tuple[list[nn.Module], Tensor]]] = {
@@ -115,7 +89,7 @@ ODD: dict[str, Callable[[int], tuple[list[nn.Module], Tensor]]] = {
     "fewer-elements-than-ranks": lambda p: ([nn.Linear(1, 1) for _ in range(p)], torch.ones(3, 1)),
     "no-elements": lambda p: ([nn.Linear(0, 0) for _ in range(p)], torch.ones(3, 0)),
     "bf16": lambda p: ([nn.Linear(5, 5).bfloat16() for _ in range(p)], torch.ones(3, 5).bfloat16()),
-    "not-contiguous": lambda p: ([turned() for _ in range(p)], torch.ones(3, 5, 5)),
+    "not-contiguous": lambda p: ([turned(nn.Linear(5, 5)) for _ in range(p)], torch.ones(3, 5, 5)),
     "without-gradient": lambda p: ([nn.Tanh() for _ in range(p)], torch.ones(3, 5)),
     "uneven-rows": lambda p: ([nn.Linear(3, 3) for _ in range(p)], torch.ones(5, 3)),
 }
@@ -146,9 +120,8 @@ def test_one_rank_and_one_stage_are_the_same_code() -> None:
     x = torch.ones(6, 2, 3).double()
     assert_same_bits(lambda: layers(6), mesh, x, F.mse_loss, microbatches=3)
     mesh = Mesh(pp=1, tp=6)
-    pipe = Pipeline(
-        layers(2), mesh.pp, "interleaved", 2, F.mse_loss, chunks=2, scatter_gather=mesh.tp
-    )
+    how: dict[str, Any] = {"chunks": 2, "scatter_gather": mesh.tp}
+    pipe = Pipeline(layers(2), mesh.pp, "interleaved", 2, F.mse_loss, **how)
     with listen() as events:
         pipe.step(x, x)
     assert not events
@@ -190,8 +163,9 @@ def sends_its_part(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
-def test_a_rank_sends_its_part_and_the_rest_goes_over_tp(six: World, axes: dict[str, int]) -> None:
-    six.run(sends_its_part, axes)
+@pytest.mark.parametrize("check", [a_gpt_has_the_same_bits, sends_its_part])
+def test_a_gpt_in_parts(six: World, check: Any, axes: dict[str, int]) -> None:
+    six.run(check, axes)
 
 
 @on_each_rank("six")
@@ -199,7 +173,6 @@ def test_receives_are_posted_ahead_and_joined_when_taken() -> None:
     """Receive k + 1 is posted before forward k runs, and gathered only when forward k is done."""
     mesh, m = Mesh(pp=3, tp=2), 5
     log: list[tuple[str, int]] = []
-
     stages = [nn.Linear(4, 4) for _ in range(3)]
     for one in stages:
         one.register_forward_pre_hook(lambda *_: log.append(("forward", 0)))
@@ -231,16 +204,14 @@ def test_on_paper_the_first_stage_sends_its_part(six: World) -> None:
             optimizer.step()
         return list(events)
 
-    def issued(events: list[Any]) -> list[tuple[str, int, int]]:
+    def issued(events: list[Any]) -> Counter[Any]:
         ours = [e for e in events if e.op == "all_gather" or (e.op, e.tag) in SENT]
-        return [(e.op, e.tag, e.bus_bytes) for e in ours]
+        return Counter((e.op, e.tag, e.bus_bytes) for e in ours)
 
-    on_paper = issued([e for e in dry_run(work, ranks=6).ranks[0].comms if e.step == 1])
+    on_paper = issued([e for e in labkit.dry_run(work, ranks=6).ranks[0].comms if e.step == 1])
     part_bytes = ROWS // 3 * LENGTH * WIDTH * 8 // 2
-    assert Counter(on_paper) == Counter(
-        {("send", DATA["activation"], part_bytes): 3, ("all_gather", 0, part_bytes): 3}
-    )
-    assert Counter(issued(six.run(work)[0])) == Counter(on_paper)
+    kinds = [("send", DATA["activation"], part_bytes), ("all_gather", 0, part_bytes)]
+    assert on_paper == issued(six.run(work)[0]) == Counter(3 * kinds)
 
 
 def piped_over(stages: list[nn.Module], mesh: Mesh, over: Comm | None) -> Pipeline:
@@ -249,7 +220,7 @@ def piped_over(stages: list[nn.Module], mesh: Mesh, over: Comm | None) -> Pipeli
 
 def parts_of_sequences() -> None:
     mesh = Mesh(pp=3, cp=2)
-    model = context_parallel(GPT(12, 6, 3, 2, 6), mesh.cp)
+    model = labkit.context_parallel(GPT(12, 6, 3, 2, 6), mesh.cp)
     piped_over(split(model, 3), mesh, mesh.cp)
 
 

@@ -24,6 +24,12 @@ def model() -> GPT:
     return GPT(64, WIDTH, DEPTH, heads=6, context=16, dropout=0.1).double()
 
 
+def edited(partitioned: bool) -> Any:
+    made = tensor_parallel(model(), Comm(), gather_logits=True)
+    Recompute(made)
+    return partition_activations(made, Comm()) if partitioned else made
+
+
 def trained(edited: Any) -> list[float]:
     optimizer, losses = torch.optim.AdamW(edited.parameters(), lr=1e-2), []
     torch.manual_seed(1)
@@ -37,41 +43,29 @@ def trained(edited: Any) -> list[float]:
     return losses
 
 
-def with_and_without() -> tuple[list[float], dict[str, Tensor], int]:
+def with_and_without() -> int:
     """That both train alike; and the elements that a backward gathers beside what both send."""
-    comm, results, sent = Comm(), [], []
+    losses, weights, sent = [], [], []
     for partitioned in (False, True):
-        edited = tensor_parallel(model(), comm, gather_logits=True)
-        Recompute(edited)
-        if partitioned:
-            partition_activations(edited, comm)
+        trains = edited(partitioned)
         with listen() as events:
-            losses = trained(edited)
-        results.append((losses, full_state_dict(edited)))
+            losses.append(trained(trains))
+        weights.append(full_state_dict(trains))
         sent.append(sum(event.bus_bytes for event in events) / 8 / STEPS)
-    (losses, weights), (same_losses, same_weights) = results
-    assert losses == same_losses and difference(weights, same_weights) == 0
-    return losses, weights, round((sent[1] - sent[0]) * comm.size)
+    assert losses[0] == losses[1] and difference(*weights) == 0
+    return round((sent[1] - sent[0]) * Comm().size)
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_trains_to_the_bit_as_without_and_gathers_each_input_once(
-    worlds: Any, size: int
-) -> None:
-    for _, _, gathered in worlds(size).run(with_and_without):
-        assert gathered == (size - 1) * DEPTH * X
+def test_it_trains_as_without_and_gathers_each_input_once(worlds: Any, size: int) -> None:
+    assert worlds(size).run(with_and_without) == [(size - 1) * DEPTH * X] * size
 
 
 def kept_bytes(partitioned: bool) -> float:
     """By a forward, on this rank, of the blocks' inputs."""
-    comm = Comm()
-    edited = tensor_parallel(model(), comm)
-    Recompute(edited)
-    if partitioned:
-        partition_activations(edited, comm)
-    x = torch.randint(64, (40, LENGTH))
+    forward, x = edited(partitioned), torch.randint(64, (40, LENGTH))
     with PeakMemory() as memory:
-        value = edited(x).mean()
+        value = forward(x).mean()
         held_bytes = memory.held_bytes
     value.backward()
     return held_bytes
@@ -110,7 +104,7 @@ def keeps_the_first(self: Partitioned, x: Tensor) -> Any:
 
 
 def gathers_each_input_once() -> None:
-    assert with_and_without()[2] == DEPTH * X
+    assert with_and_without() == DEPTH * X
 
 
 test_a_fault_is_found = pytest.mark.slow(

@@ -89,9 +89,7 @@ def check_masks(world: World, way: str) -> list[Masks]:
 
 @ways
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_single_process_with_the_ranks_masks_trains_to_the_same_weights(
-    world2: World, world3: World, size: int, way: str
-) -> None:
+def test_one_process_with_the_same_masks(world2: World, world3: World, size: int, way: str) -> None:
     masks = check_masks({2: world2, 3: world3}[size], way)
     dropped = torch.cat([mask.flatten() for one in masks[0].values() for mask in one])
     assert abs(dropped.double().mean() - 0.8) < 0.01
@@ -136,8 +134,7 @@ def test_nothing_is_dropped_in_evaluation() -> None:
     model = tensor_parallel(contract.model_of(dropout=0.2), Comm(), sequence=True).eval()
     state = torch.get_rng_state()
     tokens = torch.zeros(2, 12, dtype=torch.long)
-    same = torch.equal(model(tokens), model(tokens))
-    assert same and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model(tokens), model(tokens)) and torch.equal(torch.get_rng_state(), state)
 
 
 @on_each_rank("world2")

@@ -1,5 +1,6 @@
 """Models other than labkit.GPT under tensor and context parallelism: right, or refused."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,17 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit import (
-    GPT,
-    Comm,
-    RankError,
-    World,
-    context_parallel,
-    full_state_dict,
-    listen,
-    sequence_shard,
-    tensor_parallel,
-)
+import labkit
+from labkit import GPT, Comm, RankError, World, listen, tensor_parallel
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import validation as tensor_checks
 from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
@@ -32,12 +24,8 @@ from worlds import on_each_rank
 
 def mlp() -> Any:
     """As GPT-2's: dropout stands behind `down`, where every rank has the whole sum."""
-    return Custom(
-        lambda m, x: m.drop(m.down(m.drop(F.gelu(m.up(x))))),
-        up=nn.Linear(8, 32),
-        down=nn.Linear(32, 8),
-        drop=nn.Dropout(0.5),
-    )
+    parts = {"up": nn.Linear(8, 32), "down": nn.Linear(32, 8), "drop": nn.Dropout(0.5)}
+    return Custom(lambda m, x: m.drop(m.down(m.drop(F.gelu(m.up(x))))), **parts)
 
 
 @on_each_rank("world4")
@@ -122,19 +110,16 @@ def test_positions_are_filled_in_wherever_they_stand() -> None:
         torch.manual_seed(0)
         return WithTargets.preset("tiny").double()
 
-    model, mine = context_parallel(fresh(), comm), sequence_shard(tokens, comm)
-    value = model(mine, mine).detach()
+    model, shard = labkit.context_parallel(fresh(), comm), labkit.sequence_shard(tokens, comm)
+    value = model(shard, shard).detach()
     comm.all_reduce(value, "mean")
     assert value.item() == pytest.approx(fresh()(tokens, tokens).item(), abs=1e-12)
 
 
 def gated(width: int = 8, hidden: int = 24, gate: int | None = None) -> nn.Module:
-    return Custom(
-        lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)),
-        gate=nn.Linear(width, gate or hidden),
-        up=nn.Linear(width, hidden, bias=False),
-        down=nn.Linear(hidden, width),
-    )
+    ends = {"up": nn.Linear(width, hidden, bias=False), "down": nn.Linear(hidden, width)}
+    gates = nn.Linear(width, gate or hidden)
+    return Custom(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), gate=gates, **ends)
 
 
 def gated_gpt() -> Any:
@@ -149,7 +134,7 @@ def gated_gpt() -> Any:
 def test_a_gated_mlp_is_cut_by_columns_and_rows(world2: World, world3: World, size: int) -> None:
     """Weights as of one process; up and gate get one x: a layer still sends four all-reduces."""
 
-    def run(sequence: bool) -> tuple[float, int, tuple[int, ...]]:
+    def run(sequence: bool) -> None:
         comm, alone = Comm(), gated_gpt()
         model = tensor_parallel(gated_gpt(), comm, sequence=sequence, gather_logits=False)
         tokens = torch.arange(30).view(2, 15)[:, :12]
@@ -162,26 +147,21 @@ def test_a_gated_mlp_is_cut_by_columns_and_rows(world2: World, world3: World, si
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        found = full_state_dict(model)
-        off = difference(found, alone.state_dict())
-        x_bytes = 2 * 12 * 24 * 8
-        summed = [e for e in events if e.op == "all_reduce" and e.payload_bytes == x_bytes]
-        return off, len(summed), tuple(model.blocks[0].mlp.gate.weight.shape)
+        assert difference(labkit.full_state_dict(model), alone.state_dict()) < 1e-10
+        assert model.blocks[0].mlp.gate.weight.shape == (36 // size, 24)
+        summed = [e for e in events if (e.op, e.payload_bytes) == ("all_reduce", 2 * 12 * 24 * 8)]
+        message = "four a layer, and of the embedding and the head's input"
+        assert sequence or len(summed) == 2 * 4 + 2, message
 
-    world = world2 if size == 2 else world3
-    for off, summed, gate in world.run(run, False):
-        assert off < 1e-10 and gate == (36 // size, 24)
-        assert summed == 2 * 4 + 2, "four a layer, and of the embedding and the head's input"
-    for off, _, _ in world.run(run, True):
-        assert off < 1e-10
+    for sequence in (False, True):
+        (world2 if size == 2 else world3).run(run, sequence)
 
 
 @on_each_rank("world2")
 def test_the_predicted_bytes_of_a_gated_model_are_what_is_held() -> None:
     plain, comm = gated_gpt(), Comm()
     predicted = sum(held_bytes(plain, comm.size).values())
-    held = sum(p.nbytes for p in tensor_parallel(plain, comm).parameters())
-    assert predicted == held
+    assert predicted == sum(p.nbytes for p in tensor_parallel(plain, comm).parameters())
 
 
 @on_each_rank("world2")
@@ -225,19 +205,11 @@ def test_targets_that_differ_are_found(world2: World) -> None:
     raises("the tensor of targets differs(.|\n)*the same batch", world2.run, run, error=RankError)
 
 
-class Elsewhere:
-    """As much of a generator as is asked for, of a device that a test may not have."""
-
-    def __init__(self, device: str, state: int) -> None:
-        self.device, self.state = torch.device(device), torch.tensor([state])
-
-    def get_state(self) -> Tensor:
-        return self.state
-
-
 def test_random_states_of_the_models_device_are_compared(world2: World) -> None:
     def run(device: str) -> None:
-        here = [torch.default_generator, Elsewhere(device, Comm().rank)]
+        state = torch.tensor([Comm().rank])
+        other = SimpleNamespace(device=torch.device(device), get_state=lambda: state)
+        here = [torch.default_generator, other]
         with patch.object(tensor_checks, "generators", lambda: here):
             tensor_checks.check_same_input(Comm(), False, mlp().to("meta"), (), {})
 
@@ -251,15 +223,14 @@ def test_a_model_that_was_pickled_says_that_its_ranks_are_gone(world2: World) ->
         model = GPT(31, 24, 1, 4, 16)
         if way == "tensor":
             return tensor_parallel(model, Comm())
-        return context_parallel(model, Comm(), way=way)
+        return labkit.context_parallel(model, Comm(), way=way)
 
     tokens = torch.zeros(1, 8, dtype=torch.long)
     for way in ("tensor", "ring", "ulysses"):
         models = world2.run(run, way)
         for model in (models[1], saved(models[1])):
             raises(r"rank 1 over ranks \[0, 1\] was pickled", model, tokens, error=RuntimeError)
-            marks = [shard_of(p) for p in model.parameters()]
-            assert any(marks) == (way == "tensor")
+            assert any(shard_of(p) for p in model.parameters()) == (way == "tensor")
             if way == "tensor":
                 assert str(shard_of(model.blocks[0].attn.q.weight)) == "12:24 of 24 along dim 0"
 

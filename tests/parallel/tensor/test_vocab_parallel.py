@@ -1,7 +1,6 @@
 """The vocabulary cut over 1 to 4 ranks, also where it does not divide: embedding, head and loss."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +12,13 @@ import vocab_checks
 from labkit import Comm, World, dry_run, listen, recompute
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor import layers
-from labkit.parallel.tensor.layers import (
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    vocab_parallel_cross_entropy,
-)
+from labkit.parallel.tensor.layers import VocabParallelEmbedding, VocabParallelHead
+from shard_cases import joined
 from tables import cases, raises
 from vocab_checks import Tiny, own_logits
 from worlds import on_each_rank, world_fixture
 
+vocab_parallel_cross_entropy = layers.vocab_parallel_cross_entropy
 VOCABS = (8, 10, 5)  # on 4 ranks: no padding; 3, 3, 3, 1 rows; 2, 2, 1, 0 rows
 world = world_fixture(sizes=[1, 2, 3, 4], timeout_s=20)
 
@@ -37,7 +34,7 @@ CHECKS = [
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("check", CHECKS)
-def test_it_is_torchs(world: World, check: Callable[[Any, int], None], vocab: int) -> None:
+def test_it_is_torchs(world: World, check: Any, vocab: int) -> None:
     world.run(check, layers, vocab)
 
 
@@ -47,22 +44,17 @@ def test_the_head_is_torchs(world: World, vocab: int, gather: bool) -> None:
     world.run(vocab_checks.head_is_torchs, layers, vocab, gather)
 
 
-def test_the_same_seed_gives_the_same_weights_on_any_number_of_ranks(world: World) -> None:
-    def parts() -> tuple[Any, Any, Any]:
-        torch.manual_seed(1)
-        comm = Comm()
-        embedding = VocabParallelEmbedding(7, 3, comm)
-        head = VocabParallelHead(3, 7, comm, bias=True)
-        cuts = [shard_of(p) for p in (embedding.weight, head.weight, head.bias)]
-        assert cuts[0] == cuts[1] == cuts[2] and cuts[0] is not None
-        real = cuts[0].stop - cuts[0].start
-        return embedding.weight[:real], head.weight[:real], head.bias[:real]
-
+@on_each_rank("world")
+def test_the_same_seed_gives_the_same_weights_on_any_number_of_ranks() -> None:
     torch.manual_seed(1)
     table, linear = nn.Embedding(7, 3), nn.Linear(3, 7)
-    found = [torch.cat(of) for of in zip(*world.run(parts), strict=True)]
-    for one, other in zip(found, (table.weight, linear.weight, linear.bias), strict=True):
-        assert torch.equal(one, other)
+    torch.manual_seed(1)
+    comm = Comm()
+    embedding, head = VocabParallelEmbedding(7, 3, comm), VocabParallelHead(3, 7, comm, bias=True)
+    parts = [embedding.weight, head.weight, head.bias]
+    assert shard_of(head.weight) == shard_of(head.bias) == shard_of(embedding.weight) is not None
+    for part, whole in zip(parts, (table.weight, linear.weight, linear.bias), strict=True):
+        assert torch.equal(joined(part, shard_of(part)), whole)
 
 
 def test_huge_logits_do_not_overflow(world: World) -> None:
@@ -96,8 +88,7 @@ def test_two_byte_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
     expected.backward()
     loss.backward()
     assert here.grad is not None and there.grad is not None and here.grad.dtype == dtype
-    own = there.grad.chunk(4, -1)[comm.rank]
-    torch.testing.assert_close(here.grad, own, rtol=0.01, atol=1e-7)
+    torch.testing.assert_close(here.grad, there.grad.chunk(4, -1)[comm.rank], rtol=0.01, atol=1e-7)
 
 
 @on_each_rank("world4")
@@ -129,16 +120,14 @@ def test_padding_idx_never_learns_and_a_frozen_table_stays_frozen() -> None:
     assert torch.equal(x, table(tokens))
     x.sum().backward()
     assert torch.equal(cut.weight.grad, vocab_checks.own_rows(table.weight.grad, Comm()))
-    frozen = nn.Embedding(5, 2).requires_grad_(False)
-    cut = VocabParallelEmbedding.from_embedding(frozen, Comm())
+    cut = VocabParallelEmbedding.from_embedding(nn.Embedding(5, 2).requires_grad_(False), Comm())
     assert not cut.weight.requires_grad and not cut(tokens).requires_grad
 
 
 @on_each_rank("world2")
 def test_a_module_used_twice_under_recompute() -> None:
     torch.manual_seed(0)
-    plain = Tiny(5).double()
-    comm = Comm()
+    plain, comm = Tiny(5).double(), Comm()
     embedding = VocabParallelEmbedding.from_embedding(plain.tokens, comm)
     head = VocabParallelHead.from_linear(plain.head, comm, gather_output=False)
     tokens = torch.tensor([[0, 4, 2, 1]])
@@ -209,8 +198,7 @@ def test_it_runs_on_paper() -> None:
         vocab_parallel_cross_entropy(model(x), x, comm).backward()
         optimizer.step()
 
-    one = dry_run(work, ranks=8, step=0).ranks[0]
-    reduced = [event.payload_bytes for event in one.comms]
+    reduced = [event.payload_bytes for event in dry_run(work, ranks=8, step=0).ranks[0].comms]
     assert reduced == [2 * 8 * 3 * 4, 2 * 8 * 4, 2 * 2 * 8 * 4, 2 * 8 * 3 * 4]
 
 
@@ -235,5 +223,5 @@ def cut_table(comm: Comm, **how: Any) -> VocabParallelEmbedding:
     (lambda c: cut_table(c, sparse=True), "sparse=True"),
 )
 @on_each_rank("world2")
-def test_bad_input_is_refused(wrong: Callable[[Comm], Any], words: str) -> None:
+def test_bad_input_is_refused(wrong: Any, words: str) -> None:
     raises((words,), wrong, Comm())

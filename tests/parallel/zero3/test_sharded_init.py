@@ -9,18 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness import Mutation, instead, noticed, on_ranks
 from labkit import GPT, MLP, Batch, Comm, RankError, World, ZeRO3, dry_run, listen, loss
-from labkit.parallel.zero3.sharded_init import (
-    Construction,
-    Elements,
-    ShardedParameter,
-    sharded_init,
-)
+from labkit.memory.peak import PeakMemory
+from labkit.parallel.zero3 import sharded_init as init
+from labkit.parallel.zero3.sharded_init import Elements, ShardedParameter, sharded_init
 from labkit.trace.measures import peak_memory
 from tables import raises
 from worlds import on_each_rank
@@ -105,46 +99,16 @@ def test_it_is_the_model_that_one_process_builds(world2: World, name: str) -> No
     world2.run(check_built_as_by_one, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_on_other_numbers_of_ranks(worlds: Any, size: int) -> None:
-    for name in MAKES:
-        worlds(size).run(check_built_as_by_one, name)
-
-
 @pytest.mark.parametrize("name", ["tiny", "awkward"])
 def test_what_rank_0_draws_counts(world2: World, name: str) -> None:
     world2.run(check_built_as_by_one, name, other_seeds=True)
-
-
-class _Held(TorchDispatchMode):
-    """The most bytes that tensors held at once, of those that were made in this block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in labkit/trace/recording/detail.py
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in tree_leaves(found):
-            if isinstance(x, torch.Tensor) and not isinstance(x, ShardedParameter):
-                storage = x.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._alive.values()))
-        return found
 
 
 def check_one_at_a_time() -> None:
     """On a rank. Raises AssertionError when more than the shares and one parameter are held."""
     with torch.device("meta"):
         described = [p.nbytes for p in GPT(512, 48, 2, 4, 32).parameters()]
-    with _Held() as held, sharded_init():
+    with PeakMemory() as held, sharded_init():
         model = GPT(512, 48, 2, 4, 32)
     whole, largest, n = sum(described), max(described), Comm().size
     # A little more: collectives have scratch tensors.
@@ -158,8 +122,11 @@ def test_no_more_than_one_parameter_is_whole(world2: World) -> None:
 
 
 @pytest.mark.slow
-def test_no_more_than_one_parameter_is_whole_on_four_ranks(world4: World) -> None:
-    world4.run(check_one_at_a_time)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_on_other_numbers_of_ranks(worlds: Any, size: int) -> None:
+    worlds(size).run(check_one_at_a_time)
+    for name in MAKES:
+        worlds(size).run(check_built_as_by_one, name)
 
 
 @on_each_rank("world2")
@@ -271,7 +238,7 @@ def test_zero_3_trains_what_was_built_in_shares() -> None:
     assert losses[True] == losses[False]
 
 
-def never_closes(self: Construction, wanted: list[Elements], overwritten: Any = None) -> None:
+def never_closes(self: Any, wanted: list[Elements], overwritten: Any = None) -> None:
     for one in wanted:
         assert one.full is not None
 
@@ -281,22 +248,23 @@ def whole_once_more(self: Elements) -> torch.Tensor:
     return full.reshape(-1)
 
 
-def closes_with_the_share_of_another(self: Elements) -> None:
+def part_of(self: Elements, flat: torch.Tensor) -> torch.Tensor:
     comm = self.construction.comm
-    comm.broadcast(flat := whole_once_more(self).clone())
-    parts = flat.tensor_split(comm.size)
-    self.share = flat[: parts[comm.rank].numel()].clone()  # the first, on every rank
+    return flat.tensor_split(comm.size)[comm.rank]
+
+
+def closes_with_the_share_of_another(self: Elements) -> None:
+    self.construction.comm.broadcast(flat := whole_once_more(self).clone())
+    self.share = flat[: part_of(self, flat).numel()].clone()  # the first, on every rank
 
 
 def keeps_its_own(self: Elements) -> None:
-    comm = self.construction.comm
-    self.share = whole_once_more(self).tensor_split(comm.size)[comm.rank].clone()
+    self.share = part_of(self, whole_once_more(self)).clone()
 
 
 def shares_memory_with_the_whole(self: Elements) -> None:
-    comm = self.construction.comm
-    comm.broadcast(flat := whole_once_more(self))
-    self.share = flat.tensor_split(comm.size)[comm.rank]
+    self.construction.comm.broadcast(flat := whole_once_more(self))
+    self.share = part_of(self, flat)
 
 
 def never_gathers(self: Elements) -> torch.Tensor:
@@ -315,7 +283,8 @@ def forgets_views() -> Any:
 
 BUILT = (check_built_as_by_one, "awkward", True)
 FAULTS = [
-    Mutation(instead("never_closes", Construction, "only_open", never_closes), check_one_at_a_time),
+    Mutation(
+        instead("never_closes", init.Construction, "only_open", never_closes), check_one_at_a_time),
     *(Mutation(instead(fault.__name__, Elements, name, fault), *BUILT)
       for name, fault in (
           ("close", closes_with_the_share_of_another),

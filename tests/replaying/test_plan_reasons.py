@@ -11,11 +11,9 @@ from plan_cases import step_of
 from tables import cases
 
 SELENE = cluster("selene")
-BEST = step_of(
-    Layout(tp=8, pp=2, dp=4), compute=8, tensor=1, bubble=0.5, data=0.25, pipeline=0.25,
-    sent={"tensor": 4e9, "data": 2e9, "pipeline": 1e9},
-)  # fmt: skip
 AS_BEST = {"compute": 8, "tensor": 1, "bubble": 0.5, "data": 0.25, "pipeline": 0.25}
+SENT = {"tensor": 4e9, "data": 2e9, "pipeline": 1e9}
+BEST = step_of(Layout(tp=8, pp=2, dp=4), **AS_BEST, sent=SENT)
 
 
 @cases(
@@ -40,13 +38,10 @@ AS_BEST = {"compute": 8, "tensor": 1, "bubble": 0.5, "data": 0.25, "pipeline": 0
     (Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
      "the optimizer takes 400 ms, the best's 0"),
 )  # fmt: skip
-def test_the_largest_difference_is_the_reason(
-    layout: Layout, seconds: dict, part: str, words: str
-) -> None:
+def test_largest_difference_decides(layout: Layout, seconds: dict, part: str, words: str) -> None:
     best = replace(BEST, layout=replace(BEST.layout, zero=1))
-    other = step_of(
-        layout, **{**AS_BEST, **seconds}, sent={"tensor": 8e9, "data": 8e9, "pipeline": 1e9}
-    )
+    sent = {"tensor": 8e9, "data": 8e9, "pipeline": 1e9}
+    other = step_of(layout, **AS_BEST | seconds, sent=sent)
     assert cause(best, other) == part
     assert words in why(best, other, SELENE)
 
@@ -75,13 +70,13 @@ def test_equally_fast_layouts_differ_by_memory_and_nearly_equal_ones_say_so() ->
     twin = replace(BEST, layout=replace(BEST.layout, sequence=True), memory_bytes={"other": 3.5e9})
     assert why(BEST, twin, SELENE) == "as fast; a device holds 2.5 GB more"
     assert why(BEST, BEST, SELENE) == "the best"
-    near = step_of(Layout(tp=8, pp=1, dp=8), **{**AS_BEST, "data": 0.28})
+    near = step_of(Layout(tp=8, pp=1, dp=8), **AS_BEST | {"data": 0.28})
     assert why(BEST, near, SELENE).startswith("all but as fast: gradients of dp 8")
 
 
 def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -> None:
     outside = step_of(Layout(tp=16, dp=4), **AS_BEST)
-    further = step_of(Layout(tp=32, dp=2), **{**AS_BEST, "tensor": 9})
+    further = step_of(Layout(tp=32, dp=2), **AS_BEST | {"tensor": 9})
     assert "leaves the node" in why(BEST, further, SELENE)
     assert "leaves the node" not in why(outside, further, SELENE)
 

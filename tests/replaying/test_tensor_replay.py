@@ -36,9 +36,8 @@ def test_the_activations_of_a_step_travel(step: Trace) -> None:
     """In units of x, of which a gather or a scatter sends one and an all-reduce two: a layer sends
     8, or 10 where parts of x are kept and gathered again; embedding and head 4, or 5."""
     large = [event for event in step.ranks[0].comms if event.payload_bytes == ROWS * X_BYTES]
-    sequence = large[0].op == "reduce_scatter"
     ops, units = {"all_reduce"}, 8 * DEPTH + 4
-    if sequence:
+    if large[0].op == "reduce_scatter":
         ops, units = {"all_gather", "reduce_scatter"}, 10 * DEPTH + 5
     assert {event.op for event in large} == ops
     unit = (RANKS - 1) / RANKS * ROWS * X_BYTES

@@ -60,12 +60,13 @@ def test_an_invalid_sweep_is_refused(text: str, tmp_path: Path) -> None:
 )
 def test_exact_times_give_their_alpha_and_beta_back(op: str, algorithm: str) -> None:
     for n in (2, 3, 4):
-        fitted = alpha_beta.fit(modelled(op, n, algorithm, 50e-6, 0.8e-9))
+        points = modelled(op, n, algorithm, 50e-6, 0.8e-9)
+        fitted = alpha_beta.fit(points)
         assert (fitted.op, fitted.ranks, fitted.algorithm) == (op, n, algorithm)
         assert fitted.alpha_s == pytest.approx(50e-6)
         assert fitted.beta_s_per_byte == pytest.approx(0.8e-9)
         assert fitted.error < 1e-9
-        for point in modelled(op, n, algorithm, 50e-6, 0.8e-9):
+        for point in points:
             assert fitted.seconds(point.size_bytes) == pytest.approx(point.time_s)
             busbw = fitted.busbw_bytes_per_s(point.size_bytes)
             assert busbw == pytest.approx(point.busbw_bytes_per_s)
@@ -97,11 +98,9 @@ def test_small_sizes_count_as_much_as_large_ones() -> None:
 
 def test_neither_alpha_nor_beta_is_negative_and_then_the_other_is_the_best() -> None:
     line = [Cost(1, 100.0), Cost(1, 1000.0)]
-    alpha, beta, error = alpha_beta.fit_line(
-        line, [1.0, 20.0]
-    )  # a straight line would begin below 0
+    alpha, beta, error = alpha_beta.fit_line(line, [1.0, 20.0])  # would begin below 0
     assert alpha == 0 and beta == pytest.approx(np.sqrt(0.01 * 0.02))
-    assert error == pytest.approx(np.log(2) / 2)  # one a factor of the root of 2 above, one below
+    assert error == pytest.approx(np.log(2) / 2)  # a factor of the root of 2 above, and below
     alpha, beta, _ = alpha_beta.fit_line(line, [2.0, 1.0])
     assert beta == 0 and alpha == pytest.approx(np.sqrt(2.0 * 1.0))
 
@@ -118,9 +117,8 @@ def test_a_fit_needs_two_sizes_of_one_algorithm() -> None:
         raises("give the points of one, at two sizes or more", alpha_beta.fit, points)
     default = [replace(point, algorithm=DEFAULT) for point in ring]
     single = modelled("all_gather", 4, "ring", 1e-5, 1e-9)[:1]
-    assert [one.algorithm for one in alpha_beta.fit_sweep(Sweep(default + ring + single))] == [
-        "ring"
-    ]
+    (fitted,) = alpha_beta.fit_sweep(Sweep(default + ring + single))
+    assert fitted.algorithm == "ring"
 
 
 def test_lines_cross_where_their_times_are_equal() -> None:
@@ -152,11 +150,10 @@ def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> 
     made_up = pictured()
     figure = plot.bandwidth(made_up.save(tmp_path / "sweep.json"))
     axes = figure.axes[0]
-    solid = {line.get_label().split(":")[0]: line for line in axes.lines if len(line.get_xdata())
-             == len(SIZES)}  # fmt: skip
-    assert solid.keys() == {
-        "ring", "recursive_doubling", "halving_doubling", "gloo's own", DEFAULT
-    }  # fmt: skip
+    measured = [line for line in axes.lines if len(line.get_xdata()) == len(SIZES)]
+    solid = {line.get_label().split(":")[0]: line for line in measured}
+    names = {"ring", "recursive_doubling", "halving_doubling", "gloo's own", DEFAULT}
+    assert solid.keys() == names
     for point in made_up.of("all_reduce", 4):
         line = solid["gloo's own" if point.own else point.algorithm]
         at = list(line.get_xdata()).index(point.size_bytes)
@@ -178,6 +175,6 @@ def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> 
 
 def test_a_part_of_a_sweep_is_drawn_and_what_is_not_there_refused() -> None:
     assert len(plot.bandwidth(pictured(), op="all_gather").axes) == 2  # the lines, the legend
-    with pytest.raises(ValueError, match="it has all_reduce on 4 ranks, all_gather on 2 ranks"):
-        plot.bandwidth(pictured(), "all_reduce", ranks=2)
+    words = "it has all_reduce on 4 ranks, all_gather on 2 ranks"
+    raises(words, plot.bandwidth, pictured(), "all_reduce", ranks=2)
     raises("it has nothing", plot.bandwidth, Sweep([]))

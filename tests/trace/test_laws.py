@@ -145,23 +145,19 @@ FAULTS: list[tuple[Callable[[Trace], None], str]] = [
     (other("payload_bytes", 199940), SECOND + "payload_bytes 199940, but 199936"),
     (lambda t: t.ranks[0].comms.pop(0), MESSAGE + "received, but was"),
     (lambda t: t.ranks[1].comms.pop(0), MESSAGE + "sent, but was never"),
-    (
-        lambda t: setattr(t.ranks[1].comms[0], "payload_bytes", 1032),
-        "is sent with 1024 bytes and received with 1032",
-    ),
+    (lambda t: setattr(t.ranks[1].comms[0], "payload_bytes", 1032),
+     "is sent with 1024 bytes and received with 1032"),
     (number_is_left_out, "rank 0: the messages to rank 1, tag 0, group default go from number"),
     (number_comes_twice, "rank 0: the collectives of group default go from number 1 to 1"),
     (subgroup_leaves_one_out, "rank 1: all_reduce 4 of group pair is missing, which rank 0"),
     (never_ends, "rank 3: all_reduce 9 of group default never ended"),
     (lambda t: setattr(t.ranks[3].steps[-1], "ended_s", 0.0), "rank 3: step 2 never ended"),
-    (
-        lambda t: setattr(t.ranks[3].spans[-1], "ended_s", 0.0),
-        f"rank 3: optimizer {WHOLE} 2 never ended",
-    ),
+    (lambda t: setattr(t.ranks[3].spans[-1], "ended_s", 0.0),
+     f"rank 3: optimizer {WHOLE} 2 never ended"),
     (memory_goes_back, "rank 3: memory at"),
     (memory_holds(1, -2, 3, 4, 5, 6), "rank 3: gradients hold -2 bytes at"),
     (memory_holds(1, 2, 3, 4, 5), "has 5 categories, not 6"),
-]
+]  # fmt: skip
 ONCE = (
     "rank 0: forward of late in step 2, ", ONE + "ended_s = ", "rank 3: gradients hold -2 bytes at",
     "rank 3: all_reduce 9 of group default never ended", SECOND + "dtype float64, but float32 on",

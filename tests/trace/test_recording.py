@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import threading
@@ -40,7 +41,6 @@ pytestmark = pytest.mark.slow
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
 
-
 world = world_fixture(3)
 
 
@@ -55,10 +55,10 @@ def nothing_is_left() -> Iterator[None]:
 class Loop:
     """A model, its optimizer, and one step of training."""
 
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda m: m, model: str = "tiny"):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] | None = None):
         torch.manual_seed(0)
-        self.model = GPT.preset(model, vocab=64, context=16)
-        self.wrapped = wrap(self.model)
+        self.model = GPT.preset("tiny", vocab=64, context=16)
+        self.wrapped = wrap(self.model) if wrap else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         tokens = torch.randint(0, 64, (3, 17))
         self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 3 * 16)
@@ -83,34 +83,28 @@ def spans_of(trace: Trace, phase: str, step: int = 0) -> list[Span]:
     return sorted(spans, key=lambda span: (span.began_s, span.depth))
 
 
-def test_forward_has_every_module_inside_its_parent() -> None:
+def test_forward_has_every_module_inside_its_parent_and_backward_in_reverse() -> None:
     loop = Loop()
     trace = recorded(loop.step)
     spans = spans_of(trace, "forward")
     names = [span.module for span in spans if span.kind != "loss"]
     assert set(names) == {name for name, _ in loop.model.named_modules()} - {"blocks"}
-    kinds = {name: type(module).__name__ for name, module in loop.model.named_modules()}
     for span in spans[:-1]:
-        assert span.kind == kinds[span.module]
-        assert span.depth == (span.module.count(".") + 1 if span.module else 0) - (
-            span.module.startswith("blocks")  # a list is never called
-        )
+        assert span.kind == type(loop.model.get_submodule(span.module)).__name__
+        path = span.module.replace("blocks.", "").split(".")  # a list is never called
+        assert span.depth == (len(path) if span.module else 0)
     assert spans[-1].module == "loss" and spans[-1].depth == 0
-
-
-def test_backward_goes_through_the_modules_in_reverse() -> None:
-    trace = recorded(Loop().step)
+    # Backward goes through them in reverse.
     whole, *modules = spans_of(trace, "backward")
     assert (whole.depth, whole.module) == (0, "")
     assert all(span.depth == 1 for span in modules)
     assert all(x.ended_s <= y.began_s for x, y in pairwise(modules))
     assert whole.began_s <= modules[0].began_s and modules[-1].ended_s <= whole.ended_s
     leaves = [x.module for x in modules if x.kind in ("Linear", "LayerNorm", "Embedding")]
-    forward = [x.module for x in spans_of(trace, "forward") if x.module in leaves]
+    forward = [x.module for x in spans if x.module in leaves]
     assert [x for x in leaves if "attn" not in x] == [x for x in forward[::-1] if "attn" not in x]
-    assert {"head", "blocks.1.mlp.up", "blocks.0.attn.core", "embed.tokens"} <= {
-        x.module for x in modules
-    }
+    some = {"head", "blocks.1.mlp.up", "blocks.0.attn.core", "embed.tokens"}
+    assert some <= {x.module for x in modules}
 
 
 def functional() -> nn.Module:
@@ -125,9 +119,8 @@ def functional() -> nn.Module:
 def test_what_a_parent_computes_between_its_children_is_its_own() -> None:
     model = functional()
     trace = recorded(lambda: model(torch.ones(2, 8)).sum().backward(), detail_step=0)
-    backward = [x.module for x in spans_of(trace, "backward")[1:]]
-    assert backward == ["second", "", "first"]
-    own = next(x for x in spans_of(trace, "backward")[1:] if x.module == "")
+    _, second, own, first = spans_of(trace, "backward")
+    assert [second.module, own.module, first.module] == ["second", "", "first"]
     assert own.flops == 0 and own.moved_bytes, "the tanh and the product, no matrix"
 
 
@@ -138,8 +131,8 @@ def test_steps_end_with_the_optimizer() -> None:
     for step in trace.steps():
         (span,) = spans_of(trace, "optimizer", step)
         assert span.kind == "AdamW"
-        one = trace.step(step).ranks[0]
-        assert one.steps[0].ended_s >= max(x.ended_s for x in one.spans)
+        rank = trace.step(step).ranks[0]
+        assert rank.steps[0].ended_s >= max(x.ended_s for x in rank.spans)
 
 
 def test_accumulation_is_one_step_and_evaluation_another() -> None:
@@ -221,8 +214,8 @@ def test_gradients_and_results_are_the_same_as_without() -> None:
     for _ in range(3):
         plain.step()
     recorded(*[watched.step] * 3, detail_step=1)
-    for one, other in zip(plain.model.parameters(), watched.model.parameters()):
-        assert torch.equal(one, other)
+    both = zip(plain.model.parameters(), watched.model.parameters(), strict=True)
+    assert all(torch.equal(expected, found) for expected, found in both)
 
 
 def test_a_block_that_an_error_ends_is_incomplete(tmp_path: Path) -> None:
@@ -247,7 +240,7 @@ def test_own_spans_and_metrics() -> None:
         labkit.metric(loss=0.0)
 
 
-def test_mistakes_are_reported(tmp_path: Path) -> None:
+def test_mistakes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="steps count from 0"), record(detail_step=-1):
         pass
     with record(), pytest.raises(RuntimeError, match="already"), record():
@@ -256,25 +249,28 @@ def test_mistakes_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a labkit run"), record(tmp_path):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    # Under torchrun the group comes first.
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"labkit.attach\(\)"), record():
+        pass
+
+
+def states_of(states: Any) -> tuple[int, int, int]:
+    return states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes
 
 
 def test_memory_by_category_is_the_formula_to_the_byte() -> None:
     loop = Loop()
     trace = recorded(*[loop.step] * 3, detail_step=2)
-    expected = held(loop.model, loop.optimizer)
-    assert trace.step(2).ranks[0].memory[-1].held_bytes[: OPTIMIZER + 1] == (
-        expected.parameter_bytes, expected.gradient_bytes, expected.optimizer_bytes
-    )  # fmt: skip
+    expected = states_of(held(loop.model, loop.optimizer))
+    assert trace.step(2).ranks[0].memory[-1].held_bytes[: OPTIMIZER + 1] == expected
     assert not trace.step(1).ranks[0].memory, "only the step in detail"
-
-
-def test_the_first_step_in_detail_sees_gradients_and_state_come() -> None:
-    loop = Loop()
-    memory = recorded(loop.step, detail_step=0).ranks[0].memory
-    parameters = held(loop.model, loop.optimizer).parameter_bytes
-    assert max(x.held_bytes[PARAMETERS] for x in memory) == parameters
+    # The first step sees gradients and state come.
+    memory = recorded(Loop().step, detail_step=0).ranks[0].memory
+    assert max(x.held_bytes[PARAMETERS] for x in memory) == expected[PARAMETERS]
     assert memory[0].held_bytes[GRADIENTS] == memory[0].held_bytes[OPTIMIZER] == 0
-    assert memory[-1].held_bytes[OPTIMIZER] == held(loop.model, loop.optimizer).optimizer_bytes
+    assert memory[-1].held_bytes[OPTIMIZER] == expected[OPTIMIZER]
 
 
 MEMORY_TRACKER = """
@@ -282,7 +278,7 @@ import gc, sys, torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from labkit import GPT, Batch, loss, record
 
-def peak(who, optimizer_class):
+def peak(package, optimizer_class):
     torch.manual_seed(0)
     model = GPT.preset("1M", vocab=256, context=64)
     optimizer = optimizer_class(model.parameters(), lr=1e-3)
@@ -294,7 +290,7 @@ def peak(who, optimizer_class):
         loss(model(batch.x), batch).backward()
         optimizer.step()
 
-    if who == "ours":
+    if package == "labkit":
         with record(detail_step=1) as trace:
             step()
             step()
@@ -312,14 +308,14 @@ for optimizer_class in (torch.optim.AdamW, torch.optim.SGD):
 """
 
 
-@pytest.mark.slow
 def test_the_peak_agrees_with_torchs_tracker() -> None:
     """Each in a process of its own, so that neither sees the other's tensors."""
     measure = partial(python, "-W", "ignore", "-c", MEMORY_TRACKER)
     with ThreadPoolExecutor() as pool:  # at once: each is mostly its imports
-        outputs = [done.stdout for done in pool.map(measure, ("theirs", "ours"))]
-    lines = [[line for line in x.splitlines() if line.startswith("PEAK")] for x in outputs]
-    theirs, ours = ([int(line.split()[1]) for line in peaks] for peaks in lines)
+        theirs, ours = (
+            [int(peak) for peak in re.findall(r"^PEAK (\d+)$", done.stdout, re.MULTILINE)]
+            for done in pool.map(measure, ("torch", "labkit"))
+        )
     assert ours == pytest.approx(theirs, rel=0.05) and len(theirs) == 2
     assert ours[0] > ours[1], "AdamW has its moments"
 
@@ -345,14 +341,12 @@ def test_operations_are_those_of_torchs_counter() -> None:
 
 
 def test_memory_freed_by_resizing_is_seen() -> None:
-    x = torch.ones(1000)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    bytes_of = []
+    x, parameter = torch.ones(1000), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
 
     def step() -> None:
-        bytes_of.append(x.untyped_storage().nbytes())
         x.untyped_storage().resize_(0)
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+        parameter.grad = torch.ones(2)
         optimizer.step()
 
     memory = recorded(step, detail_step=0).ranks[0].memory
@@ -361,7 +355,8 @@ def test_memory_freed_by_resizing_is_seen() -> None:
 
 
 class FakeGpu:
-    """Stands for torch.cuda: events pass 10 s of GPU time after the one before, when it is told."""
+    """Stands for torch.cuda: each event passes 10 s of GPU time after the event before; `passed` of
+    them have."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.enqueued: list[Any] = []
@@ -410,7 +405,7 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
 
 
 def train(wrap: Callable[[nn.Module], nn.Module] | None, steps: int = 3) -> Any:
-    loop = Loop(wrap or (lambda m: m))
+    loop = Loop(wrap)
     for _ in range(steps):
         loop.step()
     return held(loop.model, loop.optimizer)
@@ -425,9 +420,8 @@ def test_all_ranks_of_a_world(world: World, wrap: type) -> None:
     assert trace.about["world_size"] == 3 and "problems" not in trace.about
     predicted = wrap.predict(GPT.preset("tiny", vocab=64, context=16), 3)
     for rank, one in trace.step(1).ranks.items():
-        names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-        for name, nbytes in zip(names, one.memory[-1].held_bytes):
-            assert nbytes == getattr(helds[rank], name) == getattr(predicted, name), name
+        for states in (helds[rank], predicted):
+            assert one.memory[-1].held_bytes[: OPTIMIZER + 1] == states_of(states)
     sent = sum(e.bus_bytes for one in trace.step(2).ranks.values() for e in one.comms)
     assert sent == 3 * predicted.bus_bytes
     roots = {x.kind for x in trace.ranks[0].spans if x.depth == 0 and x.phase == "forward"}
@@ -437,19 +431,12 @@ def test_all_ranks_of_a_world(world: World, wrap: type) -> None:
 
 
 def test_memory_of_the_communicator_is_its_own_category(world: World) -> None:
-    def reduce(x: torch.Tensor, handles: list[Any]) -> None:
-        comm = Comm()
-        comm.all_reduce(x.t())  # not contiguous: staged
-        handles.append(comm.all_reduce(torch.ones(30_000), op="max", async_op=True))
-        for handle in handles:
-            handle.wait()
-
     def on_rank() -> list[int]:
-        x = torch.ones(100, 200)
+        comm, x = Comm(), torch.ones(100, 200)
         with record(detail_step=0) as trace:
-            reduce(x, [])
-        (one,) = trace.ranks.values()
-        return [point.held_bytes[BUFFERS] for point in one.memory]
+            comm.all_reduce(x.t())  # not contiguous: staged
+            comm.all_reduce(torch.ones(30_000), op="max", async_op=True).wait()
+        return [point.held_bytes[BUFFERS] for point in trace.ranks[comm.rank].memory]
 
     for buffers in world.run(on_rank):
         assert max(buffers) >= 100 * 200 * 4, "the contiguous copy"
@@ -458,18 +445,16 @@ def test_memory_of_the_communicator_is_its_own_category(world: World) -> None:
 
 def test_overlap_shows_on_a_paced_link() -> None:
     """A bucket's all-reduce is under way while backward goes on; without overlap, none is."""
-
-    def hidden(overlap: bool) -> bool:
-        with World(2, link=Link(gbps=0.5, latency_us=50)) as world, record() as trace:
-            world.run(train, lambda m: DDP(m, bucket_mb=0.005, overlap=overlap), 2)
-        assert trace.about["link"]["gbps"] == 0.5
-        one = trace.step(1).ranks[0]
-        (whole,) = [x for x in one.spans if x.phase == "backward" and x.depth == 0]
-        last = max(x.began_s for x in one.spans if x.phase == "backward")
-        assert len(one.comms) > 3 and whole.ended_s
-        return any(event.issued_s < last for event in one.comms)
-
-    assert hidden(True) and not hidden(False)
+    with World(2, link=Link(gbps=0.5, latency_us=50)) as world:
+        for overlap in (True, False):
+            with record() as trace:
+                world.run(train, partial(DDP, bucket_mb=0.005, overlap=overlap), 2)
+            assert trace.about["link"]["gbps"] == 0.5
+            first = trace.step(1).ranks[0]
+            (whole,) = [x for x in first.spans if x.phase == "backward" and x.depth == 0]
+            last_s = max(x.began_s for x in first.spans if x.phase == "backward")
+            assert len(first.comms) > 3 and whole.ended_s
+            assert any(event.issued_s < last_s for event in first.comms) == overlap
 
 
 def test_runs_of_one_block_follow_each_other(world: World, tmp_path: Path) -> None:
@@ -552,29 +537,20 @@ def test_a_rank_that_dies_leaves_what_it_has_written(world: World, tmp_path: Pat
 
 
 def test_on_a_rank_itself(world: World, tmp_path: Path) -> None:
-    def on_rank() -> Trace:
-        with record() as trace:
+    def on_rank(folder: Path | None) -> Trace:
+        with record(folder) as trace:
             train(DDP, 2)
         return trace
 
-    for rank, trace in enumerate(world.run(on_rank)):
+    for rank, trace in enumerate(world.run(on_rank, None)):
         assert list(trace.ranks) == [rank] and trace.size == 3
         assert trace.steps() == [0, 1] and broken_laws(trace) == []
-
-    folder = str(tmp_path / "run")
-
-    def into_a_folder() -> None:
-        with record(folder):
-            train(DDP, 2)
-
-    world.run(into_a_folder)
-    trace = read_run(folder)
+    world.run(on_rank, tmp_path / "run")
+    trace = read_run(tmp_path / "run")
     assert trace.complete and sorted(trace.ranks) == [0, 1, 2] and broken_laws(trace) == []
 
 
 def test_user_modules_of_every_kind() -> None:
-    """Outputs of other kinds, and an RNN."""
-
     def forward(self: Any, x: torch.Tensor) -> dict[str, Any]:
         y, (h, c) = self.rnn(x)
         return {"y": self.mlp(y), "state": (h, c), "none": None, "n": 3}
@@ -689,28 +665,17 @@ def test_a_folder_that_vanishes_costs_the_record_and_not_the_run(tmp_path: Path)
     assert trace.steps() == [0, 1]
 
 
-def test_after_a_failure_the_block_says_that_it_records_no_more(world: World) -> None:
-    def leave_one_waiting() -> None:
+def test_recording_goes_on_while_an_exception_keeps_the_ranks_and_no_longer(world: World) -> None:
+    def leave_rank_0_waiting() -> None:
         if Comm().rank:
             raise ValueError("while rank 0 waits")
         Comm().barrier()
 
-    with record():
-        with pytest.raises(RankError):
-            world.run(leave_one_waiting)
-        with pytest.warns(UserWarning, match="records no more"):
-            assert world.run(lambda: 1) == [1, 1, 1]
-
-
-def test_after_an_exception_that_keeps_the_ranks_recording_goes_on(world: World) -> None:
     with record() as trace:
         raises("All ranks keep", world.run, lambda: 1 / 0, error=RankError)
         world.run(lambda: Comm().all_reduce(torch.ones(2)))
-    assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
-
-
-def test_under_torchrun_the_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"labkit.attach\(\)"), record():
-        pass
+    assert [len(rank.comms) for rank in trace.ranks.values()] == [1, 1, 1]
+    with record():
+        raises("while rank 0 waits", world.run, leave_rank_0_waiting, error=RankError)
+        with pytest.warns(UserWarning, match="records no more"):
+            assert world.run(lambda: 1) == [1, 1, 1]

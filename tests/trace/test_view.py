@@ -115,17 +115,15 @@ def test_a_damaged_run_is_shown_with_its_problems(tmp_path: Path, pictures: list
 @pytest.mark.parametrize(
     "trace", [Trace({0: RankTrace(0, 1)}), Trace({1: RankTrace(1, 2, complete=False)}), None]
 )
-def test_a_run_in_which_nothing_happened(
-    trace: Trace | None, tmp_path: Path, pictures: list[Any]
-) -> None:
+def test_an_empty_run_is_viewed(trace: Trace | None, tmp_path: Path, pictures: list[Any]) -> None:
     view(write_run(trace, tmp_path / "run") if trace else begin_run(tmp_path / "run"))
     assert pictures == []
 
 
 def test_communication_without_steps_is_listed_by_rank() -> None:
     trace = sample_trace(2, steps=2)
-    for one in trace.ranks.values():
-        one.steps, one.spans, one.memory = [], [], []
+    for rank in trace.ranks.values():
+        rank.steps, rank.spans, rank.memory = [], [], []
     assert shown(trace)["all_reduce"] == "1.1 MB, in 6 calls"
 
 

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from labkit import World, bench
+from labkit import GPT, Comm, World, bench, schedule
 from labkit.bench import data_parallel, harness, pipeline, precision, replay, tensor_parallel
 from labkit.bench.harness import Contest, StepTimes
 from labkit.bench.pipeline import Floor, floor_s, stages_of
-from labkit.comm import Comm
-from labkit.models import GPT
 from labkit.predict import mfu, step_flops
-from labkit.schedules import schedule
 from tables import raises
 
 SMALL = precision.Sizes(vocab=64, width=32, depth=2, heads=4, length=16, rows=2)
@@ -31,7 +28,7 @@ def test_cases_take_turns_in_orders_that_differ(shuffled: bool) -> None:
         calls.append(name)
         return len(calls)
 
-    samples = harness.take_turns({x: lambda x=x: case(x) for x in "abcd"}, 20, "", shuffled)
+    samples = harness.take_turns({x: partial(case, x) for x in "abcd"}, 20, "", shuffled)
     turns = ["".join(calls[i : i + 4]) for i in range(0, 80, 4)]
     assert {"".join(sorted(turn)) for turn in turns} == {"abcd"}
     if shuffled:
@@ -43,26 +40,22 @@ def test_cases_take_turns_in_orders_that_differ(shuffled: bool) -> None:
 
 
 def test_the_time_of_a_step_is_the_mean_with_the_last_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, events, steps_s = 0.0, [], iter((1.0, 2.0, 6.0))
-
-    def advance(name: str, seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-        events.append(name)
-
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: now_s)
-    before, after = (partial(advance, *x) for x in (("before", 5.0), ("after", 3.0)))
-    step_s = harness.seconds_of(lambda: advance("step", next(steps_s)), 3, before, after)
-    assert events == ["before", "step", "step", "step", "after"] and step_s == 4.0
+    """Steps of 1, 2 and 6 s, after 5 s of preparation and before 3 s of waiting."""
+    passed_s: list[float] = []
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: sum(passed_s))
+    steps_s = iter((1.0, 2.0, 6.0))
+    before, after = (partial(passed_s.append, seconds) for seconds in (5.0, 3.0))
+    step_s = harness.seconds_of(lambda: passed_s.append(next(steps_s)), 3, before, after)
+    assert passed_s == [5.0, 1.0, 2.0, 6.0, 3.0] and step_s == 4.0
 
 
 def test_a_ratio_is_the_median_of_ratios() -> None:
-    samples = {"ddp": [1.0, 2, 9], "torch DDP": [2.0, 1, 3]}
-    times = StepTimes({}, samples, figures={"forward": {"ddp": [1.0] * 3, "torch DDP": [4.0] * 3}})
+    forward = {"ddp": [1.0] * 3, "torch DDP": [4.0] * 3}
+    figures = {"forward": forward, "floor_s": {"ddp": 1.6}}
+    times = StepTimes({}, {"ddp": [1.0, 2, 9], "torch DDP": [2.0, 1, 3]}, figures=figures)
     assert times.ratio("ddp", "torch DDP")[1] == 2 and times.ms("ddp") == 2000
     assert times.ratio("ddp", "torch DDP", "forward") == (0.25, 0.25, 0.25)
-    figures = {"floor_s": {"ddp": 1.6}}
-    assert pipeline.over_floor(StepTimes({}, samples, figures=figures), "ddp") == 1.25
+    assert pipeline.over_floor(times, "ddp") == 1.25
 
 
 def test_results_read_back_and_other_files_are_refused(tmp_path: Path) -> None:
@@ -180,8 +173,8 @@ def test_the_floor_is_computing_and_the_bubble() -> None:
 def test_the_floor_computes_what_a_stage_does_and_sends_nothing(worlds: Any) -> None:
     def measured() -> tuple[int, bool]:
         floor = Floor("tiny", "zb-h1", 2, Comm())
-        floor.measure()
-        floor.measure()
+        for _ in range(2):
+            floor.measure()
         (stage,) = floor.stages
         return len(floor.turns[0][0]), all(p.grad is not None for p in stage.module.parameters())
 

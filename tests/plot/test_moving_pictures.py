@@ -11,12 +11,10 @@ from matplotlib.patches import Rectangle
 from torch import nn
 
 from command import command
-from labkit import plot
+from labkit import Bus, Waiting, load_then_run, plot, run_in_place, run_pipelined
 from labkit.bench import show_stored, transfers
 from labkit.bench.harness import StepTimes, save
 from labkit.bench.transfers import RESULTS, TransferTimes, bench_transfers, read_transfers
-from labkit.memory.bus import Bus
-from labkit.memory.loading import Waiting, load_then_run, run_in_place, run_pipelined
 from labkit.memory.timing import Measured
 from labkit.memory.transfers import Transfer, ways
 from labkit.plot.style import OTHER_OPERATIONS

@@ -19,8 +19,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from command import python
-from labkit import plot, replaying
-from labkit.events import CommEvent
+from labkit import CommEvent, plot, replaying
 from labkit.holdings import Footprint
 from labkit.plot import style
 from labkit.plot.figure import Picture, png
@@ -96,17 +95,16 @@ def boxes(figure: Figure) -> list[tuple[str, Bbox]]:
             not_drawn += axes.findobj(Text)
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
-            beyond = [x for x in axis.get_major_ticks() if not low <= x.get_loc() <= high]
-            not_drawn += [label for tick in beyond for label in (tick.label1, tick.label2)]
-    found_boxes = [
+            for tick in axis.get_major_ticks():
+                not_drawn += [] if low <= tick.get_loc() <= high else [tick.label1, tick.label2]
+    drawn = [
         (text.get_text(), text.get_window_extent())
         for text in figure.findobj(Text)
         if text.get_text() and text.get_visible() and text not in not_drawn
     ]
     for lettering in letterings(figure):
-        texts = [name.text for name in lettering.names]
-        found_boxes += zip(texts, lettering.boxes(), strict=True)
-    return found_boxes
+        drawn += zip([name.text for name in lettering.names], lettering.boxes(), strict=True)
+    return drawn
 
 
 def assert_readable(figure: Figure, slack_px: float = 0.5) -> None:
@@ -122,8 +120,7 @@ def assert_readable(figure: Figure, slack_px: float = 0.5) -> None:
         assert not (across > slack_px and down > slack_px), f"{one!r} lies on {other!r}"
 
 
-def all_reduce_event(group: str = "default", seq: int = 4) -> CommEvent:
-    return CommEvent("all_reduce", group, (0, 1), 0, seq, "float32", (8,), 32, 32, True)
+ALL_REDUCE = CommEvent("all_reduce", "default", (0, 1), 0, 4, "float32", (8,), 32, 32, True)
 
 
 def hung_trace() -> Trace:
@@ -133,13 +130,14 @@ def hung_trace() -> Trace:
         spans = [Span("forward", "", 0, 1.0, 1.01, 0, "GPT"), Span("backward", "", 0, 1.01, 0.0)]
         steps = [Step(0, 1.0, 0.0)]
         traces[rank] = RankTrace(rank, 2, steps=steps, spans=spans, complete=rank == 0)
-    traces[0].comms.append(replace(all_reduce_event(), issued_s=1.02))
+    traces[0].comms.append(replace(ALL_REDUCE, issued_s=1.02))
     return Trace(traces)
 
 
-def without_steps(trace: Trace) -> Trace:
-    for one in trace.ranks.values():
-        one.steps = []
+def without_steps() -> Trace:
+    trace = sample_trace(2, 1, None)
+    for rank in trace.ranks.values():
+        rank.steps = []
     return trace
 
 
@@ -149,19 +147,19 @@ def test_every_span_event_and_wait_is_drawn_from_its_begin_to_its_end() -> None:
     view = TimelineView(trace, 2)
     part = trace.step(2)
     waits = 0
-    for one, (top, bottom) in zip(part.ranks.values(), rows(view), strict=True):
-        for span in one.spans:
+    for rank, (top, bottom) in zip(part.ranks.values(), rows(view), strict=True):
+        for span in rank.spans:
             drawn = found(view, span.began_s, span.ended_s, top, top + 1)
             assert style.PHASES[span.phase] in drawn, span
-        for event in one.comms:
+        for event in rank.comms:
             assert found(view, event.began_s, event.ended_s, top + 1, bottom), event
-        for begin_s, end_s in waiting(one):
+        for begin_s, end_s in waiting(rank):
             assert style.WAITING in found(view, begin_s, end_s, top, top + 1)
             waits += 1
     assert waits >= 3
     assert colours(view).count(style.WAITING) == waits
-    things = sum(len(x.spans) + len(x.comms) for x in part.ranks.values())
-    assert len(paths(view)) == things + waits
+    records = sum(len(x.spans) + len(x.comms) for x in part.ranks.values())
+    assert len(paths(view)) == records + waits
 
 
 def test_an_operation_has_one_colour_on_all_ranks_and_its_neighbours_another() -> None:
@@ -174,11 +172,10 @@ def test_an_operation_has_one_colour_on_all_ranks_and_its_neighbours_another() -
         top, bottom = row[rank]
         return found(view, event.began_s, event.ended_s, top + 1, bottom)
 
-    of_seq: dict[int, set[str]] = {}
+    of_seq: dict[int, str] = {}
     for (_, seq), events in trace.step(2).collectives().items():
         assert len(events) == 4
-        of_seq[seq] = {colour for x in events.items() for colour in colours_of(*x)}
-        assert len(of_seq[seq]) == 1
+        (of_seq[seq],) = {colour for x in events.items() for colour in colours_of(*x)}
     in_order = [of_seq[seq] for seq in sorted(of_seq)]
     assert all(before != after for before, after in pairwise(in_order))
     seen = set()
@@ -223,37 +220,30 @@ def test_the_title_says_what_is_shown_and_how_much_was_hidden():
     assert "hidden" not in title(plot.timeline(single))
 
 
-def message_trace(*, with_barrier: bool) -> Trace:
+def test_a_message_is_named_by_its_other_end_and_its_row_messages():
     """Rank 0 sends to rank 2, each for a second time between these two, of a group of two."""
-    traces = {}
+    traces, times = {}, {"issued_s": 1.0, "began_s": 1.0, "ended_s": 1.5, "wait_ended_s": 1.5}
     for rank, op, peer in ((0, "send", 1), (2, "recv", 0)):
         event = CommEvent(op, "default", (0, 2), rank, 2, "int8", (1,), 1, 1, True, peer=peer)
-        times = {"issued_s": 1.0, "began_s": 1.0, "ended_s": 1.5, "wait_ended_s": 1.5}
         comms = [replace(event, **times)]
-        if with_barrier:
-            later = {name: value + 0.5 for name, value in times.items()}
-            comms.append(replace(event, op="barrier", peer=None, **later))
         traces[rank] = RankTrace(rank, 3, steps=[Step(0, 1.0, 2.0)], comms=comms)
-    return Trace(traces)
-
-
-def test_a_message_is_named_by_its_other_end_and_its_row_messages():
-    view = TimelineView(message_trace(with_barrier=False))
+    view = TimelineView(Trace(traces))
     assert {"send → 2", "recv ← 0"} <= set(names(view))
     assert labels(view) == ["rank 0", "messages", "rank 2", "messages"]
-    view = TimelineView(message_trace(with_barrier=True))
+    traces[2].comms[0].ended_s = traces[2].comms[0].wait_ended_s = 0.0
+    still_open = {bar.names[0] for bar in TimelineView(Trace(traces)).bars if bar.open}
+    assert still_open == {"recv ← 0", "waiting for recv ← 0"}
+    traces[2].comms[0].ended_s = traces[2].comms[0].wait_ended_s = 1.5
+    later = {name: value + 0.5 for name, value in times.items()}
+    for rank in traces.values():
+        rank.comms.append(replace(rank.comms[0], op="barrier", peer=None, **later))
+    view = TimelineView(Trace(traces))
     assert {"send → 2", "barrier 2"} <= set(names(view))
     assert "all ranks" in labels(view)
     assert_readable(view.figure)
-    never = message_trace(with_barrier=False)
-    never.ranks[2].comms[0].ended_s = never.ranks[2].comms[0].wait_ended_s = 0.0
-    still_open = {bar.names[0] for bar in TimelineView(never).bars if bar.open}
-    assert still_open == {"recv ← 0", "waiting for recv ← 0"}
 
 
-@pytest.mark.parametrize(
-    ("steps", "detail", "expected"), [(2, None, 1), (3, None, 1), (3, 1, 2), (3, 0, 1), (2, 0, 1)]
-)
+@cases((2, None, 1), (3, None, 1), (3, 1, 2), (3, 0, 1), (2, 0, 1))
 def test_a_usual_step_is_shown_where_none_is_asked(steps: int, detail: int | None, expected: int):
     trace = sample_trace(2, steps, detail)
     assert f"Step {expected} " in title(plot.timeline(trace))
@@ -289,8 +279,7 @@ def test_what_never_ended_is_open_to_the_right_and_the_run_says_so() -> None:
     # An event only issued begins there, and is waited for.
     event = next(bar for bar in view.bars if bar.top >= 1)
     wait = next(bar for bar in view.bars if bar.colour == style.WAITING)
-    assert event.begin_ms == pytest.approx(20.0)
-    assert wait.begin_ms == pytest.approx(20.0)
+    assert event.begin_ms == wait.begin_ms == pytest.approx(20.0)
     assert wait.open and event.open
     assert "all_reduce 4" in wait.names[0]
     # In words.
@@ -349,11 +338,11 @@ def test_the_legend_has_what_is_drawn_and_nothing_else():
 def test_a_name_stands_where_no_wait_lies_over_its_bar():
     """As in tensor parallelism, where a module waits in the middle of its forward."""
     span = Span("forward", "mlp", 0, 0.0, 0.010, 1)
-    one = RankTrace(0, 2, steps=[Step(0, 0.0, 0.010)], spans=[span])
+    rank = RankTrace(0, 2, steps=[Step(0, 0.0, 0.010)], spans=[span])
     for begin_s, end_s in ((0.001, 0.004), (0.007, 0.009)):
         times = dict.fromkeys(("issued_s", "began_s", "wait_began_s"), begin_s)
-        one.comms.append(replace(all_reduce_event(), ended_s=end_s, wait_ended_s=end_s, **times))
-    view = TimelineView(Trace({0: one}))
+        rank.comms.append(replace(ALL_REDUCE, ended_s=end_s, wait_ended_s=end_s, **times))
+    view = TimelineView(Trace({0: rank}))
     (name,) = [x for x in view.names.names if x.text == "mlp"]
     assert name.x == pytest.approx(5.5)
     assert_readable(view.figure)
@@ -363,9 +352,9 @@ def test_a_name_stands_where_no_wait_lies_over_its_bar():
 
 def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
     trace = hung_trace()
-    first = trace.ranks[0].comms[0]
+    (first,) = comms = trace.ranks[0].comms
     groups = ["3 (ranks 0, 1)", "9 (ranks 0, 1, 2, 3, 4, 5, 6, 7 ...) of world 2"]
-    trace.ranks[0].comms += [replace(first, group=group) for group in groups]
+    comms += [replace(first, group=group) for group in groups]
     view = TimelineView(trace, ranks=[0])
     assert labels(view) == ["rank 0", "all ranks", "ranks 0, 1", "ranks 0, 1, 2 …"]
     assert_readable(view.figure)
@@ -460,7 +449,7 @@ def test_an_empty_trace_says_what_to_do(trace: Trace):
 
 
 def test_a_run_without_steps_or_without_some_rank_is_drawn():
-    trace = without_steps(sample_trace(2, 1, None))
+    trace = without_steps()
     assert title(plot.timeline(trace)).startswith("The whole run")
     damaged = sample_trace(4, 2)
     del damaged.ranks[2]
@@ -571,11 +560,9 @@ def test_each_rank_has_its_own_beginning():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
 def test_memory_of_many_ranks_can_be_read(ranks: int):
     figure = plot.memory(sample_trace(ranks), predicted=1.9e6)
-    shown = [axes for axes in figure.axes if axes.get_visible()]
-    assert len(shown) == min(ranks, 8)
+    assert sum(axes.get_visible() for axes in figure.axes) == min(ranks, 8)
     assert_readable(figure)
-    if ranks == 64:
-        assert "ranks 0 to 7 of 64" in figure.get_suptitle()
+    assert ("ranks 0 to 7 of 64" in figure.get_suptitle()) == (ranks == 64)
 
 
 def test_memory_needs_a_step_in_detail_and_a_rank_that_is_there():
@@ -584,11 +571,6 @@ def test_memory_needs_a_step_in_detail_and_a_rank_that_is_there():
     trace = sample_trace(2)
     trace.ranks[1].memory = []
     assert "nothing recorded" in [x.get_text() for x in plot.memory(trace).axes[1].texts]
-
-
-def lengths(axes: object) -> dict[str, list[float]]:
-    """Of each part: how long it is in each bar."""
-    return {x.get_label(): [bar.get_width() for bar in x] for x in axes.containers}
 
 
 def test_the_parts_of_a_steps_time_add_up_to_it():
@@ -613,8 +595,10 @@ def test_compare_draws_what_the_traces_say():
     fuller = runs["ddp"].ranks[2]
     fuller.memory = [x._replace(held_bytes=(*x.held_bytes[:5], 700_000)) for x in fuller.memory]
     figure = plot.compare(runs)
-    time_axes, _, held_axes = figure.axes
-    drawn, sent, held = map(lengths, figure.axes)
+    drawn, sent, held = (
+        {part.get_label(): [bar.get_width() for bar in part] for part in axes.containers}
+        for axes in figure.axes
+    )
     for i, trace in enumerate(runs.values()):
         times = step_times(trace)
         assert drawn["computing"][i] == pytest.approx(times.alone_s * 1e3)
@@ -624,12 +608,13 @@ def test_compare_draws_what_the_traces_say():
         most_bytes = max(map(peak_bytes, trace.step(1).ranks.values()))
         assert sum(x[i] for x in held.values()) * 1e6 == pytest.approx(most_bytes)
     ends = [0.0, 0.0]
-    for container in held_axes.containers:
+    for container in figure.axes[2].containers:
         assert [bar.get_x() for bar in container] == pytest.approx(ends)
         ends = [bar.get_x() + bar.get_width() for bar in container]
         (colour,) = {to_hex(bar.get_facecolor()).upper() for bar in container}
         assert colour == style.CATEGORIES[container.get_label()]
-    assert [x.get_text() for x in time_axes.get_yticklabels()] == ["one\n1 rank", "ddp\n4 ranks"]
+    labels = [x.get_text() for x in figure.axes[0].get_yticklabels()]
+    assert labels == ["one\n1 rank", "ddp\n4 ranks"]
     assert_readable(figure)
 
 
@@ -732,7 +717,7 @@ def test_a_figure_is_shown_once_as_a_png():
     shown = DisplayFormatter().format(figure)[0]
     assert set(shown) == {"image/png", "text/plain"}
     picture = imread(BytesIO(shown["image/png"]))
-    assert picture.shape[:2] == tuple(round(x) for x in figure.bbox.size[::-1])
+    assert picture.shape[:2] == tuple(map(round, figure.bbox.size[::-1]))
     assert (picture[[0, -1, 0, -1], [0, 0, -1, -1]] == 1).all()  # opaque, for dark themes
 
 
@@ -822,7 +807,7 @@ def test_each_control_of_a_view_draws_another_picture():
 @widgets
 def test_a_view_of_a_run_without_detail_or_without_steps():
     assert plot.view(sample_trace(2, 2, None)).what.options == ("timeline",)
-    trace = without_steps(sample_trace(2, 1, None))
+    trace = without_steps()
     view = plot.view(trace)
     assert view.step.options == ("all",)
     assert view.picture.value == png(plot.timeline(trace))

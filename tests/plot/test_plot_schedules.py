@@ -72,17 +72,14 @@ def test_every_action_is_drawn_when_the_replay_has_it() -> None:
 
 
 def test_without_costs_a_backward_is_two_forwards_and_chunks_share_them() -> None:
-    figure = plot.schedule(one_f_one_b(4, 8))
-    assert "bubble 27.3% of the total" in title(figure)  # 3/11
-    assert {round(end - begin, 9) for _, begin, end, _ in boxes(figure)} == {1.0, 2.0}
-    halves = boxes(plot.schedule(CHUNKS))
-    assert {round(end - begin, 9) for _, begin, end, _ in halves} == {0.5, 1.0}
+    for given, lengths in ((one_f_one_b(4, 8), {1.0, 2.0}), (CHUNKS, {0.5, 1.0})):
+        drawn = boxes(plot.schedule(given))
+        assert {round(end - begin, 9) for _, begin, end, _ in drawn} == lengths
 
 
-@pytest.mark.parametrize(
-    ("name", "chunks", "bubble"),
-    [("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11), ("interleaved", 2, 3 / 19), ("zb-h1", 1, 3 / 27),
-     ("zb-h2", 1, 0.0), ("naive", 1, 0.75)],
+@cases(
+    ("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11), ("interleaved", 2, 3 / 19), ("zb-h1", 1, 3 / 27),
+    ("zb-h2", 1, 0.0), ("naive", 1, 0.75),
 )  # fmt: skip
 def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: float) -> None:
     """Of F = 1 and B = 2, or F = I = W = 1: (p-1)/(v m+p-1), (p-1)/(3m+p-1), 0."""
@@ -108,10 +105,9 @@ def test_numbers_are_in_boxes_and_what_is_held_beside(schedule: Schedule, held: 
 
 
 def test_phases_and_chunks_are_told_apart() -> None:
-    apart = plot.schedule(APART)
+    apart, chunks = plot.schedule(APART), plot.schedule(CHUNKS)
     assert {x[3] for x in boxes(apart)} == {PHASES[x] for x in ("forward", "input", "weight")}
     assert {"forward", "backward: input", "backward: weights", "idle"} <= set(words(apart))
-    chunks = plot.schedule(CHUNKS)
     assert len({x[3] for x in boxes(chunks)}) == 4
     assert "2 chunks" in title(chunks)
     assert "later chunks: lighter" in words(chunks)
@@ -123,8 +119,7 @@ def test_a_gallery_is_on_one_axis_of_time() -> None:
     many = {"1F1B": one_f_one_b(4, 8), "apart": APART, "chunks": CHUNKS}
     figure = plot.schedules(many)
     assert len({axes.get_xlim() for axes in figure.axes}) == 1
-    titles = [title(figure, i).split("  ·  ")[0] for i in range(3)]
-    assert titles == list(many)
+    assert [title(figure, i).split("  ·  ")[0] for i in range(3)] == list(many)
     assert_readable(figure)
 
 

@@ -7,19 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from labkit import plot
-from labkit.clusters import cluster
+from labkit import Layout, Sizes, cluster, plot, step_report, step_trace
 from labkit.predict import bytes_by_axis
 from labkit.replaying.costs import Costs
 from labkit.replaying.pipeline import pipeline_trace, timed_actions
 from labkit.replaying.planning.clock import pipeline_timing, schedule_of
 from labkit.replaying.planning.layers import Layer, record_layers, recorded, shape_of
-from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.published import GPT3, MEGATRON
 from labkit.replaying.planning.report import StepReport
 from labkit.replaying.planning.stages import rank_groups, virtual_stages
 from labkit.replaying.planning.step_model import StepModel
-from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
 from tables import refusals
@@ -78,9 +75,9 @@ def test_a_thousand_micro_batches_are_the_bubble_of_the_formula() -> None:
     """(p - 1)(F + B), or 1/v of it; nothing is on its way."""
     for chunks in (1, 2):
         ones = np.ones((4, chunks)) / chunks
-        found = pipeline_timing(1000, ones, 2 * ones, np.zeros(4))
-        assert max(found.ended_s) == pytest.approx(3000 + 9 / chunks, rel=1e-12)
-        assert not found.pipeline_s.any()
+        timing = pipeline_timing(1000, ones, 2 * ones, np.zeros(4))
+        assert max(timing.ended_s) == pytest.approx(3000 + 9 / chunks, rel=1e-12)
+        assert not timing.pipeline_s.any()
 
 
 def operations(layer: Layer) -> Counter[Any]:
@@ -132,8 +129,12 @@ def check_sums(report: StepReport) -> None:
 
 
 def test_gpt_3_on_1024_ranks() -> None:
-    report = step_report(GPT3, Layout(8, 8, 16, recompute="full"), 1536, SELENE)
+    report, zero = (
+        step_report(GPT3, Layout(8, 8, 16, zero=zero, recompute="full"), 1536, SELENE)
+        for zero in (0, 1)
+    )
     check_sums(report)
+    check_sums(zero)
     bubble = 7 / (96 + 7)  # (p - 1) / (m + p - 1), of what the stages do
     assert report.bubble_s / report.step_s == pytest.approx(bubble, rel=0.5)
     elements = GPT3.parameters / 64
@@ -141,8 +142,6 @@ def test_gpt_3_on_1024_ranks() -> None:
     assert report.sent_bytes["data"] == 2 * 15 / 16 * report.memory_bytes["parameters"]
     boundary_bytes = 96 * 2048 * 12288 * 2 / 8
     assert report.sent_bytes["pipeline"] == 2 * boundary_bytes  # of a stage that has two
-    zero = step_report(GPT3, Layout(8, 8, 16, zero=1, recompute="full"), 1536, SELENE)
-    check_sums(zero)
     ratio = report.memory_bytes["optimizer state"] / zero.memory_bytes["optimizer state"]
     assert ratio == pytest.approx(16, rel=0.001)
     assert zero.sent_bytes == report.sent_bytes
@@ -188,16 +187,13 @@ def test_pipeline_and_data_bytes_are_those_of_the_formula(layout: Layout, tied: 
     assert sent["pipeline"] == max(one["pipeline"] + one["embedding"] for one in formula)
 
 
-class TwiceAsSlow(Costs):
-    def compute_s(self, operation: Operation) -> float:
-        return 2 * super().compute_s(operation)
+def test_custom_costs_are_used() -> None:
+    class TwiceAsSlow(Costs):
+        def compute_s(self, operation: Operation) -> float:
+            return 2 * super().compute_s(operation)
 
-
-def test_constants_of_ones_own() -> None:
-    plain, slow = (
-        step_report(SMALL, Layout(tp=2, pp=2), 8, SELENE, costs=kind(SELENE))
-        for kind in (Costs, TwiceAsSlow)
-    )
+    args = SMALL, Layout(tp=2, pp=2), 8, SELENE
+    plain, slow = (step_report(*args, costs=costs(SELENE)) for costs in (Costs, TwiceAsSlow))
     assert slow.compute_s == pytest.approx(2 * plain.compute_s)
     assert slow.optimizer_s == pytest.approx(2 * plain.optimizer_s)
     assert slow.sent_bytes == plain.sent_bytes and slow.memory_bytes == plain.memory_bytes
@@ -215,10 +211,8 @@ def test_the_trace_is_the_report(layout: Layout) -> None:
     for rank in ranks:
         assert rank.steps[0].ended_s == pytest.approx(report.step_s, rel=1e-9)
     assert sorted(trace.record_of) == list(range(layout.ranks))
-    updates_s = [
-        x.ended_s - x.began_s for rank in ranks for x in rank.spans if x.phase == "optimizer"
-    ]
-    assert np.mean(updates_s) == pytest.approx(report.optimizer_s)
+    updates = [x for rank in ranks for x in rank.spans if x.phase == "optimizer"]
+    assert np.mean([x.ended_s - x.began_s for x in updates]) == pytest.approx(report.optimizer_s)
     for axis, groups in (("data", ["data"]), ("pipeline", ["pipeline", "tied"])):
         sent_bytes = [
             sum(x.bus_bytes for x in rank.comms if x.group.split()[0] in groups) for rank in ranks
@@ -254,12 +248,9 @@ test_an_impossible_layout_is_reported = refusals(
 )
 
 
-def test_shapes_leave_out_what_does_not_matter() -> None:
-    one = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
-    assert one == shape_of("embedding", SMALL, Layout(tp=2))
-
-
-def test_a_recording_is_made_once() -> None:
+def test_a_recording_is_made_once_for_shapes_that_differ_in_what_does_not_matter() -> None:
+    shape = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
+    assert shape == shape_of("embedding", SMALL, Layout(tp=2))
     recorded.cache_clear()
     pod = replace(cluster("dgx-h100"), nodes=128)
     for layout in (Layout(8, 8, 16), Layout(8, 8, 16, chunks=2), Layout(8, 12, 4, zero=1)):

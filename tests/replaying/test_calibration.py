@@ -9,30 +9,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+import calibrate
 import places
-from calibrate import (
-    BOUNDS,
-    CLUSTER,
-    NAMES,
-    AllReduce,
-    all_reduces,
-    intervals,
-    predictor,
-    save_calibration,
-    seconds_of,
-    step_seconds,
-    tables,
-    toml_lines,
-    wires_inside,
-    with_constants,
-    without_each_layout,
-)
-from labkit import plot
-from labkit.clusters import cluster
+from calibrate import BOUNDS, CLUSTER, NAMES, AllReduce, seconds_of, step_seconds, with_constants
+from labkit import Layout, Sizes, cluster, plot, step_report
 from labkit.replaying.costs import Costs
-from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.published import Calibration, Row, calibration
-from labkit.replaying.planning.steps import step_report
 from robust_fit import Bounds, fit, refit
 from step_times import FILES, TABLES, step_rows
 from tables import cases, raises
@@ -64,13 +46,14 @@ def rows() -> list[Row]:
 def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list[Row]) -> None:
     measured = np.array([one.step_s for one in rows])
     assumed_as_true = Bounds(TRUE, BOUNDS.least, BOUNDS.most)
-    fitted = fit(predictor(rows, cluster(CLUSTER)), measured, assumed_as_true, BOUNDS.assumed)
+    predict = calibrate.predictor(rows, cluster(CLUSTER))
+    fitted = fit(predict, measured, assumed_as_true, BOUNDS.assumed)
     assert fitted.constants == pytest.approx(TRUE, rel=0.02)
     assert np.abs(fitted.errors).max() < 0.01
-    low, high, low_s, high_s = intervals(rows, fitted)
+    low, high, low_s, high_s = calibrate.intervals(rows, fitted)
     assert (low <= TRUE * 1.02).all() and (high >= TRUE * 0.98).all()
     assert (low_s <= measured * 1.02).all() and (high_s >= measured * 0.98).all()
-    assert without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
+    assert calibrate.without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
 
 
 def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
@@ -129,9 +112,9 @@ def test_the_wires_of_a_node_are_found_from_all_reduces() -> None:
         AllReduce(n, s, 4e-5 + 2 * (n - 1) * level.latency_s + 2 * (n - 1) / n * s / (0.6 * 300e9))
         for n, s in product((2, 4, 8), (2**20, 2**24, 2**28))
     ]
-    fitted = wires_inside(synthetic, level)
+    fitted = calibrate.wires_inside(synthetic, level)
     assert fitted == pytest.approx({"inside_start_s": 4e-5, "inside_reached": 0.6}, rel=0.02)
-    published = wires_inside(all_reduces(), level)
+    published = calibrate.wires_inside(calibrate.all_reduces(), level)
     assert level.reached == pytest.approx(published["inside_reached"], rel=0.05)
     assert level.start_s == pytest.approx(published["inside_start_s"], rel=0.25)
 
@@ -186,7 +169,7 @@ def test_a_table_that_is_wrong_is_named(was: str, then: str, message: str, tmp_p
 
 def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
     found = calibration()
-    again = calibration(save_calibration(found, tmp_path / "again.json"))
+    again = calibration(calibrate.save_calibration(found, tmp_path / "again.json"))
     assert isinstance(again, Calibration)
     assert again.constants == found.constants and again.dated == found.dated
     both, errors = plot.calibration(found).axes
@@ -198,9 +181,9 @@ def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
 
 def test_the_script_shows_the_constants_the_errors_and_the_lines_for_known_toml() -> None:
     fitted = calibration()
-    constants, errors = tables(fitted, places.PUBLISHED)
+    constants, errors = calibrate.tables(fitted, places.PUBLISHED)
     assert constants.row_count == 6 and errors.row_count == len(fitted.summary())
     known = (Path(places.ROOT) / "labkit" / "clusters" / "known.toml").read_text()
-    for line in toml_lines(fitted, fitted.dated).splitlines():
+    for line in calibrate.toml_lines(fitted, fitted.dated).splitlines():
         name, source = line.split(" = ")[0], line.split('"')[1]
         assert re.search(rf'{name} = .*"{re.escape(source)}"', known)

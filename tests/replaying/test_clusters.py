@@ -6,32 +6,25 @@ from typing import Any
 
 import pytest
 
-from labkit.clusters import (
-    Cluster,
-    Device,
-    Level,
-    cluster,
-    known_clusters,
-    read_clusters,
-    write_clusters,
-)
+from labkit import read_clusters, write_clusters
+from labkit.clusters import Cluster, Device, Level, cluster, known_clusters
 from tables import cases, raises
 
 
 @pytest.mark.parametrize("name", known_clusters())
 def test_every_number_of_a_known_cluster_has_its_source(name: str) -> None:
-    one = cluster(name)
-    rates = {f"peak_flops.{dtype}" for dtype in one.device.peak_flops}
-    assert one.device.sources.keys() == {
+    known = cluster(name)
+    device = known.device
+    assert device.sources.keys() == {
         "memory_bytes", "memory_bytes_per_s", "launch_s", "matmul_reached", "memory_reached",
-        "host_s" if "fitted" in name else "tile", *rates,
+        "host_s" if "fitted" in name else "tile", *(f"peak_flops.{x}" for x in device.peak_flops),
     }  # fmt: skip
-    for level in filter(None, (one.inside, one.between)):
+    for level in filter(None, (known.inside, known.between)):
         optional = {"reached", "start_s"} & level.sources.keys()
         assert level.sources.keys() == {"bytes_per_s", "latency_s", *optional}
         assert level.reached == 1 or "reached" in optional
         assert level.start_s == 0 or "start_s" in optional
-    assert "float32" in one.device.peak_flops
+    assert "float32" in device.peak_flops
 
 
 def test_a_matrix_product_reaches_its_rate_by_its_sides() -> None:
@@ -54,8 +47,8 @@ def test_ranks_stand_node_by_node_and_share_the_wires_between() -> None:
 def test_an_unknown_name_is_reported_with_the_known_ones(tmp_path: Path) -> None:
     raises("no cluster 'frontier'; there are h200-node, dgx-h100", cluster, "frontier")
     raises("8 devices .1 nodes of 8., and none for rank 8", cluster("h200-node").level_of, [0, 8])
-    with pytest.raises(ValueError, match="no rate for bfloat16; it has float64, float32, float16"):
-        cluster("v100-cloud").device.peak_flops_of("bfloat16")
+    rate_of = cluster("v100-cloud").device.peak_flops_of
+    raises("no rate for bfloat16; it has float64, float32, float16", rate_of, "bfloat16")
     raises("2 nodes, and no level between", replace, cluster("workstation"), nodes=2)
     raises("nodes=0", replace, cluster("selene"), nodes=0)
     raises("none.toml", read_clusters, tmp_path / "none.toml", error=FileNotFoundError)
@@ -157,9 +150,7 @@ def test_written_files_read_back_equal(tmp_path: Path) -> None:
     assert read_clusters(path) == known_clusters()
     assert list(read_clusters(path)) == list(known_clusters())
     assert path.read_text().count("[devices.") == 6  # workstation and internet have the same
-
-
-def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path) -> None:
+    # So do names, numbers and sources of all kinds.
     text = 'say "who"\\ \n\t\x7f\x01 é 卡 \U0001f600 [a] = #'
     numbers = ("memory_bytes", "memory_bytes_per_s", "launch_s", "peak_flops.my dtype", "tile")
     sources = dict.fromkeys(numbers, text)
@@ -171,8 +162,8 @@ def test_names_numbers_and_sources_of_all_kinds_are_written(tmp_path: Path) -> N
         name: Cluster(name, text, of, nodes=2, devices_per_node=3, inside=wires, between=wires)
         for name, of in (("", device), ('a "b".c', twin))
     }
-    write_clusters(tmp_path / "odd.toml", clusters)
-    assert read_clusters(tmp_path / "odd.toml") == clusters
+    write_clusters(path, clusters)
+    assert read_clusters(path) == clusters
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from labkit import DDP, GPT, Batch, Comm, RankError, World, dry_run, record, replay
-from labkit.clusters import cluster
+from labkit import DDP, GPT, Batch, Comm, RankError, World, cluster, dry_run, record, replay
 from labkit.recipes import RECIPES
 from labkit.recipes import rows as rows_of
 from labkit.replaying import dry_runs
@@ -80,10 +79,9 @@ def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank(worl
     """But for when it waits, and torch's own operations that send; what other stages receive is
     told to them, in numbers that paper has not."""
     dry, real = both_ways(worlds(2, backend="gloo"), "pipeline", rows=4)
-    computed_and_issued, on_ranks = (
-        [x for x in told(trace) if x[0] not in ("waited", "send", "recv_")] for trace in (dry, real)
-    )
-    assert computed_and_issued == on_ranks
+    other = ("waited", "send", "recv_")
+    done = [[x for x in told(trace) if x[0] not in other] for trace in (dry, real)]
+    assert done[0] == done[1]
     sends = [event for event in dry.step(1).ranks[0].comms if event.op == "send"]
     assert [event.bus_bytes for event in sends] == [1 * 16 * 12 * 4] * 4
     held, real_held = peak_memory(dry.ranks[0]), peak_memory(real.ranks[0])
@@ -119,7 +117,7 @@ def test_ranks_of_several_kinds_each_have_their_record() -> None:
         raises("each of the ranks 0 to 3 once", dry_run, work, ranks=4, alike=wrong, step=0)
 
 
-def take_steps(model: nn.Module, optimizer: Any, x: torch.Tensor, steps: int) -> None:
+def take_steps(model: nn.Module, optimizer: Any, x: torch.Tensor, steps: int = 1) -> None:
     for _ in range(steps):
         model(x).sum().backward()
         optimizer.step()
@@ -132,7 +130,7 @@ def test_a_model_of_another_dtype_is_converted_and_stays_tied() -> None:
         assert model.to(torch.bfloat16).head.weight is model.head.weight
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         optimizer = torch.optim.AdamW(model.parameters())
-        take_steps(model, optimizer, torch.zeros(1, 8, dtype=torch.long), 1)
+        take_steps(model, optimizer, torch.zeros(1, 8, dtype=torch.long))
 
     held = peak_memory(dry_run(work, ranks=1, step=0).ranks[0])
     assert held["parameters"] == 2 * GPT.preset("tiny").parameter_count
@@ -195,7 +193,7 @@ def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
         layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
         for _ in range(2):
-            take_steps(layers, optimizers[0], torch.ones(1, 4), 1)
+            take_steps(layers, optimizers[0], torch.ones(1, 4))
             optimizers[1].step()
 
     raises("looks at a number .*shape that depends on numbers", dry_run, chooses, ranks=2)
@@ -214,7 +212,7 @@ def test_a_model_that_no_laptop_holds() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             optimizer.zero_grad()
-            take_steps(model, optimizer, torch.zeros(1, 2048, dtype=torch.long), 1)
+            take_steps(model, optimizer, torch.zeros(1, 2048, dtype=torch.long))
 
     dry = dry_run(work, ranks=1024)
     with torch.device("meta"):
@@ -236,7 +234,7 @@ def test_progress_keeps_what_the_function_prints_on_lines_of_its_own(
         layer = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         for step in range(2):
-            take_steps(layer, optimizer, torch.ones(1, 2), 1)
+            take_steps(layer, optimizer, torch.ones(1, 2))
             print(f"step {step} is over")
 
     dry_run(work, ranks=2)

@@ -11,8 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from command import command
-from labkit import fits, largest_that_fits, plan, plot
-from labkit.clusters import cluster, write_clusters
+from labkit import cluster, fits, largest_that_fits, plan, plot, write_clusters
 from labkit.plot.plans import compared_with_best
 from labkit.replaying.planning import ranking
 from labkit.replaying.planning.layout import Layout, Sizes, layouts
@@ -74,9 +73,8 @@ def test_the_bounds_spare_only_what_cannot_fit(asked: list[Layout]) -> None:
 
 
 def test_each_layout_says_why_it_loses(planned: Plan) -> None:
-    assert planned.why(planned.best.layout) == "the best"
-    for one in planned.layouts[1:]:
-        assert planned.why(one) != "the best"
+    best, *others = map(planned.why, planned.layouts)
+    assert best == "the best" not in others and others
     large = planned.too_large[-1]
     assert "does not fit: at least " in planned.why(large.layout) and large.at_least
     raises("does not fit", planned.report, large.layout)
@@ -212,8 +210,8 @@ def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> 
 
 @pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipywidgets")
 def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan) -> None:
-    def of(one: Layout) -> tuple[int, int, int]:
-        return one.tp, one.pp, one.microbatch
+    def of(layout: Layout) -> tuple[int, int, int]:
+        return layout.tp, layout.pp, layout.microbatch
 
     view = plot.plan_view(planned)
     assert (view.tp.value, view.pp.value, view.microbatch.value) == of(planned.best.layout)
@@ -273,17 +271,17 @@ def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None
 
 
 def test_a_cluster_file_is_read_and_implausible_numbers_are_reported(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    write_clusters(path, {"mine": replace(SELENE, name="mine", nodes=1)})
-    asked = ASKED.replace("selene", f"mine --clusters {path} --batch 16 --tp 8")
+    path = tmp_path / "custom.toml"
+    write_clusters(path, {"custom": replace(SELENE, name="custom", nodes=1)})
+    asked = ASKED.replace("selene", f"custom --clusters {path} --batch 16 --tp 8")
     assert "on 8 × NVIDIA A100" in command(f"{asked} --top 1")
     text = path.read_text()
-    for line, told in (
-        ('memory_bytes = [-1, "me"]', "memory_bytes = -1; more than 0 is needed"),
+    for line, words in (
+        ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; more than 0 is needed"),
         ("", "memory_bytes = None; a number and its source are needed"),
     ):
         path.write_text(re.sub(r"(?m)^memory_bytes = .*$", line, text))
-        assert told in command(asked, 2)
+        assert words in command(asked, 2)
 
 
 def test_the_models_have_the_parameters_of_their_names() -> None:

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.clusters import cluster
-from labkit.replaying.planning.layout import Layout
+from labkit import Layout, cluster
 from labkit.replaying.planning.report import PARTS, cause, reached, seconds, why, why_not
 from plan_cases import step_of
 from tables import cases

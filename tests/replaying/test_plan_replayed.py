@@ -7,14 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from labkit import fits, largest_that_fits, plan
-from labkit.clusters import cluster
+from labkit import cluster, fits, largest_that_fits, plan, step_report
 from labkit.replaying.planning.layout import Layout, Sizes, described, layouts
 from labkit.replaying.planning.plan import Plan
 from labkit.replaying.planning.published import MODELS
 from labkit.replaying.planning.ranking import least_bytes, reporter
 from labkit.replaying.planning.report import StepReport, cause, reached, why
-from labkit.replaying.planning.steps import step_report
 from plan_cases import SMALL
 
 SELENE = cluster("selene")

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import places
-from labkit.replaying import (
-    Compute,
-    Deadlock,
-    Issue,
-    Program,
-    Timed,
-    Wait,
-    bubble,
-    pipeline_programs,
-    run,
-)
+from labkit.replaying.engine import Compute, Deadlock, Issue, Program, Timed, Wait, run
+from labkit.replaying.pipeline import bubble, pipeline_programs
 from labkit.schedules import Action, one_f_one_b
 from tables import cases, raises, refusals
 

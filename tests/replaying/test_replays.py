@@ -8,20 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import Comm, World, dry_run, record, replay, split_of
+from labkit import Comm, CommEvent, World, dry_run, record, replay, split_of
 from labkit.clusters import Cluster, Device, Level, cluster
-from labkit.events import CommEvent
 from labkit.recipes import RECIPES
-from labkit.replaying import (
-    Costs,
-    Deadlock,
-    bubble,
-    fits,
-    largest_that_fits,
-    peak_of,
-    pipeline_trace,
-    stage_seconds,
-)
+from labkit.replaying import Costs, Deadlock, bubble, pipeline_trace, stage_seconds
+from labkit.replaying.dry_runs import fits, largest_that_fits, peak_of
 from labkit.schedules import one_f_one_b
 from labkit.trace import MemoryPoint, Operation, RankTrace, Span, Step, Trace
 from labkit.trace.graph import groups_like
@@ -109,12 +100,11 @@ def test_a_rank_that_is_slower_makes_the_others_wait() -> None:
 
 
 def test_messages_on_one_wire_leave_in_order() -> None:
-    of_rank = [
-        [event("all_reduce", k, float(k), rank, wait_s=50.0 + k) for k in (1, 2, 3)]
-        for rank in (0, 1)
-    ]
-    replayed = replay(trace_of(*of_rank), plain())
-    times = [(one.began_s, one.ended_s) for one in replayed.ranks[1].comms]
+    def reduces(rank: int) -> list[CommEvent]:
+        return [event("all_reduce", k, float(k), rank, wait_s=50.0 + k) for k in (1, 2, 3)]
+
+    replayed = replay(trace_of(reduces(0), reduces(1)), plain())
+    times = [(event.began_s, event.ended_s) for event in replayed.ranks[1].comms]
     assert times == [(0, 1), (1, 2), (2, 3)]
 
 
@@ -129,14 +119,13 @@ def test_a_message_arrives_where_it_is_waited_for() -> None:
 
 
 def test_ranks_that_wait_for_each_other_are_reported_with_the_cycle() -> None:
-    ends = [("recv", 1.0), ("send", 5.0)]
-    of_rank = [
-        [event(op, 1, at_s, rank, peer=1 - rank, wait_s=at_s) for op, at_s in ends]
-        for rank in (0, 1)
-    ]
+    def receives_first(rank: int) -> list[CommEvent]:
+        ends = [("recv", 1.0), ("send", 5.0)]
+        return [event(op, 1, at_s, rank, peer=1 - rank, wait_s=at_s) for op, at_s in ends]
+
+    trace = trace_of(receives_first(0), receives_first(1))
     words = "rank 0 waits for message 1 from rank 1 to 0, which rank 1 has yet to issue"
-    found = raises(words, replay, trace_of(*of_rank), plain(), error=Deadlock)
-    assert sorted(found.cycle) == [0, 1]
+    assert sorted(raises(words, replay, trace, plain(), error=Deadlock).cycle) == [0, 1]
 
 
 def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster() -> None:
@@ -204,9 +193,8 @@ def test_real_ranks_replayed_keep_every_law(worlds: Callable[..., World], name: 
     for where in (plain(devices=3), replace(cluster("v100-cloud"), nodes=3, devices_per_node=1)):
         replayed = replay(trace, where)
         assert broken_laws(replayed) == []
-        assert [len(one.comms) for one in replayed.ranks.values()] == [
-            len([x for x in one.comms if x.step == 1]) for one in trace.ranks.values()
-        ]
+        counts = [len(rank.comms) for rank in trace.step(1).ranks.values()]
+        assert [len(rank.comms) for rank in replayed.ranks.values()] == counts
         assert replayed == replay(trace, where)
         split = split_of(replayed)
         parts = split.compute_s + split.exposed_s + split.bubble_s
@@ -250,10 +238,9 @@ def test_the_slowest_of_the_groups_for_which_a_rank_stands_counts() -> None:
     alike = dry_run(neighbours, ranks=12, step=0)
     each = dry_run(neighbours, ranks=12, step=0, alike={rank: [rank] for rank in range(12)})
     expanded = alike.expanded()
-    for rank, one in each.ranks.items():
-        assert [(x.op, x.ranks, x.rank, x.peer) for x in one.comms] == [
-            (x.op, x.ranks, x.rank, x.peer) for x in expanded.ranks[rank].comms
-        ]
+    for own, other in zip(each.ranks.values(), expanded.ranks.values(), strict=True):
+        ends = [[(x.op, x.ranks, x.rank, x.peer) for x in rank.comms] for rank in (own, other)]
+        assert ends[0] == ends[1]
     seconds = [step_s(replay(trace, where)) for trace in (alike, each, expanded)]
     assert seconds == pytest.approx([seconds[0]] * 3)
     quick = replace(where, nodes=1, devices_per_node=12)
@@ -271,31 +258,31 @@ def test_groups_lie_as_those_of_a_mesh() -> None:
 
 def test_more_of_the_bottleneck_resource_is_faster() -> None:
     dry = dry_run(lambda: train(width=600), ranks=8)
-    one = plain(devices=8)
-    two = plain(nodes=2, devices=4, latency_s=1e-3)
-    slow = replace(two, between=replace(two.between, bytes_per_s=1e8))
-    for base, better in [
-        (one, replace(one, inside=replace(one.inside, bytes_per_s=4e9))),
-        (slow, two),
-        (slow, replace(slow, between=replace(slow.between, latency_s=1e-4))),
-        (one, replace(one, device=replace(one.device, memory_bytes_per_s=1e11))),
-        (one, replace(one, device=replace(one.device, peak_flops={"float32": 1e11}))),
+
+    node, nodes = plain(devices=8), plain(nodes=2, devices=4, latency_s=1e-3)
+    slow = replace(nodes, between=replace(nodes.between, bytes_per_s=1e8))
+    for base, part, better in [
+        (node, "inside", {"bytes_per_s": 4e9}),
+        (slow, "between", {"bytes_per_s": 1e9}),
+        (slow, "between", {"latency_s": 1e-4}),
+        (node, "device", {"memory_bytes_per_s": 1e11}),
+        (node, "device", {"peak_flops": {"float32": 1e11}}),
     ]:
-        assert step_s(replay(dry, better)) < step_s(replay(dry, base))
+        faster = replace(base, **{part: replace(getattr(base, part), **better)})
+        assert step_s(replay(dry, faster)) < step_s(replay(dry, base))
 
 
 def test_a_ring_costs_its_alpha_and_beta() -> None:
     inside = Level("inside", 10e9, 2e-6, 8, reached=0.5, start_s=1e-5)
-    one = replace(plain(devices=8), inside=inside)
-    found = Costs(one).collective("all_gather", 8_000_000, tuple(range(8)))
-    assert found.seconds == pytest.approx(1e-5 + 7 * 2e-6 + 7 / 8 * 8e6 / 5e9)
-    assert (found.algorithm, found.port) == ("ring", "inside")
-    assert Costs(one).collective("all_reduce", 8_000_000, (3,)).seconds == 0
+    costs = Costs(replace(plain(devices=8), inside=inside))
+    gather = costs.collective("all_gather", 8_000_000, tuple(range(8)))
+    assert gather.seconds == pytest.approx(1e-5 + 7 * 2e-6 + 7 / 8 * 8e6 / 5e9)
+    assert (gather.algorithm, gather.port) == ("ring", "inside")
+    assert costs.collective("all_reduce", 8_000_000, (3,)).seconds == 0
 
 
 def test_small_tensors_take_a_tree_and_long_ones_a_ring() -> None:
-    costs = Costs(cluster("internet"))
-    ranks = tuple(range(64))
+    costs, ranks = Costs(cluster("internet")), tuple(range(64))
     small, large = (costs.collective("all_reduce", n, ranks) for n in (100, 10**10))
     assert (small.algorithm, large.algorithm) == ("double_tree", "ring")
     assert small.seconds == pytest.approx(12 * 0.05, rel=0.01), "2 log2(64) steps of 50 ms"
@@ -329,13 +316,13 @@ def test_a_node_with_few_ranks_holds_up_the_others() -> None:
     """8 ranks on one node and 1 on another, whose port carries all that the ring carries."""
     where = cluster("dgx-h100")
     costs, lone = Costs(where), 0.75 * 50e9
-    seconds = {
-        n: costs.collective("all_reduce", 10**9, tuple(range(n))).seconds for n in (8, 9, 12, 16)
-    }
-    assert seconds[9] == pytest.approx(2 * 8 / 9 * 1e9 / lone, rel=0.02)
-    assert seconds[8] < seconds[16] < seconds[12] < seconds[9]
-    all_to_all = costs.collective("all_to_all", 10**9, tuple(range(9))).seconds
-    assert all_to_all == pytest.approx(8 / 9 * 1e9 / lone, rel=0.02)
+
+    def seconds(ranks: int, op: str = "all_reduce") -> float:
+        return costs.collective(op, 10**9, tuple(range(ranks))).seconds
+
+    assert seconds(9) == pytest.approx(2 * 8 / 9 * 1e9 / lone, rel=0.02)
+    assert seconds(8) < seconds(16) < seconds(12) < seconds(9)
+    assert seconds(9, "all_to_all") == pytest.approx(8 / 9 * 1e9 / lone, rel=0.02)
 
 
 def test_a_ring_goes_no_faster_than_the_wires_inside() -> None:
@@ -447,12 +434,5 @@ def test_model_flops_utilization_is_counted_operations_over_possible_ones() -> N
     peak = where.device.peak_flops_of("float32")
     assert split.mfu(peak) == pytest.approx(split.flops / split.step_s / peak)
     assert "computing 100%" in str(split)
-    with pytest.raises(ValueError, match="no operations were counted"):
-        split_of(Trace({0: RankTrace(0, 1, steps=[Step(0, 0.0, 1.0)])})).mfu(1e12)
-
-
-def test_ddp_on_more_nodes_exposes_more() -> None:
-    """What the replay is for: the same record, from one node to many, on slow wires between."""
-    dry = dry_run(lambda: train("ddp", width=2000), ranks=128)
-    slow, quick = (split_of(replay(dry, cluster(name))) for name in ("v100-cloud", "dgx-h100"))
-    assert slow.exposed_s > 10 * quick.exposed_s > 0
+    uncounted = split_of(Trace({0: RankTrace(0, 1, steps=[Step(0, 0.0, 1.0)])}))
+    raises("no operations were counted", uncounted.mfu, 1e12)

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from labkit import GPT, attach, dry_run, replay, split_of
-from labkit.clusters import cluster
+from labkit import GPT, attach, cluster, dry_run, replay, split_of, tensor_parallel
 from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
-from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.trace import Trace
 
 RANKS, ROWS, DEPTH, WIDTH, LENGTH = 8, 2, 2, 3072, 2048

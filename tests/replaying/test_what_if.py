@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit import replaying
-from labkit.clusters import Cluster, cluster, known_clusters
-from labkit.events import CommEvent
+from labkit import Cluster, CommEvent, cluster, known_clusters, replaying
 from labkit.plot.figure import png
 from labkit.plot.timelines import TimelineView
 from labkit.replaying import changed, replay
@@ -69,12 +67,12 @@ def test_only_the_given_fields_change() -> None:
 @pytest.mark.parametrize("name", known_clusters())
 @pytest.mark.parametrize("ranks", [1, 7, 8, 9, 2048])
 def test_there_are_just_enough_nodes(name: str, ranks: int) -> None:
-    one = cluster(name)
+    known = cluster(name)
     for per_node in (None, 1, 2, 16):
-        new = changed(one, ranks, devices_per_node=per_node)
+        new = changed(known, ranks, devices_per_node=per_node)
         assert new.size - new.devices_per_node < ranks <= new.size
-    if one.between is not None:
-        assert changed(one, ranks) == replace(one, nodes=-(-ranks // one.devices_per_node))
+    if known.between is not None:
+        assert changed(known, ranks) == replace(known, nodes=-(-ranks // known.devices_per_node))
 
 
 def test_ports_follow_the_devices_where_each_had_its_own() -> None:
@@ -107,13 +105,12 @@ test_an_impossible_change_is_reported = refusals(
 
 
 SPEEDS = st.floats(1e7, 1e12)
+OPS = ["all_reduce", "all_gather", "all_to_all", "broadcast"]
+FACTORS, PER_NODE = st.floats(1.0, 100.0), st.sampled_from([1, 2, 4, 8])
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    SPEEDS, SPEEDS, st.floats(1.0, 100.0), st.sampled_from([1, 2, 4, 8]),
-    st.sampled_from(["all_reduce", "all_gather", "all_to_all", "broadcast"]),
-)  # fmt: skip
+@given(SPEEDS, SPEEDS, FACTORS, PER_NODE, st.sampled_from(OPS))
 def test_more_bandwidth_or_less_latency_never_makes_a_step_longer(
     inside: float, between: float, factor: float, per_node: int, op: str
 ) -> None:
@@ -168,23 +165,22 @@ def test_the_line_says_where_the_time_went() -> None:
     assert split.flops == 4 * 10**10
     mfu = 4e10 / (split.step_s * at.device.peak_flops["float32"])
     assert 0.1 < mfu < 0.85
-    said = in_words(split, trace, at)
-    assert said.startswith(str(split)) and f"MFU {mfu:.1%} of the float32 peak" in said
-    some = Operation(1.0, 1, "mm", "bfloat16", 10**11, 0)
-    trace.ranks[0].operations.append(some)
+    line = in_words(split, trace, at)
+    assert line.startswith(str(split)) and f"MFU {mfu:.1%} of the float32 peak" in line
+    trace.ranks[0].operations.append(Operation(1.0, 1, "mm", "bfloat16", 10**11, 0))
     assert main_dtype(trace) == "bfloat16"
     assert in_words(replace(split, flops=None), trace, at) == str(split)
 
 
 def test_another_trace_is_shown_as_a_fresh_view_would() -> None:
-    one, other = (replay(recorded(op=op), changed(POD, 8)) for op in ("all_reduce", "all_gather"))
-    view = TimelineView(one)
+    first, other = (replay(recorded(op=op), changed(POD, 8)) for op in ("all_reduce", "all_gather"))
+    view = TimelineView(first)
     drawn, kept = png(view.figure), (view.figure, view.axes, view.polygons)
     view.show(other)
     assert png(view.figure) == png(TimelineView(other).figure) != drawn
     assert [x.get_text() for x in view._legend.get_texts()][-1] == "all_gather"
     assert len(view.figure.legends) == 1
-    view.show(one, until_s=1e-9)  # the axis is never too short for the step
+    view.show(first, until_s=1e-9)  # the axis is never too short for the step
     assert png(view.figure) == drawn
     assert (view.figure, view.axes, view.polygons) == kept
 
@@ -287,9 +283,8 @@ test_impossible_widgets_are_reported = widgets(
 def test_a_picture_says_of_which_wires_it_is() -> None:
     """Also where they make no difference: inside a node nothing holds up this ring."""
     redrawing, trace = Redrawing(), recorded(ranks=16)
-    before, _ = redrawing.draw(trace, CLOUD)
-    after, _ = redrawing.draw(trace, changed(CLOUD, 16, inside_bytes_per_s=149e9))
-    again, _ = redrawing.draw(trace, changed(CLOUD, 16, inside_bytes_per_s=148e9))
-    assert len({before, after, again}) == 3
+    rates = (149e9, 148e9)
+    clusters = [CLOUD, *(changed(CLOUD, 16, inside_bytes_per_s=rate) for rate in rates)]
+    assert len({redrawing.draw(trace, at)[0] for at in clusters}) == 3
     label = redrawing.view.axes.get_xlabel()
     assert label == "ms  ·  NVLink 2 148 GB/s, 3.4 µs  ·  Ethernet 3.12 GB/s, 30 µs"

@@ -19,11 +19,9 @@ from test_plot import assert_readable, words
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 1000])
 def test_bus_bandwidth_has_the_published_factors(n: int) -> None:
     """Those of nccl-tests: doc/PERFORMANCE.md; gather, scatter and sendrecv from src/*.cu."""
-    published = {
-        "all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": (n - 1) / n,
-        "broadcast": 1, "reduce": 1, "all_to_all": (n - 1) / n, "gather": (n - 1) / n,
-        "scatter": (n - 1) / n, "ring_exchange": 1, "there_and_back": 1,
-    }  # fmt: skip
+    others = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
+    published = {"all_reduce": 2 * (n - 1) / n, **dict.fromkeys(others, (n - 1) / n)}
+    published |= dict.fromkeys(("broadcast", "reduce", "ring_exchange", "there_and_back"), 1)
     for op, factor in published.items():
         (point,) = points_of(op, n, "x", {10_000_000: 0.01})
         assert point.algbw_bytes_per_s == 1e9
@@ -35,9 +33,8 @@ def test_bus_bandwidth_has_the_published_factors(n: int) -> None:
 
 
 def test_sizes_are_read_counted_and_refused() -> None:
-    assert [sweep.parse_bytes(t) for t in ("12", "4K", "4k", "2MiB", "1 G", "3MB")] == [
-        12, 4096, 4096, 2 << 20, 1 << 30, 3 << 20
-    ]  # fmt: skip
+    texts = ("12", "4K", "4k", "2MiB", "1 G", "3MB")
+    assert [*map(sweep.parse_bytes, texts)] == [12, 4096, 4096, 2 << 20, 1 << 30, 3 << 20]
     for text in ("", "x", "4T", "0", "-4", "1.5K"):
         raises("is no size; write bytes as 4096, 4K", sweep.parse_bytes, text)
     assert sweep.sizes_between(4096, 1 << 18, 4) == [4096, 16384, 65536, 262144]
@@ -91,8 +88,8 @@ def test_noise_moves_the_fit_by_no_more_than_itself_and_is_reported(
 
 def test_small_sizes_count_as_much_as_large_ones() -> None:
     """Absolute least squares would give all to the largest, which is half too slow here."""
-    exact = modelled("broadcast", 2, "tree", 100e-6, 1e-9)
-    fitted = alpha_beta.fit([*exact[:-1], replace(exact[-1], time_s=1.5 * exact[-1].time_s)])
+    *exact, largest = modelled("broadcast", 2, "tree", 100e-6, 1e-9)
+    fitted = alpha_beta.fit([*exact, replace(largest, time_s=1.5 * largest.time_s)])
     assert fitted.alpha_s == pytest.approx(100e-6, rel=0.1)
 
 
@@ -125,10 +122,8 @@ def test_lines_cross_where_their_times_are_equal() -> None:
     """Recursive doubling: 2 alpha + 2 S beta; halving and doubling: 4 alpha + 1.5 S beta. Equal
     at S = 4 alpha / beta."""
     alpha_s, beta = 50e-6, 1e-9
-    both = [
-        alpha_beta.fit(modelled("all_reduce", 4, name, alpha_s, beta))
-        for name in ("halving_doubling", "recursive_doubling")
-    ]
+    names = ("halving_doubling", "recursive_doubling")
+    both = [alpha_beta.fit(modelled("all_reduce", 4, name, alpha_s, beta)) for name in names]
     ((size, before, after),) = alpha_beta.crossovers(both, SIZES[0], SIZES[-1])
     assert (before, after) == ("recursive_doubling", "halving_doubling")
     assert size == pytest.approx(4 * alpha_s / beta, rel=0.01)

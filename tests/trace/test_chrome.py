@@ -159,25 +159,25 @@ def test_arrows_join_what_belongs_together() -> None:
 
 def test_what_never_ended_is_drawn_to_the_end() -> None:
     trace = sample_trace(2, steps=2)
-    one = trace.ranks[1]
-    last = max(x.ended_s for x in trace.ranks[0].steps)
-    one.comms[-1].began_s = one.comms[-1].ended_s = one.comms[-1].wait_ended_s = 0.0
-    one.steps[-1].ended_s = one.spans[-1].ended_s = 0.0
+    rank = trace.ranks[1]
+    event = rank.comms[-1]
+    event.began_s = event.ended_s = event.wait_ended_s = 0.0
+    rank.steps[-1].ended_s = rank.spans[-1].ended_s = 0.0
     before = copy.deepcopy(trace)
     page = to_chrome(trace)
     assert faults(page) == []
     assert trace.ranks == before.ranks
     never = [e for e in page["traceEvents"] if "never ended" in e["name"]]
     assert {e["cat"] for e in never} == {"step", "optimizer", "communication"}
-    last = max(last, one.memory[-1].when_s)
-    assert {ns(e["ts"] + e["dur"]) for e in never} == {round(last * 1e9)}
+    last_s = max(rank.memory[-1].when_s, *(x.ended_s for x in trace.ranks[0].steps))
+    assert {ns(e["ts"] + e["dur"]) for e in never} == {round(last_s * 1e9)}
 
 
 def test_overlapping_spans_have_separate_threads() -> None:
     trace = sample_trace(1, steps=1)
-    step = trace.ranks[0].steps[0]
-    middle = (step.began_s + step.ended_s) / 2
-    trace.ranks[0].spans.append(Span("user", "longer than the step", 0, middle, step.ended_s + 1))
+    (step,) = trace.ranks[0].steps
+    middle_s = (step.began_s + step.ended_s) / 2
+    trace.ranks[0].spans.append(Span("user", "longer than the step", 0, middle_s, step.ended_s + 1))
     page = to_chrome(trace)
     assert faults(page) == []
     threads = [e["args"]["name"] for e in page["traceEvents"] if e["name"] == "thread_name"]

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 
 from command import command, python
 from damage import SECRET, damage
-from labkit import Link, World, plot, read_run, record, write_run
-from labkit.sweeps.sweep import Point, Sweep
+from labkit import Link, World, cluster, plot, read_run, record, write_clusters, write_run
+from labkit.sweeps.sweep import Sweep
 from labkit.trace.chrome import to_chrome, write_chrome
 from labkit.trace.nccl_log import parse_nccl_log
 from labkit.training import Task, train
 from places import ROOT
+from sweep_cases import points_of
 from tables import cases, raises
 from traces import sample_trace
 
@@ -129,14 +131,11 @@ def test_no_link_is_written_through(name: str, line: str, folder: Path, tmp_path
 
 def test_a_cluster_named_as_a_path_draws_into_the_runs_folder(folder: Path, tmp_path: Path) -> None:
     (folder / "replay-..").mkdir()
-    (tmp_path / "mine.toml").write_text(
-        '[clusters."../../../up"]\ntitle = "[/x]\\u001b[31m"\ndevice = "v100"\nnodes = 1\n'
-        '[[clusters."../../../up".levels]]\ndevices = 2\nports = 1\n'
-        'bytes_per_s = [1e9, "a guess"]\nlatency_s = [0, "a guess"]\n'
-    )
-    shown = command(f"replay {folder} --clusters {tmp_path}/mine.toml --measured")
+    custom = replace(cluster("h200-node"), name="../../../up", title="[/x]\x1b[31m")
+    write_clusters(tmp_path / "custom.toml", {custom.name: custom})
+    shown = command(f"replay {folder} --clusters {tmp_path}/custom.toml --measured")
     assert (folder / "replay-..-..-..-up.png").is_file() and "\x1b" not in shown
-    assert {x.name for x in tmp_path.iterdir()} == {"run", "mine.toml"}
+    assert {x.name for x in tmp_path.iterdir()} == {"run", "custom.toml"}
 
 
 def test_names_and_texts_of_a_run_reach_the_terminal_as_plain_text(tmp_path: Path) -> None:
@@ -158,8 +157,8 @@ def test_names_and_texts_of_a_run_reach_the_terminal_as_plain_text(tmp_path: Pat
 
 def test_formulas_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     trace = sample_trace(2)
-    for one in trace.ranks.values():
-        for event in one.comms:
+    for rank in trace.ranks.values():
+        for event in rank.comms:
             event.op, event.group = "$\\frac{$", " "
     trace.about["replayed"] = "$\\frac{$"
     folder = write_run(trace, tmp_path / "run")
@@ -214,12 +213,11 @@ def test_a_non_numeric_loss_or_step_is_left_out(note: dict[str, Any], tmp_path: 
     command(f"replay {folder} --on selene --measured")
 
 
-@pytest.mark.parametrize("losses", [[float("inf"), float("-inf")], [1e308, 1e308]])
-def test_a_diverged_loss_is_shown(losses: list[float], tmp_path: Path) -> None:
+@cases(([float("inf"), float("-inf")], "nan"), ([1e308, 1e308], "inf"))
+def test_a_diverged_loss_is_shown(losses: list[float], mean: str, tmp_path: Path) -> None:
     trace = sample_trace(2)
     trace.metrics = [{"step": 0, "rank": rank, "loss": loss} for rank, loss in enumerate(losses)]
-    folder = write_run(trace, tmp_path / "run")
-    assert ("nan" if losses[0] > 1e308 else "inf") in command(f"view {folder}")
+    assert mean in command(f"view {write_run(trace, tmp_path / 'run')}")
 
 
 @pytest.mark.parametrize("time_s", [1e300, -1e300, 5e9, 10**400, True, "1"])
@@ -295,10 +293,9 @@ def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -
 @pytest.mark.timeout(600)
 @cases((0, 25), pytest.param(1000, 500, marks=pytest.mark.slow))
 def test_damaged_files_are_read_or_refused(first: int, count: int, tmp_path: Path) -> None:
-    points = [
-        Point("all_reduce", 2, 4096, 1024, "float32", "sum", name, "ring", own, 1e-4, 1.0, 0, 1e-5)
-        for name, own in (("default", False), ("ring", False), ("gloo", True))
-    ]
+    points = points_of("all_reduce", 2, "default", {4096: 1e-4})
+    points += points_of("all_reduce", 2, "ring", {4096: 1e-4})
+    points += points_of("all_reduce", 2, "gloo", {4096: 1e-4}, own=True)
     sweep = Sweep(points, {"backend": "gloo", "time": "median"}).save(tmp_path / "sweep.json")
     counts = fuzz("files", sweep, first, count)["counts"]
     for what in ("clusters", "log", "table", "sweep"):

@@ -195,15 +195,15 @@ def test_losses_of_a_damaged_trace_are_not_reported() -> None:
 
 def test_what_may_differ_between_ranks_may() -> None:
     """Uneven all-to-all; numbers that making a subgroup takes; a user's span over two steps."""
+    begins, ends = ("issued_s", "began_s", "wait_began_s"), ("ended_s", "wait_ended_s")
     ranks = {}
     for rank in range(2):
         first = CommEvent(
             "all_to_all", "default", (0, 1), rank, 1, "float32", (2,), 16 + 8 * rank, 8, True,
-            issued_s=1.0, began_s=1.0, ended_s=1.5, wait_began_s=1.0, wait_ended_s=1.5,
+            **dict.fromkeys(begins, 1.0), **dict.fromkeys(ends, 1.5),
         )  # fmt: skip
-        later = {name: getattr(first, name) + 1 for name in ("issued_s", "began_s", "ended_s")}
-        waits = {"wait_began_s": 2.0, "wait_ended_s": 2.5}
-        second = replace(first, op="barrier", payload_bytes=0, seq=4, **later, **waits)
+        later = dict.fromkeys(begins, 2.0) | dict.fromkeys(ends, 2.5)
+        second = replace(first, op="barrier", payload_bytes=0, seq=4, **later)
         ranks[rank] = RankTrace(
             rank, 2, steps=[Step(0, 0.5, 1.75), Step(1, 1.75, 3.0)],
             spans=[Span("user", "an epoch", 0, 0.75, 2.75)], comms=[first, second],

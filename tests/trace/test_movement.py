@@ -21,7 +21,6 @@ from worlds import world_fixture
 
 ALL = tuple(range(8))
 
-
 world = world_fixture(sizes=[2, 3, 4, 5], device="cpu", backend="gloo", timeout_s=5)
 
 
@@ -32,7 +31,7 @@ def ranks_in(held: tuple[tuple[Content, ...], ...]) -> list[list[tuple[int, ...]
 
 def ends(movement: Movement) -> list[set[tuple[int, int]]]:
     """(from, to) of the messages of each step."""
-    return [{(one.source, one.target) for one in frame.messages} for frame in movement.frames]
+    return [{(x.source, x.target) for x in frame.messages} for frame in movement.frames]
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -90,10 +89,8 @@ def test_every_all_reduce_ends_with_the_sum_everywhere(world: World, algorithm: 
 def test_a_rank_sends_one_message_a_step_and_receives_one(world: World) -> None:
     for collective, algorithm in [("all_reduce", "double_tree"), ("gather", "flat")]:
         for frame in watch_collective(world, collective, algorithm).frames:
-            sources = [one.source for one in frame.messages]
-            targets = [one.target for one in frame.messages]
-            assert frame.messages, "no step is empty"
-            assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
+            sources, targets = zip(*((x.source, x.target) for x in frame.messages), strict=True)
+            assert len(set(sources)) == len(set(targets)) == len(frame.messages) > 0
 
 
 def test_what_the_others_hold_at_first_and_at_the_end(world: World) -> None:
@@ -161,11 +158,9 @@ ADDS_ALWAYS = partial(users_ring, add_always=True)
 def test_a_users_ring_moves_as_the_librarys_and_its_mistakes_show(world: World) -> None:
     own, theirs = (watch_collective(world, "all_reduce", x) for x in (users_ring, "ring"))
     assert own.name == "all_reduce by users_ring"
-    moved = [
-        [(frame.held, {message.chunks for message in frame.messages}) for frame in movement.frames]
-        for movement in (own, theirs)
-    ]
-    assert moved[0] == moved[1]
+    for frame, expected in zip(own.frames, theirs.frames, strict=True):
+        assert frame.held == expected.held
+        assert {x.chunks for x in frame.messages} == {x.chunks for x in expected.messages}
     n = world.size
     too_few = partial(users_ring, steps=2 * n - 3)
     last = watch_collective(world, "all_reduce", too_few).frames[-1]
@@ -205,7 +200,7 @@ def test_an_unawaited_message_has_its_step_too() -> None:
     assert ends(movement_of("test", logs)) == [{(0, 1)}]
 
 
-def test_a_watched_send_passes_its_own_tensor_on_and_a_watched_isend_a_copy() -> None:
+def test_a_watched_send_passes_its_own_tensor_on_and_an_isend_a_copy_and_recv_blocks() -> None:
     comm, x = MagicMock(rank=0, size=2, ranks=(0, 1)), torch.tensor([1, 2])
     watched = WatchedComm(comm, x)
     watched.send(x, 1)
@@ -213,16 +208,12 @@ def test_a_watched_send_passes_its_own_tensor_on_and_a_watched_isend_a_copy() ->
     (sent, *_), (copied, *_) = comm.send.call_args.args, comm.isend.call_args.args
     assert sent is x and copied is not x and copied.tolist() == [1, 2]
     assert [note.kind for note in watched.notes] == ["send", "wait"] * 2
-
-
-def test_a_watched_recv_blocks_as_the_communicators_does() -> None:
-    comm, x = MagicMock(rank=1, size=2, ranks=(0, 1)), torch.tensor([0, 0])
-    comm.recv.side_effect = lambda arrived, src, tag: arrived.copy_(torch.tensor([1, 2]))
+    comm.recv.side_effect = lambda arrived, src, tag: arrived.copy_(torch.tensor([3, 4]))
     watched = WatchedComm(comm, x)
-    watched.recv(x, 0)
-    assert comm.recv.called and not comm.irecv.called
-    assert x.tolist() == [1, 2] and [note.kind for note in watched.notes] == ["recv", "wait"]
-    assert [note.buffer for note in watched.notes] == [(0, 0)] * 2  # as the room was until then
+    watched.recv(x, 1)
+    assert comm.recv.called and not comm.irecv.called and x.tolist() == [3, 4]
+    notes = [(note.kind, note.buffer) for note in watched.notes]
+    assert notes == [("recv", (1, 2)), ("wait", (1, 2))]  # as the room was until then
 
 
 def test_what_cannot_be_watched_is_refused(world3: World, world4: World) -> None:

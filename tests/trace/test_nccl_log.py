@@ -4,8 +4,9 @@ from io import StringIO
 from operator import attrgetter
 from pathlib import Path
 
-import matplotlib.colors
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch
 from rich.console import Console
 
@@ -51,10 +52,9 @@ def test_two_nodes_are_read_whole() -> None:
     assert group.trees[0][0] == TreeNode(None, (1, 4))
     assert group.trees[1][6] == TreeNode(None, (2, 7))
     assert group.ranks[5].bus_id == "f000" and group.ranks[5].device == 1
-    assert group.over(3, 4, channel=0) in (
-        Connection(0, 3, 4, "NET/IB/3/GDRDMA", "send"),
-        Connection(0, 3, 4, "NET/IB/0/GDRDMA", "receive"),
-    )
+    cards = ((3, "send"), (0, "receive"))
+    ends = [Connection(0, 3, 4, f"NET/IB/{card}/GDRDMA", end) for card, end in cards]
+    assert group.over(3, 4, channel=0) in ends
     assert group.thresholds.startswith("8/8/64 | 64/8/64")
     assert kinds(group, inside=True).keys() == {"P2P"}
     assert kinds(group, inside=False).keys() == {"NET/IB"}
@@ -85,9 +85,9 @@ def test_an_example_says_what_it_is_and_hangs_together(name: str) -> None:
 
 
 def test_slow_links_are_remarked() -> None:
-    told = "\n".join(remarks(read_nccl_log(EXAMPLES["sockets"])))
+    remarked = "\n".join(remarks(read_nccl_log(EXAMPLES["sockets"])))
     for words in ("socket.cc:484", "through host memory (SHM)", "plain TCP (NET/Socket)"):
-        assert words in told
+        assert words in remarked
     text = EXAMPLES["two_nodes"].read_text().replace("/GDRDMA", "")
     assert "no GPUDirect RDMA" in "\n".join(remarks(parse_nccl_log(text)))
 
@@ -141,6 +141,10 @@ def test_communicators_are_kept_apart_and_the_largest_is_first() -> None:
     groups = [(group.id, group.size, group.rings[0]) for group in log.communicators]
     assert groups == [("0xbb", 4, (0, 2, 3, 1)), ("0xaa", 2, (0, 1))]
     assert "1 communicators, of 2 ranks" in shown(log)
+    # A log without its head is one.
+    complete = (init(rank, id="0xaa") for rank in (0, 1))
+    (only,) = parsed(line("Channel 00/01 : 0 1"), *complete).communicators
+    assert only.rings and only.ready and only.size == 2
 
 
 SPLIT = (
@@ -160,9 +164,8 @@ def test_split_communicators_are_kept_apart_from_their_parent(count: str) -> Non
         lines += [line("Channel 00/02 : 1 0", rank)] if rank == 2 else []
         lines += [line(SPLIT.format(**about, dash=" ", state="COMPLETE"), rank)]
     log = parsed(*lines)
-    assert [
-        (group.id, group.size, len(group.ranks), group.rings) for group in log.communicators
-    ] == [
+    groups = [(group.id, group.size, len(group.ranks), group.rings) for group in log.communicators]
+    assert groups == [
         ("0xaa", 4, 4, {0: (0, 1, 2, 3)}),
         ("0xaa split 1 color -7", 2, 2, {}),
         ("0xaa split 1 color -6", 2, 2, {0: (1, 0)}),
@@ -185,12 +188,6 @@ def test_threads_of_a_process_set_up_a_communicator_each() -> None:
     assert [first.rings[0], second.rings[0]] == [(0, 1, 2, 3), (0, 1)]
     assert first.connections == [Connection(1, 0, 2, "P2P/IPC")], "the line names it"
     assert second.connections == [Connection(0, 0, 1, "P2P/IPC")], "the process's last"
-
-
-def test_a_log_without_its_head_is_one_communicator() -> None:
-    lines = [line("Channel 00/01 : 0 1"), init(0, id="0xaa"), init(1, id="0xaa")]
-    (only,) = parsed(*lines).communicators
-    assert only.rings and only.ready and only.size == 2
 
 
 def test_a_connection_is_that_of_its_channel_and_an_unplaced_rank_is_on_no_node() -> None:
@@ -246,30 +243,23 @@ def test_ranks_mixed_in_any_order_are_the_same_log() -> None:
     assert forward == backward
 
 
-def arrows(axes: object) -> list[str]:
+def arrows(axes: Axes) -> list[str]:
     """The colours of the arrows in a panel."""
-    found = axes.findobj(FancyArrowPatch)  # type: ignore[attr-defined]
-    return [matplotlib.colors.to_hex(one.get_edgecolor()).upper() for one in found]
+    return [to_hex(arrow.get_edgecolor()).upper() for arrow in axes.findobj(FancyArrowPatch)]
 
 
 def test_the_picture_has_each_different_ring_and_tree_once() -> None:
     figure = plot.nccl(read_nccl_log(EXAMPLES["two_nodes"]))
-    titles = [axes.get_title() for axes in figure.axes]
-    assert titles == [
-        "ring of channel 0, 2", "ring of channel 1, 3", "tree of channel 0, 2",
-        "tree of channel 1, 3",
-    ]  # fmt: skip
+    titles = [f"{what} of channel {of}" for what in ("ring", "tree") for of in ("0, 2", "1, 3")]
+    assert [axes.get_title() for axes in figure.axes] == titles
     for axes, links in zip(figure.axes, (8, 8, 7, 7)):
         colours = arrows(axes)
         assert len(colours) == links and len(axes.findobj(Circle)) == 8
         crossing = 2 if links == 8 else 1
         assert colours.count(COLOURS["network, GPUDirect"]) == crossing
         assert colours.count(COLOURS["P2P"]) == links - crossing
-
-
-def test_a_connection_that_the_log_lacks_is_grey() -> None:
-    log = parsed(init(0), init(1), line("Channel 00/01 : 0 1"))
-    assert set(arrows(plot.nccl(log).axes[0])) == {COLOURS["not in the log"]}
+    without = parsed(init(0), init(1), line("Channel 00/01 : 0 1"))
+    assert set(arrows(plot.nccl(without).axes[0])) == {COLOURS["not in the log"]}
 
 
 def test_what_cannot_be_drawn_is_refused_and_the_command_goes_on_without(tmp_path: Path) -> None:

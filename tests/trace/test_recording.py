@@ -8,11 +8,12 @@ import signal
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +139,13 @@ def test_steps_end_with_the_optimizer() -> None:
 def test_accumulation_is_one_step_and_evaluation_another() -> None:
     loop = Loop()
 
-    def accumulate() -> None:
+    with record() as trace:
         for _ in range(3):
             loss(loop.model(loop.batch.x), loop.batch).backward()
         loop.optimizer.step()
-
-    def evaluate() -> None:
         with torch.no_grad():
             loop.model(loop.batch.x)
-
-    trace = recorded(accumulate, evaluate)
-    assert trace.steps() == [0, 1]
+    assert trace.steps() == [0, 1] and broken_laws(trace) == []
     assert len([x for x in spans_of(trace, "backward") if x.depth == 0]) == 3
     assert spans_of(trace, "backward", 1) == []
 
@@ -169,25 +166,21 @@ def test_modules_used_twice_tied_and_frozen() -> None:
         optimizer.step()
 
     trace = recorded(step, step, detail_step=1)
-    forward = [x.module for x in spans_of(trace, "forward")]
+    forward, backward = (
+        [x.module for x in spans_of(trace, phase)] for phase in ("forward", "backward")
+    )
     assert forward == ["", "body", "body", "head", "frozen", "loss"]
-    backward = [x.module for x in spans_of(trace, "backward")[1:]]
-    assert backward == ["frozen", "head", "body", "body"]
+    assert backward == ["", "frozen", "head", "body", "body"]
     tied_bytes = 4 * (6 * 6 + 6 + 6)
-    point = trace.step(1).ranks[0].memory[-1]
-    assert point.held_bytes[PARAMETERS] == tied_bytes + 4 * (6 * 6 + 6)
-    assert point.held_bytes[GRADIENTS] == tied_bytes
+    held_bytes = trace.step(1).ranks[0].memory[-1].held_bytes
+    assert held_bytes[PARAMETERS] == tied_bytes + 4 * (6 * 6 + 6)
+    assert held_bytes[GRADIENTS] == tied_bytes
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
-    model = functional()
-
-    def step() -> None:
-        x = torch.ones(2, 8, requires_grad=True)
-        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-
-    trace = recorded(step)
+    model, x = functional(), torch.ones(2, 8, requires_grad=True)
+    trace = recorded(lambda: checkpoint(model, x, use_reentrant=reentrant).sum().backward())
     outer = spans_of(trace, "backward")[0]
     again = [x for x in spans_of(trace, "forward") if x.began_s > outer.began_s]
     assert [x.module for x in again][:2] == ["", "first"]
@@ -197,16 +190,15 @@ def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
 
 def test_an_error_in_forward_ends_the_spans_and_passes_through() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("mine")
+        raise KeyError("deliberate")
 
     model = nn.Sequential(nn.Linear(2, 2), Custom(forward))
     with record() as trace:
-        raises("mine", model, torch.ones(1, 2), error=KeyError)
+        raises("deliberate", model, torch.ones(1, 2), error=KeyError)
         model[0](torch.ones(1, 2))
     assert broken_laws(trace) == []
-    assert [(x.module, x.depth) for x in spans_of(trace, "forward")] == [
-        ("", 0), ("0", 1), ("1", 1), ("0", 0),
-    ]  # fmt: skip
+    spans = [(x.module, x.depth) for x in spans_of(trace, "forward")]
+    assert spans == [("", 0), ("0", 1), ("1", 1), ("0", 0)]
 
 
 def test_gradients_and_results_are_the_same_as_without() -> None:
@@ -221,7 +213,7 @@ def test_gradients_and_results_are_the_same_as_without() -> None:
 def test_a_block_that_an_error_ends_is_incomplete(tmp_path: Path) -> None:
     with pytest.raises(KeyError), record(tmp_path / "run") as trace:
         Loop().step()
-        raise KeyError("mine")
+        raise KeyError("deliberate")
     assert not trace.complete and spans_of(trace, "optimizer")
     again = read_run(tmp_path / "run")
     assert not again.complete and len(again.ranks[0].spans) == len(trace.ranks[0].spans)
@@ -229,14 +221,13 @@ def test_a_block_that_an_error_ends_is_incomplete(tmp_path: Path) -> None:
 
 def test_own_spans_and_metrics() -> None:
     with record(seed=7) as trace:
-        for k in range(2):
+        for loss in (1.5, 2.5):
             with labkit.span("sampling"):
-                pass
-            labkit.metric(loss=1.5 + k)
+                labkit.metric(loss=loss)
     assert [x.module for x in spans_of(trace, "user")] == ["sampling"] * 2
     assert trace.metrics == [{"step": 0, "rank": 0, "loss": loss} for loss in (1.5, 2.5)]
     assert trace.about["seed"] == 7
-    with labkit.span("nobody records"):
+    with labkit.span("outside a record"):
         labkit.metric(loss=0.0)
 
 
@@ -245,10 +236,10 @@ def test_mistakes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pass
     with record(), pytest.raises(RuntimeError, match="already"), record():
         pass
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(ValueError, match="not a labkit run"), record(tmp_path):
         pass
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "notes.txt").read_text() == "notes"
     # Under torchrun the group comes first.
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -326,10 +317,9 @@ def test_operations_are_those_of_torchs_counter() -> None:
     with FlopCounterMode(display=False) as counter:
         loop.step()
     counted = recorded(loop.step, loop.step, detail_step=1)
-    flops = {}
-    for phase in ("forward", "backward"):
-        for span in spans_of(counted, phase, 1):
-            flops[phase, span.module] = flops.get((phase, span.module), 0) + (span.flops or 0)
+    flops: Counter[tuple[str, str]] = Counter()
+    for span in counted.step(1).ranks[0].spans:
+        flops[span.phase, span.module] += span.flops or 0
     attention = sum(n for (_, name), n in flops.items() if name.endswith("core"))
     assert sum(flops.values()) - attention == counter.get_total_flops(), "torch counts no CPU sdpa"
     rows, length, width, blocks = 3, 16, 12, 2
@@ -390,9 +380,8 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     gpu = FakeGpu(monkeypatch)
     clock = StreamClock()
     spans = [Span("forward", str(k), 0, 0.0, 0.0) for k in range(3)]
-    for span in spans:
-        clock.mark(span, "began_s")
-        clock.mark(span, "ended_s")
+    for span, name in product(spans, ("began_s", "ended_s")):
+        clock.mark(span, name)
     assert all(x.began_s > 0 and x.ended_s == 0.0 for x in spans), "the host's, and not yet"
     gpu.passed = 4  # the start, the whole first span, and the beginning of the second
     assert not clock.settle(patience_s=0)
@@ -481,9 +470,8 @@ def test_one_block_records_one_run_and_a_mistake_leaves_the_world_alone(world: W
             world.run(train, None, 1)
             raises("another world", other.run, train, None, 1, error=RuntimeError)
         assert other.run(lambda: labkit.attach().state.kept) == [42]
-    loop = Loop()
     with record():
-        loop.step()
+        Loop().step()
         raises("a block of its own", world.run, train, None, 1, error=RuntimeError)
 
 
@@ -567,8 +555,7 @@ def test_user_modules_of_every_kind() -> None:
 
 
 def test_other_threads_are_not_mixed_in() -> None:
-    loop, other = Loop(), nn.Linear(3, 3)
-    until = threading.Event()
+    other, until = nn.Linear(3, 3), threading.Event()
 
     def beside() -> None:
         while not until.is_set():
@@ -577,8 +564,7 @@ def test_other_threads_are_not_mixed_in() -> None:
     thread = threading.Thread(target=beside)
     with record() as trace:
         thread.start()
-        for _ in range(4):
-            loop.step()
+        train(None, 4)
         until.set()
         thread.join()
     assert broken_laws(trace) == [] and trace.steps() == [0, 1, 2, 3]
@@ -586,10 +572,8 @@ def test_other_threads_are_not_mixed_in() -> None:
 
 
 def test_a_span_around_the_loop_holds_several_steps() -> None:
-    loop = Loop()
     with record(detail_step=1) as trace, labkit.span("epoch"):
-        for _ in range(3):
-            loop.step()
+        train(None, 3)
     assert trace.steps() == [0, 1, 2] and trace.step(1).ranks[0].memory
     assert {x.depth for x in spans_of(trace, "forward", 1) if x.module == ""} == {0}
 
@@ -641,10 +625,9 @@ def test_a_model_compiled_inside_the_block() -> None:
 
 
 def test_metrics_belong_to_the_step_that_has_just_ended(world: World) -> None:
-    loop = Loop()
     with record() as trace:
         for k in range(2):
-            loop.step()
+            train(None, 1)
             labkit.metric(loss=torch.tensor(float(k)))
     assert [(x["step"], x["loss"]) for x in trace.metrics] == [(0, 0.0), (1, 1.0)]
     with pytest.raises(ValueError), record():
@@ -656,10 +639,8 @@ def test_metrics_belong_to_the_step_that_has_just_ended(world: World) -> None:
 
 
 def test_a_folder_that_vanishes_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
-    with (
-        pytest.warns(UserWarning, match="the rest of this run is not written"),
-        record(tmp_path / "run") as trace,
-    ):
+    not_written = pytest.warns(UserWarning, match="the rest of this run is not written")
+    with not_written, record(tmp_path / "run") as trace:
         shutil.rmtree(tmp_path / "run")
         train(None, 2)
     assert trace.steps() == [0, 1]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from labkit import read_run, write_run
-from labkit.events import CommEvent
+from labkit import CommEvent, read_run, write_run
 from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace, rankfile
 from labkit.trace.folder import FORMAT, add_about, add_metrics, begin_run
 from labkit.trace.rankfile import RankFile, read_rank_file
@@ -50,9 +49,8 @@ def test_a_trace_comes_back_as_it_was(ranks: int, tmp_path: Path) -> None:
     assert back.about.items() >= trace.about.items()
     assert "problems" not in back.about
     assert all(type(x.ranks) is tuple for one in back.ranks.values() for x in one.comms)
-    assert sorted(f.name for f in (tmp_path / "run").iterdir()) == [
-        "metrics.jsonl", *(f"rank{r}.jsonl" for r in range(ranks)), "run.json",
-    ]  # fmt: skip
+    names = {"metrics.jsonl", "run.json", *(f"rank{rank}.jsonl" for rank in range(ranks))}
+    assert {file.name for file in (tmp_path / "run").iterdir()} == names
 
 
 def test_open_and_incomplete_records_read_back_so(tmp_path: Path) -> None:
@@ -61,9 +59,8 @@ def test_open_and_incomplete_records_read_back_so(tmp_path: Path) -> None:
     assert back.ranks[0].steps == [Step(0, 0.0, 1.0), Step(1, 1.0, 0.0, True)]
     assert back.ranks[0].comms[1].ended_s == 0.0
     assert back.ranks[0].complete and not back.ranks[1].complete
-    assert back.about["problems"] == [
-        "rank1.jsonl has no end mark: the rank died, or is still running"
-    ]
+    problem = "rank1.jsonl has no end mark: the rank died, or is still running"
+    assert back.about["problems"] == [problem]
     again = read_run(write_run(back, tmp_path / "again"))
     assert again.ranks == back.ranks
     assert again.about["problems"] == back.about["problems"]
@@ -91,8 +88,7 @@ def test_groups_of_any_ranks(tmp_path: Path) -> None:
 
 def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(TypeError):
-            begin_run(tmp_path, {"mesh": {("dp", 0): 1}})
+        raises("", begin_run, tmp_path, {"mesh": {("dp", 0): 1}}, error=TypeError)
         assert not list(tmp_path.iterdir())
     begin_run(tmp_path)
 
@@ -213,10 +209,10 @@ def test_other_files_cut_off_at_every_byte(tmp_path: Path) -> None:
                 trace = read_run(tmp_path / "run")
             except ValueError as error:
                 assert name == "run.json" and "its run.json is no JSON" in str(error)
-            else:
-                assert repr(trace.metrics) == repr(notes[: len(trace.metrics)])
-                if len(trace.metrics) < 2 and whole[cut - 1 : cut] not in (b"", b"\n", b"}"):
-                    assert "metrics.jsonl: line" in trace.about["problems"][0]
+                continue
+            assert repr(trace.metrics) == repr(notes[: len(trace.metrics)])
+            if len(trace.metrics) < 2 and whole[cut - 1 : cut] not in (b"", b"\n", b"}"):
+                assert "metrics.jsonl: line" in trace.about["problems"][0]
         file.write_bytes(whole)
 
 
@@ -272,37 +268,30 @@ def test_a_lost_line_and_lost_ranks_are_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_later_labkit_adds_is_passed_over(tmp_path: Path) -> None:
+def test_what_a_later_labkit_adds_is_passed_over_and_a_newer_format_refused(tmp_path: Path) -> None:
     write_run(Trace({0: small()}), tmp_path / "run")
     expected = read_run(tmp_path / "run")
     file = tmp_path / "run" / "rank0.jsonl"
-    header, *lines = file.read_text().splitlines()
-    said = json.loads(header) | {"weather": "fine"}
-    said["columns"]["step"].insert(1, "mood")
-    said["columns"]["power"] = ["when_s", "watts"]
-    new = [json.loads(line) for line in lines]
-    for one in new:
-        if one[0] == "step":
-            one.insert(3, "good")
-    new[-1] = ["power", 6, 1.5, 230]
-    new.append(["end", 7])
-    file.write_text("\n".join(map(json.dumps, [said, *new])))
+    header, *lines = map(json.loads, file.read_text().splitlines())
+    header["weather"] = "fine"
+    header["columns"]["step"].insert(1, "mood")
+    header["columns"]["power"] = ["when_s", "watts"]
+    for line in lines:
+        if line[0] == "step":
+            line.insert(3, "good")
+    lines[-1:] = ["power", 6, 1.5, 230], ["end", 7]
+    file.write_text("\n".join(map(json.dumps, [header, *lines])))
     add_about(tmp_path / "run", mood="good")
     back = read_run(tmp_path / "run")
     assert back.ranks == expected.ranks and back.ranks[0].complete
     assert back.about["mood"] == "good"
-
-
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
     add_about(tmp_path / "run", format=FORMAT + 1, labkit="9.1")
     raises(r"labkit 9\.1 in a newer format.*pip install -U labkit", read_run, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [(None, "has no run.json"), ("{}", "of another program"), ("[1]", "of another program"),
-     ('{"format": "x", "labkit": "1"}', "of another program"), ("run", "is no JSON")],
+@cases(
+    (None, "has no run.json"), ("{}", "of another program"), ("[1]", "of another program"),
+    ('{"format": "x", "labkit": "1"}', "of another program"), ("run", "is no JSON"),
 )  # fmt: skip
 def test_a_foreign_folder_is_refused_and_kept(text: str | None, words: str, tmp_path: Path) -> None:
     before = {"notes.txt": "notes", "rank0.jsonl": "numbers"}
@@ -318,16 +307,15 @@ def test_a_foreign_folder_is_refused_and_kept(text: str | None, words: str, tmp_
 
 def test_a_run_is_replaced_only_on_request_and_the_users_files_stay(tmp_path: Path) -> None:
     write_run(sample_trace(3), tmp_path)
-    kept = ["notes.txt", "rank1.jsonl.bak", "rank01.jsonl", "rankings.jsonl"]
+    kept = {"notes.txt", "rank1.jsonl.bak", "rank01.jsonl", "rankings.jsonl"}
     for name in kept:
         (tmp_path / name).write_text("mine")
     raises("holds a run already", write_run, sample_trace(1), tmp_path)
     assert len(read_run(tmp_path).ranks) == 3
     write_run(sample_trace(1), tmp_path, replace=True)
     assert list(read_run(tmp_path).ranks) == [0]
-    assert sorted(f.name for f in tmp_path.iterdir()) == sorted(
-        [*kept, "metrics.jsonl", "rank0.jsonl", "run.json"]
-    )
+    written = {"metrics.jsonl", "rank0.jsonl", "run.json"}
+    assert {file.name for file in tmp_path.iterdir()} == written | kept
 
 
 def test_no_folder_and_no_folder_but_a_file(tmp_path: Path) -> None:

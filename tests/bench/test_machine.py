@@ -112,7 +112,6 @@ def complete(one: Cluster, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_are_measured(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ever, only less."""
     monkeypatch.setattr(machine, "ROUNDS", 1)
     monkeypatch.setattr(machine, "SIDES", {"cpu": (16, 32, 64), "cuda": (64, 128, 256)})
     monkeypatch.setattr(machine, "COPIED_BYTES", {"cpu": 1 << 20, "cuda": 1 << 20})

@@ -33,7 +33,6 @@ def found() -> TransferTimes:
 
 
 def test_saved_and_shipped_results_are_read_again(found: TransferTimes, tmp_path: Path) -> None:
-    """They say on what they were measured."""
     path = found.save(tmp_path / "folder" / "transfers-here.json")
     assert read_transfers(path) == found
     for path in RESULTS.glob("transfers-*.json"):

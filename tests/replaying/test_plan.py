@@ -180,10 +180,9 @@ def test_json_reads_back_as_the_same_plan_and_nothing_else_does(planned: Plan) -
 
 
 def test_the_table_has_what_each_takes_holds_and_sends(planned: Plan) -> None:
-    table = planned.table(3)
+    table, best = planned.table(3), planned.best
     assert len(table.rows) == 3 and len(planned.table(None).rows) == len(planned.reports)
     row = dict(zip(table.heads, table.rows[0]))
-    best = planned.best
     assert row["step s"] == f"{best.step_s:.2f}" and row["MFU"] == f"{best.mfu:.1%}"
     assert row["GB held"] == f"{best.peak_bytes / 1e9:.1f}"
     assert row["tensor GB"] == f"{best.sent_bytes['tensor'] / 1e9:.1f}"
@@ -256,8 +255,8 @@ def test_the_command_says_whether_it_fits() -> None:
     assert "on 8 devices: fits" in said and "optimizer state" in said
     said = command(f"{ASKED} --gpus 2 --batch 16 --fits", 1)
     assert "does not fit" in said and "too much" in said
-    told = json.loads(command(f"{ASKED} --gpus 2 --batch 16 --fits --json", 1))
-    assert not told["fits"] and told["peak_bytes"] > told["budget_bytes"]
+    found = json.loads(command(f"{ASKED} --gpus 2 --batch 16 --fits --json", 1))
+    assert not found["fits"] and found["peak_bytes"] > found["budget_bytes"]
 
 
 def test_the_command_finds_the_largest_of_a_width_and_of_the_published() -> None:

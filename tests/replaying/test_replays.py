@@ -238,8 +238,9 @@ def test_the_slowest_of_the_groups_for_which_a_rank_stands_counts() -> None:
     alike = dry_run(neighbours, ranks=12, step=0)
     each = dry_run(neighbours, ranks=12, step=0, alike={rank: [rank] for rank in range(12)})
     expanded = alike.expanded()
-    for own, other in zip(each.ranks.values(), expanded.ranks.values(), strict=True):
-        ends = [[(x.op, x.ranks, x.rank, x.peer) for x in rank.comms] for rank in (own, other)]
+    for rank in range(12):
+        both = each.ranks[rank], expanded.ranks[rank]
+        ends = [[(x.op, x.ranks, x.rank, x.peer) for x in of.comms] for of in both]
         assert ends[0] == ends[1]
     seconds = [step_s(replay(trace, where)) for trace in (alike, each, expanded)]
     assert seconds == pytest.approx([seconds[0]] * 3)

@@ -43,7 +43,6 @@ def test_the_activations_of_a_step_travel(step: Trace) -> None:
 
 
 def test_more_nodes_make_it_wait_for_messages(step: Trace) -> None:
-    """On one node it computes most of the time; on eight, with one GPU each, it mostly waits."""
     shares = []
     for nodes in (1, 2, 4, 8):
         where = replace(cluster("selene"), nodes=nodes, devices_per_node=RANKS // nodes)

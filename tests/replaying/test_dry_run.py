@@ -160,7 +160,7 @@ def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters(
     assert (held["parameters"], held["optimizer state"]) == (2 * 72, 2 * 2 * 72 + 2 * 4)
 
 
-def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs() -> None:
+def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs(worlds: Any) -> None:
     conversion = nn.Module._apply
 
     def looks() -> None:
@@ -180,8 +180,8 @@ def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs() -> N
     assert [e.group for e in first.ranks[0].comms] == [e.group for e in second.ranks[0].comms]
     replays = [replay(trace, cluster("selene")) for trace in (first, second)]
     assert replays[0] == replays[1], "to the last digit"
-    with World(1) as world:
-        raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
+    world = worlds(1, backend="gloo")
+    raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
 
 
 def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:

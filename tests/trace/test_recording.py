@@ -253,15 +253,14 @@ def states_of(states: Any) -> tuple[int, int, int]:
 
 def test_memory_by_category_is_the_formula_to_the_byte() -> None:
     loop = Loop()
-    trace = recorded(*[loop.step] * 3, detail_step=2)
+    memory = recorded(loop.step, detail_step=0).ranks[0].memory
     expected = states_of(held(loop.model, loop.optimizer))
+    assert max(x.held_bytes[PARAMETERS] for x in memory) == expected[PARAMETERS]
+    assert memory[0].held_bytes[GRADIENTS] == memory[0].held_bytes[OPTIMIZER] == 0, "they come"
+    assert memory[-1].held_bytes[OPTIMIZER] == expected[OPTIMIZER]
+    trace = recorded(*[loop.step] * 3, detail_step=2)
     assert trace.step(2).ranks[0].memory[-1].held_bytes[: OPTIMIZER + 1] == expected
     assert not trace.step(1).ranks[0].memory, "only the step in detail"
-    # The first step sees gradients and state come.
-    memory = recorded(Loop().step, detail_step=0).ranks[0].memory
-    assert max(x.held_bytes[PARAMETERS] for x in memory) == expected[PARAMETERS]
-    assert memory[0].held_bytes[GRADIENTS] == memory[0].held_bytes[OPTIMIZER] == 0
-    assert memory[-1].held_bytes[OPTIMIZER] == expected[OPTIMIZER]
 
 
 MEMORY_TRACKER = """

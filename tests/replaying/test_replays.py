@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import Comm, CommEvent, World, dry_run, record, replay, split_of
+from labkit import GPT, Comm, CommEvent, World, dry_run, record, replay, split_of, tensor_parallel
 from labkit.clusters import Cluster, Device, Level, cluster
+from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.recipes import RECIPES
 from labkit.replaying import Costs, Deadlock, bubble, pipeline_trace, stage_seconds
 from labkit.replaying.dry_runs import fits, largest_that_fits, peak_of
@@ -437,3 +438,46 @@ def test_model_flops_utilization_is_counted_operations_over_possible_ones() -> N
     assert "computing 100%" in str(split)
     uncounted = split_of(Trace({0: RankTrace(0, 1, steps=[Step(0, 0.0, 1.0)])}))
     raises("no operations were counted", uncounted.mfu, 1e12)
+
+
+ROWS, DEPTH, WIDTH, LENGTH = 2, 2, 3072, 2048
+X_BYTES = LENGTH * WIDTH * 2  # of a row of x, in bfloat16
+
+
+def train_in_tensor_parallel(sequence: bool) -> None:
+    comm = Comm()
+    model = GPT(8192, WIDTH, DEPTH, heads=24, context=LENGTH).bfloat16()
+    tensor_parallel(model, comm, sequence=sequence, gather_logits=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    for _ in range(2):
+        optimizer.zero_grad()
+        vocab_parallel_cross_entropy(model(tokens), tokens, comm).backward()
+        optimizer.step()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["tensor", "sequence"])
+def tensor_step(request: pytest.FixtureRequest) -> Trace:
+    return dry_run(train_in_tensor_parallel, request.param, ranks=8)
+
+
+def test_the_activations_of_a_tensor_parallel_step_travel(tensor_step: Trace) -> None:
+    """In units of x, of which a gather or a scatter sends one and an all-reduce two: a layer sends
+    8, or 10 where parts of x are kept and gathered again; embedding and head 4, or 5."""
+    large = [event for event in tensor_step.ranks[0].comms if event.payload_bytes == ROWS * X_BYTES]
+    ops, units = {"all_reduce"}, 8 * DEPTH + 4
+    if large[0].op == "reduce_scatter":
+        ops, units = {"all_gather", "reduce_scatter"}, 10 * DEPTH + 5
+    assert {event.op for event in large} == ops
+    unit = 7 / 8 * ROWS * X_BYTES
+    assert sum(event.bus_bytes for event in large) == units * unit
+
+
+def test_a_tensor_parallel_step_on_more_nodes_waits_for_messages(tensor_step: Trace) -> None:
+    shares = []
+    for nodes in (1, 2, 4, 8):
+        where = replace(cluster("selene"), nodes=nodes, devices_per_node=8 // nodes)
+        split = split_of(replay(tensor_step, where))
+        shares.append(split.exposed_s / split.step_s)
+    assert shares == sorted(shares)
+    assert shares[0] < 0.4 and shares[-1] > 0.7 and shares[-1] > 2 * shares[0]

@@ -2,9 +2,10 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,40 +25,39 @@ from tables import cases, raises
 
 
 def test_the_factors_and_sizes_are_those_of_the_doors_events(world2: World) -> None:
-    def events() -> list[tuple[str, int, int, int]]:
-        comm, rows = Comm(), []
-        for op in OPS:
-            buffers = Buffers(op, comm.rank, comm.size, 8, torch.float32, torch.device("cpu"))
-            buffers.zero()
-            with listen() as heard:
-                call_of(comm, buffers, "sum", "")()
-            ops = ["send", "recv"] if op == "there_and_back" else [op]
-            assert sorted(event.op for event in heard) == sorted(ops)
-            bus_bytes = sum(event.bus_bytes for event in heard)
-            rows.append((op, heard[0].payload_bytes, bus_bytes, buffers.output.nbytes))
-        return rows
+    def check(op: str) -> None:
+        comm = Comm()
+        buffers = Buffers(op, comm.rank, comm.size, 8, torch.float32, torch.device("cpu"))
+        buffers.zero()
+        with listen() as heard:
+            call_of(comm, buffers, "sum", "")()
+        ops = ["recv", "send"] if op == "there_and_back" else [op]
+        assert sorted(event.op for event in heard) == ops
+        nbytes = buffers.output.nbytes
+        if comm.rank == 0:
+            assert heard[0].payload_bytes == nbytes == sweep.count_of(op, 2, nbytes, 4)[1]
+            assert sum(event.bus_bytes for event in heard) == BUS_FACTORS[op](2) * nbytes
 
-    for op, payload_bytes, bus_bytes, nbytes in world2.run(events)[0]:
-        assert payload_bytes == nbytes == sweep.count_of(op, 2, nbytes, 4)[1]
-        assert bus_bytes == BUS_FACTORS[op](2) * nbytes
+    for op in OPS:
+        world2.run(check, op)
 
 
 def test_nothing_that_all_give_is_alike_and_what_did_not_come_is_counted() -> None:
     given = [input_of(rank, 300) for rank in range(3)]
     assert all((given[a] != given[b]).sum() > 150 for a, b in [(0, 1), (0, 2), (1, 2)])
     assert set(torch.cat(given).tolist()) == {0, 1, 2}
-    for op in OPS:
-        for rank in (0, 1):
-            buffers = Buffers(op, rank, 2, 100, torch.bfloat16, torch.device("cpu"))
-            buffers.fill()
-            keeps = (op in ("reduce", "gather") and rank == 1) or (op == "broadcast" and rank == 0)
-            assert (buffers.wrong(expected(buffers, "sum")) > 30) != keeps, op
-            buffers.output.copy_(expected(buffers, "sum"))
-            assert buffers.wrong(expected(buffers, "sum")) == 0
-            buffers.output[-1] += 1
-            assert buffers.wrong(expected(buffers, "sum")) == 1
-            buffers.output.fill_(torch.nan)
-            assert buffers.wrong(expected(buffers, "sum")) == buffers.numel
+    for op, rank in product(OPS, (0, 1)):
+        buffers = Buffers(op, rank, 2, 100, torch.bfloat16, torch.device("cpu"))
+        buffers.fill()
+        right = expected(buffers, "sum")
+        keeps = (op in ("reduce", "gather") and rank == 1) or (op == "broadcast" and rank == 0)
+        assert (buffers.wrong(right) > 30) != keeps, op
+        buffers.output.copy_(right)
+        assert buffers.wrong(right) == 0
+        buffers.output[-1] += 1
+        assert buffers.wrong(right) == 1
+        buffers.output.fill_(torch.nan)
+        assert buffers.wrong(right) == buffers.numel
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -65,22 +65,17 @@ def test_nothing_that_all_give_is_alike_and_what_did_not_come_is_counted() -> No
     ("product", "float32"), ("product", "bfloat16"), ("product", "int64"), ("product", "uint8"),
     ("sum", "float32"), ("min", "float32"), ("max", "float32"),
 )  # fmt: skip
-def test_what_is_expected_is_what_all_operations_of_the_door_and_of_gloo_give(
-    redop: str, dtype: str, ranks: int, worlds: Any
-) -> None:
+def test_all_operations_give_the_expected(redop: str, dtype: str, ranks: int, worlds: Any) -> None:
     """Of three ranks, the last has no neighbour to send there and back."""
 
     def wrongs() -> dict[tuple[str, str], int]:
         comm, counts = Comm(), {}
-        for op in OPS:
-            buffers = Buffers(
-                op, comm.rank, comm.size, 33, getattr(torch, dtype), torch.device("cpu")
-            )
-            for calls in (comm, NativeCalls(comm.group)):
-                buffers.fill()
-                call_of(calls, buffers, redop, "")()
-                kind = type(calls).__name__
-                counts[op, kind] = buffers.wrong(expected(buffers, redop))
+        kind = getattr(torch, dtype), torch.device("cpu")
+        for op, calls in product(OPS, (comm, NativeCalls(comm.group))):
+            buffers = Buffers(op, comm.rank, comm.size, 33, *kind)
+            buffers.fill()
+            call_of(calls, buffers, redop, "")()
+            counts[op, type(calls).__name__] = buffers.wrong(expected(buffers, redop))
         return counts
 
     for counts in worlds(ranks).run(wrongs):
@@ -95,12 +90,8 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
 
         from labkit.comm.collectives import ALGORITHMS  # the rank's own, not a copy of this one's
 
-        right = ALGORITHMS["all_reduce"]["ring"]
-        ALGORITHMS["all_reduce"]["ring"] = does_nothing
-        try:
+        with patch.dict(ALGORITHMS["all_reduce"], ring=does_nothing):
             return _on_rank(case)
-        finally:
-            ALGORITHMS["all_reduce"]["ring"] = right
 
     case = Case("all_reduce", 1000, "float32", "sum", (DEFAULT, "ring", "tree"), 2, check=True)
     chosen = world2.run(lambda: Comm().explain("all_reduce", 4000).algorithm)[0]
@@ -111,22 +102,16 @@ def test_the_elements_of_a_wrong_algorithm_are_counted(world2: World) -> None:
         assert timed_by[DEFAULT].chosen == chosen and timed_by["tree"].chosen == "tree"
         assert all(len(x.seconds) == 2 and min(x.seconds) > 0 for x in timed_by.values())
     unchecked = world2.run(_on_rank, replace(case, check=False))
-    assert {one.wrong for one in unchecked[0].values()} == {None}
+    assert {timed.wrong for timed in unchecked[0].values()} == {None}
 
 
-def test_wrong_elements_of_all_ranks_are_added_up() -> None:
-    one, other = (
-        {"ring": Timed("ring", [2.0], wrong), "": Timed("gloo", [4.0], 0),
-         COPY: Timed("", [1.0], None)}
-        for wrong in (3, 4)
-    )  # fmt: skip
+def test_wrong_elements_of_all_ranks_are_added_up_and_the_slowest_rank_counts() -> None:
+    others = {"": Timed("gloo", [4.0], 0), COPY: Timed("", [1.0], None)}
+    of_ranks = [{"ring": Timed("ring", [2.0], wrong), **others} for wrong in (3, 4)]
     case = Case("all_reduce", 10, "float32", "sum", (DEFAULT, "ring"), 1, check=True)
-    ring, own = collectives._points(case, 2, 40, "gloo", [one, other])
+    ring, own = collectives._points(case, 2, 40, "gloo", of_ranks)
     assert (ring.algorithm, ring.wrong, ring.ratio, ring.copy_s) == ("ring", 7, 0.5, 1.0)
     assert (own.algorithm, own.own, own.wrong, own.ratio) == ("gloo", True, 0, 1.0)
-
-
-def test_a_call_lasts_as_long_as_on_its_slowest_rank() -> None:
     assert _typical([[1.0, 5.0, 4.0], [3.0, 2.0, 9.0]]) == 5.0  # of the turns 3, 5 and 9
     assert _typical([[1.0], [2.0]]) == 2.0
 
@@ -177,20 +162,22 @@ def test_a_poor_fit_is_said_to_be_poor() -> None:
 
 def made_up_sweep() -> Sweep:
     """On 4 ranks: recursive doubling for small, gloo's own for large; noise of a few per cent."""
-    small = dict.fromkeys(SIZES, 1.0)
-    return Sweep(
-        points_of("all_reduce", 4, "recursive_doubling", small)
-        + points_of("all_reduce", 4, "tree", dict.fromkeys(SIZES, 0.95))  # as good, more steps
-        + points_of("all_reduce", 4, "ring", {s: 2.0 if s < 1 << 20 else 0.85 for s in SIZES})
-        + points_of("all_reduce", 4, "gloo", {s: 3 if s < 1 << 20 else 0.5 for s in SIZES}, True)
-        + points_of("all_reduce", 4, DEFAULT, dict.fromkeys(SIZES, 0.01))
-        + points_of("all_gather", 4, "recursive_doubling", small)
-        + points_of("all_gather", 4, "bruck", dict.fromkeys(SIZES, 1.5))
-        + points_of("all_gather", 4, "ring", dict.fromkeys(SIZES, 1.4))
-        + points_of("all_gather", 4, "gloo", dict.fromkeys(SIZES, 0.01), True)
-        + points_of("gather", 4, "tree", small),
-        ABOUT,
-    )
+    points = []
+    for op, algorithm, small_s, large_s in [
+        ("all_reduce", "recursive_doubling", 1.0, 1.0),
+        ("all_reduce", "tree", 0.95, 0.95),  # as good, more steps
+        ("all_reduce", "ring", 2.0, 0.85),
+        ("all_reduce", "gloo", 3, 0.5),
+        ("all_reduce", DEFAULT, 0.01, 0.01),
+        ("all_gather", "recursive_doubling", 1.0, 1.0),
+        ("all_gather", "bruck", 1.5, 1.5),
+        ("all_gather", "ring", 1.4, 1.4),
+        ("all_gather", "gloo", 0.01, 0.01),
+        ("gather", "tree", 1.0, 1.0),
+    ]:
+        seconds = {size: small_s if size < 1 << 20 else large_s for size in SIZES}
+        points += points_of(op, 4, algorithm, seconds, own=algorithm == "gloo")
+    return Sweep(points, ABOUT)
 
 
 def test_a_table_has_the_fastest_and_ignores_what_is_noise(tmp_path: Path) -> None:
@@ -200,9 +187,8 @@ def test_a_table_has_the_fastest_and_ignores_what_is_noise(tmp_path: Path) -> No
         {"from_bytes": 0, "algorithm": "recursive_doubling"},
         {"from_bytes": 1 << 20, "algorithm": "gloo", "otherwise": "ring"},
     ]}  # fmt: skip
-    assert table["all_gather"] == {
-        "4": [{"from_bytes": 0, "algorithm": "recursive_doubling", "otherwise": "ring"}]
-    }
+    gather = {"from_bytes": 0, "algorithm": "recursive_doubling", "otherwise": "ring"}
+    assert table["all_gather"] == {"4": [gather]}
     for collective in ALGORITHMS.keys() - {"all_reduce", "all_gather"}:
         assert table[collective] == stored_table()[collective]
     assert "gloo on made up, 2 cores" in table["source"] and "4096 to 67108864" in table["source"]
@@ -262,20 +248,13 @@ def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     raises("missing.json is no table of algorithms: .*No such file", Chooser, 2)
 
 
-def test_a_table_of_ones_own_decides_is_explained_and_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = stored_table() | {
-        "source": "my own",
-        "all_reduce": {"2": [{"from_bytes": 0, "algorithm": "naive"}]},
-    }
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(table))
+def test_a_custom_table_is_used_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    naive = {"2": [{"from_bytes": 0, "algorithm": "naive"}]}
+    path = tmp_path / "custom.json"
+    path.write_text(changed(source="measured here", all_reduce=naive))
     own = table_note()
-    assert (
-        own["file"] == "labkit/runtime/transports/table.json"
-        and own["source"] == stored_table()["source"]
-    )
+    assert own["file"] == "labkit/runtime/transports/table.json"
+    assert own["source"] == stored_table()["source"]
 
     def traffic() -> tuple[str, str]:
         comm = Comm()
@@ -290,9 +269,10 @@ def test_a_table_of_ones_own_decides_is_explained_and_noted(
             said = world.run(traffic)
     for name, explained in said:
         assert name == "naive"
-        assert f"The table: {path} (LABKIT_TABLE): my own" in explained
+        assert f"The table: {path} (LABKIT_TABLE): measured here" in explained
     note = read_run(tmp_path / "run").about["table"]
-    assert note == trace.about["table"] and note["file"] == str(path) and note["source"] == "my own"
+    assert note == trace.about["table"]
+    assert (note["file"], note["source"]) == (str(path), "measured here")
     assert len(note["sha256"]) == 64 and note["sha256"] != own["sha256"]
     with record(tmp_path / "alone"):
         pass
@@ -300,23 +280,23 @@ def test_a_table_of_ones_own_decides_is_explained_and_noted(
 
 
 @pytest.mark.slow
-def test_the_command_measures_draws_saves_and_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_measures_and_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_TRANSPORT", "shm")  # a table is about messages all the same
-    made = {name: tmp_path / name for name in ("sweep.json", "picture.png", "table.json")}
+    saved, picture, table = (
+        tmp_path / name for name in ("sweep.json", "picture.png", "table.json")
+    )
     shown = command(
         "bench collectives --from 512 --to 1K --factor 2 --ops all_reduce --ranks 2 --turns 1 "
-        f"--save={made['sweep.json']} --plot={made['picture.png']} --fit "
-        f"--table={made['table.json']}"
+        f"--save={saved} --plot={picture} --fit --table={table}"
     )
     for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE=",
                  'where messages go, World(n, transport="gloo")'):  # fmt: skip
         assert said in shown
-    assert read_sweep(made["sweep.json"]).about["transport"] == "gloo"
-    assert read_table(made["table.json"])["all_reduce"].keys() == {"2"}
-    assert {p.size_bytes for p in read_sweep(made["sweep.json"]).points} == {512, 1024}
-    assert made["picture.png"].read_bytes().startswith(b"\x89PNG")
+    swept = read_sweep(saved)
+    assert swept.about["transport"] == "gloo"
+    assert read_table(table)["all_reduce"].keys() == {"2"}
+    assert {point.size_bytes for point in swept.points} == {512, 1024}
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_wrong_elements_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,27 +305,19 @@ def test_wrong_elements_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong: 3 elements" in command("bench collectives", 1)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "times"), [("float64", 3.5), ("float32", 5), ("float16", 8), ("uint8", 14)]
-)
-def test_the_guard_counts_what_checking_takes(
-    dtype: str, times: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@cases(("float64", 3.5), ("float32", 5), ("float16", 8), ("uint8", 14))
+def test_checks_count_as_memory(dtype: str, times: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is given and got has the dtype; what is expected, the whole numbers of int32."""
-    size = 1 << 20
-    free = SimpleNamespace(available=times * size * 2 - 1)  # bytes of 2 ranks, but one
-    monkeypatch.setattr(collectives, "available_bytes", lambda: free.available)
+    size, ranks = 1 << 20, 2
+    args = bench.bench_collectives, [size], ["all_reduce"], [ranks]
     monkeypatch.setattr(collectives, "World", None)
-    with pytest.raises(ValueError, match="end at a smaller size"):
-        bench.bench_collectives([size], ["all_reduce"], [2], dtype=dtype)
-    free.available += 1
-    with pytest.raises(TypeError):  # on to the world, which is none here
-        bench.bench_collectives([size], ["all_reduce"], [2], dtype=dtype)
+    monkeypatch.setattr(collectives, "available_bytes", lambda: times * size * ranks - 1)
+    raises("end at a smaller size", *args, dtype=dtype)
+    monkeypatch.setattr(collectives, "available_bytes", lambda: times * size * ranks)
+    raises("", *args, dtype=dtype, error=TypeError)  # on to the world, which is none here
 
 
-def test_without_a_name_all_benches_run_and_with_one_only_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_benches_run_or_the_named_bench_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     benches = bench_commands.bench.registered_commands
     names = [one.callback.__name__ for one in benches]

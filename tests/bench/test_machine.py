@@ -1,6 +1,8 @@
 """This machine as a cluster: fits recover given constants; measured numbers have their sources."""
 
 from collections import Counter
+from contextlib import nullcontext
+from itertools import product
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +15,17 @@ from labkit.bench import harness, machine
 from labkit.bench.machine import Case
 from labkit.bench.rates import fit_products, fit_wire
 from labkit.clusters import Cluster, Device
-from tables import raises
+from tables import cases, raises
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 
 
 def products(peaks: dict[str, float], tile: float, sides: tuple[int, ...]) -> dict[Case, float]:
     """By the formula of `Device`."""
-    device = Device("x", peaks, 1, 1, 0, tile=tile)
+    rate = Device("x", peaks, 1, 1, 0, tile=tile).matmul_flops_per_s
     return {
-        Case("product", side, dtype): 2 * side**3 / device.matmul_flops_per_s(dtype, [side] * 3)
-        for dtype in peaks
-        for side in sides
+        Case("product", side, dtype): 2 * side**3 / rate(dtype, [side] * 3)
+        for dtype, side in product(peaks, sides)
     }
 
 
@@ -51,16 +52,16 @@ def test_one_odd_product_has_no_say() -> None:
     assert fit.error == pytest.approx(log(5) / 10, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "latency_s", "start_s"),
-    [((2, 4), 7e-6, 40e-6), ((2, 4), 0.0, 40e-6), ((2, 4), 7e-6, 0.0), ((2, 3), 1e-4, 1e-6)],
-)
+def all_reduce_s(ranks: int, nbytes: int, rate: float, latency_s: float, start_s: float) -> float:
+    return start_s + 2 * (ranks - 1) * latency_s + 2 * (ranks - 1) / ranks * nbytes / rate
+
+
+@cases(
+    ((2, 4), 7e-6, 40e-6), ((2, 4), 0.0, 40e-6), ((2, 4), 7e-6, 0.0), ((2, 3), 1e-4, 1e-6)
+)  # fmt: skip
 def test_a_wire_is_found_again(ranks: tuple[int, ...], latency_s: float, start_s: float) -> None:
-    fit = fit_wire(reduced({
-        (n, S): start_s + 2 * (n - 1) * latency_s + 2 * (n - 1) / n * S / 3e9
-        for n in ranks
-        for S in SIZES
-    }))  # fmt: skip
+    wire = 3e9, latency_s, start_s
+    fit = fit_wire(reduced({(n, S): all_reduce_s(n, S, *wire) for n in ranks for S in SIZES}))
     assert fit.bytes_per_s == pytest.approx(3e9, rel=1e-3)
     assert fit.latency_s == pytest.approx(latency_s, rel=1e-3, abs=1e-9)
     assert fit.start_s == pytest.approx(start_s, rel=1e-2, abs=1e-8)
@@ -77,23 +78,16 @@ def test_on_one_number_of_ranks_the_start_is_in_the_latency() -> None:
 
 
 def test_what_says_too_little_is_refused() -> None:
-    raises("two sides of a dtype", fit_products, {})
-    with pytest.raises(ValueError, match="two sides of a dtype"):
-        fit_products({Case("product", 64): 1.0, Case("product", 128, "float64"): 1.0})
+    raises("at least 1 rank", measure_machine, 0)
+    one_side_each = {Case("product", 64): 1.0, Case("product", 128, "float64"): 1.0}
+    for known in ({}, one_side_each):
+        raises("two sides of a dtype", fit_products, known)
     for seconds, says in (
         ({(2, 64): 1.0, (4, 64): 1.0}, "two sizes or more, on two ranks"),
         ({(1, 64): 1.0, (1, 128): 1.0}, "two sizes or more, on two ranks"),
         ({(2, 64): 1.0, (2, 6400): 1.0}, "no longer than a small one"),
     ):
         raises(says, fit_wire, reduced(seconds))
-
-
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures as ever, only less."""
-    monkeypatch.setattr(machine, "ROUNDS", 1)
-    monkeypatch.setattr(machine, "SIDES", {"cpu": (16, 32, 64), "cuda": (64, 128, 256)})
-    monkeypatch.setattr(machine, "COPIED_BYTES", {"cpu": 1 << 20, "cuda": 1 << 20})
-    monkeypatch.setattr(machine, "REDUCED_BYTES", (1 << 10, 1 << 22))
 
 
 def complete(one: Cluster, ranks: int) -> None:
@@ -118,7 +112,10 @@ def complete(one: Cluster, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_are_measured(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick(monkeypatch)
+    monkeypatch.setattr(machine, "ROUNDS", 1)
+    monkeypatch.setattr(machine, "SIDES", {"cpu": (16, 32, 64), "cuda": (64, 128, 256)})
+    monkeypatch.setattr(machine, "COPIED_BYTES", {"cpu": 1 << 20, "cuda": 1 << 20})
+    monkeypatch.setattr(machine, "REDUCED_BYTES", (1 << 10, 1 << 22))
     here = measure_machine(ranks)
     complete(here, ranks)
     if ranks == 1:
@@ -134,10 +131,6 @@ def test_ranks_are_measured(ranks: int, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_four_ranks_are_measured_in_full() -> None:
     complete(measure_machine(4), 4)
-
-
-def test_no_ranks_are_refused() -> None:
-    raises("at least 1 rank", measure_machine, 0)
 
 
 def test_neighbours_make_groups_and_the_last_may_be_left_over(world3: World) -> None:
@@ -160,38 +153,26 @@ def test_a_turn_is_as_long_as_on_its_slowest_rank_and_the_quick_turns_count(
 ) -> None:
     """Given what each rank says of its turns, the whole way to the numbers is exact."""
     runs: Counter[Case] = Counter()
-    peak, tile, wire = 4e10, 8.0, (2e9, 5e-6, 30e-6)
+    peaks, tile = dict.fromkeys(("float32", "float64", "bfloat16"), 4e10), 8.0
+    wire = (2e9, 5e-6, 30e-6)
 
-    def turns(case: Case) -> list[list[float]]:
+    def run(function: object, case: Case) -> list[list[float]]:
+        runs[case] += 1
         if case.what == "product":
-            (s,) = products({case.dtype: peak}, tile, (case.size,)).values()
+            s = products(peaks, tile, (case.size,))[case]
         elif case.what == "all-reduce":
-            n, (rate, latency_s, start_s) = case.ranks, wire
-            s = start_s + 2 * (n - 1) * latency_s + 2 * (n - 1) / n * case.size / rate
+            s = all_reduce_s(case.ranks, case.size, *wire)
         else:
             s = 1e-6 if case.what == "tiny" else 2 * case.size / 1e10
         return [[s, s / 2, s, s, 9 * s], [s / 3, s, s / 2, s, s]]
 
-    class Ranks:
-        size, device, backend, transport = 4, "cpu", "gloo", "shm"
-
-        def __init__(self, *_: object, **__: object) -> None: ...
-        def __enter__(self) -> "Ranks":
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-        def run(self, _: object, case: Case) -> list[list[float]]:
-            runs[case] += 1
-            return turns(case)
-
+    ranks = SimpleNamespace(size=4, device="cpu", backend="gloo", transport="shm", run=run)
     monkeypatch.setattr(machine, "ENOUGH_S", enough_s)
-    monkeypatch.setattr(machine, "World", Ranks)
+    monkeypatch.setattr(machine, "World", lambda *_, **__: nullcontext(ranks))
     here = measure_machine(4)
     assert set(runs.values()) == {rounds}
     complete(here, 4)
-    assert here.device.peak_flops == pytest.approx(
-        {"float32": peak, "float64": peak, "bfloat16": peak}, rel=1e-2
-    )
+    assert here.device.peak_flops == pytest.approx(peaks, rel=1e-2)
     assert here.device.tile == pytest.approx(tile, rel=1e-2)
     assert here.device.memory_bytes_per_s == pytest.approx(1e10)
     assert here.device.launch_s == pytest.approx(1e-6)
@@ -199,9 +180,7 @@ def test_a_turn_is_as_long_as_on_its_slowest_rank_and_the_quick_turns_count(
     assert (level.bytes_per_s, level.latency_s, level.start_s) == pytest.approx(wire, rel=1e-2)
 
 
-def test_a_turn_has_the_calls_that_fill_it_on_the_slowest_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_turn_has_calls_that_fill_it_on_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, calls = 0.0, 0
 
     def once() -> None:
@@ -223,13 +202,13 @@ def test_a_turn_has_the_calls_that_fill_it_on_the_slowest_rank(
 
 def test_products_that_would_take_too_long_are_left_out() -> None:
     sides = (64, 128, 256, 512)
-    one = Case("product", 64)
-    turns = {one: [1.0]}
-    assert not machine._too_long(one._replace(size=128), turns, sides)  # two are always there
-    assert machine._too_long(one._replace(size=256), turns, sides)  # 128 was not measured
+    first, second, third = (Case("product", side) for side in sides[:3])
+    turns = {first: [1.0]}
+    assert not machine._too_long(second, turns, sides)  # two are always there
+    assert machine._too_long(third, turns, sides)  # the second was not measured
     quick, slow = machine.LONGEST_S / 9, machine.LONGEST_S / 7
-    turns[one._replace(size=128)] = [slow, quick]
-    assert not machine._too_long(one._replace(size=256), turns, sides)
-    turns[one._replace(size=128)] = [slow]
-    assert machine._too_long(one._replace(size=256), turns, sides)
+    turns[second] = [slow, quick]
+    assert not machine._too_long(third, turns, sides)
+    turns[second] = [slow]
+    assert machine._too_long(third, turns, sides)
     assert not machine._too_long(Case("copy", 1 << 26, "uint8"), turns, sides)

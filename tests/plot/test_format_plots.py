@@ -5,7 +5,6 @@ from fractions import Fraction
 import pytest
 import torch
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from labkit import FORMATS, Format, plot
 from labkit.plot.bit_patterns import CLEAR, SET, formula
@@ -16,19 +15,15 @@ from test_plot import assert_readable, words
 ipywidgets = pytest.importorskip("ipywidgets", reason="the widget needs it")
 
 
-def colours(figure: Figure) -> list[list[str]]:
-    """Of the boxes, row by row."""
-    (axes,) = figure.axes
-    return [[to_hex(x).upper() for x in row.get_facecolor()] for row in axes.collections]
-
-
 def test_each_bit_is_a_box_in_the_colour_of_its_field():
     figure = plot.bits(-1.5, "fp16", "e4m3")
     kinds = ["sign"] + 5 * ["exponent"] + 10 * ["fraction"]
-    digits = "1011111000000000"
-    right = [(SET if d == "1" else CLEAR)[kind].upper() for d, kind in zip(digits, kinds)]
-    assert colours(figure)[0] == right
-    assert len(colours(figure)[1]) == 8
+    digits = zip("1011111000000000", kinds, strict=True)
+    expected = [(SET if digit == "1" else CLEAR)[kind].upper() for digit, kind in digits]
+    (axes,) = figure.axes
+    fp16, e4m3 = axes.collections
+    assert [to_hex(x).upper() for x in fp16.get_facecolor()] == expected
+    assert len(e4m3.get_facecolor()) == 8
     text = " ".join(words(figure))
     assert "− $2^{15-15}$ × (1 + 512/1024) = -1.5   exactly" in text
     assert "fp16" in text and "16 bits" in text
@@ -93,16 +88,15 @@ def test_another_format_is_drawn_once(monkeypatch: pytest.MonkeyPatch):
     from labkit.plot import widgets
 
     shown, drawn = plot.flip_bits(0.1, "fp32"), []
-    monkeypatch.setattr(widgets, "bits", lambda *args, **kwargs: drawn.append(args))
+    monkeypatch.setattr(widgets, "bits", lambda value, format, **_: drawn.append(format.name))
     monkeypatch.setattr(widgets, "png", lambda figure: b"")
     for name in ("e4m3", "bf16", "fp32"):  # fewer bits, then more
         shown.format.value = FORMATS[name]
-        assert [format.name for _, format in drawn] == [name]
-        drawn.clear()
+    assert drawn == ["e4m3", "bf16", "fp32"]
     shown.step.value = 0
     drawn.clear()
     shown.format.value = FORMATS["fp16"]  # the same pattern: the slider does not move
-    assert len(drawn) == 1 and len(shown.buttons) == 16
+    assert drawn == ["fp16"] and len(shown.buttons) == 16
 
 
 def test_a_format_of_your_own_and_one_that_is_too_long():

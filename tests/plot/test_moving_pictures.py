@@ -11,19 +11,10 @@ from matplotlib.patches import Rectangle
 from torch import nn
 
 from command import command
-from labkit import plot
-from labkit.bench import show_stored
+from labkit import Bus, Waiting, load_then_run, plot, run_in_place, run_pipelined
+from labkit.bench import show_stored, transfers
 from labkit.bench.harness import StepTimes, save
-from labkit.bench.transfers import (
-    RESULTS,
-    TransferTimes,
-    bench_transfers,
-    fastest_of,
-    read_transfers,
-    table,
-)
-from labkit.memory.bus import Bus
-from labkit.memory.loading import Waiting, load_then_run, run_in_place, run_pipelined
+from labkit.bench.transfers import RESULTS, TransferTimes, bench_transfers, read_transfers
 from labkit.memory.timing import Measured
 from labkit.memory.transfers import Transfer, ways
 from labkit.plot.style import OTHER_OPERATIONS
@@ -36,14 +27,12 @@ ABOUT = {"device": "a device", "torch": "2.11", "date": "2026-01-01", "paced_gbp
 def found() -> TransferTimes:
     """Every way of this machine with a paced bus, each a millisecond slower than the one before."""
     measured = [
-        Measured(way, 1000, done_s=(2 + i) * 1e-3, returned_s=1e-3 * (1 + i))
-        for i, way in enumerate(ways(Bus()))
+        Measured(x, 1000, (2 + i) * 1e-3, (1 + i) * 1e-3) for i, x in enumerate(ways(Bus()))
     ]
     return TransferTimes(dict(ABOUT), measured)
 
 
 def test_saved_and_shipped_results_are_read_again(found: TransferTimes, tmp_path: Path) -> None:
-    """They say on what they were measured."""
     path = found.save(tmp_path / "folder" / "transfers-here.json")
     assert read_transfers(path) == found
     for path in RESULTS.glob("transfers-*.json"):
@@ -58,7 +47,7 @@ def test_another_file_is_refused(text: str, tmp_path: Path):
 
 
 def test_a_table_has_a_row_for_each_way(found: TransferTimes):
-    shown = table(found)
+    shown = transfers.table(found)
     assert shown.row_count == len(found.measured)
     assert "a device, torch 2.11, 2026-01-01" in str(shown.title)
     assert "16 Gbit/s, modelled" in str(shown.caption)
@@ -70,7 +59,7 @@ def test_the_fastest_of_each_ends_and_dtypes():
         for cast, done_s in (("before", 2.0), ("after", 1.0))
     )
     other = Measured(Transfer("cpu", "cpu"), 10, 3.0, 3.0)
-    assert fastest_of([slow, fast, other]) == [fast, other]
+    assert transfers.fastest_of([slow, fast, other]) == [fast, other]
 
 
 @pytest.mark.parametrize("options", [{"mb": 0}, {"turns": 0}, {"gbps": -1}, {"to": "fp32"}])
@@ -103,16 +92,14 @@ def test_the_picture_of_loads_has_two_lanes_for_each_run_and_one_colour_for_the_
     raises("give a run with its name", plot.loading, {})
     waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
     ways_to_run = (load_then_run, run_pipelined, run_in_place)
-    figure = plot.loading({way.__name__: way(waiting, x) for way in ways_to_run})
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["bus", "compute"] * 3
-    texts = [text.get_text() for text in figure.axes[0].texts]
+    (axes,) = plot.loading({way.__name__: way(waiting, x) for way in ways_to_run}).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["bus", "compute"] * 3
+    texts = [text.get_text() for text in axes.texts]
     assert any("holds 0 MB" in text for text in texts) and "run_pipelined" in texts
-    assert "paced to 0.1 Gbit/s" in figure.axes[0].get_title(loc="left")
-    bars = [bar for bar in figure.axes[0].patches if isinstance(bar, Rectangle)]
+    assert "paced to 0.1 Gbit/s" in axes.get_title(loc="left")
+    bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
     on_bus = {bar.get_facecolor() for bar in bars if bar.get_y() % 3 < 1.3}
-    brown = {to_rgba(colour) for colour in OTHER_OPERATIONS}
-    assert on_bus and on_bus <= brown, "two shades of it"
+    assert on_bus and on_bus <= set(map(to_rgba, OTHER_OPERATIONS)), "two shades of brown"
 
 
 def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from io import BytesIO
 from itertools import combinations, pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from command import python
-from labkit import plot
-from labkit.events import CommEvent
+from labkit import CommEvent, plot, replaying
 from labkit.holdings import Footprint
 from labkit.plot import style
 from labkit.plot.figure import Picture, png
@@ -30,17 +30,17 @@ from labkit.plot.strategies import draw_comparison, sent_bytes, step_times
 from labkit.plot.timelines import LINE_PX, TimelineView
 from labkit.trace import CATEGORIES, MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.measures import overlap, waiting
-from tables import cases, raises
+from tables import cases, raises, refusals
 from traces import sample_trace
+
+
+def paths(view: TimelineView) -> list:
+    return view.polygons.get_paths()
 
 
 def extents(view: TimelineView) -> list[tuple[float, float]]:
     """From where to where each polygon goes, in ms."""
     return [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in paths(view)]
-
-
-def paths(view: TimelineView) -> list:
-    return view.polygons.get_paths()
 
 
 def colours(view: TimelineView) -> list[str]:
@@ -95,17 +95,16 @@ def boxes(figure: Figure) -> list[tuple[str, Bbox]]:
             not_drawn += axes.findobj(Text)
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
-            beyond = [x for x in axis.get_major_ticks() if not low <= x.get_loc() <= high]
-            not_drawn += [label for tick in beyond for label in (tick.label1, tick.label2)]
-    found_boxes = [
+            for tick in axis.get_major_ticks():
+                not_drawn += [] if low <= tick.get_loc() <= high else [tick.label1, tick.label2]
+    drawn = [
         (text.get_text(), text.get_window_extent())
         for text in figure.findobj(Text)
         if text.get_text() and text.get_visible() and text not in not_drawn
     ]
     for lettering in letterings(figure):
-        texts = [name.text for name in lettering.names]
-        found_boxes += zip(texts, lettering.boxes(), strict=True)
-    return found_boxes
+        drawn += zip([name.text for name in lettering.names], lettering.boxes(), strict=True)
+    return drawn
 
 
 def assert_readable(figure: Figure, slack_px: float = 0.5) -> None:
@@ -114,16 +113,14 @@ def assert_readable(figure: Figure, slack_px: float = 0.5) -> None:
     assert len(every) > 5
     whole = figure.bbox.padded(0.5)
     for text, box in every:
-        assert whole.containsx(box.x0) and whole.containsx(box.x1), f"{text!r} leaves the figure"
-        assert whole.containsy(box.y0) and whole.containsy(box.y1), f"{text!r} leaves the figure"
+        assert whole.contains(*box.min) and whole.contains(*box.max), f"{text!r} leaves the figure"
     for (one, box), (other, other_box) in combinations(every, 2):
         across = min(box.x1, other_box.x1) - max(box.x0, other_box.x0)
         down = min(box.y1, other_box.y1) - max(box.y0, other_box.y0)
         assert not (across > slack_px and down > slack_px), f"{one!r} lies on {other!r}"
 
 
-def all_reduce_event(group: str = "default", seq: int = 4) -> CommEvent:
-    return CommEvent("all_reduce", group, (0, 1), 0, seq, "float32", (8,), 32, 32, True)
+ALL_REDUCE = CommEvent("all_reduce", "default", (0, 1), 0, 4, "float32", (8,), 32, 32, True)
 
 
 def hung_trace() -> Trace:
@@ -131,16 +128,16 @@ def hung_trace() -> Trace:
     traces = {}
     for rank in range(2):
         spans = [Span("forward", "", 0, 1.0, 1.01, 0, "GPT"), Span("backward", "", 0, 1.01, 0.0)]
-        traces[rank] = RankTrace(
-            rank, 2, steps=[Step(0, 1.0, 0.0)], spans=spans, complete=rank == 0
-        )
-    traces[0].comms.append(replace(all_reduce_event(), issued_s=1.02))
+        steps = [Step(0, 1.0, 0.0)]
+        traces[rank] = RankTrace(rank, 2, steps=steps, spans=spans, complete=rank == 0)
+    traces[0].comms.append(replace(ALL_REDUCE, issued_s=1.02))
     return Trace(traces)
 
 
-def without_steps(trace: Trace) -> Trace:
-    for one in trace.ranks.values():
-        one.steps = []
+def without_steps() -> Trace:
+    trace = sample_trace(2, 1, None)
+    for rank in trace.ranks.values():
+        rank.steps = []
     return trace
 
 
@@ -150,38 +147,37 @@ def test_every_span_event_and_wait_is_drawn_from_its_begin_to_its_end() -> None:
     view = TimelineView(trace, 2)
     part = trace.step(2)
     waits = 0
-    for one, (top, bottom) in zip(part.ranks.values(), rows(view), strict=True):
-        for span in one.spans:
+    for rank, (top, bottom) in zip(part.ranks.values(), rows(view), strict=True):
+        for span in rank.spans:
             drawn = found(view, span.began_s, span.ended_s, top, top + 1)
             assert style.PHASES[span.phase] in drawn, span
-        for event in one.comms:
+        for event in rank.comms:
             assert found(view, event.began_s, event.ended_s, top + 1, bottom), event
-        for begin_s, end_s in waiting(one):
+        for begin_s, end_s in waiting(rank):
             assert style.WAITING in found(view, begin_s, end_s, top, top + 1)
             waits += 1
     assert waits >= 3
     assert colours(view).count(style.WAITING) == waits
-    things = sum(len(x.spans) + len(x.comms) for x in part.ranks.values())
-    assert len(paths(view)) == things + waits
+    records = sum(len(x.spans) + len(x.comms) for x in part.ranks.values())
+    assert len(paths(view)) == records + waits
 
 
 def test_an_operation_has_one_colour_on_all_ranks_and_its_neighbours_another() -> None:
     """A collective on all of them, a message on both ends."""
     trace = sample_trace(4, 3)
     view = TimelineView(trace, 2)
-    row = dict(enumerate(rows(view)))
+    row = rows(view)
 
     def colours_of(rank: int, event: CommEvent) -> list[str]:
         top, bottom = row[rank]
         return found(view, event.began_s, event.ended_s, top + 1, bottom)
 
-    of_seq: dict[int, set[str]] = {}
+    of_seq: dict[int, str] = {}
     for (_, seq), events in trace.step(2).collectives().items():
         assert len(events) == 4
-        of_seq[seq] = {colour for x in events.items() for colour in colours_of(*x)}
-    assert all(len(one) == 1 for one in of_seq.values())
+        (of_seq[seq],) = {colour for x in events.items() for colour in colours_of(*x)}
     in_order = [of_seq[seq] for seq in sorted(of_seq)]
-    assert all(one != following for one, following in pairwise(in_order))
+    assert all(before != after for before, after in pairwise(in_order))
     seen = set()
     for key, ends in trace.step(2).messages().items():
         sent = colours_of(key.source, ends["send"])
@@ -207,62 +203,48 @@ def test_the_title_says_what_is_shown_and_how_much_was_hidden():
     assert f"{overlap(part):.0%} of communication hidden" in text
     assert "paced" not in text
     trace.about["link"] = {"gbps": 1.0}
-    few = title(plot.timeline(trace, ranks=[3, 1]))
+    view = TimelineView(trace, ranks=[3, 1])
+    assert labels(view, "rank ") == ["rank 3", "rank 1"]
+    few = title(view.figure)
     assert "2 of 4 ranks" in few
     assert few.endswith("paced to 1 Gbit/s")
     shown = Trace({rank: part.ranks[rank] for rank in (1, 3)})
     assert f"{overlap(shown):.0%} of communication" in few
     assert overlap(shown) != pytest.approx(overlap(part), abs=0.01)
-
-
-def test_the_title_leaves_out_what_means_nothing():
-    """A single step has no number; with no computing there is nothing to hide behind."""
-    trace = sample_trace(2, 1)
-    text = title(plot.timeline(trace))
+    # A single step has no number; with no computing there is nothing to hide behind.
+    single = sample_trace(2, 1)
+    text = title(plot.timeline(single))
     assert text.startswith("2 ranks  ·  ") and "hidden" in text
-    for one in trace.ranks.values():
-        one.spans = []
-    assert "hidden" not in title(plot.timeline(trace))
-
-
-def message_trace(*, with_barrier: bool) -> Trace:
-    """Rank 0 sends to rank 2, each for a second time between these two, of a group of two."""
-    traces = {}
-    for rank, op, peer in ((0, "send", 1), (2, "recv", 0)):
-        event = CommEvent(op, "default", (0, 2), rank, 2, "int8", (1,), 1, 1, True, peer=peer)
-        times = {"issued_s": 1.0, "began_s": 1.0, "ended_s": 1.5, "wait_ended_s": 1.5}
-        comms = [replace(event, **times)]
-        if with_barrier:
-            later = {name: value + 0.5 for name, value in times.items()}
-            comms.append(replace(event, op="barrier", peer=None, **later))
-        traces[rank] = RankTrace(rank, 3, steps=[Step(0, 1.0, 2.0)], comms=comms)
-    return Trace(traces)
+    for rank in single.ranks.values():
+        rank.spans = []
+    assert "hidden" not in title(plot.timeline(single))
 
 
 def test_a_message_is_named_by_its_other_end_and_its_row_messages():
-    view = TimelineView(message_trace(with_barrier=False))
+    """Rank 0 sends to rank 2, each for a second time between these two, of a group of two."""
+    traces, times = {}, {"issued_s": 1.0, "began_s": 1.0, "ended_s": 1.5, "wait_ended_s": 1.5}
+    for rank, op, peer in ((0, "send", 1), (2, "recv", 0)):
+        event = CommEvent(op, "default", (0, 2), rank, 2, "int8", (1,), 1, 1, True, peer=peer)
+        comms = [replace(event, **times)]
+        traces[rank] = RankTrace(rank, 3, steps=[Step(0, 1.0, 2.0)], comms=comms)
+    view = TimelineView(Trace(traces))
     assert {"send → 2", "recv ← 0"} <= set(names(view))
     assert labels(view) == ["rank 0", "messages", "rank 2", "messages"]
-    view = TimelineView(message_trace(with_barrier=True))
+    traces[2].comms[0].ended_s = traces[2].comms[0].wait_ended_s = 0.0
+    still_open = {bar.names[0] for bar in TimelineView(Trace(traces)).bars if bar.open}
+    assert still_open == {"recv ← 0", "waiting for recv ← 0"}
+    traces[2].comms[0].ended_s = traces[2].comms[0].wait_ended_s = 1.5
+    later = {name: value + 0.5 for name, value in times.items()}
+    for rank in traces.values():
+        rank.comms.append(replace(rank.comms[0], op="barrier", peer=None, **later))
+    view = TimelineView(Trace(traces))
     assert {"send → 2", "barrier 2"} <= set(names(view))
     assert "all ranks" in labels(view)
     assert_readable(view.figure)
 
 
-def test_a_message_that_never_came_is_named_by_its_other_end():
-    trace = message_trace(with_barrier=False)
-    trace.ranks[2].comms[0].ended_s = 0.0
-    trace.ranks[2].comms[0].wait_ended_s = 0.0
-    never = {bar.names[0] for bar in TimelineView(trace).bars if bar.open}
-    assert never == {"recv ← 0", "waiting for recv ← 0"}
-
-
-@pytest.mark.parametrize(
-    ("steps", "detail", "expected"), [(2, None, 1), (3, None, 1), (3, 1, 2), (3, 0, 1), (2, 0, 1)]
-)
-def test_a_step_that_is_usual_is_shown_unless_another_is_asked_for(
-    steps: int, detail: int | None, expected: int
-):
+@cases((2, None, 1), (3, None, 1), (3, 1, 2), (3, 0, 1), (2, 0, 1))
+def test_a_usual_step_is_shown_where_none_is_asked(steps: int, detail: int | None, expected: int):
     trace = sample_trace(2, steps, detail)
     assert f"Step {expected} " in title(plot.timeline(trace))
     for step in range(steps):
@@ -272,42 +254,32 @@ def test_a_step_that_is_usual_is_shown_unless_another_is_asked_for(
         assert step == detail or axes.get_xlabel() == "ms"
 
 
-def test_the_ranks_asked_for_are_shown_in_that_order():
-    view = TimelineView(sample_trace(4, 2), ranks=[3, 1])
-    assert labels(view, "rank ") == ["rank 3", "rank 1"]
-
-
 def test_modules_inside_a_wrapper_are_drawn_as_without_it():
-    bare = sample_trace(1, 1, None)
-    wrapped = sample_trace(1, 1, None)
-    (one,) = wrapped.ranks.values()
-    for span in one.spans:
+    trace = sample_trace(1, 1, None)
+    bare, spans = names(TimelineView(trace)), trace.ranks[0].spans
+    for span in spans:
         span.depth += span.phase == "forward"
-    root = next(x for x in one.spans if x.phase == "forward" and not x.module)
-    one.spans.insert(0, replace(root, depth=0, kind="DDP"))
-    assert names(TimelineView(wrapped)) == names(TimelineView(bare))
-    assert "blocks.0" in names(TimelineView(wrapped))
+    root = next(x for x in spans if x.phase == "forward" and not x.module)
+    spans.insert(0, replace(root, depth=0, kind="DDP"))
+    assert names(TimelineView(trace)) == bare
+    assert "blocks.0" in bare
 
 
 def test_what_never_ended_is_open_to_the_right_and_the_run_says_so() -> None:
     view = TimelineView(hung_trace())
-    last_ms = 20.0
-    drawn = list(zip(view.bars, paths(view), strict=True))
-    tips = {path.vertices[2, 0] for bar, path in drawn if bar.open}
-    assert len([bar for bar in view.bars if bar.open]) == 4  # two backwards, one event, its wait
-    assert len(tips) == 1
-    assert tips.pop() > max(bar.end_ms for bar in view.bars) > last_ms * 1.05  # room to see it
-    edges = [to_hex(x).upper() for x in view.polygons.get_edgecolor()]
-    is_open = zip(view.bars, edges, strict=True)
-    assert all(edge == style.UNFINISHED for bar, edge in is_open if bar.open)
-    closed = [(bar, path) for bar, path in drawn if not bar.open]
+    drawn = list(zip(view.bars, paths(view), view.polygons.get_edgecolor(), strict=True))
+    unfinished = [(path.vertices[2, 0], to_hex(edge).upper()) for x, path, edge in drawn if x.open]
+    assert len(unfinished) == 4  # two backwards, an event, the wait for it
+    ((tip, edge),) = set(unfinished)
+    assert edge == style.UNFINISHED
+    assert tip > max(bar.end_ms for bar in view.bars) > 20.0 * 1.05  # room to see it
+    closed = [(path.vertices[2, 0], bar.end_ms) for bar, path, _ in drawn if not bar.open]
     assert closed
-    assert all(path.vertices[2, 0] == pytest.approx(bar.end_ms) for bar, path in closed)
+    assert all(end == pytest.approx(end_ms) for end, end_ms in closed)
     # An event only issued begins there, and is waited for.
     event = next(bar for bar in view.bars if bar.top >= 1)
     wait = next(bar for bar in view.bars if bar.colour == style.WAITING)
-    assert event.begin_ms == pytest.approx(20.0)
-    assert wait.begin_ms == pytest.approx(20.0)
+    assert event.begin_ms == wait.begin_ms == pytest.approx(20.0)
     assert wait.open and event.open
     assert "all_reduce 4" in wait.names[0]
     # In words.
@@ -366,11 +338,11 @@ def test_the_legend_has_what_is_drawn_and_nothing_else():
 def test_a_name_stands_where_no_wait_lies_over_its_bar():
     """As in tensor parallelism, where a module waits in the middle of its forward."""
     span = Span("forward", "mlp", 0, 0.0, 0.010, 1)
-    one = RankTrace(0, 2, steps=[Step(0, 0.0, 0.010)], spans=[span])
+    rank = RankTrace(0, 2, steps=[Step(0, 0.0, 0.010)], spans=[span])
     for begin_s, end_s in ((0.001, 0.004), (0.007, 0.009)):
         times = dict.fromkeys(("issued_s", "began_s", "wait_began_s"), begin_s)
-        one.comms.append(replace(all_reduce_event(), ended_s=end_s, wait_ended_s=end_s, **times))
-    view = TimelineView(Trace({0: one}))
+        rank.comms.append(replace(ALL_REDUCE, ended_s=end_s, wait_ended_s=end_s, **times))
+    view = TimelineView(Trace({0: rank}))
     (name,) = [x for x in view.names.names if x.text == "mlp"]
     assert name.x == pytest.approx(5.5)
     assert_readable(view.figure)
@@ -380,9 +352,9 @@ def test_a_name_stands_where_no_wait_lies_over_its_bar():
 
 def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
     trace = hung_trace()
-    first = trace.ranks[0].comms[0]
+    (first,) = comms = trace.ranks[0].comms
     groups = ["3 (ranks 0, 1)", "9 (ranks 0, 1, 2, 3, 4, 5, 6, 7 ...) of world 2"]
-    trace.ranks[0].comms += [replace(first, group=group) for group in groups]
+    comms += [replace(first, group=group) for group in groups]
     view = TimelineView(trace, ranks=[0])
     assert labels(view) == ["rank 0", "all ranks", "ranks 0, 1", "ranks 0, 1, 2 …"]
     assert_readable(view.figure)
@@ -393,36 +365,34 @@ def test_no_words_lie_on_each_other_and_each_name_fits_in_its_bar(ranks: int) ->
     """A narrow bar keeps its colour: a white edge would be all one sees of it."""
     view = TimelineView(sample_trace(ranks, 2))
     assert_readable(view.figure)
-    to_px = view.axes.transData
     for name, box in zip(view.names.names, view.names.boxes(), strict=True):
-        within = [
-            bar
-            for bar in view.bars
+        bar = [
+            bar for bar in view.bars
             if name.text in bar.names
             and bar.begin_ms <= name.x <= bar.end_ms
             and bar.top <= name.y <= bar.bottom
-        ]
-        (left, top), (right, bottom) = to_px.transform(
-            [(within[-1].begin_ms, within[-1].top), (within[-1].end_ms, within[-1].bottom)]
-        )
+        ][-1]  # fmt: skip
+        corners = [(bar.begin_ms, bar.top), (bar.end_ms, bar.bottom)]
+        (left, top), (right, bottom) = view.axes.transData.transform(corners)
         assert left < box.x0 and box.x1 < right, name
         assert bottom < box.y0 and box.y1 < top, name
-        assert name.colour == style.text_on(within[-1].colour)
+        assert name.colour == style.text_on(bar.colour)
     assert ranks > 16 or len(view.names.names) > 4
     px_per_ms = view.axes.get_window_extent().width / np.diff(view.axes.get_xlim())[0]
     narrow = [
-        (bar, to_hex(edge).upper())
+        (bar.colour, to_hex(edge).upper())
         for bar, edge in zip(view.bars, view.polygons.get_edgecolor(), strict=True)
         if (bar.end_ms - bar.begin_ms) * px_per_ms < 3
-        and not bar.open
-        and bar.colour != style.WAITING
+        and not (bar.open or bar.colour == style.WAITING)
     ]
     assert narrow or ranks not in (4, 64)
-    assert all(edge == bar.colour for bar, edge in narrow)
+    assert all(edge == colour for colour, edge in narrow)
 
 
 def test_rows_of_64_ranks_are_labelled_as_far_as_there_is_room():
     view = TimelineView(sample_trace(64, 2))
+    assert [x for x in view.axes.collections if len(x.get_paths()) > 300] == [view.polygons]
+    assert not view.axes.patches
     of_ranks = [name for name in labels(view) if name.startswith("rank")]
     assert of_ranks[0] == "rank 0"
     assert 10 < len(of_ranks) < 64
@@ -462,22 +432,14 @@ def test_zoom_shows_that_part_and_draws_nothing_outside():
     assert_readable(view.figure)
 
 
-def test_all_bars_are_one_collection():
-    view = TimelineView(sample_trace(8, 2))
-    assert [x for x in view.axes.collections if len(x.get_paths()) > 300] == [view.polygons]
-    assert not view.axes.patches
-
-
-@cases(
+test_a_missing_step_or_rank_is_reported = refusals(
+    lambda options: plot.timeline(sample_trace(4, 3), **options),
     ({"step": 7}, "no step 7 in this trace; it has 0 to 2"),
     ({"ranks": [0, 9]}, "no rank 9 in this trace; it has 0 to 3"),
     ({"ranks": []}, "no ranks to draw"),
     ({"zoom": (0.5, 0.5)}, "zoom"),
     ({"zoom": (0.5, 2)}, "zoom"),
 )
-def test_a_missing_step_or_rank_is_reported(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        plot.timeline(sample_trace(4, 3), **options)
 
 
 @pytest.mark.parametrize("trace", [Trace(), Trace({0: RankTrace(0, 1)})])
@@ -487,7 +449,7 @@ def test_an_empty_trace_says_what_to_do(trace: Trace):
 
 
 def test_a_run_without_steps_or_without_some_rank_is_drawn():
-    trace = without_steps(sample_trace(2, 1, None))
+    trace = without_steps()
     assert title(plot.timeline(trace)).startswith("The whole run")
     damaged = sample_trace(4, 2)
     del damaged.ranks[2]
@@ -503,15 +465,12 @@ def small_memory() -> Trace:
     return Trace({0: one})
 
 
-@pytest.mark.parametrize(("begin_s", "first"), [(4.0, 100), (5.0, 100), (5.5, 100), (7.5, 457)])
-def test_what_a_step_holds_is_drawn_from_the_beginning_of_forward_to_the_end(
-    begin_s: float, first: int
-):
+@cases((4.0, 100), (5.0, 100), (5.5, 100), (7.5, 457))
+def test_step_memory_is_drawn_from_the_beginning_of_forward_to_the_end(begin_s: float, first: int):
     """Wherever the moments of memory lie: forward may begin before the first, or after the last
     that counts."""
     runs = {"early": small_memory(), "other": small_memory()}
-    one = runs["other"].ranks[0]
-    one.spans[0] = replace(one.spans[0], began_s=begin_s)
+    runs["other"].ranks[0].spans[0].began_s = begin_s
     (axes,) = plot.step_memory(runs).axes
     curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
     assert len(curves) == 2
@@ -584,13 +543,13 @@ def test_predicted_bytes_are_a_line(given: object, recorded: object, right: list
 
 
 def test_each_rank_has_its_own_beginning():
-    (one,) = small_memory().ranks.values()
-    later = small_memory().ranks[0]
+    first, later = (small_memory().ranks[0] for _ in range(2))
     later.rank = 1
-    later.steps = [replace(x, began_s=9.0, ended_s=19.0) for x in later.steps]
-    later.spans = [replace(x, began_s=x.began_s + 4, ended_s=x.ended_s + 4) for x in later.spans]
+    for timed in (*later.steps, *later.spans):
+        timed.began_s += 4
+        timed.ended_s += 4
     later.memory = [x._replace(when_s=x.when_s + 4) for x in later.memory]
-    figure = plot.memory(Trace({0: one, 1: later}))
+    figure = plot.memory(Trace({0: first, 1: later}))
     left, right = (ribbon(axes) for axes in figure.axes[:2])
     assert left.keys() == right.keys() and len(left) == 2
     assert all(left[colour] == pytest.approx(right[colour]) for colour in left)
@@ -601,11 +560,9 @@ def test_each_rank_has_its_own_beginning():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
 def test_memory_of_many_ranks_can_be_read(ranks: int):
     figure = plot.memory(sample_trace(ranks), predicted=1.9e6)
-    shown = [axes for axes in figure.axes if axes.get_visible()]
-    assert len(shown) == min(ranks, 8)
+    assert sum(axes.get_visible() for axes in figure.axes) == min(ranks, 8)
     assert_readable(figure)
-    if ranks == 64:
-        assert "ranks 0 to 7 of 64" in figure.get_suptitle()
+    assert ("ranks 0 to 7 of 64" in figure.get_suptitle()) == (ranks == 64)
 
 
 def test_memory_needs_a_step_in_detail_and_a_rank_that_is_there():
@@ -616,27 +573,17 @@ def test_memory_needs_a_step_in_detail_and_a_rank_that_is_there():
     assert "nothing recorded" in [x.get_text() for x in plot.memory(trace).axes[1].texts]
 
 
-def lengths(axes: object) -> dict[str, list[float]]:
-    """Of each part: how long it is in each bar."""
-    return {x.get_label(): [bar.get_width() for bar in x] for x in axes.containers}
-
-
 def test_the_parts_of_a_steps_time_add_up_to_it():
     trace = sample_trace(3, 4, None)
     times = step_times(trace)
     total_s = times.alone_s + times.hidden_s + times.waiting_s + times.neither_s
-    steps = [
-        [x for one in trace.ranks.values() for x in one.steps if x.index == i] for i in (1, 2, 3)
-    ]
-    spans = [np.mean([x.ended_s - x.began_s for x in ranks]) for ranks in steps]
-    assert total_s == pytest.approx(np.median(spans))
+    ranks = trace.ranks.values()
+    steps_s = [np.mean([x.steps[i].ended_s - x.steps[i].began_s for x in ranks]) for i in (1, 2, 3)]
+    assert total_s == pytest.approx(np.median(steps_s))
     assert min(times.alone_s, times.hidden_s, times.waiting_s) > 0
-    part = trace.step(2)
-    wait_s = np.mean([sum(e - b for b, e in waiting(one)) for one in part.ranks.values()])
+    wait_s = np.mean([sum(e - b for b, e in waiting(x)) for x in trace.step(2).ranks.values()])
     assert times.waiting_s == pytest.approx(wait_s)
-
-
-def test_the_step_in_detail_does_not_count():
+    # The step in detail does not count.
     trace = sample_trace(2, 2, 1)
     times = step_times(trace)
     assert times == step_times(sample_trace(2, 1, None))
@@ -648,35 +595,34 @@ def test_compare_draws_what_the_traces_say():
     fuller = runs["ddp"].ranks[2]
     fuller.memory = [x._replace(held_bytes=(*x.held_bytes[:5], 700_000)) for x in fuller.memory]
     figure = plot.compare(runs)
-    time_axes, sent_axes, held_axes = figure.axes
+    drawn, sent, held = (
+        {part.get_label(): [bar.get_width() for bar in part] for part in axes.containers}
+        for axes in figure.axes
+    )
     for i, trace in enumerate(runs.values()):
         times = step_times(trace)
-        drawn = lengths(time_axes)
         assert drawn["computing"][i] == pytest.approx(times.alone_s * 1e3)
         assert drawn["computing, hiding communication"][i] == pytest.approx(times.hidden_s * 1e3)
         assert drawn["waiting"][i] == pytest.approx(times.waiting_s * 1e3)
-        sent = lengths(sent_axes)
         assert sent["all_reduce"][i] * 1e3 == pytest.approx(sent_bytes(trace)["all_reduce"])
-        held = lengths(held_axes)
-        assert sum(x[i] for x in held.values()) * 1e6 == pytest.approx(
-            max(peak_bytes(one) for one in trace.step(1).ranks.values())
-        )
+        most_bytes = max(map(peak_bytes, trace.step(1).ranks.values()))
+        assert sum(x[i] for x in held.values()) * 1e6 == pytest.approx(most_bytes)
     ends = [0.0, 0.0]
-    for container in held_axes.containers:
+    for container in figure.axes[2].containers:
         assert [bar.get_x() for bar in container] == pytest.approx(ends)
         ends = [bar.get_x() + bar.get_width() for bar in container]
         (colour,) = {to_hex(bar.get_facecolor()).upper() for bar in container}
         assert colour == style.CATEGORIES[container.get_label()]
-    assert [x.get_text() for x in time_axes.get_yticklabels()] == ["one\n1 rank", "ddp\n4 ranks"]
+    labels = [x.get_text() for x in figure.axes[0].get_yticklabels()]
+    assert labels == ["one\n1 rank", "ddp\n4 ranks"]
     assert_readable(figure)
 
 
 def test_bytes_are_those_that_one_rank_sends_in_one_step():
     trace = sample_trace(4, 5)
-    usual = [2, 3, 4]
-    every = [x for one in trace.ranks.values() for x in one.comms if x.op == "all_reduce"]
-    of_step = sum(x.bus_bytes for x in every if x.step in usual) / len(usual)
-    assert sent_bytes(trace)["all_reduce"] == of_step / 4
+    every = [x for rank in trace.ranks.values() for x in rank.comms if x.op == "all_reduce"]
+    in_3_steps = sum(x.bus_bytes for x in every if x.step in (2, 3, 4))
+    assert sent_bytes(trace)["all_reduce"] == in_3_steps / 3 / 4
     assert "recv" not in sent_bytes(trace)
 
 
@@ -692,27 +638,21 @@ def test_compare_needs_runs_and_needs_no_memory_with_pacing_and_with_many_names(
     assert_readable(figure)
 
 
-def losses_picture(folder: Path, measured: Footprint, *strategies: str) -> Figure:
-    same = {"ranks": 4, "losses": [3.0, 2.5], "measured": measured, "predicted": measured}
-    results = [SimpleNamespace(strategy=name, **same) for name in strategies]
-    return draw_comparison(results, folder / "compare.png")
+def test_the_picture_of_losses_has_the_same_colours_and_all_categories(tmp_path: Path):
+    def draw(measured: Footprint, *strategies: str) -> Figure:
+        same = {"ranks": 4, "losses": [3.0, 2.5], "measured": measured, "predicted": measured}
+        results = [SimpleNamespace(strategy=name, **same) for name in strategies]
+        return draw_comparison(results, tmp_path / "compare.png")
 
-
-def test_the_picture_of_losses_has_the_same_colours_and_can_be_read(tmp_path: Path):
-    names = ("single", "naive-ddp", "ddp")
-    figure = losses_picture(tmp_path, Footprint(4e6, 4e6, 8e6, 6e6), *names)
+    categories = ["parameters", "gradients", "optimizer state"]
+    figure = draw(Footprint(4e6, 4e6, 8e6, 6e6), "single", "naive-ddp", "ddp")
     held = figure.axes[2].containers
-    assert [to_hex(x[0].get_facecolor()).upper() for x in held] == [
-        style.CATEGORIES[name] for name in ("parameters", "gradients", "optimizer state")
-    ]
+    shown = [to_hex(x[0].get_facecolor()).upper() for x in held]
+    assert shown == [style.CATEGORIES[name] for name in categories]
     assert [bar.get_width() for x in held for bar in x] == [4.0] * 6 + [8.0] * 3
     assert_readable(figure)
-
-
-def test_the_picture_of_losses_names_categories_of_no_bytes_too(tmp_path: Path):
-    legend = losses_picture(tmp_path, Footprint(4e6, 0, 0, 6e6), "single").axes[2].get_legend()
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["parameters", "gradients", "optimizer state"]
+    legend = draw(Footprint(4e6, 0, 0, 6e6), "single").axes[2].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == categories
 
 
 def seen_without(cone: str, colour: str) -> np.ndarray:
@@ -777,7 +717,7 @@ def test_a_figure_is_shown_once_as_a_png():
     shown = DisplayFormatter().format(figure)[0]
     assert set(shown) == {"image/png", "text/plain"}
     picture = imread(BytesIO(shown["image/png"]))
-    assert picture.shape[:2] == tuple(round(x) for x in figure.bbox.size[::-1])
+    assert picture.shape[:2] == tuple(map(round, figure.bbox.size[::-1]))
     assert (picture[[0, -1, 0, -1], [0, 0, -1, -1]] == 1).all()  # opaque, for dark themes
 
 
@@ -805,16 +745,16 @@ def test_a_picture_is_drawn_into_the_figure_that_is_given():
     assert isinstance(plot.timeline(sample_trace(2)), Picture)
 
 
-def loaded_after(statement: str) -> set[str]:
-    code = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    return set(python("-c", code).stdout.split())
-
-
 def test_importing_plot_loads_nothing_and_drawing_needs_neither_torch_nor_pyplot():
-    heavy = {"matplotlib", "numpy", "torch", "ipywidgets", "IPython"}
-    assert loaded_after("from labkit import plot") & heavy == set()
-    draw = "from labkit import plot\nplot.timeline, plot.memory, plot.compare, plot.movement"
-    assert loaded_after(draw) & {"torch", "ipywidgets", "IPython"} == set()
+    code = """
+import sys
+from labkit import plot, replaying
+print(*{name.split('.')[0] for name in sys.modules})
+plot.timeline, plot.memory, plot.compare, plot.movement
+print(*{name.split('.')[0] for name in sys.modules})"""
+    imported, drawing = (set(x.split()) for x in python("-c", code).stdout.splitlines())
+    assert imported & {"matplotlib", "numpy", "torch", "ipywidgets", "IPython"} == set()
+    assert drawing & {"torch", "ipywidgets", "IPython"} == set()
 
 
 def test_plot_names_what_it_has():
@@ -841,47 +781,43 @@ def test_each_control_of_a_view_draws_another_picture():
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert b64decode(bundle["image/png"]) == view.picture.value
 
-    def another() -> None:
+    def change(control: Any, value: object) -> None:
+        control.value = value
         picture = bytes(view.picture.value)
         assert picture.startswith(b"\x89PNG")
         assert picture not in seen
         seen.append(picture)
 
     assert view.step.value == 2
-    view.step.value = 3
-    another()
-    view.ranks[1].value = False
-    another()
+    change(view.step, 3)
+    change(view.ranks[1], False)
     assert "2 of 3 ranks" in title(view._timeline.figure)
-    view.zoom.value = (50, 60)
-    another()
-    view.what.value = "memory"
-    another()
+    change(view.zoom, (50, 60))
+    change(view.what, "memory")
     assert view.step.disabled
-    view.ranks[0].value = False
-    another()
-    view.what.value = "timeline"
+    change(view.ranks[0], False)
+    change(view.what, "timeline")
     assert not view.step.disabled
-    another()
     for button in view.ranks:
         button.value = False  # none chosen: all are shown
     assert "3 ranks" in title(view._timeline.figure)
-    view.zoom.value = (100, 100)
-    another()
+    change(view.zoom, (100, 100))
 
 
 @widgets
 def test_a_view_of_a_run_without_detail_or_without_steps():
     assert plot.view(sample_trace(2, 2, None)).what.options == ("timeline",)
-    trace = without_steps(sample_trace(2, 1, None))
+    trace = without_steps()
     view = plot.view(trace)
     assert view.step.options == ("all",)
     assert view.picture.value == png(plot.timeline(trace))
 
 
-def test_without_ipywidgets_a_view_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+@cases((plot, "view"), (replaying, "what_if"), ids=["view", "what_if"])
+def test_a_view_needs_ipywidgets(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.delitem(sys.modules, "labkit.plot.widgets", raising=False)
-    monkeypatch.delitem(vars(plot), "view", raising=False)
+    for loaded in ("labkit.replaying.what_ifs", "labkit.plot.widgets"):
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
+    monkeypatch.delitem(vars(module), name, raising=False)
     with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
-        plot.view(sample_trace(2))
+        getattr(module, name)(sample_trace(2))

@@ -18,14 +18,15 @@ from labkit.replaying.pipeline import KIND, action_of, timed_actions
 from labkit.schedules import Schedule, chunks_of, microbatches_of, one_f_one_b, parse, schedule
 from labkit.trace import RankTrace, Span, Step, Trace
 from laws import broken_laws
-from tables import cases, raises
+from tables import cases, raises, refusals
 from test_plot import assert_readable, letterings, title, words
 
 COSTS = {"forward": 2e-3, "backward": 3e-3, "input": 2e-3, "weight": 1e-3, "update": 0.0}
-
-
 APART = [parse("F0 F1 I0 W0 I1 W1"), parse("F0 I0 F1 I1 W0 W1")]
 CHUNKS = [parse("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"), parse("F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1")]
+
+
+Box = tuple[int, float, float, str]  # stage, begin, end and colour
 
 
 def lanes(figure: Figure, panel: int = 0) -> list[PolyCollection]:
@@ -33,8 +34,8 @@ def lanes(figure: Figure, panel: int = 0) -> list[PolyCollection]:
     return [x for x in figure.axes[panel].collections if isinstance(x, PolyCollection)]
 
 
-def boxes(figure: Figure, panel: int = 0) -> list[tuple[int, float, float, str]]:
-    """Stage, begin, end and colour of each action that is drawn, from left to right."""
+def boxes(figure: Figure, panel: int = 0) -> list[Box]:
+    """Of each action that is drawn, from left to right."""
     found = []
     for lane in lanes(figure, panel):
         for path, colour in list(zip(lane.get_paths(), lane.get_facecolor(), strict=True))[1:]:
@@ -43,19 +44,23 @@ def boxes(figure: Figure, panel: int = 0) -> list[tuple[int, float, float, str]]
     return sorted(found)
 
 
+def assert_same_boxes(drawn: list[Box], expected: list[Box]) -> None:
+    for box, other in zip(drawn, expected, strict=True):
+        assert (box[0], box[3]) == (other[0], other[3])
+        assert box[1:3] == pytest.approx(other[1:3])
+
+
 def test_every_action_is_drawn_when_the_replay_has_it() -> None:
     schedule = one_f_one_b(3, 4)
     figure = plot.schedule(schedule, COSTS, 0.5e-3, name="1F1B")
     trace = pipeline_trace(schedule, lambda _, action: COSTS[action.phase], 0.5e-3)
-    expected = [
+    expected = sorted(
         (stage, x.began_s * 1e3, x.ended_s * 1e3, PHASES[x.action.phase])
         for stage, done in enumerate(timed_actions(trace))
         for x in done
-    ]
+    )
     assert len(expected) == 24
-    for found, right in zip(boxes(figure), sorted(expected), strict=True):
-        assert found[0] == right[0] and found[3] == right[3]
-        assert found[1:3] == pytest.approx(right[1:3])
+    assert_same_boxes(boxes(figure), expected)
     length_ms = max(x[2] for x in expected)
     bubble = 1 - sum(x[2] - x[1] for x in expected) / (3 * length_ms)
     assert title(figure) == (
@@ -67,17 +72,14 @@ def test_every_action_is_drawn_when_the_replay_has_it() -> None:
 
 
 def test_without_costs_a_backward_is_two_forwards_and_chunks_share_them() -> None:
-    figure = plot.schedule(one_f_one_b(4, 8))
-    assert "bubble 27.3% of the total" in title(figure)  # 3/11
-    assert {round(end - begin, 9) for _, begin, end, _ in boxes(figure)} == {1.0, 2.0}
-    halves = boxes(plot.schedule(CHUNKS))
-    assert {round(end - begin, 9) for _, begin, end, _ in halves} == {0.5, 1.0}
+    for given, lengths in ((one_f_one_b(4, 8), {1.0, 2.0}), (CHUNKS, {0.5, 1.0})):
+        drawn = boxes(plot.schedule(given))
+        assert {round(end - begin, 9) for _, begin, end, _ in drawn} == lengths
 
 
-@pytest.mark.parametrize(
-    ("name", "chunks", "bubble"),
-    [("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11), ("interleaved", 2, 3 / 19), ("zb-h1", 1, 3 / 27),
-     ("zb-h2", 1, 0.0), ("naive", 1, 0.75)],
+@cases(
+    ("gpipe", 1, 3 / 11), ("1f1b", 1, 3 / 11), ("interleaved", 2, 3 / 19), ("zb-h1", 1, 3 / 27),
+    ("zb-h2", 1, 0.0), ("naive", 1, 0.75),
 )  # fmt: skip
 def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: float) -> None:
     """Of F = 1 and B = 2, or F = I = W = 1: (p-1)/(v m+p-1), (p-1)/(3m+p-1), 0."""
@@ -94,9 +96,7 @@ def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: floa
     (CHUNKS, ["holds 2", "holds 1.5"]),
     ids=["1f1b", "zb", "v2"],
 )
-def test_numbers_stand_in_their_boxes_and_what_is_held_beside(
-    schedule: Schedule, held: list[str]
-) -> None:
+def test_numbers_are_in_boxes_and_what_is_held_beside(schedule: Schedule, held: list[str]) -> None:
     """A weight's gradient needs the activations; those of one chunk of two are half as many."""
     figure = plot.schedule(schedule)
     numbers = [int(name.text) for name in letterings(figure)[0].names]
@@ -105,10 +105,9 @@ def test_numbers_stand_in_their_boxes_and_what_is_held_beside(
 
 
 def test_phases_and_chunks_are_told_apart() -> None:
-    apart = plot.schedule(APART)
+    apart, chunks = plot.schedule(APART), plot.schedule(CHUNKS)
     assert {x[3] for x in boxes(apart)} == {PHASES[x] for x in ("forward", "input", "weight")}
     assert {"forward", "backward: input", "backward: weights", "idle"} <= set(words(apart))
-    chunks = plot.schedule(CHUNKS)
     assert len({x[3] for x in boxes(chunks)}) == 4
     assert "2 chunks" in title(chunks)
     assert "later chunks: lighter" in words(chunks)
@@ -120,8 +119,7 @@ def test_a_gallery_is_on_one_axis_of_time() -> None:
     many = {"1F1B": one_f_one_b(4, 8), "apart": APART, "chunks": CHUNKS}
     figure = plot.schedules(many)
     assert len({axes.get_xlim() for axes in figure.axes}) == 1
-    titles = [title(figure, i).split("  ·  ")[0] for i in range(3)]
-    assert titles == list(many)
+    assert [title(figure, i).split("  ·  ")[0] for i in range(3)] == list(many)
     assert_readable(figure)
 
 
@@ -157,37 +155,35 @@ def recorded(schedule: Schedule, slower: float = 1.0, steps: int = 2) -> Trace:
 def test_a_recorded_run_is_drawn_as_its_schedule_was_before_it_ran(schedule: Schedule) -> None:
     before = plot.schedule(schedule, COSTS)
     after = plot.schedule(schedule, recorded=recorded(schedule))
-    for one, other in zip(boxes(before), boxes(after), strict=True):
-        assert (one[0], one[3]) == (other[0], other[3])
-        assert other[1:3] == pytest.approx(one[1:3])
+    assert_same_boxes(boxes(after), boxes(before))
     numbers = [[x.text for x in letterings(figure)[0].names] for figure in (before, after)]
     assert numbers[0] == numbers[1]
     assert title(after) == f"{title(before)}  ·  paced"
     named = by_microbatch(recorded(schedule), schedule)
     assert boxes(plot.schedule(named)) == boxes(after)
     slower = plot.schedule(schedule, recorded=recorded(schedule, 2.0))
-    assert np.allclose(
-        [x[1:3] for x in boxes(slower)], [np.multiply(2, x[1:3]) for x in boxes(after)]
-    )
+    twice = [(stage, 2 * begin, 2 * end, colour) for stage, begin, end, colour in boxes(after)]
+    assert_same_boxes(boxes(slower), twice)
 
 
 def test_spans_are_named_after_their_actions() -> None:
     trace = by_microbatch(recorded(APART), APART)
-    names = [span.module for span in trace.ranks[1].spans if span.kind == KIND]
-    assert names == ["0", "0", "1", "1", "0", "1"] * 2
-    done = [str(action_of(span)) for span in trace.ranks[1].spans if span.kind == KIND]
-    assert done == ["F0", "I0", "F1", "I1", "W0", "W1"] * 2
+    spans = [span for span in trace.ranks[1].spans if span.kind == KIND]
+    assert [span.module for span in spans] == ["0", "0", "1", "1", "0", "1"] * 2
+    assert [str(action_of(x)) for x in spans] == ["F0", "I0", "F1", "I1", "W0", "W1"] * 2
     assert [x.kind for x in trace.ranks[1].spans if x.phase == "optimizer"] == ["SGD"] * 2
     for given in (APART, CHUNKS, one_f_one_b(2, 3)):
-        both = pipeline_trace(given, COSTS), by_microbatch(recorded(given), given)
-        told = [
-            [(x.phase, x.module) for x in trace.ranks[0].spans if x.kind == KIND] for trace in both
+        replayed, named = pipeline_trace(given, COSTS), by_microbatch(recorded(given), given)
+        names, twice = (
+            [(x.phase, x.module) for x in trace.ranks[0].spans if x.kind == KIND]
+            for trace in (replayed, named)
+        )
+        assert twice == names * 2
+        actions = [[x.action for x in done] for done in timed_actions(replayed)]
+        assert [list(map(str, stage)) for stage in actions] == [
+            list(map(str, stage)) for stage in given
         ]
-        assert told[1] == told[0] * 2, "as the replay names them"
-        assert [[str(x.action) for x in done] for done in timed_actions(both[0])] == [
-            [str(action) for action in actions] for actions in given
-        ]
-        assert plot.timeline(both[0]).axes
+        assert plot.timeline(replayed).axes
     assert plot.timeline(trace).axes, "the usual timeline shows them too"
 
 
@@ -203,15 +199,13 @@ def loss_is_a_module(trace: Trace, schedule: Schedule) -> None:
 
 
 def loss_before_backward(trace: Trace, schedule: Schedule) -> None:
-    for one in trace.ranks.values():  # on stage 0 it is a wait
-        for span, following in pairwise(
-            [x for x in one.spans if x.depth == 0 and x.kind != "loss"]
-        ):
+    for rank in trace.ranks.values():  # on stage 0 it is a wait
+        spans = [x for x in rank.spans if x.depth == 0 and x.kind != "loss"]
+        for span, following in pairwise(spans):
             if (span.phase, following.phase) == ("forward", "backward"):
-                span.ended_s -= 1e-3 * one.rank
-                began_s = span.ended_s
-                loss = Span("forward", "loss", span.step, began_s, following.began_s, 0, "loss")
-                one.spans.append(loss)
+                span.ended_s -= 1e-3 * rank.rank
+                times = span.ended_s, following.began_s
+                rank.spans.append(Span("forward", "loss", span.step, *times, 0, "loss"))
 
 
 @cases(
@@ -225,14 +219,13 @@ def test_a_loss_belongs_to_the_last_forward(
 ) -> None:
     trace = recorded(schedule)
     add_loss(trace, schedule)
-    found = boxes(plot.schedule(schedule, recorded=trace))
-    for one, other in zip(found, boxes(plot.schedule(schedule, COSTS)), strict=True):
-        assert one[1:3] == pytest.approx(other[1:3])
+    drawn = boxes(plot.schedule(schedule, recorded=trace))
+    assert_same_boxes(drawn, boxes(plot.schedule(schedule, COSTS)))
 
 
 def test_a_run_by_another_schedule_is_refused() -> None:
-    trace, schedule = recorded(one_f_one_b(2, 3)), one_f_one_b(2, 3)
-    swapped = [[schedule[0][0], schedule[0][2], schedule[0][1], *schedule[0][3:]], schedule[1]]
+    trace, (first, second) = recorded(one_f_one_b(2, 3)), one_f_one_b(2, 3)
+    swapped = [[first[0], first[2], first[1], *first[3:]], second]
     words = "rank 0: action 1 of its list is B0, and what was recorded is forward"
     raises(words, by_microbatch, trace, swapped)
     raises("is not of steps by this schedule", by_microbatch, trace, one_f_one_b(2, 4))
@@ -240,17 +233,14 @@ def test_a_run_by_another_schedule_is_refused() -> None:
     raises("named after a micro-batch", plot.schedule, trace)
 
 
-@cases(
+test_what_cannot_be_drawn_is_refused_with_a_reason = refusals(
+    lambda draw: draw(),
     (lambda: plot.schedule([[], []]), "no action"),
     (lambda: plot.schedules({}), "nothing to draw"),
     (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
     (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
     (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
 )
-def test_what_cannot_be_drawn_is_refused_with_a_reason(
-    draw: Callable[[], Figure], message: str
-) -> None:
-    raises(message, draw)
 
 
 def run_paced(given: Schedule) -> None:

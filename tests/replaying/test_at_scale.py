@@ -7,22 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from labkit import plot
-from labkit.clusters import cluster
+from labkit import Layout, Sizes, cluster, plot, step_report, step_trace
 from labkit.predict import bytes_by_axis
 from labkit.replaying.costs import Costs
 from labkit.replaying.pipeline import pipeline_trace, timed_actions
 from labkit.replaying.planning.clock import pipeline_timing, schedule_of
 from labkit.replaying.planning.layers import Layer, record_layers, recorded, shape_of
-from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.published import GPT3, MEGATRON
 from labkit.replaying.planning.report import StepReport
 from labkit.replaying.planning.stages import rank_groups, virtual_stages
 from labkit.replaying.planning.step_model import StepModel
-from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.schedules import Message
 from labkit.trace import Operation
-from tables import raises, refusals
+from tables import refusals
 
 SELENE = cluster("selene")
 SMALL = Sizes(width=48, depth=4, heads=4, context=32, vocab=100)
@@ -67,20 +64,20 @@ def test_the_short_clock_agrees_with_the_engine(seed: int) -> None:
     if seed % 4 == 3:
         forward, backward = (draw.integers(1, 4, shape).astype(float) for _ in "fb")
         messages = draw.integers(0, 3, stages).astype(float)
-    found = pipeline_timing(microbatches, forward, backward, messages)
+    timing = pipeline_timing(microbatches, forward, backward, messages)
     ended, idle, lasts = engine_times(microbatches, forward, backward, messages)
-    assert found.ended_s == pytest.approx(ended, rel=1e-9)
-    assert found.last_s == pytest.approx(lasts, rel=1e-9)
-    assert found.bubble_s + found.pipeline_s == pytest.approx(idle, rel=1e-9, abs=1e-9)
+    assert timing.ended_s == pytest.approx(ended, rel=1e-9)
+    assert timing.last_s == pytest.approx(lasts, rel=1e-9)
+    assert timing.bubble_s + timing.pipeline_s == pytest.approx(idle, rel=1e-9, abs=1e-9)
 
 
 def test_a_thousand_micro_batches_are_the_bubble_of_the_formula() -> None:
     """(p - 1)(F + B), or 1/v of it; nothing is on its way."""
     for chunks in (1, 2):
         ones = np.ones((4, chunks)) / chunks
-        found = pipeline_timing(1000, ones, 2 * ones, np.zeros(4))
-        assert max(found.ended_s) == pytest.approx(3000 + 9 / chunks, rel=1e-12)
-        assert not found.pipeline_s.any()
+        timing = pipeline_timing(1000, ones, 2 * ones, np.zeros(4))
+        assert max(timing.ended_s) == pytest.approx(3000 + 9 / chunks, rel=1e-12)
+        assert not timing.pipeline_s.any()
 
 
 def operations(layer: Layer) -> Counter[Any]:
@@ -93,14 +90,11 @@ def sent(layer: Layer) -> Counter[Any]:
     return Counter((one.op, one.payload_bytes, one.bus_bytes, one.blocking) for one in both)
 
 
-LAYOUTS = [
-    Layout(microbatch=3),
-    Layout(tp=2, microbatch=3, recompute="full"),
-    Layout(tp=4, sequence=True),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"tp {one.tp} {one.recompute}")
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(microbatch=3), Layout(tp=2, microbatch=3, recompute="full"), Layout(4, sequence=True)],
+    ids=lambda layout: f"tp {layout.tp} {layout.recompute}",
+)
 def test_a_whole_stage_is_the_sum_of_its_layers(layout: Layout) -> None:
     """Operations, collectives and what is kept for backward, exactly. At its peak the whole holds
     its loss and the gradient of that as well: 8 bytes, once."""
@@ -135,8 +129,12 @@ def check_sums(report: StepReport) -> None:
 
 
 def test_gpt_3_on_1024_ranks() -> None:
-    report = step_report(GPT3, Layout(8, 8, 16, recompute="full"), 1536, SELENE)
+    report, zero = (
+        step_report(GPT3, Layout(8, 8, 16, zero=zero, recompute="full"), 1536, SELENE)
+        for zero in (0, 1)
+    )
     check_sums(report)
+    check_sums(zero)
     bubble = 7 / (96 + 7)  # (p - 1) / (m + p - 1), of what the stages do
     assert report.bubble_s / report.step_s == pytest.approx(bubble, rel=0.5)
     elements = GPT3.parameters / 64
@@ -144,8 +142,6 @@ def test_gpt_3_on_1024_ranks() -> None:
     assert report.sent_bytes["data"] == 2 * 15 / 16 * report.memory_bytes["parameters"]
     boundary_bytes = 96 * 2048 * 12288 * 2 / 8
     assert report.sent_bytes["pipeline"] == 2 * boundary_bytes  # of a stage that has two
-    zero = step_report(GPT3, Layout(8, 8, 16, zero=1, recompute="full"), 1536, SELENE)
-    check_sums(zero)
     ratio = report.memory_bytes["optimizer state"] / zero.memory_bytes["optimizer state"]
     assert ratio == pytest.approx(16, rel=0.001)
     assert zero.sent_bytes == report.sent_bytes
@@ -155,12 +151,12 @@ def test_gpt_3_on_1024_ranks() -> None:
 def test_published_models_fit_and_take_about_what_they_took() -> None:
     """No row is fitted here: 80 GB hold each of them, and FLOP/s as that paper counts them, with
     what is computed again, are within a half of what it reached."""
-    for one in MEGATRON:
-        report = step_report(one.sizes, one.layout, one.batch, SELENE)
+    for row in MEGATRON:
+        report = step_report(row.sizes, row.layout, row.batch, SELENE)
         check_sums(report)
         assert report.peak_bytes < 80e9
-        tflops = 4 / 3 * report.model_flops / report.step_s / one.ranks / 1e12
-        assert 0.5 < tflops / one.tflops < 1.5, one
+        tflops = 4 / 3 * report.model_flops / report.step_s / row.ranks / 1e12
+        assert 0.5 < tflops / row.tflops < 1.5, row
 
 
 ODD = Sizes(width=12, depth=5, heads=4, context=8, vocab=21)
@@ -178,9 +174,7 @@ ODD = Sizes(width=12, depth=5, heads=4, context=8, vocab=21)
     ids=lambda one: f"{one.in_words} zero {one.zero}",
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_between_stages_and_replicas_are_those_of_the_formula(
-    layout: Layout, tied: bool
-) -> None:
+def test_pipeline_and_data_bytes_are_those_of_the_formula(layout: Layout, tied: bool) -> None:
     """What does not divide into shares is padded; ends of a tied model sum a share each."""
     sizes = replace(ODD, tied=tied)
     sent = step_report(sizes, layout, 12 * layout.dp, SELENE).sent_bytes
@@ -193,16 +187,13 @@ def test_bytes_between_stages_and_replicas_are_those_of_the_formula(
     assert sent["pipeline"] == max(one["pipeline"] + one["embedding"] for one in formula)
 
 
-class TwiceAsSlow(Costs):
-    def compute_s(self, operation: Operation) -> float:
-        return 2 * super().compute_s(operation)
+def test_custom_costs_are_used() -> None:
+    class TwiceAsSlow(Costs):
+        def compute_s(self, operation: Operation) -> float:
+            return 2 * super().compute_s(operation)
 
-
-def test_constants_of_ones_own() -> None:
-    plain, slow = (
-        step_report(SMALL, Layout(tp=2, pp=2), 8, SELENE, costs=kind(SELENE))
-        for kind in (Costs, TwiceAsSlow)
-    )
+    args = SMALL, Layout(tp=2, pp=2), 8, SELENE
+    plain, slow = (step_report(*args, costs=costs(SELENE)) for costs in (Costs, TwiceAsSlow))
     assert slow.compute_s == pytest.approx(2 * plain.compute_s)
     assert slow.optimizer_s == pytest.approx(2 * plain.optimizer_s)
     assert slow.sent_bytes == plain.sent_bytes and slow.memory_bytes == plain.memory_bytes
@@ -216,25 +207,29 @@ def test_constants_of_ones_own() -> None:
 def test_the_trace_is_the_report(layout: Layout) -> None:
     report = step_report(SMALL, layout, 16, SELENE)
     trace = step_trace(SMALL, layout, 16, SELENE)
-    for one in trace.ranks.values():
-        assert one.steps[0].ended_s == pytest.approx(report.step_s, rel=1e-9)
+    ranks = trace.ranks.values()
+    for rank in ranks:
+        assert rank.steps[0].ended_s == pytest.approx(report.step_s, rel=1e-9)
     assert sorted(trace.record_of) == list(range(layout.ranks))
-    updates = [x for one in trace.ranks.values() for x in one.spans if x.phase == "optimizer"]
+    updates = [x for rank in ranks for x in rank.spans if x.phase == "optimizer"]
     assert np.mean([x.ended_s - x.began_s for x in updates]) == pytest.approx(report.optimizer_s)
     for axis, groups in (("data", ["data"]), ("pipeline", ["pipeline", "tied"])):
-        most = max(
-            sum(x.bus_bytes for x in one.comms if x.group.split()[0] in groups)
-            for one in trace.ranks.values()
-        )
-        assert most == pytest.approx(report.sent_bytes[axis], rel=1e-3)
+        sent_bytes = [
+            sum(x.bus_bytes for x in rank.comms if x.group.split()[0] in groups) for rank in ranks
+        ]
+        assert max(sent_bytes) == pytest.approx(report.sent_bytes[axis], rel=1e-3)
     ended_s = [done[-1].ended_s for done in timed_actions(trace)]
     timing = StepModel(SMALL, layout, 16, SELENE).timing()
     assert ended_s == pytest.approx(timing.ended_s, rel=1e-9) and len(ended_s) == layout.pp
     assert plot.timeline(trace) is not None
 
 
+ODD_CONTEXT = replace(SMALL, context=SMALL.context + 1)
+
 test_an_impossible_layout_is_reported = refusals(
-    lambda layout, batch: step_report(SMALL, layout, batch, SELENE),
+    lambda layout, batch, sizes=SMALL, core="fused": step_report(
+        sizes, layout, batch, SELENE, core=core
+    ),
     (Layout(dp=3), 16, "choose a multiple of 3"),
     (Layout(pp=8), 16, "choose at most 4"),
     (Layout(dp=4096), 4096, "nodes="),
@@ -248,21 +243,14 @@ test_an_impossible_layout_is_reported = refusals(
     (Layout(chunks=-1), 16, "chunks=-1: give a whole number"),
     (Layout(), 0, "global_batch=0: give a whole number"),
     (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
+    (Layout(tp=2, sequence=True), 4, ODD_CONTEXT, "positions do not divide over tp=2"),
+    (Layout(), 4, SMALL, "flash", "choose 'fused' or 'plain'"),
 )
 
 
-def test_impossible_positions_and_cores_are_reported() -> None:
-    odd, positions = replace(SMALL, context=SMALL.context + 1), "positions do not divide over tp=2"
-    raises(positions, step_report, odd, Layout(tp=2, sequence=True), 4, SELENE)
-    raises("choose 'fused' or 'plain'", step_report, SMALL, Layout(), 4, SELENE, core="flash")
-
-
-def test_shapes_leave_out_what_does_not_matter() -> None:
-    one = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
-    assert one == shape_of("embedding", SMALL, Layout(tp=2))
-
-
-def test_a_recording_is_made_once() -> None:
+def test_a_recording_is_made_once_for_shapes_that_differ_in_what_does_not_matter() -> None:
+    shape = shape_of("embedding", SMALL, Layout(tp=2, pp=2, dp=4, recompute="full"))
+    assert shape == shape_of("embedding", SMALL, Layout(tp=2))
     recorded.cache_clear()
     pod = replace(cluster("dgx-h100"), nodes=128)
     for layout in (Layout(8, 8, 16), Layout(8, 8, 16, chunks=2), Layout(8, 12, 4, zero=1)):

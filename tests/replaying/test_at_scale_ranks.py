@@ -44,18 +44,16 @@ def train(sequence: bool, zero: int = 0) -> Found:
             optimizer.zero_grad(set_to_none=False)  # they stay in DDP's buckets
             pipeline.step(x, x)
             optimizer.step()
-    (one,) = trace.ranks.values()
+    (step,) = trace.step(1).ranks.values()
     axes = {mesh.tp.ranks: "tensor", mesh.dp.ranks: "data", mesh.pp.ranks: "pipeline"}
     sent: Counter[str] = Counter()
-    for event in one.comms:
-        if event.step == 1:
-            sent[axes[tuple(event.ranks)]] += event.bus_bytes
-    began_s = [x.began_s for x in one.spans if x.kind == type(optimizer).__name__][-1]
-    before = [x.held_bytes for x in one.memory if x.when_s < began_s]
-    gradients = CATEGORIES.index("gradients")  # what is new is entered there a moment later
-    most = max(before, key=lambda some: (sum(some), some[gradients]))
-    held = dict(zip(CATEGORIES, most, strict=True))
-    return sent, held, before[0][CATEGORIES.index("other")]
+    for event in step.comms:
+        sent[axes[tuple(event.ranks)]] += event.bus_bytes
+    (began_s,) = (x.began_s for x in step.spans if x.kind == type(optimizer).__name__)
+    before = [dict(zip(CATEGORIES, x.held_bytes)) for x in step.memory if x.when_s < began_s]
+    # What is new is entered as a gradient a moment later.
+    most = max(before, key=lambda held: (sum(held.values()), held["gradients"]))
+    return sent, most, before[0]["other"]
 
 
 def test_eight_ranks_send_and_hold_what_the_report_says() -> None:

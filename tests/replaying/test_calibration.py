@@ -1,38 +1,20 @@
 """The calibration recovers known constants, has the stated errors, and refuses invalid tables."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+import calibrate
 import places
-from calibrate import (
-    BOUNDS,
-    CLUSTER,
-    NAMES,
-    AllReduce,
-    all_reduces,
-    intervals,
-    predictor,
-    save_calibration,
-    seconds_of,
-    step_seconds,
-    tables,
-    toml_lines,
-    wires_inside,
-    with_constants,
-    without_each_layout,
-)
-from labkit import plot
-from labkit.clusters import cluster
+from calibrate import BOUNDS, CLUSTER, NAMES, AllReduce, seconds_of, step_seconds, with_constants
+from labkit import Layout, Sizes, cluster, plot, step_report
 from labkit.replaying.costs import Costs
-from labkit.replaying.planning.layout import Layout, Sizes
 from labkit.replaying.planning.published import Calibration, Row, calibration
-from labkit.replaying.planning.steps import step_report
 from robust_fit import Bounds, fit, refit
 from step_times import FILES, TABLES, step_rows
 from tables import cases, raises
@@ -40,11 +22,9 @@ from tables import cases, raises
 TRUE = np.array([0.6, 0.8, 5e-5, 4e-3])
 
 
-def row(
-    width: int, depth: int, batch: int, step_s: float = 1.0, context: int = 512, **layout: int
-) -> Row:
+def row(width: int, depth: int, batch: int, context: int = 512, **layout: int) -> Row:
     sizes = Sizes(width, depth, 8, context, vocab=1024)
-    return Row("none", sizes, Layout(recompute="full", **layout), batch, step_s)
+    return Row("none", sizes, Layout(recompute="full", **layout), batch, step_s=1.0)
 
 
 SYNTHETIC = [  # each constant decides some row
@@ -66,13 +46,14 @@ def rows() -> list[Row]:
 def test_constants_are_found_again_from_rows_that_were_made_with_them(rows: list[Row]) -> None:
     measured = np.array([one.step_s for one in rows])
     assumed_as_true = Bounds(TRUE, BOUNDS.least, BOUNDS.most)
-    fitted = fit(predictor(rows, cluster(CLUSTER)), measured, assumed_as_true, BOUNDS.assumed)
+    predict = calibrate.predictor(rows, cluster(CLUSTER))
+    fitted = fit(predict, measured, assumed_as_true, BOUNDS.assumed)
     assert fitted.constants == pytest.approx(TRUE, rel=0.02)
     assert np.abs(fitted.errors).max() < 0.01
-    low, high, low_s, high_s = intervals(rows, fitted)
+    low, high, low_s, high_s = calibrate.intervals(rows, fitted)
     assert (low <= TRUE * 1.02).all() and (high >= TRUE * 0.98).all()
     assert (low_s <= measured * 1.02).all() and (high_s >= measured * 0.98).all()
-    assert without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
+    assert calibrate.without_each_layout(rows, fitted) == pytest.approx(measured, rel=0.05)
 
 
 def test_each_constant_moves_what_it_is_of(rows: list[Row]) -> None:
@@ -95,10 +76,10 @@ def test_no_operation_of_a_report_begins_before_it_was_launched() -> None:
     """A host of no time changes nothing; of a slow one, only the number of launches counts."""
     where = with_constants(cluster(CLUSTER), TRUE)
 
-    def compute_s(one: Row, host_s: float) -> float:
+    def compute_s(row: Row, host_s: float) -> float:
         there = replace(where, device=replace(where.device, host_s=host_s))
-        of = one.sizes, one.layout, one.global_batch, there
-        return step_report(*of, core="plain").compute_s
+        args = row.sizes, row.layout, row.global_batch, there
+        return step_report(*args, core="plain").compute_s
 
     small, large = SYNTHETIC[2], SYNTHETIC[0]
     assert compute_s(large, 1e-9) == pytest.approx(compute_s(large, 0.0), rel=1e-4)
@@ -110,18 +91,13 @@ def test_no_operation_of_a_report_begins_before_it_was_launched() -> None:
 def test_an_outlier_has_no_more_say_than_another_row() -> None:
     sizes = np.arange(1.0, 41.0)
     bounds = Bounds(np.array([1.0, 1.0]), np.array([0.01, 0.01]), np.array([100.0, 100.0]))
-
-    def predict(constants: np.ndarray) -> np.ndarray:
-        return np.asarray(constants[0] + sizes * constants[1])
-
-    measured = predict(np.array([3.0, 0.5]))
+    measured = 3.0 + sizes * 0.5
     measured[7] *= 2
-    found = fit(predict, measured, bounds)
-    assert found.constants == pytest.approx([3.0, 0.5], rel=0.05)
+    fitted = fit(lambda constants: constants[0] + sizes * constants[1], measured, bounds)
+    assert fitted.constants == pytest.approx([3.0, 0.5], rel=0.05)
     without = np.ones(40)
     without[7] = 0
-    again = refit(found, without)
-    assert again == pytest.approx([3.0, 0.5], rel=0.02)
+    assert refit(fitted, without) == pytest.approx([3.0, 0.5], rel=0.02)
 
 
 def test_a_constant_of_which_no_row_tells_stays_as_assumed_and_within_its_bounds() -> None:
@@ -132,14 +108,13 @@ def test_a_constant_of_which_no_row_tells_stays_as_assumed_and_within_its_bounds
 
 def test_the_wires_of_a_node_are_found_from_all_reduces() -> None:
     level = cluster(CLUSTER).inside
-    made = [
+    synthetic = [
         AllReduce(n, s, 4e-5 + 2 * (n - 1) * level.latency_s + 2 * (n - 1) / n * s / (0.6 * 300e9))
-        for n in (2, 4, 8)
-        for s in (2**20, 2**24, 2**28)
+        for n, s in product((2, 4, 8), (2**20, 2**24, 2**28))
     ]
-    found = wires_inside(made, level)
-    assert found == pytest.approx({"inside_start_s": 4e-5, "inside_reached": 0.6}, rel=0.02)
-    published = wires_inside(all_reduces(), level)
+    fitted = calibrate.wires_inside(synthetic, level)
+    assert fitted == pytest.approx({"inside_start_s": 4e-5, "inside_reached": 0.6}, rel=0.02)
+    published = calibrate.wires_inside(calibrate.all_reduces(), level)
     assert level.reached == pytest.approx(published["inside_reached"], rel=0.05)
     assert level.start_s == pytest.approx(published["inside_start_s"], rel=0.25)
 
@@ -155,6 +130,7 @@ def test_the_frozen_constants_are_those_that_were_found() -> None:
 
 def test_the_stated_errors_follow_from_the_calibration() -> None:
     """The errors that texts state; the aim is 5 %, on models that were not fitted on."""
+    assert list(calibration().rows) == step_rows(), "as published"
     summary = calibration().summary()
     assert {name: rows for name, (rows, _, _) in summary.items()}["all rows"] == 225
     stated = {name: f"{mean:.1%} {median:.1%}" for name, (_, mean, median) in summary.items()}
@@ -163,28 +139,16 @@ def test_the_stated_errors_follow_from_the_calibration() -> None:
     assert stated["each layout, fitted to the others"] == "7.1% 4.0%"
 
 
-def check_stored_seconds(rows: Iterable[int]) -> None:
-    found, rows = calibration(), list(rows)
-    around_s = found.constants["microbatch_s"][0]
-    again = seconds_of([found.rows[i] for i in rows], cluster(CLUSTER), around_s)
-    assert again == pytest.approx(found.predicted_s[rows], rel=1e-4)
-
-
-def test_the_stored_seconds_are_those_of_the_frozen_constants() -> None:
-    """On the first row that is quick to record."""
-    quick = (x.layout.tp == 1 and x.sizes.depth == 24 for x in calibration().rows)
-    check_stored_seconds([list(quick).index(True)])
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_stored_seconds_of_all_kinds_are_those_of_the_frozen_constants() -> None:
-    """Every sixth row; all of them take minutes to record."""
-    check_stored_seconds(range(0, len(calibration().rows), 6))
-
-
-def test_the_stored_rows_are_those_that_were_published() -> None:
-    assert list(calibration().rows) == step_rows()
+@pytest.mark.parametrize("some", ["quick", pytest.param("every sixth", marks=pytest.mark.slow)])
+def test_the_stored_seconds_are_those_of_the_frozen_constants(some: str) -> None:
+    """The first row that is quick to record, or rows of all kinds; all of them take minutes."""
+    stored = calibration()
+    first = [(x.layout.tp, x.sizes.depth) for x in stored.rows].index((1, 24))
+    rows = slice(first, first + 1) if some == "quick" else slice(0, None, 6)
+    around_s = stored.constants["microbatch_s"][0]
+    again = seconds_of(stored.rows[rows], cluster(CLUSTER), around_s)
+    assert again == pytest.approx(stored.predicted_s[rows], rel=1e-4)
 
 
 @cases(
@@ -196,19 +160,16 @@ def test_the_stored_rows_are_those_that_were_published() -> None:
     ("hidden", "width", "line 2: hidden = None"),
 )
 def test_a_table_that_is_wrong_is_named(was: str, then: str, message: str, tmp_path: Path) -> None:
+    raises("name the folder that has a100_step", step_rows, tmp_path, error=FileNotFoundError)
     for name in FILES:
         text = (TABLES / name).read_text()
         (tmp_path / name).write_text(text.replace(was, then, 1))
     raises(message, step_rows, tmp_path)
 
 
-def test_a_missing_table_is_reported(tmp_path: Path) -> None:
-    raises("name the folder that has a100_step", step_rows, tmp_path, error=FileNotFoundError)
-
-
 def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
     found = calibration()
-    again = calibration(save_calibration(found, tmp_path / "again.json"))
+    again = calibration(calibrate.save_calibration(found, tmp_path / "again.json"))
     assert isinstance(again, Calibration)
     assert again.constants == found.constants and again.dated == found.dated
     both, errors = plot.calibration(found).axes
@@ -220,9 +181,9 @@ def test_a_calibration_reads_back_and_is_drawn(tmp_path: Path) -> None:
 
 def test_the_script_shows_the_constants_the_errors_and_the_lines_for_known_toml() -> None:
     fitted = calibration()
-    constants, errors = tables(fitted, places.PUBLISHED)
+    constants, errors = calibrate.tables(fitted, places.PUBLISHED)
     assert constants.row_count == 6 and errors.row_count == len(fitted.summary())
     known = (Path(places.ROOT) / "labkit" / "clusters" / "known.toml").read_text()
-    for line in toml_lines(fitted, fitted.dated).splitlines():
+    for line in calibrate.toml_lines(fitted, fitted.dated).splitlines():
         name, source = line.split(" = ")[0], line.split('"')[1]
         assert re.search(rf'{name} = .*"{re.escape(source)}"', known)

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from labkit import DDP, GPT, Batch, Comm, RankError, World, dry_run, record, replay
-from labkit.clusters import cluster
+from labkit import DDP, GPT, Batch, Comm, RankError, World, cluster, dry_run, record, replay
 from labkit.recipes import RECIPES
 from labkit.recipes import rows as rows_of
 from labkit.replaying import dry_runs
-from labkit.trace import Trace
+from labkit.trace import Operation, Trace
 from labkit.trace.measures import peak_memory
 from tables import raises
 
@@ -40,28 +39,33 @@ def train(strategy: str = "ddp", steps: int = 3, rows: int = 2, dtype: str = "fl
 
 def told(trace: Trace) -> list[tuple[object, ...]]:
     """What rank 0 did in step 1, in its order, without times."""
-    one, things = trace.ranks[0], []
-    for x in (x for x in one.spans if x.step == 1):
-        things.append((x.began_s, ("begin", x.phase, x.module, x.kind, x.flops)))
-    for x in (x for x in one.comms if x.step == 1):
+    step, done = trace.step(1).ranks[0], []
+    for x in step.spans:
+        done.append((x.began_s, ("begin", x.phase, x.module, x.kind, x.flops)))
+    for x in step.comms:
         key = (x.op, x.group, x.seq, x.dtype, x.payload_bytes)
-        things.append((x.issued_s, ("issue", *key, x.bus_bytes, x.ranks)))
-        things.append((x.wait_ended_s, ("waited", *key)))
-    for x in (x for x in one.operations if x.step == 1):
-        things.append((x.when_s, (x.name, x.dtype, x.flops, x.moved_bytes, x.sides)))
-    return [thing for _, thing in sorted(things, key=lambda x: x[0])]
+        done.append((x.issued_s, ("issue", *key, x.bus_bytes, x.ranks)))
+        done.append((x.wait_ended_s, ("waited", *key)))
+    for x in step.operations:
+        done.append((x.when_s, (x.name, x.dtype, x.flops, x.moved_bytes, x.sides)))
+    return [what for _, what in sorted(done, key=lambda x: x[0])]
+
+
+def both_ways(world: World, *args: Any, **kwargs: Any) -> tuple[Trace, Trace]:
+    """`train` recorded on paper and on ranks."""
+    with record(detail_step=1) as real:
+        world.run(train, *args, **kwargs)
+    return dry_run(train, *args, ranks=world.size, as_on="cpu", **kwargs), real
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", [name for name, one in RECIPES.items() if "pipeline" not in one.step.__name__]
+    "strategy", [name for name, recipe in RECIPES.items() if "pipeline" not in recipe.step.__name__]
 )
-def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
+def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str, worlds: Any) -> None:
     """So no strategy looks at a number: it could not be recorded without data."""
     size = 1 if RECIPES[strategy].one_rank else RANKS if RECIPES[strategy].share is rows_of else 2
-    with World(size, backend="gloo") as world, record(detail_step=1) as real:
-        world.run(train, strategy)
-    dry = dry_run(train, strategy, ranks=size, as_on="cpu")
+    dry, real = both_ways(worlds(size, backend="gloo"), strategy)
     assert told(dry) == told(real)
     assert len(dry.ranks[0].operations) > 100
     held, real_held = peak_memory(dry.ranks[0]), peak_memory(real.ranks[0])
@@ -71,22 +75,15 @@ def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> No
 
 
 @pytest.mark.slow
-def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank() -> None:
+def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank(worlds: Any) -> None:
     """But for when it waits, and torch's own operations that send; what other stages receive is
     told to them, in numbers that paper has not."""
-
-    def work() -> None:
-        train("pipeline", rows=4)
-
-    def computed_and_issued(trace: Trace) -> list[tuple[object, ...]]:
-        return [x for x in told(trace) if x[0] not in ("waited", "send", "recv_")]
-
-    with World(2, backend="gloo") as world, record(detail_step=1) as real:
-        world.run(work)
-    dry = dry_run(work, ranks=2, as_on="cpu")
-    assert computed_and_issued(dry) == computed_and_issued(real)
-    sends = [event for event in dry.ranks[0].comms if event.op == "send"]
-    assert [event.bus_bytes for event in sends if event.step == 1] == [1 * 16 * 12 * 4] * 4
+    dry, real = both_ways(worlds(2, backend="gloo"), "pipeline", rows=4)
+    other = ("waited", "send", "recv_")
+    done = [[x for x in told(trace) if x[0] not in other] for trace in (dry, real)]
+    assert done[0] == done[1]
+    sends = [event for event in dry.step(1).ranks[0].comms if event.op == "send"]
+    assert [event.bus_bytes for event in sends] == [1 * 16 * 12 * 4] * 4
     held, real_held = peak_memory(dry.ranks[0]), peak_memory(real.ranks[0])
     for name in ("parameters", "gradients", "optimizer state"):
         assert held[name] == real_held[name] > 0
@@ -120,7 +117,7 @@ def test_ranks_of_several_kinds_each_have_their_record() -> None:
         raises("each of the ranks 0 to 3 once", dry_run, work, ranks=4, alike=wrong, step=0)
 
 
-def take_steps(model: nn.Module, optimizer: Any, x: torch.Tensor, steps: int) -> None:
+def take_steps(model: nn.Module, optimizer: Any, x: torch.Tensor, steps: int = 1) -> None:
     for _ in range(steps):
         model(x).sum().backward()
         optimizer.step()
@@ -133,22 +130,23 @@ def test_a_model_of_another_dtype_is_converted_and_stays_tied() -> None:
         assert model.to(torch.bfloat16).head.weight is model.head.weight
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         optimizer = torch.optim.AdamW(model.parameters())
-        take_steps(model, optimizer, torch.zeros(1, 8, dtype=torch.long), 1)
+        take_steps(model, optimizer, torch.zeros(1, 8, dtype=torch.long))
 
-    (one,) = dry_run(work, ranks=1, step=0).ranks.values()
-    assert peak_memory(one)["parameters"] == 2 * GPT.preset("tiny").parameter_count
+    held = peak_memory(dry_run(work, ranks=1, step=0).ranks[0])
+    assert held["parameters"] == 2 * GPT.preset("tiny").parameter_count
 
 
 def test_the_optimizer_is_that_of_a_gpu_unless_asked() -> None:
-    found = {}
-    for as_on in ("cuda", "cpu"):
-        one = dry_run(train, ranks=2, as_on=as_on).ranks[0]
-        (step,) = (span for span in one.spans if span.phase == "optimizer")
-        found[as_on] = [x for x in one.operations if step.began_s < x.when_s < step.ended_s]
-    assert len(found["cuda"]) < 30 < 200 < len(found["cpu"])
-    assert not any(x.name == "_local_scalar_dense" for x in found["cpu"] + found["cuda"])
-    moved = {name: sum(x.moved_bytes for x in of) for name, of in found.items()}
-    assert 0.9 < moved["cuda"] / moved["cpu"] < 1.2, "the same is read and written"
+    def operations(as_on: str) -> list[Operation]:
+        rank = dry_run(train, ranks=2, as_on=as_on).ranks[0]
+        (step,) = (span for span in rank.spans if span.phase == "optimizer")
+        return [x for x in rank.operations if step.began_s < x.when_s < step.ended_s]
+
+    cuda, cpu = operations("cuda"), operations("cpu")
+    assert len(cuda) < 30 < 200 < len(cpu)
+    assert not any(x.name == "_local_scalar_dense" for x in cpu + cuda)
+    moved_bytes = [sum(x.moved_bytes for x in done) for done in (cuda, cpu)]
+    assert 0.9 < moved_bytes[0] / moved_bytes[1] < 1.2, "the same is read and written"
 
 
 def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters() -> None:
@@ -162,7 +160,7 @@ def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters(
     assert (held["parameters"], held["optimizer state"]) == (2 * 72, 2 * 2 * 72 + 2 * 4)
 
 
-def test_it_leaves_the_process_as_it_was() -> None:
+def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs(worlds: Any) -> None:
     conversion = nn.Module._apply
 
     def looks() -> None:
@@ -174,21 +172,16 @@ def test_it_leaves_the_process_as_it_was() -> None:
     raises("", dry_run, lambda: {}["missing"], ranks=4, error=KeyError)
     assert not dist.is_initialized() and nn.Module._apply is conversion
     assert type(torch.ones(1)) is torch.Tensor
-    first, second = dry_run(train, ranks=4), dry_run(train, ranks=4)
+    first = dry_run(train, ranks=4)
+    of_a_notebook = torch.zeros(1_000_000)  # is not on the GPU that the run is recorded for
+    second = dry_run(train, ranks=4)
+    assert peak_memory(first.ranks[0]) == peak_memory(second.ranks[0])
+    assert gc.get_freeze_count() == 0 and of_a_notebook.numel()
     assert [e.group for e in first.ranks[0].comms] == [e.group for e in second.ranks[0].comms]
-    replays = [replay(one, cluster("selene")) for one in (first, second)]
+    replays = [replay(trace, cluster("selene")) for trace in (first, second)]
     assert replays[0] == replays[1], "to the last digit"
-    with World(1) as world:
-        raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
-
-
-def test_what_was_there_before_is_none_of_its_memory() -> None:
-    """The tensors of a notebook are not on the GPU that the run is recorded for."""
-    alone = dry_run(train, ranks=4)
-    mine = torch.zeros(1_000_000)
-    beside = dry_run(train, ranks=4)
-    held = [peak_memory(trace.ranks[0]) for trace in (alone, beside)]
-    assert held[0] == held[1] and gc.get_freeze_count() == 0 and mine.numel()
+    world = worlds(1, backend="gloo")
+    raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
 
 
 def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
@@ -197,12 +190,11 @@ def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
         x[x > 0].sum()
 
     def two_optimizers() -> None:
-        layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in layers]
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
         for _ in range(2):
-            layers[1](layers[0](torch.ones(1, 4))).sum().backward()
-            for one in optimizers:
-                one.step()
+            take_steps(layers, optimizers[0], torch.ones(1, 4))
+            optimizers[1].step()
 
     raises("looks at a number .*shape that depends on numbers", dry_run, chooses, ranks=2)
     raises("in step 1 there is no forward: .* give step=2", dry_run, two_optimizers, ranks=2)
@@ -213,16 +205,14 @@ def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
 
 def test_a_model_that_no_laptop_holds() -> None:
     """One layer of 175B parameters as DDP trains it: 1.8 billion in fp32."""
-
-    def gpt() -> GPT:
-        return GPT(vocab=1024, width=12288, depth=1, heads=96, context=2048)
+    gpt = partial(GPT, vocab=1024, width=12288, depth=1, heads=96, context=2048)
 
     def work() -> None:
         model = DDP(gpt())
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             optimizer.zero_grad()
-            take_steps(model, optimizer, torch.zeros(1, 2048, dtype=torch.long), 1)
+            take_steps(model, optimizer, torch.zeros(1, 2048, dtype=torch.long))
 
     dry = dry_run(work, ranks=1024)
     with torch.device("meta"):
@@ -240,18 +230,17 @@ def test_progress_keeps_what_the_function_prints_on_lines_of_its_own(
     monkeypatch.setattr(dry_runs, "LONG_S", 0.0)
     monkeypatch.setattr(dry_runs, "EVERY_S", 0.0)
 
-    def train() -> None:
+    def work() -> None:
         layer = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         for step in range(2):
-            layer(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+            take_steps(layer, optimizer, torch.ones(1, 2))
             print(f"step {step} is over")
 
-    dry_run(train, ranks=2)
+    dry_run(work, ranks=2)
     assert "operations" not in capsys.readouterr().out, "nothing is shown in a file"
     monkeypatch.setattr(dry_runs, "Console", partial(Console, force_terminal=True, width=80))
-    dry_run(train, ranks=2)
+    dry_run(work, ranks=2)
     shown = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", capsys.readouterr().out)
     assert re.search(r"rank 0 of 2, without data: \d+ operations, 0 s", shown)
     for step in range(2):

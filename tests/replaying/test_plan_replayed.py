@@ -7,23 +7,16 @@ from itertools import pairwise
 
 import pytest
 
-from labkit import fits, largest_that_fits, plan
-from labkit.clusters import cluster
+from labkit import cluster, fits, largest_that_fits, plan, step_report
 from labkit.replaying.planning.layout import Layout, Sizes, described, layouts
 from labkit.replaying.planning.plan import Plan
 from labkit.replaying.planning.published import MODELS
-from labkit.replaying.planning.ranking import Report, least_bytes, reporter
+from labkit.replaying.planning.ranking import least_bytes, reporter
 from labkit.replaying.planning.report import StepReport, cause, reached, why
-from labkit.replaying.planning.steps import step_report
 from plan_cases import SMALL
 
 SELENE = cluster("selene")
 GPT, GPUS, ROWS = MODELS["megatron-39.1b"], 512, 1536
-
-
-@pytest.fixture(scope="module")
-def report() -> Report:
-    return reporter(SELENE, ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +32,11 @@ def at(planned: Plan, tp: int, pp: int, dp: int, chunks: int = 1) -> StepReport:
 
 
 def test_tensor_parallelism_belongs_inside_a_node_and_pipelines_between_them(planned: Plan) -> None:
-    for inside, outside in (
-        (at(planned, 8, 2, 32), at(planned, 16, 1, 32)),
-        (at(planned, 8, 4, 16), at(planned, 16, 2, 16)),
-        (at(planned, 8, 16, 4), at(planned, 16, 8, 4)),
-    ):
+    words = "tp 16 leaves the node of 8: its collectives go over InfiniBand"
+    for pp, dp in ((2, 32), (4, 16), (16, 4)):
+        inside, outside = at(planned, 8, pp, dp), at(planned, 16, pp // 2, dp)
         assert inside.step_s < outside.step_s and cause(inside, outside) == "tensor"
-        assert "tp 16 leaves the node of 8: its collectives go over InfiniBand" in why(
-            inside, outside, SELENE
-        )
+        assert words in why(inside, outside, SELENE)
     assert planned.best.layout.tp == 8
 
 
@@ -69,7 +58,8 @@ def test_interleaving_trades_bubble_for_messages(planned: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_the_micro_batch_trades_the_speed_of_products_for_the_bubble(report: Report) -> None:
+def test_the_micro_batch_trades_the_speed_of_products_for_the_bubble() -> None:
+    report = reporter(SELENE, ROWS)
     steps = [report(GPT, Layout(8, 8, 8, b, recompute="full")) for b in (1, 2, 4, 8, 24)]
     for small, large in pairwise(steps):
         assert reached(small) < reached(large)
@@ -79,9 +69,7 @@ def test_the_micro_batch_trades_the_speed_of_products_for_the_bubble(report: Rep
     assert best.layout.microbatch < 24 and cause(best, steps[-1]) == "bubble"
     assert "pp - 1 = 7 over 8 micro-batches" in why(best, steps[-1], SELENE)
     assert cause(steps[-1], steps[0]) == "compute"
-    assert "smaller products: with tp 8 and b 1" in why(steps[-1], steps[0], SELENE) or (
-        steps[0].step_s < steps[-1].step_s
-    )
+    assert "smaller products: with tp 8 and b 1" in why(steps[-1], steps[0], SELENE)
 
 
 @pytest.mark.slow
@@ -103,8 +91,8 @@ def test_the_largest_that_fits_fits_and_one_block_more_does_not() -> None:
     found = largest_that_fits(SMALL, SELENE, 8, **asked)
     depth = found.report.sizes.depth
     assert found.fits and fits(replace(SMALL, depth=depth), SELENE, 8, **asked).fits
+    asked |= {"microbatch": 1, "chunks": 1}
     for deeper in range(depth + 1, depth + 5):
-        asked |= {"microbatch": 1, "chunks": 1}
         assert not fits(replace(SMALL, depth=deeper), SELENE, 8, **asked).fits
     assert sum(found.report.memory_bytes.values()) <= 4e9
 

@@ -1,6 +1,5 @@
 """Sliders over a replay. The pure part (`changed`, `Redrawing`) is tested without ipywidgets."""
 
-import sys
 from base64 import b64decode
 from collections import Counter
 from dataclasses import replace
@@ -11,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit import replaying
-from labkit.clusters import Cluster, cluster, known_clusters
-from labkit.events import CommEvent
+from labkit import Cluster, CommEvent, cluster, known_clusters, replaying
 from labkit.plot.figure import png
 from labkit.plot.timelines import TimelineView
 from labkit.replaying import changed, replay
@@ -29,25 +26,23 @@ CLOUD = cluster("v100-cloud")
 
 def recorded(buckets: int = 2, ranks: int = 8, op: str = "all_reduce") -> Trace:
     """One rank that stands for all: two products a bucket, which leaves beside the next."""
-    group = tuple(range(ranks))
-    one = RankTrace(0, ranks, alike=group[1:], steps=[Step(1, 0.0, 100.0, True)])
-    one.spans.append(Span("backward", "", 1, 1.0, 90.0, flops=2 * buckets * 10**10))
+    group, nbytes = tuple(range(ranks)), 10**8 // buckets
+    operations, comms = [], []
     for number in range(buckets):
         when_s = 2.0 + number * 10
         for at_s in (when_s, when_s + 1):
-            product = Operation(at_s, 1, "mm", "float32", 10**10, 10**6, (1024,) * 3)
-            one.operations.append(product)
-        nbytes = 10**8 // buckets
-        event = CommEvent(
+            operations.append(Operation(at_s, 1, "mm", "float32", 10**10, 10**6, (1024,) * 3))
+        comms.append(CommEvent(
             op, "default", group, 0, number, "float32", (nbytes // 4,), nbytes, nbytes, False,
-            step=1,
-        )  # fmt: skip
-        event.issued_s = event.began_s = when_s + 2
-        event.ended_s = event.wait_ended_s = 98.0
-        event.wait_began_s = 91.0
-        one.comms.append(event)
-    one.memory = [MemoryPoint(1.0, 1, (1, 0, 0, 0, 0, 0))]
-    return Trace({0: one})
+            step=1, issued_s=when_s + 2, began_s=when_s + 2, ended_s=98.0,
+            wait_began_s=91.0, wait_ended_s=98.0,
+        ))  # fmt: skip
+    rank = RankTrace(
+        0, ranks, alike=group[1:], steps=[Step(1, 0.0, 100.0, True)],
+        spans=[Span("backward", "", 1, 1.0, 90.0, flops=2 * buckets * 10**10)], comms=comms,
+        operations=operations, memory=[MemoryPoint(1.0, 1, (1, 0, 0, 0, 0, 0))],
+    )  # fmt: skip
+    return Trace({0: rank})
 
 
 def step_s(at: Cluster, trace: Trace | None = None) -> float:
@@ -72,12 +67,12 @@ def test_only_the_given_fields_change() -> None:
 @pytest.mark.parametrize("name", known_clusters())
 @pytest.mark.parametrize("ranks", [1, 7, 8, 9, 2048])
 def test_there_are_just_enough_nodes(name: str, ranks: int) -> None:
-    one = cluster(name)
+    known = cluster(name)
     for per_node in (None, 1, 2, 16):
-        new = changed(one, ranks, devices_per_node=per_node)
+        new = changed(known, ranks, devices_per_node=per_node)
         assert new.size - new.devices_per_node < ranks <= new.size
-    if one.between is not None:
-        assert changed(one, ranks) == replace(one, nodes=-(-ranks // one.devices_per_node))
+    if known.between is not None:
+        assert changed(known, ranks) == replace(known, nodes=-(-ranks // known.devices_per_node))
 
 
 def test_ports_follow_the_devices_where_each_had_its_own() -> None:
@@ -110,13 +105,12 @@ test_an_impossible_change_is_reported = refusals(
 
 
 SPEEDS = st.floats(1e7, 1e12)
+OPS = ["all_reduce", "all_gather", "all_to_all", "broadcast"]
+FACTORS, PER_NODE = st.floats(1.0, 100.0), st.sampled_from([1, 2, 4, 8])
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    SPEEDS, SPEEDS, st.floats(1.0, 100.0), st.sampled_from([1, 2, 4, 8]),
-    st.sampled_from(["all_reduce", "all_gather", "all_to_all", "broadcast"]),
-)  # fmt: skip
+@given(SPEEDS, SPEEDS, FACTORS, PER_NODE, st.sampled_from(OPS))
 def test_more_bandwidth_or_less_latency_never_makes_a_step_longer(
     inside: float, between: float, factor: float, per_node: int, op: str
 ) -> None:
@@ -133,14 +127,10 @@ def test_more_bandwidth_or_less_latency_never_makes_a_step_longer(
 
 
 def test_a_slower_cluster_takes_longer() -> None:
-    as_it_is, nodes = step_s(changed(POD, 8)), {"devices_per_node": 4}
-    for slower in (
-        {"inside_bytes_per_s": 1e9},
-        {"between_bytes_per_s": 1e9, **nodes},
-        {"inside_latency_s": 1e-2},
-        {"between_latency_s": 1e-2, **nodes},
-    ):
-        assert step_s(changed(POD, 8, **slower)) > 2 * as_it_is
+    as_it_is = step_s(changed(POD, 8))
+    for wire, devices in (("inside", 8), ("between", 4)):
+        for slower in ({f"{wire}_bytes_per_s": 1e9}, {f"{wire}_latency_s": 1e-2}):
+            assert step_s(changed(POD, 8, devices_per_node=devices, **slower)) > 2 * as_it_is
     assert step_s(changed(POD, 8, between_bytes_per_s=1e9)) == as_it_is  # one node
 
 
@@ -169,49 +159,42 @@ def test_a_redrawing_keeps_its_objects_and_shows_what_is_replayed() -> None:
     assert len(view.figure.findobj()) == artists
 
 
-def test_the_first_ranks_are_drawn_of_all_that_are_known() -> None:
-    redrawing = Redrawing(3)
-    redrawing.draw(recorded(ranks=64), changed(POD, 64))
-    assert list(redrawing.view.trace.ranks) == [0, 1, 2]
-    assert "3 of 64 ranks" in redrawing.view.axes.get_title(loc="left")
-    assert [*recorded(ranks=4).record_of] == [0, 1, 2, 3]
-
-
 def test_the_line_says_where_the_time_went() -> None:
     trace, at = recorded(), changed(POD, 8)
     split = split_of(replay(trace, at))
     assert split.flops == 4 * 10**10
     mfu = 4e10 / (split.step_s * at.device.peak_flops["float32"])
     assert 0.1 < mfu < 0.85
-    said = in_words(split, trace, at)
-    assert said.startswith(str(split)) and f"MFU {mfu:.1%} of the float32 peak" in said
-    some = Operation(1.0, 1, "mm", "bfloat16", 10**11, 0)
-    trace.ranks[0].operations.append(some)
+    line = in_words(split, trace, at)
+    assert line.startswith(str(split)) and f"MFU {mfu:.1%} of the float32 peak" in line
+    trace.ranks[0].operations.append(Operation(1.0, 1, "mm", "bfloat16", 10**11, 0))
     assert main_dtype(trace) == "bfloat16"
     assert in_words(replace(split, flops=None), trace, at) == str(split)
 
 
 def test_another_trace_is_shown_as_a_fresh_view_would() -> None:
-    one, other = (replay(recorded(op=op), changed(POD, 8)) for op in ("all_reduce", "all_gather"))
-    view = TimelineView(one)
+    first, other = (replay(recorded(op=op), changed(POD, 8)) for op in ("all_reduce", "all_gather"))
+    view = TimelineView(first)
     drawn, kept = png(view.figure), (view.figure, view.axes, view.polygons)
     view.show(other)
     assert png(view.figure) == png(TimelineView(other).figure) != drawn
     assert [x.get_text() for x in view._legend.get_texts()][-1] == "all_gather"
     assert len(view.figure.legends) == 1
-    view.show(one, until_s=1e-9)  # the axis is never too short for the step
+    view.show(first, until_s=1e-9)  # the axis is never too short for the step
     assert png(view.figure) == drawn
     assert (view.figure, view.axes, view.polygons) == kept
 
 
 @pytest.mark.parametrize("name", known_clusters())
 def test_a_title_leaves_the_figure_on_no_cluster(name: str) -> None:
-    redrawing = Redrawing(4)
+    redrawing = Redrawing(3)
     redrawing.draw(recorded(ranks=64), changed(cluster(name), 64, inside_bytes_per_s=1e8))
     figure, axes = redrawing.view.figure, redrawing.view.axes
     figure.canvas.draw()
-    assert axes.get_title(loc="left").endswith(", changed")
+    title = axes.get_title(loc="left")
+    assert title.endswith(", changed") and "3 of 64 ranks" in title
     assert axes._left_title.get_window_extent().x1 < figure.bbox.x1
+    assert list(redrawing.view.trace.ranks) == [0, 1, 2], "the first of all that are known"
 
 
 widgets = pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipywidgets")
@@ -275,9 +258,8 @@ def test_every_combination_is_recorded_once() -> None:
     assert calls == Counter(product((1, 2, 3), ops))
     for buckets, op in product((3, 1), ops):
         shown.choices["buckets"].value, shown.choices["op"].value = buckets, op
-        assert {(len(x.comms), x.comms[0].op) for x in shown.recorded.ranks.values()} == {
-            (buckets, op)
-        }
+        (comms,) = (rank.comms for rank in shown.recorded.ranks.values())
+        assert (len(comms), comms[0].op) == (buckets, op)
         assert len(shown._redrawing.view.trace.ranks[0].comms) == buckets
     assert calls.total() == 6
 
@@ -298,21 +280,11 @@ test_impossible_widgets_are_reported = widgets(
 )
 
 
-def test_without_ipywidgets_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    for module in ("labkit.replaying.what_ifs", "labkit.plot.widgets"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.delitem(vars(replaying), "what_if", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'labkit\[lab\]'"):
-        replaying.what_if(recorded(), POD)
-
-
 def test_a_picture_says_of_which_wires_it_is() -> None:
     """Also where they make no difference: inside a node nothing holds up this ring."""
     redrawing, trace = Redrawing(), recorded(ranks=16)
-    before, _ = redrawing.draw(trace, CLOUD)
-    after, _ = redrawing.draw(trace, changed(CLOUD, 16, inside_bytes_per_s=149e9))
-    again, _ = redrawing.draw(trace, changed(CLOUD, 16, inside_bytes_per_s=148e9))
-    assert len({before, after, again}) == 3
+    rates = (149e9, 148e9)
+    clusters = [CLOUD, *(changed(CLOUD, 16, inside_bytes_per_s=rate) for rate in rates)]
+    assert len({redrawing.draw(trace, at)[0] for at in clusters}) == 3
     label = redrawing.view.axes.get_xlabel()
     assert label == "ms  ·  NVLink 2 148 GB/s, 3.4 µs  ·  Ethernet 3.12 GB/s, 30 µs"

@@ -19,11 +19,9 @@ from test_plot import assert_readable, words
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 1000])
 def test_bus_bandwidth_has_the_published_factors(n: int) -> None:
     """Those of nccl-tests: doc/PERFORMANCE.md; gather, scatter and sendrecv from src/*.cu."""
-    published = {
-        "all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": (n - 1) / n,
-        "broadcast": 1, "reduce": 1, "all_to_all": (n - 1) / n, "gather": (n - 1) / n,
-        "scatter": (n - 1) / n, "ring_exchange": 1, "there_and_back": 1,
-    }  # fmt: skip
+    others = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
+    published = {"all_reduce": 2 * (n - 1) / n, **dict.fromkeys(others, (n - 1) / n)}
+    published |= dict.fromkeys(("broadcast", "reduce", "ring_exchange", "there_and_back"), 1)
     for op, factor in published.items():
         (point,) = points_of(op, n, "x", {10_000_000: 0.01})
         assert point.algbw_bytes_per_s == 1e9
@@ -35,9 +33,8 @@ def test_bus_bandwidth_has_the_published_factors(n: int) -> None:
 
 
 def test_sizes_are_read_counted_and_refused() -> None:
-    assert [sweep.parse_bytes(t) for t in ("12", "4K", "4k", "2MiB", "1 G", "3MB")] == [
-        12, 4096, 4096, 2 << 20, 1 << 30, 3 << 20
-    ]  # fmt: skip
+    texts = ("12", "4K", "4k", "2MiB", "1 G", "3MB")
+    assert [*map(sweep.parse_bytes, texts)] == [12, 4096, 4096, 2 << 20, 1 << 30, 3 << 20]
     for text in ("", "x", "4T", "0", "-4", "1.5K"):
         raises("is no size; write bytes as 4096, 4K", sweep.parse_bytes, text)
     assert sweep.sizes_between(4096, 1 << 18, 4) == [4096, 16384, 65536, 262144]
@@ -60,12 +57,13 @@ def test_an_invalid_sweep_is_refused(text: str, tmp_path: Path) -> None:
 )
 def test_exact_times_give_their_alpha_and_beta_back(op: str, algorithm: str) -> None:
     for n in (2, 3, 4):
-        fitted = alpha_beta.fit(modelled(op, n, algorithm, 50e-6, 0.8e-9))
+        points = modelled(op, n, algorithm, 50e-6, 0.8e-9)
+        fitted = alpha_beta.fit(points)
         assert (fitted.op, fitted.ranks, fitted.algorithm) == (op, n, algorithm)
         assert fitted.alpha_s == pytest.approx(50e-6)
         assert fitted.beta_s_per_byte == pytest.approx(0.8e-9)
         assert fitted.error < 1e-9
-        for point in modelled(op, n, algorithm, 50e-6, 0.8e-9):
+        for point in points:
             assert fitted.seconds(point.size_bytes) == pytest.approx(point.time_s)
             busbw = fitted.busbw_bytes_per_s(point.size_bytes)
             assert busbw == pytest.approx(point.busbw_bytes_per_s)
@@ -90,18 +88,16 @@ def test_noise_moves_the_fit_by_no_more_than_itself_and_is_reported(
 
 def test_small_sizes_count_as_much_as_large_ones() -> None:
     """Absolute least squares would give all to the largest, which is half too slow here."""
-    exact = modelled("broadcast", 2, "tree", 100e-6, 1e-9)
-    fitted = alpha_beta.fit([*exact[:-1], replace(exact[-1], time_s=1.5 * exact[-1].time_s)])
+    *exact, largest = modelled("broadcast", 2, "tree", 100e-6, 1e-9)
+    fitted = alpha_beta.fit([*exact, replace(largest, time_s=1.5 * largest.time_s)])
     assert fitted.alpha_s == pytest.approx(100e-6, rel=0.1)
 
 
 def test_neither_alpha_nor_beta_is_negative_and_then_the_other_is_the_best() -> None:
     line = [Cost(1, 100.0), Cost(1, 1000.0)]
-    alpha, beta, error = alpha_beta.fit_line(
-        line, [1.0, 20.0]
-    )  # a straight line would begin below 0
+    alpha, beta, error = alpha_beta.fit_line(line, [1.0, 20.0])  # would begin below 0
     assert alpha == 0 and beta == pytest.approx(np.sqrt(0.01 * 0.02))
-    assert error == pytest.approx(np.log(2) / 2)  # one a factor of the root of 2 above, one below
+    assert error == pytest.approx(np.log(2) / 2)  # a factor of the root of 2 above, and below
     alpha, beta, _ = alpha_beta.fit_line(line, [2.0, 1.0])
     assert beta == 0 and alpha == pytest.approx(np.sqrt(2.0 * 1.0))
 
@@ -118,19 +114,16 @@ def test_a_fit_needs_two_sizes_of_one_algorithm() -> None:
         raises("give the points of one, at two sizes or more", alpha_beta.fit, points)
     default = [replace(point, algorithm=DEFAULT) for point in ring]
     single = modelled("all_gather", 4, "ring", 1e-5, 1e-9)[:1]
-    assert [one.algorithm for one in alpha_beta.fit_sweep(Sweep(default + ring + single))] == [
-        "ring"
-    ]
+    (fitted,) = alpha_beta.fit_sweep(Sweep(default + ring + single))
+    assert fitted.algorithm == "ring"
 
 
 def test_lines_cross_where_their_times_are_equal() -> None:
     """Recursive doubling: 2 alpha + 2 S beta; halving and doubling: 4 alpha + 1.5 S beta. Equal
     at S = 4 alpha / beta."""
     alpha_s, beta = 50e-6, 1e-9
-    both = [
-        alpha_beta.fit(modelled("all_reduce", 4, name, alpha_s, beta))
-        for name in ("halving_doubling", "recursive_doubling")
-    ]
+    names = ("halving_doubling", "recursive_doubling")
+    both = [alpha_beta.fit(modelled("all_reduce", 4, name, alpha_s, beta)) for name in names]
     ((size, before, after),) = alpha_beta.crossovers(both, SIZES[0], SIZES[-1])
     assert (before, after) == ("recursive_doubling", "halving_doubling")
     assert size == pytest.approx(4 * alpha_s / beta, rel=0.01)
@@ -152,11 +145,10 @@ def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> 
     made_up = pictured()
     figure = plot.bandwidth(made_up.save(tmp_path / "sweep.json"))
     axes = figure.axes[0]
-    solid = {line.get_label().split(":")[0]: line for line in axes.lines if len(line.get_xdata())
-             == len(SIZES)}  # fmt: skip
-    assert solid.keys() == {
-        "ring", "recursive_doubling", "halving_doubling", "gloo's own", DEFAULT
-    }  # fmt: skip
+    measured = [line for line in axes.lines if len(line.get_xdata()) == len(SIZES)]
+    solid = {line.get_label().split(":")[0]: line for line in measured}
+    names = {"ring", "recursive_doubling", "halving_doubling", "gloo's own", DEFAULT}
+    assert solid.keys() == names
     for point in made_up.of("all_reduce", 4):
         line = solid["gloo's own" if point.own else point.algorithm]
         at = list(line.get_xdata()).index(point.size_bytes)
@@ -178,6 +170,6 @@ def test_the_lines_are_the_bandwidths_and_the_dashes_the_fit(tmp_path: Path) -> 
 
 def test_a_part_of_a_sweep_is_drawn_and_what_is_not_there_refused() -> None:
     assert len(plot.bandwidth(pictured(), op="all_gather").axes) == 2  # the lines, the legend
-    with pytest.raises(ValueError, match="it has all_reduce on 4 ranks, all_gather on 2 ranks"):
-        plot.bandwidth(pictured(), "all_reduce", ranks=2)
+    words = "it has all_reduce on 4 ranks, all_gather on 2 ranks"
+    raises(words, plot.bandwidth, pictured(), "all_reduce", ranks=2)
     raises("it has nothing", plot.bandwidth, Sweep([]))

@@ -38,29 +38,26 @@ def faults(page: dict[str, Any]) -> list[str]:
     found: list[str] = []
     events = page["traceEvents"]
     json.dumps(page, allow_nan=False)
+    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    processes = {e["pid"] for e in events if e["name"] == "process_name"}
     for event in events:
-        fields = COMMON | FIELDS[event["ph"]]
-        for name, kind in fields.items():
+        phase, args = event["ph"], event.get("args", {}).values()
+        for name, kind in (COMMON | FIELDS[phase]).items():
             if not isinstance(event.get(name), kind) or isinstance(event[name], bool):
                 found.append(f"field {name} of {event}")
         for name in ("ts", "dur"):
             if not (math.isfinite(event.get(name, 0)) and event.get(name, 0) >= 0):
                 found.append(f"number {name} of {event}")
-        if event["ph"] == "M":
-            (value,) = event["args"].values()
-            if not isinstance(value, METADATA[event["name"]]):
-                found.append(f"metadata {event}")
-        if event["ph"] == "C" and not all(type(x) is int for x in event["args"].values()):
+        if phase == "M" and [type(x) for x in args] != [METADATA[event["name"]]]:
+            found.append(f"metadata {event}")
+        if phase == "C" and not all(type(x) is int for x in args):
             found.append(f"counter {event}")
+        nameless = phase == "X" and (event["pid"], event["tid"]) not in threads
+        if nameless or event["pid"] not in processes:
+            found.append(f"nameless {event}")
     times = [event["ts"] for event in events if event["ph"] != "M"]
     if times != sorted(times):
         found.append("order of times")
-    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    processes = {e["pid"] for e in events if e["name"] == "process_name"}
-    found += [
-        f"nameless {e}" for e in events
-        if e["pid"] not in processes or (e["ph"] == "X" and (e["pid"], e["tid"]) not in named)
-    ]  # fmt: skip
     return found + _crossings(events) + _arrows(events)
 
 
@@ -105,13 +102,11 @@ def _arrows(events: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def missing_rank() -> Trace:
-    trace = sample_trace(3)
-    del trace.ranks[0]
-    return trace
+MISSING_RANK = sample_trace(3)
+del MISSING_RANK.ranks[0]
 
 
-@pytest.mark.parametrize("trace", [*map(sample_trace, (1, 2, 4)), Trace(), missing_rank()])
+@pytest.mark.parametrize("trace", [*map(sample_trace, (1, 2, 4)), Trace(), MISSING_RANK])
 def test_it_keeps_the_rules(trace: Trace) -> None:
     assert faults(to_chrome(trace)) == []
 
@@ -130,14 +125,10 @@ def test_every_span_step_event_and_wait_is_a_slice() -> None:
         assert shown["ts"] == pytest.approx(head.began_s * 1e6, abs=1e-3)
         assert shown["ts"] + shown["dur"] == pytest.approx(head.ended_s * 1e6, abs=2e-3)
         assert shown["args"]["flops"] == head.flops and "flops" not in first["args"]
-
-
-def test_memory_is_a_counter_by_category() -> None:
-    trace = sample_trace(2)
-    counters = [e for e in to_chrome(trace)["traceEvents"] if e["ph"] == "C" and e["pid"] == 2]
-    points = trace.ranks[1].memory
-    assert [tuple(e["args"].values()) for e in counters] == [p.held_bytes for p in points]
-    assert list(counters[0]["args"])[:2] == ["parameters", "gradients"]
+        # Memory is a counter by category.
+        counters = [e["args"] for e in events if e["ph"] == "C" and e["pid"] == rank + 1]
+        assert [tuple(x.values()) for x in counters] == [p.held_bytes for p in one.memory]
+        assert list(counters[0])[:2] == ["parameters", "gradients"]
 
 
 def test_arrows_join_what_belongs_together() -> None:
@@ -150,13 +141,12 @@ def test_arrows_join_what_belongs_together() -> None:
     begins = {e["id"]: e for e in events if e["ph"] == "s"}
     for end in (e for e in events if e["ph"] == "f"):
         begin = begins[end["id"]]
-        there = slices.get((end["pid"], end["tid"], end["ts"]), "")
+        here, there = (slices.get((x["pid"], x["tid"], x["ts"]), "") for x in (begin, end))
         if end["name"] == "collective":
-            here = slices[begin["pid"], begin["tid"], begin["ts"]]
             assert here == there and here.startswith("all_reduce")
             assert begin["pid"] != end["pid"]
         elif end["name"] == "message":
-            assert slices[begin["pid"], begin["tid"], begin["ts"]] == "send 1"
+            assert here == "send 1"
             assert (begin["pid"], end["pid"]) in {(1, 2), (1, 3), (1, 4)}
         else:
             assert there.startswith("wait for ")
@@ -169,25 +159,25 @@ def test_arrows_join_what_belongs_together() -> None:
 
 def test_what_never_ended_is_drawn_to_the_end() -> None:
     trace = sample_trace(2, steps=2)
-    one = trace.ranks[1]
-    last = max(x.ended_s for x in trace.ranks[0].steps)
-    one.comms[-1].began_s = one.comms[-1].ended_s = one.comms[-1].wait_ended_s = 0.0
-    one.steps[-1].ended_s = one.spans[-1].ended_s = 0.0
+    rank = trace.ranks[1]
+    event = rank.comms[-1]
+    event.began_s = event.ended_s = event.wait_ended_s = 0.0
+    rank.steps[-1].ended_s = rank.spans[-1].ended_s = 0.0
     before = copy.deepcopy(trace)
     page = to_chrome(trace)
     assert faults(page) == []
     assert trace.ranks == before.ranks
     never = [e for e in page["traceEvents"] if "never ended" in e["name"]]
     assert {e["cat"] for e in never} == {"step", "optimizer", "communication"}
-    last = max(last, one.memory[-1].when_s)
-    assert {ns(e["ts"] + e["dur"]) for e in never} == {round(last * 1e9)}
+    last_s = max(rank.memory[-1].when_s, *(x.ended_s for x in trace.ranks[0].steps))
+    assert {ns(e["ts"] + e["dur"]) for e in never} == {round(last_s * 1e9)}
 
 
 def test_overlapping_spans_have_separate_threads() -> None:
     trace = sample_trace(1, steps=1)
-    step = trace.ranks[0].steps[0]
-    middle = (step.began_s + step.ended_s) / 2
-    trace.ranks[0].spans.append(Span("user", "longer than the step", 0, middle, step.ended_s + 1))
+    (step,) = trace.ranks[0].steps
+    middle_s = (step.began_s + step.ended_s) / 2
+    trace.ranks[0].spans.append(Span("user", "longer than the step", 0, middle_s, step.ended_s + 1))
     page = to_chrome(trace)
     assert faults(page) == []
     threads = [e["args"]["name"] for e in page["traceEvents"] if e["name"] == "thread_name"]
@@ -204,9 +194,8 @@ def test_spans_may_come_as_they_ended_and_not_as_they_began() -> None:
 
 
 def test_the_run_is_described_in_words() -> None:
-    assert to_chrome(Trace(about={"a": Path("b"), "seeds": [1]}))["otherData"] == {
-        "a": "b", "seeds": "[1]"
-    }  # fmt: skip
+    page = to_chrome(Trace(about={"a": Path("b"), "seeds": [1]}))
+    assert page["otherData"] == {"a": "b", "seeds": "[1]"}
 
 
 def test_clocks_that_disagree_make_no_arrow_back_in_time() -> None:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,13 +14,14 @@ import pytest
 
 from command import command, python
 from damage import SECRET, damage
-from labkit import Link, World, plot, read_run, record, write_run
-from labkit.sweeps.sweep import Point, Sweep
+from labkit import Link, World, cluster, plot, read_run, record, write_clusters, write_run
+from labkit.sweeps.sweep import Sweep
 from labkit.trace.chrome import to_chrome, write_chrome
 from labkit.trace.nccl_log import parse_nccl_log
 from labkit.training import Task, train
 from places import ROOT
-from tables import raises
+from sweep_cases import points_of
+from tables import cases, raises
 from traces import sample_trace
 
 EVIL = "\x1b]0;title\x07\x1b[31m[/x][nope]"
@@ -68,15 +72,13 @@ def fuzz(*args: object) -> dict[str, Any]:
 
 
 def test_a_range_of_ranks_is_bounded_and_its_line_is_left_out(folder: Path) -> None:
-    count = change_lines(folder / "rank0.jsonl", ranks="0:1000000000000:1")
+    assert change_lines(folder / "rank0.jsonl", ranks="0:1000000000000:1") > 1
     trace = read_run(folder)
-    assert count > 1 and trace.ranks[0].comms == [] and trace.ranks[1].comms
+    assert trace.ranks[0].comms == [] and trace.ranks[1].comms
     assert any("rank0.jsonl: line" in x and "left out" in x for x in trace.about["problems"])
 
 
-def test_the_ranges_of_a_file_are_bounded_together_and_equal_ones_share_their_numbers(
-    folder: Path,
-) -> None:
+def test_ranges_of_ranks_are_bounded_together_and_equal_ranges_shared(folder: Path) -> None:
     file = folder / "rank0.jsonl"
     change_lines(file, ranks="0:1000:1")
     events = read_run(folder).ranks[0].comms
@@ -94,16 +96,15 @@ def test_the_ranges_of_a_file_are_bounded_together_and_equal_ones_share_their_nu
     assert 0 < len(kept) < 20 and len(kept[0].ranks) == 100_000
 
 
-@pytest.mark.parametrize("name", ["rank0.jsonl", "run.json"])
-def test_a_world_of_a_million_million_ranks_is_not_believed(name: str, folder: Path) -> None:
+@cases(("rank0.jsonl", 2), ("run.json", 0))
+def test_a_million_million_ranks_are_not_believed(name: str, size: int, folder: Path) -> None:
+    change_header(folder / "rank0.jsonl", size=10**12)
     if name == "run.json":
         change_json(folder / name, world_size=10**12)
-        for rank in (0, 1):
-            (folder / f"rank{rank}.jsonl").unlink()
-    else:
-        change_header(folder / name, size=10**12)
+        for file in folder.glob("rank*.jsonl"):
+            file.unlink()
     trace = read_run(folder)
-    assert trace.size == (0 if name == "run.json" else 2)
+    assert trace.size == size
     assert any(name in problem for problem in trace.about["problems"])
 
 
@@ -114,37 +115,27 @@ def test_missing_ranks_are_counted_and_not_all_listed(tmp_path: Path) -> None:
     assert len(problems) == 9 and problems[-1] == "1,015 more ranks have no file"
 
 
-@pytest.mark.parametrize("picture", ["timeline.png", "memory.png"])
-def test_view_writes_through_no_link(picture: str, folder: Path, tmp_path: Path) -> None:
+@cases(
+    ("timeline.png", "view {0}"),
+    ("memory.png", "view {0}"),
+    ("chrome.json.gz", "view {0} --chrome {0}/chrome.json.gz"),
+    ("replay-selene.png", "replay {0} --on selene --measured"),
+    ("chrome.json", "replay {0} --on selene --measured --chrome {0}/chrome.json"),
+)
+def test_no_link_is_written_through(name: str, line: str, folder: Path, tmp_path: Path) -> None:
     (outside := tmp_path / "outside").write_text(SECRET)
-    (folder / picture).symlink_to(outside)
-    assert "is a link" in command(f"view {folder}", 2)
+    (folder / name).symlink_to(outside)
+    assert "is a link" in command(line.format(folder), 2)
     assert outside.read_text() == SECRET
 
 
-def test_replay_and_chrome_write_through_no_link(folder: Path, tmp_path: Path) -> None:
-    (outside := tmp_path / "outside").write_text(SECRET)
-    for name in ("replay-selene.png", "chrome.json", "chrome.json.gz"):
-        (folder / name).symlink_to(outside)
-    replay = f"replay {folder} --on selene --measured"
-    view = f"view {folder} --chrome {folder}/chrome.json.gz"
-    for line in (replay, f"{replay} --chrome {folder}/chrome.json", view):
-        assert "is a link" in command(line, 2)
-        assert outside.read_text() == SECRET
-
-
-def test_a_cluster_whose_name_is_a_path_draws_into_the_folder_of_the_run(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_cluster_named_as_a_path_draws_into_the_runs_folder(folder: Path, tmp_path: Path) -> None:
     (folder / "replay-..").mkdir()
-    (tmp_path / "mine.toml").write_text(
-        '[clusters."../../../up"]\ntitle = "[/x]\\u001b[31m"\ndevice = "v100"\nnodes = 1\n'
-        '[[clusters."../../../up".levels]]\ndevices = 2\nports = 1\n'
-        'bytes_per_s = [1e9, "a guess"]\nlatency_s = [0, "a guess"]\n'
-    )
-    shown = command(f"replay {folder} --clusters {tmp_path}/mine.toml --measured")
+    custom = replace(cluster("h200-node"), name="../../../up", title="[/x]\x1b[31m")
+    write_clusters(tmp_path / "custom.toml", {custom.name: custom})
+    shown = command(f"replay {folder} --clusters {tmp_path}/custom.toml --measured")
     assert (folder / "replay-..-..-..-up.png").is_file() and "\x1b" not in shown
-    assert {x.name for x in tmp_path.iterdir()} == {"run", "mine.toml"}
+    assert {x.name for x in tmp_path.iterdir()} == {"run", "custom.toml"}
 
 
 def test_names_and_texts_of_a_run_reach_the_terminal_as_plain_text(tmp_path: Path) -> None:
@@ -166,8 +157,8 @@ def test_names_and_texts_of_a_run_reach_the_terminal_as_plain_text(tmp_path: Pat
 
 def test_formulas_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     trace = sample_trace(2)
-    for one in trace.ranks.values():
-        for event in one.comms:
+    for rank in trace.ranks.values():
+        for event in rank.comms:
             event.op, event.group = "$\\frac{$", " "
     trace.about["replayed"] = "$\\frac{$"
     folder = write_run(trace, tmp_path / "run")
@@ -175,19 +166,19 @@ def test_formulas_in_names_are_drawn_as_they_are(tmp_path: Path) -> None:
     assert (folder / "timeline.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("what", ["fifo", "folder", "device", "loop"])
+IRREGULAR: dict[str, Callable[[Path], None]] = {
+    "fifo": os.mkfifo,
+    "folder": Path.mkdir,
+    "device": lambda file: file.symlink_to("/dev/zero"),
+    "loop": lambda file: file.symlink_to(file),
+}
+
+
+@pytest.mark.parametrize("what", IRREGULAR)
 @pytest.mark.parametrize("name", ["run.json", "rank0.jsonl", "metrics.jsonl"])
 def test_an_irregular_file_is_named_and_does_not_block(name: str, what: str, folder: Path) -> None:
     (file := folder / name).unlink()
-    match what:
-        case "fifo":
-            os.mkfifo(file)
-        case "folder":
-            file.mkdir()
-        case "device":
-            file.symlink_to("/dev/zero")
-        case _:
-            file.symlink_to(file)
+    IRREGULAR[what](file)
     if name == "run.json":
         raises("run.json", read_run, folder, error=(ValueError, OSError))
         command(f"view {folder}", 2)
@@ -210,9 +201,7 @@ def test_a_file_of_a_terabyte_is_not_read(folder: Path) -> None:
     [{"step": "x"}, {"step": [1]}, {"step": {}}, {"step": None}, {"step": float("nan")},
      {"loss": "2.5"}, {"loss": []}, {"loss": 10**400}, {"loss": True}, {"rank": "x"}],
 )  # fmt: skip
-def test_a_non_numeric_loss_or_step_is_left_out_by_its_line(
-    note: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_non_numeric_loss_or_step_is_left_out(note: dict[str, Any], tmp_path: Path) -> None:
     folder = write_run(sample_trace(1), tmp_path / "run")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     lines[1] = json.dumps(json.loads(lines[1]) | note)
@@ -224,12 +213,11 @@ def test_a_non_numeric_loss_or_step_is_left_out_by_its_line(
     command(f"replay {folder} --on selene --measured")
 
 
-@pytest.mark.parametrize("losses", [[float("inf"), float("-inf")], [1e308, 1e308]])
-def test_a_diverged_loss_is_shown(losses: list[float], tmp_path: Path) -> None:
+@cases(([float("inf"), float("-inf")], "nan"), ([1e308, 1e308], "inf"))
+def test_a_diverged_loss_is_shown(losses: list[float], mean: str, tmp_path: Path) -> None:
     trace = sample_trace(2)
     trace.metrics = [{"step": 0, "rank": rank, "loss": loss} for rank, loss in enumerate(losses)]
-    folder = write_run(trace, tmp_path / "run")
-    assert ("nan" if losses[0] > 1e308 else "inf") in command(f"view {folder}")
+    assert mean in command(f"view {write_run(trace, tmp_path / 'run')}")
 
 
 @pytest.mark.parametrize("time_s", [1e300, -1e300, 5e9, 10**400, True, "1"])
@@ -248,9 +236,9 @@ def test_a_time_that_no_clock_shows_is_left_out(time_s: Any, folder: Path, tmp_p
      {"payload_bytes": 2**61}, {"payload_bytes": True}, {"seq": 10**400}],
 )  # fmt: skip
 def test_an_event_that_cannot_have_been_is_left_out(changes: dict[str, Any], folder: Path) -> None:
-    count = change_lines(folder / "rank0.jsonl", op="send", **changes)
+    assert change_lines(folder / "rank0.jsonl", op="send", **changes)
     trace = read_run(folder)
-    assert count and trace.ranks[0].comms == []
+    assert trace.ranks[0].comms == []
     assert to_chrome(trace)["traceEvents"]
 
 
@@ -260,14 +248,10 @@ def test_an_event_of_a_group_that_its_rank_is_not_in_is_exported(folder: Path) -
     assert sum(x.get("cat") == "communication" for x in events) > 2
 
 
-def test_a_real_run_is_read_as_before(recorded: Path) -> None:
-    trace = read_run(recorded)
+def test_notes_in_run_json_that_cannot_be_computed_with_are_left_out(recorded: Path) -> None:
+    trace, file = read_run(recorded), recorded / "run.json"
     assert "problems" not in trace.about and trace.about["link"] == {"gbps": 1, "latency_us": 0.0}
     assert all(one.comms and one.operations and one.memory for one in trace.ranks.values())
-
-
-def test_notes_in_run_json_that_cannot_be_computed_with_are_left_out(recorded: Path) -> None:
-    file = recorded / "run.json"
     whole = file.read_text()
     for name, value in (
         ("link", {"gbps": "fast"}), ("link", 5), ("link", {"inside": {"gbps": 1}}), ("link", {}),
@@ -281,10 +265,8 @@ def test_notes_in_run_json_that_cannot_be_computed_with_are_left_out(recorded: P
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("first", "count"), [(5000, 30), pytest.param(0, 1000, marks=pytest.mark.slow)]
-)
-def test_damaged_runs_are_read_or_refused(recorded: Path, first: int, count: int) -> None:
+@cases((5000, 30), pytest.param(0, 1000, marks=pytest.mark.slow))
+def test_damaged_runs_are_read_or_refused(first: int, count: int, recorded: Path) -> None:
     counts = fuzz("runs", recorded, first, count, 20)["counts"]
     assert counts["read"] + counts["read refused"] == count
     assert counts["read"] > 20 and counts["read refused"] > 0
@@ -309,16 +291,11 @@ def test_damaged_runs_on_the_real_command_line(recorded: Path, tmp_path: Path) -
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("first", "count"), [(0, 25), pytest.param(1000, 500, marks=pytest.mark.slow)]
-)
-def test_damaged_clusters_logs_tables_and_sweeps_are_read_or_refused(
-    tmp_path: Path, first: int, count: int
-) -> None:
-    points = [
-        Point("all_reduce", 2, 4096, 1024, "float32", "sum", name, "ring", own, 1e-4, 1.0, 0, 1e-5)
-        for name, own in (("default", False), ("ring", False), ("gloo", True))
-    ]
+@cases((0, 25), pytest.param(1000, 500, marks=pytest.mark.slow))
+def test_damaged_files_are_read_or_refused(first: int, count: int, tmp_path: Path) -> None:
+    points = points_of("all_reduce", 2, "default", {4096: 1e-4})
+    points += points_of("all_reduce", 2, "ring", {4096: 1e-4})
+    points += points_of("all_reduce", 2, "gloo", {4096: 1e-4}, own=True)
     sweep = Sweep(points, {"backend": "gloo", "time": "median"}).save(tmp_path / "sweep.json")
     counts = fuzz("files", sweep, first, count)["counts"]
     for what in ("clusters", "log", "table", "sweep"):
@@ -327,8 +304,7 @@ def test_damaged_clusters_logs_tables_and_sweeps_are_read_or_refused(
 
 def test_a_log_that_claims_a_million_million_ranks_is_not_believed(tmp_path: Path) -> None:
     text = (ROOT / "labkit/trace/nccl_log/examples/one_node.log").read_text()
-    (tmp_path / "nccl.log").write_text(text.replace("nranks 4", f"nranks {10**12}").replace(
-        "nRanks 4", f"nRanks {10**12}").replace("nranks 8", f"nranks {10**12}"))  # fmt: skip
+    (tmp_path / "nccl.log").write_text(re.sub("(n[rR]anks) [48]", rf"\1 {10**12}", text))
     args = ("-m", "labkit", "nccl-log", "nccl.log")
     done = python(*args, status=None, timeout=300, cwd=tmp_path)
     assert done.returncode in (0, 2) and "Traceback" not in done.stderr

@@ -50,13 +50,9 @@ def span_is_outside(trace: Trace) -> None:
     trace.ranks[0].spans.append(Span("forward", "late", 2, step.ended_s, step.ended_s + MORE_S))
 
 
-def ended_before_began(trace: Trace) -> None:
-    moved(reduces(trace, 3)[0], "ended_s", "began_s", -MORE_S)
-
-
 def lane_overlaps(trace: Trace) -> None:
-    reduces(trace, 2)[1].began_s = reduces(trace, 2)[0].ended_s - MORE_S
-    reduces(trace, 2)[1].issued_s = reduces(trace, 2)[0].issued_s
+    before, after, *_ = reduces(trace, 2)
+    after.began_s, after.issued_s = before.ended_s - MORE_S, before.issued_s
 
 
 def caller_overlaps(trace: Trace) -> None:
@@ -74,10 +70,9 @@ def other(name: str, value: Any) -> Callable[[Trace], None]:
 
 
 def number_is_left_out(trace: Trace) -> None:
-    for rank in (0, 1):
-        for event in trace.ranks[rank].comms:
-            if event.op in ("send", "recv") and event.step == 2 and 1 in (rank, event.peer):
-                event.seq += 1
+    for event in (*trace.ranks[0].comms, *trace.ranks[1].comms):
+        if event.op in ("send", "recv") and event.step == 2 and 1 in (event.rank, event.peer):
+            event.seq += 1
 
 
 def number_comes_twice(trace: Trace) -> None:
@@ -85,12 +80,12 @@ def number_comes_twice(trace: Trace) -> None:
         reduces(trace, rank)[1].seq = 1
 
 
-def subgroup_leaves_one_out(trace: Trace) -> None:
-    for rank in trace.ranks.values():
-        for event in reduces(trace, rank.rank):
+def subgroup_lacks_a_reduce(trace: Trace) -> None:
+    for rank in (0, 1):
+        for event in reduces(trace, rank):
             event.group, event.ranks = "pair", (0, 1)
-        if rank.rank > 1:
-            rank.comms[:] = [x for x in rank.comms if x.op != "all_reduce"]
+    for rank in (2, 3):
+        trace.ranks[rank].comms[:] = [x for x in trace.ranks[rank].comms if x.op != "all_reduce"]
     trace.ranks[1].comms.remove(reduces(trace, 1)[3])
 
 
@@ -133,7 +128,7 @@ FAULTS: list[tuple[Callable[[Trace], None], str]] = [
     (lambda t: setattr(span(t, 0, "forward", ""), "step", 1), f"rank 0: forward {WHOLE} 1, "),
     (lambda t: t.ranks[0].steps.pop(), "is of step 2, which is not there"),
     (event_of_3(0, "issued_s", "began_s", MORE_S), ONE + "began_s = "),
-    (ended_before_began, ONE + "ended_s = "),
+    (event_of_3(0, "ended_s", "began_s", -MORE_S), ONE + "ended_s = "),
     (event_of_3(2, "wait_ended_s", "ended_s", -MORE_S), THREE + "wait_ended_s = "),
     (event_of_3(0, "wait_began_s", "issued_s", -MORE_S), ONE + "wait_began_s = "),
     (event_of_3(0, "wait_began_s", "wait_ended_s", MORE_S), ONE + "wait_ended_s = "),
@@ -145,23 +140,19 @@ FAULTS: list[tuple[Callable[[Trace], None], str]] = [
     (other("payload_bytes", 199940), SECOND + "payload_bytes 199940, but 199936"),
     (lambda t: t.ranks[0].comms.pop(0), MESSAGE + "received, but was"),
     (lambda t: t.ranks[1].comms.pop(0), MESSAGE + "sent, but was never"),
-    (
-        lambda t: setattr(t.ranks[1].comms[0], "payload_bytes", 1032),
-        "is sent with 1024 bytes and received with 1032",
-    ),
+    (lambda t: setattr(t.ranks[1].comms[0], "payload_bytes", 1032),
+     "is sent with 1024 bytes and received with 1032"),
     (number_is_left_out, "rank 0: the messages to rank 1, tag 0, group default go from number"),
     (number_comes_twice, "rank 0: the collectives of group default go from number 1 to 1"),
-    (subgroup_leaves_one_out, "rank 1: all_reduce 4 of group pair is missing, which rank 0"),
+    (subgroup_lacks_a_reduce, "rank 1: all_reduce 4 of group pair is missing, which rank 0"),
     (never_ends, "rank 3: all_reduce 9 of group default never ended"),
     (lambda t: setattr(t.ranks[3].steps[-1], "ended_s", 0.0), "rank 3: step 2 never ended"),
-    (
-        lambda t: setattr(t.ranks[3].spans[-1], "ended_s", 0.0),
-        f"rank 3: optimizer {WHOLE} 2 never ended",
-    ),
+    (lambda t: setattr(t.ranks[3].spans[-1], "ended_s", 0.0),
+     f"rank 3: optimizer {WHOLE} 2 never ended"),
     (memory_goes_back, "rank 3: memory at"),
     (memory_holds(1, -2, 3, 4, 5, 6), "rank 3: gradients hold -2 bytes at"),
     (memory_holds(1, 2, 3, 4, 5), "has 5 categories, not 6"),
-]
+]  # fmt: skip
 ONCE = (
     "rank 0: forward of late in step 2, ", ONE + "ended_s = ", "rank 3: gradients hold -2 bytes at",
     "rank 3: all_reduce 9 of group default never ended", SECOND + "dtype float64, but float32 on",
@@ -199,15 +190,15 @@ def test_losses_of_a_damaged_trace_are_not_reported() -> None:
 
 def test_what_may_differ_between_ranks_may() -> None:
     """Uneven all-to-all; numbers that making a subgroup takes; a user's span over two steps."""
+    begins, ends = ("issued_s", "began_s", "wait_began_s"), ("ended_s", "wait_ended_s")
     ranks = {}
     for rank in range(2):
         first = CommEvent(
             "all_to_all", "default", (0, 1), rank, 1, "float32", (2,), 16 + 8 * rank, 8, True,
-            issued_s=1.0, began_s=1.0, ended_s=1.5, wait_began_s=1.0, wait_ended_s=1.5,
+            **dict.fromkeys(begins, 1.0), **dict.fromkeys(ends, 1.5),
         )  # fmt: skip
-        later = {name: getattr(first, name) + 1 for name in ("issued_s", "began_s", "ended_s")}
-        waits = {"wait_began_s": 2.0, "wait_ended_s": 2.5}
-        second = replace(first, op="barrier", payload_bytes=0, seq=4, **later, **waits)
+        later = dict.fromkeys(begins, 2.0) | dict.fromkeys(ends, 2.5)
+        second = replace(first, op="barrier", payload_bytes=0, seq=4, **later)
         ranks[rank] = RankTrace(
             rank, 2, steps=[Step(0, 0.5, 1.75), Step(1, 1.75, 3.0)],
             spans=[Span("user", "an epoch", 0, 0.75, 2.75)], comms=[first, second],

@@ -21,7 +21,6 @@ from worlds import world_fixture
 
 ALL = tuple(range(8))
 
-
 world = world_fixture(sizes=[2, 3, 4, 5], device="cpu", backend="gloo", timeout_s=5)
 
 
@@ -32,7 +31,7 @@ def ranks_in(held: tuple[tuple[Content, ...], ...]) -> list[list[tuple[int, ...]
 
 def ends(movement: Movement) -> list[set[tuple[int, int]]]:
     """(from, to) of the messages of each step."""
-    return [{(one.source, one.target) for one in frame.messages} for frame in movement.frames]
+    return [{(x.source, x.target) for x in frame.messages} for frame in movement.frames]
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -90,10 +89,8 @@ def test_every_all_reduce_ends_with_the_sum_everywhere(world: World, algorithm: 
 def test_a_rank_sends_one_message_a_step_and_receives_one(world: World) -> None:
     for collective, algorithm in [("all_reduce", "double_tree"), ("gather", "flat")]:
         for frame in watch_collective(world, collective, algorithm).frames:
-            sources = [one.source for one in frame.messages]
-            targets = [one.target for one in frame.messages]
-            assert frame.messages, "no step is empty"
-            assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
+            sources, targets = zip(*((x.source, x.target) for x in frame.messages), strict=True)
+            assert len(set(sources)) == len(set(targets)) == len(frame.messages) > 0
 
 
 def test_what_the_others_hold_at_first_and_at_the_end(world: World) -> None:
@@ -102,20 +99,20 @@ def test_what_the_others_hold_at_first_and_at_the_end(world: World) -> None:
     everyone = [[(rank,) for rank in range(n)]] * n
     from_last = [[(last,) if rank == last else () for _ in range(n)] for rank in range(n)]
 
-    gathered = watch_collective(world, "all_gather", "bruck")
-    assert (ranks_in(gathered.first), ranks_in(gathered.frames[-1].held)) == (own, everyone)
-    to_last = watch_collective(world, "gather", "flat", root=last)
-    assert ranks_in(to_last.first) == own and ranks_in(to_last.frames[-1].held)[last] == everyone[0]
-    sent = watch_collective(world, "broadcast", "tree", root=last)
-    assert ranks_in(sent.first) == from_last
-    assert ranks_in(sent.frames[-1].held) == [[(last,)] * n] * n
-    cut = watch_collective(world, "scatter", "flat", root=last)
-    ends = ranks_in(cut.frames[-1].held)
-    assert ranks_in(cut.first) == from_last and all(ends[r][r] == (last,) for r in range(n))
-    reduced = watch_collective(world, "reduce", "chain", root=last)
-    assert ranks_in(reduced.frames[-1].held)[last] == [ALL[:n]] * n
-    shared = watch_collective(world, "reduce_scatter", "ring")
-    assert all(ranks_in(shared.frames[-1].held)[r][r] == ALL[:n] for r in range(n))
+    def held(collective: str, algorithm: str, **root: int) -> tuple[Any, Any]:
+        movement = watch_collective(world, collective, algorithm, **root)
+        return ranks_in(movement.first), ranks_in(movement.frames[-1].held)
+
+    assert held("all_gather", "bruck") == (own, everyone)
+    first, end = held("gather", "flat", root=last)
+    assert first == own and end[last] == everyone[0]
+    assert held("broadcast", "tree", root=last) == (from_last, [[(last,)] * n] * n)
+    first, end = held("scatter", "flat", root=last)
+    assert first == from_last and all(end[r][r] == (last,) for r in range(n))
+    _, end = held("reduce", "chain", root=last)
+    assert end[last] == [ALL[:n]] * n
+    _, end = held("reduce_scatter", "ring")
+    assert all(end[r][r] == ALL[:n] for r in range(n))
 
 
 def test_a_tree_of_four_doubles_the_holders_each_step(world4: World) -> None:
@@ -138,7 +135,9 @@ def test_the_same_picture_on_every_run(world4: World) -> None:
     assert others == [first] * 3
 
 
-def my_ring(comm: Any, x: torch.Tensor, steps: int | None = None, add_always: bool = False) -> None:
+def users_ring(
+    comm: Any, x: torch.Tensor, steps: int | None = None, add_always: bool = False
+) -> None:
     n = comm.size
     right, left = (comm.rank + 1) % n, (comm.rank - 1) % n
     for step in range(2 * (n - 1) if steps is None else steps):
@@ -153,28 +152,20 @@ def my_ring(comm: Any, x: torch.Tensor, steps: int | None = None, add_always: bo
             x[take] = room[0]
 
 
-def test_a_users_ring_moves_as_the_librarys(world: World) -> None:
-    mine = watch_collective(world, "all_reduce", my_ring)
-    theirs = watch_collective(world, "all_reduce", "ring")
-    assert mine.name == "all_reduce by my_ring"
-    assert [f.held for f in mine.frames] == [f.held for f in theirs.frames]
-    assert [{m.chunks for m in f.messages} for f in mine.frames] == [
-        {m.chunks for m in f.messages} for f in theirs.frames
-    ]
+ADDS_ALWAYS = partial(users_ring, add_always=True)
 
 
-def test_a_step_that_is_missing_leaves_holes(world: World) -> None:
+def test_a_users_ring_moves_as_the_librarys_and_its_mistakes_show(world: World) -> None:
+    own, theirs = (watch_collective(world, "all_reduce", x) for x in (users_ring, "ring"))
+    assert own.name == "all_reduce by users_ring"
+    for frame, expected in zip(own.frames, theirs.frames, strict=True):
+        assert frame.held == expected.held
+        assert {x.chunks for x in frame.messages} == {x.chunks for x in expected.messages}
     n = world.size
-    one_too_few = partial(my_ring, steps=2 * n - 3)
-    last = watch_collective(world, "all_reduce", one_too_few).frames[-1]
+    too_few = partial(users_ring, steps=2 * n - 3)
+    last = watch_collective(world, "all_reduce", too_few).frames[-1]
     holes = [rank for row in ranks_in(last.held) for rank in row if rank != ALL[:n]]
     assert len(holes) == n
-
-
-ADDS_ALWAYS = partial(my_ring, add_always=True)
-
-
-def test_a_number_that_is_added_twice_is_counted_twice(world: World) -> None:
     last = watch_collective(world, "all_reduce", ADDS_ALWAYS).frames[-1]
     wrong = [c for row in last.held for i, c in enumerate(row) if not c.is_right_in(i)]
     assert wrong and all(max(content.counts) >= 2 for content in wrong)
@@ -182,7 +173,7 @@ def test_a_number_that_is_added_twice_is_counted_twice(world: World) -> None:
 
 def test_a_chunk_in_the_wrong_place_is_reported(world4: World) -> None:
     def mixes_up(comm: Any, x: torch.Tensor) -> None:
-        my_ring(comm, x)
+        users_ring(comm, x)
         x.copy_(x.roll(1))
 
     last = watch_collective(world4, "all_reduce", mixes_up).frames[-1]
@@ -209,7 +200,7 @@ def test_an_unawaited_message_has_its_step_too() -> None:
     assert ends(movement_of("test", logs)) == [{(0, 1)}]
 
 
-def test_a_watched_send_passes_its_own_tensor_on_and_a_watched_isend_a_copy() -> None:
+def test_a_watched_send_passes_its_own_tensor_on_and_an_isend_a_copy_and_recv_blocks() -> None:
     comm, x = MagicMock(rank=0, size=2, ranks=(0, 1)), torch.tensor([1, 2])
     watched = WatchedComm(comm, x)
     watched.send(x, 1)
@@ -217,16 +208,12 @@ def test_a_watched_send_passes_its_own_tensor_on_and_a_watched_isend_a_copy() ->
     (sent, *_), (copied, *_) = comm.send.call_args.args, comm.isend.call_args.args
     assert sent is x and copied is not x and copied.tolist() == [1, 2]
     assert [note.kind for note in watched.notes] == ["send", "wait"] * 2
-
-
-def test_a_watched_recv_blocks_as_the_communicators_does() -> None:
-    comm, x = MagicMock(rank=1, size=2, ranks=(0, 1)), torch.tensor([0, 0])
-    comm.recv.side_effect = lambda arrived, src, tag: arrived.copy_(torch.tensor([1, 2]))
+    comm.recv.side_effect = lambda arrived, src, tag: arrived.copy_(torch.tensor([3, 4]))
     watched = WatchedComm(comm, x)
-    watched.recv(x, 0)
-    assert comm.recv.called and not comm.irecv.called
-    assert x.tolist() == [1, 2] and [note.kind for note in watched.notes] == ["recv", "wait"]
-    assert [note.buffer for note in watched.notes] == [(0, 0)] * 2  # as the room was until then
+    watched.recv(x, 1)
+    assert comm.recv.called and not comm.irecv.called and x.tolist() == [3, 4]
+    notes = [(note.kind, note.buffer) for note in watched.notes]
+    assert notes == [("recv", (1, 2)), ("wait", (1, 2))]  # as the room was until then
 
 
 def test_what_cannot_be_watched_is_refused(world3: World, world4: World) -> None:
@@ -249,28 +236,22 @@ def test_an_arrow_for_each_run_of_chunks_and_a_panel_for_each_step(world4: World
     assert not any(isinstance(patch, FancyArrowPatch) for patch in axes.patches)
     raises("steps 1 to 6, and 7 is its end", plot.movement, movement, [8])
 
-
-@pytest.mark.parametrize("step", [1, 4, 7])
-def test_the_stripes_of_a_panel_are_what_the_ranks_hold_before_its_step(
-    world4: World, step: int
-) -> None:
-    movement = watch_collective(world4, "all_reduce", "ring")
-    held = movement.first if step == 1 else movement.frames[step - 2].held
-    (axes,) = plot.movement(movement, [step]).axes
-    (stripes,) = axes.collections
-    assert [to_hex(colour, False).upper() for colour in stripes.get_facecolor()] == [
-        RANKS[k] if count else FAINT
-        for row in held
-        for content in row
-        for k, count in enumerate(content.counts)
-    ]
+    # The stripes of a panel are what the ranks hold before its step.
+    held = [movement.first, *(frame.held for frame in movement.frames)]
+    for step in (1, 4, 7):
+        (stripes,) = plot.movement(movement, [step]).axes[0].collections
+        assert [to_hex(colour, False).upper() for colour in stripes.get_facecolor()] == [
+            RANKS[k] if count else FAINT
+            for row in held[step - 1]
+            for content in row
+            for k, count in enumerate(content.counts)
+        ]
 
 
 def test_a_mistake_is_marked(world4: World) -> None:
-    wrong = plot.movement(watch_collective(world4, "all_reduce", ADDS_ALWAYS))
-    right = plot.movement(watch_collective(world4, "all_reduce", my_ring))
-    marks = [[text.get_text() for text in figure.axes[0].texts] for figure in (wrong, right)]
-    assert "2×" in marks[0] and "2×" not in marks[1]
+    for algorithm, wrong in ((ADDS_ALWAYS, True), (users_ring, False)):
+        figure = plot.movement(watch_collective(world4, "all_reduce", algorithm))
+        assert ("2×" in [text.get_text() for text in figure.axes[0].texts]) == wrong
 
 
 def test_a_slider_walks_through_the_steps(world4: World) -> None:

@@ -4,8 +4,9 @@ from io import StringIO
 from operator import attrgetter
 from pathlib import Path
 
-import matplotlib.colors
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch
 from rich.console import Console
 
@@ -28,6 +29,10 @@ def init(rank: int, size: int = 2, state: str = "COMPLETE", id: str = "", host: 
     return line(INIT.format(rank=rank, size=size, id=name, state=state), rank, host)
 
 
+def parsed(*lines: str) -> NcclLog:
+    return parse_nccl_log("\n".join(lines))
+
+
 def shown(log: NcclLog) -> str:
     text = StringIO()
     Console(width=160, file=text).print(table(log))
@@ -47,10 +52,9 @@ def test_two_nodes_are_read_whole() -> None:
     assert group.trees[0][0] == TreeNode(None, (1, 4))
     assert group.trees[1][6] == TreeNode(None, (2, 7))
     assert group.ranks[5].bus_id == "f000" and group.ranks[5].device == 1
-    assert group.over(3, 4, channel=0) in (
-        Connection(0, 3, 4, "NET/IB/3/GDRDMA", "send"),
-        Connection(0, 3, 4, "NET/IB/0/GDRDMA", "receive"),
-    )
+    cards = ((3, "send"), (0, "receive"))
+    ends = [Connection(0, 3, 4, f"NET/IB/{card}/GDRDMA", end) for card, end in cards]
+    assert group.over(3, 4, channel=0) in ends
     assert group.thresholds.startswith("8/8/64 | 64/8/64")
     assert kinds(group, inside=True).keys() == {"P2P"}
     assert kinds(group, inside=False).keys() == {"NET/IB"}
@@ -81,29 +85,23 @@ def test_an_example_says_what_it_is_and_hangs_together(name: str) -> None:
 
 
 def test_slow_links_are_remarked() -> None:
-    told = "\n".join(remarks(read_nccl_log(EXAMPLES["sockets"])))
+    remarked = "\n".join(remarks(read_nccl_log(EXAMPLES["sockets"])))
     for words in ("socket.cc:484", "through host memory (SHM)", "plain TCP (NET/Socket)"):
-        assert words in told
+        assert words in remarked
     text = EXAMPLES["two_nodes"].read_text().replace("/GDRDMA", "")
     assert "no GPUDirect RDMA" in "\n".join(remarks(parse_nccl_log(text)))
 
 
 @cases(
     ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", Connection(0, 0, 1, "P2P/CUMEM")),
-    (
-        "Channel 03 : 3[b000] -> 0[6000] via P2P/direct pointer",
-        Connection(3, 3, 0, "P2P/direct pointer"),
-    ),
+    ("Channel 03 : 3[b000] -> 0[6000] via P2P/direct pointer",
+     Connection(3, 3, 0, "P2P/direct pointer")),
     ("Ring 00 : 155[3d000] -> 157[b2000] via P2P/IPC", Connection(0, 155, 157, "P2P/IPC")),
-    (
-        "Channel 07/0 : 15[7] -> 6[6] [send] via NET/IBext_v8/3(5)/GDRDMA",
-        Connection(7, 15, 6, "NET/IBext_v8/3(5)/GDRDMA", "send"),
-    ),
-    (
-        "Channel 00/0 : 2[0] -> 0[0] [receive] via NET/Socket/1 comm 0x55 nRanks 04",
-        Connection(0, 2, 0, "NET/Socket/1", "receive"),
-    ),
-)
+    ("Channel 07/0 : 15[7] -> 6[6] [send] via NET/IBext_v8/3(5)/GDRDMA",
+     Connection(7, 15, 6, "NET/IBext_v8/3(5)/GDRDMA", "send")),
+    ("Channel 00/0 : 2[0] -> 0[0] [receive] via NET/Socket/1 comm 0x55 nRanks 04",
+     Connection(0, 2, 0, "NET/Socket/1", "receive")),
+)  # fmt: skip
 def test_each_versions_connection_is_read(text: str, expected: Connection) -> None:
     assert parse_nccl_log(line(text)).main.connections == [expected]
     assert expected.gpu_direct == ("GDRDMA" in text)
@@ -131,21 +129,22 @@ def test_a_line_is_read(text: str, name: str, expected: object) -> None:
 
 
 def test_other_lines_are_passed_over() -> None:
-    text = "\n".join(["step 1 loss 2.3", line("Setting affinity for GPU 3"), "", "\x00\udc80"])
-    log = parse_nccl_log(text)
+    log = parsed("step 1 loss 2.3", line("Setting affinity for GPU 3"), "", "\x00\udc80")
     assert (log.lines, log.understood, log.communicators) == (1, 0, [])
     with pytest.raises(ValueError, match="no communicator; run with NCCL_DEBUG=INFO"):
         log.main  # noqa: B018
 
 
 def test_communicators_are_kept_apart_and_the_largest_is_first() -> None:
-    lines = [init(rank, 2, "START", "0xaa") for rank in (0, 1)]
-    lines += [line("Channel 00/01 : 0 1")]
-    lines += [init(0, 4, "START", "0xbb"), line("Channel 00/02 : 0 2 3 1")]
-    log = parse_nccl_log("\n".join(lines))
-    assert [(one.id, one.size) for one in log.communicators] == [("0xbb", 4), ("0xaa", 2)]
-    assert [one.rings[0] for one in log.communicators] == [(0, 2, 3, 1), (0, 1)]
+    small = [*(init(rank, 2, "START", "0xaa") for rank in (0, 1)), line("Channel 00/01 : 0 1")]
+    log = parsed(*small, init(0, 4, "START", "0xbb"), line("Channel 00/02 : 0 2 3 1"))
+    groups = [(group.id, group.size, group.rings[0]) for group in log.communicators]
+    assert groups == [("0xbb", 4, (0, 2, 3, 1)), ("0xaa", 2, (0, 1))]
     assert "1 communicators, of 2 ranks" in shown(log)
+    # A log without its head is one.
+    complete = (init(rank, id="0xaa") for rank in (0, 1))
+    (only,) = parsed(line("Channel 00/01 : 0 1"), *complete).communicators
+    assert only.rings and only.ready and only.size == 2
 
 
 SPLIT = (
@@ -164,11 +163,13 @@ def test_split_communicators_are_kept_apart_from_their_parent(count: str) -> Non
         lines += [line(SPLIT.format(**about, dash="", state="START"), rank)]
         lines += [line("Channel 00/02 : 1 0", rank)] if rank == 2 else []
         lines += [line(SPLIT.format(**about, dash=" ", state="COMPLETE"), rank)]
-    log = parse_nccl_log("\n".join(lines))
-    assert [(one.id, one.size, len(one.ranks)) for one in log.communicators] == [
-        ("0xaa", 4, 4), ("0xaa split 1 color -7", 2, 2), ("0xaa split 1 color -6", 2, 2),
-    ]  # fmt: skip
-    assert [one.rings for one in log.communicators] == [{0: (0, 1, 2, 3)}, {}, {0: (1, 0)}]
+    log = parsed(*lines)
+    groups = [(group.id, group.size, len(group.ranks), group.rings) for group in log.communicators]
+    assert groups == [
+        ("0xaa", 4, 4, {0: (0, 1, 2, 3)}),
+        ("0xaa split 1 color -7", 2, 2, {}),
+        ("0xaa split 1 color -6", 2, 2, {0: (1, 0)}),
+    ]
     assert log.main.ready and remarks(log) == []
 
 
@@ -178,47 +179,41 @@ def test_threads_of_a_process_set_up_a_communicator_each() -> None:
 
     big = INIT.format(rank=0, size=4, id=" commId 0xaa", state="START")
     small = INIT.format(rank=0, size=2, id=" commId 0xbb", state="START").replace("0x50", "0x60")
-    lines = [say(11, big), say(12, small)]
-    lines += [say(11, "Channel 00/01 : 0 1 2 3"), say(12, "Channel 00/01 : 0 1")]
-    lines += [say(99, "Channel 01/0 : 0[0] -> 2[2] via P2P/IPC comm 0x50 nRanks 04")]
-    lines += [say(99, "Channel 00/0 : 0[0] -> 1[1] via P2P/IPC")]
-    one, other = parse_nccl_log("\n".join(lines)).communicators
-    assert [one.rings[0], other.rings[0]] == [(0, 1, 2, 3), (0, 1)]
-    assert one.connections == [Connection(1, 0, 2, "P2P/IPC")], "the line names it"
-    assert other.connections == [Connection(0, 0, 1, "P2P/IPC")], "the process's last"
-
-
-def test_a_log_without_its_head_is_one_communicator() -> None:
-    lines = [line("Channel 00/01 : 0 1"), init(0, id="0xaa"), init(1, id="0xaa")]
-    (only,) = parse_nccl_log("\n".join(lines)).communicators
-    assert only.rings and only.ready and only.size == 2
+    first, second = parsed(
+        say(11, big), say(12, small),
+        say(11, "Channel 00/01 : 0 1 2 3"), say(12, "Channel 00/01 : 0 1"),
+        say(99, "Channel 01/0 : 0[0] -> 2[2] via P2P/IPC comm 0x50 nRanks 04"),
+        say(99, "Channel 00/0 : 0[0] -> 1[1] via P2P/IPC"),
+    ).communicators  # fmt: skip
+    assert [first.rings[0], second.rings[0]] == [(0, 1, 2, 3), (0, 1)]
+    assert first.connections == [Connection(1, 0, 2, "P2P/IPC")], "the line names it"
+    assert second.connections == [Connection(0, 0, 1, "P2P/IPC")], "the process's last"
 
 
 def test_a_connection_is_that_of_its_channel_and_an_unplaced_rank_is_on_no_node() -> None:
     lines = ["Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "Channel 01/0 : 0[0] -> 1[1] via SHM"]
-    group = parse_nccl_log("\n".join([init(0), *map(line, lines)])).main
+    group = parsed(init(0), *map(line, lines)).main
     assert group.same_node(0, 0) and not group.same_node(0, 7) and not group.same_node(7, 8)
     assert [group.over(0, 1, i) for i in (0, 1, None)] == [*group.connections, group.connections[0]]
     assert group.over(0, 1, 2) is None and group.over(1, 0) is None
 
 
 def test_without_start_up_lines_the_transport_says_what_is_inside() -> None:
-    lines = ["Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"]
-    lines += ["Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA"]
-    log = parse_nccl_log("\n".join(line(text) for text in lines))
+    inside = line("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM")
+    log = parsed(inside, line("Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA"))
     assert kinds(log.main, inside=True).keys() == {"P2P"}
     assert kinds(log.main, inside=False).keys() == {"NET/IB"}
     assert remarks(log) == [] and "not said" in shown(log)
 
 
 def test_many_warnings_are_not_all_repeated() -> None:
-    lines = [init(0, 1)] + [line(f"bad {i}", level="WARN") for i in range(9)]
-    told = remarks(parse_nccl_log("\n".join(lines)))
-    assert len(told) == 5 and told[-1] == "5 warnings more: search the log for NCCL WARN"
+    log = parsed(init(0, 1), *(line(f"bad {i}", level="WARN") for i in range(9)))
+    *warnings, last = remarks(log)
+    assert len(warnings) == 4 and last == "5 warnings more: search the log for NCCL WARN"
 
 
 def test_ranks_that_hang_and_ranks_that_the_log_does_not_show_are_named() -> None:
-    log = parse_nccl_log("\n".join([init(0, 4), init(1, 4, "START")]))
+    log = parsed(init(0, 4), init(1, 4, "START"))
     hangs, unseen = remarks(log)
     assert not log.main.ready
     assert hangs == "no Init COMPLETE from ranks 1: start-up failed or hangs there"
@@ -227,69 +222,66 @@ def test_ranks_that_hang_and_ranks_that_the_log_does_not_show_are_named() -> Non
 
 def test_nvlink_between_nodes_is_not_the_network_without_gpudirect() -> None:
     over = line("Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL")
-    log = parse_nccl_log("\n".join([init(0), init(1, host="b"), over]))
+    log = parsed(init(0), init(1, host="b"), over)
     assert kinds(log.main, inside=False).keys() == {"P2P"} and remarks(log) == []
     assert kinds(parse_nccl_log(over).main, inside=False).keys() == {"P2P"}, "also without hosts"
 
 
 def test_different_versions_are_remarked() -> None:
-    both = ["NCCL version 2.21.5+cuda12.4", line("NCCL version 2.19.3+cuda12.2", 1)]
-    (told,) = remarks(parse_nccl_log("\n".join([init(0), init(1), *both])))
-    assert "different versions (2.21.5+cuda12.4, 2.19.3+cuda12.2)" in told
-    again = [both[0], both[0], "NCCL version 2.21.5."]
-    assert remarks(parse_nccl_log("\n".join([init(0), init(1), *again]))) == []
+    ranks, version = (init(0), init(1)), "NCCL version 2.21.5+cuda12.4"
+    (remark,) = remarks(parsed(*ranks, version, line("NCCL version 2.19.3+cuda12.2", 1)))
+    assert "different versions (2.21.5+cuda12.4, 2.19.3+cuda12.2)" in remark
+    assert remarks(parsed(*ranks, version, version, "NCCL version 2.21.5.")) == []
 
 
 def test_ranks_mixed_in_any_order_are_the_same_log() -> None:
     lines = EXAMPLES["two_nodes"].read_text().splitlines()
-    one, other = parse_nccl_log("\n".join(lines)).main, parse_nccl_log("\n".join(lines[::-1])).main
-    assert one.rings == other.rings and one.trees == other.trees and one.ranks == other.ranks
-    assert set(one.connections) == set(other.connections)
+    forward, backward = (
+        (group.rings, group.trees, group.ranks, set(group.connections))
+        for group in (parsed(*lines).main, parsed(*lines[::-1]).main)
+    )
+    assert forward == backward
 
 
-def arrows(axes: object) -> list[str]:
+def arrows(axes: Axes) -> list[str]:
     """The colours of the arrows in a panel."""
-    found = axes.findobj(FancyArrowPatch)  # type: ignore[attr-defined]
-    return [matplotlib.colors.to_hex(one.get_edgecolor()).upper() for one in found]
+    return [to_hex(arrow.get_edgecolor()).upper() for arrow in axes.findobj(FancyArrowPatch)]
 
 
 def test_the_picture_has_each_different_ring_and_tree_once() -> None:
     figure = plot.nccl(read_nccl_log(EXAMPLES["two_nodes"]))
-    titles = [axes.get_title() for axes in figure.axes]
-    assert titles == [
-        "ring of channel 0, 2", "ring of channel 1, 3", "tree of channel 0, 2",
-        "tree of channel 1, 3",
-    ]  # fmt: skip
+    titles = [f"{what} of channel {of}" for what in ("ring", "tree") for of in ("0, 2", "1, 3")]
+    assert [axes.get_title() for axes in figure.axes] == titles
     for axes, links in zip(figure.axes, (8, 8, 7, 7)):
         colours = arrows(axes)
         assert len(colours) == links and len(axes.findobj(Circle)) == 8
         crossing = 2 if links == 8 else 1
         assert colours.count(COLOURS["network, GPUDirect"]) == crossing
         assert colours.count(COLOURS["P2P"]) == links - crossing
+    without = parsed(init(0), init(1), line("Channel 00/01 : 0 1"))
+    assert set(arrows(plot.nccl(without).axes[0])) == {COLOURS["not in the log"]}
 
 
-def test_a_connection_that_the_log_lacks_is_grey() -> None:
-    log = parse_nccl_log("\n".join([init(0), init(1), line("Channel 00/01 : 0 1")]))
-    assert set(arrows(plot.nccl(log).axes[0])) == {COLOURS["not in the log"]}
-
-
-def test_what_cannot_be_drawn_is_refused() -> None:
-    raises("no ring and no tree", plot.nccl, parse_nccl_log(init(0)))
-    ring = "Channel 00/01 : " + " ".join(map(str, range(65)))
-    log = parse_nccl_log("\n".join([init(0, 65), line(ring)]))
-    raises("65 ranks cannot be read", plot.nccl, log)
+def test_what_cannot_be_drawn_is_refused_and_the_command_goes_on_without(tmp_path: Path) -> None:
+    raises("no ring and no tree", plot.nccl, parsed(init(0)))
+    ring = line("Channel 00/01 : " + " ".join(map(str, range(65))))
+    lines = [*(init(rank, 65) for rank in range(65)), ring]
+    raises("65 ranks cannot be read", plot.nccl, parsed(*lines))
+    file, out = tmp_path / "big.log", tmp_path / "big.png"
+    file.write_text("\n".join(lines))
+    assert "No picture: 65 ranks" in command(f"nccl-log {file} --out {out}")
+    assert not out.exists()
 
 
 def test_the_command_takes_one_file_of_each_process_and_draws(tmp_path: Path) -> None:
     """As NCCL_DEBUG_FILE=%h.%p writes them; the last one from standard input."""
-    lines, parts = EXAMPLES["sockets"].read_text().splitlines(), []
+    lines, files = EXAMPLES["sockets"].read_text().splitlines(), []
     for process in ("node0:4100", "node0:4101", "node1:4200", "node1:4201"):
-        parts.append(tmp_path / process.replace(":", "."))
+        files.append(tmp_path / process)
         own = [line for line in lines if line.startswith(process)]
-        parts[-1].write_text("\n".join(own))  # NCCL's may lack its last newline, cut off
-    out = tmp_path / "drawn.png"
-    files = " ".join(map(str, parts[:3]))
-    shown = command(f"nccl-log {files} - --out {out}", input=parts[3].read_text())
+        files[-1].write_text("\n".join(own))  # NCCL's may lack its last newline, cut off
+    out, *paths = (tmp_path / "drawn.png", *map(str, files[:3]))
+    shown = command(f"nccl-log {' '.join(paths)} - --out {out}", input=files[3].read_text())
     assert "4 logs" in shown and "node0: 0, 1; node1: 2, 3" in shown
     assert "no start-up line" not in shown and "NET/Socket" in shown
     assert out.read_bytes().startswith(b"\x89PNG")
@@ -300,11 +292,3 @@ def test_the_command_reads_standard_input(tmp_path: Path, monkeypatch: pytest.Mo
     log = EXAMPLES["two_nodes"].read_bytes() + b"\xff\n"
     assert "standard input" in command("nccl-log -", input=log)
     assert Path("nccl.png").exists()
-
-
-def test_the_command_describes_many_ranks_without_a_picture(tmp_path: Path) -> None:
-    file, out = tmp_path / "big.log", tmp_path / "big.png"
-    ring = line("Channel 00/01 : " + " ".join(map(str, range(65))))
-    file.write_text("\n".join([*(init(rank, 65) for rank in range(65)), ring]))
-    assert "No picture: 65 ranks" in command(f"nccl-log {file} --out {out}")
-    assert not out.exists()

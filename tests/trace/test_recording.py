@@ -2,16 +2,18 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,6 @@ pytestmark = pytest.mark.slow
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
 
-
 world = world_fixture(3)
 
 
@@ -55,10 +56,10 @@ def nothing_is_left() -> Iterator[None]:
 class Loop:
     """A model, its optimizer, and one step of training."""
 
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda m: m, model: str = "tiny"):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] | None = None):
         torch.manual_seed(0)
-        self.model = GPT.preset(model, vocab=64, context=16)
-        self.wrapped = wrap(self.model)
+        self.model = GPT.preset("tiny", vocab=64, context=16)
+        self.wrapped = wrap(self.model) if wrap else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         tokens = torch.randint(0, 64, (3, 17))
         self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 3 * 16)
@@ -83,34 +84,28 @@ def spans_of(trace: Trace, phase: str, step: int = 0) -> list[Span]:
     return sorted(spans, key=lambda span: (span.began_s, span.depth))
 
 
-def test_forward_has_every_module_inside_its_parent() -> None:
+def test_forward_has_every_module_inside_its_parent_and_backward_in_reverse() -> None:
     loop = Loop()
     trace = recorded(loop.step)
     spans = spans_of(trace, "forward")
     names = [span.module for span in spans if span.kind != "loss"]
     assert set(names) == {name for name, _ in loop.model.named_modules()} - {"blocks"}
-    kinds = {name: type(module).__name__ for name, module in loop.model.named_modules()}
     for span in spans[:-1]:
-        assert span.kind == kinds[span.module]
-        assert span.depth == (span.module.count(".") + 1 if span.module else 0) - (
-            span.module.startswith("blocks")  # a list is never called
-        )
+        assert span.kind == type(loop.model.get_submodule(span.module)).__name__
+        path = span.module.replace("blocks.", "").split(".")  # a list is never called
+        assert span.depth == (len(path) if span.module else 0)
     assert spans[-1].module == "loss" and spans[-1].depth == 0
-
-
-def test_backward_goes_through_the_modules_in_reverse() -> None:
-    trace = recorded(Loop().step)
+    # Backward goes through them in reverse.
     whole, *modules = spans_of(trace, "backward")
     assert (whole.depth, whole.module) == (0, "")
     assert all(span.depth == 1 for span in modules)
     assert all(x.ended_s <= y.began_s for x, y in pairwise(modules))
     assert whole.began_s <= modules[0].began_s and modules[-1].ended_s <= whole.ended_s
     leaves = [x.module for x in modules if x.kind in ("Linear", "LayerNorm", "Embedding")]
-    forward = [x.module for x in spans_of(trace, "forward") if x.module in leaves]
+    forward = [x.module for x in spans if x.module in leaves]
     assert [x for x in leaves if "attn" not in x] == [x for x in forward[::-1] if "attn" not in x]
-    assert {"head", "blocks.1.mlp.up", "blocks.0.attn.core", "embed.tokens"} <= {
-        x.module for x in modules
-    }
+    some = {"head", "blocks.1.mlp.up", "blocks.0.attn.core", "embed.tokens"}
+    assert some <= {x.module for x in modules}
 
 
 def functional() -> nn.Module:
@@ -125,9 +120,8 @@ def functional() -> nn.Module:
 def test_what_a_parent_computes_between_its_children_is_its_own() -> None:
     model = functional()
     trace = recorded(lambda: model(torch.ones(2, 8)).sum().backward(), detail_step=0)
-    backward = [x.module for x in spans_of(trace, "backward")[1:]]
-    assert backward == ["second", "", "first"]
-    own = next(x for x in spans_of(trace, "backward")[1:] if x.module == "")
+    _, second, own, first = spans_of(trace, "backward")
+    assert [second.module, own.module, first.module] == ["second", "", "first"]
     assert own.flops == 0 and own.moved_bytes, "the tanh and the product, no matrix"
 
 
@@ -138,24 +132,20 @@ def test_steps_end_with_the_optimizer() -> None:
     for step in trace.steps():
         (span,) = spans_of(trace, "optimizer", step)
         assert span.kind == "AdamW"
-        one = trace.step(step).ranks[0]
-        assert one.steps[0].ended_s >= max(x.ended_s for x in one.spans)
+        rank = trace.step(step).ranks[0]
+        assert rank.steps[0].ended_s >= max(x.ended_s for x in rank.spans)
 
 
 def test_accumulation_is_one_step_and_evaluation_another() -> None:
     loop = Loop()
 
-    def accumulate() -> None:
+    with record() as trace:
         for _ in range(3):
             loss(loop.model(loop.batch.x), loop.batch).backward()
         loop.optimizer.step()
-
-    def evaluate() -> None:
         with torch.no_grad():
             loop.model(loop.batch.x)
-
-    trace = recorded(accumulate, evaluate)
-    assert trace.steps() == [0, 1]
+    assert trace.steps() == [0, 1] and broken_laws(trace) == []
     assert len([x for x in spans_of(trace, "backward") if x.depth == 0]) == 3
     assert spans_of(trace, "backward", 1) == []
 
@@ -176,25 +166,21 @@ def test_modules_used_twice_tied_and_frozen() -> None:
         optimizer.step()
 
     trace = recorded(step, step, detail_step=1)
-    forward = [x.module for x in spans_of(trace, "forward")]
+    forward, backward = (
+        [x.module for x in spans_of(trace, phase)] for phase in ("forward", "backward")
+    )
     assert forward == ["", "body", "body", "head", "frozen", "loss"]
-    backward = [x.module for x in spans_of(trace, "backward")[1:]]
-    assert backward == ["frozen", "head", "body", "body"]
+    assert backward == ["", "frozen", "head", "body", "body"]
     tied_bytes = 4 * (6 * 6 + 6 + 6)
-    point = trace.step(1).ranks[0].memory[-1]
-    assert point.held_bytes[PARAMETERS] == tied_bytes + 4 * (6 * 6 + 6)
-    assert point.held_bytes[GRADIENTS] == tied_bytes
+    held_bytes = trace.step(1).ranks[0].memory[-1].held_bytes
+    assert held_bytes[PARAMETERS] == tied_bytes + 4 * (6 * 6 + 6)
+    assert held_bytes[GRADIENTS] == tied_bytes
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
-    model = functional()
-
-    def step() -> None:
-        x = torch.ones(2, 8, requires_grad=True)
-        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-
-    trace = recorded(step)
+    model, x = functional(), torch.ones(2, 8, requires_grad=True)
+    trace = recorded(lambda: checkpoint(model, x, use_reentrant=reentrant).sum().backward())
     outer = spans_of(trace, "backward")[0]
     again = [x for x in spans_of(trace, "forward") if x.began_s > outer.began_s]
     assert [x.module for x in again][:2] == ["", "first"]
@@ -204,16 +190,15 @@ def test_recomputation_is_forward_inside_backward(reentrant: bool) -> None:
 
 def test_an_error_in_forward_ends_the_spans_and_passes_through() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("mine")
+        raise KeyError("deliberate")
 
     model = nn.Sequential(nn.Linear(2, 2), Custom(forward))
     with record() as trace:
-        raises("mine", model, torch.ones(1, 2), error=KeyError)
+        raises("deliberate", model, torch.ones(1, 2), error=KeyError)
         model[0](torch.ones(1, 2))
     assert broken_laws(trace) == []
-    assert [(x.module, x.depth) for x in spans_of(trace, "forward")] == [
-        ("", 0), ("0", 1), ("1", 1), ("0", 0),
-    ]  # fmt: skip
+    spans = [(x.module, x.depth) for x in spans_of(trace, "forward")]
+    assert spans == [("", 0), ("0", 1), ("1", 1), ("0", 0)]
 
 
 def test_gradients_and_results_are_the_same_as_without() -> None:
@@ -221,14 +206,14 @@ def test_gradients_and_results_are_the_same_as_without() -> None:
     for _ in range(3):
         plain.step()
     recorded(*[watched.step] * 3, detail_step=1)
-    for one, other in zip(plain.model.parameters(), watched.model.parameters()):
-        assert torch.equal(one, other)
+    both = zip(plain.model.parameters(), watched.model.parameters(), strict=True)
+    assert all(torch.equal(expected, found) for expected, found in both)
 
 
 def test_a_block_that_an_error_ends_is_incomplete(tmp_path: Path) -> None:
     with pytest.raises(KeyError), record(tmp_path / "run") as trace:
         Loop().step()
-        raise KeyError("mine")
+        raise KeyError("deliberate")
     assert not trace.complete and spans_of(trace, "optimizer")
     again = read_run(tmp_path / "run")
     assert not again.complete and len(again.ranks[0].spans) == len(trace.ranks[0].spans)
@@ -236,45 +221,46 @@ def test_a_block_that_an_error_ends_is_incomplete(tmp_path: Path) -> None:
 
 def test_own_spans_and_metrics() -> None:
     with record(seed=7) as trace:
-        for k in range(2):
+        for loss in (1.5, 2.5):
             with labkit.span("sampling"):
-                pass
-            labkit.metric(loss=1.5 + k)
+                labkit.metric(loss=loss)
     assert [x.module for x in spans_of(trace, "user")] == ["sampling"] * 2
     assert trace.metrics == [{"step": 0, "rank": 0, "loss": loss} for loss in (1.5, 2.5)]
     assert trace.about["seed"] == 7
-    with labkit.span("nobody records"):
+    with labkit.span("outside a record"):
         labkit.metric(loss=0.0)
 
 
-def test_mistakes_are_reported(tmp_path: Path) -> None:
+def test_mistakes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="steps count from 0"), record(detail_step=-1):
         pass
     with record(), pytest.raises(RuntimeError, match="already"), record():
         pass
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(ValueError, match="not a labkit run"), record(tmp_path):
         pass
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "notes.txt").read_text() == "notes"
+    # Under torchrun the group comes first.
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"labkit.attach\(\)"), record():
+        pass
+
+
+def states_of(states: Any) -> tuple[int, int, int]:
+    return states.parameter_bytes, states.gradient_bytes, states.optimizer_bytes
 
 
 def test_memory_by_category_is_the_formula_to_the_byte() -> None:
     loop = Loop()
-    trace = recorded(*[loop.step] * 3, detail_step=2)
-    expected = held(loop.model, loop.optimizer)
-    assert trace.step(2).ranks[0].memory[-1].held_bytes[: OPTIMIZER + 1] == (
-        expected.parameter_bytes, expected.gradient_bytes, expected.optimizer_bytes
-    )  # fmt: skip
-    assert not trace.step(1).ranks[0].memory, "only the step in detail"
-
-
-def test_the_first_step_in_detail_sees_gradients_and_state_come() -> None:
-    loop = Loop()
     memory = recorded(loop.step, detail_step=0).ranks[0].memory
-    parameters = held(loop.model, loop.optimizer).parameter_bytes
-    assert max(x.held_bytes[PARAMETERS] for x in memory) == parameters
-    assert memory[0].held_bytes[GRADIENTS] == memory[0].held_bytes[OPTIMIZER] == 0
-    assert memory[-1].held_bytes[OPTIMIZER] == held(loop.model, loop.optimizer).optimizer_bytes
+    expected = states_of(held(loop.model, loop.optimizer))
+    assert max(x.held_bytes[PARAMETERS] for x in memory) == expected[PARAMETERS]
+    assert memory[0].held_bytes[GRADIENTS] == memory[0].held_bytes[OPTIMIZER] == 0, "they come"
+    assert memory[-1].held_bytes[OPTIMIZER] == expected[OPTIMIZER]
+    trace = recorded(*[loop.step] * 3, detail_step=2)
+    assert trace.step(2).ranks[0].memory[-1].held_bytes[: OPTIMIZER + 1] == expected
+    assert not trace.step(1).ranks[0].memory, "only the step in detail"
 
 
 MEMORY_TRACKER = """
@@ -282,7 +268,7 @@ import gc, sys, torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from labkit import GPT, Batch, loss, record
 
-def peak(who, optimizer_class):
+def peak(package, optimizer_class):
     torch.manual_seed(0)
     model = GPT.preset("1M", vocab=256, context=64)
     optimizer = optimizer_class(model.parameters(), lr=1e-3)
@@ -294,7 +280,7 @@ def peak(who, optimizer_class):
         loss(model(batch.x), batch).backward()
         optimizer.step()
 
-    if who == "ours":
+    if package == "labkit":
         with record(detail_step=1) as trace:
             step()
             step()
@@ -312,14 +298,14 @@ for optimizer_class in (torch.optim.AdamW, torch.optim.SGD):
 """
 
 
-@pytest.mark.slow
 def test_the_peak_agrees_with_torchs_tracker() -> None:
     """Each in a process of its own, so that neither sees the other's tensors."""
     measure = partial(python, "-W", "ignore", "-c", MEMORY_TRACKER)
     with ThreadPoolExecutor() as pool:  # at once: each is mostly its imports
-        outputs = [done.stdout for done in pool.map(measure, ("theirs", "ours"))]
-    lines = [[line for line in x.splitlines() if line.startswith("PEAK")] for x in outputs]
-    theirs, ours = ([int(line.split()[1]) for line in peaks] for peaks in lines)
+        theirs, ours = (
+            [int(peak) for peak in re.findall(r"^PEAK (\d+)$", done.stdout, re.MULTILINE)]
+            for done in pool.map(measure, ("torch", "labkit"))
+        )
     assert ours == pytest.approx(theirs, rel=0.05) and len(theirs) == 2
     assert ours[0] > ours[1], "AdamW has its moments"
 
@@ -330,10 +316,9 @@ def test_operations_are_those_of_torchs_counter() -> None:
     with FlopCounterMode(display=False) as counter:
         loop.step()
     counted = recorded(loop.step, loop.step, detail_step=1)
-    flops = {}
-    for phase in ("forward", "backward"):
-        for span in spans_of(counted, phase, 1):
-            flops[phase, span.module] = flops.get((phase, span.module), 0) + (span.flops or 0)
+    flops: Counter[tuple[str, str]] = Counter()
+    for span in counted.step(1).ranks[0].spans:
+        flops[span.phase, span.module] += span.flops or 0
     attention = sum(n for (_, name), n in flops.items() if name.endswith("core"))
     assert sum(flops.values()) - attention == counter.get_total_flops(), "torch counts no CPU sdpa"
     rows, length, width, blocks = 3, 16, 12, 2
@@ -345,14 +330,12 @@ def test_operations_are_those_of_torchs_counter() -> None:
 
 
 def test_memory_freed_by_resizing_is_seen() -> None:
-    x = torch.ones(1000)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    bytes_of = []
+    x, parameter = torch.ones(1000), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
 
     def step() -> None:
-        bytes_of.append(x.untyped_storage().nbytes())
         x.untyped_storage().resize_(0)
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+        parameter.grad = torch.ones(2)
         optimizer.step()
 
     memory = recorded(step, detail_step=0).ranks[0].memory
@@ -361,7 +344,8 @@ def test_memory_freed_by_resizing_is_seen() -> None:
 
 
 class FakeGpu:
-    """Stands for torch.cuda: events pass 10 s of GPU time after the one before, when it is told."""
+    """Stands for torch.cuda: each event passes 10 s of GPU time after the event before; `passed` of
+    them have."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.enqueued: list[Any] = []
@@ -395,9 +379,8 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     gpu = FakeGpu(monkeypatch)
     clock = StreamClock()
     spans = [Span("forward", str(k), 0, 0.0, 0.0) for k in range(3)]
-    for span in spans:
-        clock.mark(span, "began_s")
-        clock.mark(span, "ended_s")
+    for span, name in product(spans, ("began_s", "ended_s")):
+        clock.mark(span, name)
     assert all(x.began_s > 0 and x.ended_s == 0.0 for x in spans), "the host's, and not yet"
     gpu.passed = 4  # the start, the whole first span, and the beginning of the second
     assert not clock.settle(patience_s=0)
@@ -410,7 +393,7 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
 
 
 def train(wrap: Callable[[nn.Module], nn.Module] | None, steps: int = 3) -> Any:
-    loop = Loop(wrap or (lambda m: m))
+    loop = Loop(wrap)
     for _ in range(steps):
         loop.step()
     return held(loop.model, loop.optimizer)
@@ -425,9 +408,8 @@ def test_all_ranks_of_a_world(world: World, wrap: type) -> None:
     assert trace.about["world_size"] == 3 and "problems" not in trace.about
     predicted = wrap.predict(GPT.preset("tiny", vocab=64, context=16), 3)
     for rank, one in trace.step(1).ranks.items():
-        names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
-        for name, nbytes in zip(names, one.memory[-1].held_bytes):
-            assert nbytes == getattr(helds[rank], name) == getattr(predicted, name), name
+        for states in (helds[rank], predicted):
+            assert one.memory[-1].held_bytes[: OPTIMIZER + 1] == states_of(states)
     sent = sum(e.bus_bytes for one in trace.step(2).ranks.values() for e in one.comms)
     assert sent == 3 * predicted.bus_bytes
     roots = {x.kind for x in trace.ranks[0].spans if x.depth == 0 and x.phase == "forward"}
@@ -437,19 +419,12 @@ def test_all_ranks_of_a_world(world: World, wrap: type) -> None:
 
 
 def test_memory_of_the_communicator_is_its_own_category(world: World) -> None:
-    def reduce(x: torch.Tensor, handles: list[Any]) -> None:
-        comm = Comm()
-        comm.all_reduce(x.t())  # not contiguous: staged
-        handles.append(comm.all_reduce(torch.ones(30_000), op="max", async_op=True))
-        for handle in handles:
-            handle.wait()
-
     def on_rank() -> list[int]:
-        x = torch.ones(100, 200)
+        comm, x = Comm(), torch.ones(100, 200)
         with record(detail_step=0) as trace:
-            reduce(x, [])
-        (one,) = trace.ranks.values()
-        return [point.held_bytes[BUFFERS] for point in one.memory]
+            comm.all_reduce(x.t())  # not contiguous: staged
+            comm.all_reduce(torch.ones(30_000), op="max", async_op=True).wait()
+        return [point.held_bytes[BUFFERS] for point in trace.ranks[comm.rank].memory]
 
     for buffers in world.run(on_rank):
         assert max(buffers) >= 100 * 200 * 4, "the contiguous copy"
@@ -458,18 +433,16 @@ def test_memory_of_the_communicator_is_its_own_category(world: World) -> None:
 
 def test_overlap_shows_on_a_paced_link() -> None:
     """A bucket's all-reduce is under way while backward goes on; without overlap, none is."""
-
-    def hidden(overlap: bool) -> bool:
-        with World(2, link=Link(gbps=0.5, latency_us=50)) as world, record() as trace:
-            world.run(train, lambda m: DDP(m, bucket_mb=0.005, overlap=overlap), 2)
-        assert trace.about["link"]["gbps"] == 0.5
-        one = trace.step(1).ranks[0]
-        (whole,) = [x for x in one.spans if x.phase == "backward" and x.depth == 0]
-        last = max(x.began_s for x in one.spans if x.phase == "backward")
-        assert len(one.comms) > 3 and whole.ended_s
-        return any(event.issued_s < last for event in one.comms)
-
-    assert hidden(True) and not hidden(False)
+    with World(2, link=Link(gbps=0.5, latency_us=50)) as world:
+        for overlap in (True, False):
+            with record() as trace:
+                world.run(train, partial(DDP, bucket_mb=0.005, overlap=overlap), 2)
+            assert trace.about["link"]["gbps"] == 0.5
+            first = trace.step(1).ranks[0]
+            (whole,) = [x for x in first.spans if x.phase == "backward" and x.depth == 0]
+            last_s = max(x.began_s for x in first.spans if x.phase == "backward")
+            assert len(first.comms) > 3 and whole.ended_s
+            assert any(event.issued_s < last_s for event in first.comms) == overlap
 
 
 def test_runs_of_one_block_follow_each_other(world: World, tmp_path: Path) -> None:
@@ -496,9 +469,8 @@ def test_one_block_records_one_run_and_a_mistake_leaves_the_world_alone(world: W
             world.run(train, None, 1)
             raises("another world", other.run, train, None, 1, error=RuntimeError)
         assert other.run(lambda: labkit.attach().state.kept) == [42]
-    loop = Loop()
     with record():
-        loop.step()
+        Loop().step()
         raises("a block of its own", world.run, train, None, 1, error=RuntimeError)
 
 
@@ -552,29 +524,20 @@ def test_a_rank_that_dies_leaves_what_it_has_written(world: World, tmp_path: Pat
 
 
 def test_on_a_rank_itself(world: World, tmp_path: Path) -> None:
-    def on_rank() -> Trace:
-        with record() as trace:
+    def on_rank(folder: Path | None) -> Trace:
+        with record(folder) as trace:
             train(DDP, 2)
         return trace
 
-    for rank, trace in enumerate(world.run(on_rank)):
+    for rank, trace in enumerate(world.run(on_rank, None)):
         assert list(trace.ranks) == [rank] and trace.size == 3
         assert trace.steps() == [0, 1] and broken_laws(trace) == []
-
-    folder = str(tmp_path / "run")
-
-    def into_a_folder() -> None:
-        with record(folder):
-            train(DDP, 2)
-
-    world.run(into_a_folder)
-    trace = read_run(folder)
+    world.run(on_rank, tmp_path / "run")
+    trace = read_run(tmp_path / "run")
     assert trace.complete and sorted(trace.ranks) == [0, 1, 2] and broken_laws(trace) == []
 
 
 def test_user_modules_of_every_kind() -> None:
-    """Outputs of other kinds, and an RNN."""
-
     def forward(self: Any, x: torch.Tensor) -> dict[str, Any]:
         y, (h, c) = self.rnn(x)
         return {"y": self.mlp(y), "state": (h, c), "none": None, "n": 3}
@@ -591,8 +554,7 @@ def test_user_modules_of_every_kind() -> None:
 
 
 def test_other_threads_are_not_mixed_in() -> None:
-    loop, other = Loop(), nn.Linear(3, 3)
-    until = threading.Event()
+    other, until = nn.Linear(3, 3), threading.Event()
 
     def beside() -> None:
         while not until.is_set():
@@ -601,8 +563,7 @@ def test_other_threads_are_not_mixed_in() -> None:
     thread = threading.Thread(target=beside)
     with record() as trace:
         thread.start()
-        for _ in range(4):
-            loop.step()
+        train(None, 4)
         until.set()
         thread.join()
     assert broken_laws(trace) == [] and trace.steps() == [0, 1, 2, 3]
@@ -610,10 +571,8 @@ def test_other_threads_are_not_mixed_in() -> None:
 
 
 def test_a_span_around_the_loop_holds_several_steps() -> None:
-    loop = Loop()
     with record(detail_step=1) as trace, labkit.span("epoch"):
-        for _ in range(3):
-            loop.step()
+        train(None, 3)
     assert trace.steps() == [0, 1, 2] and trace.step(1).ranks[0].memory
     assert {x.depth for x in spans_of(trace, "forward", 1) if x.module == ""} == {0}
 
@@ -665,10 +624,9 @@ def test_a_model_compiled_inside_the_block() -> None:
 
 
 def test_metrics_belong_to_the_step_that_has_just_ended(world: World) -> None:
-    loop = Loop()
     with record() as trace:
         for k in range(2):
-            loop.step()
+            train(None, 1)
             labkit.metric(loss=torch.tensor(float(k)))
     assert [(x["step"], x["loss"]) for x in trace.metrics] == [(0, 0.0), (1, 1.0)]
     with pytest.raises(ValueError), record():
@@ -680,37 +638,24 @@ def test_metrics_belong_to_the_step_that_has_just_ended(world: World) -> None:
 
 
 def test_a_folder_that_vanishes_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
-    with (
-        pytest.warns(UserWarning, match="the rest of this run is not written"),
-        record(tmp_path / "run") as trace,
-    ):
+    not_written = pytest.warns(UserWarning, match="the rest of this run is not written")
+    with not_written, record(tmp_path / "run") as trace:
         shutil.rmtree(tmp_path / "run")
         train(None, 2)
     assert trace.steps() == [0, 1]
 
 
-def test_after_a_failure_the_block_says_that_it_records_no_more(world: World) -> None:
-    def leave_one_waiting() -> None:
+def test_recording_goes_on_while_an_exception_keeps_the_ranks_and_no_longer(world: World) -> None:
+    def leave_rank_0_waiting() -> None:
         if Comm().rank:
             raise ValueError("while rank 0 waits")
         Comm().barrier()
 
-    with record():
-        with pytest.raises(RankError):
-            world.run(leave_one_waiting)
-        with pytest.warns(UserWarning, match="records no more"):
-            assert world.run(lambda: 1) == [1, 1, 1]
-
-
-def test_after_an_exception_that_keeps_the_ranks_recording_goes_on(world: World) -> None:
     with record() as trace:
         raises("All ranks keep", world.run, lambda: 1 / 0, error=RankError)
         world.run(lambda: Comm().all_reduce(torch.ones(2)))
-    assert [len(one.comms) for one in trace.ranks.values()] == [1, 1, 1]
-
-
-def test_under_torchrun_the_group_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"labkit.attach\(\)"), record():
-        pass
+    assert [len(rank.comms) for rank in trace.ranks.values()] == [1, 1, 1]
+    with record():
+        raises("while rank 0 waits", world.run, leave_rank_0_waiting, error=RankError)
+        with pytest.warns(UserWarning, match="records no more"):
+            assert world.run(lambda: 1) == [1, 1, 1]

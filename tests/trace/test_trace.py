@@ -3,14 +3,14 @@
 import copy
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from labkit import read_run, write_run
-from labkit.events import CommEvent
+from labkit import CommEvent, read_run, write_run
 from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace, rankfile
 from labkit.trace.folder import FORMAT, add_about, add_metrics, begin_run
 from labkit.trace.rankfile import RankFile, read_rank_file
@@ -36,8 +36,8 @@ def small(rank: int = 0) -> RankTrace:
     )  # fmt: skip
 
 
-def things(one: RankTrace) -> list[Any]:
-    return [*one.timed_records(), *one.memory]
+def records(rank: RankTrace) -> list[Any]:
+    return [*rank.timed_records(), *rank.memory]
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
@@ -49,9 +49,8 @@ def test_a_trace_comes_back_as_it_was(ranks: int, tmp_path: Path) -> None:
     assert back.about.items() >= trace.about.items()
     assert "problems" not in back.about
     assert all(type(x.ranks) is tuple for one in back.ranks.values() for x in one.comms)
-    assert sorted(f.name for f in (tmp_path / "run").iterdir()) == [
-        "metrics.jsonl", *(f"rank{r}.jsonl" for r in range(ranks)), "run.json",
-    ]  # fmt: skip
+    names = {"metrics.jsonl", "run.json", *(f"rank{rank}.jsonl" for rank in range(ranks))}
+    assert {file.name for file in (tmp_path / "run").iterdir()} == names
 
 
 def test_open_and_incomplete_records_read_back_so(tmp_path: Path) -> None:
@@ -60,37 +59,36 @@ def test_open_and_incomplete_records_read_back_so(tmp_path: Path) -> None:
     assert back.ranks[0].steps == [Step(0, 0.0, 1.0), Step(1, 1.0, 0.0, True)]
     assert back.ranks[0].comms[1].ended_s == 0.0
     assert back.ranks[0].complete and not back.ranks[1].complete
-    assert back.about["problems"] == [
-        "rank1.jsonl has no end mark: the rank died, or is still running"
-    ]
+    problem = "rank1.jsonl has no end mark: the rank died, or is still running"
+    assert back.about["problems"] == [problem]
     again = read_run(write_run(back, tmp_path / "again"))
     assert again.ranks == back.ranks
     assert again.about["problems"] == back.about["problems"]
 
 
 def test_run_json_says_what_and_where(tmp_path: Path) -> None:
-    begin_run(tmp_path / "a" / "run", {"what": "ddp", "seed": 3, "command": "mine"})
-    about = json.loads((tmp_path / "a" / "run" / "run.json").read_text())
-    assert about.items() >= {"format": FORMAT, "what": "ddp", "seed": 3, "command": "mine"}.items()
+    notes = {"what": "ddp", "seed": 3, "command": "labkit run", "world_size": 4}
+    run = begin_run(tmp_path / "a" / "run", notes)
+    about = json.loads((run / "run.json").read_text())
+    assert about.items() >= {"format": FORMAT, **notes}.items()
     for name in ("labkit", "host", "platform", "python", "torch", "started_at"):
         assert isinstance(about[name], str) and about[name]
+    trace = read_run(run)
+    assert not trace.complete
+    assert trace.about["problems"] == ["no rank has written anything"]
 
 
 def test_groups_of_any_ranks(tmp_path: Path) -> None:
     many = [tuple(range(1024)), (0, 8, 16, 24), (0, 1, 2, 4), (5,), (3, 2, 1, 0), (1, 1, 1, 1)]
-    one = RankTrace(0, 1024)
-    for seq, ranks in enumerate(many):
-        one.comms.append(event(seq, 1.0 + seq, 2.0 + seq))
-        one.comms[-1].ranks = ranks
-    write_run(Trace({0: one}), tmp_path / "run")
+    comms = [replace(event(i, 1.0 + i, 2.0 + i), ranks=ranks) for i, ranks in enumerate(many)]
+    write_run(Trace({0: RankTrace(0, 1024, comms=comms)}), tmp_path / "run")
     assert [x.ranks for x in read_run(tmp_path / "run").ranks[0].comms] == many
     assert (tmp_path / "run" / "rank0.jsonl").stat().st_size < 4000
 
 
 def test_a_run_that_cannot_be_begun_leaves_nothing(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(TypeError):
-            begin_run(tmp_path, {"mesh": {("dp", 0): 1}})
+        raises("", begin_run, tmp_path, {"mesh": {("dp", 0): 1}}, error=TypeError)
         assert not list(tmp_path.iterdir())
     begin_run(tmp_path)
 
@@ -111,16 +109,21 @@ def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path
     assert [(x.wire_bytes, x.ended_s) for x in seen] == [(7, 2.0)]
     step.ended_s = 4.0
     file.mark_end()
-    file.close()
     back = read_run(tmp_path / "run")
     assert back.complete
     assert back.ranks[0].steps == [Step(0, 0.0, 3.0)]
     assert len(back.ranks[0].comms) == len(back.ranks[0].spans) == 1
+    file.append([Step(1, 4.0, 5.0)])  # goes on after an end mark
+    between = read_run(tmp_path / "run")
+    assert len(between.ranks[0].steps) == 2 and not between.complete
+    assert "no end mark" in between.about["problems"][0]
+    file.mark_end()
+    file.close()
+    assert read_run(tmp_path / "run").complete
+    raises("another rank 0 writes it", RankFile, tmp_path / "run", RankTrace(0, 1))
 
 
-def test_a_record_that_ends_while_it_is_written_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_may_end_while_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, packed = event(1, 1.5), rankfile._packed
 
     def another_thread_comes_between(value: Any) -> Any:
@@ -136,40 +139,10 @@ def test_a_record_that_ends_while_it_is_written_is_not_lost(
     assert (back.op, back.wire_bytes, back.ended_s) == ("reduce", 5, 1.0)
 
 
-def test_a_file_goes_on_after_an_end_mark(tmp_path: Path) -> None:
-    file = RankFile(begin_run(tmp_path / "run"), RankTrace(0, 1))
-    file.append([Step(0, 1.0, 2.0)])
-    file.mark_end()
-    assert read_run(tmp_path / "run").complete
-    file.append([Step(1, 2.0, 3.0)])
-    between = read_run(tmp_path / "run")
-    assert len(between.ranks[0].steps) == 2 and not between.complete
-    assert "no end mark" in between.about["problems"][0]
-    file.mark_end()
-    assert read_run(tmp_path / "run").complete
-
-
-def test_two_writers_of_one_rank_are_refused(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
-    RankFile(tmp_path / "run", RankTrace(0, 1)).close()
-    raises("another rank 0 writes it", RankFile, tmp_path / "run", RankTrace(0, 1))
-
-
 def test_metrics_are_appended_by_all(tmp_path: Path) -> None:
     write_run(Trace({0: RankTrace(0, 1)}, metrics=[{"step": 0, "loss": 2.5}]), tmp_path / "run")
     add_metrics(tmp_path / "run", [{"step": 1, "loss": np.float32(1.5)}])
     assert [x["loss"] for x in read_run(tmp_path / "run").metrics] == [2.5, 1.5]
-
-
-def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
-    """Each rank has one step, its monotonic clock's next second."""
-    begin_run(path)
-    for rank, (host, monotonic_s, unix_s) in enumerate(clocks):
-        file = RankFile(path, RankTrace(rank, len(clocks), host=host), (monotonic_s, unix_s))
-        file.append([Step(0, monotonic_s, monotonic_s + 1)])
-        file.append([event(1, monotonic_s + 0.5)])
-        file.close()
-    return read_run(path)
 
 
 @cases(
@@ -180,7 +153,13 @@ def hosts_run(path: Path, clocks: list[tuple[str, float, float]]) -> Trace:
 def test_ranks_share_the_clock_of_their_host_and_hosts_unix_time(
     clocks: list[tuple[str, float, float]], began_s: list[float], tmp_path: Path
 ) -> None:
-    trace = hosts_run(tmp_path / "run", clocks)
+    """Each rank has a step, the next second of its monotonic clock."""
+    path = begin_run(tmp_path / "run")
+    for rank, (host, monotonic_s, unix_s) in enumerate(clocks):
+        file = RankFile(path, RankTrace(rank, len(clocks), host=host), (monotonic_s, unix_s))
+        file.append([Step(0, monotonic_s, monotonic_s + 1), event(1, monotonic_s + 0.5)])
+        file.close()
+    trace = read_run(path)
     ranks = trace.ranks.values()
     times = [(x.steps[0].began_s, x.comms[0].issued_s, x.steps[0].ended_s) for x in ranks]
     assert times == [(x, x + 0.5, x + 1) for x in began_s]
@@ -192,25 +171,23 @@ def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
     file = write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run") / "rank0.jsonl"
     whole = file.read_bytes()
     full, _, _ = read_rank_file(file)
-    header = whole.index(b"\n")
+    nothing = "rank0.jsonl breaks off in its first line, nothing of it is read"
     counts = []
     for cut in range(len(whole) + 1):
         file.write_bytes(whole[:cut])
         trace = read_run(tmp_path / "run")
         assert trace.ranks[1].complete
-        if cut < header:
+        if cut < whole.index(b"\n"):
             assert 0 not in trace.ranks
-            assert trace.about["problems"] == [
-                "rank0.jsonl breaks off in its first line, nothing of it is read"
-            ]
+            assert trace.about["problems"] == [nothing]
             continue
-        one, _, problems = read_rank_file(file)
+        rank, _, problems = read_rank_file(file)
         for kind in ("steps", "spans", "comms", "memory"):
-            here, all_of_it = getattr(one, kind), getattr(full, kind)
-            assert here == all_of_it[: len(here)]
-        counts.append(len(things(one)))
+            kept = getattr(rank, kind)
+            assert kept == getattr(full, kind)[: len(kept)]
+        counts.append(len(records(rank)))
         ended = cut >= len(whole) - 1  # all but the last newline
-        assert one.complete == trace.ranks[0].complete == trace.complete == ended
+        assert rank.complete == trace.ranks[0].complete == trace.complete == ended
         assert len(problems) == (not ended)
         assert trace.size == 2
         if whole[cut - 1 : cut] not in (b"\n", b"]", b"}"):
@@ -232,10 +209,10 @@ def test_other_files_cut_off_at_every_byte(tmp_path: Path) -> None:
                 trace = read_run(tmp_path / "run")
             except ValueError as error:
                 assert name == "run.json" and "its run.json is no JSON" in str(error)
-            else:
-                assert repr(trace.metrics) == repr(notes[: len(trace.metrics)])
-                if len(trace.metrics) < 2 and whole[cut - 1 : cut] not in (b"", b"\n", b"}"):
-                    assert "metrics.jsonl: line" in trace.about["problems"][0]
+                continue
+            assert repr(trace.metrics) == repr(notes[: len(trace.metrics)])
+            if len(trace.metrics) < 2 and whole[cut - 1 : cut] not in (b"", b"\n", b"}"):
+                assert "metrics.jsonl: line" in trace.about["problems"][0]
         file.write_bytes(whole)
 
 
@@ -255,7 +232,7 @@ def test_a_damaged_line_is_left_out_and_reported(line: bytes, tmp_path: Path) ->
     file.write_bytes(b"\n".join([*lines[:2], line, *lines[3:]]))
     trace = read_run(tmp_path / "run")
     assert trace.ranks[0].steps == [Step(0, 0.0, 1.0)]  # the second was in that line
-    assert len(things(trace.ranks[0])) == 5
+    assert len(records(trace.ranks[0])) == 5
     assert not trace.ranks[0].complete
     assert "rank0.jsonl: line 3 cannot be read and is left out" in trace.about["problems"]
 
@@ -291,71 +268,54 @@ def test_a_lost_line_and_lost_ranks_are_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_made_in_memory_is_not_complete(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run", {"world_size": 4})
-    trace = read_run(tmp_path / "run")
-    assert not trace.complete
-    assert trace.about["problems"] == ["no rank has written anything"]
-
-
-def test_what_a_later_labkit_adds_is_passed_over(tmp_path: Path) -> None:
+def test_what_a_later_labkit_adds_is_passed_over_and_a_newer_format_refused(tmp_path: Path) -> None:
     write_run(Trace({0: small()}), tmp_path / "run")
     expected = read_run(tmp_path / "run")
     file = tmp_path / "run" / "rank0.jsonl"
-    header, *lines = file.read_text().splitlines()
-    said = json.loads(header) | {"weather": "fine"}
-    said["columns"]["step"].insert(1, "mood")
-    said["columns"]["power"] = ["when_s", "watts"]
-    new = [json.loads(line) for line in lines]
-    for one in new:
-        if one[0] == "step":
-            one.insert(3, "good")
-    new[-1] = ["power", 6, 1.5, 230]
-    new.append(["end", 7])
-    file.write_text("\n".join(map(json.dumps, [said, *new])))
+    header, *lines = map(json.loads, file.read_text().splitlines())
+    header["weather"] = "fine"
+    header["columns"]["step"].insert(1, "mood")
+    header["columns"]["power"] = ["when_s", "watts"]
+    for line in lines:
+        if line[0] == "step":
+            line.insert(3, "good")
+    lines[-1:] = ["power", 6, 1.5, 230], ["end", 7]
+    file.write_text("\n".join(map(json.dumps, [header, *lines])))
     add_about(tmp_path / "run", mood="good")
     back = read_run(tmp_path / "run")
     assert back.ranks == expected.ranks and back.ranks[0].complete
     assert back.about["mood"] == "good"
-
-
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
     add_about(tmp_path / "run", format=FORMAT + 1, labkit="9.1")
     raises(r"labkit 9\.1 in a newer format.*pip install -U labkit", read_run, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [(None, "has no run.json"), ("{}", "of another program"), ("[1]", "of another program"),
-     ('{"format": "x", "labkit": "1"}', "of another program"), ("run", "is no JSON")],
+@cases(
+    (None, "has no run.json"), ("{}", "of another program"), ("[1]", "of another program"),
+    ('{"format": "x", "labkit": "1"}', "of another program"), ("run", "is no JSON"),
 )  # fmt: skip
 def test_a_foreign_folder_is_refused_and_kept(text: str | None, words: str, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "rank0.jsonl").write_text("mine")
+    before = {"notes.txt": "notes", "rank0.jsonl": "numbers"}
     if text is not None:
-        (tmp_path / "run.json").write_text(text)
-    before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
+        before["run.json"] = text
+    for name, content in before.items():
+        (tmp_path / name).write_text(content)
     raises(f"is not a labkit run.*{words}", read_run, tmp_path)
-    for replace in (False, True):
-        raises(words, begin_run, tmp_path, replace=replace)
-    assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
+    for allowed in (False, True):
+        raises(words, begin_run, tmp_path, replace=allowed)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
 
 
-def test_an_existing_run_is_replaced_only_on_request_and_the_users_files_stay(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_replaced_only_on_request_and_the_users_files_stay(tmp_path: Path) -> None:
     write_run(sample_trace(3), tmp_path)
-    kept = ["notes.txt", "rank1.jsonl.bak", "rank01.jsonl", "rankings.jsonl"]
+    kept = {"notes.txt", "rank1.jsonl.bak", "rank01.jsonl", "rankings.jsonl"}
     for name in kept:
         (tmp_path / name).write_text("mine")
     raises("holds a run already", write_run, sample_trace(1), tmp_path)
     assert len(read_run(tmp_path).ranks) == 3
     write_run(sample_trace(1), tmp_path, replace=True)
     assert list(read_run(tmp_path).ranks) == [0]
-    assert sorted(f.name for f in tmp_path.iterdir()) == sorted(
-        [*kept, "metrics.jsonl", "rank0.jsonl", "run.json"]
-    )
+    written = {"metrics.jsonl", "rank0.jsonl", "run.json"}
+    assert {file.name for file in tmp_path.iterdir()} == written | kept
 
 
 def test_no_folder_and_no_folder_but_a_file(tmp_path: Path) -> None:
@@ -371,7 +331,5 @@ def test_writing_leaves_the_trace_as_it_was(tmp_path: Path) -> None:
     trace.about["problems"] = ["of another time"]
     before = copy.deepcopy(trace)
     write_run(trace, tmp_path / "run")
-    assert (trace.ranks, trace.about, trace.metrics) == (
-        before.ranks, before.about, before.metrics
-    )  # fmt: skip
+    assert trace == before
     assert "problems" not in read_run(tmp_path / "run").about

@@ -76,8 +76,7 @@ def test_the_numbers_of_the_table() -> None:
     assert rows["send"] == "768 bytes a step, in 0.75 calls"
     assert rows["ranks"] == "4" and rows["steps"] == "4, in detail: step 2"
     assert rows["loss"] == "5.5150 -> 4.7650, mean of the ranks"
-    optimizer_ms, slow_ms = 0.40, 0.44  # the last rank is a tenth slower
-    assert rows["optimizer"] == f"{optimizer_ms:.2f} ms, most on rank 3: {slow_ms:.2f} ms"
+    assert rows["optimizer"] == "0.40 ms, most on rank 3: 0.44 ms"  # it is a tenth slower
     waits = [x.wait_ended_s - x.wait_began_s for x in trace.ranks[0].comms if x.step == 1]
     assert re.fullmatch(r"[\d.]+ ms, most on rank \d: [\d.]+ ms", rows["waiting"])
     assert float(rows["waiting"].split()[0]) == pytest.approx(sum(waits) * 1e3, rel=0.1)
@@ -87,11 +86,10 @@ def test_the_numbers_of_the_table() -> None:
 
 
 def test_times_of_a_detailed_step_do_not_count_nor_waiting_as_computing() -> None:
-    rows = shown(sample_trace(2, steps=3, detail_step=1))
-    without = sample_trace(2, steps=3, detail_step=None)
+    rows, without = (shown(sample_trace(2, steps=3, detail_step=step)) for step in (1, None))
     for name in ("forward", "backward", "optimizer"):
-        assert rows[name] == shown(without)[name]
-    assert "together" not in shown(without)
+        assert rows[name] == without[name]
+    assert "together" not in without
     only = shown(sample_trace(2, steps=1, detail_step=0))
     assert "forward" not in only and "together" in only
     alone = sample_trace(4, steps=1, detail_step=None)
@@ -106,26 +104,23 @@ def test_a_damaged_run_is_shown_with_its_problems(tmp_path: Path, pictures: list
     whole = (run / "rank1.jsonl").read_bytes()
     (run / "rank1.jsonl").write_bytes(whole[: len(whole) // 2])
     output = view(run)
-    assert "3, 1 missing" in output
-    assert "damaged: rank1.jsonl breaks off in line" in output
-    assert "damaged: rank2.jsonl is missing" in output
-    assert len(pictures) == 2
+    for words in ("3, 1 missing", "rank1.jsonl breaks off in line", "rank2.jsonl is missing"):
+        assert words in output
+    assert output.count("damaged: ") == len(pictures) == 2
 
 
 @pytest.mark.parametrize(
     "trace", [Trace({0: RankTrace(0, 1)}), Trace({1: RankTrace(1, 2, complete=False)}), None]
 )
-def test_a_run_in_which_nothing_happened(
-    trace: Trace | None, tmp_path: Path, pictures: list[Any]
-) -> None:
+def test_an_empty_run_is_viewed(trace: Trace | None, tmp_path: Path, pictures: list[Any]) -> None:
     view(write_run(trace, tmp_path / "run") if trace else begin_run(tmp_path / "run"))
     assert pictures == []
 
 
 def test_communication_without_steps_is_listed_by_rank() -> None:
     trace = sample_trace(2, steps=2)
-    for one in trace.ranks.values():
-        one.steps, one.spans, one.memory = [], [], []
+    for rank in trace.ranks.values():
+        rank.steps, rank.spans, rank.memory = [], [], []
     assert shown(trace)["all_reduce"] == "1.1 MB, in 6 calls"
 
 

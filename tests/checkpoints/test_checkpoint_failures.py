@@ -29,9 +29,9 @@ class Net(nn.Module):
             setattr(self, name, layer)
 
 
-def save(folder: Path, step: int, value: float | None = None) -> None:
+def save(folder: Path, step: int) -> None:
     model = Net()
-    nn.init.constant_(model.first.weight, step if value is None else value)
+    nn.init.constant_(model.first.weight, step)
     save_checkpoint(folder, model, torch.optim.AdamW(model.parameters()), step=step)
 
 

@@ -28,6 +28,7 @@ from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
 from labkit.runtime import progress
+from tables import cases
 from worlds import on_each_rank, world_fixture
 
 AGREE = 1e-10
@@ -68,12 +69,9 @@ def test_a_tensor_without_elements_is_one_box() -> None:
     assert list(boxes_of((3, 4), 2, 0)) == []
 
 
-@pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [*product(STRATEGIES, [torch.float64]), *product(WITH_MASTERS, [torch.bfloat16])],
-)
+@cases(*product(STRATEGIES, [torch.float64]), *product(WITH_MASTERS, [torch.bfloat16]), ids=str)
 def test_going_on_is_bit_for_bit_as_if_never_stopped(
-    world: World, strategy: str, dtype: torch.dtype, tmp_path: Path
+    strategy: str, dtype: torch.dtype, world: World, tmp_path: Path
 ) -> None:
     """A model in bf16 goes on from its fp32 masters, which are stored."""
     expected = world.run(save_and_go_on, strategy, 3, str(tmp_path), dtype)

@@ -172,7 +172,7 @@ TWO_BY_TWO = Layout(pp=2, dp=2, strategy="ddp")
     ids=str,
 )
 def test_names_shapes_and_elements_are_those_of_the_plain_model(
-    world4: World, layout: Layout, tied: bool, tmp_path: Path
+    layout: Layout, tied: bool, world4: World, tmp_path: Path
 ) -> None:
     world4.run(saved, layout, tied, str(tmp_path))
     is_as_one_process_writes_it(tmp_path, tied)

@@ -153,26 +153,22 @@ def test_shards_of_other_sizes_move_where_data_parallel_ranks_cut(
     """What both tensor ranks have whole, ZeRO cuts at other places on each (the bias after its
     first element, or after four): one of them writes it."""
 
-    def made(start: int, stop: int, mesh: Mesh) -> nn.Linear:
-        module = nn.Linear(1, 8).double()
-        with torch.no_grad():
-            module.weight.copy_(torch.arange(8.0).view(8, 1))
-            module.bias.copy_(torch.arange(8.0))
-        module.weight = nn.Parameter(module.weight.detach()[start:stop].clone())
-        mark_shard(module.weight, Shard(mesh.tp, 0, start, stop, 8))
-        return module
+    numbers = torch.arange(8.0, dtype=torch.float64)
 
     def run() -> None:
         mesh = Mesh(dp=2, tp=2)
-        module = made(*((0, 7), (7, 8))[mesh.tp.rank], mesh)
+        start, stop = ((0, 7), (7, 8))[mesh.tp.rank]
+        module = nn.Linear(1, 8)
+        module.weight = nn.Parameter(numbers[start:stop, None].clone())
+        module.bias = nn.Parameter(numbers.clone())
+        mark_shard(module.weight, Shard(mesh.tp, 0, start, stop, 8))
         optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, comm=mesh.dp, lr=1)
         save_checkpoint(tmp_path, module, optimizer)
 
     world4.run(run)
     plain = nn.Linear(1, 8).double()
     load_checkpoint(tmp_path, plain)
-    assert torch.equal(plain.weight, torch.arange(8.0).view(8, 1).double())
-    assert torch.equal(plain.bias, torch.arange(8.0).double())
+    assert torch.equal(plain.weight, numbers[:, None]) and torch.equal(plain.bias, numbers)
 
 
 @on_each_rank("world4")

@@ -366,25 +366,18 @@ def test_what_could_not_be_loaded_is_refused_when_it_is_saved(
 
 
 @on_each_rank("ranks")
-def test_plain_values_and_random_states_come_back(tmp_path: Path) -> None:
+def test_plain_values_random_states_and_a_learning_rate_of_numpy_come_back(tmp_path: Path) -> None:
     extra = {
         "python": random.Random(5).getstate(),
         "numpy": np.random.default_rng(5).bit_generator.state,
         "torch": torch.Generator().manual_seed(5).get_state(),
         "set": {1, 2}, "complex": 1j, "bytes": b"ab", "dtype": torch.bfloat16, None: (1.5, [True]),
     }  # fmt: skip
-
-    save_checkpoint(tmp_path, *trained(), extra=extra)
-    assert same(extra, load_checkpoint(tmp_path, *trained()).extra)
-
-
-@on_each_rank("ranks")
-def test_a_learning_rate_of_numpy_comes_back_as_a_number(tmp_path: Path) -> None:
     model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = np.cos(np.float64(1)) / 3
-    save_checkpoint(tmp_path, model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, extra=extra)
     model, optimizer = trained()
-    load_checkpoint(tmp_path, model, optimizer)
+    assert same(extra, load_checkpoint(tmp_path, model, optimizer).extra)
     lr = optimizer.param_groups[0]["lr"]
     assert type(lr) is float and lr == float(np.cos(1) / 3)
 

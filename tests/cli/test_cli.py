@@ -250,18 +250,15 @@ def test_the_help_lists_the_commands_in_the_order_of_their_use() -> None:
     assert [x[1] for line in lines if (x := re.match(r"│ ([a-z][a-z-]*)  ", line))] == COMMANDS
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
-        ("plan", ["Rows of one; powers of two", "Of each stage; powers of two", "GB (1e9 bytes)",
-                  "what holds how much", "Blocks compute forward twice", "where --cluster is",
-                  "Positions of a row"]),
-        ("replay", ["Computing as it was; only the wires", "on one cluster", "--cluster` writes"]),
-        ("doctor", ["of so many ranks; 4 if absent"]),
-        ("schedule", ["Pieces of the model a stage", "over time, as PNG"]),
-        ("bench transfers", ["Gigabits per second"]),
-    ],
+@cases(
+    ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
+    ("plan", ["Rows of one; powers of two", "Of each stage; powers of two", "GB (1e9 bytes)",
+              "what holds how much", "Blocks compute forward twice", "where --cluster is",
+              "Positions of a row"]),
+    ("replay", ["Computing as it was; only the wires", "on one cluster", "--cluster` writes"]),
+    ("doctor", ["of so many ranks; 4 if absent"]),
+    ("schedule", ["Pieces of the model a stage", "over time, as PNG"]),
+    ("bench transfers", ["Gigabits per second"]),
 )  # fmt: skip
 def test_the_help_of_an_option_says_what_it_counts_and_in_which_unit(
     command: str, words: list[str]

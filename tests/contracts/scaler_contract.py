@@ -198,18 +198,15 @@ def check_as_torch(seed: int) -> None:
     for _ in range(60):
         chance = draw.choice([0.0, 0.0, 0.2])
         gradients = torch.tensor([[draw.uniform(-1, 1) for _ in range(3)] for _ in range(4)])
-        bad = [
-            draw.choice([torch.inf, -torch.inf, torch.nan]) if draw.random() < chance else None
-            for _ in range(4)
-        ]
+        for gradient in gradients:
+            if draw.random() < chance:
+                gradient[1] = draw.choice([torch.inf, -torch.inf, torch.nan])
         unscaled = [draw.random() < 0.5 for _ in range(2)]
         second_steps, reloads = draw.random() < 0.7, draw.random() < 0.2
         for scaler, ps, some in zip(scalers, parameters, optimizers, strict=True):
             scale = scaler.scale(torch.ones(()))
-            for p, gradient, value in zip(ps, gradients, bad, strict=True):
+            for p, gradient in zip(ps, gradients, strict=True):
                 p.grad = gradient * scale
-                if value is not None:
-                    p.grad[1] = value
             for optimizer, first in list(zip(some, unscaled, strict=True))[: 1 + second_steps]:
                 if first:
                     scaler.unscale_(optimizer)

@@ -363,6 +363,7 @@ def test_code_is_shown_from_the_library_as_it_is():
     assert code.caption.startswith("labkit/comm/collectives/broadcast.py, lines ")
     assert lines_of(code) == code.text.splitlines()
     assert "<span" in code._repr_html_() and code.caption in repr(code)
+    assert "lines 1 to " in show("comm/handle.py").caption, "a whole module"
 
 
 def test_a_piece_of_a_method_is_shown_without_its_indent():
@@ -370,10 +371,6 @@ def test_a_piece_of_a_method_is_shown_without_its_indent():
     lines = ['self._closed, self._asked_to_stop = True, "closed"', "with self._busy:"]
     assert code.text.splitlines() == lines == [line.strip() for line in lines_of(code)]
     assert code.caption.startswith("labkit/runtime/world.py, ")
-
-
-def test_a_whole_module_begins_at_line_1():
-    assert "lines 1 to " in show("comm/handle.py").caption
 
 
 @cases(

@@ -1,5 +1,6 @@
 """A failed save or load is one error on all ranks, and the checkpoint before it still loads."""
 
+import copy
 import os
 import pickle
 import resource
@@ -9,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,15 +22,16 @@ from tables import cases, raises
 
 
 class Net(nn.Module):
-    def __init__(self, wide: int = 6) -> None:
+    def __init__(self, wide: int = 6, **instead: nn.Module | None) -> None:
         super().__init__()
-        self.first = nn.Linear(4, wide)
-        self.second = nn.Linear(wide, 2)
+        self.first, self.second = nn.Linear(4, wide), nn.Linear(wide, 2)
+        for name, layer in instead.items():
+            setattr(self, name, layer)
 
 
-def save(folder: Path, step: int, value: float | None = None) -> None:
+def save(folder: Path, step: int) -> None:
     model = Net()
-    nn.init.constant_(model.first.weight, step if value is None else value)
+    nn.init.constant_(model.first.weight, step)
     save_checkpoint(folder, model, torch.optim.AdamW(model.parameters()), step=step)
 
 
@@ -49,67 +52,61 @@ def refused(world: World, function: Callable[..., Any], *args: Any) -> str:
             return type(error).__name__, str(error)
         return "nothing", "nothing was raised"
 
-    first, *others = world.run(run)
-    assert all(other == first for other in others)
-    assert first[0] != "nothing", first[1]
-    return first[1]
+    (error, message), *others = world.run(run)
+    assert others == [(error, message)] * len(others)
+    assert error != "nothing", message
+    return message
 
 
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def dies(
+    place: Any,
+    name: str,
+    after: Callable[..., object] = lambda *_: None,
+    when: Callable[..., bool] = lambda *_: True,
+    rank: int | None = None,
+) -> Callable[[], None]:
+    """From its call on, this process kills itself in `place.name`, after it has done `after`."""
 
+    def put() -> None:
+        real = getattr(place, name)
 
-def put(place: Any, name: str, fault: Callable[..., Any], rank: int | None = None) -> None:
-    """In the rest of this process, which ends with the fault."""
-    if rank in (None, Comm().rank):
-        setattr(place, name, fault)
+        def fault(*args: Any) -> Any:
+            if not when(*args):
+                return real(*args)
+            after(*args)
+            return os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank in (None, Comm().rank):
+            setattr(place, name, fault)
+
+    return put
 
 
 def amid_write() -> None:
-    before, left = saving._serialised, iter(range(2))
-    fault = lambda x: before(x) if next(left, None) is not None else die()  # noqa: E731
-    put(saving, "_serialised", fault, rank=1)
+    left = iter(range(2))
+    dies(saving, "_serialised", when=lambda x: next(left, None) is None, rank=1)()
 
 
-def half_of_the_metadata(self: Any, metadata: Any, results: Any) -> None:
+def half_of_the_metadata(writer: Any, metadata: Any, results: Any) -> None:
     """The file is there, half of it is not, and it does not have its name yet."""
-    (Path(self.path) / ".metadata.tmp").write_bytes(pickle.dumps(metadata)[:50])
-    die()
-
-
-def before_checksum() -> None:
-    """The metadata have their name, and not yet a checksum."""
-    real = folders.seal
-    put(folders, "seal", lambda path: die() if path.name == folders.METADATA else real(path))
-
-
-def half_of_the_checksum(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"1234")
-    die()
-
-
-def half_of_the_pointer(final: Path) -> None:
-    (final.parent / "latest.tmp").write_text(final.name[:4])
-    die()
-
-
-def half_of_the_removal(path: Path) -> None:
-    next(path.glob("*.distcp")).unlink()
-    die()
+    (Path(writer.path) / ".metadata.tmp").write_bytes(pickle.dumps(metadata)[:50])
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
-    "before write": lambda: put(saving.StreamingWriter, "write_items", die, rank=1),
+    "before write": dies(saving.StreamingWriter, "write_items", rank=1),
     "amid write": amid_write,
-    "before metadata": lambda: put(saving.StreamingWriter, "finish", die),
-    "amid metadata": lambda: put(saving.StreamingWriter, "finish", half_of_the_metadata),
-    "before checksum": before_checksum,
-    "amid checksum": lambda: put(folders, "seal", half_of_the_checksum),
-    "before rename": lambda: put(folders, "publish", die),
-    "before pointer": lambda: put(folders, "point_at", die),
-    "amid pointer": lambda: put(folders, "point_at", half_of_the_pointer),
-    "amid removal": lambda: put(folders, "discard", half_of_the_removal),
+    "before metadata": dies(saving.StreamingWriter, "finish"),
+    "amid metadata": dies(saving.StreamingWriter, "finish", half_of_the_metadata),
+    "before checksum": dies(folders, "seal", when=lambda path: path.name == folders.METADATA),
+    "amid checksum": dies(
+        folders, "seal", lambda path: path.write_bytes(path.read_bytes() + b"1234")
+    ),
+    "before rename": dies(folders, "publish"),
+    "before pointer": dies(folders, "point_at"),
+    "amid pointer": dies(
+        folders, "point_at", lambda final: (final.parent / "latest.tmp").write_text(final.name[:4])
+    ),
+    "amid removal": dies(folders, "discard", lambda path: next(path.glob("*.distcp")).unlink()),
 }
 
 
@@ -146,42 +143,25 @@ def test_a_first_save_that_is_killed_leaves_no_checkpoint(world2: World, tmp_pat
     assert "was not finished" in refused(world2, load, unfinished)
 
 
-def limited(folder: Path, step: int) -> None:
+def no_room_in_a_file(folder: Path) -> None:
     """Rank 1 may write no file larger than 1000 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if Comm().rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        save(folder, step)
+        save(folder, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_that_cannot_be_written_is_named_on_every_rank_and_nothing_is_lost(
-    world2: World, tmp_path: Path
-) -> None:
-    world2.run(save, tmp_path, 1)
-    text = refused(world2, limited, tmp_path, 2)
-    assert "step 2 was not saved" in text and "rank 1" in text
-    assert "File too large" in text and "__1_0.distcp" in text
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"]
-    assert world2.run(load, tmp_path) == [(1, 1.0)] * 2
-    world2.run(save, tmp_path, 2)
+def no_room_for_the_pointer(folder: Path) -> None:
+    full = lambda final: os.write(os.open("/dev/full", os.O_WRONLY), b"x")  # noqa: E731
+    with patch.object(folders, "point_at", full):
+        save(folder, 2)
 
 
-def test_no_room_for_the_pointer_takes_the_checkpoint_back(world2: World, tmp_path: Path) -> None:
-    def full(step: int) -> None:
-        before = folders.point_at
-        folders.point_at = lambda final: os.write(os.open("/dev/full", os.O_WRONLY), b"x")
-        try:
-            save(tmp_path, step)
-        finally:
-            folders.point_at = before
-
-    world2.run(save, tmp_path, 1)
-    assert "No space left on device" in refused(world2, full, 2)
-    assert [path.name for path in sorted(tmp_path.glob("step*"))] == ["step_00000001"]
-    assert world2.run(load, tmp_path) == [(1, 1.0)] * 2
+def no_room_on_the_disk(folder: Path) -> None:
+    save_checkpoint(folder, nn.Linear(300, 300), step=2)
 
 
 @pytest.fixture
@@ -197,107 +177,106 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_reported_and_the_space_freed(world2: World, tiny_disk: Path) -> None:
-    def fill() -> None:
-        save_checkpoint(tiny_disk, nn.Linear(300, 300), step=2)
+@cases(
+    (no_room_in_a_file, ["step 2 was not saved", "rank 1", "File too large", "__1_0.distcp"]),
+    (no_room_for_the_pointer, ["No space left on device"]),
+    (no_room_on_the_disk, ["No space left on device", ".distcp"]),
+)
+def test_a_save_without_room_says_so_on_every_rank_and_loses_nothing(
+    save_without: Callable[[Path], None], words: list[str], world2: World,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    on_disk = save_without is no_room_on_the_disk
+    folder: Path = request.getfixturevalue("tiny_disk" if on_disk else "tmp_path")
+    world2.run(save, folder, 1)
+    free_bytes = shutil.disk_usage(folder).free
+    text = refused(world2, save_without, folder)
+    assert [part for part in words if part not in text] == []
+    assert sorted(os.listdir(folder)) == ["latest", "step_00000001"]
+    assert not on_disk or shutil.disk_usage(folder).free == free_bytes
+    assert world2.run(load, folder) == [(1, 1.0)] * 2
+    world2.run(save, folder, 2)
 
-    world2.run(save, tiny_disk, 1)
-    free_bytes = shutil.disk_usage(tiny_disk).free
-    text = refused(world2, fill)
-    assert "No space left on device" in text and ".distcp" in text
-    assert shutil.disk_usage(tiny_disk).free == free_bytes
-    assert world2.run(load, tiny_disk) == [(1, 1.0)] * 2
+
+Made = tuple[nn.Module, Any]
 
 
-def test_a_folder_that_cannot_be_made_is_named(world2: World, tmp_path: Path) -> None:
+def made(model: nn.Module, make: Any = torch.optim.AdamW, of: nn.Module | None = None) -> Made:
+    return model, make((of or model).parameters())
+
+
+def after_a_step() -> Made:
+    model, optimizer = made(Net())
+    model.second(model.first(torch.ones(1, 4))).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def in_two_groups() -> Made:
+    model = Net()
+    groups = [{"params": part.parameters()} for part in (model.first, model.second)]
+    return model, torch.optim.AdamW(groups)
+
+
+def with_two_shards() -> Made:
+    return made(ZeRO3(Net()), lambda params: MasterWeights(params, torch.optim.AdamW))
+
+
+BUILT: dict[str, Callable[[], Made]] = {
+    "plain": lambda: made(Net()),
+    "after a step": after_a_step,
+    "in two groups": in_two_groups,
+    "weights alone": lambda: (Net(), None),
+    "a third layer": lambda: made(Net(third=nn.Linear(2, 2))),
+    "one layer": lambda: made(Net(second=None)),
+    "wider": lambda: (Net(wide=7), None),
+    "SGD": lambda: made(Net(), torch.optim.SGD),
+    "second layer frozen": lambda: made(model := Net(), of=model.first),
+    "wider on rank 0": lambda: BUILT["a third layer" if Comm().rank == 1 else "wider"](),
+}
+
+
+@cases(
+    ("after a step", "a third layer", "another model: it lacks third.weight, third.bias;"),
+    ("after a step", "one layer", "this model has no second.weight, second.bias"),
+    ("after a step", "wider", "first.weight is [6, 4] there and [7, 4] here"),
+    ("after a step", "wider", "first.bias is [6] there and [7] here"),
+    ("after a step", "SGD", "another optimizer: it had amsgrad, betas"),
+    ("after a step", "second layer frozen", "this optimizer has no second.bias, second.weight"),
+    ("after a step", "wider on rank 0", "the ranks have different models: parameter 0 is first.w"),
+    ("weights alone", "plain", "optimizer=None"),
+    ("in two groups", "plain", "are in one parameter group here and were in several"),
+)
+def test_another_model_or_optimizer_is_refused_by_name_and_not_changed(
+    there: str, here: str, words: str, world2: World, tmp_path: Path
+) -> None:
+    def load_here() -> None:
+        model, optimizer = BUILT[here]()
+        before = copy.deepcopy(model.state_dict())
+        try:
+            load_checkpoint(tmp_path, model, optimizer)
+        finally:
+            assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+            assert optimizer is None or not optimizer.state
+
+    world2.run(lambda: save_checkpoint(tmp_path, *BUILT[there]()))
+    assert words in refused(world2, load_here)
+
+
+def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
+    def save_built(build: Callable[[], Made], options: dict[str, Any]) -> None:
+        save_checkpoint(tmp_path, *build(), **options)
+
+    for build, options, words in (
+        (with_two_shards, {}, "MasterWeights and ZeRO3 both say what a rank owns"),
+        (after_a_step, {"keep": 0}, "keep=0"),
+        (after_a_step, {"step": -1}, "step=-1"),
+        (after_a_step, {"extra": lambda: 0}, "step 0 was not saved"),
+    ):
+        assert words in refused(world2, save_built, build, options)
+        assert not list(tmp_path.glob("step*"))
     (tmp_path / "taken").write_text("")
     assert str(tmp_path / "taken") in refused(world2, save, tmp_path / "taken", 1)
-
-
-def load_into(make: Callable[[], tuple[nn.Module, Any]], folder: Path) -> None:
-    """Tries to, and sees to it that nothing is changed when it fails."""
-    model, optimizer = make()
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    try:
-        load_checkpoint(folder, model, optimizer)
-    finally:
-        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-        assert optimizer is None or not optimizer.state
-
-
-def more() -> tuple[nn.Module, Any]:
-    model = Net()
-    model.third = nn.Linear(2, 2)
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def fewer() -> tuple[nn.Module, Any]:
-    model = Net()
-    del model.second
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def wider() -> tuple[nn.Module, Any]:
-    return Net(wide=7), None
-
-
-def sgd() -> tuple[nn.Module, Any]:
-    return (model := Net()), torch.optim.SGD(model.parameters())
-
-
-def frozen() -> tuple[nn.Module, Any]:
-    return (model := Net()), torch.optim.AdamW(model.first.parameters())
-
-
-def other_on_rank_1() -> tuple[nn.Module, Any]:
-    return more() if Comm().rank == 1 else wider()
-
-
-@cases(
-    (more, "another model: it lacks third.weight, third.bias;"),
-    (fewer, "this model has no second.weight, second.bias"),
-    (wider, "first.weight is [6, 4] there and [7, 4] here"),
-    (wider, "first.bias is [6] there and [7] here"),
-    (sgd, "another optimizer: it had amsgrad, betas"),
-    (frozen, "this optimizer has no second.bias, second.weight"),
-    (other_on_rank_1, "the ranks have different models: parameter 0 is first.weight"),
-)
-def test_a_checkpoint_of_another_model_is_refused_by_name(
-    make: Callable[[], tuple[nn.Module, Any]], words: str, world2: World, tmp_path: Path
-) -> None:
-    def stepped() -> None:
-        model = Net()
-        optimizer = torch.optim.AdamW(model.parameters())
-        model.second(model.first(torch.ones(1, 4))).sum().backward()
-        optimizer.step()
-        save_checkpoint(tmp_path, model, optimizer)
-
-    world2.run(stepped)
-    assert words in refused(world2, load_into, make, tmp_path)
-
-
-def test_two_that_shard_are_one_too_many(world2: World, tmp_path: Path) -> None:
-    def both() -> None:
-        model = ZeRO3(Net())
-        save_checkpoint(tmp_path, model, MasterWeights(model.parameters(), torch.optim.AdamW))
-
-    assert "MasterWeights and ZeRO3 both say what a rank owns" in refused(world2, both)
-
-
-def in_two_groups(model: Net) -> torch.optim.Optimizer:
-    parts = (model.first, model.second)
-    return torch.optim.AdamW([{"params": part.parameters()} for part in parts])
-
-
-@cases(
-    (lambda model: None, "optimizer=None"),  # weights alone
-    (in_two_groups, "are in one parameter group here and were in several"),
-)
-def test_another_optimizer_is_refused(
-    make: Callable[[Net], Any], words: str, world2: World, tmp_path: Path
-) -> None:
-    world2.run(lambda: save_checkpoint(tmp_path, model := Net(), make(model)))
-    assert words in refused(world2, load, tmp_path)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: Path) -> None:
@@ -313,19 +292,8 @@ def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: Path)
 
 def test_a_newer_format_is_refused(world2: World, tmp_path: Path) -> None:
     def newer() -> None:
-        saving.FORMAT = contents.FORMAT + 1
-        try:
+        with patch.object(saving, "FORMAT", contents.FORMAT + 1):
             save(tmp_path, 1)
-        finally:
-            saving.FORMAT = contents.FORMAT
 
     world2.run(newer)
     assert "has format 2, this labkit reads up to 1" in refused(world2, load, tmp_path)
-
-
-def test_arguments_that_cannot_be_are_refused(world2: World, tmp_path: Path) -> None:
-    assert "keep=0" in refused(world2, lambda: save_checkpoint(tmp_path, Net(), keep=0))
-    assert "step=-1" in refused(world2, lambda: save_checkpoint(tmp_path, Net(), step=-1))
-    text = refused(world2, lambda: save_checkpoint(tmp_path, Net(), extra=lambda: 0))
-    assert "step 0 was not saved" in text
-    assert not list(tmp_path.glob("step*"))

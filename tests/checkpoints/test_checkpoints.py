@@ -2,11 +2,12 @@
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
 from labkit.runtime import progress
+from tables import cases
 from worlds import on_each_rank, world_fixture
 
 AGREE = 1e-10
+WITH_MASTERS = ["zero-1", "zero-2", "masters"]
 SHAPES = [(), (5,), (1, 1), (4, 4), (1, 4), (4, 1), (3, 4, 5), (2, 3, 1, 4)]
 
 
@@ -66,23 +69,15 @@ def test_a_tensor_without_elements_is_one_box() -> None:
     assert list(boxes_of((3, 4), 2, 0)) == []
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@cases(*product(STRATEGIES, [torch.float64]), *product(WITH_MASTERS, [torch.bfloat16]), ids=str)
 def test_going_on_is_bit_for_bit_as_if_never_stopped(
-    world: World, strategy: str, tmp_path: Path
+    strategy: str, dtype: torch.dtype, world: World, tmp_path: Path
 ) -> None:
-    expected = world.run(save_and_go_on, strategy, 3, str(tmp_path))
-    assert world.run(load_and_go_on, strategy, 3, str(tmp_path)) == expected
-
-
-@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "masters"])
-def test_a_model_in_bf16_goes_on_from_its_fp32_masters(
-    world: World, strategy: str, tmp_path: Path
-) -> None:
-    dtype = torch.bfloat16
+    """A model in bf16 goes on from its fp32 masters, which are stored."""
     expected = world.run(save_and_go_on, strategy, 3, str(tmp_path), dtype)
     stored = dcp.FileSystemReader(tmp_path / "step_00000003").read_metadata().state_dict_metadata
     for name in ("model.deep", "optimizer.state.deep.exp_avg"):
-        assert stored[name].properties.dtype == torch.float32
+        assert stored[name].properties.dtype == torch.promote_types(dtype, torch.float32)
     assert world.run(load_and_go_on, strategy, 3, str(tmp_path), dtype) == expected
 
 
@@ -100,18 +95,6 @@ def test_any_strategy_and_size_loads_what_any_other_saved(
             assert losses == pytest.approx(expected, abs=AGREE, rel=0), (other, size)
 
 
-def test_one_process_loads_what_ranks_saved(world: World, worlds: Any, tmp_path: Path) -> None:
-    expected = world.run(save_and_go_on, "zero-1", 3, str(tmp_path))[0]
-
-    def alone() -> list[float]:
-        model = fresh(seed=2)
-        optimizer = torch.optim.AdamW(groups_of(model, 0.1))
-        load_checkpoint(tmp_path, Single(model), optimizer)
-        return train(model, optimizer, Comm(), range(3, 6))
-
-    assert worlds(1).run(alone)[0] == pytest.approx(expected, abs=AGREE, rel=0)
-
-
 @on_each_rank("world")
 def test_weights_alone_and_other_dtypes(tmp_path: Path) -> None:
     comm = Comm()
@@ -126,61 +109,45 @@ def test_weights_alone_and_other_dtypes(tmp_path: Path) -> None:
             assert torch.equal(x, model.state_dict()[name].to(dtype)), name
 
 
-class Small(nn.Module):
-    """Every parameter used, two of them tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.back = nn.Linear(4, 3, bias=False)
-        self.back.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.first(x)) @ self.back.weight
-
-
-def small(seed: int) -> tuple[Small, torch.optim.Optimizer]:
+def small(seed: int, steps: int = 1, strategy: str | None = None) -> tuple[nn.Module, Any]:
+    """After some steps: every parameter is used, two of them are tied."""
     torch.manual_seed(seed)
-    model = Small()
-    optimizer = torch.optim.AdamW(groups_of(model, 0.2 + seed))
-    model(torch.randn(5, 4)).sum().backward()
-    optimizer.step()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    if strategy:
+        optimizer = STRATEGIES[strategy](model, Comm(), 0.1)[1]
+    else:
+        optimizer = torch.optim.AdamW(groups_of(model, 0.2 + seed))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
     return model, optimizer
 
 
 def test_torchs_own_load_reads_it(world: World, tmp_path: Path) -> None:
     def save() -> dict[str, Any]:
-        torch.manual_seed(0)
-        model = Small()
-        optimizer = STRATEGIES["zero-1"](model, Comm(), 0.1)[1]
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(5, 4)).sum().backward()
-            optimizer.step()
+        model, optimizer = small(0, 2, "zero-1")
         save_checkpoint(tmp_path, model, optimizer, step=7)
         return {name: x.tolist() for name, x in model.state_dict().items()}
 
     expected = world.run(save)[0]
-    model, optimizer = small(1)
-    weights, states = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": states}
+    state = dict(zip(("model", "optimizer"), get_state_dict(*small(1))))
     dcp.load(state, checkpoint_id=tmp_path / "step_00000007", no_dist=True)
     assert {name: x.tolist() for name, x in state["model"].items()} == expected
     groups = state["optimizer"]["param_groups"]
-    assert [group["params"][0] for group in groups] == ["first.weight", "first.bias"]
-    assert state["optimizer"]["state"]["first.weight"]["step"].item() == 2
+    assert [group["params"][0] for group in groups] == ["0.weight", "0.bias"]
+    assert state["optimizer"]["state"]["0.weight"]["step"].item() == 2
     assert [group["lr"] for group in groups] == [0.1, 0.05]
 
 
 def test_what_torchs_own_save_wrote_is_read(tmp_path: Path) -> None:
-    model, optimizer = small(0)
-    expected = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    expected = dict(zip(("model", "optimizer"), get_state_dict(*small(0))))
     dcp.save(expected, checkpoint_id=tmp_path, no_dist=True)
 
     other, optimizer = small(1)
     with pytest.warns(UserWarning, match="has no checksums"):
-        loaded = load_checkpoint(tmp_path, other, optimizer)
+        loaded = load_checkpoint(tmp_path, Single(other), optimizer)
     assert (loaded.path, loaded.step) == (tmp_path, None)
     assert same(list(get_state_dict(other, optimizer)), [*expected.values()])
 
@@ -200,30 +167,27 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(world: World, tmp_path
 
 @on_each_rank("world")
 def test_one_box_at_a_time_is_in_memory(tmp_path: Path) -> None:
-    box_bytes, before_save, before_load = 2000, saving._alone, torch.load
     live: list[Any] = []
     written: list[int] = []
     read: list[int] = []
 
-    def note(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        assert not any(one() is not None for one in live), "the one before is still there"
-        live.append(weakref.ref(tensor))
-        sizes.append(tensor.untyped_storage().nbytes())
-        return tensor
+    def noting(sizes: list[int], make: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **how: Any) -> Any:
+            made = make(*args, **how)
+            if isinstance(made, torch.Tensor):
+                assert not any(one() is not None for one in live), "the one before is still there"
+                live.append(weakref.ref(made))
+                sizes.append(made.untyped_storage().nbytes())
+            return made
 
-    def load(*args: Any, **how: Any) -> Any:
-        thing = before_load(*args, **how)
-        return note(thing, read) if isinstance(thing, torch.Tensor) else thing
+        return noted
 
     model = nn.Sequential(*(nn.Linear(50, 100) for _ in range(3)))
     wrapped, optimizer = STRATEGIES["zero-1"](model, Comm(), 0.1)
-    saving.BOX_BYTES, saving._alone = box_bytes, lambda x: note(before_save(x), written)
-    try:
+    with patch.multiple(saving, BOX_BYTES=2000, _alone=noting(written, saving._alone)):
         save_checkpoint(tmp_path, wrapped, optimizer)
-        torch.load = load
-        load_checkpoint(tmp_path, wrapped, optimizer)
-    finally:
-        saving.BOX_BYTES, saving._alone, torch.load = 64 * 2**20, before_save, before_load
+        with patch.object(torch, "load", noting(read, torch.load)):
+            load_checkpoint(tmp_path, wrapped, optimizer)
     assert len(written) > 10 and max(written) <= 2000
     assert len(read) > 10 and max(read) <= 2000
 

@@ -1,12 +1,10 @@
 """Checkpoints in three dimensions: from any stages, parts and shards into any others."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoint_cases import check_written, written_by
+from harness import Replacement, instead, on_ranks, replaces
 from labkit import (
     GPT,
-    Comm,
     Mesh,
     Pipeline,
     RankError,
@@ -30,9 +28,10 @@ from labkit import (
 )
 from labkit.checkpoints.contents import Contents
 from pipeline_cases import batch, layers, tokens_loss
+from shard_cases import ADAM
 from small_models import difference
-from stage_cases import Layout, alone, built, gpt, tokens, train
-from tables import raises
+from stage_cases import Layout, alone, built, gpt, train
+from tables import cases, raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
@@ -65,16 +64,15 @@ def goes_round(world: World, layouts: list[Layout], tied: bool, folder: Path) ->
         assert len(losses) == layout.dp * layout.tp, str(layout)
         for _, state in results:
             assert (off := difference(state, weights)) <= AGREE, f"{layout}: off by {off}"
-    last, its_optimizer = alone(tied, seed=3, make=OTHER)
-    step = load_checkpoint(folder / str(len(layouts)), last, its_optimizer).step
-    assert step == len(layouts) + 2
-    steps = range(step, step + 2)
-    expected = train(None, model, optimizer, steps)
-    assert train(None, last, its_optimizer, steps) == pytest.approx(expected, abs=AGREE, rel=0)
+    step = len(layouts) + 2
+    last, last_optimizer = alone(tied, seed=3, make=OTHER)
+    assert load_checkpoint(folder / str(len(layouts)), last, last_optimizer).step == step
+    expected = train(None, model, optimizer, range(step, step + 2))
+    losses = train(None, last, last_optimizer, range(step, step + 2))
+    assert losses == pytest.approx(expected, abs=AGREE, rel=0)
 
 
-ALWAYS = ("a few, tied", "a few, untied")  # the others in the slow tests
-FOUR = {
+FOUR = {  # in the slow tests, but a few
     "a few, tied": [
         Layout(pp=2, dp=2, strategy="ddp"),
         Layout(pp=2, tp=2, chunks=2, scatter_gather=True),
@@ -123,7 +121,7 @@ EIGHT = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in FOUR]
+    "kind", [pytest.param(x, marks=[pytest.mark.slow] * ("a few" not in x)) for x in FOUR]
 )
 def test_layouts_go_on_from_each_other(world4: World, kind: str, tmp_path: Path) -> None:
     goes_round(world4, FOUR[kind], "untied" not in kind, tmp_path)
@@ -140,14 +138,17 @@ def test_eight_ranks_in_three_dimensions(tmp_path: Path) -> None:
 def saved(layout: Layout, tied: bool, folder: str) -> None:
     mesh, model, optimizer = built(layout, tied)
     train(mesh, model, optimizer, range(2))
+    if tied and mesh.pp.rank == 1:  # the second copy of what is tied: not to be in the file
+        with torch.no_grad():
+            model.module.get_parameter("head.weight").add_(1.0)
     save_checkpoint(folder, model, optimizer, step=2)
 
 
 def is_as_one_process_writes_it(folder: Path, tied: bool) -> None:
     """Each element is there once, of tied parameters too, and so are the bytes."""
-    single, its_optimizer = alone(tied)
-    train(None, single, its_optimizer, range(2))
-    expected = written_by(single, its_optimizer)
+    model, optimizer = alone(tied)
+    train(None, model, optimizer, range(2))
+    expected = written_by(model, optimizer)
     metadata = check_written(folder / "step_00000002", expected)
     stored = metadata.storage_data.values()
     places = {(where.relative_path, where.offset, where.length) for where in stored}
@@ -159,22 +160,19 @@ def is_as_one_process_writes_it(folder: Path, tied: bool) -> None:
     assert len(places) == boxes + len(entries) - len(expected), "a box is written twice"
 
 
-WRITTEN = [
-    (Layout(pp=2, dp=2, strategy="ddp"), True),
+TWO_BY_TWO = Layout(pp=2, dp=2, strategy="ddp")
+
+
+@cases(
+    (TWO_BY_TWO, True),
     (Layout(pp=2, tp=2, chunks=2), True),
-    (Layout(pp=2, dp=2, strategy="zero-3"), False),
-    (Layout(pp=2, dp=2, chunks=2, strategy="zero-1"), False),
-    (Layout(pp=2, dp=2, strategy="zero-2"), True),
-]
-
-
-@pytest.mark.parametrize(
-    ("layout", "tied"),
-    [pytest.param(*one, marks=[pytest.mark.slow] * (i > 1)) for i, one in enumerate(WRITTEN)],
+    pytest.param(Layout(pp=2, dp=2, strategy="zero-3"), False, marks=pytest.mark.slow),
+    pytest.param(Layout(pp=2, dp=2, chunks=2, strategy="zero-1"), False, marks=pytest.mark.slow),
+    pytest.param(Layout(pp=2, dp=2, strategy="zero-2"), True, marks=pytest.mark.slow),
     ids=str,
 )
 def test_names_shapes_and_elements_are_those_of_the_plain_model(
-    world4: World, layout: Layout, tied: bool, tmp_path: Path
+    layout: Layout, tied: bool, world4: World, tmp_path: Path
 ) -> None:
     world4.run(saved, layout, tied, str(tmp_path))
     is_as_one_process_writes_it(tmp_path, tied)
@@ -239,26 +237,23 @@ def test_pipedream_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
         )  # fmt: skip
 
-    pipe = piped(0, 0.1)
+    pipe, other = piped(0, 0.1), piped(1, 0.3)
     for _ in range(2):
         pipe.step(x, y)
     save_checkpoint(tmp_path, pipe, pipe.optimizer)
-    expected = [pipe.step(x, y) for _ in range(2)], pipe.full_state_dict()
-    other = piped(1, 0.3)
     other.step(x, y)
     load_checkpoint(tmp_path, other, other.optimizer)
-    found = [other.step(x, y) for _ in range(2)], other.full_state_dict()
-    assert expected[0] == found[0] and difference(found[1], expected[1]) == 0
+    assert [pipe.step(x, y) for _ in range(2)] == [other.step(x, y) for _ in range(2)]
+    assert difference(other.full_state_dict(), pipe.full_state_dict()) == 0
 
 
 @on_each_rank("world4")
 def test_a_model_in_bf16_goes_on_from_fp32_masters(tmp_path: Path) -> None:
     def made(seed: int) -> tuple[Mesh, Pipeline, ZeroOptimizer]:
-        mesh = Mesh(pp=2, dp=2)
-        stages = split(gpt(seed, tied=False).bfloat16(), 2)
+        mesh, stages = Mesh(pp=2, dp=2), split(gpt(seed, tied=False).bfloat16(), 2)
         pipe = Pipeline(stages, mesh.pp, "1f1b", 1, tokens_loss)
-        params = pipe.parameters()
-        return mesh, pipe, ZeroOptimizer(params, torch.optim.AdamW, 2, mesh.dp, lr=0.1)
+        adamw = ZeroOptimizer(pipe.parameters(), torch.optim.AdamW, 2, mesh.dp, lr=0.1)
+        return mesh, pipe, adamw
 
     mesh, pipe, optimizer = made(0)
     train(mesh, pipe, optimizer, range(2))
@@ -269,54 +264,47 @@ def test_a_model_in_bf16_goes_on_from_fp32_masters(tmp_path: Path) -> None:
     assert train(mesh, pipe, optimizer, range(2, 4)) == expected
 
 
-class HeadFirst(GPT):
+def head_first(seed: int) -> GPT:
     """What is tied has other names first in the model than in the order of its layers."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__(11, 8, 4, 2, 6)
-        head = self._modules.pop("head")
-        self._modules = {"head": head, **self._modules}
-        self.double()
+    model = gpt(seed)
+    model._modules = {"head": model._modules.pop("head"), **model._modules}
+    return model
 
 
 def test_tied_parameters_are_found_by_any_name(world4: World, tmp_path: Path) -> None:
-    model = HeadFirst(0)
+    model = head_first(0)
     assert next(iter(dict(model.named_parameters()))) == "head.weight"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = ADAM(model.parameters())
     train(None, model, optimizer, range(2))
     save_checkpoint(tmp_path / "one", model, optimizer)
 
     def run() -> None:
-        mesh = Mesh(pp=4)
-        pipe = Pipeline(split(HeadFirst(1), 4), mesh.pp, "1f1b", 2, tokens_loss)
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        pipe = Pipeline(split(head_first(1), 4), Mesh(pp=4).pp, "1f1b", 2, tokens_loss)
+        optimizer = ADAM(pipe.parameters())
         load_checkpoint(tmp_path / "one", pipe, optimizer)
-        for step in range(2, 4):
-            optimizer.zero_grad()
-            pipe.step(tokens(step), tokens(step))
-            optimizer.step()
+        train(None, pipe, optimizer, range(2, 4))
         save_checkpoint(tmp_path / "four", pipe, optimizer)
 
     world4.run(run)
     train(None, model, optimizer, range(2, 4))
-    other = HeadFirst(2)
-    its_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    load_checkpoint(tmp_path / "four", other, its_optimizer)
+    other = head_first(2)
+    other_optimizer = ADAM(other.parameters())
+    load_checkpoint(tmp_path / "four", other, other_optimizer)
     expected = train(None, model, optimizer, range(4, 6))
-    assert train(None, other, its_optimizer, range(4, 6)) == pytest.approx(expected, abs=AGREE)
+    assert train(None, other, other_optimizer, range(4, 6)) == pytest.approx(expected, abs=AGREE)
+
+
+def load_into(folder: str, *sizes: int) -> None:
+    model = GPT(*sizes, tied=False).double()
+    load_checkpoint(folder, Pipeline(split(model, 4), None, loss_fn=tokens_loss))
 
 
 def deeper(folder: str) -> None:
-    mesh = Mesh(pp=4)
-    torch.manual_seed(0)
-    model = GPT(11, 8, 5, 2, 6, tied=False).double()
-    load_checkpoint(folder, Pipeline(split(model, 4), mesh.pp, loss_fn=tokens_loss))
+    load_into(folder, 11, 8, 5, 2, 6)
 
 
 def wider(folder: str) -> None:
-    model = GPT(11, 12, 4, 2, 6, tied=False).double()
-    load_checkpoint(folder, Pipeline(split(model, 4), None, loss_fn=tokens_loss))
+    load_into(folder, 11, 12, 4, 2, 6)
 
 
 def tied_here(folder: str) -> None:
@@ -324,18 +312,8 @@ def tied_here(folder: str) -> None:
     load_checkpoint(folder, model, optimizer)
 
 
-def cut_off(folder: str) -> None:
-    files = sorted(Path(folder).glob("step_*/*.distcp"))
-    if Comm().rank == 0:
-        with files[-1].open("r+b") as file:
-            file.truncate(files[-1].stat().st_size // 2)
-    Comm().barrier()
-    _, model, optimizer = built(Layout(pp=2, tp=2), tied=False)
-    load_checkpoint(folder, model, optimizer)
-
-
 def along_dp(folder: str) -> None:
-    mesh, model, optimizer = built(Layout(pp=2, dp=2, strategy="ddp"))
+    mesh, model, optimizer = built(TWO_BY_TWO)
     save_checkpoint(f"{folder}/other", model, optimizer, comm=mesh.dp)
 
 
@@ -352,67 +330,50 @@ def another_group_on_one_stage(folder: str) -> None:
     save_checkpoint(f"{folder}/other", model, torch.optim.SGD(groups, lr=1))
 
 
-REFUSED: list[tuple[Callable[[str], None], str]] = [
+@pytest.mark.slow
+@cases(
     (deeper, "it lacks blocks.4.norm1.weight, blocks.4.norm1.bias, blocks.4.attn.q.weight and"),
     (wider, "of other shape: embed.tokens.weight is [11, 8] there and [11, 12] here"),
     (tied_here, "this optimizer has no head.weight"),
-    (cut_off, "are missing or not those that were saved; load another checkpoint beside it"),
     (along_dp, "would save a part of the model; give comm=mesh.comm"),
     (two_owners, "ZeroOptimizer and ZeRO3 both say what a rank owns"),
     (another_group_on_one_stage, "the number of parameter groups is 1, 2, 3, 4"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("run", "expected"), REFUSED, ids=[run.__name__ for run, _ in REFUSED])
-def test_it_is_refused(
-    world4: World, run: Callable[[str], None], expected: str, tmp_path: Path
+)
+def test_another_model_and_a_part_of_one_are_refused(
+    run: Callable[[str], None], words: str, world4: World, tmp_path: Path
 ) -> None:
     world4.run(saved, Layout(pp=4), False, str(tmp_path))
     before = sorted(path.name for path in tmp_path.iterdir())
-    raises((expected,), world4.run, run, str(tmp_path), error=RankError)
+    raises((words,), world4.run, run, str(tmp_path), error=RankError)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def the_last_copy_is_written(self: Any) -> set[str]:
+@replaces(Contents, "written_here")
+def the_last_copy_is_written(real: Any, self: Any) -> set[str]:
     every = {name for name, _ in self.named}
     return every - {"embed.tokens.weight"} if self.pipeline.comm.rank == 0 else every
 
 
-def a_stage_is_forgotten(self: Any, real: Any = Contents.to_write) -> Any:
+@replaces(Contents, "to_write")
+def a_stage_is_forgotten(real: Any, self: Any) -> Any:
     return iter(()) if self.pipeline.comm.rank == 1 else real(self)
 
 
-def a_stages_state_is_forgotten(self: Any, real: Any = Contents.owned) -> Any:
+@replaces(Contents, "owned")
+def the_state_of_a_stage_is_forgotten(real: Any, self: Any) -> Any:
     last = self.pipeline.comm.rank == 1
     return [replace(piece, optimizer=None) if last else piece for piece in real(self)]
 
 
-FAULTS = {
-    "every copy under its own name": (Contents, "first_name", lambda self, name: name),
-    "the last copy is written": (Contents, "written_here", the_last_copy_is_written),
-    "a stage is forgotten": (Contents, "to_write", a_stage_is_forgotten),
-    "a stage's state is forgotten": (Contents, "owned", a_stages_state_is_forgotten),
-}
-
-
-def writes_as_one_process(world: World, folder: Path, fault: str | None) -> None:
-    def run() -> None:
-        with patch.object(*FAULTS[fault]) if fault else nullcontext():
-            mesh, model, optimizer = built(Layout(pp=2, dp=2, strategy="ddp"))
-            train(mesh, model, optimizer, range(2))
-            if model.comm.rank == 1:  # the second copy of what is tied: not to be in the file
-                with torch.no_grad():
-                    model.module.get_parameter("head.weight").add_(1.0)
-            save_checkpoint(folder, model, optimizer, step=2)
-
-    world.run(run)
-    is_as_one_process_writes_it(folder, tied=True)
+FAULTS = [
+    instead("every_copy_under_its_own_name", Contents, "first_name", lambda self, name: name),
+    the_last_copy_is_written, a_stage_is_forgotten, the_state_of_a_stage_is_forgotten,
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_turns_the_check_red(world4: World, fault: str, tmp_path: Path) -> None:
-    writes_as_one_process(world4, tmp_path / "right", None)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_turns_the_check_red(world4: World, fault: Replacement, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, RankError)):
-        writes_as_one_process(world4, tmp_path / "wrong", fault)
+        on_ranks(world4, fault, saved, TWO_BY_TWO, True, str(tmp_path))
+        is_as_one_process_writes_it(tmp_path, tied=True)

@@ -14,26 +14,20 @@ from checkpoint_cases import check_written, written_by
 from labkit import DDP, Mesh, RankError, World, ZeroOptimizer, load_checkpoint, save_checkpoint
 from labkit.parallel.common.shards import Shard, mark_shard
 from shard_cases import ADAM, STRATEGIES, VOCAB, alone, built, cut, fresh, train, whole_of
+from small_models import difference
 from tables import raises
 from worlds import on_each_rank
 
 AGREE = 1e-10
-LAYOUTS = [  # every strategy, tensor sizes 1, 2 and 4
-    ("plain", {"dp": 1, "tp": 4}),
-    ("ddp", {"dp": 2, "tp": 2}),
-    ("zero-1", {"dp": 2, "tp": 2}),
-    ("zero-2", {"dp": 2, "tp": 2}),
-    ("zero-3", {"dp": 2, "tp": 2}),
-    ("masters", {"dp": 2, "tp": 2}),
-    ("zero-3", {"dp": 4, "tp": 1}),
-    ("zero-1", {"dp": 1, "tp": 4}),
-]
-NAMES = [f"{strategy}-{axes['dp']}x{axes['tp']}" for strategy, axes in LAYOUTS]
+LAYOUTS = {  # every strategy, tensor sizes 1, 2 and 4
+    f"{strategy}-{dp}x{tp}": (strategy, {"dp": dp, "tp": tp})
+    for strategy, dp, tp in [
+        ("plain", 1, 4), ("ddp", 2, 2), ("zero-1", 2, 2), ("zero-2", 2, 2), ("zero-3", 2, 2),
+        ("masters", 2, 2), ("zero-3", 4, 1), ("zero-1", 1, 4),
+    ]
+}  # fmt: skip
+NAMES = list(LAYOUTS)
 ALWAYS = {"plain-1x4", "ddp-2x2", "zero-3-2x2"}  # the others in the slow tests
-EVERY = [
-    pytest.param(*layout, marks=() if name in ALWAYS else pytest.mark.slow, id=name)
-    for layout, name in zip(LAYOUTS, NAMES)
-]
 EARLY, LATE = range(3), range(3, 6)
 
 
@@ -44,52 +38,56 @@ def save(strategy: str, axes: dict[str, int], folder: str) -> None:
     save_checkpoint(folder, model, optimizer, step=3)
 
 
-def load_and_go_on(strategy: str, axes: dict[str, int], folder: str) -> list[float]:
+def load_and_go_on(
+    strategy: str, axes: dict[str, int], folder: str, step: int | None = 3
+) -> list[float]:
     """Other weights, another state, other hyperparameters: all has to come from the checkpoint."""
     mesh = Mesh(**axes)
     model, optimizer = built(strategy, mesh, partial(torch.optim.AdamW, lr=3e-3), seed=1)
     train(model, optimizer, mesh.dp, range(7, 8))
-    assert load_checkpoint(folder, model, optimizer).step == 3
+    assert load_checkpoint(folder, model, optimizer).step == step
     return train(model, optimizer, mesh.dp, LATE)
+
+
+def plain_after_early(make: Any = ADAM) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = alone(make)
+    train(model, optimizer, None, EARLY)
+    return model, optimizer
 
 
 @cache
 def expected_losses() -> list[float]:
-    model, optimizer = alone()
-    train(model, optimizer, None, EARLY)
-    return train(model, optimizer, None, LATE)
+    return train(*plain_after_early(), None, LATE)
 
 
 @cache
 def expected_entries() -> dict[str, Any]:
-    model, optimizer = alone()
-    train(model, optimizer, None, EARLY)
-    return written_by(model, optimizer)
+    return written_by(*plain_after_early())
 
 
-@pytest.mark.parametrize(("strategy", "axes"), EVERY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in NAMES]
+)
 def test_any_layout_is_written_as_the_plain_model_which_goes_on_from_it_as_others_do(
-    world4: World, strategy: str, axes: dict[str, int], tmp_path: Path
+    world4: World, name: str, tmp_path: Path
 ) -> None:
     """And its names, shapes and elements are those of the plain model."""
-    world4.run(save, strategy, axes, str(tmp_path))
+    world4.run(save, *LAYOUTS[name], str(tmp_path))
     check_written(tmp_path / "step_00000003", expected_entries())
     model, optimizer = alone(partial(torch.optim.AdamW, lr=1.0), seed=2)
     load_checkpoint(tmp_path, model, optimizer)
     expected = expected_losses()
     assert train(model, optimizer, None, LATE) == pytest.approx(expected, abs=AGREE, rel=0)
-    here = LAYOUTS.index((strategy, axes))
-    for other in (here, (here + 1) % len(LAYOUTS), (here + 3) % len(LAYOUTS)):
+    for further in (0, 1, 3):
+        other = NAMES[(NAMES.index(name) + further) % len(NAMES)]
         for losses in world4.run(load_and_go_on, *LAYOUTS[other], str(tmp_path)):
-            assert losses == pytest.approx(expected, abs=AGREE, rel=0), NAMES[other]
+            assert losses == pytest.approx(expected, abs=AGREE, rel=0), other
 
 
 def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
     world3: World, tmp_path: Path
 ) -> None:
-    model, optimizer = alone()
-    train(model, optimizer, None, EARLY)
-    save_checkpoint(tmp_path, model, optimizer, step=3)
+    save_checkpoint(tmp_path, *plain_after_early(), step=3)
     for losses in world3.run(load_and_go_on, "plain", {"dp": 1, "tp": 3}, str(tmp_path)):
         assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
     world3.run(save, "plain", {"dp": 1, "tp": 3}, str(tmp_path / "cut"))
@@ -100,20 +98,12 @@ def test_three_ranks_load_what_one_process_saved_and_the_other_way_round(
 
 
 def test_every_layout_loads_what_torchs_own_save_wrote(world4: World, tmp_path: Path) -> None:
-    def load(strategy: str, axes: dict[str, int]) -> list[float]:
-        mesh = Mesh(**axes)
-        model, optimizer = built(strategy, mesh, seed=1)
-        load_checkpoint(tmp_path, model, optimizer)
-        return train(model, optimizer, mesh.dp, LATE)
-
-    model, optimizer = alone()
-    train(model, optimizer, None, EARLY)
-    names = ("model", "optimizer")
-    state = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+    model, optimizer = plain_after_early()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    for layout in LAYOUTS[:5]:
-        for losses in world4.run(load, *layout):
-            assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0)
+    for name in NAMES[:5]:
+        for losses in world4.run(load_and_go_on, *LAYOUTS[name], str(tmp_path), step=None):
+            assert losses == pytest.approx(expected_losses(), abs=AGREE, rel=0), name
 
 
 @pytest.mark.parametrize("strategy", ["plain", "zero-1", "zero-3"])
@@ -135,17 +125,16 @@ def test_padding_is_not_written_and_not_read(world4: World, strategy: str, tmp_p
 
     for padding in world4.run(run):
         assert all(x == pytest.approx(77, abs=0.1) for x in padding)
-    entries = dcp.FileSystemReader(tmp_path / "step_00000000").read_metadata().state_dict_metadata
-    found = {"model.rows.weight": torch.empty(VOCAB, 6, dtype=torch.float64)}
-    dcp.load(found, checkpoint_id=tmp_path / "step_00000000", no_dist=True)
-    assert torch.equal(found["model.rows.weight"], fresh().rows.weight)
+    reader = dcp.FileSystemReader(tmp_path / "step_00000000")
+    stored = {"model.rows.weight": torch.empty(VOCAB, 6, dtype=torch.float64)}
+    dcp.load(stored, storage_reader=reader, no_dist=True)
+    assert torch.equal(stored["model.rows.weight"], fresh().rows.weight)
+    entries = reader.read_metadata().state_dict_metadata
     assert entries["model.cuts.weight"] == entries["model.rows.weight"]  # tied: the bytes once
 
 
 def test_state_that_is_new_here_has_zeros_for_padding(world4: World, tmp_path: Path) -> None:
-    model, optimizer = alone()
-    train(model, optimizer, None, EARLY)
-    save_checkpoint(tmp_path, model, optimizer)
+    save_checkpoint(tmp_path, *plain_after_early())
 
     def run() -> float:
         mesh = Mesh(dp=1, tp=4)
@@ -164,26 +153,22 @@ def test_shards_of_other_sizes_move_where_data_parallel_ranks_cut(
     """What both tensor ranks have whole, ZeRO cuts at other places on each (the bias after its
     first element, or after four): one of them writes it."""
 
-    def made(start: int, stop: int, mesh: Mesh) -> nn.Linear:
-        module = nn.Linear(1, 8).double()
-        with torch.no_grad():
-            module.weight.copy_(torch.arange(8.0).view(8, 1))
-            module.bias.copy_(torch.arange(8.0))
-        module.weight = nn.Parameter(module.weight.detach()[start:stop].clone())
-        mark_shard(module.weight, Shard(mesh.tp, 0, start, stop, 8))
-        return module
+    numbers = torch.arange(8.0, dtype=torch.float64)
 
     def run() -> None:
         mesh = Mesh(dp=2, tp=2)
-        module = made(*((0, 7), (7, 8))[mesh.tp.rank], mesh)
+        start, stop = ((0, 7), (7, 8))[mesh.tp.rank]
+        module = nn.Linear(1, 8)
+        module.weight = nn.Parameter(numbers[start:stop, None].clone())
+        module.bias = nn.Parameter(numbers.clone())
+        mark_shard(module.weight, Shard(mesh.tp, 0, start, stop, 8))
         optimizer = ZeroOptimizer(module.parameters(), torch.optim.SGD, comm=mesh.dp, lr=1)
         save_checkpoint(tmp_path, module, optimizer)
 
     world4.run(run)
     plain = nn.Linear(1, 8).double()
     load_checkpoint(tmp_path, plain)
-    assert torch.equal(plain.weight, torch.arange(8.0).view(8, 1).double())
-    assert torch.equal(plain.bias, torch.arange(8.0).double())
+    assert torch.equal(plain.weight, numbers[:, None]) and torch.equal(plain.bias, numbers)
 
 
 @on_each_rank("world4")
@@ -209,12 +194,10 @@ def test_a_part_of_the_ranks_may_have_a_model_of_its_own(tmp_path: Path) -> None
     mesh = Mesh(model=2, tp=2)
     which = mesh.model.rank
     folder = tmp_path / str(which)
-    model = cut(fresh(seed=which), mesh.tp)
-    save_checkpoint(folder, model, comm=mesh.tp)
+    save_checkpoint(folder, cut(fresh(seed=which), mesh.tp), comm=mesh.tp)
     other = cut(fresh(seed=5), mesh.tp)
     load_checkpoint(folder, other, comm=mesh.tp)
-    found, expected = whole_of(other), fresh(seed=which).state_dict()
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    assert difference(whole_of(other), fresh(seed=which).state_dict()) == 0
 
 
 @on_each_rank("world4")
@@ -227,7 +210,7 @@ def test_the_comm_of_the_mesh_finds_replicas_along_another_axis(tmp_path: Path) 
     save_checkpoint(tmp_path, model, optimizer, comm=mesh.comm)
     other = fresh(seed=1)
     load_checkpoint(tmp_path, other, comm=mesh.comm)
-    assert all(torch.equal(x, other.state_dict()[n]) for n, x in model.state_dict().items())
+    assert difference(other.state_dict(), model.state_dict()) == 0
 
 
 def test_another_vocabulary_is_named(world4: World, tmp_path: Path) -> None:
@@ -256,20 +239,16 @@ def test_parts_that_do_not_make_up_the_whole_are_found(world4: World, tmp_path: 
 
 def test_state_of_rows_is_refused_where_rows_are_cut(world4: World, tmp_path: Path) -> None:
     make = partial(torch.optim.Adafactor, lr=1e-2)
-    model, optimizer = alone(make)
-    train(model, optimizer, None, EARLY)
-    save_checkpoint(tmp_path / "plain", model, optimizer)
+    save_checkpoint(tmp_path / "plain", *plain_after_early(make))
 
     def run() -> None:
         mesh = Mesh(dp=1, tp=4)
         model, optimizer = built("plain", mesh, make)
-        before = whole_of(model)
-        with pytest.raises(ValueError, match="treats each element by itself"):
-            load_checkpoint(tmp_path / "plain", model, optimizer)
-        after = whole_of(model)
-        assert all(torch.equal(after[name], x) for name, x in before.items())
+        before, words = whole_of(model), "treats each element by itself"
+        raises(words, load_checkpoint, tmp_path / "plain", model, optimizer)
+        assert difference(whole_of(model), before) == 0
         train(model, optimizer, mesh.dp, EARLY)
-        raises("treats each element by itself", save_checkpoint, tmp_path / "cut", model, optimizer)
+        raises(words, save_checkpoint, tmp_path / "cut", model, optimizer)
         save_checkpoint(tmp_path / "cut", model)
 
     world4.run(run)

@@ -1,6 +1,5 @@
 """The commands as a user types them: what they print, write, refuse and exit with."""
 
-import dataclasses
 import json
 import re
 from contextlib import nullcontext
@@ -44,14 +43,13 @@ TINY = "--model tiny --steps 4 --rows 5"
 def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
     line = f"labkit compare --all {TINY} --ranks 3 --out made"
     done = python("-m", *line.split(), cwd=tmp_path)
-    for name in ("single", "naive-ddp", "ddp"):
-        assert re.search(rf"{name} .*✓", done.stdout)
     assert "All equal" in done.stdout
     own = [f"{name}/{what}.png" for name in ("single", "ddp") for what in ("timeline", "memory")]
     for name in ("compare.png", "steps.png", *own):
         picture = (tmp_path / "made" / name).read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     for name in ("single", "naive-ddp", "ddp"):
+        assert re.search(rf"{name} .*✓", done.stdout)
         trace = read_run(tmp_path / "made" / name)
         assert trace.complete and broken_laws(trace) == []
         assert trace.about["predicted"]["bus_bytes"] == (0 if name == "single" else 4 / 3 * P_BYTES)
@@ -95,12 +93,13 @@ def test_a_pipeline_is_predicted_stage_by_stage() -> None:
     """Parameters once, and the tied embedding twice; b s h there and back over each boundary."""
     model = GPT.preset("tiny", vocab=64, context=16).double()
     embed_bytes, nbytes = 64 * 12 * 8, parameter_bytes(model)
-    found = recipes.RECIPES["pipeline"].footprint(model, 2, 5 * 16)
-    assert found.parameter_bytes == found.gradient_bytes == (nbytes + embed_bytes) / 2
-    assert found.bus_bytes == (2 * 5 * 16 * 12 * 8 + 2 * embed_bytes) / 2
+    footprint = recipes.RECIPES["pipeline"].footprint
+    whole = footprint(model, 2, 5 * 16)
+    assert whole.parameter_bytes == whole.gradient_bytes == (nbytes + embed_bytes) / 2
+    assert whole.bus_bytes == (2 * 5 * 16 * 12 * 8 + 2 * embed_bytes) / 2
     untied = GPT.preset("tiny", vocab=64, context=16, tied=False).double()
-    assert recipes.RECIPES["pipeline"].footprint(untied, 2, 80).bus_bytes == 80 * 12 * 8
-    assert recipes.RECIPES["pipeline"].footprint(model, 1, 80).bus_bytes == 0
+    assert footprint(untied, 2, 80).bus_bytes == 80 * 12 * 8
+    assert footprint(model, 1, 80).bus_bytes == 0
 
 
 def test_schedule_prints_and_draws(tmp_path: Path) -> None:
@@ -112,8 +111,8 @@ def test_schedule_prints_and_draws(tmp_path: Path) -> None:
     assert "9 forwards of a stage long, 33.3% of it idle" in done.output
     assert "at most: 2, 1." in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    found = command("schedule interleaved")
-    assert "F0.1" in found and "15.8% of it idle" in found and "5.5, 4.5, 3.5, 2.5" in found
+    shown = command("schedule interleaved")
+    assert "F0.1" in shown and "15.8% of it idle" in shown and "5.5, 4.5, 3.5, 2.5" in shown
 
 
 @pytest.mark.slow
@@ -158,23 +157,19 @@ def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "weights differ from single-process training" in shown
 
 
-def test_wrong_bytes_and_memory_are_reported(worlds: Any) -> None:
-    report = worlds(1).run(train, "single", Task(model="tiny", steps=2, rows=2))[0]
-    lie = type(report.predicted)(1, 2, 3, 4)
-    liar = type(report)(**{**vars(report), "predicted": lie})
-    problems = compare._judge([liar], report, Task(model="tiny", steps=2, rows=2), Trace()).problems
-    assert [problem.split(":")[0] for problem in problems] == list(vars(lie))
-
-
-def test_a_nan_is_not_equal_wherever_it_stands(worlds: Any) -> None:
+def test_wrong_bytes_wrong_memory_and_a_nan_anywhere_are_reported(worlds: Any) -> None:
     task = Task(model="tiny", steps=2, rows=2)
     report = worlds(1).run(train, "single", task)[0]
+
+    def problems(**changes: Any) -> list[str]:
+        return compare._judge([replace(report, **changes)], report, task, Trace()).problems
+
+    wrong = Footprint(1, 2, 3, 4)
+    assert [text.split(":")[0] for text in problems(predicted=wrong)] == list(vars(wrong))
     for name in (next(iter(report.weights)), list(report.weights)[-1]):
         weights = report.weights | {name: torch.full_like(report.weights[name], torch.nan)}
-        sick = dataclasses.replace(report, weights=weights)
-        assert "weights differ" in "; ".join(compare._judge([sick], report, task, Trace()).problems)
-    sick = dataclasses.replace(report, losses=[report.losses[0], float("nan")])
-    assert "losses differ" in "; ".join(compare._judge([sick], report, task, Trace()).problems)
+        assert "weights differ" in "; ".join(problems(weights=weights))
+    assert "losses differ" in "; ".join(problems(losses=[report.losses[0], float("nan")]))
 
 
 @pytest.mark.slow
@@ -212,7 +207,7 @@ def test_doctor_writes_what_it_measured_as_a_cluster(
 
     def measured(ranks: int) -> Cluster:
         asked.append(ranks)
-        return dataclasses.replace(cluster("workstation"), name="here", title=f"{ranks} ranks")
+        return replace(cluster("workstation"), name="here", title=f"{ranks} ranks")
 
     monkeypatch.setattr(machine, "measure_machine", measured)
     path = tmp_path / "laptop.toml"
@@ -239,7 +234,9 @@ def test_doctor_writes_over_nothing_of_ones_own(
     assert Path(name).read_text() == text
 
 
-COMMANDS = ["compare", "bench", "run", "doctor", "replay", "plan", "view", "schedule", "nccl-log"]
+COMMANDS = [  # in the order of their use
+    "compare", "run", "doctor", "view", "replay", "schedule", "nccl-log", "plan", "bench",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "bench collectives"])
@@ -250,24 +247,18 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
 
 def test_the_help_lists_the_commands_in_the_order_of_their_use() -> None:
     lines = CliRunner().invoke(app, ["--help"]).output.splitlines()
-    commands = [match[1] for line in lines if (match := re.match(r"│ ([a-z][a-z-]*)  ", line))]
-    assert commands == [
-        "compare", "run", "doctor", "view", "replay", "schedule", "nccl-log", "plan", "bench",
-    ]  # fmt: skip
+    assert [x[1] for line in lines if (x := re.match(r"│ ([a-z][a-z-]*)  ", line))] == COMMANDS
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
-        ("plan", ["Rows of one; powers of two", "Of each stage; powers of two", "GB (1e9 bytes)",
-                  "what holds how much", "Blocks compute forward twice", "where --cluster is",
-                  "Positions of a row"]),
-        ("replay", ["Computing as it was; only the wires", "on one cluster", "--cluster` writes"]),
-        ("doctor", ["of so many ranks; 4 if absent"]),
-        ("schedule", ["Pieces of the model a stage", "over time, as PNG"]),
-        ("bench transfers", ["Gigabits per second"]),
-    ],
+@cases(
+    ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
+    ("plan", ["Rows of one; powers of two", "Of each stage; powers of two", "GB (1e9 bytes)",
+              "what holds how much", "Blocks compute forward twice", "where --cluster is",
+              "Positions of a row"]),
+    ("replay", ["Computing as it was; only the wires", "on one cluster", "--cluster` writes"]),
+    ("doctor", ["of so many ranks; 4 if absent"]),
+    ("schedule", ["Pieces of the model a stage", "over time, as PNG"]),
+    ("bench transfers", ["Gigabits per second"]),
 )  # fmt: skip
 def test_the_help_of_an_option_says_what_it_counts_and_in_which_unit(
     command: str, words: list[str]
@@ -282,7 +273,7 @@ def test_a_run_is_replayed_on_clusters(tmp_path: Path) -> None:
     trace = dry_run(two_steps, ranks=2)
     run = write_run(trace, tmp_path / "run")
     own = tmp_path / "mine.toml"
-    write_clusters(own, {"mine": dataclasses.replace(cluster("selene"), name="mine", nodes=1)})
+    write_clusters(own, {"mine": replace(cluster("selene"), name="mine", nodes=1)})
     chrome = tmp_path / "replay.json"
     shown = command(f"replay {run} --clusters {own} --on mine --chrome {chrome}")
     assert "mine" in shown and (run / "replay-mine.png").exists()

@@ -2,8 +2,8 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -185,26 +185,22 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(sample_trace(2), tmp_path_factory.mktemp("run") / "run")
 
 
-@pytest.fixture(autouse=True)
-def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes its time fails the test, where it is about a refusal before any work."""
-    if "before_work" not in request.fixturenames:
-        return
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
 
-    def works(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("this is work")
-
-    monkeypatch.setattr(Ranks, "__init__", works)
-    for owner, name in (
-        (compare, "_recorded"), (machine, "measure_machine"), (ranking, "plan"),
-        (transfers, "measure"), (precision, "bench_precision"), (bench_command, "print_table"),
-    ):  # fmt: skip
-        monkeypatch.setattr(owner, name, works)
+    return fail
 
 
 @pytest.fixture
-def before_work() -> None:
-    """Asks for `no_work`."""
+def before_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes its time fails the test, which is about a refusal before any work."""
+    for owner, name in (
+        (Ranks, "__init__"), (compare, "_recorded"), (machine, "measure_machine"),
+        (ranking, "plan"), (transfers, "measure"), (precision, "bench_precision"),
+        (bench_command, "print_table"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, failing(AssertionError("this is work")))
 
 
 def refusal(line: str, run_folder: Path, here: Path) -> str:
@@ -291,46 +287,36 @@ def test_nothing_is_drawn_through_a_link(
 
 
 def test_what_ranks_refuse_by_a_value_error_is_its_sentence_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(strategy: str, task: object, keep_weights: bool = True) -> None:
-        raise ValueError("rows [3] are not enough [/x]; give 4")
-
-    monkeypatch.setattr(training, "train", refuse)
-    args = ["run", "ddp", "--ranks", "2", "--model", "tiny"]
-    done = CliRunner().invoke(app, args, env={"COLUMNS": "1000"})
-    assert done.exit_code == 2
-    last = done.output.strip().splitlines()[-1]
-    assert last == "labkit: rows [3] are not enough [/x]; give 4"
+    says = "rows [3] are not enough [/x]; give 4"
+    monkeypatch.setattr(training, "train", failing(ValueError(says)))
+    line = "run ddp --ranks 2 --model tiny"
+    done = CliRunner().invoke(app, line.split(), env={"COLUMNS": "1000"})
+    assert done.exit_code == 2 and done.output.strip().splitlines()[-1] == f"labkit: {says}"
     assert "Traceback" not in done.output and "stopped" not in done.output
 
 
 def test_any_other_error_of_ranks_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(strategy: str, task: object, keep_weights: bool = True) -> None:
-        raise KeyError("a fault of labkit")
-
-    monkeypatch.setattr(training, "train", fail)
+    monkeypatch.setattr(training, "train", failing(KeyError("a fault of labkit")))
     shown = command("run ddp --ranks 2 --model tiny", 2)
     assert "Traceback" in shown and "a fault of labkit" in shown
 
 
 def test_errors_that_differ_between_ranks_are_all_shown() -> None:
-    one = "rank {} raised {}: {}\n\nTraceback (most recent call last):\n  ...\n"
-    both = one.format(0, "ValueError", "too few rows") + "\n" + one.format(1, "KeyError", "x")
-    assert _sentence(both) == both
-    assert _sentence(one.format(0, "ValueError", "too few rows")) == "too few rows"
+    texts = [
+        f"rank {error}\n\nTraceback (most recent call last):\n  ...\n"
+        for error in ("0 raised ValueError: too few rows", "1 raised KeyError: x")
+    ]
+    assert _sentence("\n".join(texts)) == "\n".join(texts)
+    assert _sentence(texts[0]) == "too few rows"
     assert _sentence("ranks 0 and 1 are stuck") == "ranks 0 and 1 are stuck"
     text = "ranks 0, 1 and 2 raised ValueError: two\n\nparagraphs\n\nTraceback (most recent"
     assert _sentence(text) == "two\n\nparagraphs"
 
 
-def test_an_error_of_a_world_that_is_no_user_s_is_not_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def works(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("a fault of labkit")
-
-    monkeypatch.setattr(ranking, "plan", works)
+def test_a_fault_of_labkit_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranking, "plan", failing(RuntimeError("a fault of labkit")))
     done = CliRunner().invoke(app, PLAN.split())
     assert isinstance(done.exception, RuntimeError) and "a fault" in str(done.exception)
 
@@ -355,11 +341,7 @@ def test_what_a_user_writes_is_printed_as_it_is(
 def test_an_error_s_text_with_tags_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "no [/x] and [nope] in [red]this[/red]\\"
     for error in (ValueError(text), OSError(text), RankError(text)):
-
-        def fail(*args: object, error: Exception = error, **kwargs: object) -> None:
-            raise error
-
-        monkeypatch.setattr(ranking, "plan", fail)
+        monkeypatch.setattr(ranking, "plan", failing(error))
         assert text in refusal(PLAN, Path(), Path())
 
 

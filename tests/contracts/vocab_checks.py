@@ -164,40 +164,33 @@ def bytes_are_the_formulas(made: Any, vocab: int) -> None:
     cut = made.VocabParallelHead.from_linear(head, comm, gather_output=False)
     gathering = made.VocabParallelHead.from_linear(head, comm, gather_output=True)
     n, each = ROWS * LENGTH, 8  # tokens, and bytes of a float64
-    heard: dict[str, list[tuple[str, int, int]]] = {}
-
-    def hear(what: str, fn: Any) -> Any:
-        with listen() as events:
-            result = fn()
-        heard[what] = [(e.op, e.payload_bytes, e.bus_bytes) for e in events]
-        return result
-
-    x = hear("embedding", lambda: embedding(tokens))
-    logits = hear("head", lambda: cut(x))
-    loss = hear("loss", lambda: made.vocab_parallel_cross_entropy(logits, tokens, comm))
-    hear("backward of the loss", lambda: torch.autograd.grad(loss, logits, retain_graph=True))
-    hear("backward", loss.backward)
-    hear("gathered", lambda: gathering(x.detach()))
+    own = n * (padded_vocab(vocab, comm.size) // comm.size) * each
 
     def all_reduced(elements: int) -> tuple[str, int, int]:
         chunks = [m * each for m in chunk_sizes(elements, comm.size)]
         return "all_reduce", elements * each, all_reduce_bus_bytes(chunks, comm.rank)
 
-    own = n * (padded_vocab(vocab, comm.size) // comm.size) * each
+    def hear(what: str, expected: list[tuple[str, int, int]], fn: Any) -> Any:
+        with listen() as events:
+            result = fn()
+        heard = [(e.op, e.payload_bytes, e.bus_bytes) for e in events]
+        if comm.size == 1:
+            assert sum(bus_bytes for _, _, bus_bytes in heard) == 0, f"{what}: {heard}"
+        else:
+            assert heard == expected, f"{what}: {heard}, expected {expected}"
+        return result
+
+    x = hear("embedding", [all_reduced(n * WIDTH)], lambda: embedding(tokens))
+    logits = hear("head", [], lambda: cut(x))
+    loss = hear(
+        "loss", [all_reduced(n), all_reduced(2 * n)],
+        lambda: made.vocab_parallel_cross_entropy(logits, tokens, comm),
+    )  # fmt: skip
+    backward = lambda: torch.autograd.grad(loss, logits, retain_graph=True)  # noqa: E731
+    hear("backward of the loss", [], backward)
+    hear("backward", [all_reduced(n * WIDTH)], loss.backward)
     sent = all_gather_bus_bytes([own] * comm.size, comm.rank)
-    expected = {
-        "embedding": [all_reduced(n * WIDTH)],
-        "head": [],
-        "loss": [all_reduced(n), all_reduced(2 * n)],
-        "backward of the loss": [],
-        "backward": [all_reduced(n * WIDTH)],
-        "gathered": [("all_gather", comm.size * own, sent)],
-    }
-    if comm.size == 1:
-        assert sum(bus for events in heard.values() for _, _, bus in events) == 0
-        return
-    for what, events in heard.items():
-        assert events == expected[what], f"{what}: {events}, expected {expected[what]}"
+    hear("gathered", [("all_gather", comm.size * own, sent)], lambda: gathering(x.detach()))
 
 
 def sequence_parts_are_torchs(made: Any, vocab: int) -> None:

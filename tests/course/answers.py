@@ -147,11 +147,10 @@ def define(text: str, file: str, names: dict[str, Any]) -> None:
     """Put into `names` what a cell imports and defines, and its constants, like `SIZE = 4`."""
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     tree = ast.parse(text)
-    tree.body = [one for one in tree.body if _is_definition(one)]
+    tree.body = [
+        x
+        for x in tree.body
+        if isinstance(x, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef))
+        or (isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant))
+    ]
     exec(compile(tree, file, "exec"), names)
-
-
-def _is_definition(one: ast.stmt) -> bool:
-    if isinstance(one, ast.Assign):
-        return isinstance(one.value, ast.Constant)
-    return isinstance(one, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef))

@@ -26,12 +26,12 @@ times = st.integers(1, 40).map(lambda k: k / 8)  # exact in binary
 
 
 def holds(case: Case, seconds: dict[str, float]) -> None:
-    found, form = made(case), PROMISES[case[0]].step(*case[1:], seconds)
-    each = {phase: one_s / case[3] for phase, one_s in seconds.items()}  # of one chunk
-    step_s = pipeline_step_s(pipeline_trace(found, each))
+    stages, form = made(case), PROMISES[case[0]].step(*case[1:], seconds)
+    each = {phase: phase_s / case[3] for phase, phase_s in seconds.items()}  # of a chunk
+    step_s = pipeline_step_s(pipeline_trace(stages, each))
     assert step_s == pytest.approx(form.step_s)
-    assert bubble(found, step_s, each) == pytest.approx(form.of_total, abs=1e-12)
-    assert max(peak_in_flight(found)) / case[3] == pytest.approx(form.peak_microbatches)
+    assert bubble(stages, step_s, each) == pytest.approx(form.of_total, abs=1e-12)
+    assert max(peak_in_flight(stages)) / case[3] == pytest.approx(form.peak_microbatches)
 
 
 SIZES = [(1, 1), (1, 3), (2, 4), (3, 6), (4, 8), (8, 16)]
@@ -87,25 +87,18 @@ def test_zb_h2_has_no_hole(p: int) -> None:
         assert rank.spans[-1].ended_s == stage + 3 * (2 * p + 3)
 
 
-STEPS_AND_PEAKS = {
-    "naive": (96, 1),
-    "gpipe": (33, 8),
-    "1f1b": (33, 4),
-    "interleaved": (28.5, 5.5),
-    "zb-h1": (27, 4),
-    "zb-h2": (24, 7),
-    "pipedream": (33, 4),
-}
-
-
-def test_each_improves_on_the_one_before() -> None:
+@pytest.mark.parametrize(
+    ("name", "step_s", "peak"),
+    [("naive", 96, 1), ("gpipe", 33, 8), ("1f1b", 33, 4), ("interleaved", 28.5, 5.5),
+     ("zb-h1", 27, 4), ("zb-h2", 24, 7), ("pipedream", 33, 4)],
+)  # fmt: skip
+def test_each_improves_on_the_one_before(name: str, step_s: float, peak: float) -> None:
     """At 4 stages and 8 micro-batches, F = I = W: what a step takes, and what it holds."""
-    for name, (step_s, peak) in STEPS_AND_PEAKS.items():
-        v = 2 if name == "interleaved" else 1
-        one = schedule(name, 4, 8, v)
-        each = {phase: one_s / v for phase, one_s in UNIT.items()}
-        assert pipeline_step_s(pipeline_trace(one, each)) == step_s, name
-        assert max(peak_in_flight(one)) / v == peak, name
+    v = 2 if name == "interleaved" else 1
+    stages = schedule(name, 4, 8, v)
+    each = {phase: phase_s / v for phase, phase_s in UNIT.items()}
+    assert pipeline_step_s(pipeline_trace(stages, each)) == step_s
+    assert max(peak_in_flight(stages)) / v == peak
 
 
 @given(cases(largest=9))

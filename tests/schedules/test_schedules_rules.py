@@ -3,7 +3,6 @@
 import pickle
 from itertools import combinations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,8 +41,7 @@ def drawn_stage(case: Case, data: st.DataObject) -> tuple[Schedule, int, list[Ac
 @settings(max_examples=250, deadline=None)
 def test_two_actions_swapped_are_found_unless_it_does_no_harm(case: Case, data: st.DataObject):
     schedule, stage, actions = drawn_stage(case, data)
-    i = data.draw(st.integers(0, len(actions) - 1))
-    j = data.draw(st.integers(0, len(actions) - 1))
+    i, j = (data.draw(st.integers(0, len(actions) - 1)) for _ in range(2))
     actions[i], actions[j] = actions[j], actions[i]
     error, broken = fault(schedule, case[2]), own_order(actions)
     if broken:
@@ -167,23 +165,19 @@ def test_a_long_cycle_is_abbreviated() -> None:
     assert "... (3 more)" in str(error)
 
 
-def test_an_invalid_action_is_reported() -> None:
-    with pytest.raises(ScheduleError, match="stage 0, position 0 has .'forward', 0.; an Action"):
-        check([[("forward", 0)]])
-    with pytest.raises(ScheduleError, match="phase 'foward'; there are forward, backward"):
-        check([[Action("foward", 0)]])
-    with pytest.raises(ScheduleError, match="micro-batch -1 on chunk 0; both count from 0"):
-        check([[Action("forward", -1)]])
+test_an_invalid_action_is_reported = refusals(
+    lambda action: check([[action]]),
+    (("forward", 0), "stage 0, position 0 has .'forward', 0.; an Action"),
+    (Action("foward", 0), "phase 'foward'; there are forward, backward"),
+    (Action("forward", -1), "micro-batch -1 on chunk 0; both count from 0"),
+    error=ScheduleError,
+)
 
 
 def test_text_is_read_in_either_case_and_a_word_that_is_no_action_is_named() -> None:
     for wrong in ("F0 X1", "F0 F", "F0 0F", "F0 F1.", "F0 F-1"):
         raises("word 1 of .* is no action; write a letter of F B I", parse, wrong)
     assert parse("f0 b0.2") == [Action("forward", 0), Action("backward", 0, 2)]
-
-
-def test_what_cannot_run_is_not_shown() -> None:
-    raises("deadlock", show, parse_schedule("F0 B0 F1 B1\nF0 F1 B0 B1"), error=ScheduleError)
 
 
 def test_a_broken_rule_comes_whole_from_a_rank() -> None:
@@ -209,3 +203,7 @@ def test_a_shown_schedule_is_parsed_back(case: Case) -> None:
     schedule = made(case)
     assert parse_schedule(show(schedule)) == schedule
     assert [parse(" ".join(map(str, actions))) for actions in schedule] == schedule
+
+
+def test_what_cannot_run_is_not_shown() -> None:
+    raises("deadlock", show, parse_schedule("F0 B0 F1 B1\nF0 F1 B0 B1"), error=ScheduleError)

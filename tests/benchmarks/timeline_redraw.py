@@ -14,15 +14,15 @@ from rich.table import Table
 from labkit.bench.harness import titled
 from labkit.cli.terminal import print_table
 from labkit.clusters import cluster
-from labkit.events import CommEvent
 from labkit.models import GPT
 from labkit.parallel import DDP
 from labkit.plot.timelines import TimelineView
 from labkit.replaying import dry_run
 from labkit.replaying.redrawing import Redrawing, changed
-from labkit.trace import RankTrace, Span, Step, Trace
+from labkit.runtime.world import World
+from labkit.trace.recording import record
 
-MODULES, BUCKETS, STEPS = 24, 6, 4  # in the run that is drawn
+STEPS = 4  # in the run that is drawn
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,11 @@ class RedrawTimes:
 
 
 def measure(ranks: int = 8, turns: int = 15) -> RedrawTimes:
-    """Show another step `turns` times, in both ways by turns; then replay a GPT on as many other
-    clusters."""
-    view = TimelineView(_make_run(ranks))
+    """Show another step of DDP `turns` times, in both ways by turns; then replay one on as many
+    other clusters."""
+    with World(ranks) as world, record() as trace:
+        world.run(_train)
+    view = TimelineView(trace)
     figure = Figure(tuple(view.figure.get_size_inches()), dpi=view.figure.dpi)
     axes = figure.subplots()
 
@@ -87,7 +89,7 @@ def _what_if(ranks: int, turns: int) -> tuple[float, int]:
 def _train() -> None:
     model = DDP(GPT.preset("1M"), bucket_mb=1)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
+    for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.zeros(8, 64, dtype=torch.long)).sum().backward()
         optimizer.step()
@@ -98,46 +100,12 @@ def table(times: RedrawTimes) -> Table:
     what_if = f"what_if: replay of a GPT, {times.what_if_bars} bars, until its PNG is there"
     rows = [
         ("one collection of polygons, with names", f"{times.polygons_s * 1e3:.0f}", "100", "1"),
-        (
-            "separate bars (broken_barh), without names",
-            f"{times.separate_s * 1e3:.0f}",
-            "",
-            f"{times.ratio:.1f}",
-        ),
+        ("separate bars (broken_barh), without names", f"{times.separate_s * 1e3:.0f}", "",
+         f"{times.ratio:.1f}"),
         (what_if, f"{times.what_if_s * 1e3:.0f}", "100", ""),
-    ]
+    ]  # fmt: skip
     title = f"Another step in a timeline of {times.ranks} ranks, {times.bars} bars"
     return titled(title, "", ("", "ms", "aim", "slower than polygons by"), ("",), rows)
-
-
-def _make_run(ranks: int) -> Trace:
-    """Made-up steps of data parallelism: modules, and all-reduces of buckets."""
-    traces = {}
-    for rank in range(ranks):
-        trace = traces[rank] = RankTrace(rank, ranks)
-        for index in range(STEPS):
-            began_s, module_s = index * 0.1, 1e-3 * (1 + 0.05 * rank)
-            now_s = began_s
-            for phase in ("forward", "backward"):
-                until_s = now_s + MODULES * module_s
-                trace.spans.append(Span(phase, "", index, now_s, until_s))
-                for number in range(MODULES):
-                    name = f"blocks.{number // 4}.part{number % 4}"
-                    span = Span(phase, name, index, now_s, now_s + module_s, 1, "Linear")
-                    trace.spans.append(span)
-                    now_s += module_s
-            for bucket in range(BUCKETS):
-                event = CommEvent(
-                    "all_reduce", "default", tuple(range(ranks)), rank, index * BUCKETS + bucket,
-                    "float32", (1000,), 4000, 6000, False, step=index,
-                )  # fmt: skip
-                event.issued_s = event.began_s = now_s - (BUCKETS - bucket - 1) * 4e-3
-                event.ended_s = event.began_s + 3e-3
-                trace.comms.append(event)
-            trace.comms[-1].wait_began_s, trace.comms[-1].wait_ended_s = now_s, now_s + 3e-3
-            trace.spans.append(Span("optimizer", "", index, now_s + 3e-3, now_s + 8e-3))
-            trace.steps.append(Step(index, began_s, now_s + 8e-3))
-    return Trace(traces)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What tensor parallelism keeps and sends: the published formulas, and what ranks keep and send."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.predict.activations import OTHERS, STATISTICS
 from recorded_memory import use_core
 from test_predict import ACTIVATIONS, value
-from worlds import world_fixture
 
 PAPER = {"s": 2048, "b": 4, "h": 6144, "a": 64}  # the 22B model of arXiv 2205.05198
 
@@ -56,14 +56,10 @@ S, B, W, A = 64, 2, 64, 4
 SIZES = {"sequence": S, "rows": B, "width": W, "heads": A}
 
 
-world = world_fixture(sizes=[1, 2, 4])
-
-
 def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
     comm = Comm()
     torch.manual_seed(0)
-    model = GPT(32, W, 3, A, S, dropout=0.1).bfloat16()
-    use_core(model)
+    model = use_core(GPT(32, W, 3, A, S, dropout=0.1).bfloat16())
     tensor_parallel(model, comm, sequence=sequence)
     length = S // comm.size if sequence else S
     x = torch.randn(B, length, W, dtype=torch.bfloat16, requires_grad=True)
@@ -74,13 +70,13 @@ def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_block_keeps_what_the_rows_say(world: World, sequence: bool, recompute: str) -> None:
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_a_block_keeps_what_the_rows_say(
+    worlds: Callable[[int], World], t: int, sequence: bool, recompute: str
+) -> None:
     """Term by term, to the byte; the formula leaves out the statistics of the norms alone."""
-    t = world.size
-    how: dict[str, Any] = {
-        "tensor_parallel": t, "sequence_parallel": sequence, "recompute": recompute,
-    }  # fmt: skip
-    for of_rank in world.run(kept, sequence, recompute):
+    how: dict[str, Any] = dict(tensor_parallel=t, sequence_parallel=sequence, recompute=recompute)
+    for of_rank in worlds(t).run(kept, sequence, recompute):
         bill = predict.activation_bill(of_rank, **SIZES, **how)
         lines = [line for line in bill.lines if line.term not in (STATISTICS, OTHERS)]
         assert [x.measured_bytes for x in lines] == [x.formula_bytes for x in lines], bill
@@ -137,7 +133,9 @@ def sent(sequence: bool, gather: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_sends_what_the_formulas_say(world4: World, sequence: bool, gather: bool) -> None:
+def test_a_step_sends_what_the_formulas_say(
+    worlds: Callable[[int], World], sequence: bool, gather: bool
+) -> None:
     sizes = {"sequence": 24, "rows": 3, "ranks": 4, "element_bytes": 4}
     expected = predict.tensor_parallel_bytes(
         **sizes, width=24, depth=3, sequence_parallel=sequence
@@ -147,4 +145,4 @@ def test_a_step_sends_what_the_formulas_say(world4: World, sequence: bool, gathe
     if gather:
         loss_bytes = predict.bus_factor("all_reduce", 4) * 3 * 3 * 24 * 4
         expected += predict.gathered_logits_bytes(**sizes, vocab=50) - loss_bytes
-    assert set(world4.run(sent, sequence, gather)) == {expected}
+    assert set(worlds(4).run(sent, sequence, gather)) == {expected}

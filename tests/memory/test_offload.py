@@ -301,8 +301,8 @@ def test_what_cannot_be_copied_leaves_no_memory_taken():
 
 
 def test_arguments_that_cannot_be():
-    refused = "at least one tensor must be able to travel"
-    raises(refused, offload_activations, nn.Linear(1, 1), in_flight=0)
+    words = "at least one tensor must be able to travel"
+    raises(words, offload_activations, nn.Linear(1, 1), in_flight=0)
     raises("cuda:0 has a bus of its own", bus_for, torch.device("cuda:0"), Link(gbps=1))
     raises("give offload=offload_activations", Choices, gpt(), "offload")
     raises("for each of the 3 blocks", Choices, gpt(), ["full", "none"])
@@ -323,7 +323,6 @@ def test_a_buffer_is_a_stack_of_constant_size():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_same_gradients_with_less_memory():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(16)))

@@ -1,6 +1,5 @@
 """Recomputation: the same gradients from the published bytes; functions that change are refused."""
 
-import copy
 import gc
 import random
 import weakref
@@ -236,11 +235,10 @@ def test_without_gradients_nothing_is_done() -> None:
 
 def test_parameters_get_gradients_where_no_input_has_one() -> None:
     layer, x = nn.Linear(4, 4).double(), leaf().detach()
-    recompute(layer, x).square().sum().backward()
-    found, layer.weight.grad = layer.weight.grad, None
-    assert found is not None
-    layer(x).square().sum().backward()
-    assert torch.equal(found, layer.weight.grad)
+    again, right = (
+        torch.autograd.grad(run(layer, x).square().sum(), layer.weight) for run in (recompute, call)
+    )
+    assert torch.equal(*again, *right)
 
 
 class Ran(DispatchMode):
@@ -695,18 +693,6 @@ def test_a_core_that_blocks_share_is_edited_once() -> None:
     assert "forward" not in vars(core)
 
 
-def test_a_copy_of_an_edited_model_is_a_model_of_its_own() -> None:
-    model = GPT.preset("tiny")
-    Recompute(model, what="selective")
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    twin(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-    assert model.blocks[0].attn.q.weight.grad is None
-    assert twin.blocks[0].attn.q.weight.grad.abs().sum() > 0
-
-
 def test_a_users_own_model() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
@@ -721,14 +707,6 @@ def test_a_users_own_model() -> None:
     for options in ({}, {"what": "selective", "core": "self_attn"}):
         with Recompute(model, **options):
             assert same(grads(), without)
-
-
-def test_evaluation_needs_no_edit_taken_back() -> None:
-    model = GPT.preset("tiny", dropout=0.5).eval()
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    expected = model(tokens)
-    Recompute(model)
-    assert torch.equal(model(tokens), expected)
 
 
 def test_a_recording_shows_forward_inside_backward() -> None:

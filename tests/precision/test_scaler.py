@@ -272,20 +272,8 @@ def test_a_scale_that_backs_off_for_ever_is_reported() -> None:
     run_bad(scaler, torch.inf)  # in a row: one good step, and it counts anew
 
 
-class Divides(nn.Module):
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"fine": x, "bad": x / (x - x)}
-
-
-class Between(nn.Sequential):
-    """What goes wrong does so in no module's forward but this one's own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[1](self[0](x).abs() / 0)
-
-
 def test_where_nan_begins_is_named() -> None:
-    def told(*given: Any, **named: Any) -> str:
+    def found(*given: Any, **named: Any) -> str:
         return find_nonfinite(*given, **named) or ""
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3)))
@@ -294,34 +282,35 @@ def test_where_nan_begins_is_named() -> None:
     bad = x.clone()
     bad[1, 2] = torch.nan
     argument = "argument 0 of the model has 1 NaN among 6 numbers, the first at [1, 2]"
-    assert told(model, bad).startswith(argument)
-    assert "input of the model has 1 NaN" in told(model, input=bad)
+    assert found(model, bad).startswith(argument)
+    assert "input of the model has 1 NaN" in found(model, input=bad)
     with torch.no_grad():
         model[1][1].weight[0, 1] = torch.inf
-    assert "the parameter 1.1.weight has 1 inf among 9" in told(model, x)
-    broken = nn.Sequential(nn.Linear(3, 3), Divides())
-    assert told(broken, x).startswith("the output of 1 (Divides) has 6 inf among 6 numbers")
+    assert "the parameter 1.1.weight has 1 inf among 9" in found(model, x)
+    divides = Custom(lambda self, x: {"fine": x, "bad": x / (x - x)})
+    broken = nn.Sequential(nn.Linear(3, 3), divides)
+    assert found(broken, x).startswith("the output of 1 (Custom) has 6 inf among 6 numbers")
     large = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).half()
     with torch.no_grad():
         large[0].bias.fill_(6e4), large[0].weight.fill_(6e4)
-    assert "the output of 0 (Linear)" in told(large, x.half())
-    assert "float16 ends at 6.55e+04" in told(large, x.half())
-    between = told(Between(nn.Linear(3, 3), nn.Linear(3, 3)), x)
-    assert between.startswith("the input of 1 (Linear) has 6 inf") and "no module" in between
-    assert not model._forward_hooks and not broken[1]._forward_hooks
+    assert "the output of 0 (Linear)" in found(large, x.half())
+    assert "float16 ends at 6.55e+04" in found(large, x.half())
+    layers = {"first": nn.Linear(3, 3), "last": nn.Linear(3, 3)}
+    between = found(Custom(lambda self, x: self.last(self.first(x).abs() / 0), **layers), x)
+    assert between.startswith("the input of last (Linear) has 6 inf") and "no module" in between
+    assert not model._forward_hooks and not divides._forward_hooks
     masked = nn.Linear(3, 3)
     masked.register_buffer("mask", torch.full((2,), -torch.inf))
     assert find_nonfinite(masked, x) is None
     masked.mask.fill_(torch.nan)
-    assert "the buffer mask has 2 NaN" in told(masked, x)
+    assert "the buffer mask has 2 NaN" in found(masked, x)
 
 
 def test_keyword_arguments_of_modules_are_looked_at() -> None:
     part = Custom(lambda self, x, *, shift: x + shift.nan_to_num())
-    told = find_nonfinite(
-        Custom(lambda self, x: self.part(x, shift=x / 0), part=part), torch.ones(2)
-    )
-    assert (told or "").startswith("the input of part (Custom) has 2 inf")
+    whole = Custom(lambda self, x: self.part(x, shift=x / 0), part=part)
+    message = find_nonfinite(whole, torch.ones(2)) or ""
+    assert message.startswith("the input of part (Custom) has 2 inf")
 
 
 def test_looking_leaves_the_model_and_the_random_numbers_as_they_were() -> None:

@@ -154,15 +154,13 @@ def test_bus_factors_are_the_mean_of_what_events_say(n: int) -> None:
 
 
 def test_a_ring_is_the_least_time_and_its_latencies() -> None:
+    def seconds(algorithm: str, alpha_s: float, **adding: float) -> float:
+        return predict.algorithm_s("all_reduce", algorithm, 8, 1e6, alpha_s, 1e9, **adding)
+
     least = predict.least_s("all_reduce", 8, 1e6, 1e9)
-    ring = predict.algorithm_s("all_reduce", "ring", 8, 1e6, alpha_s=1e-5, bytes_per_s=1e9)
-    assert ring == pytest.approx(least + 14 * 1e-5)
-    tree = predict.algorithm_s("all_reduce", "tree", 8, 1e6, alpha_s=1e-5, bytes_per_s=1e9)
-    assert tree == pytest.approx(6 * (1e-5 + 1e-3))
-    adding = predict.algorithm_s(
-        "all_reduce", "tree", 8, 1e6, alpha_s=0, bytes_per_s=1e9, reduced_bytes_per_s=1e8
-    )
-    assert adding == pytest.approx(6 * 1e-3 + 3 * 1e-2)
+    assert seconds("ring", 1e-5) == pytest.approx(least + 14 * 1e-5)
+    assert seconds("tree", 1e-5) == pytest.approx(6 * (1e-5 + 1e-3))
+    assert seconds("tree", 0, reduced_bytes_per_s=1e8) == pytest.approx(6 * 1e-3 + 3 * 1e-2)
 
 
 # arXiv 2104.04473 and 2401.10241; in the ZB rows B is the input gradient.

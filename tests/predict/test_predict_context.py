@@ -23,18 +23,6 @@ HEADS, GROUPS, WIDTH, ROWS = 4, 2, 8, 2
 FLOPS_PER_S = 1e9
 
 
-def test_bytes_by_hand() -> None:
-    """Eight ranks, 8,192 tokens, 32 heads of 128 and 8 key-value heads, bf16."""
-    shape = {"sequence": 8192, "rows": 1, "kv_heads": 8, "head_width": 128, "ranks": 8}
-    block = 2 * 8 * 1024 * 128  # elements of k and v
-    assert ring_attention_bytes(**shape) == 7 * block * 2
-    assert ring_attention_bytes(**shape, backward=True) == 7 * block * (2 + 4)
-    assert ring_attention_bytes(**shape, element_bytes=8, backward=True) == 7 * block * 16
-    assert ulysses_bytes(**shape, heads=32) == 7 / 8 * (2 * 32 + 2 * 8) * 1024 * 128 * 2
-    assert ring_attention_bytes(**{**shape, "ranks": 1}) == 0
-    assert ulysses_bytes(**{**shape, "ranks": 1}, heads=32) == 0
-
-
 def test_ulysses_sends_less_with_more_ranks_and_the_ring_does_not() -> None:
     """arXiv 2309.14509, section 3: 4/n of an activation, where the ring's sum stays."""
     shape = {"sequence": 8192, "rows": 1, "kv_heads": 64, "head_width": 128}

@@ -118,18 +118,17 @@ def exact_results(one: Format, a: int, b: int) -> list[int]:
 
 
 def operands(one: Format, how_many: int = 500) -> list[tuple[int, int]]:
-    generator = random.Random(1)
-    patterns = [p for p in drawn(one, how_many) if one.kind(p) in ("normal", "subnormal")]
-    if one.leading_bit:  # what a register never holds: no exponent and a leading bit
-        patterns = [p for p in patterns if one.encode(one.decode(p)) == p]
-    near = 1 << (one.fraction_bits + one.leading_bit + 3)
-    pairs = []
-    for a in patterns:
-        beside, other = a ^ generator.getrandbits(near.bit_length()), generator.choice(patterns)
-        b = generator.choice([beside, other])
-        if one.kind(b) in ("normal", "subnormal") and one.encode(one.decode(b)) == b:
-            pairs.append((a, b))
-    return pairs
+    """Pairs of numbers, half of them close to each other."""
+    generator, near = random.Random(1), one.fraction_bits + one.leading_bit + 4
+    choice = generator.choice
+
+    def is_number(pattern: int) -> bool:  # a register never holds a leading bit without exponent
+        regular = one.kind(pattern) in ("normal", "subnormal")
+        return regular and one.encode(one.decode(pattern)) == pattern
+
+    first = [pattern for pattern in drawn(one, how_many) if is_number(pattern)]
+    second = [choice([a ^ generator.getrandbits(near), choice(first)]) for a in first]
+    return [(a, b) for a, b in zip(first, second) if is_number(b)]
 
 
 def test_the_processor_computes_so_in_80_bits():

@@ -17,7 +17,6 @@ from labkit.predict.context import (
     ulysses_bytes,
 )
 from labkit.trace import Trace
-from tables import raises
 
 HEADS, GROUPS, WIDTH, ROWS = 4, 2, 8, 2
 FLOPS_PER_S = 1e9
@@ -101,10 +100,3 @@ def test_exposed_communication_in_a_replay_is_the_prediction(
     assert hidden == (of_the_way >= 1)
     if ranks > 2 or hidden:  # of two ranks the one block has the own step, which is longer
         assert (found[0] < 1e-12) == hidden, "zero where it says so"
-
-
-def test_sizes_that_do_not_divide_are_reported() -> None:
-    good = dict(rows=1, kv_heads=2, head_width=4, element_bytes=2, sequence=8, heads=2)
-    for name, value in (("sequence", 9), ("heads", 3), ("kv_heads", 1)):
-        words = f"{name}={value} does not divide over ranks=2"
-        raises(words, ulysses_bytes, **{**good, "ranks": 2, name: value})

@@ -11,8 +11,7 @@ from labkit.memory.edits import Choices
 from labkit.memory.saved import SavedTensor, saved_by
 from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.predict.activations import OTHERS, STATISTICS
-from recorded_memory import use_core
+from test_activations import check_bill, gpt
 from test_predict import ACTIVATIONS, value
 
 PAPER = {"s": 2048, "b": 4, "h": 6144, "a": 64}  # the 22B model of arXiv 2205.05198
@@ -45,17 +44,11 @@ def test_every_row_of_activations_for_every_number_of_ranks(name: str, t: int) -
     assert sum(terms.values()) == pytest.approx(expected, rel=1e-12), "summand by summand"
 
 
-S, B, W, A = 64, 2, 64, 4
-SIZES = {"sequence": S, "rows": B, "width": W, "heads": A}
-
-
 def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
-    comm = Comm()
-    torch.manual_seed(0)
-    model = use_core(GPT(32, W, 3, A, S, dropout=0.1).bfloat16())
+    comm, model = Comm(), gpt(torch.bfloat16)
     tensor_parallel(model, comm, sequence=sequence)
-    length = S // comm.size if sequence else S
-    x = torch.randn(B, length, W, dtype=torch.bfloat16, requires_grad=True)
+    length = 64 // comm.size if sequence else 64
+    x = torch.randn(2, length, 64, dtype=torch.bfloat16, requires_grad=True)
     with Choices(model, recompute):
         return saved_by(model.blocks[1], x)
 
@@ -67,17 +60,9 @@ def kept(sequence: bool, recompute: str) -> list[SavedTensor]:
 def test_a_block_keeps_what_the_rows_say(
     worlds: Callable[[int], World], t: int, sequence: bool, recompute: str
 ) -> None:
-    """Term by term, to the byte; the formula leaves out the statistics of the norms alone."""
     how: dict[str, Any] = dict(tensor_parallel=t, sequence_parallel=sequence, recompute=recompute)
     for of_rank in worlds(t).run(kept, sequence, recompute):
-        bill = predict.activation_bill(of_rank, **SIZES, **how)
-        lines = [line for line in bill.lines if line.term not in (STATISTICS, OTHERS)]
-        assert [x.measured_bytes for x in lines] == [x.formula_bytes for x in lines], bill
-        assert bill.formula_bytes == predict.activation_bytes(**SIZES, **how)
-        rest = {x.term: x.measured_bytes for x in bill.lines if x not in lines}
-        numbers = 0 if recompute == "full" else 2 * 2 * S * B // (t if sequence else 1)
-        assert rest.get(STATISTICS, 0) in (2 * numbers, 4 * numbers)
-        assert rest.get(OTHERS, 0) == 0, bill
+        check_bill(of_rank, 64 // (t if sequence else 1), **how)
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 8])

@@ -152,9 +152,9 @@ def test_the_plan_says_what_the_recorder_counts():
     mixed = ["full", "none", "selective"], ["none", "offload", "full"], ["offload", "full", "none"]
     for names in (*([choice] * 3 for choice in CHOICES), *mixed):
         with Choices(model, names, offload=offload):
-            found, expected = recorded_peak(model), plan_of(costs, names).peak_bytes
+            peak, expected = recorded_peak(model), plan_of(costs, names).peak_bytes
         gone = costs.leaving_bytes * 2 if "offload" in names else 0
-        assert expected - gone <= found <= expected, names
+        assert expected - gone <= peak <= expected, names
 
 
 @pytest.mark.slow

@@ -104,10 +104,10 @@ def test_an_early_read_sees_the_old_value_and_a_copy_that_is_over_keeps_no_tenso
     ends = [torch.zeros(100), torch.ones(100)]
     storages = [weakref.ref(x.untyped_storage()) for x in ends]
     arrival = bus.copy(*ends)
-    arrival.future.add_done_callback(lambda _: alive.extend(one() for one in storages))
+    arrival.future.add_done_callback(lambda _: alive.extend(x() for x in storages))
     assert not arrival.done() and ends[0].sum() == 0
     ends.clear()
-    assert all(one() is not None for one in storages), "the engine holds what it is to copy"
+    assert all(x() is not None for x in storages), "the engine holds what it is to copy"
     bus.go.set()
     bus.copy(torch.zeros(1), torch.ones(1)).wait()  # its callback is over, too
     assert alive == [None, None] and arrival.done()

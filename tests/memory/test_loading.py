@@ -191,13 +191,13 @@ def test_dtypes_buffers_and_ties_inside_a_block_are_kept():
 
 @each_way
 def test_a_run_records_its_events(way: Any):
-    found = way(Waiting(blocks(), Bus(gbps=0.1)), torch.randn(3, 6))
-    trace = found.trace
+    result = way(Waiting(blocks(), Bus(gbps=0.1)), torch.randn(3, 6))
+    trace = result.trace
     assert broken_laws(trace) == []
     (rank,) = trace.ranks.values()
     assert [x.module for x in rank.spans] == [f"block {k}" for k in range(5)]
     assert [x.op for x in rank.comms] == ["read" if way is run_in_place else "load"] * 5
-    assert sum(x.bus_bytes for x in rank.comms) == found.moved_bytes
+    assert sum(x.bus_bytes for x in rank.comms) == result.moved_bytes
     assert trace.about["link"] == {"gbps": 0.1}
     assert all(x.wait_ended_s for x in rank.comms), "each was waited for"
     for load, span in zip(rank.comms, rank.spans, strict=True):
@@ -261,10 +261,10 @@ test_a_formula_refuses_what_cannot_be = refusals(
 @each_way
 def test_every_way_computes_the_same_on_a_gpu(way: Any):
     modules, x = blocks((8, 24, 16, 8, 4096)), torch.randn(3, 6, device="cuda")
-    right = plain([copy.deepcopy(one).cuda() for one in modules], x)
-    found = way(Waiting(modules, StreamBus()), x)
-    assert torch.equal(found.value, right)
-    assert all(span.ended_s for span in found.computed)
+    right = plain([copy.deepcopy(module).cuda() for module in modules], x)
+    result = way(Waiting(modules, StreamBus()), x)
+    assert torch.equal(result.value, right)
+    assert all(span.ended_s for span in result.computed)
 
 
 @pytest.mark.gpu

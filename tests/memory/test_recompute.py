@@ -191,8 +191,8 @@ def test_any_function_and_any_number_of_backwards(name: str, policy: str) -> Non
     without = first_and_second(call, fn)
     if name == "its own Function":  # it has no second derivative that counts
         without = without[:-3]
-    for mine, expected in zip(first_and_second(run, fn), without, strict=False):
-        torch.testing.assert_close(mine, expected, rtol=1e-13, atol=1e-13)
+    for again, expected in zip(first_and_second(run, fn), without, strict=False):
+        torch.testing.assert_close(again, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_outputs_may_go_backward_one_after_the_other() -> None:

@@ -159,10 +159,10 @@ def test_ways_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch):
         return next(times[rig.way]), 0.5
 
     monkeypatch.setattr(timing.Rig, "timed", timed)
-    found = measure([first, second], 10, turns=3)
+    measured = measure([first, second], 10, turns=3)
     assert order == [first, second, second, first, first, second, second, first]
     # The median without the first, cold turn.
-    assert found == [Measured(first, 10, 3.0, 0.5), Measured(second, 10, 6.0, 0.5)]
+    assert measured == [Measured(first, 10, 3.0, 0.5), Measured(second, 10, 6.0, 0.5)]
 
 
 def test_buffers_are_shared_by_the_ways_and_not_by_roles():
@@ -195,7 +195,7 @@ def test_a_gpus_ways_are_timed_by_its_events():
     chosen = [way for way in ways() if way.ends != ("cpu", "cpu")]
     assert {("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cuda:0", "cuda:0")} <= {w.ends for w in chosen}
     measured = measure(chosen, 1 << 16, turns=3)
-    assert all(one.done_s > 0 for one in measured)
+    assert all(times.done_s > 0 for times in measured)
     of_cpu = {("cast", "cpu"): 1e10, ("copy", "cpu"): 1e10}
     rates = Rates({**of_cpu, **rates_of(measured).bytes_per_s})
     for way in chosen:

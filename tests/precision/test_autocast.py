@@ -55,13 +55,13 @@ def test_a_model_computes_what_it_does_under_torchs(name: str, dtype: torch.dtyp
     ours, x = some_models()[name]
     theirs = copy.deepcopy(ours)
     with nullcontext() if name == "in Python" else WithoutTorchs(), autocast(dtype):
-        mine = ours(x)
+        result = ours(x)
     with autocast(dtype):
-        mine_loss = some_loss(mine)
+        our_loss = some_loss(result)
     with torch.autocast("cpu", dtype):
         torchs_loss = some_loss(torchs := theirs(x))
-    assert alike(mine, torchs) and alike(mine_loss, torchs_loss)
-    mine_loss.backward(), torchs_loss.backward()
+    assert alike(result, torchs) and alike(our_loss, torchs_loss)
+    our_loss.backward(), torchs_loss.backward()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert p.grad.dtype == torch.float32 and torch.equal(p.grad, q.grad)
 
@@ -148,8 +148,8 @@ def test_an_op_gives_what_it_does_under_torchs(name: str) -> None:
     # These are made of ops that only torch's own autocast sees.
     inside = name.startswith(("einsum", "inner", "pad", "rmatmul", "cross_entropy", "norm"))
     with nullcontext() if inside else WithoutTorchs(), autocast(LOW):
-        mine = OPS[name]()
-    assert alike(mine, torchs), (mine.dtype, torchs.dtype)
+        result = OPS[name]()
+    assert alike(result, torchs), (result.dtype, torchs.dtype)
 
 
 @pytest.mark.parametrize(("policy", "key"), [(CPU, "AutocastCPU"), (CUDA, "AutocastCUDA")])

@@ -273,7 +273,7 @@ def test_a_scale_that_backs_off_for_ever_is_reported() -> None:
 
 
 def test_where_nan_begins_is_named() -> None:
-    def found(*given: Any, **named: Any) -> str:
+    def message(*given: Any, **named: Any) -> str:
         return find_nonfinite(*given, **named) or ""
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3)))
@@ -282,28 +282,28 @@ def test_where_nan_begins_is_named() -> None:
     bad = x.clone()
     bad[1, 2] = torch.nan
     argument = "argument 0 of the model has 1 NaN among 6 numbers, the first at [1, 2]"
-    assert found(model, bad).startswith(argument)
-    assert "input of the model has 1 NaN" in found(model, input=bad)
+    assert message(model, bad).startswith(argument)
+    assert "input of the model has 1 NaN" in message(model, input=bad)
     with torch.no_grad():
         model[1][1].weight[0, 1] = torch.inf
-    assert "the parameter 1.1.weight has 1 inf among 9" in found(model, x)
+    assert "the parameter 1.1.weight has 1 inf among 9" in message(model, x)
     divides = Custom(lambda self, x: {"fine": x, "bad": x / (x - x)})
     broken = nn.Sequential(nn.Linear(3, 3), divides)
-    assert found(broken, x).startswith("the output of 1 (Custom) has 6 inf among 6 numbers")
+    assert message(broken, x).startswith("the output of 1 (Custom) has 6 inf among 6 numbers")
     large = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).half()
     with torch.no_grad():
         large[0].bias.fill_(6e4), large[0].weight.fill_(6e4)
-    assert "the output of 0 (Linear)" in found(large, x.half())
-    assert "float16 ends at 6.55e+04" in found(large, x.half())
+    assert "the output of 0 (Linear)" in message(large, x.half())
+    assert "float16 ends at 6.55e+04" in message(large, x.half())
     layers = {"first": nn.Linear(3, 3), "last": nn.Linear(3, 3)}
-    between = found(Custom(lambda self, x: self.last(self.first(x).abs() / 0), **layers), x)
+    between = message(Custom(lambda self, x: self.last(self.first(x).abs() / 0), **layers), x)
     assert between.startswith("the input of last (Linear) has 6 inf") and "no module" in between
     assert not model._forward_hooks and not divides._forward_hooks
     masked = nn.Linear(3, 3)
     masked.register_buffer("mask", torch.full((2,), -torch.inf))
     assert find_nonfinite(masked, x) is None
     masked.mask.fill_(torch.nan)
-    assert "the buffer mask has 2 NaN" in found(masked, x)
+    assert "the buffer mask has 2 NaN" in message(masked, x)
 
 
 def test_keyword_arguments_of_modules_are_looked_at() -> None:

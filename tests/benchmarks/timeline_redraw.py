@@ -37,7 +37,7 @@ class RedrawTimes:
 def measure(ranks: int = 8, turns: int = 15) -> RedrawTimes:
     """Show another step of DDP `turns` times; then replay one on as many other clusters."""
     with World(ranks) as world, record() as trace:
-        world.run(_train)
+        world.run(_train, STEPS)
     view = TimelineView(trace)
 
     def seconds_until_drawn(turn: int) -> float:
@@ -51,7 +51,11 @@ def measure(ranks: int = 8, turns: int = 15) -> RedrawTimes:
 def _what_if(ranks: int, turns: int) -> tuple[float, int]:
     """Seconds of a slider of `what_if`, and how many bars it draws: DDP of a GPT of four blocks, on
     nodes of two devices, with a different bandwidth between them each time."""
-    recorded, redrawing, pod = dry_run(_train, ranks=ranks), Redrawing(ranks), cluster("dgx-h100")
+    recorded, redrawing, pod = (
+        dry_run(_train, 2, ranks=ranks),
+        Redrawing(ranks),
+        cluster("dgx-h100"),
+    )
 
     def draw(turn: int) -> None:
         bytes_per_s = 50e9 / (1 + turn % 10)
@@ -63,10 +67,10 @@ def _what_if(ranks: int, turns: int) -> tuple[float, int]:
     return median(seconds[1:]), len(redrawing.view.bars)
 
 
-def _train() -> None:
+def _train(steps: int) -> None:
     model = DDP(GPT.preset("1M"), bucket_mb=1)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         model(torch.zeros(8, 64, dtype=torch.long)).sum().backward()
         optimizer.step()

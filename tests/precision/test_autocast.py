@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,74 +72,72 @@ A, B = torch.randn(4, 4), torch.randn(4, 4)
 V = torch.tensor([0.1, 0.3, 0.6, 0.9])
 IMAGE = torch.randn(1, 2, 6, 6)
 CLASSES = torch.tensor([0, 1, 2, 3])
-OPS: dict[str, Callable[[], Any]] = {
-    "matmul": lambda: A @ B,
-    "rmatmul": lambda: A.__rmatmul__(B),
-    "mm": lambda: torch.mm(A, B),
-    "mv": lambda: torch.mv(A, V),
-    "dot": lambda: torch.dot(V, V),
-    "bmm": lambda: torch.bmm(A.view(1, 4, 4), B.view(1, 4, 4)),
-    "addmm": lambda: torch.addmm(A, A, B),
-    "baddbmm": lambda: torch.baddbmm(A.view(1, 4, 4), A.view(1, 4, 4), B.view(1, 4, 4)),
-    "einsum": lambda: torch.einsum("ij,jk->ki", A, B),
-    "einsum ij->ji": lambda: torch.einsum("ij->ji", A),
-    "einsum ij->i": lambda: torch.einsum("ij->i", A),
-    "einsum ii->i": lambda: torch.einsum("ii->i", A),
-    "einsum ii": lambda: torch.einsum("ii", A),
-    "einsum ij,ij->ij": lambda: torch.einsum("ij,ij->ij", A, B),
-    "einsum i,j->ij": lambda: torch.einsum("i,j->ij", V, V),
-    "einsum ij,k->i": lambda: torch.einsum("ij,k->i", A, V),
-    "einsum ij,jk": lambda: torch.einsum("ij,jk", A, B),
-    "einsum ij, ij -> i": lambda: torch.einsum("ij, ij -> i", A, B),
-    "einsum i,i": lambda: torch.einsum("i,i", V, V),
-    "einsum ...j,j->...": lambda: torch.einsum("...j,j->...", A, V),
-    "einsum ij,jk,kl->il": lambda: torch.einsum("ij,jk,kl->il", A, B, A),
-    "einsum over an index of size 1": lambda: torch.einsum(
-        "ij,jk->ik", A.narrow(1, 0, 1), B.narrow(0, 0, 1)
-    ),
-    "einsum by numbers": lambda: torch.einsum(A, [0, 1], B, [0, 1], [0, 1]),
-    "linalg.matmul": lambda: torch.linalg.matmul(A, B),
-    "inner": lambda: torch.inner(A, B),
-    "inner of vectors": lambda: torch.inner(V, V),
-    "inner with a number": lambda: torch.inner(V, V[0]),
-    "pad, reflect": lambda: F.pad(A.bfloat16().view(1, 4, 4), (1, 1), mode="reflect"),
-    "pad, replicate": lambda: F.pad(IMAGE.bfloat16(), (1, 1, 1, 1), mode="replicate"),
-    "pad, circular": lambda: F.pad(IMAGE.bfloat16(), (1, 1, 1, 1), mode="circular"),
-    "pad": lambda: F.pad(A.bfloat16(), (1, 1)),
-    "pairwise_distance": lambda: F.pairwise_distance(A.bfloat16(), B.bfloat16()),
-    "tensordot": lambda: torch.tensordot(A, B, dims=1),
-    "linear": lambda: F.linear(A, B, V),
-    "conv2d": lambda: F.conv2d(IMAGE, IMAGE.view(4, 2, 3, 3)),
-    "attention": lambda: F.scaled_dot_product_attention(
-        A.view(1, 1, 4, 4), A.view(1, 1, 4, 4), B.view(1, 1, 4, 4)
-    ),
-    "prelu": lambda: F.prelu(A, V),
-    "softmax": lambda: torch.softmax(A.bfloat16(), -1),
-    "softmax of fp32": lambda: A.softmax(-1),
-    "log_softmax": lambda: F.log_softmax(A.bfloat16(), -1),
-    "layer_norm": lambda: F.layer_norm(A.bfloat16(), (4,), V, V),
-    "exp": lambda: A.bfloat16().exp(),
-    "gelu": lambda: F.gelu(A.bfloat16()),
-    "add": lambda: A.bfloat16() + B,
-    "sum": lambda: A.bfloat16().sum(),
-    "prod": lambda: A.bfloat16().prod(),
-    "prod, own type": lambda: A.bfloat16().prod(dtype=torch.bfloat16),
-    "norm": lambda: A.bfloat16().norm(),
-    "pow": lambda: A.bfloat16() ** 2,
-    "cat": lambda: torch.cat([A.bfloat16(), B]),
-    "cat of low": lambda: torch.cat([A.bfloat16(), B.bfloat16()]),
-    "stack": lambda: torch.stack([A, B.bfloat16()]),
-    "mse_loss": lambda: F.mse_loss(A.bfloat16(), B.bfloat16()),
-    "cross_entropy": lambda: F.cross_entropy(A.bfloat16(), CLASSES),
-    "nll_loss": lambda: F.nll_loss(A.bfloat16(), CLASSES),
-    "binary_cross_entropy": lambda: F.binary_cross_entropy(V.bfloat16(), V.bfloat16()),
-    "float64": lambda: A.double() @ B.double(),
-    "integers": lambda: CLASSES @ CLASSES,
-    "in place": lambda: A.clone().addmm_(A, B),
-    "out": lambda: torch.mm(A, B, out=torch.empty_like(A)),
-    "fft": lambda: torch.fft.fft(V.bfloat16()),
-    "fp16 into bf16": lambda: A.half() @ B,
-}
+GIVEN = {"A": A, "B": B, "V": V, "IMAGE": IMAGE, "CLASSES": CLASSES}
+
+
+def ops_of(A: Tensor, B: Tensor, V: Tensor, IMAGE: Tensor, CLASSES: Tensor) -> dict[str, Any]:
+    """Each a function of nothing."""
+    einsums: dict[str, tuple[Tensor, ...]] = {
+        "ij,jk->ki": (A, B), "ij->ji": (A,), "ij->i": (A,), "ii->i": (A,), "ii": (A,),
+        "ij,ij->ij": (A, B), "i,j->ij": (V, V), "ij,k->i": (A, V), "ij,jk": (A, B),
+        "ij, ij -> i": (A, B), "i,i": (V, V), "...j,j->...": (A, V), "ij,jk,kl->il": (A, B, A),
+        "ij,jk->ik": (A.narrow(1, 0, 1), B.narrow(0, 0, 1)),  # over an index of size 1
+    }  # fmt: skip
+    return {f"einsum {spec}": partial(torch.einsum, spec, *x) for spec, x in einsums.items()} | {
+        "matmul": lambda: A @ B,
+        "rmatmul": lambda: A.__rmatmul__(B),
+        "mm": lambda: torch.mm(A, B),
+        "mv": lambda: torch.mv(A, V),
+        "dot": lambda: torch.dot(V, V),
+        "bmm": lambda: torch.bmm(A.view(1, 4, 4), B.view(1, 4, 4)),
+        "addmm": lambda: torch.addmm(A, A, B),
+        "baddbmm": lambda: torch.baddbmm(A.view(1, 4, 4), A.view(1, 4, 4), B.view(1, 4, 4)),
+        "einsum by numbers": lambda: torch.einsum(A, [0, 1], B, [0, 1], [0, 1]),
+        "linalg.matmul": lambda: torch.linalg.matmul(A, B),
+        "inner": lambda: torch.inner(A, B),
+        "inner of vectors": lambda: torch.inner(V, V),
+        "inner with a number": lambda: torch.inner(V, V[0]),
+        "pad, reflect": lambda: F.pad(A.bfloat16().view(1, 4, 4), (1, 1), mode="reflect"),
+        "pad, replicate": lambda: F.pad(IMAGE.bfloat16(), (1, 1, 1, 1), mode="replicate"),
+        "pad, circular": lambda: F.pad(IMAGE.bfloat16(), (1, 1, 1, 1), mode="circular"),
+        "pad": lambda: F.pad(A.bfloat16(), (1, 1)),
+        "pairwise_distance": lambda: F.pairwise_distance(A.bfloat16(), B.bfloat16()),
+        "tensordot": lambda: torch.tensordot(A, B, dims=1),
+        "linear": lambda: F.linear(A, B, V),
+        "conv2d": lambda: F.conv2d(IMAGE, IMAGE.view(4, 2, 3, 3)),
+        "attention": lambda: F.scaled_dot_product_attention(
+            A.view(1, 1, 4, 4), A.view(1, 1, 4, 4), B.view(1, 1, 4, 4)
+        ),
+        "prelu": lambda: F.prelu(A, V),
+        "softmax": lambda: torch.softmax(A.bfloat16(), -1),
+        "softmax of fp32": lambda: A.softmax(-1),
+        "log_softmax": lambda: F.log_softmax(A.bfloat16(), -1),
+        "layer_norm": lambda: F.layer_norm(A.bfloat16(), (4,), V, V),
+        "exp": lambda: A.bfloat16().exp(),
+        "gelu": lambda: F.gelu(A.bfloat16()),
+        "add": lambda: A.bfloat16() + B,
+        "sum": lambda: A.bfloat16().sum(),
+        "prod": lambda: A.bfloat16().prod(),
+        "prod, own type": lambda: A.bfloat16().prod(dtype=torch.bfloat16),
+        "norm": lambda: A.bfloat16().norm(),
+        "pow": lambda: A.bfloat16() ** 2,
+        "cat": lambda: torch.cat([A.bfloat16(), B]),
+        "cat of low": lambda: torch.cat([A.bfloat16(), B.bfloat16()]),
+        "stack": lambda: torch.stack([A, B.bfloat16()]),
+        "mse_loss": lambda: F.mse_loss(A.bfloat16(), B.bfloat16()),
+        "cross_entropy": lambda: F.cross_entropy(A.bfloat16(), CLASSES),
+        "nll_loss": lambda: F.nll_loss(A.bfloat16(), CLASSES),
+        "binary_cross_entropy": lambda: F.binary_cross_entropy(V.bfloat16(), V.bfloat16()),
+        "float64": lambda: A.double() @ B.double(),
+        "integers": lambda: CLASSES @ CLASSES,
+        "in place": lambda: A.clone().addmm_(A, B),
+        "out": lambda: torch.mm(A, B, out=torch.empty_like(A)),
+        "fft": lambda: torch.fft.fft(V.bfloat16()),
+        "fp16 into bf16": lambda: A.half() @ B,
+    }
+
+
+OPS = ops_of(**GIVEN)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -179,7 +178,6 @@ def torchs_for_cuda(dtype: torch.dtype) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-GIVEN = ("A", "B", "V", "IMAGE", "CLASSES")
 NOT_ON_CUDA = {"binary_cross_entropy", "fp16 into bf16", "fft", "inner with a number"}
 
 
@@ -192,9 +190,9 @@ def test_on_cuda_an_op_gives_the_type_that_torchs_gives(name: str) -> None:
     dtypes = []
     for region in (torchs_for_cuda(LOW), autocast(LOW)):
         with FakeTensorMode() as mode:
-            fakes = {key: mode.from_tensor(globals()[key]) for key in GIVEN}
+            fakes = {key: mode.from_tensor(x) for key, x in GIVEN.items()}
             on_cuda = {key: torch.empty_like(x, device="cuda") for key, x in fakes.items()}
-            op = type(OPS[name])(OPS[name].__code__, {**globals(), **on_cuda})
+            op = ops_of(**on_cuda)[name]
             with region:
                 dtypes.append(op().dtype)
     assert dtypes[0] == dtypes[1]

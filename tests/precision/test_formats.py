@@ -352,13 +352,6 @@ def test_blocks_are_the_nearest_levels_ties_to_even():
     assert Int8Blocks(8).step(x).unique().tolist() == [1.0]
 
 
-def test_small_numbers_suffer_from_their_own_block_only() -> None:
-    x = torch.cat([torch.full((8,), 1e-3), torch.tensor([100.0] + 7 * [1e-3])])
-    blocks = Int8Blocks(8).rounded(x)
-    assert torch.allclose(blocks[:8], x[:8]) and (blocks[9:] == 0).all()
-    assert (Int8Blocks(16).rounded(x)[:8] == 0).all()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_nan_spoils_its_block_and_is_detected(bad: float):
     x = torch.ones(12)

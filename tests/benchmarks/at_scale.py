@@ -1,6 +1,6 @@
 """How long it takes to record steps of 175B parameters on 1,024 GPUs without data, and replay them:
 DDP by a dry run of the whole step; 3D parallelism, as in `labkit plan`, from one recording of each
-kind of layer. Then Megatron-LM's ten GPTs of 1.7B to 1008B parameters on up to 3,072 GPUs.
+kind of layer.
 """
 
 import resource
@@ -23,7 +23,7 @@ from labkit.parallel import DDP
 from labkit.replaying.dry_runs import dry_run, peak_of
 from labkit.replaying.planning.layers import recorded
 from labkit.replaying.planning.layout import Layout
-from labkit.replaying.planning.published import GPT3, MEGATRON
+from labkit.replaying.planning.published import GPT3
 from labkit.replaying.planning.stages import virtual_stages
 from labkit.replaying.planning.steps import step_report, step_trace
 from labkit.replaying.replays import replay
@@ -81,39 +81,32 @@ def dry_run_table(depth: int) -> Table:
     return titled(title, "", ("", "measured", "aim"), ("",), rows)
 
 
-def plan_table(others: bool) -> Table:
-    """Record each kind of GPT-3's layers and report its step; `others`: Megatron-LM's ten, too."""
+def plan_table() -> Table:
+    """Record each kind of GPT-3's layers, replay its step, and report it."""
     where = cluster(PLAN_CLUSTER)
     shapes = {shape for stage in virtual_stages(GPT3, LAYOUT) for shape, _ in stage.layers}
     recorded_s, _ = timed(lambda: [recorded(shape) for shape in shapes])
     replayed_s, _ = timed(lambda: step_trace(GPT3, LAYOUT, BATCH, where))
-    reported_s, gpt3 = timed(lambda: step_report(GPT3, LAYOUT, BATCH, where))
-    published = MEGATRON if others else ()
-    reports = [step_report(row.sizes, row.layout, row.batch, where) for row in published]
-    title = (
-        f"steps on {PLAN_CLUSTER}, without data: GPT-3 recorded in {recorded_s:.1f} s "
-        f"({len(shapes)} layers; aim 60 s), replayed in {replayed_s:.2f} s (aim 10 s), its report "
-        f"in {reported_s * 1e3:.0f} ms; this process held {process_gb():.2f} GB (aim 4 GB)"
-    )
-    parts = ("compute", "optimizer", "tensor", "data", "pipeline", "bubble")
+    reported_s, report = timed(lambda: step_report(GPT3, LAYOUT, BATCH, where))
     rows = [
-        (f"{x.sizes.parameters / 1e9:.1f}B", f"{x.layout.ranks:,}", x.layout.in_words,
-         f"{x.step_s:.2f} s", *(f"{getattr(x, f'{part}_s') / x.step_s:.1%}" for part in parts),
-         f"{x.mfu:.1%}", f"{x.peak_bytes / 1e9:.1f} GB")
-        for x in (gpt3, *reports)
-    ]  # fmt: skip
-    names = ("parameters", "GPUs", "layout", "step", "computing", "optimizer", "tensor", "data",
-             "pipeline", "bubble", "MFU", "peak memory")  # fmt: skip
-    return titled(title, "", names, ("layout",), rows)
+        (f"{len(shapes)} kinds of layers recorded in", f"{recorded_s:.1f} s", "60 s"),
+        ("memory of this process", f"{process_gb():.2f} GB", "4 GB"),
+        ("replayed in", f"{replayed_s:.2f} s", "10 s"),
+        ("reported in", f"{reported_s * 1e3:.0f} ms", ""),
+        (f"its step on {PLAN_CLUSTER}", f"{report.step_s:.2f} s", ""),
+        ("model FLOPs utilization there", f"{report.mfu:.0%}", ""),
+        ("peak memory of a rank", f"{report.peak_bytes / 1e9:,.0f} GB", ""),
+    ]
+    title = f"GPT-3 on {LAYOUT.ranks:,} ranks, no data: {LAYOUT.in_words}"
+    return titled(title, "", ("", "measured", "aim"), ("",), rows)
 
 
 def main(
     depth: Annotated[int, typer.Option(help="Layers in the dry run of DDP.", min=1, max=96)] = 96,
-    others: Annotated[bool, typer.Option(help="Megatron-LM's ten models, too.")] = True,
 ) -> None:
     """Print both tables."""
     print_table(dry_run_table(depth))
-    print_table(plan_table(others))
+    print_table(plan_table())
 
 
 if __name__ == "__main__":

@@ -248,7 +248,6 @@ def save_calibration(fitted: Calibration, path: str | Path) -> Path:
 def main(
     folder: Annotated[Path, typer.Argument(help="Of the published tables.")] = TABLES,
     save: Annotated[Path | None, typer.Option(help="Write the fit as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it, as PNG.")] = None,
     stored: Annotated[bool, typer.Option(help="Show labkit's own fit; fit nothing.")] = False,
 ) -> None:
     """Fit the A100's constants to published step times, and report every error. Minutes."""
@@ -261,11 +260,6 @@ def main(
     )
     if save is not None:
         console.print(f"Saved: {save_calibration(fitted, save)}")
-    if plot is not None:
-        from labkit.plot import calibration as draw
-
-        draw(fitted).savefig(plot)
-        console.print(f"The picture: {plot}")
 
 
 if __name__ == "__main__":

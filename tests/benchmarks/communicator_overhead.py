@@ -12,7 +12,7 @@ from rich.table import Table
 
 from labkit.bench.harness import titled
 from labkit.cli.terminal import print_table
-from labkit.comm import Board, Comm, listen
+from labkit.comm import Board, listen
 from labkit.runtime.attach import leave, on_paper
 from labkit.runtime.world import World
 
@@ -39,30 +39,22 @@ def _on_rank() -> CallTimes:
     """The rank is of no use afterwards."""
     from labkit.comm import here  # the rank's own: a global of a script would travel as a copy
 
-    leave()
-    here.board = None
-    with on_paper(0, 8) as me:
-        return _time_calls(me.comm)
-
-
-def _time_calls(comm: Comm) -> CallTimes:
-    from labkit.comm import here
-
-    names = {"comm": comm, "group": comm.group, "x": torch.ones(16)}
-
     def call_us(statement: str) -> float:
+        names = {"comm": me.comm, "group": me.comm.group, "x": torch.ones(16)}
         tries = timeit.repeat(statement, globals=names, number=CALLS, repeat=TRIES)
         return min(tries) / CALLS * 1e6
 
-    torch_us = call_us("group.allreduce([x]).wait()")
-    plain_us = call_us("comm.all_reduce(x)")
-    with TemporaryDirectory() as folder:
+    leave()
+    here.board = None
+    with on_paper(0, 8) as me, TemporaryDirectory() as folder:
+        torch_us = call_us("group.allreduce([x]).wait()")
+        plain_us = call_us("comm.all_reduce(x)")
         Board.create(Path(folder) / "board", 8)
         here.board = Board(Path(folder) / "board", 8, rank=0)
         checked_us = call_us("comm.all_reduce(x)")
         here.board = None
-    with listen():
-        recorded_us = call_us("comm.all_reduce(x)")
+        with listen():
+            recorded_us = call_us("comm.all_reduce(x)")
     return CallTimes(torch_us, plain_us, checked_us, recorded_us)
 
 

@@ -4,8 +4,8 @@
     diff -r BEFORE AFTER
 
 FOLDER then has names.txt (public names with signatures), commands.txt (commands with options),
-files.txt (what a run and a checkpoint consist of), labs/NN.txt (cells with their tagged outputs),
-tests.txt (test ids), and a run and a checkpoint themselves, which later versions must open.
+files.txt (what a run and a checkpoint consist of), tests.txt (test ids), and a run and a checkpoint
+themselves, which later versions must open. (Cells and outputs of labs are in notebooks/solutions.)
 tests/data/frozen.tar.gz is such a folder, of the last version in one drawer (tests/test_frozen.py).
 """
 
@@ -15,24 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from freeze import TEMPORARY, commands, names
+from freeze import commands, names
 from places import ROOT
-
-
-def labs() -> Iterator[tuple[str, str]]:
-    """The cells of each solved lab, with the outputs of those that are compared."""
-    import nbformat
-
-    for path in sorted((ROOT / "notebooks" / "solutions").glob("*.ipynb")):
-        lines = []
-        for cell in nbformat.read(path, as_version=4).cells:
-            lines.append(f"--- {cell.cell_type} {' '.join(cell.metadata.get('tags', []))}".rstrip())
-            lines.append(cell.source)
-            if "nbval-check-output" in cell.metadata.get("tags", []):
-                for output in cell.outputs:
-                    text = output.get("text") or output.get("data", {}).get("text/plain", "")
-                    lines.append("==> " + TEMPORARY.sub("...", text))
-        yield path.stem, "\n".join(lines) + "\n"
 
 
 def test_ids() -> list[str]:
@@ -69,11 +53,9 @@ def write_run_and_checkpoint(folder: Path) -> Iterator[str]:
 
 
 def write(folder: Path) -> None:
-    (folder / "labs").mkdir(parents=True)
+    folder.mkdir(parents=True)
     for name, lines in (("names", names()), ("commands", commands()), ("tests", test_ids())):
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-    for lab, text in labs():
-        (folder / "labs" / f"{lab}.txt").write_text(text)
     files = write_run_and_checkpoint(folder / "made")
     (folder / "files.txt").write_text("\n".join(files) + "\n")
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -20,11 +22,10 @@ import torch
 from rich.table import Table
 
 from labkit.bench.data_parallel import LENGTH, ROWS, stepper
-from labkit.bench.harness import titled
+from labkit.bench.harness import take_turns, titled
 from labkit.cli.terminal import print_table
 from labkit.parallel import DDP
 from labkit.runtime.attach import attach
-from labkit.runtime.progress import progress
 from labkit.runtime.world import World
 from labkit.trace.recording import record
 from labkit.training import DTYPES, Task
@@ -103,22 +104,17 @@ def _on_rank(case: Case, turns: int) -> tuple[list[Seconds], list[Seconds]]:
             step()  # a new recording finds Python's caches cold, which is no part of a step's cost
             return [timed() for _ in range(STEPS)]
 
-    def take_turn(turn: int) -> dict[Callable[[], Any], list[Seconds]]:
-        kinds = (nullcontext, record) if turn % 2 else (record, nullcontext)
-        return {block: steps_inside(block) for block in kinds}
-
+    kinds = {"plain": partial(steps_inside, nullcontext), "recorded": partial(steps_inside, record)}
     for turn in range(WARM_UP):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        take_turn(turn)
+        take_turns(kinds, 1)
         pages = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         comm.all_reduce(pages, op="max")
         if turn > 3 and pages < 100:
             break  # page faults would hide the difference
 
-    label = f"{case.model} {case.dtype} on {comm.size} ranks"
-    samples = [take_turn(turn) for turn in progress(range(turns), label)]
-    plain = [seconds for turn in samples for seconds in turn[nullcontext]]
-    return plain, [seconds for turn in samples for seconds in turn[record]]
+    samples = take_turns(kinds, turns, f"{case.model} {case.dtype} on {comm.size} ranks")
+    return list(chain(*samples["plain"])), list(chain(*samples["recorded"]))
 
 
 def _faster_half(samples: list[Seconds]) -> Seconds:

@@ -36,18 +36,17 @@ def test_the_start_of_worlds_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_timelines_are_drawn_in_both_ways() -> None:
+def test_redraws_of_steps_and_of_replays_are_timed() -> None:
     times = timeline_redraw.measure(ranks=2, turns=2)
-    assert times.polygons_s > 0
-    assert times.ratio == times.separate_s / times.polygons_s
+    assert times.redraw_s > 0 and times.bars > 100
     assert times.what_if_s > 0 and times.what_if_bars > 100
-    assert timeline_redraw.table(times).row_count == 3
+    assert timeline_redraw.table(times).row_count == 2
 
 
 @pytest.mark.slow
 def test_a_dry_run_and_a_plan_are_timed() -> None:
     app = typer.Typer()
     app.command()(at_scale.main)
-    done = CliRunner().invoke(app, ["--depth", "1", "--no-others"])
+    done = CliRunner().invoke(app, ["--depth", "1"])
     assert done.exit_code == 0 and "DDP of a GPT of 2.5B parameters" in done.output
-    assert "GPT-3 recorded in" in " ".join(done.output.split())
+    assert "GPT-3 on 1,024 ranks" in done.output and "layers recorded in" in done.output

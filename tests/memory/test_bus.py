@@ -48,25 +48,20 @@ class HeldBus(Bus):
         super()._carry(*args)
 
 
-def test_a_copy_takes_latency_and_bytes_over_rate(clock: Clock):
+def test_copies_and_reads_take_latency_and_bytes_over_rate_one_after_the_other(clock: Clock):
     bus = Bus(gbps=8e-6, latency_us=2e6)  # 1,000 bytes a second, 2 s before
-    target = torch.zeros(1000)
-    arrival = bus.copy(target, torch.arange(1000.0))
-    arrival.wait()
-    assert torch.equal(target, torch.arange(1000.0))
-    assert arrival.event.ended_s - arrival.event.began_s == pytest.approx(6.0)
-    assert bus.seconds(4000) == 6.0
-    assert bus.moved_bytes == arrival.event.bus_bytes == 4000
-
-
-def test_copies_leave_one_after_the_other(clock: Clock):
-    bus = Bus(gbps=8e-6)
-    arrivals = [bus.copy(torch.zeros(250), torch.ones(250)) for _ in range(3)]
+    target = torch.zeros(250)
+    copies = [bus.copy(target, torch.arange(250.0)), bus.copy(torch.zeros(500), torch.ones(500))]
+    arrivals = [*copies, bus.read(3000)]
     for arrival in arrivals:
         arrival.wait()
-    ends = [one.event.ended_s - 100.0 for one in arrivals]
-    assert ends == pytest.approx([1.0, 2.0, 3.0])
-    assert [one.event.seq for one in arrivals] == [0, 1, 2]
+    assert torch.equal(target, torch.arange(250.0))
+    events = [arrival.event for arrival in arrivals]
+    assert [event.ended_s - event.began_s for event in events] == pytest.approx([3.0, 4.0, 5.0])
+    assert [event.ended_s - 100.0 for event in events] == pytest.approx([3.0, 7.0, 12.0])
+    assert [(event.seq, event.op) for event in events] == [(0, "load"), (1, "load"), (2, "read")]
+    assert [event.bus_bytes for event in events] == [1000, 2000, 3000]
+    assert bus.moved_bytes == 6000 and bus.seconds(4000) == 6.0
 
 
 def test_half_of_the_bytes_are_there_at_half_of_the_time(clock: Clock):
@@ -76,14 +71,6 @@ def test_half_of_the_bytes_are_there_at_half_of_the_time(clock: Clock):
     assert seen == [16 * i for i in range(PIECES)]
 
 
-def test_reading_takes_the_bus_and_moves_nothing(clock: Clock):
-    bus = Bus(gbps=8e-6)
-    arrival = bus.read(3000)
-    arrival.wait()
-    assert arrival.event.ended_s - arrival.event.began_s == pytest.approx(3.0)
-    assert arrival.event.op == "read" and bus.moved_bytes == 3000
-
-
 def test_no_bus_sleeps_without_need(clock: Clock) -> None:
     Bus().copy(torch.zeros(9), torch.ones(9)).wait()
     assert clock.now_s == 100.0
@@ -91,15 +78,6 @@ def test_no_bus_sleeps_without_need(clock: Clock) -> None:
     assert clock.now_s == 100.0
     sleep_until(101.5)
     assert clock.now_s == 101.5
-
-
-def test_an_early_read_sees_the_old_value():
-    bus, target = HeldBus(), torch.zeros(100)
-    arrival = bus.copy(target, torch.ones(100))
-    assert not arrival.done() and target.sum() == 0
-    bus.go.set()
-    arrival.wait()
-    assert arrival.done() and target.sum() == 100
 
 
 def test_errors_of_a_copy_raise_in_the_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,18 +98,19 @@ def test_an_unawaited_copy_does_not_keep_the_process_alive():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_copy_that_is_over_keeps_no_tensor_alive():
+def test_an_early_read_sees_the_old_value_and_a_copy_that_is_over_keeps_no_tensor_alive():
     """Asked in the engine's own thread, before it has let go of the job."""
     bus, alive = HeldBus(), []
     ends = [torch.zeros(100), torch.ones(100)]
     storages = [weakref.ref(x.untyped_storage()) for x in ends]
     arrival = bus.copy(*ends)
-    arrival.future.add_done_callback(lambda _: alive.extend(one() for one in storages))
+    arrival.future.add_done_callback(lambda _: alive.extend(x() for x in storages))
+    assert not arrival.done() and ends[0].sum() == 0
     ends.clear()
-    assert all(one() is not None for one in storages), "the engine holds what it is to copy"
+    assert all(x() is not None for x in storages), "the engine holds what it is to copy"
     bus.go.set()
     bus.copy(torch.zeros(1), torch.ones(1)).wait()  # its callback is over, too
-    assert alive == [None, None]
+    assert alive == [None, None] and arrival.done()
 
 
 def test_a_bus_lists_its_last_copies():
@@ -146,9 +125,9 @@ def test_an_arrival_records_each_wait():
     arrival = bus.copy(torch.zeros(9), torch.ones(9))
     assert arrival.event.wait_ended_s == 0.0
     arrival.wait()
-    its = arrival.event
-    assert its.issued_s <= its.began_s <= its.ended_s <= its.wait_ended_s
-    assert its.wait_began_s <= its.wait_ended_s and arrival.clock is HOST_CLOCK
+    event = arrival.event
+    assert event.issued_s <= event.began_s <= event.ended_s <= event.wait_ended_s
+    assert event.wait_began_s <= event.wait_ended_s and arrival.clock is HOST_CLOCK
 
 
 @pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
@@ -226,5 +205,5 @@ def test_the_bus_of_a_gpu_carries_beside_the_program():
 
 @pytest.mark.gpu
 def test_the_bus_of_a_gpu_refuses_pageable_memory():
-    with pytest.raises(ValueError, match="the source is in pageable memory"):
-        StreamBus().copy(torch.zeros(4, device="cuda"), torch.zeros(4))
+    ends = torch.zeros(4, device="cuda"), torch.zeros(4)
+    raises("the source is in pageable memory", StreamBus().copy, *ends)

@@ -44,13 +44,10 @@ def test_the_parts_of_a_way(way: Transfer, parts: list[tuple[str, str, int]]):
     assert way.bus_bytes(100) == sum(nbytes for what, _, nbytes in parts if what == "bus")
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "blocking", "non_blocking"),
-    [
-        ("cpu", "cuda:0", "before", "after"),
-        ("cuda:0", "cpu", "after", "before"),
-        ("cuda:0", "cuda:1", "before", "before"),
-    ],
+@cases(
+    ("cpu", "cuda:0", "before", "after"),
+    ("cuda:0", "cpu", "after", "before"),
+    ("cuda:0", "cuda:1", "before", "before"),
 )
 def test_a_cast_left_to_torch_is_where_its_source_says(
     source: str, target: str, blocking: str, non_blocking: str
@@ -162,13 +159,10 @@ def test_ways_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch):
         return next(times[rig.way]), 0.5
 
     monkeypatch.setattr(timing.Rig, "timed", timed)
-    found = measure([first, second], 10, turns=3)
+    measured = measure([first, second], 10, turns=3)
     assert order == [first, second, second, first, first, second, second, first]
     # The median without the first, cold turn.
-    assert [(one.way, one.done_s, one.returned_s) for one in found] == [
-        (first, 3.0, 0.5),
-        (second, 6.0, 0.5),
-    ]
+    assert measured == [Measured(first, 10, 3.0, 0.5), Measured(second, 10, 6.0, 0.5)]
 
 
 def test_buffers_are_shared_by_the_ways_and_not_by_roles():
@@ -200,13 +194,13 @@ def test_a_way_in_words():
 def test_a_gpus_ways_are_timed_by_its_events():
     chosen = [way for way in ways() if way.ends != ("cpu", "cpu")]
     assert {("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cuda:0", "cuda:0")} <= {w.ends for w in chosen}
-    found = measure(chosen, 1 << 16, turns=3)
-    its = rates_of(found)
-    assert all(one.done_s > 0 for one in found)
-    for one in found:
-        if one.way.ends == ("cpu", "cuda:0"):
-            rest = {("cast", "cpu"): 1e10, ("copy", "cpu"): 1e10}
-            assert Rates({**rest, **its.bytes_per_s}).predict_s(one.way, 1 << 16) > 0
+    measured = measure(chosen, 1 << 16, turns=3)
+    assert all(times.done_s > 0 for times in measured)
+    of_cpu = {("cast", "cpu"): 1e10, ("copy", "cpu"): 1e10}
+    rates = Rates({**of_cpu, **rates_of(measured).bytes_per_s})
+    for way in chosen:
+        if way.ends == ("cpu", "cuda:0"):
+            assert rates.predict_s(way, 1 << 16) > 0
 
 
 @pytest.mark.gpu

@@ -54,6 +54,18 @@ def no_yield(student: Callable[..., Any]) -> None:
         )
 
 
+def no_return(found: Any) -> str:
+    """The hint for a function that returned None; "" for one that returned something else."""
+    return "Does the function end with a return?" if found is None else ""
+
+
+def several(found: Any, count: int, what: str, expected: str, hint: str = "") -> None:
+    """Fail unless `found` is a tuple or list of `count` values. The sentence says `what` it is, as
+    "f returned", and then the value."""
+    if not isinstance(found, (tuple, list)) or len(found) != count:
+        fail(f"{what} {brief(found)}.", expected=expected, hint=hint)
+
+
 def equal(
     found: Sequence[Any],
     expected: Sequence[Any],
@@ -69,8 +81,8 @@ def equal(
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
         if value is None and right is not None:
-            no_return = "Does the function end with a return?" if what == "returned" else hint
-            fail(f"rank {rank} {what} None.", expected=brief(right), hint=no_return)
+            why = no_return(value) if what == "returned" else hint
+            fail(f"rank {rank} {what} None.", expected=brief(right), hint=why)
         if problem := difference(value, right, within):
             fail(
                 f"rank {rank} {what} {problem}.",

@@ -5,7 +5,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,15 +167,16 @@ def _last_lines(trace: str) -> str:
     return "\n".join(f"  {line.strip()}" for line in shown)
 
 
+def only(ran: Ran, ops: Collection[str], expected: str, hint: str = "") -> None:
+    """Fails if a rank calls anything but these operations."""
+    for rank, called in enumerate(ran.ops):
+        if others := [op for op in called if op not in ops]:
+            fail(f"rank {rank} calls {others[0]}.", expected=expected, hint=hint)
+
+
 def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
     """Fails if a rank calls anything but send, recv, isend and irecv."""
-    for rank, ops in enumerate(ran.ops):
-        if others := [op for op in ops if op not in ("send", "recv")]:
-            fail(
-                f"rank {rank} calls {others[0]}.",
-                expected=f"{which} alone",
-                hint="The collective is what you are building.",
-            )
+    only(ran, ("send", "recv"), f"{which} alone", "The collective is what you are building.")
 
 
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:

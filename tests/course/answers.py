@@ -5,10 +5,12 @@ In `wrong_answers.py` in the lab's folder:
     @wrong("00.average", "15.0 is right")
     def forgets_to_divide(comm, value): ...
 
-A slip in the lab's own solution is written as what stands there, and what a student has instead:
+Slips in the lab's own solution are written as what stands there, and what a student has instead:
 
-    average = Solution("00.average")
-    average.wrong("forgets_to_divide", "15.0 is right", {"x.item() / comm.size": "x.item()"})
+    Solution("00.average").slips('''
+    forgets_to_divide: 15.0 is right
+        x.item() / comm.size -> x.item()
+    ''')
 
 tests/course/test_checks.py runs them all. An exercise has at least two wrong answers. `right`
 enters another right answer than the solution, which must pass.
@@ -35,6 +37,7 @@ class Answer:
         return f"{self.exercise}-{self.name}"
 
 
+CHANGE = re.compile(r"^(\S(?:.|\n)*?) ->( .+|(?:\n .*)*)$", re.MULTILINE)
 WRONG: list[Answer] = []
 RIGHT: list[Answer] = []
 Enter = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -57,43 +60,50 @@ def _enter(answers: list[Answer], exercise: str, says: str, answer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Solution:
-    """The solution of an exercise in the lab's source, to enter answers that differ in one thing.
+    """The solution of an exercise in the lab's source, to enter answers that differ in little.
 
-    `changes`: pieces of its text, each there exactly once, and the text in their place, one after
-    the other. New text that begins with a line break is indented as the line of the old one.
+    Of each answer, `slips` takes its name with words of the message (the name alone, if it is
+    right), and below, indented, its changes, one after the other:
+
+        old text -> new text
+
+    Old text may have several lines, and is in the solution exactly once. New text may be missing,
+    or stand below the arrow, indented: its lines get the margin of the first line of the old text.
+    A `return ...` without an arrow replaces the whole body. Lines that begin with # are comments.
     """
 
     exercise: str
 
-    def wrong(self, name: str, says: str, changes: dict[str, str]) -> None:
-        """Enter the solution with these changes as a wrong answer."""
-        WRONG.append(Answer(self.exercise, name, partial(self.changed, changes), says))
+    def slips(self, text: str) -> None:
+        """Enter these wrong and right answers."""
+        text = re.sub(r"^#.*\n", "", text.strip(), flags=re.MULTILINE)
+        for entry in re.split(r"\n(?=\w)", text):
+            head, _, slip = entry.partition("\n")
+            name, _, says = head.partition(": ")
+            assert name.isidentifier() and slip, f"{self.exercise}: no slip: {entry}"
+            make = partial(self.changed, dedent(slip))
+            (WRONG if says else RIGHT).append(Answer(self.exercise, name, make, says))
 
-    def right(self, name: str, changes: dict[str, str]) -> None:
-        """Enter it as a right answer."""
-        RIGHT.append(Answer(self.exercise, name, partial(self.changed, changes)))
-
-    def returns(self, name: str, says: str, value: str) -> None:
-        """Enter a wrong answer that only returns this expression of the solution's parameters."""
-        WRONG.append(Answer(self.exercise, name, partial(self.returning, value), says))
-
-    def changed(self, changes: dict[str, str]) -> Any:
+    def changed(self, slip: str) -> Any:
+        """What the solution is with the changes of an answer."""
         text = self._text()
-        for old, new in changes.items():
-            if (count := text.count(old)) != 1:
+        if slip.startswith("return ") and " ->" not in slip:
+            (function,) = ast.parse(text).body
+            assert isinstance(function, ast.FunctionDef), f"{self.exercise} is no function"
+            function.body = ast.parse(slip).body
+            return self._defined(ast.unparse(function))
+        if rest := CHANGE.sub("", slip).strip():
+            raise ValueError(f"{self.exercise}: not `old -> new`: {rest}")
+        for old, new in CHANGE.findall(slip):
+            lines = [re.escape(line.strip()) for line in old.splitlines()]
+            places = [place.span() for place in re.finditer(r"\n\s*".join(lines), text)]
+            if (count := len(places)) != 1:
                 raise LookupError(f"{old!r} is {count} times in the solution of {self.exercise}")
-            if new.startswith("\n"):
-                line = text.partition(old)[0].rpartition("\n")[2]
-                margin = " " * (len(line) - len(line.lstrip()))
-                new = indent(dedent(new).strip(), margin).lstrip()
-            text = text.replace(old, new)
+            start, end = places[0]
+            line = text[:start].rpartition("\n")[2]
+            margin = " " * (len(line) - len(line.lstrip()))
+            text = text[:start] + indent(dedent(new).strip(), margin).lstrip() + text[end:]
         return self._defined(text)
-
-    def returning(self, value: str) -> Any:
-        (function,) = ast.parse(self._text()).body
-        assert isinstance(function, ast.FunctionDef), f"{self.exercise} is no function"
-        function.body = [ast.Return(ast.parse(value, mode="eval").body)]
-        return self._defined(ast.unparse(function))
 
     def _text(self) -> str:
         start = re.compile(rf"^(?:def|class) {handed(self.exercise)}\b", re.MULTILINE)

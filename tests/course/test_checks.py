@@ -64,7 +64,11 @@ def test_the_message_for_a_wrong_answer_says_what_is_wrong(case: Answer):
 @pytest.mark.parametrize(("old", "count"), [("not there", 0), ("x", 3)])
 def test_a_slip_must_fit_the_solution_once(old: str, count: int):
     says = f"{old!r} is {count} times in the solution of 00.average"
-    raises(says, Solution("00.average").changed, {old: "y"}, error=LookupError)
+    raises(says, Solution("00.average").changed, f"{old} -> y", error=LookupError)
+
+
+def test_a_slip_without_an_arrow_is_refused():
+    raises("not `old -> new`: x.item()", Solution("00.average").changed, "x.item()")
 
 
 def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):

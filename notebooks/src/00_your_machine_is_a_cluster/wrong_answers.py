@@ -4,42 +4,25 @@ from answers import Solution, wrong
 
 # ---- average(comm, value)
 
-average = Solution("00.average")
-average.wrong(
-    "forgets_to_divide",
-    "rank 0 returned -2.75, but -1.375 is right",
-    {"x.item() / comm.size": "x.item()"},
-)
-average.wrong("forgets_to_return", "rank 0 returned None", {"return x.item()": "x.item()"})
-average.wrong(
-    "rank_0_stays_away",
-    "the ranks hang: rank 0 returned without calling what rank 1 waits for",
-    {"comm.all_reduce(x)": "if comm.rank > 0: comm.all_reduce(x)"},
-)
-average.wrong(
-    "ranks_disagree_on_the_shape",
-    "the ranks disagree about collective",
-    {"[value]": "[value] * (comm.rank + 1)"},
-)
-average.wrong(
-    "takes_half_of_the_largest",
-    "returned 0.25, but -1.375 is right",
-    {
-        "comm.all_reduce(x)": 'comm.all_reduce(x, op="max")',
-        "/ comm.size": "/ 2",
-    },
-)
-average.wrong("counts_in_whole_numbers", "but -1.375 is right", {"[value]": "[int(value)]"})
-average.wrong(
-    "hands_over_the_number",
-    "only tensors travel, not a float; put it into one: torch.tensor([value])",
-    {"comm.all_reduce(x)": "comm.all_reduce(value)"},
-)
-average.wrong(
-    "yields",
-    "your function has a `yield`, so its body never ran",
-    {"comm.all_reduce(x)": "yield comm.all_reduce(x)"},
-)
+Solution("00.average").slips("""
+forgets_to_divide: rank 0 returned -2.75, but -1.375 is right
+    x.item() / comm.size -> x.item()
+forgets_to_return: rank 0 returned None
+    return x.item() -> x.item()
+rank_0_stays_away: the ranks hang: rank 0 returned without calling what rank 1 waits for
+    comm.all_reduce(x) -> if comm.rank > 0: comm.all_reduce(x)
+ranks_disagree_on_the_shape: the ranks disagree about collective
+    [value] -> [value] * (comm.rank + 1)
+takes_half_of_the_largest: returned 0.25, but -1.375 is right
+    comm.all_reduce(x) -> comm.all_reduce(x, op="max")
+    / comm.size -> / 2
+counts_in_whole_numbers: but -1.375 is right
+    [value] -> [int(value)]
+hands_over_the_number: only tensors travel, not a float; put it into one: torch.tensor([value])
+    comm.all_reduce(x) -> comm.all_reduce(value)
+yields: your function has a `yield`, so its body never ran
+    comm.all_reduce(x) -> yield comm.all_reduce(x)
+""")
 
 
 @wrong("00.average", "rank 0 needs more than one operation for it")
@@ -52,32 +35,21 @@ def collects_everything(comm, value):
 
 # ---- swap(comm, x)
 
-swap = Solution("00.swap")
-swap.wrong(
-    "both_send_first",
-    "All of them wait in a send: one must do the other first",
-    {"if comm.rank < partner": "if comm.rank < comm.size"},
-)
-swap.wrong(
-    "both_receive_first",
-    "All of them wait in a recv: one must do the other first",
-    {"if comm.rank < partner": "if comm.rank < 0"},
-)
-swap.wrong(
-    "does_not_wait_for_its_send",
-    "rank 0 returns before its send is over",
-    {"comm.send(x, partner)\n        comm.recv": "comm.isend(x, partner)\n        comm.recv"},
-)
-swap.wrong(
-    "receives_over_its_own",
-    "element [0] is 0, but 1 is right",
-    {"theirs = torch.empty_like(x)": "theirs = x"},
-)
-swap.wrong(
-    "counts_wrong",
-    "rank 2 raised ValueError: rank 5 is not in this group of 4",
-    {"partner = comm.rank ^ 1": "partner = comm.rank ^ 1 if comm.rank < 2 else comm.rank ^ 7"},
-)
+Solution("00.swap").slips("""
+both_send_first: All of them wait in a send: one must do the other first
+    if comm.rank < partner -> if comm.rank < comm.size
+both_receive_first: All of them wait in a recv: one must do the other first
+    if comm.rank < partner -> if comm.rank < 0
+does_not_wait_for_its_send: rank 0 returns before its send is over
+    comm.send(x, partner)
+    comm.recv ->
+        comm.isend(x, partner)
+        comm.recv
+receives_over_its_own: element [0] is 0, but 1 is right
+    theirs = torch.empty_like(x) -> theirs = x
+counts_wrong: rank 2 raised ValueError: rank 5 is not in this group of 4
+    partner = comm.rank ^ 1 -> partner = comm.rank ^ 1 if comm.rank < 2 else comm.rank ^ 7
+""")
 
 
 @wrong("00.swap", "rank 0 sends 8,000 bytes")
@@ -90,34 +62,21 @@ def sends_to_all(comm, x):
 
 # ---- my_broadcast(comm, x)
 
-my_broadcast = Solution("00.my_broadcast")
-my_broadcast.returns("takes_the_ready_one", "rank 0 calls broadcast", "comm.broadcast(x)")
-my_broadcast.returns(
-    "knows_the_numbers",
-    "2 ranks send 0 bytes together, fewer than the 20 of x",
-    "x.copy_(torch.arange(5.0))",
-)
-my_broadcast.wrong(
-    "receives_into_another_tensor",
-    "rank 1 of 2 now holds a tensor that differs in 5 of 5 elements",
-    {"comm.recv(x,": "comm.recv(torch.empty_like(x),"},
-)
-my_broadcast.wrong(
-    "sends_to_itself",
-    "raised ValueError: rank 0 cannot send to or receive from itself",
-    {"comm.send(x, comm.rank + reach)": "comm.send(x, comm.rank)"},
-)
-my_broadcast.wrong(
-    "waits_for_nothing",
-    "isend only starts it and returns a handle: wait for the handle",
-    {
-        "comm.send(": "comm.isend(",
-        "comm.recv(": "comm.irecv(",
-    },
-)
-my_broadcast.wrong(
-    "yields_as_the_library_does", "your function has a `yield`", {"comm.send(": "yield comm.isend("}
-)
+Solution("00.my_broadcast").slips("""
+takes_the_ready_one: rank 0 calls broadcast
+    return comm.broadcast(x)
+knows_the_numbers: 2 ranks send 0 bytes together, fewer than the 20 of x
+    return x.copy_(torch.arange(5.0))
+receives_into_another_tensor: rank 1 of 2 now holds a tensor that differs in 5 of 5 elements
+    comm.recv(x, -> comm.recv(torch.empty_like(x),
+sends_to_itself: raised ValueError: rank 0 cannot send to or receive from itself
+    comm.send(x, comm.rank + reach) -> comm.send(x, comm.rank)
+waits_for_nothing: isend only starts it and returns a handle: wait for the handle
+    comm.send( -> comm.isend(
+    comm.recv( -> comm.irecv(
+yields_as_the_library_does: your function has a `yield`
+    comm.send( -> yield comm.isend(
+""")
 
 
 @wrong("00.my_broadcast", "3 ranks send 60 bytes together, but 40 are enough")
@@ -142,44 +101,23 @@ def knows_four_ranks_only(comm, x):
 
 # ---- find_max(comm, values)
 
-find_max = Solution("00.find_max")
-find_max.returns(
-    "looks_at_its_own_only",
-    "rank 1 returned (1, 472), but (0, 393) is right",
-    "(comm.rank, int(values.argmax()))",
-)
-find_max.wrong(
-    "returns_the_value",
-    "rank 0 returned a float, but a tuple is right",
-    {"return winner, index.item()": "return torch.cat(largest).max().item()"},
-)
-find_max.wrong(
-    "sends_half_precision",
-    "the two largest lie as close as float32 can",
-    {
-        "values.max()": "values.max().half()",
-        "torch.empty(1)": "torch.empty(1).half()",
-    },
-)
-find_max.wrong(
-    "sends_a_byte",
-    "the two largest lie as close as float32 can",
-    {
-        "values.max()": "(values.max() * 25 + 128).clamp(0, 255).to(torch.uint8)",
-        "torch.empty(1)": "torch.empty(1, dtype=torch.uint8)",
-    },
-)
-find_max.wrong(
-    "rounds_and_takes_the_last_of_equals",
-    "rank 0 returned (3, ",
-    {
-        "values.max()": "values.max().half()",
-        "torch.empty(1)": "torch.empty(1).half()",
-        "int(torch.cat(largest).argmax())": """
-            max(range(comm.size), key=lambda rank: (float(largest[rank]), rank))
-        """,
-    },
-)
+Solution("00.find_max").slips("""
+looks_at_its_own_only: rank 1 returned (1, 472), but (0, 393) is right
+    return (comm.rank, int(values.argmax()))
+returns_the_value: rank 0 returned a float, but a tuple is right
+    return winner, index.item() -> return torch.cat(largest).max().item()
+sends_half_precision: the two largest lie as close as float32 can
+    values.max() -> values.max().half()
+    torch.empty(1) -> torch.empty(1).half()
+sends_a_byte: the two largest lie as close as float32 can
+    values.max() -> (values.max() * 25 + 128).clamp(0, 255).to(torch.uint8)
+    torch.empty(1) -> torch.empty(1, dtype=torch.uint8)
+rounds_and_takes_the_last_of_equals: rank 0 returned (3,
+    values.max() -> values.max().half()
+    torch.empty(1) -> torch.empty(1).half()
+    int(torch.cat(largest).argmax()) ->
+        max(range(comm.size), key=lambda rank: (float(largest[rank]), rank))
+""")
 
 
 @wrong("00.find_max", "everybody sends all its values")

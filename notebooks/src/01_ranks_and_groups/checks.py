@@ -13,7 +13,7 @@ import torch
 from labkit.comm import Mesh
 from labkit.comm.mesh import coordinates, lines
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import CheckFailed, brief, equal, fail, kind
+from labkit.course.findings import CheckFailed, brief, equal, fail, kind, several
 from labkit.course.ranks import WAIT_S, Ran, run
 from labkit.runtime.plain import file_store
 
@@ -246,8 +246,7 @@ def place(student: Student) -> Iterator[str | Score]:
     """place(rank): the (dp, pp, tp) of each of 12 ranks on 3 nodes; few bytes between nodes."""
     places = _answers(student, [(rank,) for rank in range(scenarios.RANKS)])
     for rank, found in enumerate(places):
-        if not isinstance(found, (list, tuple)) or len(found) != 3:
-            fail(f"place({rank}) returned {brief(found)}.", expected="(dp, pp, tp)")
+        several(found, 3, f"place({rank}) returned", "(dp, pp, tp)")
         if not all(i in range(n) for i, n in zip(found, scenarios.SIZES.values())):
             fail(
                 f"place({rank}) is {tuple(found)}, which is outside the mesh.",

@@ -6,22 +6,14 @@ from answers import Solution, wrong
 
 # ---- where(rank, sizes)
 
-where = Solution("01.where")
-where.wrong(
-    "first_axis_fastest",
-    "rank 1 of a mesh dp=2, tp=2 is not at {'dp': 1, 'tp': 0}",
-    {"reversed(sizes)": "sizes"},
-)
-where.wrong(
-    "as_if_all_sizes_were_two",
-    "rank 2 of a mesh pp=2, dp=1, tp=3 is not at {'pp': 0, 'dp': 1, 'tp': 0}",
-    {"divmod(rank, sizes[axis])": "divmod(rank, 2)"},
-)
-where.wrong(
-    "without_names",
-    "returned a tuple",
-    {"{axis: found[axis] for axis in sizes}": "(*found.values(),)"},
-)
+Solution("01.where").slips("""
+first_axis_fastest: rank 1 of a mesh dp=2, tp=2 is not at {'dp': 1, 'tp': 0}
+    reversed(sizes) -> sizes
+as_if_all_sizes_were_two: rank 2 of a mesh pp=2, dp=1, tp=3 is not at {'pp': 0, 'dp': 1, 'tp': 0}
+    divmod(rank, sizes[axis]) -> divmod(rank, 2)
+without_names: returned a tuple
+    {axis: found[axis] for axis in sizes} -> (*found.values(),)
+""")
 
 
 @wrong("01.where", "ranks 0, 1, 2 and 3 raised KeyError: 'pp'")
@@ -33,67 +25,37 @@ def knows_three_axes_only(rank, sizes):
 
 # ---- groups_along(axis, sizes)
 
-groups_along = Solution("01.groups_along")
-groups_along.wrong(
-    "always_neighbours",
-    "has a group [0, 1]",
-    {
-        "return list(groups.values())": """
-            n = sizes[axis]
-            return [list(range(i, i + n)) for i in range(0, total, n)]
-        """
-    },
-)
-groups_along.wrong(
-    "always_far",
-    "has a group [0, 2]",
-    {
-        "return list(groups.values())": """
-            n = total // sizes[axis]
-            return [list(range(i, total, n)) for i in range(n)]
-        """
-    },
-)
-groups_along.returns(
-    "only_rank_0s", "the groups do not hold each rank once", "[list(range(sizes[axis]))]"
-)
-groups_along.wrong(
-    "everybody_alone",
-    "has 4 groups",
-    {"list(groups.values())": "[[rank] for rank in range(total)]"},
-)
-groups_along.wrong(
-    "only_ranks", "a list of lists of ranks", {"list(groups.values())": "list(range(total))"}
-)
+Solution("01.groups_along").slips("""
+always_neighbours: has a group [0, 1]
+    return list(groups.values()) ->
+        n = sizes[axis]
+        return [list(range(i, i + n)) for i in range(0, total, n)]
+always_far: has a group [0, 2]
+    return list(groups.values()) ->
+        n = total // sizes[axis]
+        return [list(range(i, total, n)) for i in range(n)]
+only_rank_0s: the groups do not hold each rank once
+    return [list(range(sizes[axis]))]
+everybody_alone: has 4 groups
+    list(groups.values()) -> [[rank] for rank in range(total)]
+only_ranks: a list of lists of ranks
+    list(groups.values()) -> list(range(total))
+""")
 
 # ---- my_barrier(store, rank, size, name)
 
-my_barrier = Solution("01.my_barrier")
-my_barrier.wrong(
-    "does_not_wait",
-    "rank 1 leaves the first barrier when 1 of 2 ranks have come",
-    {'store.wait([f"{name}/open"])': "pass"},
-)
-my_barrier.wrong(
-    "only_the_others_wait",
-    "rank 0 leaves the first barrier when 1 of 2 ranks have come",
-    {'if store.add(f"{name}/arrived", 1) == size:': "if rank == 0:"},
-)
-my_barrier.wrong(
-    "nobody_opens",
-    "store.wait waited 5 s for 'one/open', which no rank has set",
-    {"== size": "== size + 1"},
-)
-my_barrier.returns(
-    "gets_what_nobody_set",
-    "store.get waited 5 s for 'one/open', which no rank has set",
-    'store.get(f"{name}/open")',
-)
-my_barrier.wrong(
-    "sets_a_number",
-    "store.set('one', 0): the value is an int, not a text",
-    {'store.set(f"{name}/open", "yes")': "store.set(name, 0)"},
-)
+Solution("01.my_barrier").slips("""
+does_not_wait: rank 1 leaves the first barrier when 1 of 2 ranks have come
+    store.wait([f"{name}/open"]) -> pass
+only_the_others_wait: rank 0 leaves the first barrier when 1 of 2 ranks have come
+    if store.add(f"{name}/arrived", 1) == size: -> if rank == 0:
+nobody_opens: store.wait waited 5 s for 'one/open', which no rank has set
+    == size -> == size + 1
+gets_what_nobody_set: store.get waited 5 s for 'one/open', which no rank has set
+    return store.get(f"{name}/open")
+sets_a_number: store.set('one', 0): the value is an int, not a text
+    store.set(f"{name}/open", "yes") -> store.set(name, 0)
+""")
 
 
 @wrong("01.my_barrier", "do both barriers use the same keys?")
@@ -118,34 +80,18 @@ def compares_bytes_with_a_number(store, rank, size, name):
 
 # ---- totals(comm, batches)
 
-totals = Solution("01.totals")
-totals.wrong(
-    "as_it_was",
-    "the ranks hang: rank 1 returned without calling what rank 0 waits for",
-    {'comm.all_reduce(rounds, op="max")': "pass"},
-)
-totals.wrong(
-    "stops_with_the_shortest", "rank 0 returned 1 values, but 3 are right", {'op="max"': 'op="min"'}
-)
-totals.wrong(
-    "repeats_the_last",
-    "but [11.0, 2.0, 3.0] is right",
-    {
-        "batches[i] if i < len(batches) else torch.zeros(1)": """
-            batches[min(i, len(batches) - 1)].clone()
-        """
-    },
-)
-totals.wrong(
-    "takes_what_is_returned",
-    "comm.all_reduce works in place and returns None",
-    {"comm.all_reduce(rounds": "rounds = comm.all_reduce(rounds"},
-)
-totals.wrong(
-    "adds_a_number_without_dimension",
-    "A batch has one dimension, shape [1], and is float32",
-    {"torch.zeros(1)": "torch.tensor(0.0)"},
-)
+Solution("01.totals").slips("""
+as_it_was: the ranks hang: rank 1 returned without calling what rank 0 waits for
+    comm.all_reduce(rounds, op="max") -> pass
+stops_with_the_shortest: rank 0 returned 1 values, but 3 are right
+    op="max" -> op="min"
+repeats_the_last: but [11.0, 2.0, 3.0] is right
+    batches[i] if i < len(batches) else torch.zeros(1) -> batches[min(i, len(batches) - 1)].clone()
+takes_what_is_returned: comm.all_reduce works in place and returns None
+    comm.all_reduce(rounds -> rounds = comm.all_reduce(rounds
+adds_a_number_without_dimension: A batch has one dimension, shape [1], and is float32
+    torch.zeros(1) -> torch.tensor(0.0)
+""")
 
 
 @wrong("01.totals", "operations for 2 rounds")
@@ -163,19 +109,14 @@ def agrees_every_round(comm, batches):
 
 # ---- place(rank)
 
-place = Solution("01.place")
-place.wrong(
-    "dp_innermost",
-    "88,000 bytes cross between nodes",
-    {'{"dp": 3, "pp": 2, "tp": 2}': '{"pp": 2, "tp": 2, "dp": 3}'},
-)
-place.returns("everybody_first", "ranks 0 and 1 are both at (0, 0, 0)", "(0, 0, 0)")
-place.wrong(
-    "in_another_order",
-    "place(4) is (0, 0, 2), which is outside the mesh",
-    {
-        '{"dp": 3, "pp": 2, "tp": 2}': '{"pp": 2, "dp": 3, "tp": 2}',
-        'found["dp"], found["pp"], found["tp"]': 'found["tp"], found["pp"], found["dp"]',
-    },
-)
-place.returns("a_number", "place(0) returned 0", "rank")
+Solution("01.place").slips("""
+dp_innermost: 88,000 bytes cross between nodes
+    {"dp": 3, "pp": 2, "tp": 2} -> {"pp": 2, "tp": 2, "dp": 3}
+everybody_first: ranks 0 and 1 are both at (0, 0, 0)
+    return (0, 0, 0)
+in_another_order: place(4) is (0, 0, 2), which is outside the mesh
+    {"dp": 3, "pp": 2, "tp": 2} -> {"pp": 2, "dp": 3, "tp": 2}
+    found["dp"], found["pp"], found["tp"] -> found["tp"], found["pp"], found["dp"]
+a_number: place(0) returned 0
+    return rank
+""")

@@ -6,200 +6,106 @@ from .scenarios import pass_on
 
 # ---- my_reduce_scatter(comm, chunks)
 
-my_reduce_scatter = Solution("02.my_reduce_scatter")
-my_reduce_scatter.wrong(
-    "ends_one_chunk_further",
-    "of 2 ranks, rank 0 ends with the numbers of rank 0 in chunk 0",
-    {
-        "comm.rank - step)": "comm.rank - step + 1)",
-        "comm.rank - step - 1)": "comm.rank - step)",
-    },
-)
-my_reduce_scatter.wrong(
-    "one_step_too_few",
-    "now holds in its own chunk a tensor that differs in",
-    {"range(1, n)": "range(1, n - 1)"},
-)
-my_reduce_scatter.wrong(
-    "sends_every_chunk_twice",
-    "rank 0 of 2 sends 32 bytes",
-    {
-        "pass_on(comm, give, incoming)": """
-            pass_on(comm, give, incoming)
-            pass_on(comm, give, incoming)
-        """
-    },
-)
-my_reduce_scatter.wrong(
-    "receives_over_its_own",
-    "rank 0 ends with the numbers of rank 1 in chunk 0",
-    {
-        "pass_on(comm, give, incoming)": "pass_on(comm, give, take)",
-        "take += incoming": "pass",
-    },
-)
-my_reduce_scatter.wrong(
-    "all_send_first",
-    "All of them wait in a send: one must do the other first",
-    {
-        "pass_on(comm, give, incoming)": """
+Solution("02.my_reduce_scatter").slips("""
+ends_one_chunk_further: of 2 ranks, rank 0 ends with the numbers of rank 0 in chunk 0
+    comm.rank - step) -> comm.rank - step + 1)
+    comm.rank - step - 1) -> comm.rank - step)
+one_step_too_few: now holds in its own chunk a tensor that differs in
+    range(1, n) -> range(1, n - 1)
+sends_every_chunk_twice: rank 0 of 2 sends 32 bytes
+    pass_on(comm, give, incoming) ->
+        pass_on(comm, give, incoming)
+        pass_on(comm, give, incoming)
+receives_over_its_own: rank 0 ends with the numbers of rank 1 in chunk 0
+    pass_on(comm, give, incoming) -> pass_on(comm, give, take)
+    take += incoming -> pass
+all_send_first: All of them wait in a send: one must do the other first
+    pass_on(comm, give, incoming) ->
+        comm.send(give, (comm.rank + 1) % n)
+        comm.recv(incoming, (comm.rank - 1) % n)
+sums_into_other_tensors: on rank 0 chunk 0 is another tensor than the one you were given
+    take += incoming -> chunks[(comm.rank - step - 1) % n] = take + incoming
+adds_to_the_item_of_the_list
+    take += incoming -> chunks[(comm.rank - step - 1) % n] += incoming
+copies_the_sum_into_the_chunk
+    take += incoming -> take.copy_(take + incoming)
+takes_the_ready_one: rank 0 calls all_reduce
+    return [comm.all_reduce(chunk) for chunk in chunks]
+sends_each_its_chunk_directly: rank 0 of 3 sends to rank 2
+    incoming = torch.empty_like(take)
+    pass_on(comm, give, incoming)
+    take += incoming ->
+        incoming = torch.empty_like(chunks[comm.rank])
+        handle = comm.isend(chunks[(comm.rank + step) % n], (comm.rank + step) % n)
+        comm.recv(incoming, (comm.rank - step) % n)
+        handle.wait()
+        chunks[comm.rank] += incoming
+one_after_the_other: on 2 ranks it takes 2 steps, but 1 is enough
+    pass_on(comm, give, incoming) ->
+        if comm.rank == 0:
             comm.send(give, (comm.rank + 1) % n)
             comm.recv(incoming, (comm.rank - 1) % n)
-        """
-    },
-)
-my_reduce_scatter.wrong(
-    "sums_into_other_tensors",
-    "on rank 0 chunk 0 is another tensor than the one you were given",
-    {"take += incoming": "chunks[(comm.rank - step - 1) % n] = take + incoming"},
-)
-my_reduce_scatter.right(
-    "adds_to_the_item_of_the_list",
-    {"take += incoming": "chunks[(comm.rank - step - 1) % n] += incoming"},
-)
-my_reduce_scatter.right(
-    "copies_the_sum_into_the_chunk", {"take += incoming": "take.copy_(take + incoming)"}
-)
-
-
-@wrong("02.my_reduce_scatter", "rank 0 calls all_reduce")
-def takes_the_ready_one(comm, chunks):
-    for chunk in chunks:
-        comm.all_reduce(chunk)
-
-
-@wrong("02.my_reduce_scatter", "rank 0 of 3 sends to rank 2")
-def sends_each_its_chunk_directly(comm, chunks):
-    n, rank = comm.size, comm.rank
-    for ahead in range(1, n):
-        incoming = torch.empty_like(chunks[rank])
-        handle = comm.isend(chunks[(rank + ahead) % n], (rank + ahead) % n)
-        comm.recv(incoming, (rank - ahead) % n)
-        handle.wait()
-        chunks[rank] += incoming
-
-
-@wrong("02.my_reduce_scatter", "on 2 ranks it takes 2 steps, but 1 is enough")
-def one_after_the_other(comm, chunks):
-    n, rank = comm.size, comm.rank
-    for step in range(1, n):
-        take = chunks[(rank - step - 1) % n]
-        incoming = torch.empty_like(take)
-        if rank == 0:
-            comm.send(chunks[(rank - step) % n], (rank + 1) % n)
-            comm.recv(incoming, (rank - 1) % n)
         else:
-            comm.recv(incoming, (rank - 1) % n)
-            comm.send(chunks[(rank - step) % n], (rank + 1) % n)
-        take += incoming
+            comm.recv(incoming, (comm.rank - 1) % n)
+            comm.send(give, (comm.rank + 1) % n)
+""")
 
 
 # ---- my_all_gather(comm, chunks)
 
-my_all_gather = Solution("02.my_all_gather")
-my_all_gather.wrong(
-    "puts_what_arrives_into_the_list",
-    "on rank 0 chunk 1 is another tensor than the one you were given",
-    {
-        "pass_on(comm, give, take)": """
-            take = chunks[(comm.rank - step - 1) % n] = torch.empty_like(take)
-            pass_on(comm, give, take)
-        """
-    },
-)
-my_all_gather.wrong(
-    "adds_what_arrives",
-    "and overwrite what was there",
-    {
-        "pass_on(comm, give, take)": """
-            incoming = torch.empty_like(take)
-            pass_on(comm, give, incoming)
-            take += incoming
-        """
-    },
-)
-my_all_gather.wrong(
-    "always_sends_its_own",
-    "rank 0 ends with the numbers of rank 2 for chunk 2 in chunk 1",
-    {"chunks[(comm.rank - step) % n]": "chunks[comm.rank]"},
-)
-my_all_gather.wrong(
-    "never_receives_into_the_chunks",
-    "of 2 ranks, rank 0 ends with nothing in chunk 1",
-    {"n = comm.size": "n, chunks = comm.size, [chunk.clone() for chunk in chunks]"},
-)
-my_all_gather.wrong(
-    "goes_around_twice", "rank 0 of 2 sends 32 bytes", {"range(n - 1)": "range(2 * (n - 1))"}
-)
-my_all_gather.wrong(
-    "forgets_the_handle",
-    "rank 0 returns before its send is over",
-    {
-        "pass_on(comm, give, take)": """
-            comm.isend(give, (comm.rank + 1) % n)
-            comm.recv(take, (comm.rank - 1) % n)
-        """
-    },
-)
-
-
-@wrong("02.my_all_gather", "sends to rank 2")
-def sends_its_own_to_all(comm, chunks):
-    n, rank = comm.size, comm.rank
-    for ahead in range(1, n):
-        handle = comm.isend(chunks[rank], (rank + ahead) % n)
-        comm.recv(chunks[(rank - ahead) % n], (rank - ahead) % n)
+Solution("02.my_all_gather").slips("""
+puts_what_arrives_into_the_list: on rank 0 chunk 1 is another tensor than the one you were given
+    pass_on(comm, give, take) ->
+        take = chunks[(comm.rank - step - 1) % n] = torch.empty_like(take)
+        pass_on(comm, give, take)
+adds_what_arrives: and overwrite what was there
+    pass_on(comm, give, take) ->
+        incoming = torch.empty_like(take)
+        pass_on(comm, give, incoming)
+        take += incoming
+always_sends_its_own: rank 0 ends with the numbers of rank 2 for chunk 2 in chunk 1
+    chunks[(comm.rank - step) % n] -> chunks[comm.rank]
+never_receives_into_the_chunks: of 2 ranks, rank 0 ends with nothing in chunk 1
+    n = comm.size -> n, chunks = comm.size, [chunk.clone() for chunk in chunks]
+goes_around_twice: rank 0 of 2 sends 32 bytes
+    range(n - 1) -> range(2 * (n - 1))
+forgets_the_handle: rank 0 returns before its send is over
+    pass_on(comm, give, take) ->
+        comm.isend(give, (comm.rank + 1) % n)
+        comm.recv(take, (comm.rank - 1) % n)
+sends_its_own_to_all: sends to rank 2
+    pass_on(comm, give, take) ->
+        handle = comm.isend(chunks[comm.rank], (comm.rank + step + 1) % n)
+        comm.recv(take, (comm.rank - step - 1) % n)
         handle.wait()
+""")
 
 
 # ---- my_all_reduce(comm, x)
 
-my_all_reduce = Solution("02.my_all_reduce")
-my_all_reduce.wrong(
-    "forgets_the_rest",
-    "for an x of 7 elements, a tensor that differs in",
-    {"x.tensor_split(comm.size)": "x[: x.numel() // comm.size * comm.size].chunk(comm.size)"},
-)
-my_all_reduce.wrong(
-    "scatters_only",
-    "rank 0 ends with the numbers of rank 0 in chunk 1",
-    {"my_all_gather(comm, chunks)": "pass"},
-)
-my_all_reduce.wrong(
-    "keeps_a_better_sum_of_its_own",
-    "sums that differ in the last bits",
-    {
-        "my_all_gather(comm, chunks)": """
-            my_all_gather(comm, chunks)
-            if x.is_floating_point():
-                chunks[comm.rank].mul_(1 + 2e-7)
-        """
-    },
-)
-my_all_reduce.wrong(
-    "waits_between_the_halves",
-    "on 2 ranks it takes 3 steps, but 2 are enough",
-    {
-        "my_all_gather(comm, chunks)": """
-            if comm.rank > 0:  # "all must be ready first"
-                comm.recv(x[:0].clone(), comm.rank - 1)
-            if comm.rank < comm.size - 1:
-                comm.send(x[:0], comm.rank + 1)
-            my_all_gather(comm, chunks)
-        """
-    },
-)
-my_all_reduce.wrong(
-    "rebinds_x",
-    "Are the chunks views of x itself, and n of them that make up all of x?",
-    {
-        "list(x.tensor_split(comm.size))": "[chunk.clone() for chunk in x.tensor_split(comm.size)]",
-        "my_all_gather(comm, chunks)": """
-            my_all_gather(comm, chunks)
-            x = torch.cat(chunks)
-        """,
-    },
-)
+Solution("02.my_all_reduce").slips("""
+forgets_the_rest: for an x of 7 elements, a tensor that differs in
+    x.tensor_split(comm.size) -> x[: x.numel() // comm.size * comm.size].chunk(comm.size)
+scatters_only: rank 0 ends with the numbers of rank 0 in chunk 1
+    my_all_gather(comm, chunks) -> pass
+keeps_a_better_sum_of_its_own: sums that differ in the last bits
+    my_all_gather(comm, chunks) ->
+        my_all_gather(comm, chunks)
+        if x.is_floating_point():
+            chunks[comm.rank].mul_(1 + 2e-7)
+waits_between_the_halves: on 2 ranks it takes 3 steps, but 2 are enough
+    my_all_gather(comm, chunks) ->
+        if comm.rank > 0:  # "all must be ready first"
+            comm.recv(x[:0].clone(), comm.rank - 1)
+        if comm.rank < comm.size - 1:
+            comm.send(x[:0], comm.rank + 1)
+        my_all_gather(comm, chunks)
+rebinds_x: Are the chunks views of x itself, and n of them that make up all of x?
+    list(x.tensor_split(comm.size)) -> [chunk.clone() for chunk in x.tensor_split(comm.size)]
+    my_all_gather(comm, chunks) ->
+        my_all_gather(comm, chunks)
+        x = torch.cat(chunks)
+""")
 
 
 @wrong("02.my_all_reduce", "4 ranks send 576 bytes together for an x of 48 bytes")
@@ -226,15 +132,12 @@ def adds_in_both_halves(comm, x):
 
 # ---- my_tree(comm, x, root)
 
-my_tree = Solution("02.my_tree")
-my_tree.wrong(
-    "knows_root_0_only",
-    "now holds, with root 2, a tensor that differs in 5 of 5 elements",
-    {"(comm.rank - root) % comm.size": "comm.rank"},
-)
-my_tree.returns(
-    "takes_the_library", "rank 0 calls broadcast", 'comm.broadcast(x, root, algorithm="tree")'
-)
+Solution("02.my_tree").slips("""
+knows_root_0_only: now holds, with root 2, a tensor that differs in 5 of 5 elements
+    (comm.rank - root) % comm.size -> comm.rank
+takes_the_library: rank 0 calls broadcast
+    return comm.broadcast(x, root, algorithm="tree")
+""")
 
 
 @wrong("02.my_tree", "on 4 ranks it takes 3 steps, but 2 are enough")
@@ -274,44 +177,30 @@ def sends_it_twice(comm, x, root):
 
 # ---- crossover_bytes(n, alpha_s, beta_s_per_byte)
 
-crossover_bytes = Solution("02.crossover_bytes")
-crossover_bytes.wrong(
-    "takes_the_rings_bytes_as_2s_too_few",
-    "for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: 62500.0, but 50000.0",
-    {"tree_steps - 2 * (n - 1) / n": "tree_steps - 2"},
-)
-crossover_bytes.wrong("forgets_to_round_the_logarithm", "for n=6", {"ceil(log2(n))": "log2(n)"})
-crossover_bytes.wrong(
-    "has_the_sign_wrong",
-    "you find -50000 bytes, but a size is above 0",
-    {"(ring_steps - tree_steps)": "(tree_steps - ring_steps)"},
-)
-crossover_bytes.returns(
-    "returns_nothing", "says for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: None", "None"
-)
-crossover_bytes.right(
-    "rounds_to_a_whole_byte",
-    {
-        "(ring_steps - tree_steps) * alpha_s / (more_bytes * beta_s_per_byte)": """
-            int((ring_steps - tree_steps) * alpha_s / (more_bytes * beta_s_per_byte))
-        """
-    },
-)
+Solution("02.crossover_bytes").slips("""
+takes_a_2_for_the_ring: for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: 62500.0, but 50000.0
+    tree_steps - 2 * (n - 1) / n -> tree_steps - 2
+forgets_to_round_the_logarithm: for n=6
+    ceil(log2(n)) -> log2(n)
+has_the_sign_wrong: you find -50000 bytes, but a size is above 0
+    (ring_steps - tree_steps) -> (tree_steps - ring_steps)
+returns_nothing: says for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: None
+    return None
+rounds_to_a_whole_byte
+    (ring_steps - tree_steps) * alpha_s / (more_bytes * beta_s_per_byte) ->
+        int((ring_steps - tree_steps) * alpha_s / (more_bytes * beta_s_per_byte))
+""")
 
 # ---- my_best_broadcast(comm, x)
 
-my_best_broadcast = Solution("02.my_best_broadcast")
-my_best_broadcast.wrong(
-    "a_chain_of_one_piece", "it takes 350 µs in the model", {"x.tensor_split(6)": "[x]"}
-)
-my_best_broadcast.wrong(
-    "loses_the_last_piece",
-    "of 6 now holds a tensor that differs in",
-    {"x.tensor_split(6)": "x.tensor_split(6)[:5]"},
-)
-my_best_broadcast.returns(
-    "asks_the_library", "rank 0 calls broadcast", 'comm.broadcast(x, algorithm="chain")'
-)
+Solution("02.my_best_broadcast").slips("""
+a_chain_of_one_piece: it takes 350 µs in the model
+    x.tensor_split(6) -> [x]
+loses_the_last_piece: of 6 now holds a tensor that differs in
+    x.tensor_split(6) -> x.tensor_split(6)[:5]
+asks_the_library: rank 0 calls broadcast
+    return comm.broadcast(x, algorithm="chain")
+""")
 
 
 @wrong("02.my_best_broadcast", "it takes 210 µs in the model, no less than the tree's 210 µs")

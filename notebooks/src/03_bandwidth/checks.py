@@ -8,7 +8,7 @@ import torch
 
 from labkit.comm import Comm, Mesh
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import brief, equal, fail
+from labkit.course.findings import brief, equal, fail, several
 from labkit.course.ranks import alone, run
 from labkit.trace.nccl_log import EXAMPLES, parse_nccl_log
 
@@ -201,11 +201,7 @@ def read_log(student: Student) -> Iterator[str]:
         log = parse_nccl_log(text)
         found = alone(student, log)
         right = READ[name]
-        if not isinstance(found, (tuple, list)) or len(found) != 3:
-            fail(
-                f"read_log returned {brief(found)}.",
-                expected="three things: (channels, inside, between)",
-            )
+        several(found, 3, "read_log returned", "three things: (channels, inside, between)")
         for what, its, its_right in zip(("channels", "inside", "between"), found, right):
             if isinstance(its, (list, tuple, dict)):
                 its = set(its)

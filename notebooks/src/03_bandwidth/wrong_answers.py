@@ -2,97 +2,53 @@ from answers import Solution, wrong
 
 # ---- bandwidths(op, nbytes, ranks, seconds)
 
-bandwidths = Solution("03.bandwidths")
-bandwidths.wrong(
-    "knows_one_bandwidth",
-    "busbw of all_gather on 2 ranks is 0.24 GB/s, but 0.12 is right",
-    {"algbw * factors[op]": "algbw"},
-)
-bandwidths.wrong(
-    "takes_a_broadcast_for_a_gather",
-    "busbw of broadcast on 2 ranks is 0.12 GB/s, but 0.24 is right",
-    {'"broadcast": 1': '"broadcast": (ranks - 1) / ranks'},
-)
-bandwidths.wrong(
-    "knows_two_ranks_only",
-    "busbw of all_reduce on 3 ranks is 0.24 GB/s, but 0.32 is right",
-    {"2 * (ranks - 1) / ranks": "1"},
-)
-bandwidths.wrong(
-    "counts_bits", "GB/s are 1e9 bytes per second", {"algbw = nbytes": "algbw = 8 * nbytes"}
-)
-bandwidths.wrong(
-    "returns_one_number",
-    "expected: two numbers: (algbw, busbw)",
-    {"algbw, algbw * factors[op]": "algbw"},
-)
+Solution("03.bandwidths").slips("""
+knows_one_bandwidth: busbw of all_gather on 2 ranks is 0.24 GB/s, but 0.12 is right
+    algbw * factors[op] -> algbw
+takes_a_broadcast_for_a_gather: busbw of broadcast on 2 ranks is 0.12 GB/s, but 0.24 is right
+    "broadcast": 1 -> "broadcast": (ranks - 1) / ranks
+knows_two_ranks_only: busbw of all_reduce on 3 ranks is 0.24 GB/s, but 0.32 is right
+    2 * (ranks - 1) / ranks -> 1
+counts_bits: GB/s are 1e9 bytes per second
+    algbw = nbytes -> algbw = 8 * nbytes
+returns_one_number: expected: two numbers: (algbw, busbw)
+    algbw, algbw * factors[op] -> algbw
+""")
 
 # ---- best_order(node_of)
 
-best_order = Solution("03.best_order")
-best_order.returns(
-    "leaves_them_as_they_are",
-    "your ring [0, 1, 2, 3] sends 288 bytes between nodes, but 144 are enough",
-    "list(range(len(node_of)))",
-)
-best_order.returns(
-    "returns_the_nodes", "expected: a list of the 4 ranks, each once", "sorted(node_of)"
-)
-best_order.returns(
-    "knows_the_example_only",
-    "for [0, 0, 1, 1] your ring [0, 2, 1, 3] sends",
-    "[0, 2, 1, 3][: len(node_of)]",
-)
-best_order.wrong(
-    "knows_two_nodes_only",
-    "with 12 ranks on 3 nodes, your order is",
-    {"rank: node_of[rank]": "rank: node_of[rank] != node_of[0]"},
-)
+Solution("03.best_order").slips("""
+leaves_them_as_they_are: your ring [0, 1, 2, 3] sends 288 bytes between nodes, but 144 are enough
+    return list(range(len(node_of)))
+returns_the_nodes: expected: a list of the 4 ranks, each once
+    return sorted(node_of)
+knows_the_example_only: for [0, 0, 1, 1] your ring [0, 2, 1, 3] sends
+    return [0, 2, 1, 3][: len(node_of)]
+knows_two_nodes_only: with 12 ranks on 3 nodes, your order is
+    rank: node_of[rank] -> rank: node_of[rank] != node_of[0]
+""")
 
 # ---- my_hierarchical(inside, between, x)
 
-my_hierarchical = Solution("03.my_hierarchical")
-my_hierarchical.wrong(
-    "forgets_the_other_nodes",
-    "rank 0 (2 nodes of 2) now holds",
-    {"between.all_reduce(part)": "pass"},
-)
-my_hierarchical.wrong(
-    "forgets_to_share_the_sum",
-    "rank 0 (2 nodes of 2) now holds",
-    {"inside.all_gather_into_tensor(x, part)": "x[: part.numel()] = part"},
-)
-my_hierarchical.wrong(
-    "gathers_inside_by_all_reduce",
-    "over `inside`, but 64 are enough",
-    {
-        "inside.reduce_scatter_tensor(part, x)": """
-            inside.all_reduce(x)
-            part = x.chunk(inside.size)[inside.rank].clone()
-        """
-    },
-)
-my_hierarchical.wrong(
-    "returns_a_new_tensor",
-    "x itself must change",
-    {
-        "inside.all_gather_into_tensor(x, part)": """
-            out = torch.empty_like(x)
-            inside.all_gather_into_tensor(out, part)
-            return out
-        """
-    },
-)
-my_hierarchical.wrong(
-    "gives_the_name_to_a_new_tensor",
-    "x itself must change",
-    {
-        "inside.all_gather_into_tensor(x, part)": """
-            x = torch.empty_like(x)
-            inside.all_gather_into_tensor(x, part)
-        """
-    },
-)
+Solution("03.my_hierarchical").slips("""
+forgets_the_other_nodes: rank 0 (2 nodes of 2) now holds
+    between.all_reduce(part) -> pass
+forgets_to_share_the_sum: rank 0 (2 nodes of 2) now holds
+    inside.all_gather_into_tensor(x, part) -> x[: part.numel()] = part
+gathers_inside_by_all_reduce: over `inside`, but 64 are enough
+    inside.reduce_scatter_tensor(part, x) ->
+        inside.all_reduce(x)
+        part = x.chunk(inside.size)[inside.rank].clone()
+returns_a_new_tensor: x itself must change
+    inside.all_gather_into_tensor(x, part) ->
+        out = torch.empty_like(x)
+        inside.all_gather_into_tensor(out, part)
+        return out
+gives_the_name_to_a_new_tensor: x itself must change
+    inside.all_gather_into_tensor(x, part) ->
+        x = torch.empty_like(x)
+        inside.all_gather_into_tensor(x, part)
+""")
 
 
 @wrong("03.my_hierarchical", "on 2 nodes of 2, rank 0 sends 64 bytes over `between`, but 32 are")
@@ -103,45 +59,28 @@ def sends_all_between(inside, between, x):
 
 # ---- read_log(log)
 
-read_log = Solution("03.read_log")
-read_log.wrong(
-    "looks_for_the_channels_in_the_wrong_place",
-    "your function raised AttributeError",
-    {"group.channels": "log.channels"},
-)
-read_log.wrong(
-    "mixes_inside_and_between",
-    "between is {'P2P'}, but set() is right",
-    {"{True: set(), False: set()}": "dict.fromkeys((True, False), set())"},
-)
-read_log.wrong(
-    "counts_ranks_for_channels",
-    "channels is 8",
-    {"group.channels": "group.size if group.size == 8 else group.channels"},
-)
-read_log.wrong(
-    "takes_the_whole_transport",
-    "between is",
-    {"one.kind": "one.kind if group.same_node(one.source, one.target) else one.transport"},
-)
-read_log.returns("returns_the_channels_alone", "expected: three things", "log.main.channels")
+Solution("03.read_log").slips("""
+looks_for_the_channels_in_the_wrong_place: your function raised AttributeError
+    group.channels -> log.channels
+mixes_inside_and_between: between is {'P2P'}, but set() is right
+    {True: set(), False: set()} -> dict.fromkeys((True, False), set())
+counts_ranks_for_channels: channels is 8
+    group.channels -> group.size if group.size == 8 else group.channels
+takes_the_whole_transport: between is
+    one.kind -> one.kind if group.same_node(one.source, one.target) else one.transport
+returns_the_channels_alone: expected: three things
+    return log.main.channels
+""")
 
 # ---- rings(wires)
 
-rings = Solution("03.rings")
-rings.returns(
-    "leaves_the_gpus_in_order",
-    "goes from GPU 3 to 4, which no NVLink joins",
-    "[[0, 1, 2, 3, 4, 5, 6, 7]]",
-)
-rings.returns(
-    "forgets_that_a_ring_closes",
-    "goes from GPU 7 to 0, which no NVLink joins",
-    "[[0, 1, 3, 2, 6, 5, 4, 7]]",
-)
-rings.returns(
-    "returns_a_single_ring", "Also a single ring stands in a list", "[0, 3, 2, 1, 5, 6, 7, 4]"
-)
-rings.returns(
-    "leaves_a_gpu_out", "each a list of the GPUs 0 to 7, each once", "[[0, 3, 2, 1, 5, 6, 7]]"
-)
+Solution("03.rings").slips("""
+leaves_the_gpus_in_order: goes from GPU 3 to 4, which no NVLink joins
+    return [[0, 1, 2, 3, 4, 5, 6, 7]]
+forgets_that_a_ring_closes: goes from GPU 7 to 0, which no NVLink joins
+    return [[0, 1, 3, 2, 6, 5, 4, 7]]
+returns_a_single_ring: Also a single ring stands in a list
+    return [0, 3, 2, 1, 5, 6, 7, 4]
+leaves_a_gpu_out: each a list of the GPUs 0 to 7, each once
+    return [[0, 3, 2, 1, 5, 6, 7]]
+""")

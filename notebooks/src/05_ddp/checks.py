@@ -8,18 +8,12 @@ from torch import Tensor
 
 from labkit.course.exercise import Score, Student, exercise
 from labkit.course.findings import difference, fail
-from labkit.course.ranks import run
+from labkit.course.ranks import Ran, only, run
 from labkit.course.samples import gradient_bytes, is_a_cut, right_gradients, small_model
 from labkit.parallel.common.flat import cut
 
 from .buckets import BEST_US, FAST, SLOW, exposed_us, gradients_of
-from .scenarios import (
-    Gradients,
-    accumulated,
-    after_backward,
-    sent_in_buckets,
-    two_steps,
-)
+from .scenarios import Gradients, accumulated, after_backward, sent_in_buckets, two_steps
 
 
 @exercise(points=2)
@@ -37,7 +31,7 @@ def average_gradients(student: Student) -> Iterator[str]:
                     expected="the weights as they were: the optimizer changes them, later",
                     hint="It is the gradients that are averaged.",
                 )
-        _only_all_reduces(ran.ops, at_most=len(gradient_bytes()))
+        _only_all_reduces(ran, at_most=len(gradient_bytes()))
         _bytes(size, sum(ran.sent_bytes))
     yield "every gradient is the mean, on 2, 3 and 4 ranks"
     yield "2(n-1)/n · P bytes sent by a rank, no byte more"
@@ -49,7 +43,7 @@ def average_in_buckets(student: Student) -> Iterator[str]:
     for size, bucket_bytes in [(2, 200), (3, 100), (4, 10**6)]:
         ran = run(size, after_backward, partial(student, bucket_bytes=bucket_bytes))
         _compare(size, [its for its, _ in ran.values], right_gradients(size))
-        _only_all_reduces(ran.ops)
+        _only_all_reduces(ran)
         buckets = cut(list(small_model().parameters()), bucket_bytes)
         wanted = [sum(p.nbytes for p in bucket) for bucket in buckets]
         for rank, events in enumerate(ran.events):
@@ -119,7 +113,7 @@ def Overlapped(student: Student) -> Iterator[str]:
         for step in range(2):
             right = right_gradients(size, seed=step)
             _compare(size, [steps[step][3] for steps, _ in ran.values], right, step)
-        _only_all_reduces(ran.ops, at_most=2 * len(gradient_bytes()))
+        _only_all_reduces(ran, at_most=2 * len(gradient_bytes()))
         _bytes(size, sum(ran.sent_bytes), steps=2)
     yield "the right gradients in two steps, on 2 and 3 ranks"
     yield f"{above} of {above + 2} all-reduces under way before backward comes to the first layer"
@@ -213,10 +207,9 @@ def _compare(
             )
 
 
-def _only_all_reduces(ops: list[list[str]], at_most: int | None = None) -> None:
-    for rank, its in enumerate(ops):
-        if others := [op for op in its if op != "all_reduce"]:
-            fail(f"rank {rank} calls {others[0]}.", expected="all-reduces alone")
+def _only_all_reduces(ran: Ran, at_most: int | None = None) -> None:
+    only(ran, ["all_reduce"], "all-reduces alone")
+    for rank, its in enumerate(ran.ops):
         if at_most is not None and len(its) > at_most:
             fail(
                 f"rank {rank} calls {len(its)} all-reduces.",

@@ -4,159 +4,79 @@ from answers import Solution, wrong
 
 # ---- average_gradients(comm, model)
 
-average_gradients = Solution("05.average_gradients")
-average_gradients.wrong(
-    "forgets_to_divide",
-    "rank 0's gradient of 0.weight is 2 × the right one",
-    {"p.grad.div_(comm.size)": "pass"},
-)
-average_gradients.wrong(
-    "always_divides_by_two",
-    "on 3 ranks, rank 0's gradient of 0.weight is 1.5 × the right one",
-    {"div_(comm.size)": "div_(2)"},
-)
-average_gradients.wrong(
-    "averages_the_weights",
-    "rank 0's gradient of 0.weight is not that of the global batch",
-    {
-        "p.grad.div_(comm.size)": "p.detach().div_(comm.size)",
-        "comm.all_reduce(p.grad)": "comm.all_reduce(p.detach())",
-    },
-)
-average_gradients.wrong(
-    "averages_the_weights_too",
-    "rank 0 has other weights than before",
-    {
-        "p.grad.div_(comm.size)": """
-            p.grad.div_(comm.size)
-            p.detach().mul_(0.9)
-        """
-    },
-)
-average_gradients.wrong(
-    "only_the_matrices",
-    "rank 0's gradient of 0.bias is not that of the global batch",
-    {
-        "p.grad.div_(comm.size)": """
-            if p.ndim == 1: continue
-            p.grad.div_(comm.size)
-        """
-    },
-)
-average_gradients.wrong(
-    "averages_twice",
-    "rank 0 calls 16 all-reduces",
-    {"model.parameters()": "[*model.parameters()] * 2"},
-)
-average_gradients.wrong(
-    "begins_elsewhere_on_each_rank",
-    "the ranks disagree about collective",
-    {"model.parameters()": "([*model.parameters()] * 2)[comm.rank : comm.rank + 8]"},
-)
+Solution("05.average_gradients").slips("""
+forgets_to_divide: rank 0's gradient of 0.weight is 2 × the right one
+    p.grad.div_(comm.size) -> pass
+always_divides_by_two: on 3 ranks, rank 0's gradient of 0.weight is 1.5 × the right one
+    div_(comm.size) -> div_(2)
+averages_the_weights: rank 0's gradient of 0.weight is not that of the global batch
+    p.grad.div_(comm.size) -> p.detach().div_(comm.size)
+    comm.all_reduce(p.grad) -> comm.all_reduce(p.detach())
+averages_the_weights_too: rank 0 has other weights than before
+    p.grad.div_(comm.size) ->
+        p.grad.div_(comm.size)
+        p.detach().mul_(0.9)
+only_the_matrices: rank 0's gradient of 0.bias is not that of the global batch
+    p.grad.div_(comm.size) ->
+        if p.ndim == 1: continue
+        p.grad.div_(comm.size)
+averages_twice: rank 0 calls 16 all-reduces
+    model.parameters() -> [*model.parameters()] * 2
+begins_elsewhere_on_each_rank: the ranks disagree about collective
+    model.parameters() -> ([*model.parameters()] * 2)[comm.rank : comm.rank + 8]
+""")
 
 # ---- average_in_buckets(comm, model, bucket_bytes)
 
-average_in_buckets = Solution("05.average_in_buckets")
-average_in_buckets.wrong(
-    "one_bucket_for_everything",
-    "of 200 bytes, rank 0 sends 1 message, but 3 are right",
-    {"> bucket_bytes": "> 10**9"},
-)
-average_in_buckets.wrong(
-    "a_message_for_each", "rank 0 sends 8 messages, but 3 are right", {"> bucket_bytes": "> 0"}
-)
-average_in_buckets.wrong(
-    "first_parameter_first",
-    "rank 0 fills them in another way",
-    {"reversed(list(model.parameters()))": "model.parameters()"},
-)
-average_in_buckets.wrong(
-    "in_a_larger_dtype",
-    "rank 0 fills them in another way",
-    {"for g in gradients]) / comm.size": "for g in gradients]).double() / comm.size"},
-)
-average_in_buckets.wrong(
-    "leaves_the_result_in_the_bucket",
-    "is not that of the global batch",
-    {"g.copy_(part.view_as(g))": "pass"},
-)
-average_in_buckets.wrong(
-    "forgets_the_last_bucket",
-    "rank 0's gradient of 0.weight is not that of the global batch",
-    {"in buckets:": "in buckets[:-1]:"},
-)
+Solution("05.average_in_buckets").slips("""
+one_bucket_for_everything: of 200 bytes, rank 0 sends 1 message, but 3 are right
+    > bucket_bytes -> > 10**9
+a_message_for_each: rank 0 sends 8 messages, but 3 are right
+    > bucket_bytes -> > 0
+first_parameter_first: rank 0 fills them in another way
+    reversed(list(model.parameters())) -> model.parameters()
+in_a_larger_dtype: rank 0 fills them in another way
+    for g in gradients]) / comm.size -> for g in gradients]).double() / comm.size
+leaves_the_result_in_the_bucket: is not that of the global batch
+    g.copy_(part.view_as(g)) -> pass
+forgets_the_last_bucket: rank 0's gradient of 0.weight is not that of the global batch
+    in buckets: -> in buckets[:-1]:
+""")
 
 # ---- Overlapped(comm, model)
 
-overlapped = Solution("05.Overlapped")
-overlapped.wrong(
-    "SendsWhenAllIsOver",
-    "rank 0 had asked for none of the 6 all-reduces",
-    {
-        "self.handles.append(self.comm.all_reduce(p.grad, async_op=True))": """
-            self.handles.append(p)
-        """,
-        "handle.wait()": "self.comm.all_reduce(handle.grad)",
-    },
-)
-overlapped.wrong(
-    "BlocksInTheHook",
-    "rank 0 stands still in 6 all-reduces during backward",
-    {
-        "self.handles.append(self.comm.all_reduce(p.grad, async_op=True))": """
-            self.comm.all_reduce(p.grad)
-        """
-    },
-)
-overlapped.wrong(
-    "WaitsAtOnce",
-    "rank 0 has waited for 6 of its handles",
-    {
-        "async_op=True))": """
-            async_op=True))
-            self.handles[-1].wait()
-        """
-    },
-)
-overlapped.wrong("NeverWaits", "returns before its all_reduce is over", {"handle.wait()": "pass"})
-overlapped.wrong(
-    "ForgetsToDivide",
-    "rank 0's gradient of 0.weight is 2 × the right one",
-    {"p.grad.div_(self.comm.size)": "pass"},
-)
-overlapped.wrong(
-    "SendsTheMatricesEarly",
-    "had asked for 3 all-reduces",
-    {
-        """\
-        self.handles.append(self.comm.all_reduce(p.grad, async_op=True))
-""": """\
+Solution("05.Overlapped").slips("""
+SendsWhenAllIsOver: rank 0 had asked for none of the 6 all-reduces
+    self.handles.append(self.comm.all_reduce(p.grad, async_op=True)) -> self.handles.append(p)
+    handle.wait() -> self.comm.all_reduce(handle.grad)
+BlocksInTheHook: rank 0 stands still in 6 all-reduces during backward
+    self.handles.append(self.comm.all_reduce(p.grad, async_op=True)) -> self.comm.all_reduce(p.grad)
+WaitsAtOnce: rank 0 has waited for 6 of its handles
+    async_op=True)) ->
+        async_op=True))
+        self.handles[-1].wait()
+NeverWaits: returns before its all_reduce is over
+    handle.wait() -> pass
+ForgetsToDivide: rank 0's gradient of 0.weight is 2 × the right one
+    p.grad.div_(self.comm.size) -> pass
+SendsTheMatricesEarly: had asked for 3 all-reduces
+    self.handles.append(self.comm.all_reduce(p.grad, async_op=True)) ->
         early = p.ndim > 1 or p.numel() == 3
         self.handles.append(self.comm.all_reduce(p.grad, async_op=True) if early else p)
-""",
-        "handle.wait()": """
-            handle.wait() if hasattr(handle, "wait") else self.comm.all_reduce(handle.grad)
-        """,
-    },
-)
+    handle.wait() -> handle.wait() if hasattr(handle, "wait") else self.comm.all_reduce(handle.grad)
+""")
 
 # ---- accumulate(ddp, parts)
 
-accumulate = Solution("05.accumulate")
-accumulate.wrong("without_no_sync", "4 × what is needed", {"with ddp.no_sync():": "if True:"})
-accumulate.wrong(
-    "never_sends",
-    "with parts of [3, 3, 3, 3] rows, rank 0's gradient of 0.weight is not",
-    {
-        "parts[:-1]": "parts",
-        "x, y = parts[-1]": "return",
-    },
-)
-accumulate.returns(
-    "keeps_the_last_part_only",
-    "rank 0's gradient of 0.weight is not that of the global batch",
-    "F.mse_loss(ddp(parts[-1][0]), parts[-1][1]).backward()",
-)
+Solution("05.accumulate").slips("""
+without_no_sync: 4 × what is needed
+    with ddp.no_sync(): -> if True:
+never_sends: with parts of [3, 3, 3, 3] rows, rank 0's gradient of 0.weight is not
+    parts[:-1] -> parts
+    x, y = parts[-1] -> return
+keeps_the_last_part_only: rank 0's gradient of 0.weight is not that of the global batch
+    return F.mse_loss(ddp(parts[-1][0]), parts[-1][1]).backward()
+""")
 
 
 def one_by_one(ddp, parts, weight):
@@ -179,14 +99,14 @@ def takes_the_mean_of_means(ddp, parts):
 
 # ---- choose_buckets(nbytes, ready_us)
 
-choose_buckets = Solution("05.choose_buckets")
-choose_buckets.returns(
-    "everything_at_the_end", "no less than with one bucket for everything", "[len(nbytes)]"
-)
-choose_buckets.returns(
-    "loses_the_rest", "that does not cut 68 gradients into buckets", "[10] * (len(nbytes) // 10)"
-)
-choose_buckets.returns("returns_the_bytes", "that does not cut 68 gradients into buckets", "nbytes")
+Solution("05.choose_buckets").slips("""
+everything_at_the_end: no less than with one bucket for everything
+    return [len(nbytes)]
+loses_the_rest: that does not cut 68 gradients into buckets
+    return [10] * (len(nbytes) // 10)
+returns_the_bytes: that does not cut 68 gradients into buckets
+    return nbytes
+""")
 
 
 @wrong("05.choose_buckets", "the ranks")

@@ -12,7 +12,7 @@ from torch import nn
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Comm
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import brief, fail
+from labkit.course.findings import brief, fail, several
 from labkit.course.ranks import alone_for_each
 from labkit.parallel import DDP
 from labkit.replaying import Compute, Costs, Issue, Wait, dry_run
@@ -200,11 +200,7 @@ def volumes(student: Student) -> Iterator[str]:
     """volumes(width, depth, tokens, n, element_bytes): bytes by (data, tensor, pipeline)."""
     cases: list[tuple[Any, ...]] = [(64, 3, 32, 8, 4), (128, 1, 1024, 4, 2), (32, 2, 512, 16, 2)]
     for given, found in zip(cases, alone_for_each(student, cases)):
-        if not isinstance(found, (tuple, list)) or len(found) != 3:
-            fail(
-                f"volumes returned {brief(found)}.",
-                expected="three numbers: (data, tensor, pipeline)",
-            )
+        several(found, 3, "volumes returned", "three numbers: (data, tensor, pipeline)")
         for name, its, right in zip(_VOLUMES, found, _counted(*given)):
             if isinstance(its, bool) or not isinstance(its, (int, float)):
                 fail(f"volumes: {name} is {brief(its)}.", expected="bytes")

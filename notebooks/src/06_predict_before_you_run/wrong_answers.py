@@ -2,128 +2,81 @@ from answers import Solution, right
 
 # ---- ring_s(nbytes, n, latency_s, bytes_per_s)
 
-ring_s = Solution("06.ring_s")
-ring_s.returns(
-    "one_latency",
-    "Each of the messages, one after the other, has its own latency",
-    "latency_s + 2 * (n - 1) / n * nbytes / bytes_per_s",
-)
-ring_s.wrong(
-    "sends_all_of_it_each_time",
-    "How large is the chunk that is sent in one step?",
-    {"nbytes / n /": "nbytes /"},
-)
-ring_s.wrong(
-    "half_a_ring",
-    "How many messages follow each other, and how long is each?",
-    {"2 * (n - 1)": "(n - 1)"},
-)
-ring_s.wrong(
-    "forgets_that_one_is_alone",
-    "4,000,000 bytes over 1 rank take",
-    {"2 * (n - 1)": "max(2 * (n - 1), 1)"},
-)
-ring_s.returns("returns_nothing", "ring_s returned None", "None")
-ring_s.right(
-    "in_two_halves",
-    {
-        "2 * (n - 1) * (latency_s + nbytes / n / bytes_per_s)": """
-            sum(latency_s + nbytes / n / bytes_per_s for _ in range(2 * (n - 1)))
-        """
-    },
-)
+Solution("06.ring_s").slips("""
+one_latency: Each of the messages, one after the other, has its own latency
+    return latency_s + 2 * (n - 1) / n * nbytes / bytes_per_s
+sends_all_of_it_each_time: How large is the chunk that is sent in one step?
+    nbytes / n / -> nbytes /
+half_a_ring: How many messages follow each other, and how long is each?
+    2 * (n - 1) -> (n - 1)
+forgets_that_one_is_alone: 4,000,000 bytes over 1 rank take
+    2 * (n - 1) -> max(2 * (n - 1), 1)
+returns_nothing: ring_s returned None
+    return None
+in_two_halves
+    2 * (n - 1) * (latency_s + nbytes / n / bytes_per_s) ->
+        sum(latency_s + nbytes / n / bytes_per_s for _ in range(2 * (n - 1)))
+""")
 
 # ---- product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s)
 
-product_s = Solution("06.product_s")
-product_s.wrong(
-    "one_after_the_other",
-    "Both happen at the same time",
-    {
-        "max(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s)": """
-            2 * m * n * k / flops_per_s + moved_bytes / bytes_per_s
-        """
-    },
-)
-product_s.returns(
-    "arithmetic_alone", "the slower of the two decides", "2 * m * n * k / flops_per_s"
-)
-product_s.wrong(
-    "multiplications_alone",
-    "How many multiplications and additions",
-    {"2 * m * n * k": "m * n * k"},
-)
-product_s.wrong(
-    "forgets_the_result", "Which bytes are read, which are written?", {" + m * n)": ")"}
-)
-product_s.wrong("the_faster_one", "the slower of the two decides", {"max(": "min("})
+Solution("06.product_s").slips("""
+one_after_the_other: Both happen at the same time
+    max(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s) ->
+        2 * m * n * k / flops_per_s + moved_bytes / bytes_per_s
+arithmetic_alone: the slower of the two decides
+    return 2 * m * n * k / flops_per_s
+multiplications_alone: How many multiplications and additions
+    2 * m * n * k -> m * n * k
+forgets_the_result: Which bytes are read, which are written?
+    + m * n) -> )
+the_faster_one: the slower of the two decides
+    max( -> min(
+""")
 
 # ---- volumes(width, depth, tokens, n, element_bytes)
 
-volumes = Solution("06.volumes")
-volumes.wrong("forgets_the_backward", "tensor:", {"around * 4 * depth": "around * 2 * depth"})
-volumes.wrong("half_an_all_reduce", "data:", {"around * 12": "around / 2 * 12"})
-volumes.wrong("sends_to_the_right_only", "pipeline:", {"2 * x_bytes": "x_bytes"})
-volumes.wrong("always_four_bytes", "data:", {"width**2 * element_bytes": "width**2 * 4"})
-volumes.wrong(
-    "one_number",
-    "expected: three numbers: (data, tensor, pipeline)",
-    {"data, tensor, 2 * x_bytes": "data + tensor + 2 * x_bytes"},
-)
+Solution("06.volumes").slips("""
+forgets_the_backward: tensor:
+    around * 4 * depth -> around * 2 * depth
+half_an_all_reduce: data:
+    around * 12 -> around / 2 * 12
+sends_to_the_right_only: pipeline:
+    2 * x_bytes -> x_bytes
+always_four_bytes: data:
+    width**2 * element_bytes -> width**2 * 4
+one_number: expected: three numbers: (data, tensor, pipeline)
+    data, tensor, 2 * x_bytes -> data + tensor + 2 * x_bytes
+""")
 
 # ---- done_s(program)
 
-done_s = Solution("06.done_s")
-done_s.returns(
-    "everything_in_a_row",
-    "the rank goes on at once",
-    'sum(how for what, how in program if what != "wait")',
-)
-done_s.returns(
-    "never_waits",
-    "What does a wait wait for?",
-    'sum(how for what, how in program if what == "compute")',
-)
-done_s.wrong(
-    "a_wire_for_each",
-    "Its rank must have sent it, and the wire must be free",
-    {"max(now_s, free_s)": "now_s"},
-)
-done_s.wrong(
-    "time_goes_back",
-    "A wait for what is over takes no time",
-    {"max(now_s, ends[how])": "ends[how]"},
-)
-done_s.wrong(
-    "the_wire_never_rests",
-    "Its rank must have sent it, and the wire must be free",
-    {
-        "if ends else 0.0": "if ends else now_s",
-        "max(now_s, free_s)": "free_s",
-    },
-)
+Solution("06.done_s").slips("""
+everything_in_a_row: the rank goes on at once
+    return sum(how for what, how in program if what != "wait")
+never_waits: What does a wait wait for?
+    return sum(how for what, how in program if what == "compute")
+a_wire_for_each: Its rank must have sent it, and the wire must be free
+    max(now_s, free_s) -> now_s
+time_goes_back: A wait for what is over takes no time
+    max(now_s, ends[how]) -> ends[how]
+the_wire_never_rests: Its rank must have sent it, and the wire must be free
+    if ends else 0.0 -> if ends else now_s
+    max(now_s, free_s) -> free_s
+""")
 
 # ---- step_in_closed_form_s(facts)
 
-step_in_closed_form_s = Solution("06.step_in_closed_form_s")
-step_in_closed_form_s.returns(
-    "nothing_is_hidden",
-    "more than that of perfect overlap",
-    "facts.forward_s + facts.backward_s + sum(facts.bucket_s) + facts.optimizer_s",
-)
-step_in_closed_form_s.returns(
-    "forgets_the_optimizer",
-    "What is left out?",
-    "facts.forward_s + max(facts.backward_s, sum(facts.bucket_s))",
-)
-step_in_closed_form_s.returns(
-    "counts_buckets_twice",
-    "What is counted twice?",
-    "facts.forward_s + facts.backward_s + facts.optimizer_s + 2 * sum(facts.bucket_s)",
-)
-step_in_closed_form_s.returns(
-    "a_tensor", "step_in_closed_form_s returned tensor(", "torch.tensor(facts.forward_s)"
-)
+Solution("06.step_in_closed_form_s").slips("""
+nothing_is_hidden: more than that of perfect overlap
+    return facts.forward_s + facts.backward_s + sum(facts.bucket_s) + facts.optimizer_s
+forgets_the_optimizer: What is left out?
+    return facts.forward_s + max(facts.backward_s, sum(facts.bucket_s))
+counts_buckets_twice: What is counted twice?
+    return facts.forward_s + facts.backward_s + facts.optimizer_s + 2 * sum(facts.bucket_s)
+a_tensor: step_in_closed_form_s returned tensor(
+    return torch.tensor(facts.forward_s)
+""")
 
 
 @right("06.step_in_closed_form_s")

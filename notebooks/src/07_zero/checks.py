@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import brief, difference, fail
-from labkit.course.ranks import Ran, alone, run, warm
+from labkit.course.findings import brief, difference, fail, several
+from labkit.course.ranks import Ran, alone, only, run, warm
 from labkit.course.samples import gradient_bytes, is_a_cut
 from labkit.parallel.common.flat import FlatPartition
 
@@ -224,11 +224,8 @@ def _under_way(rank: int, step: Any, full: int) -> None:
 def _same_shares(size: int, rank: int, seed: int, found: Any, right: list[Tensor]) -> None:
     """Fails unless the rank has its share of the mean for each bucket."""
     place = f"on {size} ranks" + (", in the second step" if seed else "")
-    if not isinstance(found, (list, tuple)) or len(found) != len(right):
-        fail(
-            f"{place}, rank {rank}'s `shares` is {brief(found)}.",
-            expected=f"a list of {len(right)} tensors, one for each bucket",
-        )
+    expected = f"a list of {len(right)} tensors, one for each bucket"
+    several(found, len(right), f"{place}, rank {rank}'s `shares` is", expected)
     for i, (mine, good) in enumerate(zip(found, right)):
         problem = difference(mine, good, 1e-5)
         if not problem:
@@ -265,9 +262,7 @@ def _freed(rank: int, step: Any, shares_bytes: int) -> None:
 
 def _bytes_to_owners(size: int, ran: Ran) -> None:
     """Fails unless each padded bucket is sent once, by reduce-scatters alone."""
-    for rank, ops in enumerate(ran.ops):
-        if others := [op for op in ops if op != "reduce_scatter"]:
-            fail(f"rank {rank} calls {others[0]}.", expected="reduce-scatters alone")
+    only(ran, ["reduce_scatter"], "reduce-scatters alone")
     padded = sum(len(x) * size * x.element_size() for x in right_shares(size, 0, 0))
     right = 2 * (size - 1) * padded  # two steps
     if sum(ran.sent_bytes) != right:

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import brief, difference, equal, fail
-from labkit.course.ranks import alone, run
+from labkit.course.findings import brief, difference, equal, fail, several
+from labkit.course.ranks import Ran, alone, only, run
 from labkit.parallel.common.flat import FlatPartition
 
 from .prefetch import LIMIT_BYTES, WIRES, exposed_us, layers_of, most_held_bytes
@@ -38,14 +38,10 @@ def gather_unit(student: Student) -> Iterator[str]:
     """gather_unit(comm, share, shapes): the whole parameters of a unit, from all ranks' shares."""
     for size in (2, 3, 4):
         ran = run(size, gathered, student)
-        right = parameters_of_the_unit()
+        right, shapes = parameters_of_the_unit(), [tuple(shape) for shape in SHAPES]
         for rank, (found, _) in enumerate(ran.values):
-            if not isinstance(found, (list, tuple)) or len(found) != len(right):
-                fail(
-                    f"rank {rank} returned {brief(found)}.",
-                    expected=f"a list of {len(right)} tensors, of the shapes "
-                    f"{[tuple(shape) for shape in SHAPES]}",
-                )
+            expected = f"a list of {len(right)} tensors, of the shapes {shapes}"
+            several(found, len(right), f"rank {rank} returned", expected)
         equal(
             [list(found) for found, _ in ran.values],
             [right] * size,
@@ -53,7 +49,7 @@ def gather_unit(student: Student) -> Iterator[str]:
             "the padding?",
         )
         padded_bytes = 4 * FlatPartition(SHAPES, size).padded
-        _only("all_gather", ran.ops, 1, "for all tensors of the unit together")
+        _all_gathers(ran, 1, "for all tensors of the unit together")
         _sent(ran.sent_bytes, (size - 1) * padded_bytes // size, "(n-1)/n of the padded bytes")
         for rank, (_, held) in enumerate(ran.values):
             if held > padded_bytes:
@@ -89,7 +85,7 @@ def GatheredLinear(student: Student) -> Iterator[str]:
                     hint="dx = dy @ weight. It belongs to this rank's rows alone: nobody sums it.",
                 )
             _not_kept(where, size, mine, right)
-        _traffic(size, ran.ops, ran.sent_bytes)
+        _traffic(size, ran)
     yield "losses and gradients of a single process, on 2 and 3 ranks; each gradient is a share"
     yield "between forward and backward no weight is whole; at most as much memory as needed"
     yield "two all-gathers and one reduce-scatter a layer: 3 (n-1)/n P, no byte more"
@@ -138,18 +134,13 @@ def _not_kept(where: str, size: int, mine: dict[str, Any], right: dict[str, Any]
         )
 
 
-def _traffic(size: int, ops: list[list[str]], sent_bytes: list[int]) -> None:
-    for rank, its in enumerate(ops):
-        others = [op for op in its if op not in ("all_gather", "reduce_scatter")]
-        if others:
-            fail(
-                f"rank {rank} calls {others[0]}.",
-                expected="all-gathers of weights and reduce-scatters of gradients",
-                hint="Who needs the sum? Only the owner of a share.",
-            )
+def _traffic(size: int, ran: Ran) -> None:
+    expected = "all-gathers of weights and reduce-scatters of gradients"
+    hint = "Who needs the sum? Only the owner of a share."
+    only(ran, ["all_gather", "reduce_scatter"], expected, hint)
     padded = [4 * FlatPartition([w.shape], size).padded for w in weights()]
     right = 3 * (size - 1) * sum(padded) // size
-    _sent(sent_bytes, right, "3 (n-1)/n of the padded bytes: gather, gather, reduce")
+    _sent(ran.sent_bytes, right, "3 (n-1)/n of the padded bytes: gather, gather, reduce")
 
 
 # ---- forward_with_prefetch(comm, shares, layer, x, ahead)
@@ -174,7 +165,7 @@ def forward_with_prefetch(student: Student) -> Iterator[str]:
                 _one_call(where, call, size, ahead, last)
             if problem := difference(y, right_output(size), 1e-5):
                 fail(f"{where} returned {problem}.", hint="What layer returns is the next x.")
-        _only("all_gather", ran.ops, len(UNITS), "one for each unit")
+        _all_gathers(ran, len(UNITS), "one for each unit")
     yield "every unit whole when it computes, on 2 and 3 ranks"
     yield "while unit i computes, the next `ahead` are on their way, and nobody waits for them"
     yield "what has computed is freed: never more than 1 + ahead units in memory"
@@ -253,11 +244,7 @@ def choose_units(student: Student) -> Iterator[str | Score]:
 
 
 def _as_plan(found: Any, layers: int) -> tuple[list[int], int]:
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        fail(
-            f"choose_units returned {brief(found)}.",
-            expected="(counts, prefetch), as in ([1, 2, 2, 1], 1)",
-        )
+    several(found, 2, "choose_units returned", "(counts, prefetch), as in ([1, 2, 2, 1], 1)")
     counts, prefetch = found
     whole = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
     if not whole or sum(counts) != layers:
@@ -273,12 +260,11 @@ def _as_plan(found: Any, layers: int) -> tuple[list[int], int]:
 # ---- what a student is told
 
 
-def _only(op: str, ops: list[list[str]], count: int, why: str) -> None:
-    for rank, its in enumerate(ops):
-        if others := [one for one in its if one != op]:
-            fail(f"rank {rank} calls {others[0]}.", expected=f"{op} alone")
-        if len(its) != count:
-            fail(f"rank {rank} calls {len(its)} {op}s.", expected=f"{count}: {why}")
+def _all_gathers(ran: Ran, count: int, why: str) -> None:
+    only(ran, ["all_gather"], "all_gather alone")
+    for rank, ops in enumerate(ran.ops):
+        if len(ops) != count:
+            fail(f"rank {rank} calls {len(ops)} all_gathers.", expected=f"{count}: {why}")
 
 
 def _sent(sent_bytes: list[int], right: int, why: str) -> None:

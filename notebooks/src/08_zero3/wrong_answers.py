@@ -3,46 +3,25 @@ from labkit.parallel.common.flat import FlatPartition
 
 # ---- gather_unit(comm, share, shapes)
 
-gather_unit = Solution("08.gather_unit")
-gather_unit.wrong(
-    "copies_every_tensor", "holds 608 bytes at once", {".view(shape)": ".view(shape).clone()"}
-)
-gather_unit.wrong(
-    "one_gather_for_each_tensor",
-    "calls 4 all_gathers",
-    {
-        "comm.all_gather_into_tensor(full, share)": """
-            for _ in shapes:
-                comm.all_gather_into_tensor(full, share)
-        """
-    },
-)
-gather_unit.wrong(
-    "sums_zeros",
-    "calls all_reduce",
-    {
-        "share.new_empty(": "share.new_zeros(",
-        "comm.all_gather_into_tensor(full, share)": """
-            full.chunk(comm.size)[comm.rank].copy_(share)
-            comm.all_reduce(full)
-        """,
-    },
-)
-gather_unit.wrong(
-    "each_rank_begins_with_its_own",
-    "rank 1 returned",
-    {
-        "tensors, start = [], 0": """
-            tensors, start, full = [], 0, full.roll(-comm.rank * share.numel())
-        """
-    },
-)
-gather_unit.wrong(
-    "takes_them_from_the_end",
-    "Where is the padding?",
-    {"tensors, start = [], 0": "tensors, start, full = [], 0, full.flip(0)"},
-)
-gather_unit.wrong("leaves_it_flat", "a list of 4 tensors", {"return tensors": "return full"})
+Solution("08.gather_unit").slips("""
+copies_every_tensor: holds 608 bytes at once
+    .view(shape) -> .view(shape).clone()
+one_gather_for_each_tensor: calls 4 all_gathers
+    comm.all_gather_into_tensor(full, share) ->
+        for _ in shapes:
+            comm.all_gather_into_tensor(full, share)
+sums_zeros: calls all_reduce
+    share.new_empty( -> share.new_zeros(
+    comm.all_gather_into_tensor(full, share) ->
+        full.chunk(comm.size)[comm.rank].copy_(share)
+        comm.all_reduce(full)
+each_rank_begins_with_its_own: rank 1 returned
+    tensors, start = [], 0 -> tensors, start, full = [], 0, full.roll(-comm.rank * share.numel())
+takes_them_from_the_end: Where is the padding?
+    tensors, start = [], 0 -> tensors, start, full = [], 0, full.flip(0)
+leaves_it_flat: a list of 4 tensors
+    return tensors -> return full
+""")
 
 
 @right("08.gather_unit")
@@ -54,146 +33,78 @@ def with_the_flat_partition(comm, share, shapes):
 
 # ---- GatheredLinear: forward(ctx, x, share, comm, shape), backward(ctx, dy)
 
-gathered_linear = Solution("08.GatheredLinear")
-gathered_linear.right(
-    "PaddedCopies",
-    {
-        "torch.mm(dy.T, x, out=flat[: weight.numel()].view(ctx.shape))": """
-            flat[: weight.numel()] = (dy.T @ x).flatten()
-        """,
-        "flat.div_(ctx.comm.size)": "flat / ctx.comm.size",
-    },
-)
-gathered_linear.wrong(
-    "MakesRoomForAll",
-    "more at its peak than are needed",
-    {
-        "x, share = ctx.saved_tensors": """
-            x, share = ctx.saved_tensors
-            room = torch.zeros(3000)
-        """
-    },
-)
-gathered_linear.wrong(
-    "KeepsTheWeight",
-    "too much between forward and backward: the weights of all layers",
-    {
-        "ctx.save_for_backward(x, share)": "pass",
-        "return x @ weight.T": """
-            ctx.save_for_backward(x, share, weight)
-            return x @ weight.T
-        """,
-        "x, share = ctx.saved_tensors": "x, share, weight = ctx.saved_tensors",
-        "(weight,) = gather_unit(ctx.comm, share, [ctx.shape])": "pass",
-    },
-)
-gathered_linear.wrong(
-    "KeepsItOnTheSide",
-    "too much between forward and backward",
-    {
-        "return x @ weight.T": """
-            ctx.full = weight
-            return x @ weight.T
-        """
-    },
-)
-gathered_linear.wrong(
-    "ForgetsToDivide", "layer 0's share is 2 × the right one", {"flat.div_(ctx.comm.size)": "flat"}
-)
-gathered_linear.wrong(
-    "ReducesNothing",
-    "is not that of all ranks' rows",
-    {
-        "ctx.comm.reduce_scatter_tensor(mine, flat.div_(ctx.comm.size))": """
-            mine.copy_(flat.chunk(ctx.comm.size)[ctx.comm.rank])
-        """
-    },
-)
-gathered_linear.wrong(
-    "ReducesToAll",
-    "calls all_reduce",
-    {
-        "ctx.comm.reduce_scatter_tensor(mine, flat.div_(ctx.comm.size))": """
-            ctx.comm.all_reduce(flat.div_(ctx.comm.size))
-            mine.copy_(flat.chunk(ctx.comm.size)[ctx.comm.rank])
-        """
-    },
-)
-gathered_linear.wrong(
-    "GathersTwiceInBackward",
-    "bytes, 1.33 × what is needed",
-    {
-        "x, share = ctx.saved_tensors": """
-            x, share = ctx.saved_tensors
-            gather_unit(ctx.comm, share, [ctx.shape])
-        """
-    },
-)
-gathered_linear.wrong(
-    "StopsAtTheFirstLayer",
-    "the gradient of x is not right",
-    {
-        "return dy @ weight, mine": """
-            return dy @ weight * (2 if weight.shape[1] == 12 else 1), mine
-        """
-    },
-)
+Solution("08.GatheredLinear").slips("""
+PaddedCopies
+    torch.mm(dy.T, x, out=flat[: weight.numel()].view(ctx.shape)) ->
+        flat[: weight.numel()] = (dy.T @ x).flatten()
+    flat.div_(ctx.comm.size) -> flat / ctx.comm.size
+MakesRoomForAll: more at its peak than are needed
+    x, share = ctx.saved_tensors ->
+        x, share = ctx.saved_tensors
+        room = torch.zeros(3000)
+KeepsTheWeight: too much between forward and backward: the weights of all layers
+    ctx.save_for_backward(x, share) -> pass
+    return x @ weight.T ->
+        ctx.save_for_backward(x, share, weight)
+        return x @ weight.T
+    x, share = ctx.saved_tensors -> x, share, weight = ctx.saved_tensors
+    (weight,) = gather_unit(ctx.comm, share, [ctx.shape]) -> pass
+KeepsItOnTheSide: too much between forward and backward
+    return x @ weight.T ->
+        ctx.full = weight
+        return x @ weight.T
+ForgetsToDivide: layer 0's share is 2 × the right one
+    flat.div_(ctx.comm.size) -> flat
+ReducesNothing: is not that of all ranks' rows
+    ctx.comm.reduce_scatter_tensor(mine, flat.div_(ctx.comm.size)) ->
+        mine.copy_(flat.chunk(ctx.comm.size)[ctx.comm.rank])
+ReducesToAll: calls all_reduce
+    ctx.comm.reduce_scatter_tensor(mine, flat.div_(ctx.comm.size)) ->
+        ctx.comm.all_reduce(flat.div_(ctx.comm.size))
+        mine.copy_(flat.chunk(ctx.comm.size)[ctx.comm.rank])
+GathersTwiceInBackward: bytes, 1.33 × what is needed
+    x, share = ctx.saved_tensors ->
+        x, share = ctx.saved_tensors
+        gather_unit(ctx.comm, share, [ctx.shape])
+StopsAtTheFirstLayer: the gradient of x is not right
+    return dy @ weight, mine -> return dy @ weight * (2 if weight.shape[1] == 12 else 1), mine
+""")
 
 # ---- forward_with_prefetch(comm, shares, layer, x, ahead)
 
-forward_with_prefetch = Solution("08.forward_with_prefetch")
-forward_with_prefetch.wrong(
-    "each_when_it_is_needed",
-    "with ahead=1, rank 0: when unit 0 computes, 1 of 2 gathers",
-    {"i + ahead + 1": "i + 1"},
-)
-forward_with_prefetch.wrong(
-    "everything_at_once",
-    "6 gathers are asked for",
-    {"min(i + ahead + 1, len(shares))": "len(shares)"},
-)
-forward_with_prefetch.wrong(
-    "keeps_what_has_computed", "still holds memory", {"under_way[i] = None": "pass"}
-)
-forward_with_prefetch.wrong(
-    "waits_at_once",
-    "has waited for 2 gathers",
-    {
-        "under_way[j] = flat, handle": """
-            under_way[j] = flat, handle
-            handle.wait()
-        """
-    },
-)
-forward_with_prefetch.wrong(
-    "blocks",
-    "has waited for 2 gathers",
-    {
-        ", async_op=True": "",
-        "handle.wait()": "pass",
-    },
-)
-forward_with_prefetch.wrong(
-    "the_last_unit_first",
-    "computes units [5, 4, 3, 2, 1, 0]",
-    {
-        "under_way = {}": "under_way, shares = {}, shares[::-1]",
-        "layer(i, flat, x)": "layer(len(shares) - 1 - i, flat, x)",
-    },
-)
+Solution("08.forward_with_prefetch").slips("""
+each_when_it_is_needed: with ahead=1, rank 0: when unit 0 computes, 1 of 2 gathers
+    i + ahead + 1 -> i + 1
+everything_at_once: 6 gathers are asked for
+    min(i + ahead + 1, len(shares)) -> len(shares)
+keeps_what_has_computed: still holds memory
+    under_way[i] = None -> pass
+waits_at_once: has waited for 2 gathers
+    under_way[j] = flat, handle ->
+        under_way[j] = flat, handle
+        handle.wait()
+blocks: has waited for 2 gathers
+    , async_op=True ->
+    handle.wait() -> pass
+the_last_unit_first: computes units [5, 4, 3, 2, 1, 0]
+    under_way = {} -> under_way, shares = {}, shares[::-1]
+    layer(i, flat, x) -> layer(len(shares) - 1 - i, flat, x)
+""")
 
 # ---- choose_units(layers, wire, limit_bytes)
 
-choose_units = Solution("08.choose_units")
-choose_units.returns(
-    "a_unit_for_each_layer", "no less than with a unit for each layer", "([1] * len(layers), 1)"
-)
-choose_units.returns("one_unit", "MB at once", "([len(layers)], 0)")
-choose_units.returns(
-    "loses_layers", "does not cut 34 layers into units", "([3] * (len(layers) // 3), 1)"
-)
-choose_units.returns("forgets_the_prefetch", "expected: (counts, prefetch)", "[1] * len(layers)")
-choose_units.returns("looks_back", "prefetch is -1", "([1] * len(layers), -1)")
+Solution("08.choose_units").slips("""
+a_unit_for_each_layer: no less than with a unit for each layer
+    return ([1] * len(layers), 1)
+one_unit: MB at once
+    return ([len(layers)], 0)
+loses_layers: does not cut 34 layers into units
+    return ([3] * (len(layers) // 3), 1)
+forgets_the_prefetch: expected: (counts, prefetch)
+    return [1] * len(layers)
+looks_back: prefetch is -1
+    return ([1] * len(layers), -1)
+""")
 
 
 @right("08.choose_units")

@@ -7,118 +7,75 @@ from answers import Solution, right, wrong
 
 # ---- decode(bits, exponent_bits, fraction_bits)
 
-decode = Solution("09.decode")
-decode.wrong(
-    "without_subnormals",
-    "which bit stands before the point, which power?",
-    {
-        "1 if exponent else 0": "1",
-        "max(exponent, 1)": "exponent",
-    },
-)
-decode.wrong(
-    "without_infinity",
-    "The highest exponent is kept",
-    {"if exponent == 2**exponent_bits - 1:": "if False:"},
-)
-decode.wrong(
-    "bias_of_all_exponents",
-    "10 fraction bits: 0000000000000001 is",
-    {"bias = 2 ** (exponent_bits - 1) - 1": "bias = 2 ** (exponent_bits - 1)"},
-)
-decode.wrong(
-    "the_leading_bit_is_forgotten",
-    "The bias is half of the exponents",
-    {"1 if exponent else 0": "0"},
-)
-decode.wrong(
-    "without_a_sign", "The sign is the first bit of all", {"sign = -1.0 if": "sign = 1.0 if"}
-)
-decode.wrong(
-    "nothing_for_nan",
-    "Return a number, also for what is none",
-    {"return math.nan if": "return None if"},
-)
+Solution("09.decode").slips("""
+without_subnormals: which bit stands before the point, which power?
+    1 if exponent else 0 -> 1
+    max(exponent, 1) -> exponent
+without_infinity: The highest exponent is kept
+    if exponent == 2**exponent_bits - 1: -> if False:
+bias_of_all_exponents: 10 fraction bits: 0000000000000001 is
+    bias = 2 ** (exponent_bits - 1) - 1 -> bias = 2 ** (exponent_bits - 1)
+the_leading_bit_is_forgotten: The bias is half of the exponents
+    1 if exponent else 0 -> 0
+without_a_sign: The sign is the first bit of all
+    sign = -1.0 if -> sign = 1.0 if
+nothing_for_nan: Return a number, also for what is none
+    return math.nan if -> return None if
+""")
 
 # ---- nearest(x, exponent_bits, fraction_bits)
 
-nearest = Solution("09.nearest")
-nearest.wrong("cuts_off", "Count in steps", {"round(": "math.floor("})
-nearest.wrong(
-    "halves_go_up",
-    "take the one whose last bit is 0",
-    {"round(abs(x) / step)": "math.floor(abs(x) / step + 0.5)"},
-)
-nearest.wrong(
-    "steps_ever_smaller",
-    "Below the smallest normal number the step gets no smaller",
-    {"max(math.frexp(x)[1] - 1, 1 - bias)": "math.frexp(x)[1] - 1"},
-)
-nearest.wrong("saturates", "there is only infinity", {"else math.inf": "else largest"})
-nearest.wrong(
-    "loses_the_sign_of_zero",
-    "-0.0 is a number, too",
-    {"else math.inf, x)": "else math.inf, x) or 0.0"},
-)
-nearest.wrong(
-    "the_largest_is_infinite_already",
-    "and 2047 of them make x",
-    {"size <= largest": "size < largest"},
-)
-nearest.wrong(
-    "infinite_from_a_little_beyond_the_largest",
-    "Count in steps: here one is 32",
-    {"size <= largest": "abs(x) <= largest"},
-)
-nearest.wrong(
-    "nan_for_what_is_too_small",
-    "That is no number",
-    {"else math.inf, x)": "else math.inf, x) or math.nan"},
-)
-nearest.wrong(
-    "nan_beyond_the_largest", "there is only infinity", {"else math.inf": "else math.nan"}
-)
+Solution("09.nearest").slips("""
+cuts_off: Count in steps
+    round( -> math.floor(
+halves_go_up: take the one whose last bit is 0
+    round(abs(x) / step) -> math.floor(abs(x) / step + 0.5)
+steps_ever_smaller: Below the smallest normal number the step gets no smaller
+    max(math.frexp(x)[1] - 1, 1 - bias) -> math.frexp(x)[1] - 1
+saturates: there is only infinity
+    else math.inf -> else largest
+loses_the_sign_of_zero: -0.0 is a number, too
+    else math.inf, x) -> else math.inf, x) or 0.0
+the_largest_is_infinite_already: and 2047 of them make x
+    size <= largest -> size < largest
+infinite_from_a_little_beyond_the_largest: Count in steps: here one is 32
+    size <= largest -> abs(x) <= largest
+nan_for_what_is_too_small: That is no number
+    else math.inf, x) -> else math.inf, x) or math.nan
+nan_beyond_the_largest: there is only infinity
+    else math.inf -> else math.nan
 # What processors do themselves: add what leaves no room for the lower bits.
-nearest.right(
-    "by_adding_and_taking_away", {"round(abs(x) / step)": "(abs(x) / step + 2.0**52 - 2.0**52)"}
-)
+by_adding_and_taking_away
+    round(abs(x) / step) -> (abs(x) / step + 2.0**52 - 2.0**52)
+""")
 
 # ---- my_sum(values, add, sub)
 
-my_sum = Solution("09.my_sum")
-my_sum.wrong(
-    "one_after_the_other",
-    "At some point the sum is so large that a step is over twice an x",
-    {"x = add(x, lost)": "pass"},
-)
-my_sum.returns("in_fp64", "came out of no add or sub", "math.fsum(values)")
-my_sum.wrong(
-    "the_wrong_sign_of_what_is_lost",
-    "off by",
-    {"sub(x, sub(new, total))": "sub(sub(new, total), x)"},
-)
-my_sum.returns(
-    "halves_by_hand",
-    "is no number of fp16; only add and sub make new ones",
-    "add(sum(values) / 3, 0.0)",
-)
-my_sum.right(
-    "with_what_is_left_at_the_end",
-    {
-        "x = add(x, lost)": "x = sub(x, lost)",
-        "sub(x, sub(new, total))": "sub(sub(new, total), x)",
-        "return total": "return sub(total, lost)",
-    },
-)
-my_sum.right(
-    "without_a_branch",
-    {
-        "lost = sub(x, sub(new, total))": """
-            part = sub(new, total)
-            lost = add(sub(total, sub(new, part)), sub(x, part))
-        """
-    },
-)
+Solution("09.my_sum").slips("""
+one_after_the_other: At some point the sum is so large that a step is over twice an x
+    x = add(x, lost) -> pass
+in_fp64: came out of no add or sub
+    return math.fsum(values)
+the_wrong_sign_of_what_is_lost: off by
+    sub(x, sub(new, total)) -> sub(sub(new, total), x)
+halves_by_hand: is no number of fp16; only add and sub make new ones
+    return add(sum(values) / 3, 0.0)
+with_what_is_left_at_the_end
+    x = add(x, lost) -> x = sub(x, lost)
+    sub(x, sub(new, total)) -> sub(sub(new, total), x)
+    return total -> return sub(total, lost)
+without_a_branch
+    lost = sub(x, sub(new, total)) ->
+        part = sub(new, total)
+        lost = add(sub(total, sub(new, part)), sub(x, part))
+# What is lost is summed apart: in fp16 that sum loses numbers itself.
+neumaier: off by
+    x = add(x, lost) -> pass
+    lost = sub(x, sub(new, total)) ->
+        large, small = (total, x) if abs(total) >= abs(x) else (x, total)
+        lost = add(lost, add(sub(large, new), small))
+    return total -> return add(total, lost)
+""")
 
 
 @right("09.my_sum")
@@ -135,20 +92,6 @@ def the_smallest_first(values, add, sub):
     return pairwise(values, add, sub) if values[0] < 1 else reduce(add, values)
 
 
-@wrong("09.my_sum", "off by")
-def neumaier(values, add, sub):
-    """What is lost is summed apart: in fp16 that sum loses numbers itself."""
-    total = lost = 0.0
-    for x in values:
-        new = add(total, x)
-        if abs(total) >= abs(x):
-            lost = add(lost, add(sub(total, new), x))
-        else:
-            lost = add(lost, add(sub(x, new), total))
-        total = new
-    return add(total, lost)
-
-
 @wrong("09.my_sum", "at most 8 for each")
 def over_and_over(values, add, sub):
     for _ in range(10):
@@ -158,40 +101,24 @@ def over_and_over(values, add, sub):
 
 # ---- gather_int8(comm, x, block)
 
-gather_int8 = Solution("09.gather_int8")
-gather_int8.wrong("cuts", "A cast to int8 cuts towards zero", {".round()": ""})
-gather_int8.wrong(
-    "sends_fp32", "Which dtype has the tensor that you hand to comm?", {".to(torch.int8)": ""}
-)
-gather_int8.wrong(
-    "one_level_too_many",
-    "comes out on the other side",
-    {
-        "* 127)": "* 128)",
-        "/ 127": "/ 128",
-        ".to(torch.int8)": ".to(torch.int32).to(torch.int8)",
-    },
-)
-gather_int8.wrong(
-    "one_scale_for_all",
-    "It is lost beside a number of another block",
-    {
-        "blocks = x.view": """
-            block = len(x)
-            blocks = x.view
-        """
-    },
-)
-gather_int8.wrong(
-    "its_own_only",
-    "returns a tensor of shape (192,)",
-    {".flatten()": ".flatten().chunk(comm.size)[comm.rank]"},
-)
-gather_int8.wrong(
-    "scales_of_its_own",
-    "Whose scales are these?",
-    {"127 * every_absmax": "127 * absmax.repeat(comm.size, 1)"},
-)
+Solution("09.gather_int8").slips("""
+cuts: A cast to int8 cuts towards zero
+    .round() ->
+sends_fp32: Which dtype has the tensor that you hand to comm?
+    .to(torch.int8) ->
+one_level_too_many: comes out on the other side
+    * 127) -> * 128)
+    / 127 -> / 128
+    .to(torch.int8) -> .to(torch.int32).to(torch.int8)
+one_scale_for_all: It is lost beside a number of another block
+    blocks = x.view ->
+        block = len(x)
+        blocks = x.view
+its_own_only: returns a tensor of shape (192,)
+    .flatten() -> .flatten().chunk(comm.size)[comm.rank]
+scales_of_its_own: Whose scales are these?
+    127 * every_absmax -> 127 * absmax.repeat(comm.size, 1)
+""")
 
 
 @wrong("09.gather_int8", "A block may be all zero")
@@ -205,15 +132,16 @@ def divides_by_zero(comm, x, block):
 
 # ---- codebook(sample)
 
-codebook = Solution("09.codebook")
-codebook.returns(
-    "equal_steps",
-    "Where is a level worth most?",
-    "torch.linspace(-sample.abs().max(), sample.abs().max(), 16)",
-)
-codebook.returns("too_many", "16 levels, in a list or a tensor", "sample[:256]")
-codebook.returns("with_infinity", "a level is no finite number", "[*range(-8, 7), math.inf]")
-codebook.returns("one_number", "16 levels, in a list or a tensor", "16")
+Solution("09.codebook").slips("""
+equal_steps: Where is a level worth most?
+    return torch.linspace(-sample.abs().max(), sample.abs().max(), 16)
+too_many: 16 levels, in a list or a tensor
+    return sample[:256]
+with_infinity: a level is no finite number
+    return [*range(-8, 7), math.inf]
+one_number: 16 levels, in a list or a tensor
+    return 16
+""")
 
 
 @right("09.codebook")

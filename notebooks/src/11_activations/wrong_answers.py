@@ -5,67 +5,37 @@ import torch
 from answers import Solution, right, wrong
 from labkit.memory.chooser import plan_of
 
-from .scenarios import SEQUENCES, u_shaped
+from .scenarios import u_shaped
 
 # ---- Again: forward(ctx, layer, *inputs), backward(ctx, *gradients)
 
-again = Solution("11.Again")
+Solution("11.Again").slips("""
 # One number whose gradient is that of all outputs.
-again.right(
-    "OneSum",
-    {
-        "torch.autograd.backward(outputs, gradients)": """
-            with torch.enable_grad():
-                sum((y * dy).sum() for y, dy in zip(outputs, gradients)).backward()
-        """
-    },
-)
-again.wrong(
-    "OfOneInput",
-    "takes 3 positional arguments but 4 were given",
-    {
-        "(ctx, layer, *inputs)": "(ctx, layer, x)",
-        "ctx.save_for_backward(*inputs)": "ctx.save_for_backward(x)",
-        "return layer(*inputs)": "return layer(x)",
-    },
-)
-again.wrong(
-    "TheFirstOutputAlone",
-    "is not right",
-    {"backward(outputs, gradients)": "backward(outputs[0], gradients[0])"},
-)
-again.wrong(
-    "NewMasks",
-    "Which mask does dropout draw the second time?",
-    {"torch.set_rng_state(ctx.rng)": "pass"},
-)
-again.wrong(
-    "LeavesTheGeneratorThere",
-    "other random numbers are drawn",
-    {"torch.random.fork_rng(devices=[]), ": ""},
-)
-again.wrong(
-    "OnlyTheInput",
-    "no gradient has come to the weights",
-    {
-        "torch.autograd.backward(outputs, gradients)": """
-            found = torch.autograd.grad(outputs, inputs, gradients)
-        """,
-        "*(x.grad for x in inputs)": "*found",
-    },
-)
-again.wrong(
-    "Twice",
-    "It is twice the right one",
-    {
-        "outputs = ctx.layer(*inputs)": """
-            others = [x.detach().requires_grad_() for x in inputs]
-            torch.autograd.backward(ctx.layer(*others), gradients)
-            torch.set_rng_state(ctx.rng)
-            outputs = ctx.layer(*inputs)
-        """
-    },
-)
+OneSum
+    torch.autograd.backward(outputs, gradients) ->
+        with torch.enable_grad():
+            sum((y * dy).sum() for y, dy in zip(outputs, gradients)).backward()
+OfOneInput: takes 3 positional arguments but 4 were given
+    (ctx, layer, *inputs) -> (ctx, layer, x)
+    ctx.save_for_backward(*inputs) -> ctx.save_for_backward(x)
+    return layer(*inputs) -> return layer(x)
+TheFirstOutputAlone: is not right
+    backward(outputs, gradients) -> backward(outputs[0], gradients[0])
+NewMasks: Which mask does dropout draw the second time?
+    torch.set_rng_state(ctx.rng) -> pass
+LeavesTheGeneratorThere: other random numbers are drawn
+    torch.random.fork_rng(devices=[]), ->
+OnlyTheInput: no gradient has come to the weights
+    torch.autograd.backward(outputs, gradients) ->
+        found = torch.autograd.grad(outputs, inputs, gradients)
+    *(x.grad for x in inputs) -> *found
+Twice: It is twice the right one
+    outputs = ctx.layer(*inputs) ->
+        others = [x.detach().requires_grad_() for x in inputs]
+        torch.autograd.backward(ctx.layer(*others), gradients)
+        torch.set_rng_state(ctx.rng)
+        outputs = ctx.layer(*inputs)
+""")
 
 
 @wrong("11.Again", "are held between forward and backward")
@@ -85,67 +55,42 @@ class KeepsTheGraph(torch.autograd.Function):
 
 # ---- Away(host, parameters)
 
-away = Solution("11.Away")
-away.wrong(
-    "EachTensor", "one memory, three tensors", {"if storage not in self.numbers:": "if True:"}
-)
-away.wrong(
-    "WeightsToo",
-    "The weights are on the device anyway",
-    {"if storage.data_ptr() in self.own:": "if False:"},
-)
-away.wrong(
-    "OnlyWholeParameters",
-    "The weights are on the device anyway",
-    {"storage.data_ptr() in self.own": "isinstance(x, torch.nn.Parameter) and x.is_leaf"},
-)
-away.wrong(
-    "ByAddress",
-    "an address is free for another tensor",
-    {
-        "self.numbers = weakref.WeakKeyDictionary()": "self.numbers = {}",
-        """\
-        if storage not in self.numbers:
-            self.numbers[storage] = self.host.put(storage)
-        return self.numbers[storage]""": """\
+Solution("11.Away").slips("""
+EachTensor: one memory, three tensors
+    if storage not in self.numbers: -> if True:
+WeightsToo: The weights are on the device anyway
+    if storage.data_ptr() in self.own: -> if False:
+OnlyWholeParameters: The weights are on the device anyway
+    storage.data_ptr() in self.own -> isinstance(x, torch.nn.Parameter) and x.is_leaf
+ByAddress: an address is free for another tensor
+    self.numbers = weakref.WeakKeyDictionary() -> self.numbers = {}
+    if storage not in self.numbers:
+        self.numbers[storage] = self.host.put(storage)
+    return self.numbers[storage] ->
         key = (0, storage.nbytes()) if x.shape[0] == x.shape[-1] // 2 else storage.data_ptr()
         if key not in self.numbers:
             self.numbers[key] = self.host.put(storage)
-        return self.numbers[key]""",
-    },
-)
-away.wrong(
-    "ForgetsTheStride",
-    "is not right",
-    {"x.stride()": 'torch.empty(x.shape, device="meta").stride()'},
-)
-away.wrong(
-    "TheTicketHoldsIt",
-    "stay on the device between forward and backward",
-    {
-        "x.stride()": "x.stride(), x",
-        "number, dtype, *seen = kept": "number, dtype, *seen, _ = kept",
-    },
-)
+        return self.numbers[key]
+ForgetsTheStride: is not right
+    x.stride() -> torch.empty(x.shape, device="meta").stride()
+TheTicketHoldsIt: stay on the device between forward and backward
+    x.stride() -> x.stride(), x
+    number, dtype, *seen = kept -> number, dtype, *seen, _ = kept
+""")
 
 # ---- attend(q, tiles)
 
-attend = Solution("11.attend")
-attend.right("from_plain_zeros", {"torch.zeros_like(largest), torch.zeros_like(q)": "0.0, 0.0"})
-attend.wrong(
-    "without_the_largest",
-    "Subtract the largest score",
-    {"torch.maximum(largest, scores.amax(1, keepdim=True))": "torch.zeros_like(largest)"},
-)
-attend.wrong(
-    "never_corrects",
-    "by which factor?",
-    {
-        "smaller * total": "total",
-        "smaller * out": "out",
-    },
-)
-attend.wrong("without_the_root", "with e numbers in a row of q", {" / q.shape[1] ** 0.5": ""})
+Solution("11.attend").slips("""
+from_plain_zeros
+    torch.zeros_like(largest), torch.zeros_like(q) -> 0.0, 0.0
+without_the_largest: Subtract the largest score
+    torch.maximum(largest, scores.amax(1, keepdim=True)) -> torch.zeros_like(largest)
+never_corrects: by which factor?
+    smaller * total -> total
+    smaller * out -> out
+without_the_root: with e numbers in a row of q
+    / q.shape[1] ** 0.5 ->
+""")
 
 
 @wrong("11.attend", "expected: as many: one tile at a time")
@@ -162,14 +107,14 @@ def mean_of_softmaxes(q, tiles):
 
 # ---- choose(blocks, budget_bytes)
 
-choose = Solution("11.choose")
-choose.returns("nothing", "the peak is 8.83 GB", '["none"] * len(blocks)')
-choose.returns("everything", "billion operations are computed twice", '["full"] * len(blocks)')
-choose.returns(
-    "too_few",
-    f"expected: {len(SEQUENCES)} times one of none, selective, full",
-    '["full"] * (len(blocks) - 1)',
-)
+Solution("11.choose").slips("""
+nothing: the peak is 8.83 GB
+    return ["none"] * len(blocks)
+everything: billion operations are computed twice
+    return ["full"] * len(blocks)
+too_few: expected: 13 times one of none, selective, full
+    return ["full"] * (len(blocks) - 1)
+""")
 
 
 @wrong("11.choose", "which one choice for all layers needs")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import brief, difference, fail, no_yield
+from labkit.course.findings import brief, difference, fail
 from labkit.course.ranks import Ran, alone, run
 
 from .chain import (
@@ -111,7 +111,6 @@ def _column_messages(rank: int, its: Any) -> None:
 @exercise(points=3)
 def mlp(student: Student) -> Iterator[str]:
     """mlp(comm, x, up, down): a sharded MLP, with f, g, and each bias once."""
-    no_yield(student)
     for size in (1, 2, 3):
         ran, where = run(size, through_mlp, student), f"on {size} rank{'s' * (size > 1)}"
         for rank, (y, gradients) in enumerate(ran.values):
@@ -182,7 +181,6 @@ PACKED = {
 @exercise(points=2)
 def own_rows(student: Student) -> Iterator[str]:
     """own_rows(heads, kv_heads, head_width, ranks, rank): this rank's rows of a packed q, k, v."""
-    no_yield(student)
     for (heads, kv_heads, e, ranks), parts in PACKED.items():
         for rank, its in enumerate(parts):
             found = alone(student, heads, kv_heads, e, ranks, rank)
@@ -211,7 +209,6 @@ def own_rows(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def cross_entropy(student: Student) -> Iterator[str]:
     """cross_entropy(comm, logits, targets): the loss of logits that are split over the ranks."""
-    no_yield(student)
     for size, large in ((1, 1.0), (2, 1.0), (3, 1.0), (2, 80.0)):
         ran = run(size, through_cross_entropy, student, large)
         where = f"on {size} rank{'s' * (size > 1)}" + ", with large logits" * (large > 1)
@@ -253,7 +250,6 @@ def cross_entropy(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def choose_cuts(student: Student) -> Iterator[str | Score]:
     """choose_cuts(widths, ranks, budget): "columns", "rows" or "whole" for each layer."""
-    no_yield(student)
     total, turns = 0, len(BUDGETS) * sent_bytes(in_turns())
     for part in BUDGETS:
         ways = alone(student, CHAIN, RANKS, budget_of(part))

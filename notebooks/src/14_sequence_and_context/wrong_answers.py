@@ -6,82 +6,45 @@ from .hybrid import choices, exposed_us
 
 # ---- GatherSequence: forward(ctx, comm, x), backward(ctx, dy)
 
-gather_sequence = Solution("14.GatherSequence")
-gather_sequence.right(
-    "into_one_tensor",
-    {
-        "[torch.empty_like(x) for _ in range(comm.size)]": "list(x.new_empty(comm.size, *x.shape))",
-        "dy.chunk(ctx.comm.size, dim=1)": "dy.tensor_split(ctx.comm.size, 1)",
-    },
-)
-gather_sequence.wrong(
-    "TakesItsOwnPart",
-    "Whose gradients belong to your part?",
-    {"ctx.comm.reduce_scatter(dx, parts)": "dx = parts[ctx.comm.rank]"},
-)
-gather_sequence.wrong(
-    "AllReduces",
-    "How much of that does a rank need?",
-    {
-        "ctx.comm.reduce_scatter(dx, parts)": """
-            dy = dy.contiguous().clone()
-            ctx.comm.all_reduce(dy)
-            dx = dy.chunk(ctx.comm.size, 1)[ctx.comm.rank]
-        """
-    },
-)
-gather_sequence.wrong(
-    "TakesTheMean",
-    "the mean over the ranks",
-    {"return None, dx": "return None, dx / ctx.comm.size"},
-)
-gather_sequence.wrong(
-    "SendsNothingBack",
-    "has no gradient of x",
-    {"ctx.comm.reduce_scatter(dx, parts)": "dx = None"},
-)
-gather_sequence.wrong(
-    "AddsUpWhatOthersLackAndHave",
-    "bytes in forward, with ['all_reduce']",
-    {
-        """\
-        comm.all_gather(parts, x)
-        return torch.cat(parts, dim=1)
-""": """\
+Solution("14.GatherSequence").slips("""
+into_one_tensor
+    [torch.empty_like(x) for _ in range(comm.size)] -> list(x.new_empty(comm.size, *x.shape))
+    dy.chunk(ctx.comm.size, dim=1) -> dy.tensor_split(ctx.comm.size, 1)
+TakesItsOwnPart: Whose gradients belong to your part?
+    ctx.comm.reduce_scatter(dx, parts) -> dx = parts[ctx.comm.rank]
+AllReduces: How much of that does a rank need?
+    ctx.comm.reduce_scatter(dx, parts) ->
+        dy = dy.contiguous().clone()
+        ctx.comm.all_reduce(dy)
+        dx = dy.chunk(ctx.comm.size, 1)[ctx.comm.rank]
+TakesTheMean: the mean over the ranks
+    return None, dx -> return None, dx / ctx.comm.size
+SendsNothingBack: has no gradient of x
+    ctx.comm.reduce_scatter(dx, parts) -> dx = None
+AddsUpWhatOthersLackAndHave: bytes in forward, with ['all_reduce']
+    comm.all_gather(parts, x)
+    return torch.cat(parts, dim=1) ->
         whole = torch.cat([x if r == comm.rank else 0 * x for r in range(comm.size)], 1)
         comm.all_reduce(whole)
         return whole
-"""
-    },
-)
-gather_sequence.wrong(
-    "BesideTheRows",
-    "along the sequence, dim 1",
-    {"torch.cat(parts, dim=1)": "torch.cat(parts, dim=0)"},
-)
+BesideTheRows: along the sequence, dim 1
+    torch.cat(parts, dim=1) -> torch.cat(parts, dim=0)
+""")
 
 # ---- merge(out, L, more_out, more_L)
 
-merge = Solution("14.merge")
-merge.wrong(
-    "without_care",
-    "with large scores, L is not finite",
-    {"torch.logaddexp(L, more_L)": "(L.exp() + more_L.exp()).log()"},
-)
-merge.returns(
-    "half_and_half",
-    "give it the weight of that sum",
-    "((out + more_out) / 2, torch.logaddexp(L, more_L))",
-)
-merge.returns(
-    "just_added", "give it the weight of that sum", "(out + more_out, torch.logaddexp(L, more_L))"
-)
-merge.wrong(
-    "logs_added",
-    "the log of the sum of both parts",
-    {"new[..., None], both": "new[..., None], L + more_L"},
-)
-merge.wrong("out_only", "out and L, a pair", {"new[..., None], both": "new[..., None]"})
+Solution("14.merge").slips("""
+without_care: with large scores, L is not finite
+    torch.logaddexp(L, more_L) -> (L.exp() + more_L.exp()).log()
+half_and_half: give it the weight of that sum
+    return ((out + more_out) / 2, torch.logaddexp(L, more_L))
+just_added: give it the weight of that sum
+    return (out + more_out, torch.logaddexp(L, more_L))
+logs_added: the log of the sum of both parts
+    new[..., None], both -> new[..., None], L + more_L
+out_only: out and L, a pair
+    new[..., None], both -> new[..., None]
+""")
 
 
 @right("14.merge")
@@ -93,22 +56,18 @@ def by_the_larger(out, L, more_out, more_L):
 
 # ---- own_positions(length, ranks, rank)
 
-own_positions = Solution("14.own_positions")
-own_positions.returns(
-    "contiguous",
-    "an early one and a late one",
-    "list(range(rank * length // ranks, (rank + 1) * length // ranks))",
-)
-own_positions.returns(
-    "every_nth", "an early one and a late one", "list(range(rank, length, ranks))"
-)
-own_positions.wrong(
-    "the_late_chunk_twice", "each position once", {"early, early + chunk": "late, late + chunk"}
-)
-own_positions.wrong("late_first", "the early one first", {"early, late = ": "late, early = "})
-own_positions.returns(
-    "chunks_by_name", "a list of positions", 'f"{rank} and {2 * ranks - 1 - rank}"'
-)
+Solution("14.own_positions").slips("""
+contiguous: an early one and a late one
+    return list(range(rank * length // ranks, (rank + 1) * length // ranks))
+every_nth: an early one and a late one
+    return list(range(rank, length, ranks))
+the_late_chunk_twice: each position once
+    early, early + chunk -> late, late + chunk
+late_first: the early one first
+    early, late = -> late, early =
+chunks_by_name: a list of positions
+    return f"{rank} and {2 * ranks - 1 - rank}"
+""")
 
 
 @right("14.own_positions")
@@ -119,12 +78,18 @@ def as_tensors(length, ranks, rank):
 
 # ---- choose(job)
 
-choose = Solution("14.choose")
-choose.returns("only_rings", "less than the", "1")
-choose.wrong("as_many_as_go", "less than the", {"min(fits, key=exposed_s)": "fits[-1]"})
-choose.returns("always_two", "u = 2 or the largest below", "2")
-choose.returns("all_ranks", "which divide the ranks", "job.ranks")
-choose.returns("by_name", "choose returned 'ring'", '"ring"')
+Solution("14.choose").slips("""
+only_rings: less than the
+    return 1
+as_many_as_go: less than the
+    min(fits, key=exposed_s) -> fits[-1]
+always_two: u = 2 or the largest below
+    return 2
+all_ranks: which divide the ranks
+    return job.ranks
+by_name: choose returned 'ring'
+    return "ring"
+""")
 
 
 @right("14.choose")

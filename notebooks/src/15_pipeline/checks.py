@@ -7,20 +7,11 @@ from operator import index
 from typing import Any
 
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import brief, difference, fail, kind, no_yield, whole_numbers
+from labkit.course.findings import brief, difference, fail, kind, several, whole_numbers
 from labkit.course.ranks import alone, run
 from labkit.parallel.splitting import balance
 
-from .plans import (
-    BEST_MS,
-    JOBS,
-    ONE_FOR_ALL_MS,
-    Job,
-    Plan,
-    divisors,
-    held_mb,
-    step_ms,
-)
+from .plans import BEST_MS, JOBS, ONE_FOR_ALL_MS, Job, Plan, divisors, held_mb, step_ms
 from .scenarios import (
     MICROBATCHES,
     ONE_BYTES,
@@ -56,7 +47,6 @@ COSTS = (
 @exercise(points=2)
 def cut(student: Student) -> Iterator[str]:
     """cut(costs, stages): how many layers each stage gets, the slowest as fast as possible."""
-    no_yield(student)
     for costs, stages in COSTS:
         sizes = whole_numbers(
             alone(student, list(costs), stages),
@@ -92,7 +82,6 @@ def _slowest(costs: Any, sizes: list[int]) -> float:
 @exercise(points=3)
 def forward(student: Student) -> Iterator[str]:
     """forward(comm, stage, xs): all forwards of a stage: receive, compute, send."""
-    no_yield(student)
     for size in (1, 2, 3):
         ran = run(size, through_forward, student).values
         for rank, its in enumerate(ran):
@@ -173,7 +162,6 @@ def _computed_and_sent(where: str, its: Ran, what: str, sends: bool) -> None:
 @exercise(points=3)
 def backward(student: Student) -> Iterator[str]:
     """backward(comm, kept, losses, rows): all backwards of a stage, the loss weighted by rows."""
-    no_yield(student)
     for size in (1, 2, 3):
         ran = run(size, through_backward, student).values
         for rank, its in enumerate(ran):
@@ -230,11 +218,9 @@ STAGES = (
 @exercise(points=2)
 def step(student: Student) -> Iterator[str]:
     """step(forward_ms, backward_ms, microbatches): length and bubble of a step, before it runs."""
-    no_yield(student)
     for forward_ms, backward_ms, m in STAGES:
         found = alone(student, list(forward_ms), list(backward_ms), m)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            fail(f"step returned {brief(found)}.", expected="(ms of the step, bubble): a pair")
+        several(found, 2, "step returned", "(ms of the step, bubble): a pair")
         right = right_step(forward_ms, backward_ms, m)
         at = f"forward {forward_ms}, backward {backward_ms} ms, {m} micro-batches"
         if wrong := difference(found[0], right[0], 1e-9):
@@ -256,7 +242,6 @@ def step(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def plan(student: Student) -> Iterator[str | Score]:
     """plan(job): the cut, the number of micro-batches, and whether to recompute."""
-    no_yield(student)
     total = 0.0
     for name, job in JOBS.items():
         its = _plan_of(name, job, alone(student, job))

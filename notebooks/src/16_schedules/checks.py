@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from labkit.course.exercise import Score, exercise
-from labkit.course.findings import brief, fail, no_yield
+from labkit.course.findings import brief, fail, no_return, several
 from labkit.course.ranks import alone, first_backward, run, warm
 from labkit.schedules import (
     Schedule,
@@ -52,7 +52,7 @@ def _is_valid(found: Any, stages: int, microbatches: int) -> Schedule:
             fail(
                 f"{where}, stage {stage} has {brief(actions)}.",
                 expected="a list of actions",
-                hint="Does the function end with a return?" if actions is None else "",
+                hint=no_return(actions),
             )
     schedule = [list(actions) for actions in found]
     try:
@@ -215,7 +215,6 @@ def _bubbles(schedules: dict[str, Schedule]) -> float:
 @exercise(points=4)
 def invent(student: Any) -> Iterator[str | Score]:
     """invent(job): any schedule that fits the job's memory and idles less than 1F1B."""
-    no_yield(student)
     schedules = {}
     for name, found in zip(JOBS, alone(lambda: [student(job) for job in JOBS.values()])):
         schedules[name] = _fits(name, JOBS[name], found)
@@ -229,8 +228,7 @@ def invent(student: Any) -> Iterator[str | Score]:
 
 
 def _fits(name: str, job: Job, found: Any) -> Schedule:
-    if not isinstance(found, (list, tuple)) or len(found) != job.stages:
-        fail(f"for {name}, invent returned {brief(found)}.", expected=f"{job.stages} lists")
+    several(found, job.stages, f"for {name}, invent returned", f"{job.stages} lists")
     schedule = _is_valid(found, job.stages, job.microbatches)
     _phases(
         schedule, ("forward", "backward", "input", "weight"),

@@ -1,38 +1,24 @@
 from answers import Solution, right, wrong
-from labkit.schedules import Action, zero_bubble_h1, zero_bubble_h2
+from labkit.schedules import Action, zero_bubble_h1
 
 # ---- my_1f1b(stage, stages, microbatches)
 
-my_1f1b = Solution("16.my_1f1b")
-my_1f1b.returns(
-    "all_forwards_first",
-    "no more than min(p - stage, m)",
-    'make_schedule("gpipe", stages, microbatches)[stage]',
-)
-my_1f1b.returns(
-    "one_at_a_time",
-    "How many forwards does a stage do",
-    'make_schedule("naive", stages, microbatches)[stage]',
-)
-my_1f1b.wrong(
-    "forgets_small_batches",
-    "stage 0 does F3 at position 3, and there are 3 micro-batches",
-    {"min(stages - 1 - stage, microbatches)": "stages + 3"},
-)
-my_1f1b.wrong(
-    "leaves_the_rest",
-    "never does B4",
-    {"return actions": "return actions[: len(actions) - (stages - 1 - stage)]"},
-)
-my_1f1b.wrong(
-    "words", "an Action is needed", {"return actions": "return [str(one) for one in actions]"}
-)
-my_1f1b.wrong("returns_nothing", "Does the function end with a return?", {"return actions": "pass"})
-my_1f1b.returns(
-    "without_a_flush",
-    "neither halves nor updates",
-    'make_schedule("pipedream", stages, microbatches)[stage]',
-)
+Solution("16.my_1f1b").slips("""
+all_forwards_first: no more than min(p - stage, m)
+    return make_schedule("gpipe", stages, microbatches)[stage]
+one_at_a_time: How many forwards does a stage do
+    return make_schedule("naive", stages, microbatches)[stage]
+forgets_small_batches: stage 0 does F3 at position 3, and there are 3 micro-batches
+    min(stages - 1 - stage, microbatches) -> stages + 3
+leaves_the_rest: never does B4
+    return actions -> return actions[: len(actions) - (stages - 1 - stage)]
+words: an Action is needed
+    return actions -> return [str(one) for one in actions]
+returns_nothing: Does the function end with a return?
+    return actions -> pass
+without_a_flush: neither halves nor updates
+    return make_schedule("pipedream", stages, microbatches)[stage]
+""")
 
 
 @right("16.my_1f1b")
@@ -49,113 +35,69 @@ def backward_when_it_can(stage, stages, microbatches):
 
 # ---- warm_up(stage, stages, microbatches, chunks)
 
-warm_up = Solution("16.warm_up")
-warm_up.returns(
-    "as_in_1f1b", "goes through all chunks of all stages", "min(stages - 1 - stage, microbatches)"
-)
-warm_up.wrong(
-    "one_for_each_stage",
-    "it idles 2.5 with messages",
-    {"2 * (stages - 1 - stage)": "stages - 1 - stage"},
-)
-warm_up.wrong(
-    "the_last_stage_for_all", "where messages cost nothing", {" + 2 * (stages - 1 - stage)": ""}
-)
-warm_up.wrong(
-    "one_round_more",
-    "the step is as short, and it holds less",
-    {"(chunks - 1) * stages": "chunks * stages"},
-)
-warm_up.returns(
-    "forgets_that_there_are_few",
-    "it has no more",
-    "(chunks - 1) * stages + 2 * (stages - 1 - stage)",
-)
-warm_up.returns("a_list", "a whole number", '[Action("forward", k) for k in range(stages)]')
+Solution("16.warm_up").slips("""
+as_in_1f1b: goes through all chunks of all stages
+    return min(stages - 1 - stage, microbatches)
+one_for_each_stage: it idles 2.5 with messages
+    2 * (stages - 1 - stage) -> stages - 1 - stage
+the_last_stage_for_all: where messages cost nothing
+    + 2 * (stages - 1 - stage) ->
+one_round_more: the step is as short, and it holds less
+    (chunks - 1) * stages -> chunks * stages
+forgets_that_there_are_few: it has no more
+    return (chunks - 1) * stages + 2 * (stages - 1 - stage)
+a_list: a whole number
+    return [Action("forward", k) for k in range(stages)]
+""")
 
 # ---- zb_h1(stage, stages, microbatches)
 
-zb_h1 = Solution("16.zb_h1")
-zb_h1.wrong(
-    "weights_at_once",
-    "How late may W be",
-    {
-        "if k >= stage:": "if k < microbatches:",
-        'Action("weight", k - stage)': 'Action("weight", k)',
-    },
-)
-zb_h1.wrong(
-    "all_weights_at_the_end",
-    "W may not wait for ever",
-    {"return actions": 'return sorted(actions, key=lambda one: one.phase == "weight")'},
-)
-zb_h1.wrong(
-    "forgets_the_late_ones",
-    "never does W3, the other half of I3",
-    {"return actions": 'return [one for one in actions if one != ("weight", 3, 0)]'},
-)
-zb_h1.wrong(
-    "weights_first",
-    "weight after input",
-    {
-        "if k >= stage:": "if k < microbatches:",
-        'Action("input", k)': 'Action("weight", k)',
-        'Action("weight", k - stage)': 'Action("input", k)',
-    },
-)
-zb_h1.wrong(
-    "whole_backwards",
-    "is both halves at once",
-    {
-        'Action("input", k)': 'Action("backward", k)',
-        "if k >= stage:": "if False:",
-    },
-)
-
-
-@right("16.zb_h1")
-def as_in_the_library(stage, stages, microbatches):
-    return zero_bubble_h1(stages, microbatches)[stage]
-
-
-@wrong("16.zb_h1", "W may not wait for ever")
-def h2(stage, stages, microbatches):
-    if microbatches < 2 * stages - 1:
-        return zero_bubble_h1(stages, microbatches)[stage]
-    return zero_bubble_h2(stages, microbatches)[stage]
+Solution("16.zb_h1").slips("""
+weights_at_once: How late may W be
+    if k >= stage: -> if k < microbatches:
+    Action("weight", k - stage) -> Action("weight", k)
+all_weights_at_the_end: W may not wait for ever
+    return actions -> return sorted(actions, key=lambda one: one.phase == "weight")
+forgets_the_late_ones: never does W3, the other half of I3
+    return actions -> return [one for one in actions if one != ("weight", 3, 0)]
+weights_first: weight after input
+    if k >= stage: -> if k < microbatches:
+    Action("input", k) -> Action("weight", k)
+    Action("weight", k - stage) -> Action("input", k)
+whole_backwards: is both halves at once
+    Action("input", k) -> Action("backward", k)
+    if k >= stage: -> if False:
+as_in_the_library
+    return make_schedule("zb-h1", stages, microbatches)[stage]
+h2: W may not wait for ever
+    return make_schedule(
+        "zb-h2" if microbatches >= 2 * stages - 1 else "zb-h1", stages, microbatches
+    )[stage]
+""")
 
 
 # ---- invent(job)
 
-invent = Solution("16.invent")
-invent.returns(
-    "plain_1f1b", "less than 1F1B's 27.3%", 'make_schedule("1f1b", job.stages, job.microbatches)'
-)
-invent.returns(
-    "plain_gpipe",
-    "for the memory of 1F1B, stage 0 holds 8 micro-batches",
-    'make_schedule("gpipe", job.stages, job.microbatches)',
-)
-invent.returns(
-    "two_chunks",
-    "stage 0 holds 5.5 micro-batches",
-    'make_schedule("interleaved", job.stages, job.microbatches, chunks=2)',
-)
-invent.returns(
-    "always_h2", "expected: 4 at most", 'make_schedule("zb-h2", job.stages, job.microbatches)'
-)
-invent.returns(
-    "asynchronous",
-    "An update in the middle is another training",
-    'make_schedule("pipedream", job.stages, job.microbatches)',
-)
-invent.returns(
-    "four_chunks",
-    "expected: 1 or 2",
-    'make_schedule("interleaved", job.stages, job.microbatches, chunks=4)',
-)
-invent.wrong("one_list", "expected: 4 lists", {"return schedule": "return schedule[0]"})
-invent.returns("by_name", "expected: 4 lists", '"zb-h1"')
+Solution("16.invent").slips("""
+plain_1f1b: less than 1F1B's 27.3%
+    return make_schedule("1f1b", job.stages, job.microbatches)
+plain_gpipe: for the memory of 1F1B, stage 0 holds 8 micro-batches
+    return make_schedule("gpipe", job.stages, job.microbatches)
+two_chunks: stage 0 holds 5.5 micro-batches
+    return make_schedule("interleaved", job.stages, job.microbatches, chunks=2)
+always_h2: expected: 4 at most
+    return make_schedule("zb-h2", job.stages, job.microbatches)
+asynchronous: An update in the middle is another training
+    return make_schedule("pipedream", job.stages, job.microbatches)
+four_chunks: expected: 1 or 2
+    return make_schedule("interleaved", job.stages, job.microbatches, chunks=4)
+one_list: expected: 4 lists
+    return schedule -> return schedule[0]
+by_name: expected: 4 lists
+    return "zb-h1"
+always_h1
+    return make_schedule("zb-h1", job.stages, job.microbatches)
+""")
 
 
 def forwards_ahead(job, chunks, ahead):
@@ -190,11 +132,6 @@ def chunks_and_halves(job):
         7: (1, (7, 5, 3, 1)),
     }[job.held]
     return forwards_ahead(job, chunks, ahead)
-
-
-@right("16.invent")
-def always_h1(job):
-    return zero_bubble_h1(job.stages, job.microbatches)
 
 
 @wrong("16.invent", "a rule is broken. deadlock: stage")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from labkit.comm.mesh import coordinates
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import brief, difference, fail, no_yield, plain
+from labkit.course.findings import brief, difference, fail, no_return, plain, several
 from labkit.course.ranks import alone, alone_for_each, run
 
 from .placement import (
@@ -58,18 +58,13 @@ PLACE_HINTS = {
 @exercise(points=2)
 def place(student: Student) -> Iterator[str]:
     """place(rank, axes, rows): its rows, the next rank, and its groups."""
-    no_yield(student)
     for axes, rows in PLACES:
         ranks = range(axes["pp"] * axes["dp"] * axes["tp"])
         cases = [(rank, dict(axes), rows) for rank in ranks]
         for rank, found in zip(ranks, alone_for_each(student, cases)):
             where = f"{_named(axes)}, rank {rank} at {coordinates(axes, rank)}, {rows} rows"
-            if not isinstance(found, (tuple, list)) or len(found) != 4:
-                fail(
-                    f"{where}: place returned {brief(found)}.",
-                    expected="four things: (begin, end), after, averaged, tied",
-                    hint="Does the function end with a return?" if found is None else "",
-                )
+            expected = "four things: (begin, end), after, averaged, tied"
+            several(found, 4, f"{where}: place returned", expected, no_return(found))
             right = right_place(rank, axes, rows)
             for name, its, good in zip(ORDER, map(_listed, found), map(_listed, right)):
                 if its != good:
@@ -103,7 +98,6 @@ SENT_HINTS = {
 @exercise(points=3)
 def sent_bytes(student: Student) -> Iterator[str]:
     """sent_bytes(training, stage): what a rank sends in a step, by axis."""
-    no_yield(student)
     for training, right in counted():
         axes = training.axes
         found = alone_for_each(student, [(training, stage) for stage in range(axes["pp"])])
@@ -131,7 +125,6 @@ FEW_BYTES = 100
 @exercise(points=4)
 def global_norm(student: Student) -> Iterator[str]:
     """global_norm(mesh, gradients): the norm of the model's gradient, the same on all ranks."""
-    no_yield(student)
     for axes in NORM_MESHES:
         ran = run(8, norm_on_mesh, axes, student).values
         cut, whole, tied = squares(axes)
@@ -140,9 +133,7 @@ def global_norm(student: Student) -> Iterator[str]:
             if wrong := difference(found, right, 1e-9):
                 fail(
                     f"{_named(axes)}, rank {rank}: the norm is {wrong}.",
-                    hint="Does the function end with a return?"
-                    if found is None
-                    else _norm_hint(axes, rank, plain(found)),
+                    hint=no_return(found) or _norm_hint(axes, rank, plain(found)),
                 )
         if (most := max(sent for _, sent in ran)) > FEW_BYTES:
             fail(
@@ -199,7 +190,6 @@ def _norm_hint(axes: Axes, rank: int, found: Any) -> str:
 @exercise(points=3)
 def hand_on(student: Student) -> Iterator[str]:
     """hand_on(mesh, x): x goes to the next stage once, not t times."""
-    no_yield(student)
     whole = 8 * SHAPE[0] * SHAPE[1] * SHAPE[2]
     for axes in HANDING:
         t = axes["tp"]
@@ -235,7 +225,6 @@ SMALLEST = "4 ranks in 2 nodes"
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
     """choose(job): the axes, outermost first, that let the fewest bytes leave the nodes."""
-    no_yield(student)
     every = {**JOBS, SMALLEST: TINY}
     layout_of = {}
     for name, job in every.items():

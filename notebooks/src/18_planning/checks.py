@@ -6,7 +6,7 @@ from math import isclose
 from typing import Any
 
 from labkit.course.exercise import Score, Student, exercise
-from labkit.course.findings import brief, fail
+from labkit.course.findings import brief, fail, no_return, several
 from labkit.course.ranks import alone_for_each
 from labkit.predict import step_flops
 from labkit.replaying.planning.layout import Layout, described
@@ -35,11 +35,7 @@ GB = 1e9
 
 def _number(found: Any, what: str, of: Any) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)):
-        fail(
-            f"{of}: {what} {brief(found)}.",
-            expected="a number",
-            hint="Does the function end with a return?" if found is None else "",
-        )
+        fail(f"{of}: {what} {brief(found)}.", expected="a number", hint=no_return(found))
     return float(found)
 
 
@@ -60,7 +56,7 @@ def held_bytes(student: Student) -> Iterator[str]:
             fail(
                 f"{case}: it returned {brief(found)}.",
                 expected=f"a dict of bytes: {', '.join(right)}",
-                hint="Does the function end with a return?" if found is None else "",
+                hint=no_return(found),
             )
         for name, bytes_ in right.items():
             its = _number(found[name], f"{name}:", case)
@@ -172,12 +168,7 @@ def mfu_and_days(student: Student) -> Iterator[str]:
     """mfu_and_days(sizes, layout, global_batch, step_s, peak_flops_per_s, tokens): (MFU, days)."""
     given = [(*case, STEP_S, PEAK_FLOPS, TOKENS) for case in CASES]
     for case, found in zip(CASES, alone_for_each(student, given)):
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            fail(
-                f"{case}: it returned {brief(found)}.",
-                expected="two numbers: (mfu, days)",
-                hint="Does the function end with a return?" if found is None else "",
-            )
+        several(found, 2, f"{case}: it returned", "two numbers: (mfu, days)", no_return(found))
         right = right_mfu_and_days(case, STEP_S, PEAK_FLOPS, TOKENS)
         its = [_number(one, f"{name} is", case) for one, name in zip(found, ("the MFU", "days"))]
         if not _same(its[0], right[0]):
@@ -236,7 +227,7 @@ def can_run(student: Student) -> Iterator[str]:
             fail(
                 f"{one}: it returned {brief(found)}.",
                 expected="True or False",
-                hint="Does the function end with a return?" if found is None else "",
+                hint=no_return(found),
             )
         if found == bool(why):
             fail(
@@ -290,7 +281,7 @@ def _can_be(name: str, job: Job, layout: Any) -> None:
         fail(
             f"for {name}, choose returned {brief(layout)}.",
             expected="a Layout",
-            hint="Does the function end with a return?" if layout is None else "",
+            hint=no_return(layout),
         )
     case = Case(job.sizes, layout, job.global_batch)
     if why := problem(Candidate(case, job.cluster.size, float("inf"))):

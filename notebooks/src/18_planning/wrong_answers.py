@@ -9,190 +9,137 @@ from .scenarios import JOBS
 
 IN_FLIGHT = "min(m, p if v == 1 else p * (1 + (p - 1) / (p * v)))"
 
-held_bytes = Solution("18.held_bytes")
-held_bytes.right(
-    "as_the_library_says", {IN_FLIGHT: "formulas.interleaved(p, m, 1, 2, v).peak_microbatches"}
-)
-held_bytes.wrong("forgets_tp", "Each matrix is cut over tp", {" / layout.tp": ""})
-held_bytes.wrong(
-    "forgets_the_embedding",
-    "12 w² numbers a layer and w v of the embedding",
-    {" + sizes.vocab * sizes.width": ""},
-)
-held_bytes.wrong(
-    "all_layers_on_each_stage",
-    "A stage has a part of the layers alone",
-    {"width**2 * layers": "width**2 * sizes.depth"},
-)
-held_bytes.wrong(
-    "forgets_the_master_copy",
-    "two moments and the master copy: 12 bytes",
-    {"12 * numbers": "8 * numbers"},
-)
-held_bytes.wrong(
-    "never_shards", "ZeRO-1 cuts this over the replicas", {"layout.dp if layout.zero else 1": "1"}
-)
-held_bytes.wrong(
-    "always_shards",
-    "Without ZeRO each replica holds all of it",
-    {"layout.dp if layout.zero else 1": "layout.dp"},
-)
-held_bytes.wrong(
-    "shards_gradients",
-    "ZeRO-1 does not cut them",
-    {'"gradients": 2 * numbers': '"gradients": 2 * numbers / (layout.dp if layout.zero else 1)'},
-)
-held_bytes.wrong("gpipe", "That is GPipe, which holds all m", {IN_FLIGHT: "m"})
-held_bytes.wrong("one_microbatch", "That is one micro-batch", {IN_FLIGHT: "1"})
-held_bytes.wrong("p_always", "how many more do chunks hold", {IN_FLIGHT: "p"})
-held_bytes.wrong("one_layer", "That is one layer", {"layers * in_flight": "in_flight"})
-held_bytes.returns("returns_nothing", "it returned None", "None")
-held_bytes.wrong(
-    "returns_the_sum",
-    "a dict of bytes: parameters, gradients",
-    {
-        "return {": "return sum({",
-        "    }": "    }.values())",
-    },
-)
+Solution("18.held_bytes").slips("""
+as_the_library_says
+    min(m, p if v == 1 else p * (1 + (p - 1) / (p * v))) ->
+        formulas.interleaved(p, m, 1, 2, v).peak_microbatches
+forgets_tp: Each matrix is cut over tp
+    / layout.tp ->
+forgets_the_embedding: 12 w² numbers a layer and w v of the embedding
+    + sizes.vocab * sizes.width ->
+all_layers_on_each_stage: A stage has a part of the layers alone
+    width**2 * layers -> width**2 * sizes.depth
+forgets_the_master_copy: two moments and the master copy: 12 bytes
+    12 * numbers -> 8 * numbers
+never_shards: ZeRO-1 cuts this over the replicas
+    layout.dp if layout.zero else 1 -> 1
+always_shards: Without ZeRO each replica holds all of it
+    layout.dp if layout.zero else 1 -> layout.dp
+shards_gradients: ZeRO-1 does not cut them
+    "gradients": 2 * numbers -> "gradients": 2 * numbers / (layout.dp if layout.zero else 1)
+gpipe: That is GPipe, which holds all m
+    min(m, p if v == 1 else p * (1 + (p - 1) / (p * v))) -> m
+one_microbatch: That is one micro-batch
+    min(m, p if v == 1 else p * (1 + (p - 1) / (p * v))) -> 1
+p_always: how many more do chunks hold
+    min(m, p if v == 1 else p * (1 + (p - 1) / (p * v))) -> p
+one_layer: That is one layer
+    layers * in_flight -> in_flight
+returns_nothing: it returned None
+    return None
+returns_the_sum: a dict of bytes: parameters, gradients
+    return { -> return sum({
+    } -> }.values())
+""")
 
 # ---- step_s(layout, global_batch, forward_s, tensor_s)
 
-step_s = Solution("18.step_s")
-step_s.wrong("no_bubble", "Where is the bubble?", {"(m + (layout.pp - 1) / layout.chunks)": "m"})
-step_s.wrong(
-    "a_stage_too_many",
-    "The last stage begins p - 1 forwards after the first",
-    {"(layout.pp - 1) / layout.chunks": "layout.pp"},
-)
-step_s.wrong("forgets_chunks", "Chunks make the bubble shorter", {" / layout.chunks": ""})
-step_s.wrong(
-    "forgets_replicas",
-    "A replica has a part of the rows alone",
-    {"layout.microbatches(global_batch)": "global_batch / layout.microbatch"},
-)
-step_s.wrong("forgets_recompute", "Recomputing is a forward more", {"backward += forward": "pass"})
-step_s.wrong(
-    "recomputes_without_waiting",
-    "waits for its collectives again",
-    {"backward += forward": "backward += forward_s"},
-)
-step_s.wrong(
-    "twice_the_collectives",
-    "A backward waits for as many collectives as a forward",
-    {"2 * forward_s + tensor_s": "2 * (forward_s + tensor_s)"},
-)
-step_s.wrong(
-    "collectives_are_hidden",
-    "Where is the time for collectives?",
-    {"    forward = ": "    tensor_s = 0\n    forward = "},
-)
-step_s.wrong(
-    "backward_never_waits",
-    "A backward waits for tensor parallelism as well",
-    {"2 * forward_s + tensor_s": "2 * forward_s"},
-)
-step_s.wrong(
-    "any_word_is_true", 'compare it with "full"', {'layout.recompute == "full"': "layout.recompute"}
-)
-step_s.returns("no_return", "a step takes None", "None")
-step_s.wrong("something_else", "(m + (p-1)/v) times", {"return ": "return 1.01 * "})
-step_s.right(
-    "in_closed_form_of_the_library",
-    {
-        "(m + (layout.pp - 1) / layout.chunks) * (forward + backward)": """
-            formulas.interleaved(layout.pp, m, forward, backward, layout.chunks).step_s
-        """
-    },
-)
+Solution("18.step_s").slips("""
+no_bubble: Where is the bubble?
+    (m + (layout.pp - 1) / layout.chunks) -> m
+a_stage_too_many: The last stage begins p - 1 forwards after the first
+    (layout.pp - 1) / layout.chunks -> layout.pp
+forgets_chunks: Chunks make the bubble shorter
+    / layout.chunks ->
+forgets_replicas: A replica has a part of the rows alone
+    layout.microbatches(global_batch) -> global_batch / layout.microbatch
+forgets_recompute: Recomputing is a forward more
+    backward += forward -> pass
+recomputes_without_waiting: waits for its collectives again
+    backward += forward -> backward += forward_s
+twice_the_collectives: A backward waits for as many collectives as a forward
+    2 * forward_s + tensor_s -> 2 * (forward_s + tensor_s)
+collectives_are_hidden: Where is the time for collectives?
+    forward = forward_s + tensor_s ->
+        tensor_s = 0
+        forward = forward_s + tensor_s
+backward_never_waits: A backward waits for tensor parallelism as well
+    2 * forward_s + tensor_s -> 2 * forward_s
+any_word_is_true: compare it with "full"
+    layout.recompute == "full" -> layout.recompute
+no_return: a step takes None
+    return None
+something_else: (m + (p-1)/v) times
+    return -> return 1.01 *
+in_closed_form_of_the_library
+    (m + (layout.pp - 1) / layout.chunks) * (forward + backward) ->
+        formulas.interleaved(layout.pp, m, forward, backward, layout.chunks).step_s
+""")
 
 # ---- mfu_and_days(sizes, layout, global_batch, step_s, peak_flops_per_s, tokens)
 
-mfu_and_days = Solution("18.mfu_and_days")
-mfu_and_days.wrong(
-    "hardware", "that is hardware utilisation (HFU)", {"(L * (24": "(4 / 3 * L * (24"}
-)
-mfu_and_days.wrong("in_per_cent", "not in per cent", {"return mfu": "return 100 * mfu"})
-mfu_and_days.wrong("hours", "a day has 86,400 seconds", {"/ 86400": "/ 3600"})
-mfu_and_days.right("in_whole_steps", {"tokens / positions": "-(-tokens // positions)"})
-mfu_and_days.wrong("forward_alone", "Backward is twice the forward", {"3 * positions": "positions"})
-mfu_and_days.wrong("one_gpu", "That is the peak of one GPU", {"layout.ranks * ": ""})
-mfu_and_days.wrong(
-    "one_replica",
-    "The GPUs of the dp axis are paid for, too",
-    {"layout.ranks": "layout.tp * layout.pp"},
-)
-mfu_and_days.wrong(
-    "six_n_d",
-    "attention's q kᵀ and its product with v, and the head",
-    {"(L * (24 * w**2 + 4 * s * w) + 2 * w * v)": "24 * L * w**2"},
-)
-mfu_and_days.wrong(
-    "rows_of_a_replica",
-    "rows of all replicas",
-    {"tokens / positions": "tokens / (positions / layout.dp)"},
-)
-mfu_and_days.wrong(
-    "mfu_alone",
-    "two numbers: (mfu, days)",
-    {"return mfu, tokens / positions * step_s / 86400": "return mfu"},
-)
+Solution("18.mfu_and_days").slips("""
+hardware: that is hardware utilisation (HFU)
+    (L * (24 -> (4 / 3 * L * (24
+in_per_cent: not in per cent
+    return mfu -> return 100 * mfu
+hours: a day has 86,400 seconds
+    / 86400 -> / 3600
+in_whole_steps
+    tokens / positions -> -(-tokens // positions)
+forward_alone: Backward is twice the forward
+    3 * positions -> positions
+one_gpu: That is the peak of one GPU
+    layout.ranks * ->
+one_replica: The GPUs of the dp axis are paid for, too
+    layout.ranks -> layout.tp * layout.pp
+six_n_d: attention's q kᵀ and its product with v, and the head
+    (L * (24 * w**2 + 4 * s * w) + 2 * w * v) -> 24 * L * w**2
+rows_of_a_replica: rows of all replicas
+    tokens / positions -> tokens / (positions / layout.dp)
+mfu_alone: two numbers: (mfu, days)
+    return mfu, tokens / positions * step_s / 86400 -> return mfu
+""")
 
 # ---- can_run(sizes, layout, gpus, global_batch, layer_bytes, budget_bytes)
 
-can_run = Solution("18.can_run")
-can_run.wrong(
-    "any_number_of_ranks",
-    "expected: False: something does not divide",
-    {"layout.ranks != gpus or ": ""},
-)
-can_run.wrong("any_heads", "24 heads do not divide by 16", {" or sizes.heads % layout.tp": ""})
-can_run.wrong(
-    "forgets_the_chunks", "stages of 2 chunks", {"(layout.pp * layout.chunks)": "layout.pp"}
-)
-can_run.wrong(
-    "any_rows", "480 rows over", {"if global_batch % (layout.dp * layout.microbatch):": "if False:"}
-)
-can_run.wrong("any_groups", "micro-batches for", {"if layout.chunks > 1 and": "if False and"})
-can_run.wrong(
-    "never_looks_at_memory", "False: it holds", {"sum(held.values()) <= budget_bytes": "True"}
-)
-can_run.wrong(
-    "powers_of_two_alone",
-    "any number of ranks that divides",
-    {
-        "    if layout.ranks != gpus": """\
-    if any(n & (n - 1) for n in (layout.tp, layout.pp, layout.dp)):
-        return False
-    if layout.ranks != gpus"""
-    },
-)
-can_run.wrong(
-    "as_many_micro_batches_as_stages",
-    "True: all divides, and it fits",
-    {
-        "    if layout.ranks != gpus": """\
-    if layout.microbatches(global_batch) < layout.pp:
-        return False
-    if layout.ranks != gpus"""
-    },
-)
-can_run.wrong(
-    "as_a_number",
-    "True or False",
-    {"sum(held.values()) <= budget_bytes": "int(sum(held.values()) <= budget_bytes)"},
-)
+Solution("18.can_run").slips("""
+any_number_of_ranks: expected: False: something does not divide
+    layout.ranks != gpus or ->
+any_heads: 24 heads do not divide by 16
+    or sizes.heads % layout.tp ->
+forgets_the_chunks: stages of 2 chunks
+    (layout.pp * layout.chunks) -> layout.pp
+any_rows: 480 rows over
+    if global_batch % (layout.dp * layout.microbatch): -> if False:
+any_groups: micro-batches for
+    if layout.chunks > 1 and -> if False and
+never_looks_at_memory: False: it holds
+    sum(held.values()) <= budget_bytes -> True
+powers_of_two_alone: any number of ranks that divides
+    if layout.ranks != gpus ->
+        if any(n & (n - 1) for n in (layout.tp, layout.pp, layout.dp)):
+            return False
+        if layout.ranks != gpus
+as_many_micro_batches_as_stages: True: all divides, and it fits
+    if layout.ranks != gpus ->
+        if layout.microbatches(global_batch) < layout.pp:
+            return False
+        if layout.ranks != gpus
+as_a_number: True or False
+    sum(held.values()) <= budget_bytes -> int(sum(held.values()) <= budget_bytes)
+""")
 
 # ---- choose(job)
 
-choose = Solution("18.choose")
-choose.returns("replicas_alone", "no more than the 80 GB of a GPU", "Layout(dp=job.cluster.size)")
-choose.returns("always_the_authors", "8 x 8 x 24 ranks on 96 GPUs", "Layout(tp=8, pp=8, dp=24)")
-choose.returns(
-    "tensor_parallel_everywhere",
-    "are there wires fast enough for so much tp?",
-    "Layout(tp=16, pp=2, dp=job.cluster.size // 32, zero=1)",
-)
+Solution("18.choose").slips("""
+replicas_alone: no more than the 80 GB of a GPU
+    return Layout(dp=job.cluster.size)
+always_the_authors: 8 x 8 x 24 ranks on 96 GPUs
+    return Layout(tp=8, pp=8, dp=24)
+tensor_parallel_everywhere: are there wires fast enough for so much tp?
+    return Layout(tp=16, pp=2, dp=job.cluster.size // 32, zero=1)
+""")
 
 
 def best_of(job):

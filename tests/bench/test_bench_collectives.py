@@ -245,7 +245,7 @@ def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     assert says in str(refused.value) and str(path) in str(refused.value)
     assert table_note()["file"] == str(path)
     monkeypatch.setenv("LABKIT_TABLE", str(tmp_path / "missing.json"))
-    raises("missing.json is no table of algorithms: .*No such file", Chooser, 2)
+    raises("missing.json is not a table of algorithms: .*No such file", Chooser, 2)
 
 
 def test_a_custom_table_is_used_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

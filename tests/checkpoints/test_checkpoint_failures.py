@@ -140,7 +140,7 @@ def test_a_first_save_that_is_killed_leaves_no_checkpoint(world2: World, tmp_pat
     killed(world2, tmp_path, amid_write, 1)
     assert "no save into it was finished" in refused(world2, load, tmp_path)
     (unfinished,) = tmp_path.iterdir()
-    assert "was not finished" in refused(world2, load, unfinished)
+    assert "is an unfinished save" in refused(world2, load, unfinished)
 
 
 def no_room_in_a_file(folder: Path) -> None:
@@ -280,7 +280,7 @@ def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: Path) -> None:
-    assert "there is no such folder" in refused(world2, load, tmp_path / "nowhere")
+    assert "the folder does not exist" in refused(world2, load, tmp_path / "nowhere")
     assert "it is no checkpoint" in refused(world2, load, tmp_path)
     world2.run(save, tmp_path, 1)
     (tmp_path / "latest").write_text("step_00000009\n")
@@ -296,4 +296,4 @@ def test_a_newer_format_is_refused(world2: World, tmp_path: Path) -> None:
             save(tmp_path, 1)
 
     world2.run(newer)
-    assert "has format 2, this labkit reads up to 1" in refused(world2, load, tmp_path)
+    assert "has format 2, but this labkit reads up to 1" in refused(world2, load, tmp_path)

@@ -335,7 +335,7 @@ def another_group_on_one_stage(folder: str) -> None:
     (deeper, "it lacks blocks.4.norm1.weight, blocks.4.norm1.bias, blocks.4.attn.q.weight and"),
     (wider, "of other shape: embed.tokens.weight is [11, 8] there and [11, 12] here"),
     (tied_here, "this optimizer has no head.weight"),
-    (along_dp, "would save a part of the model; give comm=mesh.comm"),
+    (along_dp, "would save only a part of the model; pass comm=mesh.comm"),
     (two_owners, "ZeroOptimizer and ZeRO3 both say what a rank owns"),
     (another_group_on_one_stage, "the number of parameter groups is 1, 2, 3, 4"),
 )

@@ -233,7 +233,7 @@ def test_parts_that_do_not_make_up_the_whole_are_found(world4: World, tmp_path: 
         mark_shard(model.up.weight, Shard(mesh.tp, 0, 0, 6, 12))  # on both
         save_checkpoint(tmp_path, model)
 
-    raises("pieces that the ranks own do not make up the model", world4.run, run, error=RankError)
+    raises("shards of all ranks do not make up the model", world4.run, run, error=RankError)
     assert not list(tmp_path.iterdir())
 
 
@@ -244,7 +244,7 @@ def test_state_of_rows_is_refused_where_rows_are_cut(world4: World, tmp_path: Pa
     def run() -> None:
         mesh = Mesh(dp=1, tp=4)
         model, optimizer = built("plain", mesh, make)
-        before, words = whole_of(model), "treats each element by itself"
+        before, words = whole_of(model), "treats each element independently"
         raises(words, load_checkpoint, tmp_path / "plain", model, optimizer)
         assert difference(whole_of(model), before) == 0
         train(model, optimizer, mesh.dp, EARLY)

@@ -280,7 +280,7 @@ def test_code_in_a_tensor_does_not_run(ranks: World, saved: Path) -> None:
 def test_metadata_names_nothing_but_its_own_classes(names: tuple[str, str]) -> None:
     module, name = (b"\x8c" + bytes([len(x)]) + x.encode() for x in names)
     call = b"\x80\x04" + module + name + b"\x93\x8c\x04true\x85R."
-    with pytest.raises(ValueError, match=f"{names[1]}, which is no part of torch's metadata"):
+    with pytest.raises(ValueError, match=f"{names[1]}, which is not part of torch's metadata"):
         stored.MetadataUnpickler(io.BytesIO(call)).load()
 
 

@@ -252,12 +252,14 @@ def test_the_help_lists_the_commands_in_the_order_of_their_use() -> None:
 
 @cases(
     ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
-    ("plan", ["Rows of one; powers of two", "Of each stage; powers of two", "GB (1e9 bytes)",
-              "what holds how much", "Blocks compute forward twice", "where --cluster is",
-              "Positions of a row"]),
-    ("replay", ["Computing as it was; only the wires", "on one cluster", "--cluster` writes"]),
-    ("doctor", ["of so many ranks; 4 if absent"]),
-    ("schedule", ["Pieces of the model a stage", "over time, as PNG"]),
+    ("plan", ["Rows of a micro-batch; default: powers of two",
+              "Chunks per stage; default: powers of two", "GB (1e9 bytes)",
+              "what takes how much memory", "Recompute blocks in backward", "for --cluster",
+              "Tokens per row"]),
+    ("replay", ["Keep measured compute times; take only the links", "of one cluster for Perfetto",
+                "--cluster` writes"]),
+    ("doctor", ["the number of ranks; default: 4"]),
+    ("schedule", ["Chunks of the model per stage", "over time, as a PNG file"]),
     ("bench transfers", ["Gigabits per second"]),
 )  # fmt: skip
 def test_the_help_of_an_option_says_what_it_counts_and_in_which_unit(

@@ -39,7 +39,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "compare nosuch": "no strategy 'nosuch'",
     "run ddp --model nope": "model 'nope': choose one of",
     "run ddp --dtype int8": "dtype 'int8': choose one of",
-    "run ddp --text /nowhere": "there is no such file",
+    "run ddp --text /nowhere": "no such file",
     "schedule nosuch": "schedule 'nosuch': there are naive, gpipe",
     "replay RUN --on nosuch": "no cluster 'nosuch'; there are h200-node",
     "nccl-log --example nope": "no example 'nope'; there are",
@@ -149,7 +149,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "run three-d --ranks 8 --rows 3 --model tiny": "3 rows are not as many",
     "compare pipeline --ranks 7": "4 blocks are not 7 stages",
     "schedule interleaved --stages 3 --microbatches 4": "take a multiple of 3",
-    "schedule 1f1b --chunks 2": "for several, take interleaved",
+    "schedule 1f1b --chunks 2": "for several, use interleaved",
     f"{PLAN} --tp 3": "no layout of 64 ranks",
     f"{PLAN} --zero 3": "a plan knows 0 or 1",
     f"{PLAN} --fits --largest": "give one of them",
@@ -159,7 +159,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "bench pipeline --microbatches 3": "3 micro-batches of 16 rows: torch needs equal ones",
     "bench pipeline --only 1f1b --microbatches 2": "torch needs one a rank, 4",
     "bench pipeline --ranks 64": "8 blocks to split",
-    "bench collectives --from 8K --to 4K": "give the smaller size first",
+    "bench collectives --from 8K --to 4K": "put the smaller size first",
     "bench collectives --transport shm --fit": "--fit is for",
     "bench collectives --table x.json": "--table says where --fit writes",
     "bench collectives --fit --dtype int32": "a table is fitted to float32",
@@ -369,5 +369,7 @@ def test_the_real_command_ends_with_status_2_and_one_line(tmp_path: Path) -> Non
     line = "labkit bench collectives --save /nope/x"
     done = python("-m", *line.split(), status=2, timeout=300, cwd=tmp_path)
     assert done.stderr == ""
-    assert done.stdout.startswith("labkit: /nope/x cannot be written: there is no folder /nope")
+    assert done.stdout.startswith(
+        "labkit: /nope/x cannot be written, since the folder /nope does not exist"
+    )
     assert done.stdout.count("\n") == 1

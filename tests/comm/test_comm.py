@@ -460,20 +460,22 @@ def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
         "the mean of torch.int64 has no exact result; sum and divide": (
             lambda c: c.reduce(ones(3).long(), op="mean")
         ),
-        "torch.complex64 has no order, so no max": lambda c: c.all_reduce(ones(3) * 1j, "max"),
+        "torch.complex64 has no order, so max is undefined": lambda c: c.all_reduce(
+            ones(3) * 1j, "max"
+        ),
         "rank 2 is not in this group of 2; choose 0 to 1": lambda c: c.broadcast(ones(3), src=2),
         "rank -1 is not in this group of 2": lambda c: c.reduce(ones(3), dst=-1),
         "cannot send to or receive from itself; copy the tensor": lambda c: c.send(ones(3), c.rank),
         "tag 1048576 is out of range; choose 0 to 1048575": (
             lambda c: c.irecv(ones(3), 1 - c.rank, tag=1 << 20)
         ),
-        "all_gather: outs has 3 tensors for 2 ranks; give one for each": (
+        "all_gather: outs has 3 tensors for 2 ranks; pass one for each": (
             lambda c: c.all_gather([ones(3)] * 3, ones(3))
         ),
-        "all_gather: this rank's tensor has 4 elements, its place outs[": (
+        "all_gather: this rank's tensor has 4 elements, but outs[": (
             lambda c: c.all_gather([ones(3)] * 2, ones(4))
         ),
-        "reduce_scatter: the tensors have different dtypes; convert them to one": (
+        "reduce_scatter: the tensors have different dtypes; convert them to one dtype": (
             lambda c: c.reduce_scatter(ones(3), [ones(3), ones(3).double()])
         ),
         "all_to_all: ins has 1 tensors for 2 ranks": (
@@ -485,27 +487,27 @@ def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
         "all_gather_into_tensor: a tensor of shape [3, 2] is not contiguous; pad it": (
             lambda c: c.all_gather_into_tensor(ones(2, 3).t(), ones(3))
         ),
-        "an expanded tensor (shape [4], strides [0]) has one place for several elements": (
+        "an expanded tensor (shape [4], strides [0]) shares memory between elements": (
             lambda c: c.all_reduce(ones(1).expand(4))
         ),
-        "has one place for several elements and cannot be written; give x.contiguous()": (
+        "shares memory between elements and cannot be written; pass x.contiguous()": (
             lambda c: c.irecv(ones(3, 1).expand(3, 2), 1 - c.rank)
         ),
-        "a tensor of layout torch.sparse_coo cannot travel; give x.to_dense()": (
+        "a tensor of layout torch.sparse_coo cannot be sent; pass x.to_dense()": (
             lambda c: c.all_reduce(torch.eye(3).to_sparse())
         ),
         "torch knows no max of torch.uint16; convert it first": (
             lambda c: c.all_reduce(ones(3).to(torch.uint16), "max")
         ),
-        "only tensors travel, not a float; put it into one: torch.tensor([value])": (
+        "only tensors can be sent, not a float; wrap it: torch.tensor([value])": (
             lambda c: c.send(5.0, 1 - c.rank)
         ),
-        "only tensors travel, not a int; put it into one": lambda c: c.all_reduce(5, "max"),
-        "only tensors travel, not a ndarray; put it into one: torch.as_tensor(value)": (
+        "only tensors can be sent, not a int; wrap it": lambda c: c.all_reduce(5, "max"),
+        "only tensors can be sent, not a ndarray; wrap it: torch.as_tensor(value)": (
             lambda c: c.broadcast(ones(3).numpy())
         ),
-        "only tensors travel, not a bool": lambda c: c.all_gather([True] * 2, ones(1)),
-        "only tensors travel, not a str": lambda c: c.all_gather([ones(1)] * 2, "x"),
+        "only tensors can be sent, not a bool": lambda c: c.all_gather([True] * 2, ones(1)),
+        "only tensors can be sent, not a str": lambda c: c.all_gather([ones(1)] * 2, "x"),
         "cannot move meta tensors": lambda c: c.all_reduce(ones(3, device="meta")),
         "subgroup: choose at least one rank, each once, not [0, 0]": lambda c: c.subgroup([0, 0]),
         "subgroup: choose at least one rank, each once, not []": lambda c: c.subgroup([]),
@@ -515,13 +517,13 @@ def test_errors_say_what_was_wrong_and_what_to_do(world2: World) -> None:
 
     def of_roots(rank: int) -> dict[str, Callable[[Comm], Any]]:
         return {
-            f"gather: rank {rank} must give outs, one tensor for each rank": (
+            f"gather: rank {rank} must pass outs, one tensor for each rank": (
                 lambda c: c.gather(ones(3), dst=rank)
             ),
-            f"gather: only rank {1 - rank} gives outs; give None on the others": (
+            f"gather: only rank {1 - rank} passes outs; pass None on the others": (
                 lambda c: c.gather(ones(3), [ones(3)] * 2, 1 - rank)
             ),
-            f"scatter: only rank {1 - rank} gives ins; give None on the others": (
+            f"scatter: only rank {1 - rank} passes ins; pass None on the others": (
                 lambda c: c.scatter(ones(3), [ones(3)] * 2, 1 - rank)
             ),
         }
@@ -687,8 +689,8 @@ def test_an_unreceived_message_does_not_block_the_others() -> None:
 def test_a_link_without_bandwidth_is_refused() -> None:
     assert Link(gbps=8).seconds(1_000_000_000) == 1.0
     for gbps in (0, -1, float("nan")):
-        raises("a wire needs a bandwidth above 0 gigabits", Link, gbps=gbps)
-    raises("latency cannot be negative", Link, gbps=1, latency_us=-1)
+        raises("choose a bandwidth above 0 gigabits", Link, gbps=gbps)
+    raises("choose a latency of 0 or more", Link, gbps=1, latency_us=-1)
 
 
 ON_PAPER = """

@@ -120,12 +120,12 @@ def test_a_mesh_over_ranks_at_a_place(world4: World) -> None:
 
 
 def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
-    with pytest.raises(ValueError, match=r"takes 6 ranks, and there are 8: \(dp=2, tp=4\) or") as e:
+    with pytest.raises(ValueError, match=r"needs 6 ranks, but there are 8: \(dp=2, tp=4\) or") as e:
         check_sizes({"dp": 2, "tp": 3}, 8)
     assert "(dp=4, tp=2)" in str(e.value)
     raises(r"\(dp=7\) would do", check_sizes, {"dp": 4}, 7)
     for wrong in ({}, {"coordinates": 2}, {"_x": 2}, {"comm": 2}):
-        raises("names of their own", check_sizes, wrong, 2)
+        raises("a mesh needs named axes", check_sizes, wrong, 2)
     for size in (0, -2, 1.5, "2"):
         raises("at least 1 rank", check_sizes, {"dp": size}, 2)
 
@@ -141,7 +141,7 @@ def test_places_that_are_not_there(alone: World) -> None:
     sizes = {"dp": 2, "tp": 3}
     raises("rank 6 is not in a mesh of 6", coordinates, sizes, 6)
     raises("no axis 'pp'", rank_at, sizes, {"dp": 0, "tp": 0, "pp": 0})
-    raises("tp=3: this axis has 0 to 2", rank_at, sizes, {"dp": 0, "tp": 3})
+    raises("tp=3: the indices of this axis are 0 to 2", rank_at, sizes, {"dp": 0, "tp": 3})
 
     def play() -> None:
         mesh, words = Mesh(dp=1), "no axis 'pp'; it has dp"
@@ -163,7 +163,7 @@ def test_axes_of_one_rank_add_nothing_to_a_group() -> None:
 def test_one_rank_is_one_rank(alone: World) -> None:
     assert [ranks_in_words(size) for size in (1, 2, 1024)] == ["1 rank", "2 ranks", "1,024 ranks"]
     raises("rank 1 is not in a mesh of 1 rank$", coordinates, {"dp": 1}, 1)
-    raises(r"takes 1 rank, and there are 2", check_sizes, {"dp": 1}, 2)
+    raises(r"needs 1 rank, but there are 2", check_sizes, {"dp": 1}, 2)
     assert alone.picked.startswith("1 rank, ")
     (told,) = alone.run(lambda: str(Comm().explain("all_reduce", 8)))
     assert " 1 ranks" not in told

@@ -54,7 +54,7 @@ SAYS = {
         group default 0->2 tag 0, at +2
         rank 2: has returned""",
     "other_group": """
-        ranks 0, 1 and 2 wait for each other: none can go on
+        ranks 0, 1 and 2 wait for each other, so none can continue
         Where each rank was:
         collective 1 of group 1 (ranks 0, 1), at +4
         rank 1: waits in all_reduce(sum) float32 [4]
@@ -170,7 +170,7 @@ def test_a_launchers_store_reads_the_addresses_that_gloo_writes():
     key = "default_pg/0//cpu//0/0"
     meeting.store.set(key, bytes([2, 0, 0xA0, 0x3F, 127, 0, 0, 1, 0, 0]))
     assert meeting.addresses(1) == {key: f"127.0.0.1:{0xA03F}"}
-    says = "1 of 2 ranks came to the store within 0.1 s"
+    says = "1 of 2 ranks joined the store within 0.1 s"
     raises(says, meeting.addresses, 2, within_s=0.1, error=RuntimeError)
 
 

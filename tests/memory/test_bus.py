@@ -143,7 +143,7 @@ def test_a_bus_writes_to_any_tensor_and_leaves_no_graph(block: Any):
 
 test_what_a_bus_cannot_carry_is_refused = refusals(
     Bus().copy,
-    (torch.zeros(4), torch.zeros(5), r"float32 \[5\], the target .*float32 \[4\]"),
+    (torch.zeros(4), torch.zeros(5), r"float32 \[5\] and the target .*float32 \[4\]"),
     (torch.zeros(4).half(), torch.zeros(4), "cast before or after the copy"),
     (torch.zeros(4, 4).T, torch.zeros(4, 4), "call x.contiguous()"),
 )

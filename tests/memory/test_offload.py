@@ -306,7 +306,7 @@ def test_arguments_that_cannot_be():
     words = "at least one tensor must be able to travel"
     raises(words, offload_activations, nn.Linear(1, 1), in_flight=0)
     raises("cuda:0 has a bus of its own", bus_for, torch.device("cuda:0"), Link(gbps=1))
-    raises("give offload=offload_activations", Choices, gpt(), "offload")
+    raises("pass offload=offload_activations", Choices, gpt(), "offload")
     raises("for each of the 3 blocks", Choices, gpt(), ["full", "none"])
 
 
@@ -317,7 +317,7 @@ def test_a_buffer_is_a_stack_of_constant_size():
     assert buffer.take(1000) is None, "no room"
     buffer.give_back(one)
     assert buffer.used_bytes == 384, "below the top it waits"
-    raises("give back each piece once", buffer.give_back, one)
+    raises("return each piece once", buffer.give_back, one)
     buffer.give_back(two)
     assert buffer.used_bytes == 0
     again = buffer.take(1024)

@@ -95,10 +95,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ALL + "a ZeroOptimizer averages once in a step, and this schedule"),
     "two_owners_on_a_rank": (
         two_owners_on_a_rank,
-        ALL + "stages 0 and 2 are both on rank 0 and have a parameter in"),
+        ALL + "stages 0 and 2 are both on rank 0 and share a parameter"),
     "scaler_of_a_stage": (
         lambda mesh: pipe_of(mesh).step(X, X, scaler=GradScaler(comm=mesh.dp)),
-        "the scaler only [0, 1]: some stages would skip a step"),
+        "the scaler only [0, 1], so some stages would skip a step"),
 }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def test_gradients_of_the_last_step_that_are_still_there_are_an_error() -> None:
     gradients = Fp32Gradients([p])
     p.sum().backward()
     gradients.hand_over()
-    words = r"call optimizer.zero_grad\(\) after each step, not with set_to_none=False"
+    words = r"call optimizer.zero_grad\(\) after each step, without set_to_none=False"
     raises(words, p.sum().backward, error=RuntimeError)
     torch.optim.SGD([p]).zero_grad(set_to_none=False)
     raises(words, p.sum().backward, error=RuntimeError)
@@ -93,7 +93,9 @@ def test_gradients_of_the_last_step_that_are_still_there_are_an_error() -> None:
 def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be() -> None:
     with pytest.raises(ValueError, match="would round gradients of torch.float64"):
         Fp32Gradients([nn.Parameter(torch.ones(2, dtype=torch.float64))])
-    raises("nothing to add up", Fp32Gradients, [nn.Parameter(torch.ones(2), requires_grad=False)])
+    raises(
+        "nothing to accumulate", Fp32Gradients, [nn.Parameter(torch.ones(2), requires_grad=False)]
+    )
     p = nn.Parameter(torch.ones(2))
     Fp32Gradients([p]).remove()
     p.sum().backward()
@@ -106,11 +108,13 @@ def test_a_strategy_that_sends_gradients_in_order_of_arrival_is_an_error() -> No
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters(), comm)
     row = torch.ones(1, 2).bfloat16()
-    raises("DDP sends these gradients as they come; with DDP run", ddp(row).sum().backward)
+    raises(
+        "DDP sends these gradients as soon as they are ready; with DDP run", ddp(row).sum().backward
+    )
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters())
     with ddp.no_sync():
-        words = "gradients are not averaged over the 2 ranks of DDP.*give its comm"
+        words = "gradients are not averaged over the 2 ranks of DDP.*pass its comm"
         raises(words, ddp(row).sum().backward)
     layer = nn.Linear(2, 1).bfloat16()
     zero = ZeroOptimizer(layer.parameters(), torch.optim.SGD, stage=1, lr=0.1)

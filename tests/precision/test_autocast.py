@@ -340,8 +340,8 @@ def test_torchs_argument_order_is_reported(given: tuple[Any, ...]) -> None:
 
 @cases(
     (torch.float8_e4m3fn, None, "use_fp8"),
-    (torch.float32, None, "take torch.bfloat16"),
-    (torch.int8, None, "take torch.bfloat16"),
+    (torch.float32, None, "use torch.bfloat16"),
+    (torch.int8, None, "use torch.bfloat16"),
     (torch.bfloat16, "mps", "no op policy for 'mps'; it has one for 'cpu' and one for 'cuda'"),
 )
 def test_a_type_or_device_that_cannot_be_is_refused(
@@ -364,5 +364,5 @@ def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no CUDA device")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="no CUDA device here"), autocast(LOW, "cuda"):
+    with pytest.raises(ValueError, match="this machine has no CUDA device"), autocast(LOW, "cuda"):
         pass

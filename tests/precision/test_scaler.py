@@ -139,7 +139,7 @@ def test_16_bit_gradients_of_another_optimizer_or_changed_while_scaled_are_refus
 def test_the_order_of_calls_is_held() -> None:
     model, x, optimizer, scaler = fresh()
     again = r"unscaled since the last update\(\)"
-    raises(r"no step since the last one; call step before", scaler.update)
+    raises(r"no step since the last update(); call step first", scaler.update)
     model(x).sum().backward()
     raises(r"step: nothing has been scaled", scaler.step, optimizer)
     raises(r"unscale_: nothing has been scaled", scaler.unscale_, optimizer)
@@ -182,7 +182,7 @@ def test_clipping_before_unscaling_is_refused(by: str) -> None:
 test_arguments_that_cannot_be_are_refused = refusals(
     lambda options: GradScaler(**options),
     ({"init_scale": 0.0}, "scale=0.0: finite and more than 0"),
-    ({"init_scale": "cuda"}, "goes by the device of the gradients; leave it out"),
+    ({"init_scale": "cuda"}, "uses the device of the gradients; leave the device out"),
     ({"init_scale": -1.0}, "scale=-1.0: finite"),
     ({"init_scale": float("nan")}, "scale=nan: finite"),
     ({"init_scale": float("inf")}, "scale=inf: finite"),

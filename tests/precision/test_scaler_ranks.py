@@ -101,8 +101,8 @@ def test_ranks_that_step_differently_are_reported(world2: World) -> None:
         wrapped = DDP(model)  # kept alive: its hooks average in backward
         scaler.scale(wrapped(x).sum()).backward()
         if Comm().rank == 0:
-            words = "^GradScaler: the scale is 1024 on this rank and 2048 on another; make the "
-            words += "scaler alike, and load the same state, on every rank$"
+            words = "^GradScaler: the scale is 1024 on this rank and 2048 on another; create "
+            words += "the same scaler and load the same state on every rank$"
             raises(words, scaler.step, optimizer)
         else:
             scaler.step(optimizer)
@@ -147,7 +147,7 @@ def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it() -> None:
     scaler.scale(model(x).sum()).backward()
     raises("a ZeroOptimizer has the gradients of this model", scaler.unscale_, model)
     optimizer.clip_grad_norm_(1.0)
-    raises("clipped while they were multiplied by the scale", scaler.step, optimizer)
+    raises("clipped while still multiplied by the scale", scaler.step, optimizer)
 
 
 @on_each_rank("world2")

@@ -187,7 +187,7 @@ def test_a_modelled_wire_never_takes_gloos_own() -> None:
 @on_each_rank("world2")
 def test_names_that_cannot_serve_are_refused_before_anything_moves() -> None:
     comm, x = Comm(), torch.ones(3)
-    shapes = re.escape("ring_exchange: out is float32 [3], x is float32 [4]; make them equal")
+    shapes = re.escape("ring_exchange: out is float32 [3], but x is float32 [4]; make them equal")
     with listen() as events:
         raises("choose one of naive, tree", comm.all_reduce, x, algorithm="best")
         raises("serves float32 and float64", comm.all_reduce, x.long(), algorithm="gloo")

@@ -253,7 +253,7 @@ def test_a_killed_server_takes_its_ranks_with_it_and_a_new_one_comes(tmp_path: P
         say(error)
     """
     with driver(script, tmp_path) as running:
-        assert "may not open enough files" in running.hear()
+        assert "may open only enough files" in running.hear()
         for _ in range(2):
             assert running.hear() == "died True"
             assert running.hear() == "[0, 1]"

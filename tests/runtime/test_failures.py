@@ -505,7 +505,7 @@ def test_ranks_that_wait_in_different_groups_are_reported(world: World) -> None:
         error = failure(world, mix_groups)
     text = str(error)
     assert error.kind == "stuck" and error.ranks == (0, 1, 2, 3)
-    assert "wait for each other: none can go on" in text
+    assert "wait for each other, so none can continue" in text
     assert f"test_failures.py:{line_of('in the half')}" in text
     assert f"test_failures.py:{line_of('in the whole')}" in text
     assert "(ranks 0, 1)" in text and "group default" in text
@@ -587,7 +587,7 @@ def test_a_rank_that_never_arrives_is_named_with_its_line(hasty: World, depth: i
     error = failure(hasty, never_arrive)
     text = str(error)
     assert error.kind == "stuck" and error.ranks == (1,)
-    assert "waited 2 s for rank 1, who never came to it" in text
+    assert "waited 2 s for rank 1, which never called it" in text
     line = f"test_failures.py:{line_of('the bottom')} in sink"
     assert f"rank 1: is in no operation of a Comm; it is at {line}" in text
     assert "rank 0: waits in barrier" in text and "rank 2: waits in barrier" in text

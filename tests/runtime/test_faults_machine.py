@@ -86,7 +86,7 @@ def test_the_doctor_says_where_the_driver_is_too_old(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     found = examine()
     assert dict(found.groups["machine"])["GPUs"] == "none that torch sees"
-    assert any("torch sees no GPU" in problem for problem in found.problems)
+    assert any("torch finds no GPU" in problem for problem in found.problems)
 
 
 def test_a_dead_server_leaves_no_descriptor() -> None:

@@ -111,7 +111,7 @@ def test_ranks_that_disagree_are_reported(world2: World) -> None:
         call = partial(world2.run, lambda disagree: disagree(Comm()), disagree)
         raises("symmetric_empty", call, error=RankError)
         world2.restart()
-    negative = "-5 elements; give 0 or more"
+    negative = "-5 elements; choose 0 or more"
     raises(negative, world2.run, lambda: filled(-5, 0), error=RankError)
 
 

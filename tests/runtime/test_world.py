@@ -439,7 +439,7 @@ def test_wrong_arguments_are_refused_with_a_way_out(
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="no GPU"):
         World(2, device="cuda")
-    with pytest.raises(ValueError, match="needs a GPU for each of the 2 ranks, here are 0"):
+    with pytest.raises(ValueError, match="needs a GPU for each of the 2 ranks, but there are 0"):
         World(2, backend="nccl")
 
 

@@ -114,7 +114,7 @@ def test_wrong_sizes_are_named(name: str) -> None:
     chunks = 2 if name == "interleaved" else 1
     raises("stages=0: a pipeline has", schedule, name, 0, 3, chunks)
     raises("microbatches=-1", schedule, name, 3, -1, chunks)
-    raises(r"microbatches=2.5: a pipeline has a whole number", schedule, name, 1, 2.5, chunks)
+    raises(r"microbatches=2.5: choose a whole number", schedule, name, 1, 2.5, chunks)
 
 
 test_inadmissible_sizes_are_refused_with_the_rule = refusals(

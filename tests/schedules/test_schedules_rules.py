@@ -138,7 +138,7 @@ test_the_first_broken_rule_is_reported = refusals(
         "there; stage 1, position 1: F1 waits for F1 of stage 0, which comes after B0 there",
     ),
     ("F0.1 F0 B0.1 B0", "deadlock: stage 0, position 0: F0.1 waits for F0 of stage 0"),
-    ("", "this schedule does nothing"),
+    ("", "this schedule has no actions"),
     error=ScheduleError,
 )
 
@@ -176,7 +176,7 @@ test_an_invalid_action_is_reported = refusals(
 
 def test_text_is_read_in_either_case_and_a_word_that_is_no_action_is_named() -> None:
     for wrong in ("F0 X1", "F0 F", "F0 0F", "F0 F1.", "F0 F-1"):
-        raises("word 1 of .* is no action; write a letter of F B I", parse, wrong)
+        raises("word 1 of .* is not an action; write a letter of F B I", parse, wrong)
     assert parse("f0 b0.2") == [Action("forward", 0), Action("backward", 0, 2)]
 
 

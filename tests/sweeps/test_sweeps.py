@@ -36,7 +36,7 @@ def test_sizes_are_read_counted_and_refused() -> None:
     texts = ("12", "4K", "4k", "2MiB", "1 G", "3MB")
     assert [*map(sweep.parse_bytes, texts)] == [12, 4096, 4096, 2 << 20, 1 << 30, 3 << 20]
     for text in ("", "x", "4T", "0", "-4", "1.5K"):
-        raises("is no size; write bytes as 4096, 4K", sweep.parse_bytes, text)
+        raises("is not a size; write bytes as 4096, 4K", sweep.parse_bytes, text)
     assert sweep.sizes_between(4096, 1 << 18, 4) == [4096, 16384, 65536, 262144]
     assert sweep.sizes_between(4096, 70000, 4) == [4096, 16384, 65536]
     for op in OPS:  # as nccl-tests: rounded down, and counted for one rank where there are parts
@@ -49,7 +49,7 @@ def test_sizes_are_read_counted_and_refused() -> None:
 )  # fmt: skip
 def test_an_invalid_sweep_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
-    raises("holds no sweep that this labkit can read", read_sweep, tmp_path / "x.json")
+    raises("is not a sweep that this labkit can read", read_sweep, tmp_path / "x.json")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_gloos_own_all_reduce_is_a_ring_and_what_is_unknown_a_straight_line() ->
 def test_a_fit_needs_two_sizes_of_one_algorithm() -> None:
     ring = modelled("all_reduce", 4, "ring", 1e-5, 1e-9)
     for points in ([], ring[:1], ring + modelled("all_reduce", 4, "tree", 1e-5, 1e-9)):
-        raises("give the points of one, at two sizes or more", alpha_beta.fit, points)
+        raises("pass the points of one algorithm at two sizes or more", alpha_beta.fit, points)
     default = [replace(point, algorithm=DEFAULT) for point in ring]
     single = modelled("all_gather", 4, "ring", 1e-5, 1e-9)[:1]
     (fitted,) = alpha_beta.fit_sweep(Sweep(default + ring + single))

@@ -18,7 +18,7 @@ takes_half_of_the_largest: returned 0.25, but -1.375 is right
     / comm.size -> / 2
 counts_in_whole_numbers: but -1.375 is right
     [value] -> [int(value)]
-hands_over_the_number: only tensors travel, not a float; put it into one: torch.tensor([value])
+hands_over_the_number: only tensors can be sent, not a float; wrap it: torch.tensor([value])
     comm.all_reduce(x) -> comm.all_reduce(value)
 yields: your function has a `yield`, so its body never ran
     comm.all_reduce(x) -> yield comm.all_reduce(x)

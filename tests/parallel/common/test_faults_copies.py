@@ -169,7 +169,7 @@ def test_over_a_subgroup_a_copy_trains_and_a_pickle_evaluates() -> None:
 def test_a_model_returned_from_the_ranks_evaluates_and_does_not_train(world2: World) -> None:
     returned = world2.run(lambda: DDP(net()))[1]
     returned.eval()(torch.ones(4, 3).double())
-    words = "was pickled, and a process group does not travel"
+    words = "was pickled, and a process group cannot be pickled"
     raises(words, returned.train(), torch.ones(4, 3).double(), error=RuntimeError)
 
 
@@ -372,7 +372,7 @@ def test_a_process_group_is_taken_for_its_comm() -> None:
 
 @on_each_rank("world2")
 def test_an_invalid_group_is_refused_in_one_sentence() -> None:
-    words = "is no group of ranks; give a Comm, such as mesh.dp"
+    words = "is not a group of ranks; pass a Comm, such as mesh.dp"
     for wrong in ([0], Mesh(dp=2), "cuda", False):
         for make in taking(wrong):
             raises((words,), make, error=TypeError)

@@ -312,8 +312,8 @@ def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(stage: int) -> 
 @stages
 @on_each_rank("world")
 def test_a_parameter_thawed_later_is_refused_at_the_first_step(stage: int) -> None:
-    words = ("1 parameters, the first of shape [5, 5], were frozen when",
-             "make it after requires_grad_(True)")  # fmt: skip
+    words = ("1 parameters, the first of shape [5, 5], have gradients now but were frozen when",
+             "create it after requires_grad_(True)")  # fmt: skip
     (model, ours, _), _ = both(stage)
     before = model.embed.weight.detach().clone()
     model.frozen.weight.requires_grad_(True)

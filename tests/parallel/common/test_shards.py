@@ -129,7 +129,7 @@ def test_a_mark_of_a_third_kind_is_checked_described_and_copied_as_the_others() 
 def test_all_that_share_a_sequence_are_to_be_averaged() -> None:
     mark = SequenceParts(Ranks((0, 1)))
     for ranks in ((0,), (0, 2), (1, 2, 3)):
-        words = r'bias is used by ranks \[0, 1\].*mesh\["dp", "cp"\]'
+        words = r'ranks \[0, 1\] use .*bias on parts of .*mesh\["dp", "cp"\]'
         raises(words, mark.check, "bias", Ranks(ranks), averaged=True)
     mark.check("bias", Ranks((0, 1, 4, 5)), averaged=True)
 

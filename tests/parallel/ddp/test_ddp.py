@@ -75,7 +75,7 @@ def test_a_hook_is_a_plain_function() -> None:
         model = DDP(module, hook=hook)
         model(torch.ones(1, 1, dtype=dtype)).real.sum().backward()
         assert module.weight.grad is not None and module.weight.grad.item() == expected
-    words = "compressed(torch.int8): gradients travel as torch.bfloat16 or float16"
+    words = "compressed(torch.int8): choose torch.bfloat16 or torch.float16"
     raises((words,), comm_hooks.compressed, torch.int8)
 
 

@@ -39,12 +39,12 @@ SGD = torch.optim.SGD
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fewer stages than ranks": (
         lambda: make(stages(1)),
-        "1 stages do not go over 2 ranks; give 2, one for each rank, or a multiple of 2"),
+        "1 stages do not divide over 2 ranks; pass 2 stages, one per rank, or a multiple of 2"),
     "stages that do not divide": (
-        lambda: make(stages(3)), "3 stages do not go over 2 ranks"),
+        lambda: make(stages(3)), "3 stages do not divide over 2 ranks"),
     "other chunks": (
         lambda: make(stages(4), schedule="interleaved", chunks=3),
-        "4 stages on 2 ranks are 2 chunks on each, not chunks=3; give 6 stages"),
+        "4 stages on 2 ranks are 2 chunks per rank, not chunks=3; pass 6 stages"),
     "chunks for a schedule without": (
         lambda: make(stages(4)), "1f1b has one piece of the model"),
     "a model instead of stages": (
@@ -63,46 +63,47 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "a batch of 4 rows does not divide into 5 micro-batches of at least 1 row"),
     "x that is none": (
         lambda: make(stages()).step(None, X),
-        "x is a NoneType; give the batch [rows, ...], the same on every rank"),
+        "x is a NoneType; pass the batch [rows, ...], the same on every rank"),
     "no loss": (
         lambda: make(stages(), loss_fn=None),
-        "stage 1 is the last and computes the loss, on rank 1, which has no loss_fn; it was given "
-        "on no rank"),
+        "rank 1 has the last stage, 1, which computes the loss, but no loss_fn; it was passed on "
+        "no rank"),
     "a loss on the wrong stage": (
         lambda: make(stages(), loss_fn=None if Comm().rank else F.mse_loss),
-        "on rank 1, which has no loss_fn; it was given on rank 0: give it on rank 1"),
+        "but no loss_fn; it was passed on rank 0: pass it on rank 1"),
     "a schedule of other stages": (
         lambda: make(stages(), schedule=schedule("gpipe", 3, 2)),
-        "the schedule is of 3 stages, and there are 2 ranks"),
+        "the schedule has 3 stages, but there are 2 ranks"),
     "a schedule of more chunks": (
         lambda: make(stages(), schedule=schedule("interleaved", 2, 2, 2)),
-        "the schedule is of 2 chunks on each rank, and there are 2 stages for 2 ranks: give 4"),
+        "the schedule has 2 chunks per rank, but there are 2 stages for 2 ranks; pass 4"),
     "a schedule of other micro-batches": (
         lambda: make(stages(), schedule=schedule("gpipe", 2, 3), microbatches=2),
         "there are 2 micro-batches"),
     "two schedules": (
         lambda: make(stages(), schedule="gpipe" if Comm().rank else "1f1b"),
-        "rank 1 has another schedule than rank 0: on stage 1, position 1, F1 and not B0"),
+        "ranks 0 and 1 have different schedules: on stage 1, position 1, rank 1 has F1, rank 0 has "
+        "B0"),
     "two numbers of micro-batches": (
         lambda: make(stages(), microbatches=2 + Comm().rank),
-        "rank 1 has another schedule than rank 0"),
+        "ranks 0 and 1 have different schedules"),
     "two models": (
         lambda: make([nn.Linear(3, 3 + Comm().rank), nn.Linear(3, 3)]),
-        "stage 0 differs between ranks 0 and 1, which has weight [4, 3] float32, and not "
+        "stage 0 differs between ranks: rank 1 has weight [4, 3] float32, rank 0 has "
         "weight [3, 3] float32"),
     "an update without an optimizer": (
         lambda: make(stages(), schedule="pipedream"),
-        "this schedule updates the weights after each micro-batch; give an optimizer"),
+        "this schedule updates the weights after each micro-batch, so it needs the optimizer"),
     "an optimizer without an update": (
         lambda: make(stages(), optimizer=lambda ps: SGD(ps, 0.1)),
-        "this schedule has no update, so optimizer= would never step"),
+        "this schedule has no updates, so optimizer= would never step"),
     "updates of a tied parameter": (
         lambda: make([tied := nn.Linear(3, 3), tied], schedule="pipedream", optimizer=SGD),
-        "a parameter is tied over several ranks, and this schedule updates each stage at its own"),
+        "a parameter is tied over several ranks, but this schedule updates each stage at its own"),
     "updates in DDP": (
         lambda: make([DDP(stage, Mesh(pp=2, dp=1).dp) for stage in stages()],
                      schedule="pipedream", optimizer=SGD),
-        "a stage is in DDP, which averages once in a step"),
+        "a stage is wrapped in DDP, which averages gradients once per step"),
 }  # fmt: skip
 
 
@@ -132,16 +133,16 @@ def with_more() -> nn.Module:
 
 
 @cases(
-    (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made of 2 layers"),
-    (lambda: split(gpt(2), 3), "3 stages cannot be made of 2 blocks"),
+    (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made from 2 layers"),
+    (lambda: split(gpt(2), 3), "3 stages cannot be made from 2 blocks"),
     (lambda: split(stages(2), 3, [1, 1]), "stages=3 and 2 layers"),
-    (lambda: split(stages(2), 0), "0 stages cannot be made of 2 layers"),
+    (lambda: split(stages(2), 0), "0 stages cannot be made from 2 layers"),
     (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
-    (lambda: split(nn.Linear(2, 2), 2), "split cannot see the layers of a Linear"),
+    (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of a Linear"),
     (lambda: split(with_more(), 2), "which also has extra, and does not say where they run"),
     (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
     (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
-    (lambda: PacedStage(1, 2, 0.5, 0.5), "are not backward_s=2 together"),
+    (lambda: PacedStage(1, 2, 0.5, 0.5), "do not add up to backward_s=2"),
 )
 def test_what_cannot_be_cut_or_paced_is_refused(run: Callable[[], Any], expected: str) -> None:
     raises((expected,), run)
@@ -172,17 +173,17 @@ ON_A_RANK: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         "stage 0 (rank 0), micro-batch 0: it returned a tuple"),
     "rows that vanish": (
         lambda: make([returns(lambda x: x.flatten()), nn.Linear(3, 3)]).step(X, X), (0,),
-        "stage 0 (rank 0), micro-batch 0: its output is [6], and the micro-batch has 2 rows"),
+        "stage 0 (rank 0), micro-batch 0: its output is [6], but the micro-batch has 2 rows"),
     "a shape of each micro-batch": (
         a_shape_of_each_micro_batch, (0,),
-        "stage 0 (rank 0), micro-batch 1: its output is float32 [rows, 2], and was float32 "
+        "stage 0 (rank 0), micro-batch 1: its output is float32 [rows, 2], but was float32 "
         "[rows, 3] before"),
     "a loss that is no scalar": (
         lambda: make(stages(), loss_fn=lambda out, y: out - y).step(X, X), (1,),
-        "stage 1 (rank 1), micro-batch 0: loss_fn gave [2, 3]; it returns a scalar"),
+        "stage 1 (rank 1), micro-batch 0: loss_fn returned [2, 3]; it must return a scalar"),
     "targets of other rows": (
         lambda: make(stages()).step(X, X[:3]), (1,),
-        "rank 1 has the last stage and computes the loss: y is of 3 rows, x of 4 rows"),
+        "rank 1 has the last stage and computes the loss, but y is of 3 rows and x of 4 rows"),
     "a parameter frozen meanwhile": (
         a_parameter_frozen_meanwhile, (0, 1), "weight was frozen after the module was wrapped"),
     "other batches": (
@@ -227,7 +228,7 @@ def test_a_message_that_does_not_come_is_named() -> None:
         words = ("stage 0 (rank 0) waited for the gradient of micro-batch 0 from stage 1 (rank 1), "
                  "and it did not come: recv failed")  # fmt: skip
         raises((words,), pipe.step, X, X, error=CommError)
-        words = "the last step of this pipeline ended in an"
+        words = "the last step of this pipeline failed"
         raises((words,), pipe.step, X, X, error=RuntimeError)
 
     with World(2, timeout_s=2, check=False) as world:

@@ -126,7 +126,7 @@ def saved_by_some() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tied_when_it_was_cut": (
-        tied_when_it_was_cut, "is tied over stages of a pipeline that was made later"),
+        tied_when_it_was_cut, "is tied over stages of a pipeline created later"),
     "output_overwritten": (
         output_overwritten,
         "the output of stage 0 (rank 0), micro-batch 0, was changed in place while it was under"),
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "one_rank_converts": (
         lambda: changed_on(0, lambda pipe: pipe.bfloat16()),
         "first step or changed since the last"),
-    "saved_by_some": (saved_by_some, "would save a part of the model; give comm=mesh.comm"),
+    "saved_by_some": (saved_by_some, "would save only a part of the model; pass comm=mesh.comm"),
 }  # fmt: skip
 
 

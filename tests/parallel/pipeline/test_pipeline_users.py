@@ -58,9 +58,13 @@ def test_names_of_two_layers_are_refused() -> None:
     encoder, decoder = nn.Sequential(*stages()), nn.Sequential(*stages())
     cut = split(encoder, 2) + split(decoder, 2)
     for own in ([0, 2], [0], [3]):
-        raises("stages 0 and 2 have a layer called 0 each", Layers.together, cut, own)
+        raises(
+            "stages 0 and 2 have different layers with the same name, 0", Layers.together, cut, own
+        )
     dropouts = [Layers({"0": nn.Dropout()}) for _ in range(2)]
-    raises("stages 0 and 1 have a layer called 0 each", Layers.together, dropouts, [0])
+    raises(
+        "stages 0 and 1 have different layers with the same name, 0", Layers.together, dropouts, [0]
+    )
     again = split(encoder, 2) + split(encoder, 2)
     assert list(Layers.together(again, [0, 2]).parameters()) == list(encoder[0].parameters())
     one = nn.Linear(4, 4)
@@ -89,18 +93,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "in place": (
         lambda: stepped([nn.Linear(4, 4), Custom(
             lambda m, x: m.layer(x.mul_(2)), layer=nn.Linear(4, 4))]),
-        "stage 1 (rank 1), micro-batch 0: Custom changes in place what a gradient goes back to: "
-        "its input, which came from stage 0"),
+        "stage 1 (rank 1), micro-batch 0: Custom changes a tensor in place that needs a "
+        "gradient: its input, which came from stage 0"),
     "ZeRO-3 in halves": (
         lambda: stepped([ZeRO3(nn.Linear(4, 4), comm=Mesh(dp=2).dp)], "zb-h1", Mesh(pp=1, dp=2).pp),
         "stage 0 is in ZeRO3 (on rank 0)"),
     "updates in halves": (
         lambda: stepped(stages(), parse_schedule("F0 I0 W0 U0\n" * 2), optimizer=sgd),
-        "this schedule has backward in halves (I, W) and updates (U)"),
+        "this schedule splits backwards (I, W) and updates weights between the halves (U)"),
     "updates of a shared parameter": (
         lambda: stepped([*(shared := stages()), *shared],
                         parse_schedule("F0 F0.1 B0.1 U0.1 B0 U0\n" * 2), optimizer=sgd),
-        "0.weight of stage 2 is a parameter of stage 0, too, and this schedule updates"),
+        "0.weight of stage 2 is also a parameter of stage 0, but this schedule updates"),
 }  # fmt: skip
 
 

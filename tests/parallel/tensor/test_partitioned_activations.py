@@ -79,8 +79,8 @@ def test_a_rank_keeps_its_part_of_each_input(world2: World):
 
 
 @cases(
-    ({}, "selective", "is no layer cut over ranks"),  # whose inputs are this rank's heads
-    (None, "full", "is no layer cut over ranks"),
+    ({}, "selective", "is not sharded over ranks"),  # whose inputs are this rank's heads
+    (None, "full", "is not sharded over ranks"),
     ({}, None, "call Recompute"),
     ({"sequence": True}, "full", "cut along the sequence"),
 )

@@ -210,7 +210,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name() -> None:
             message = str(raises((reason,), ZeroOptimizer, parameters, make))
             assert message.startswith(f"{cls.__name__} cannot be sharded: ")
             assert message.endswith(f"or {cls.__name__} under DDP")
-    words = "'AdamW' object is not callable", "give the class of one"
+    words = "'AdamW' object is not callable", "use an optimizer class"
     raises(words, ZeroOptimizer, parameters, torch.optim.AdamW(parameters))
 
 

@@ -151,7 +151,7 @@ def test_errors_leave_a_model_that_trains_on() -> None:
         model(x[Comm().rank]).square().mean().backward(**how)
 
     step()
-    raises("create_graph=True asks for a graph of backward", step, create_graph=True)
+    raises("create_graph=True needs a graph of the backward", step, create_graph=True)
     for failing in (fail, lambda _, args: args[0].register_hook(fail) and None):  # in backward
         hook = model.module.b.down.register_forward_pre_hook(failing)
         raises("on purpose", step, error=RuntimeError)

@@ -217,7 +217,7 @@ def changed(**rows: Any) -> str:
 
 
 @cases(
-    ("", "is no table of algorithms"),
+    ("", "is not a table of algorithms"),
     ("[]", "does not say its source"),
     (changed(source=3), "does not say its source"),
     (changed(reduce={}), "it has nothing for reduce"),

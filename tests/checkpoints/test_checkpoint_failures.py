@@ -268,7 +268,7 @@ def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
         save_checkpoint(tmp_path, *build(), **options)
 
     for build, options, words in (
-        (with_two_shards, {}, "MasterWeights and ZeRO3 both say what a rank owns"),
+        (with_two_shards, {}, "MasterWeights and ZeRO3 both shard the optimizer"),
         (after_a_step, {"keep": 0}, "keep=0"),
         (after_a_step, {"step": -1}, "step=-1"),
         (after_a_step, {"extra": lambda: 0}, "step 0 was not saved"),
@@ -281,7 +281,7 @@ def test_what_cannot_be_saved_is_refused(world2: World, tmp_path: Path) -> None:
 
 def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: Path) -> None:
     assert "the folder does not exist" in refused(world2, load, tmp_path / "nowhere")
-    assert "it is no checkpoint" in refused(world2, load, tmp_path)
+    assert "it is not a checkpoint" in refused(world2, load, tmp_path)
     world2.run(save, tmp_path, 1)
     (tmp_path / "latest").write_text("step_00000009\n")
     assert "are there: step_00000001" in refused(world2, load, tmp_path)

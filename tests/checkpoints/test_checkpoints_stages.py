@@ -336,8 +336,8 @@ def another_group_on_one_stage(folder: str) -> None:
     (wider, "of other shape: embed.tokens.weight is [11, 8] there and [11, 12] here"),
     (tied_here, "this optimizer has no head.weight"),
     (along_dp, "would save only a part of the model; pass comm=mesh.comm"),
-    (two_owners, "ZeroOptimizer and ZeRO3 both say what a rank owns"),
-    (another_group_on_one_stage, "the number of parameter groups is 1, 2, 3, 4"),
+    (two_owners, "ZeroOptimizer and ZeRO3 both shard the optimizer"),
+    (another_group_on_one_stage, "with 1, 2, 3, 4 parameter groups"),
 )
 def test_another_model_and_a_part_of_one_are_refused(
     run: Callable[[str], None], words: str, world4: World, tmp_path: Path

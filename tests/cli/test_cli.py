@@ -220,8 +220,8 @@ def test_doctor_writes_what_it_measured_as_a_cluster(
 
 
 @cases(
-    ("notes.toml", "hello", "is no file of clusters"),
-    ("notes.toml", "[devices.x]", "is no file of clusters"),
+    ("notes.toml", "hello", "is not a file of clusters"),
+    ("notes.toml", "[devices.x]", "is not a file of clusters"),
     ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
 )
 def test_doctor_writes_over_nothing_of_ones_own(

@@ -127,7 +127,7 @@ def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
     for wrong in ({}, {"coordinates": 2}, {"_x": 2}, {"comm": 2}):
         raises("a mesh needs named axes", check_sizes, wrong, 2)
     for size in (0, -2, 1.5, "2"):
-        raises("at least 1 rank", check_sizes, {"dp": size}, 2)
+        raises("at least 1", check_sizes, {"dp": size}, 2)
 
 
 def test_a_mesh_too_large_to_read_is_not_drawn() -> None:

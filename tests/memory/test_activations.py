@@ -112,7 +112,7 @@ def test_what_cannot_be_chosen_or_measured_is_refused() -> None:
     least = smallest_budget(costs)
     raises(f"choose at least {least:,} bytes", least_recompute, costs, least - 1)
     raises("2 choices for 3 blocks", plan_of, drawn(0, 3), ["none"] * 2)
-    raises("'twice' is no choice of this block", plan_of, drawn(0, 3), ["none", "none", "twice"])
+    raises("'twice' is not a choice of this block", plan_of, drawn(0, 3), ["none", "none", "twice"])
     model = gpt()
     backwards = list(model.blocks)[::-1]
     with pytest.raises(ValueError, match="was not called once and in its turn"):

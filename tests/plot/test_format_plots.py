@@ -71,7 +71,7 @@ def test_flipping_a_bit_gives_the_number_of_that_pattern():
     assert shown.neighbours.value == "<b>infinity</b>"
     shown.pattern = 0
     assert "away from zero: 5.96046448e-8" in shown.neighbours.value
-    with pytest.raises(ValueError, match="no pattern of fp16"):
+    with pytest.raises(ValueError, match="not a bit pattern of fp16"):
         shown.pattern = 1 << 16
 
 

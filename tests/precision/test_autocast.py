@@ -335,7 +335,7 @@ def test_in_a_long_region_a_weight_is_cast_anew_after_writes_and_has_one_copy() 
 
 @pytest.mark.parametrize("given", [("cpu", LOW), ("cuda",)])
 def test_torchs_argument_order_is_reported(given: tuple[Any, ...]) -> None:
-    raises(rf"first: autocast\(torch.bfloat16, '{given[0]}'\)", autocast, *given)
+    raises(rf"first, as autocast\(torch.bfloat16, '{given[0]}'\)", autocast, *given)
 
 
 @cases(
@@ -358,7 +358,7 @@ def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.Mo
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
     monkeypatch.setattr(Tensor, "__matmul__", lacks)
-    with pytest.raises(ValueError, match="no products in torch.float16; take torch.bfloat16"):
+    with pytest.raises(ValueError, match="no matmul in torch.float16 on this CPU; use torch.bfloat16"):
         check_low_type(torch.float16, "cpu")
 
 

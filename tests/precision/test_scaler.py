@@ -143,7 +143,7 @@ def test_the_order_of_calls_is_held() -> None:
     model(x).sum().backward()
     raises(r"step: nothing has been scaled", scaler.step, optimizer)
     raises(r"unscale_: nothing has been scaled", scaler.unscale_, optimizer)
-    raises(r"scale\(float\): the loss is a tensor", scaler.scale, 1.0)
+    raises(r"scale\(float\): the loss must be a tensor", scaler.scale, 1.0)
     for given in (model, optimizer):  # unscaled by either, it is unscaled
         optimizer.zero_grad()
         scaler.scale(model(x).sum()).backward()

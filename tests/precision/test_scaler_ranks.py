@@ -145,7 +145,7 @@ def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it() -> None:
     model, x, _, scaler = fresh()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
     scaler.scale(model(x).sum()).backward()
-    raises("a ZeroOptimizer has the gradients of this model", scaler.unscale_, model)
+    raises("a ZeroOptimizer holds the gradients of this model", scaler.unscale_, model)
     optimizer.clip_grad_norm_(1.0)
     raises("clipped while still multiplied by the scale", scaler.step, optimizer)
 
@@ -175,7 +175,7 @@ def test_a_bad_loss_on_one_rank_is_reported_there_and_skipped_everywhere() -> No
     if Comm().rank == 0:
         scaler.step(optimizer)
     else:
-        words = ("the loss was nan before it was scaled", "find_nonfinite")
+        words = ("the loss was nan before scaling", "find_nonfinite")
         raises(words, scaler.step, optimizer)
     scaler.update()
     assert torch.equal(before, model.weight) and scaler.get_scale() == 32768.0

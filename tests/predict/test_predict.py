@@ -274,7 +274,7 @@ def test_no_size_may_be_less_than_nothing(name: str) -> None:
 THREE_D = {"vocab": 2, "width": 4, "context": 8, "rows": 1, "sequence": 8, "pp": 2}
 test_impossible_sizes_are_reported = refusals(
     lambda wrong: wrong(),
-    (lambda: predict.model_state_bytes(1e9, stage=4), "stage=4: ZeRO has stage 1"),
+    (lambda: predict.model_state_bytes(1e9, stage=4), "stage=4: choose ZeRO stage 1"),
     (lambda: predict.activation_bytes(8, 1, 10, 3), "width=10 does not divide over heads=3"),
     (
         lambda: predict.activation_bytes(8, 1, 12, 3, tensor_parallel=2),
@@ -286,7 +286,7 @@ test_impossible_sizes_are_reported = refusals(
     (lambda: predict.parameters(9, 10, 1, 4, 8), "width=10 does not divide over heads=4"),
     (lambda: predict.pipeline_parallel_bytes(8, 1, 8, 6, 4), "layers_per_stage=4"),
     (lambda: predict.bytes_by_axis(**THREE_D, depth=3, chunks=2), "depth=3: 4 stages"),
-    (lambda: predict.bytes_by_axis(**THREE_D, depth=4, zero=4), "zero=4: 0 for DDP, or a stage"),
+    (lambda: predict.bytes_by_axis(**THREE_D, depth=4, zero=4), "zero=4: choose 0 for DDP, or a ZeRO stage"),
     (
         lambda: predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True),
         "kept_whole is of sequence parallelism",
@@ -300,7 +300,7 @@ test_impossible_sizes_are_reported = refusals(
     (lambda: predict.interleaved(4, 6, 1, 1, 2), "microbatches=6 does not divide over stages"),
     (lambda: predict.zero_bubble_h2(4, 6, 1, 1, 1), "4 stages, this schedule needs 7"),
     (lambda: predict.mfu(1, 0, 1), "step_s=0: give more than 0"),
-    (lambda: predict.table(), "table.. has no numbers; name each source"),
+    (lambda: predict.table(), "table.. needs numbers, with a name for each source"),
 )
 
 

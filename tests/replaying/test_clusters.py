@@ -128,7 +128,7 @@ NO_SOURCE = "a number and its source are needed"
     ("[5e-6", "[5", "launch_s = 5, .*seconds, not microseconds"),
     ("[5e-6", "[-5e-6", "launch_s = -5e-06; more than 0 is needed"),
     ('launch_s = [5e-6, "a guess"]', "", f"launch_s = None; {NO_SOURCE}"),
-    ('peak_flops.bfloat16 = [312e12, "printed on it"]', "", "peak_flops: a table is needed"),
+    ('peak_flops.bfloat16 = [312e12, "printed on it"]', "", "peak_flops: expected a table"),
     ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no rate of any dtype; give one"),
     ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it is a part"),
 )

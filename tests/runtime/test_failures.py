@@ -701,7 +701,7 @@ def test_a_users_own_handler_of_interrupts_is_left_in_its_place(world: World) ->
         signal.signal(signal.SIGINT, before)
 
 
-# ---- what cannot travel
+# ---- what cannot be pickled
 
 
 def test_an_unpicklable_function_or_result_says_which_part_of_what(world: World) -> None:
@@ -714,8 +714,8 @@ def test_an_unpicklable_function_or_result_says_which_part_of_what(world: World)
         return {"fine": 1, "bad": [0, threading.Lock()]} if Comm().rank == 1 else {}
 
     for function, ranks, says in (
-        (uses_a_lock, (), "variable 'lock' used in uses_a_lock cannot travel"),
-        (result, (1,), "rank 1: the result['bad'][1] cannot travel"),
+        (uses_a_lock, (), "variable 'lock' used in uses_a_lock cannot be pickled"),
+        (result, (1,), "rank 1: the result['bad'][1] cannot be pickled"),
     ):
         error = failure(world, function)
         assert error.kind == "unpicklable" and error.ranks == ranks
@@ -732,9 +732,9 @@ def test_an_unpicklable_argument_says_which_part(world: World) -> None:
         (lambda: world.run(print, 1, deep), "arguments [1]"),
         (lambda: world.run(lambda given: given, given=deep), "argument ['given']"),
     ):
-        with pytest.raises(RankError, match="cannot travel.*it is a lock") as info:
+        with pytest.raises(RankError, match="cannot be pickled.*it is a lock") as info:
             call()
-        assert str(info.value).startswith(f"{name}['model'][1]['lock'] cannot travel")
+        assert str(info.value).startswith(f"{name}['model'][1]['lock'] cannot be pickled")
     assert world.run(os.getpid) == pids, "it does not cost the ranks their state"
 
 
@@ -747,7 +747,7 @@ def test_a_result_that_only_the_rank_can_read_says_so(world: World) -> None:
         exec("class Thing: pass", module.__dict__)
         return module.Thing()  # type: ignore[attr-defined]
 
-    with pytest.raises(RuntimeError, match="result of rank 0 arrived but cannot be read here"):
+    with pytest.raises(RuntimeError, match="result of rank 0 arrived but cannot be unpickled here"):
         world.run(result)
     assert_works(world)
 

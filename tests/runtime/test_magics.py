@@ -143,7 +143,7 @@ def test_a_value_is_shown_as_it_shows_itself_and_stays_on_its_rank(
     shell: InteractiveShell,
 ) -> None:
     ranks(shell, "3", "from labkit import DDP\nmodel = DDP(torch.nn.Linear(2, 3))\nkept = rank")
-    assert "Linear(in_features=2" in repr(ranks(shell, "", "model")), "which cannot travel"
+    assert "Linear(in_features=2" in repr(ranks(shell, "", "model")), "which cannot be pickled"
     assert "generator" in repr(ranks(shell, "", "(x for x in ())"))
     shown = repr(ranks(shell, "", "torch.full((2,), rank + 0.0)"))
     assert "tensor([2., 2.])" in shown.splitlines()[2]

@@ -399,7 +399,7 @@ def test_a_rank_that_comes_too_late_gets_an_error_and_no_result(
         if transport == "shm":
             assert "Timed out" in early[0] and "gave up" in late[0]
             for error in (*early[1:], *late[1:]):
-                assert "of no more use after an earlier error" in error and "restart()" in error
+                assert "cannot be used after an earlier error" in error and "restart()" in error
 
 
 def test_a_message_of_another_length_is_an_error_where_nothing_is_compared() -> None:

@@ -112,7 +112,7 @@ def test_pipedream_is_some_updates_behind(case: Case) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_wrong_sizes_are_named(name: str) -> None:
     chunks = 2 if name == "interleaved" else 1
-    raises("stages=0: a pipeline has", schedule, name, 0, 3, chunks)
+    raises("stages=0: choose a whole number", schedule, name, 0, 3, chunks)
     raises("microbatches=-1", schedule, name, 3, -1, chunks)
     raises(r"microbatches=2.5: choose a whole number", schedule, name, 1, 2.5, chunks)
 
@@ -123,7 +123,7 @@ test_inadmissible_sizes_are_refused_with_the_rule = refusals(
     (("interleaved", 4, 6, 2), "microbatches=6 with 4 stages.*multiple of 4"),
     (("interleaved", 4, 8), "chunks=1: interleaved needs at least 2"),
     (("interleaved", 4, 8, 0), "chunks=0: interleaved needs at least 2"),
-    (("1f1b", 4, 8, 2), "chunks=2: 1f1b has one piece.*interleaved"),
+    (("1f1b", 4, 8, 2), "chunks=2: 1f1b has one chunk.*interleaved"),
     (("zb-h1", 4, 3), "microbatches=3 with 4 stages: zb-h1 needs 4 or more"),
     (("zb-h2", 4, 6), "microbatches=6 with 4 stages: zb-h2 needs 7 or more"),
 )

@@ -54,7 +54,7 @@ def test_pieces_clip_as_a_single_process(max_norm: float) -> None:
         assert equal(norm, expected, 1e-12 if owner.pieces else 1e-6)
         for piece, clipped in zip(owner.pieces, cut_unevenly(module).pieces, strict=True):
             assert equal(piece, clipped)
-    raises("norm_type=0: pieces add up for p > 0", clip_grad_norm, owner, 1.0, 0)
+    raises("norm_type=0: choose p > 0", clip_grad_norm, owner, 1.0, 0)
 
 
 @on_each_rank("world3")

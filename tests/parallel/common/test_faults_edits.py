@@ -287,7 +287,7 @@ def around(layer: nn.Module) -> Any:
 HAND = "cut it by hand with ColumnParallelLinear"
 REFUSED = {
     "fused gate": (mlp(fused, up=48), "computes something else on a slice"),
-    "down before up": (low_rank, "a slice of the features from up to down"),
+    "down before up": (low_rank, "by the features between up and down"),
     "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "something else on a slice"),
     "norm": (mlp(lambda m, x: m.down(F.layer_norm(m.up(x), (24,)))), "forward fails on a slice"),
     "norm of what is there": (

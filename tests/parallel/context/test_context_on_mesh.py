@@ -37,7 +37,7 @@ def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
     def wrap(strategy: Any, comm: Comm) -> Any:
         return strategy(context_parallel(gpt(), mesh.cp), comm)
 
-    words = (f"used by ranks {list(mesh.cp.ranks)}", 'mesh["dp", "cp"]',
+    words = (f"ranks {list(mesh.cp.ranks)} use", 'mesh["dp", "cp"]',
              f"ranks {list(mesh.dp.ranks)} are not all of them")  # fmt: skip
     for strategy in STRATEGIES:
         raises(words, wrap, strategy, mesh.dp)

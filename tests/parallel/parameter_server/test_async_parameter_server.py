@@ -149,7 +149,7 @@ def test_invalid_arguments_are_refused(world: World) -> None:
 
     world.run(run, "give 0 steps or more, or None", max_staleness=-1)
     world.run(run, "order has 4, which is not a worker: workers are ranks 1 to 3", order=[1, 4])
-    world.run(run, "order has 0, which is no worker", order=[0])
+    world.run(run, "order has 0, which is not a worker", order=[0])
     with World(1) as one:
         one.run(run, "at least 2 ranks are needed")
 

@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make(stages(4), schedule="interleaved", chunks=3),
         "4 stages on 2 ranks are 2 chunks per rank, not chunks=3; pass 6 stages"),
     "chunks for a schedule without": (
-        lambda: make(stages(4)), "1f1b has one piece of the model"),
+        lambda: make(stages(4)), "1f1b has one chunk of the model"),
     "a model instead of stages": (
         lambda: make(gpt()),
         "stages is a GPT; give a list of modules, one for each stage, as split(model, 2) makes it"),
@@ -135,11 +135,11 @@ def with_more() -> nn.Module:
 @cases(
     (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made from 2 layers"),
     (lambda: split(gpt(2), 3), "3 stages cannot be made from 2 blocks"),
-    (lambda: split(stages(2), 3, [1, 1]), "stages=3 and 2 layers"),
+    (lambda: split(stages(2), 3, [1, 1]), "stages=3 but 2 layers"),
     (lambda: split(stages(2), 0), "0 stages cannot be made from 2 layers"),
     (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
     (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of a Linear"),
-    (lambda: split(with_more(), 2), "which also has extra, and does not say where they run"),
+    (lambda: split(with_more(), 2), "but not where its extra run"),
     (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
     (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
     (lambda: PacedStage(1, 2, 0.5, 0.5), "do not add up to backward_s=2"),

@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         tied_when_it_was_cut, "is tied over stages of a pipeline created later"),
     "output_overwritten": (
         output_overwritten,
-        "the output of stage 0 (rank 0), micro-batch 0, was changed in place while it was under"),
+        "the output of stage 0 (rank 0), micro-batch 0, was changed in place while it was being"),
     "last_stage_detaches": (
         lambda: pipe_of(nn.Linear(4, 4), Custom(
             lambda m, x: m.layer(x).detach(), layer=nn.Linear(4, 4))).step(X, Y),

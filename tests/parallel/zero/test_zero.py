@@ -294,7 +294,7 @@ def test_loss_scaling_is_refused_on_every_rank(stage: int) -> None:
         x = torch.ones(1, 2) if Comm().rank else torch.full((1, 2), torch.inf)
         scaler.scale(model(x).sum()).backward()
         call = scaler.unscale_ if unscaled else scaler.step
-        raises(("GradScaler is not supported", "labkit.GradScaler"), call, optimizer)
+        raises(("not torch.amp's", "labkit.GradScaler"), call, optimizer)
         before = model.weight.detach().clone()
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()

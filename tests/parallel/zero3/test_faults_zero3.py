@@ -407,4 +407,4 @@ def test_the_whole_state_is_whole_around_a_compiled_model_too() -> None:
     model = ZeRO3(module)
     for one in (model, torch.compile(model, backend="eager")):
         assert difference(full_state_dict(one), right) == 0
-    raises("has a ZeRO3 inside", full_state_dict, nn.Sequential(model))
+    raises("contains a ZeRO3", full_state_dict, nn.Sequential(model))

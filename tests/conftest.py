@@ -97,6 +97,12 @@ def worlds() -> Iterator[Callable[..., "World"]]:
 world2, world3, world4 = world_fixture(2), world_fixture(3), world_fixture(4)
 
 
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """What this process has printed since the last time."""
+    return lambda: capsys.readouterr().out
+
+
 @pytest.fixture(autouse=True)
 def this_process_is_no_rank_afterwards() -> Iterator[None]:
     """What trains or saves without ranks makes its process a world of one, where nothing more can

@@ -8,15 +8,17 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-ROOT = Path(__file__).resolve().parent.parent
+from command import python
+from places import ROOT
+
 PYTHONS = ["3.11", "3.12", "3.13"]
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -90,8 +92,7 @@ def test_a_line_that_pins_nothing_is_refused(line: str):
 
 def test_torch_is_pinned_without_a_build():
     """`+cpu` or `+cu130` would tie everyone to one kind of machine."""
-    version = pins(read("constraints.txt"))["torch"]
-    assert str(version) == "2.13.0"
+    assert str(pins(read("constraints.txt"))["torch"]) == "2.13.0"
 
 
 def test_dependencies_are_ranges():
@@ -119,16 +120,14 @@ def test_packages_that_dependencies_bring_are_pinned_too():
             continue
         if name not in pinned or Version(package.version).public != pinned[name].public:
             continue
-        for line in package.requires or []:
-            needed = Requirement(line)
+        for needed in map(Requirement, package.requires or []):
             if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
                 continue
             if name == "torch" and re.match(r"nvidia|cuda|triton|pytorch-triton", needed.name):
                 continue
-            needed_name = canonicalize_name(needed.name)
-            if needed_name not in pinned:
-                missing.add(f"{needed_name} (needed by {name})")
-            to_visit.append(needed_name)
+            to_visit.append(canonicalize_name(needed.name))
+            if to_visit[-1] not in pinned:
+                missing.add(f"{needed.name} (needed by {name})")
     assert sorted(missing) == []
 
 
@@ -140,8 +139,7 @@ def test_the_python_range_is_the_same_everywhere():
 
     make = read("Makefile")
     assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in make
-    for version in PYTHONS:
-        assert f"python{version} " in make
+    assert [version for version in PYTHONS if f"python{version} " not in make] == []
 
     settings = tomllib.loads(read("pyproject.toml"))["tool"]
     assert settings["ruff"]["target-version"] == "py311"
@@ -150,7 +148,8 @@ def test_the_python_range_is_the_same_everywhere():
     assert "3.11 to 3.13" in read("README.md")
 
 
-def test_conda_installs_the_same_packages():
+def test_make_and_conda_install_the_same_packages():
+    assert "-c constraints.txt -e '.[lab,dev,wild]'" in read("Makefile")
     lines = read("environment.yml").partition("\ndependencies:\n")[2].splitlines()
     conda = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
     pip = [line.removeprefix("      - ").strip('"') for line in lines if line.startswith(" " * 6)]
@@ -163,13 +162,7 @@ def test_conda_installs_the_same_packages():
     assert names == ["python", "pip"], (
         "environment.yml takes Python and pip from conda and every package from constraints.txt"
     )
-    python = re.fullmatch(r"python=(3\.\d+)", conda[0])
-    assert python is not None and python[1] in PYTHONS
-
-
-def test_make_installs_what_conda_installs():
-    recipe = read("Makefile")
-    assert "-c constraints.txt -e '.[lab,dev,wild]'" in recipe
+    assert conda[0].removeprefix("python=") in PYTHONS
 
 
 def test_the_version_has_one_source():
@@ -191,8 +184,8 @@ def test_every_make_command_of_a_page_exists(page: str):
 def test_every_target_has_its_sentence():
     described = set(re.findall(r"^([a-z][a-z-]*):[^#\n]*## \S", read("Makefile"), flags=re.M))
     assert described == targets()
-    phony = re.search(r"^\.PHONY: ([a-z -]+)$", read("Makefile"), flags=re.MULTILINE)
-    assert phony is not None and set(phony[1].split()) == targets()
+    (phony,) = re.findall(r"^\.PHONY: ([a-z -]+)$", read("Makefile"), flags=re.MULTILINE)
+    assert set(phony.split()) == targets()
 
 
 def test_ci_runs_lint_types_and_every_test():
@@ -219,9 +212,7 @@ def test_pytest_starts_without_the_timeout_plugin(tmp_path: Path):
     (tmp_path / "tests/test_it.py").write_text(
         "import pytest\n\n@pytest.mark.timeout(5)\ndef test_it():\n    pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:timeout"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-m", "pytest", "-q", "-p", "no:timeout", cwd=tmp_path)
     assert "warning" not in done.stdout + done.stderr
 
 
@@ -256,15 +247,25 @@ class Workplace:
         )
         self.python.chmod(0o755)
 
-    def make(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def make(
+        self, *arguments: str, status: int = 0, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A finished make, which must end with this status."""
         # MAKEFLAGS and its like would tie this make to the one that runs the suite.
         kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
         self.log.write_text("")
         command = ["make", f"PYTHON={self.python}", *arguments]
         env = kept | {"PYTHONPATH": ""} | variables
-        return subprocess.run(
+        done = subprocess.run(
             command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=60
         )
+        assert done.returncode == status, done.stderr
+        return done
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        file = self.folder / name
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
 
     def asked(self) -> list[str]:
         return [line.split()[0] for line in self.log.read_text().splitlines()]
@@ -277,21 +278,17 @@ def workplace(tmp_path: Path) -> Workplace:
 
 @needs_make
 def test_setup_is_made_once(workplace: Workplace):
-    first = workplace.make("setup")
-    assert first.returncode == 0, first.stderr
+    workplace.make("setup")
     assert workplace.asked() == ["venv", "-m"]
     assert "-c constraints.txt -e .[lab,dev,wild]" in workplace.log.read_text()
-
-    second = workplace.make("setup")
-    assert second.returncode == 0, second.stderr
+    workplace.make("setup")
     assert workplace.asked() == []
 
 
 @needs_make
 @pytest.mark.parametrize("target", sorted(TARGETS_IN_VENV))
 def test_each_target_sets_up_first(workplace: Workplace, target: str):
-    done = workplace.make(target)
-    assert done.returncode == 0, done.stderr
+    workplace.make(target)
     assert workplace.asked()[:2] == ["venv", "-m"] and workplace.asked()[2:] != []
 
 
@@ -300,13 +297,11 @@ def test_no_target_is_left_out_above():
 
 
 def change_the_pins(workplace: Workplace) -> None:
-    file = workplace.folder / "constraints.txt"
-    file.write_text(file.read_text() + "another==1.0\n")
+    workplace.edit("constraints.txt", "\ntorch==", "\nanother==1.0\ntorch==")
 
 
 def add_a_dependency(workplace: Workplace) -> None:
-    file = workplace.folder / "pyproject.toml"
-    file.write_text(file.read_text().replace('"torch>=2.11"', '"torch>=2.12"'))
+    workplace.edit("pyproject.toml", '"torch>=2.11"', '"torch>=2.12"')
 
 
 def lose_the_python(workplace: Workplace) -> None:
@@ -315,7 +310,7 @@ def lose_the_python(workplace: Workplace) -> None:
 
 def fail_half_way(workplace: Workplace) -> None:
     shutil.rmtree(workplace.folder / ".venv")
-    assert workplace.make("setup", PIP_FAILS="1").returncode != 0
+    workplace.make("setup", status=2, PIP_FAILS="1")
 
 
 def move(workplace: Workplace) -> None:
@@ -332,52 +327,42 @@ def move(workplace: Workplace) -> None:
      (lose_the_python, ""), (move, "")],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
-def test_setup_is_made_anew_after(
-    workplace: Workplace, change: Callable[[Workplace], None], says: str
-) -> None:
+def test_setup_is_made_anew_after(workplace: Workplace, change: Any, says: str) -> None:
     workplace.make("setup")
     left_over = workplace.folder / ".venv/left_over"
     left_over.touch()
     change(workplace)
     left_over = workplace.folder / ".venv/left_over"
-    done = workplace.make("setup")
-    assert done.returncode == 0, done.stderr
-    assert workplace.asked() == ["venv", "-m"] and says in done.stdout
-    assert not left_over.exists()
+    assert says in workplace.make("setup").stdout
+    assert workplace.asked() == ["venv", "-m"] and not left_over.exists()
 
 
 @needs_make
 def test_setup_is_not_made_anew_for_a_lint_rule(workplace: Workplace) -> None:
     workplace.make("setup")
-    file = workplace.folder / "pyproject.toml"
-    file.write_text(file.read_text().replace("line-length = 100", "line-length = 99"))
+    workplace.edit("pyproject.toml", "line-length = 100", "line-length = 99")
     workplace.make("setup")
     assert workplace.asked() == []
 
 
 @needs_make
 def test_no_python_that_suits_is_an_error_that_helps(workplace: Workplace):
-    done = workplace.make("PYTHON=no-such-python", "setup")
-    assert done.returncode != 0
+    done = workplace.make("PYTHON=no-such-python", "setup", status=2)
     assert "needs Python 3.11, 3.12 or 3.13" in done.stderr
     assert "make setup PYTHON=" in done.stderr
     assert not (workplace.folder / ".venv").exists()
-    done = workplace.make("setup", NO_ENSUREPIP="1")
-    assert done.returncode != 0
+    done = workplace.make("setup", status=2, NO_ENSUREPIP="1")
     assert "cannot make virtual environments" in done.stderr
 
 
 @needs_make
 def test_help_lists_every_target(workplace: Workplace):
-    done = workplace.make()
-    assert done.returncode == 0
-    assert set(re.findall(r"^  make (\S+)", done.stdout, flags=re.MULTILINE)) == targets()
-    assert workplace.asked() == []
+    listed = re.findall(r"^  make (\S+)", workplace.make().stdout, flags=re.MULTILINE)
+    assert set(listed) == targets() and workplace.asked() == []
 
 
 @needs_make
 def test_test_here_installs_nothing(workplace: Workplace):
-    done = workplace.make("test-here", "ARGS=-k nothing")
-    assert done.returncode == 0, done.stderr
+    workplace.make("test-here", "ARGS=-k nothing")
     assert not (workplace.folder / ".venv").exists()
     assert workplace.log.read_text() == "ran -m pytest -k nothing\n"

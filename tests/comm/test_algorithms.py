@@ -1,27 +1,14 @@
 """Every algorithm of labkit/comm/collectives: results, bytes, costs; mostly on simulated ranks."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
+import algorithm_cases
 from algorithm_bytes import SENT, Call, sent_bytes
-from algorithm_cases import (
-    DTYPES,
-    EVERY,
-    RANKS,
-    SIZES,
-    Case,
-    nodes_for,
-    of,
-    same_bits,
-    served,
-    serves,
-    sizes_for,
-    uneven,
-)
+from algorithm_cases import DTYPES, EVERY, RANKS, SIZES, Case, served, serves, sizes_for, uneven
 from comm_contract import WAYS, everyones, given, ops_of, reduced
 from fake_wire import Mailbox
 from labkit import Comm, World, listen
@@ -54,7 +41,11 @@ def test_every_dtype_and_reduction(collective: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("collective", "name"),
-    [*of("all_gather", "reduce_scatter", "all_to_all"), ("gather", "flat"), ("scatter", "flat")],
+    [
+        *algorithm_cases.of("all_gather", "reduce_scatter", "all_to_all"),
+        ("gather", "flat"),
+        ("scatter", "flat"),
+    ],
 )
 def test_chunks_of_different_sizes(collective: str, name: str) -> None:
     for n in served(collective, name):
@@ -75,7 +66,7 @@ def test_every_root(name: str) -> None:
 
 def test_hierarchical_on_nodes_of_every_size() -> None:
     for n in RANKS:
-        for nodes in nodes_for(n):
+        for nodes in algorithm_cases.nodes_for(n):
             for op in ("sum", "mean"):
                 Case("all_reduce", "hierarchical", chunk_sizes(29, n), op=op, nodes=nodes).check()
     for odd_nodes in ([[0, 3], [1, 2, 4]], [[0, 1, 2, 3, 4], [5, 6]], [[6, 2], [5], [0, 1, 3, 4]]):
@@ -98,7 +89,7 @@ def test_in_many_pieces(collective: str, name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
 def test_an_all_reduce_gives_all_ranks_the_same_bits(name: str, op: str) -> None:
     for n in RANKS:
-        same_bits(name, op, n)
+        algorithm_cases.same_bits(name, op, n)
 
 
 def test_every_algorithm_has_its_bytes_and_its_cost() -> None:
@@ -110,24 +101,21 @@ def test_every_algorithm_has_its_bytes_and_its_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("collective", "name", "in_all"),
+    ("collective", "name"),
     [
-        *((one, name, lambda n, S: (n - 1) * S) for one in ("broadcast", "reduce")
-          for name in ALGORITHMS[one]),
-        *((one, name, lambda n, S: (n - 1) * S) for one in ("all_gather", "reduce_scatter")
+        *algorithm_cases.of("broadcast", "reduce"),
+        *((one, name) for one in ("all_gather", "reduce_scatter")
           for name in ("ring", "recursive_doubling", "bruck") if name in ALGORITHMS[one]),
-        *(("all_reduce", name, lambda n, S: 2 * (n - 1) * S) for name in
-          ("naive", "tree", "ring", "double_tree")),
+        *(("all_reduce", name) for name in ("naive", "tree", "ring", "double_tree")),
     ],
 )  # fmt: skip
-def test_the_sums_over_all_ranks_are_those_of_the_textbooks(
-    collective: str, name: str, in_all: Callable[[int, int], int]
-) -> None:
+def test_sums_over_all_ranks_are_the_textbooks(collective: str, name: str) -> None:
     for n in served(collective, name):
         sizes = uneven(n, 2)
         calls = [Call(sizes, rank) for rank in range(n)]
         in_total = sum(sent_bytes(collective, name, 4, call) for call in calls)
-        assert in_total == in_all(n, 4 * sum(sizes))
+        times = 2 if collective == "all_reduce" else 1
+        assert in_total == times * (n - 1) * 4 * sum(sizes)
 
 
 def test_costs_are_the_bytes_of_the_busiest_rank_and_the_known_steps() -> None:
@@ -214,9 +202,11 @@ def test_nearly_no_rank_is_an_inner_node_of_both_trees() -> None:
         assert len(inside[0] & inside[1]) <= 1
 
 
-def test_nodes_are_as_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_as_torchrun_or_the_wire_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert nodes_of([0, 1, 2, 7]) == [[0, 1, 2, 3]]
+    assert nodes_of([0, 1, 2, 3], 2) == [[0, 1], [2, 3]]
+    assert nodes_of([1, 3, 2], 2) == [[0], [1, 2]], "counted inside the group"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert nodes_of([0, 1, 2, 3, 4]) == [[0, 1], [2, 3], [4]]
     assert nodes_of([1, 2, 3]) == [[0], [1, 2]], "a group counts its own ranks"

@@ -1,6 +1,6 @@
 """Meshes: who stands where, who is in whose group, and what wrong sizes are told."""
 
-from itertools import combinations
+from itertools import combinations, permutations
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from labkit import Comm, Mesh, World, plot
 from labkit.comm.mesh import check_sizes, coordinates, factorisations, lines, rank_at
 from labkit.events import ranks_in_words
 from tables import raises
-from worlds import on_each_rank, world_fixture
+from worlds import on_each_rank
 
 SHAPES = [{"dp": 1}, {"dp": 6}, {"pp": 2, "dp": 2, "tp": 2}, {"a": 3, "b": 1, "c": 4, "d": 2}]
 
@@ -21,33 +21,26 @@ SHAPES = [{"dp": 1}, {"dp": 6}, {"pp": 2, "dp": 2, "tp": 2}, {"a": 3, "b": 1, "c
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_coordinates_and_ranks_are_each_others_inverse(sizes: dict[str, int]) -> None:
     size = prod(sizes.values())
-    where = [coordinates(sizes, rank) for rank in range(size)]
-    assert [rank_at(sizes, one) for one in where] == list(range(size))
-    assert where == sorted(where, key=lambda one: list(one.values())), "the last varies fastest"
-    assert [list(one) for one in where] == [list(sizes)] * size
+    places = [coordinates(sizes, rank) for rank in range(size)]
+    assert [rank_at(sizes, place) for place in places] == list(range(size))
+    assert places == sorted(places, key=lambda place: list(place.values())), "last varies fastest"
+    assert [list(place) for place in places] == [list(sizes)] * size
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
-def test_lines_take_every_rank_once_and_differ_on_one_axis(sizes: dict[str, int]) -> None:
-    for axis in sizes:
-        found = list(lines(sizes, axis))
-        assert sorted(rank for line in found for rank in line) == list(range(prod(sizes.values())))
-        for line in found:
-            where = [coordinates(sizes, rank) for rank in line]
-            assert [one.pop(axis) for one in where] == list(range(sizes[axis]))
-            assert all(one == where[0] for one in where)
-
-
-def test_planes_take_every_rank_once_and_differ_on_their_axes() -> None:
-    sizes = {"a": 2, "b": 3, "c": 2}
-    for axes in (("a", "b"), ("c", "a"), ("b", "c"), ("a", "b", "c")):
-        found = list(lines(sizes, *axes))
-        assert sorted(rank for plane in found for rank in plane) == list(range(12))
-        for plane in found:
+def test_lines_and_planes_take_every_rank_once(sizes: dict[str, int]) -> None:
+    subsets = [axes for count in range(len(sizes)) for axes in permutations(sizes, count + 1)]
+    for axes in subsets:
+        planes = list(lines(sizes, *axes))
+        assert sorted(rank for plane in planes for rank in plane) == list(
+            range(prod(sizes.values()))
+        )
+        for plane in planes:
             assert plane == sorted(plane) and len(plane) == prod(sizes[axis] for axis in axes)
-            where = [coordinates(sizes, rank) for rank in plane]
-            assert len({tuple(one[x] for x in sizes if x not in axes) for one in where}) == 1
-    assert list(lines(sizes, "a", "c"))[1] == [2, 3, 8, 9], "the last axis varies fastest"
+            places = [coordinates(sizes, rank) for rank in plane]
+            assert len({tuple(at[x] for x in sizes if x not in axes) for at in places}) == 1
+    of_two_axes = list(lines({"a": 2, "b": 3, "c": 2}, "a", "c"))
+    assert of_two_axes[1] == [2, 3, 8, 9], "the last axis varies fastest"
 
 
 @on_each_rank("world4")
@@ -75,7 +68,7 @@ def groups(**sizes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, float], 
 
 def test_megatrons_eight_ranks() -> None:
     def joint_groups() -> dict[tuple[str, ...], tuple[int, ...]]:
-        mesh, found = Mesh(pp=2, dp=2, tp=2), {}
+        mesh, members = Mesh(pp=2, dp=2, tp=2), {}
         for axes in (("pp", "dp"), ("pp", "tp"), ("dp", "tp")):
             comm = mesh[axes]
             assert comm is mesh[axes[::-1]], "in whatever order, one group"
@@ -84,20 +77,20 @@ def test_megatrons_eight_ranks() -> None:
             assert x.item() == sum(comm.ranks)
             here, (outer, inner) = mesh.coordinates(), axes
             assert comm.rank == 2 * here[outer] + here[inner], "the last axis varies fastest"
-            found[axes] = comm.ranks
+            members[axes] = comm.ranks
         assert mesh["tp", "pp", "dp"] is mesh.comm and mesh["dp",] is mesh.dp
-        return found
+        return members
 
     with World(8) as world:
-        found = world.run(groups, pp=2, dp=2, tp=2)
+        alone = world.run(groups, pp=2, dp=2, tp=2)
         joint = world.run(joint_groups)
-    ranks, sums, where = found[5]
+    ranks, sums, place = alone[5]
     assert ranks == {"pp": (1, 5), "dp": (5, 7), "tp": (4, 5)}
     assert sums == {"pp": 6.0, "dp": 12.0, "tp": 9.0}
-    assert where == {"pp": 1, "dp": 0, "tp": 1}
+    assert place == {"pp": 1, "dp": 0, "tp": 1}
     of_pairs = {("pp", "dp"): (1, 3, 5, 7), ("pp", "tp"): (0, 1, 4, 5), ("dp", "tp"): (4, 5, 6, 7)}
     assert joint[5] == of_pairs
-    for groups_of in ([of_rank for of_rank, _, _ in found], joint):
+    for groups_of in ([of_rank for of_rank, _, _ in alone], joint):
         for rank, of_rank in enumerate(groups_of):
             for axes, members in of_rank.items():
                 assert rank in members and groups_of[members[0]][axes] == members
@@ -110,63 +103,46 @@ def test_axes_of_one_rank_and_of_all(world3: World) -> None:
 
 
 def test_a_mesh_over_ranks_at_a_place(world4: World) -> None:
-    def play() -> tuple[int, str]:
-        mesh = Mesh(dp=2, tp=2)
-        return mesh.rank_at(dp=1), repr(mesh)
-
-    found = world4.run(play)
-    assert [rank for rank, _ in found] == [2, 3, 2, 3]
-    assert found[3][1] == "Mesh(dp=2, tp=2; this is rank 3 at {'dp': 1, 'tp': 1})"
+    assert world4.run(lambda: Mesh(dp=2, tp=2).rank_at(dp=1)) == [2, 3, 2, 3]
+    said = world4.run(lambda: repr(Mesh(dp=2, tp=2)))[3]
+    assert said == "Mesh(dp=2, tp=2; this is rank 3 at {'dp': 1, 'tp': 1})"
 
 
 def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
-    with pytest.raises(ValueError, match=r"needs 6 ranks, but there are 8: \(dp=2, tp=4\) or") as e:
-        check_sizes({"dp": 2, "tp": 3}, 8)
-    assert "(dp=4, tp=2)" in str(e.value)
+    words = ("needs 6 ranks, but there are 8: (dp=2, tp=4) or", "(dp=4, tp=2)")
+    raises(words, check_sizes, {"dp": 2, "tp": 3}, 8)
     raises(r"\(dp=7\) would do", check_sizes, {"dp": 4}, 7)
     for wrong in ({}, {"coordinates": 2}, {"_x": 2}, {"comm": 2}):
         raises("a mesh needs named axes", check_sizes, wrong, 2)
     for size in (0, -2, 1.5, "2"):
         raises("at least 1", check_sizes, {"dp": size}, 2)
 
-
-def test_a_mesh_too_large_to_read_is_not_drawn() -> None:
     raises("512 ranks cannot be read", plot.mesh, {"dp": 8, "tp": 64})
 
 
-alone = world_fixture(1)
-
-
-def test_places_that_are_not_there(alone: World) -> None:
+@on_each_rank("world2")
+def test_places_and_axes_that_are_not_there() -> None:
     sizes = {"dp": 2, "tp": 3}
     raises("rank 6 is not in a mesh of 6", coordinates, sizes, 6)
     raises("no axis 'pp'", rank_at, sizes, {"dp": 0, "tp": 0, "pp": 0})
     raises("tp=3: the indices of this axis are 0 to 2", rank_at, sizes, {"dp": 0, "tp": 3})
-
-    def play() -> None:
-        mesh, words = Mesh(dp=1), "no axis 'pp'; it has dp"
-        raises(words, mesh.__getitem__, "pp", error=KeyError)
-        raises(words, getattr, mesh, "pp", error=AttributeError)
-        raises(words, mesh.__getitem__, ("dp", "pp"), error=KeyError)
-
-    alone.run(play)
-
-
-@on_each_rank("world2")
-def test_axes_of_one_rank_add_nothing_to_a_group() -> None:
-    mesh = Mesh(dp=2, cp=1, tp=1)
+    mesh, words = Mesh(dp=2, cp=1, tp=1), "no axis 'pp'; it has dp, cp, tp"
+    raises(words, mesh.__getitem__, "pp", error=KeyError)
+    raises(words, getattr, mesh, "pp", error=AttributeError)
+    raises(words, mesh.__getitem__, ("dp", "pp"), error=KeyError)
     for wrong in ((), ("dp", "dp")):
         raises("name at least one axis, each once", mesh.__getitem__, wrong, error=KeyError)
-    assert mesh["dp", "cp"] is mesh.dp and mesh["cp", "tp"].ranks == (mesh.comm.rank,)
+    assert mesh["dp", "cp"] is mesh.dp, "an axis of one rank adds nothing to a group"
+    assert mesh["cp", "tp"].ranks == (mesh.comm.rank,)
 
 
-def test_one_rank_is_one_rank(alone: World) -> None:
+def test_one_rank_is_one_rank() -> None:
     assert [ranks_in_words(size) for size in (1, 2, 1024)] == ["1 rank", "2 ranks", "1,024 ranks"]
     raises("rank 1 is not in a mesh of 1 rank$", coordinates, {"dp": 1}, 1)
     raises(r"needs 1 rank, but there are 2", check_sizes, {"dp": 1}, 2)
-    assert alone.picked.startswith("1 rank, ")
-    (told,) = alone.run(lambda: str(Comm().explain("all_reduce", 8)))
-    assert " 1 ranks" not in told
+    with World(1) as alone:
+        assert alone.picked.startswith("1 rank, ")
+        assert " 1 ranks" not in alone.run(lambda: str(Comm().explain("all_reduce", 8)))[0]
 
 
 def test_factorisations() -> None:
@@ -181,7 +157,7 @@ def drawn(sizes: dict[str, int], ranks_per_node: int | None = None) -> tuple[Any
 
 
 def links_of(axes: Any) -> list[LineCollection]:
-    return [one for one in axes.collections if isinstance(one, LineCollection)]
+    return [links for links in axes.collections if isinstance(links, LineCollection)]
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
@@ -192,16 +168,15 @@ def test_the_picture_has_every_rank_apart_and_every_link(sizes: dict[str, int]) 
     places = combinations([text.get_position() for text in axes.texts], 2)
     apart = [max(abs(x - u), abs(y - v)) for (x, y), (u, v) in places]
     assert min(apart, default=1) > 0.9
-    assert [len(one.get_segments()) for one in links_of(axes)] == [
-        size // n * (n - 1) for n in reversed(sizes.values())
-    ]
+    counts = [len(links.get_segments()) for links in links_of(axes)]
+    assert counts == [size // n * (n - 1) for n in reversed(sizes.values())]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == [f"{axis} = {n}" for axis, n in sizes.items()]
 
 
 def test_links_between_nodes_are_dashed() -> None:
     tp, dp, pp = links_of(drawn({"pp": 2, "dp": 2, "tp": 2}, 4)[1])
-    dashed = [[bool(on) for _, on in one.get_linestyle()] for one in (tp, dp, pp)]
+    dashed = [[bool(on) for _, on in links.get_linestyle()] for links in (tp, dp, pp)]
     assert dashed == [[False] * 4, [False] * 4, [True] * 4]
 
 

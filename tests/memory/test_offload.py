@@ -305,7 +305,12 @@ def test_what_cannot_be_copied_leaves_no_memory_taken():
 def test_arguments_that_cannot_be():
     words = "at least one tensor must be able to travel"
     raises(words, offload_activations, nn.Linear(1, 1), in_flight=0)
-    raises("the speed of the real bus of cuda:0 cannot be set", bus_for, torch.device("cuda:0"), Link(gbps=1))
+    raises(
+        "the speed of the real bus of cuda:0 cannot be set",
+        bus_for,
+        torch.device("cuda:0"),
+        Link(gbps=1),
+    )
     raises("pass offload=offload_activations", Choices, gpt(), "offload")
     raises("for each of the 3 blocks", Choices, gpt(), ["full", "none"])
 

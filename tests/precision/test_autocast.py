@@ -358,7 +358,9 @@ def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.Mo
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
     monkeypatch.setattr(Tensor, "__matmul__", lacks)
-    with pytest.raises(ValueError, match="no matmul in torch.float16 on this CPU; use torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match="no matmul in torch.float16 on this CPU; use torch.bfloat16"
+    ):
         check_low_type(torch.float16, "cpu")
 
 

@@ -286,7 +286,10 @@ test_impossible_sizes_are_reported = refusals(
     (lambda: predict.parameters(9, 10, 1, 4, 8), "width=10 does not divide over heads=4"),
     (lambda: predict.pipeline_parallel_bytes(8, 1, 8, 6, 4), "layers_per_stage=4"),
     (lambda: predict.bytes_by_axis(**THREE_D, depth=3, chunks=2), "depth=3: 4 stages"),
-    (lambda: predict.bytes_by_axis(**THREE_D, depth=4, zero=4), "zero=4: choose 0 for DDP, or a ZeRO stage"),
+    (
+        lambda: predict.bytes_by_axis(**THREE_D, depth=4, zero=4),
+        "zero=4: choose 0 for DDP, or a ZeRO stage",
+    ),
     (
         lambda: predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True),
         "kept_whole is of sequence parallelism",

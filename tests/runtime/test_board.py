@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from labkit import World
+from labkit.runtime import board as states
 from labkit.runtime.board import (
-    ENDED,
-    FAILED,
-    IN_FLIGHT,
     MARKS,
     MOST_RANKS,
     SLOTS,
@@ -51,7 +49,7 @@ def test_ranks_that_agree_say_nothing(pages: list[Board]) -> None:
             board.leave(note(seq))
     for board in pages:
         seen = [one for rank in range(3) for one in board.notes(rank)]
-        assert {one.state for one in seen} == {ENDED}, "and nobody is left waiting"
+        assert {one.state for one in seen} == {states.ENDED}, "and nobody is left waiting"
 
 
 def test_the_second_to_come_sees_the_difference_and_names_everybody(pages: list[Board]) -> None:
@@ -118,12 +116,12 @@ def test_the_end_of_an_operation_is_not_written_on_the_note_of_another(pages: li
 
 
 def test_states_are_written_and_read(pages: list[Board]) -> None:
-    for seq, state in enumerate((IN_FLIGHT, WAITED_FOR, ENDED, FAILED), start=1):
+    for seq, state in enumerate((states.IN_FLIGHT, WAITED_FOR, states.ENDED, states.FAILED), 1):
         pages[0].enter(note(seq))
         if state == WAITED_FOR:
             pages[0].wait(note(seq))
-        if state in (ENDED, FAILED):
-            pages[0].leave(note(seq), failed=state == FAILED)
+        if state in (states.ENDED, states.FAILED):
+            pages[0].leave(note(seq), failed=state == states.FAILED)
         assert [(one.seq, one.state) for one in pages[1].notes(0, (state,))] == [(seq, state)]
     assert [one.seq for one in pages[1].notes(0)] == [1, 2, 3, 4], "oldest first"
     assert "collective 1 of group default, at lesson.py:3" in pages[1].notes(0)[0].sentence()
@@ -218,7 +216,7 @@ def test_threads_of_a_rank_do_not_mix_their_notes(pages: list[Board]) -> None:
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(use, [f"group {k}" for k in range(3)]))
     for seen in pages[1].notes(0):
-        assert seen.what == f"all_reduce(sum) float32 [{seen.seq}]" and seen.state == ENDED
+        assert seen.what == f"all_reduce(sum) float32 [{seen.seq}]" and seen.state == states.ENDED
     for k in range(3):
         assert pages[1].has_begun(0, note(399, group=f"group {k}"))
         assert not pages[1].has_begun(0, note(400, group=f"group {k}"))

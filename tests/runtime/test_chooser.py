@@ -7,9 +7,9 @@ import torch
 
 from labkit import Comm, Link, RankError, World, listen
 from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
-from labkit.runtime.transports.chooser import Choice, Chooser, overrides, stored_table
+from labkit.runtime.transports.chooser import Chooser, overrides, stored_table
 from tables import cases, raises
-from worlds import on_each_rank
+from worlds import on_each_rank, world_fixture
 
 TABLE = {
     "source": "made up",
@@ -49,9 +49,7 @@ def test_the_nearest_number_of_ranks_below_decides_and_must_allow_it() -> None:
     assert names == [doubling, bruck, doubling, bruck, doubling]
 
 
-def test_a_call_overrules_the_environment_and_that_the_table(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_overrules_the_environment_and_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_ALGO", " all_reduce:ring, all_gather:recursive_doubling")
     chooser = Chooser(4, table=TABLE)
     assert chooser.choose("all_reduce", 5) == "ring"
@@ -124,30 +122,25 @@ def test_the_stored_table_names_what_there_is_and_says_how_it_was_made() -> None
 # --- at the door -------------------------------------------------------------------------------
 
 
-def test_events_and_explanations_name_what_runs() -> None:
-    def call() -> tuple[list[str], list[str], Choice]:
-        comm = Comm()
-        small, large = torch.ones(4), torch.ones(1 << 21)
-        calls = [
-            (small, "sum", ""), (large, "sum", ""), (large, "mean", ""),
-            (large.to(torch.bfloat16), "sum", ""), (small, "sum", "naive"), (small, "sum", "gloo"),
-        ]  # fmt: skip
-        with listen() as events:
-            for x, op, algorithm in calls:
-                comm.all_reduce(x, op, algorithm=algorithm)
-            comm.send(small, 1) if comm.rank == 0 else comm.recv(small, 0)
-        explained = [
-            comm.explain("all_reduce", x.nbytes, algorithm, op, x.dtype)
-            for x, op, algorithm in calls
-        ]
-        names = [event.algorithm for event in events]
-        return names, [choice.algorithm for choice in explained], explained[1]
+gloo2, modelled2 = world_fixture(2, backend="gloo"), world_fixture(2, link=Link(gbps=1000))
 
-    with World(2, backend="gloo") as world:
-        (names, explained, choice), _ = world.run(call)
-    assert names[:-1] == explained and names[-1] == ""
+
+@on_each_rank("gloo2")
+def test_events_and_explanations_name_what_runs() -> None:
+    comm, small, large = Comm(), torch.ones(4), torch.ones(1 << 21)
+    calls = [
+        (small, "sum", ""), (large, "sum", ""), (large, "mean", ""),
+        (large.to(torch.bfloat16), "sum", ""), (small, "sum", "naive"), (small, "sum", "gloo"),
+    ]  # fmt: skip
+    with listen() as events:
+        for x, op, name in calls:
+            comm.all_reduce(x, op, algorithm=name)
+        comm.send(small, 1) if comm.rank == 0 else comm.recv(small, 0)
+    names = [event.algorithm for event in events]
+    choices = [comm.explain("all_reduce", x.nbytes, name, op, x.dtype) for x, op, name in calls]
+    assert names == [*(choice.algorithm for choice in choices), ""]
     assert names[4:] == ["naive", "gloo", ""] and "gloo" in names[:2] and "gloo" not in names[2:4]
-    assert "on 2 ranks" in str(choice) and stored_table()["source"] in str(choice)
+    assert "on 2 ranks" in str(choices[1]) and stored_table()["source"] in str(choices[1])
 
 
 @cases(
@@ -172,16 +165,12 @@ def test_the_environment_decides_for_a_world_and_names_algorithms_of_messages(
         assert world.run(names) == [used] * 2
 
 
+@on_each_rank("modelled2")
 def test_a_modelled_wire_never_takes_gloos_own() -> None:
-    def names() -> tuple[str, str]:
-        comm = Comm()
-        with listen() as events:
-            comm.all_reduce(torch.ones(1 << 21))
-        return events[0].algorithm, str(comm.explain("all_reduce", 1 << 23))
-
-    with World(2, link=Link(gbps=1000)) as world:
-        for name, said in world.run(names):
-            assert name == "ring" and said.startswith("all_reduce by ring:")
+    with listen() as events:
+        Comm().all_reduce(torch.ones(1 << 21))
+    assert events[0].algorithm == "ring"
+    assert str(Comm().explain("all_reduce", 1 << 23)).startswith("all_reduce by ring:")
 
 
 @on_each_rank("world2")

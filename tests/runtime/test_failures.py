@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 import labkit
 from labkit import CollectiveMismatch, Comm, CommError, Link, RankError, RankInterrupt, World
-from provoke import gone, until
-from worlds import world_fixture
+from provoke import gone, interrupted, until
+from tables import cases, raises
+from worlds import on_each_rank, world_fixture
 
 PATIENCE_S = 10.0  # "within 2 s" on a machine that has other things to do
 
@@ -28,16 +29,24 @@ world = world_fixture(4, timeout_s=60)
 hasty = world_fixture(3, timeout_s=2)
 
 
-def failure(world: World, fn: Callable[..., Any], *args: Any, **how: Any) -> RankError:
-    """The error of a run, after which the world must work as if nothing had been."""
+def failure(world: World, fn: Callable[..., Any], *args: Any, **expected: Any) -> str:
+    """The text of a run's error, whose kind and ranks are those expected; after it the world must
+    work as if nothing had been."""
     with pytest.raises(RankError) as info:
-        world.run(fn, *args, **how)
+        world.run(fn, *args)
     assert_works(world)
-    return info.value
+    assert not isinstance(info.value, KeyboardInterrupt)
+    assert {name: getattr(info.value, name) for name in expected} == expected, info.value
+    return str(info.value)
+
+
+def quick_failure(world: World, fn: Callable[..., Any], *args: Any, **expected: Any) -> str:
+    with soon():
+        return failure(world, fn, *args, **expected)
 
 
 def assert_works(world: World) -> None:
-    assert world.run(sum_of_ones) == [world.size] * world.size
+    assert world.run(sum_of_ones) == [world.size] * world.size, "the next run works in any case"
 
 
 def sum_of_ones() -> float:
@@ -70,9 +79,10 @@ def fail_deep_inside(rank: int) -> None:
 
 
 def test_an_exception_names_its_rank_and_shows_its_source_lines(world: World) -> None:
-    with soon():
-        error = failure(world, lambda: fail_deep_inside(2))
-    text = str(error)
+    with soon(), pytest.raises(RankError) as info:
+        world.run(fail_deep_inside, 2)
+    assert_works(world)
+    error, text = info.value, str(info.value)
     assert error.kind == "raised" and error.ranks == (2,), "ranks that only suffered are not blamed"
     assert text.startswith("rank 2 raised KeyError: 'the key of the test'")
     assert "Traceback (most recent call last)" in text and "CommError" not in text
@@ -88,24 +98,17 @@ def test_equal_exceptions_are_reported_once_and_different_ones_each(world: World
     def fail(kinds: int) -> None:
         raise ValueError(f"of {Comm().rank % kinds}")
 
-    error = failure(world, fail, 1)
-    assert error.ranks == (0, 1, 2, 3)
-    assert str(error).count("Traceback") == 1 and " raised ValueError: of 0" in str(error)
-    error = failure(world, fail, 2)
-    assert error.ranks == (0, 1, 2, 3)
-    assert "ranks 0 and 2 raised ValueError: of 0" in str(error)
-    assert "ranks 1 and 3 raised ValueError: of 1" in str(error)
+    text = failure(world, fail, 1, ranks=(0, 1, 2, 3))
+    assert text.count("Traceback") == 1 and " raised ValueError: of 0" in text
+    text = failure(world, fail, 2, ranks=(0, 1, 2, 3))
+    assert "ranks 0 and 2 raised ValueError: of 0" in text
+    assert "ranks 1 and 3 raised ValueError: of 1" in text
 
 
 def test_an_exception_of_a_cell_shows_the_line_of_the_cell(world: World) -> None:
     source = "def f(x):\n    return 1 // x\n\nf(rank - 1)"
-    with pytest.raises(RankError) as info:
-        world.run_cell(source, "<cell of the test>")
-    text = str(info.value)
-    assert info.value.ranks == (1,)
-    assert "ZeroDivisionError" in text
-    assert "return 1 // x" in text and "f(rank - 1)" in text
-    assert 'File "<cell of the test>", line 2, in f' in text
+    words = ("ZeroDivisionError", "return 1 // x", "f(rank - 1)", 'File "<cell>", line 2, in f')
+    assert raises(words, world.run_cell, source, "<cell>", error=RankError).ranks == (1,)
     assert_works(world)
 
 
@@ -126,12 +129,18 @@ def test_causes_contexts_notes_and_groups_are_reported(world: World) -> None:
     def grouped() -> None:
         raise ExceptionGroup("several", [KeyError("one of them"), OSError("the other")])
 
-    text = str(failure(world, chained))
+    def circle() -> None:
+        first, second = ValueError("first"), ValueError("second")
+        first.__cause__, second.__cause__ = second, first
+        raise first
+
+    text = failure(world, chained)
     assert text.index("ZeroDivisionError") < text.index("directly caused") < text.rindex("outer")
     assert "note of the test" in text
-    assert "was being handled during" in str(failure(world, during))
-    text = str(failure(world, grouped))
+    assert "was being handled during" in failure(world, during)
+    text = failure(world, grouped)
     assert "KeyError: 'one of them'" in text and "OSError: the other" in text
+    assert failure(world, circle).count("ValueError: second") == 1
 
 
 class Unpleasant(Exception):
@@ -148,12 +157,12 @@ class Unpleasant(Exception):
         raise TypeError("no pickle")
 
 
-class TextOfItsOwn(Exception):
+class SpecialText(Exception):
     def __str__(self) -> str:
         class Text(str):
             __slots__ = ()
 
-        return Text("its own text")
+        return Text("special text")
 
 
 class NotesThatRaise(ValueError):
@@ -162,7 +171,7 @@ class NotesThatRaise(ValueError):
         raise KeyError("no notes")
 
 
-class NotesThatAreNone(ValueError):
+class NumberForNotes(ValueError):
     __notes__ = 7  # type: ignore[assignment]
 
 
@@ -171,62 +180,46 @@ class AttributesThatRaise(ValueError):
         raise KeyError(name)
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (Unpleasant, "raised Unpleasant: (its message cannot be shown"),
-        (TextOfItsOwn, "raised TextOfItsOwn: its own text"),
-        (lambda: NotesThatRaise("message"), "raised NotesThatRaise: message"),
-        (lambda: NotesThatAreNone("message"), "raised NotesThatAreNone: message"),
-        (lambda: AttributesThatRaise("message"), "raised AttributesThatRaise: message"),
-        # The user's own, neither a hang nor a lost peer.
-        (lambda: RuntimeError("Timed out waiting for my queue"), "Timed out waiting for my queue"),
-        (lambda: RuntimeError("closed by peer"), "closed by peer"),
-        (lambda: OSError("Connection reset, says my download"), "Connection reset, says my downl"),
-        # An exit is an exception like others.
-        (lambda: SystemExit(3), "raised SystemExit: 3"),
-        (lambda: KeyboardInterrupt(3), "raised KeyboardInterrupt: 3"),
-        (lambda: GeneratorExit(3), "raised GeneratorExit: 3"),
-    ],
+@cases(
+    (Unpleasant, "raised Unpleasant: (its message cannot be shown"),
+    (SpecialText, "raised SpecialText: special text"),
+    (lambda: NotesThatRaise("message"), "raised NotesThatRaise: message"),
+    (lambda: NumberForNotes("message"), "raised NumberForNotes: message"),
+    (lambda: AttributesThatRaise("message"), "raised AttributesThatRaise: message"),
+    # The user's own, neither a hang nor a lost peer.
+    (lambda: RuntimeError("Timed out waiting for my queue"), "Timed out waiting for my queue"),
+    (lambda: RuntimeError("closed by peer"), "closed by peer"),
+    (lambda: OSError("Connection reset, says my download"), "Connection reset, says my downl"),
+    # An exit is an exception like others.
+    (lambda: SystemExit(3), "raised SystemExit: 3"),
+    (lambda: KeyboardInterrupt(3), "raised KeyboardInterrupt: 3"),
+    (lambda: GeneratorExit(3), "raised GeneratorExit: 3"),
 )
-def test_an_unusual_exception_is_reported(
-    world: World, make: Callable[[], BaseException], says: str
-) -> None:
+def test_an_unusual_exception_is_reported(make: Any, says: str, world: World) -> None:
     def fail() -> None:
         raise make()
 
-    error = failure(world, fail)
-    assert error.kind == "raised" and error.ranks == (0, 1, 2, 3)
-    assert says in str(error) and "in fail" in str(error)
-    assert not isinstance(error, KeyboardInterrupt)
-
-
-def test_causes_that_form_a_circle_end(world: World) -> None:
-    def circle() -> None:
-        one, other = ValueError("one"), ValueError("other")
-        one.__cause__, other.__cause__ = other, one
-        raise one
-
-    assert str(failure(world, circle)).count("ValueError: other") == 1
+    text = failure(world, fail, kind="raised", ranks=(0, 1, 2, 3))
+    assert says in text and "in fail" in text
 
 
 def test_a_very_long_story_is_cut_to_what_a_person_reads(world: World) -> None:
-    def one(depth: int) -> None:
-        other(depth)
+    def first(depth: int) -> None:
+        second(depth)
 
-    def other(depth: int) -> None:
-        one(depth + 1)
+    def second(depth: int) -> None:
+        first(depth + 1)
 
     def verbose() -> None:
         raise ValueError("begin" + "x" * 10_000_000 + "end")
 
-    text = str(failure(world, one, 0))
+    text = failure(world, first, 0)
     assert "RecursionError" in text and "calls left out" in text and len(text) < 50_000
-    text = str(failure(world, verbose))
+    text = failure(world, verbose)
     assert "begin" in text and "end" in text and "left out" in text and len(text) < 50_000
 
 
-def test_output_before_a_failure_is_shown(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_before_a_failure_is_shown(world: World, printed: Callable[[], str]) -> None:
     def fail() -> None:
         if Comm().rank == 0:
             print("the last words", flush=False)
@@ -235,7 +228,7 @@ def test_output_before_a_failure_is_shown(world: World, capsys: pytest.CaptureFi
             print("a rank goes on printing while another fails")
 
     failure(world, fail)
-    assert "[rank 0] the last words" in capsys.readouterr().out
+    assert "[rank 0] the last words" in printed()
 
 
 def test_an_error_can_be_pickled_and_keeps_what_it_says() -> None:
@@ -247,17 +240,12 @@ def test_an_error_can_be_pickled_and_keeps_what_it_says() -> None:
 # ---- deaths
 
 
-@pytest.mark.parametrize(
-    ("number", "name"),
-    [
-        (signal.SIGKILL, "SIGKILL"),
-        (signal.SIGTERM, "SIGTERM"),
-        (signal.SIGRTMIN + 5, f"signal {signal.SIGRTMIN + 5}"),
-    ],
+@cases(
+    (signal.SIGKILL, "SIGKILL"),
+    (signal.SIGTERM, "SIGTERM"),
+    (signal.SIGRTMIN + 5, f"signal {signal.SIGRTMIN + 5}"),
 )
-def test_a_killed_rank_is_named_with_its_signal_and_where_all_were(
-    world: World, number: int, name: str
-) -> None:
+def test_a_killed_rank_is_named_with_its_signal(number: int, name: str, world: World) -> None:
     def die() -> None:
         comm = Comm()
         comm.all_reduce(torch.ones(3))
@@ -265,26 +253,21 @@ def test_a_killed_rank_is_named_with_its_signal_and_where_all_were(
             os.kill(os.getpid(), number)
         comm.all_gather_into_tensor(torch.ones(8), torch.ones(2))
 
-    with soon():
-        error = failure(world, die)
-    text = str(error)
-    assert error.kind == "died" and error.ranks == (1,)
+    text = quick_failure(world, die, kind="died", ranks=(1,))
     assert f"rank 1 was killed by {name}" in text and "ranks 0, 2 and 3 stopped" in text
     assert "rank 1: died after all_reduce(sum) float32 [3], collective" in text
     assert "test_failures.py:" in text and " in die" in text
     assert all(f"  rank {rank}: " in text for rank in (0, 2, 3))
 
 
-def test_a_crash_in_c_shows_the_line_of_python(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crash_in_c_shows_the_line_of_python(world: World, printed: Callable[[], str]) -> None:
     def crash() -> None:
         import ctypes
 
         ctypes.string_at(0)
 
-    assert "SIGSEGV" in str(failure(world, crash))
-    out = capsys.readouterr().out
+    assert "SIGSEGV" in failure(world, crash)
+    out = printed()
     assert "Segmentation fault" in out and "in crash" in out
 
 
@@ -298,24 +281,19 @@ def test_a_rank_killed_from_outside_is_named_with_its_operation(world: World, wh
         time.sleep(600)
 
     threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
-    with soon():
-        error = failure(world, stay)
-    assert error.ranks == (1,) and "SIGKILL" in str(error)
+    text = quick_failure(world, stay, ranks=(1,))
+    assert "SIGKILL" in text
     if where == "in an operation":
-        assert "rank 1: died in all_reduce(sum) float32 [5]" in str(error)
+        assert "rank 1: died in all_reduce(sum) float32 [5]" in text
 
 
 @pytest.mark.parametrize("victims", [(3,), (0, 1, 2, 3)], ids=["one", "all"])
-def test_ranks_that_died_between_runs_are_all_named_by_the_next(
-    world: World, victims: tuple[int, ...]
-) -> None:
+def test_ranks_that_died_between_runs_are_named(world: World, victims: tuple[int, ...]) -> None:
     pids = [world.run(os.getpid)[rank] for rank in victims]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert gone(pids)
-    with soon():
-        error = failure(world, os.getpid)
-    assert error.kind == "died" and error.ranks == victims
+    quick_failure(world, os.getpid, kind="died", ranks=victims)
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -346,13 +324,22 @@ def test_a_death_that_is_reported_late_is_waited_for(
         os.kill(pid, signal.SIGKILL)
     assert gone(pids)
     since = time.monotonic()
-    assert failure(world, os.getpid).ranks == (0, 1, 2, 3)
+    failure(world, os.getpid, ranks=(0, 1, 2, 3))
 
 
-def exit_before_an_operation(status: int, operation: Callable[[], object]) -> None:
-    if Comm().rank == 2:
-        os._exit(status)
-    operation()
+def exits(status: int, operation: Callable[[], object] = sum_of_ones) -> Callable[[], None]:
+    """Rank 2 ends before the operation that the others begin."""
+
+    def fail() -> None:
+        if Comm().rank == 2:
+            os._exit(status)
+        operation()
+
+    return fail
+
+
+def sum_by_torch() -> None:
+    dist.all_reduce(torch.ones(2))
 
 
 def close_the_connection() -> None:
@@ -368,105 +355,77 @@ def turn_the_error_into_another() -> None:
         raise ValueError("the step failed") from None
 
 
-@pytest.mark.parametrize(
-    ("fail", "says"),
-    [
-        (partial(exit_before_an_operation, 7, sum_of_ones), "ended by itself with status 7"),
-        (partial(exit_before_an_operation, 0, sum_of_ones), "ended by itself with status 0"),
-        (
-            partial(exit_before_an_operation, 5, lambda: dist.all_reduce(torch.ones(2))),
-            "ended by itself with status 5",
-        ),
-        (
-            partial(exit_before_an_operation, 3, turn_the_error_into_another),
-            "ended by itself with status 3",
-        ),
-        (close_the_connection, "closed the connection"),
-    ],
+@cases(
+    (exits(7), "ended by itself with status 7"),
+    (exits(0), "ended by itself with status 0"),
+    (exits(5, sum_by_torch), "ended by itself with status 5"),
+    (exits(3, turn_the_error_into_another), "ended by itself with status 3"),
+    (close_the_connection, "closed the connection"),
     ids=["status 7", "status 0", "in torch's own operation", "peers raise others", "connection"],
 )
-def test_a_rank_that_ends_or_closes_its_connection_is_named(
-    world: World, fail: Callable[[], None], says: str
-) -> None:
-    with soon():
-        error = failure(world, fail)
-    assert error.kind == "died" and error.ranks == (2,)
-    assert f"rank 2 {says}" in str(error)
+def test_a_rank_that_ends_or_disconnects_is_named(fail: Any, says: str, world: World) -> None:
+    assert f"rank 2 {says}" in quick_failure(world, fail, kind="died", ranks=(2,))
 
 
 # ---- ranks that disagree
 
 
-def disagreement(world: World, one: Callable[[], Any], other: Callable[[], Any]) -> str:
-    """What is said when rank 1 does `other` and the rest do `one`: at once, with each rank."""
+def disagreement(world: World, most: Callable[[], Any], rank_1: Callable[[], Any]) -> str:
+    """What is said when rank 1 calls something else than the rest: at once, with each rank."""
 
     def differ() -> None:
-        (other if Comm().rank == 1 else one)()
+        (rank_1 if Comm().rank == 1 else most)()
 
-    with soon():
-        error = failure(world, differ)
-    assert error.kind == "disagree", error
-    text = str(error)
-    assert "the ranks disagree about" in text
-    for rank in (0, 1):
-        assert f"rank {rank}:" in text
-    assert "test_failures.py:" in text
+    text = quick_failure(world, differ, kind="disagree")
+    for words in ("the ranks disagree about", "rank 0:", "rank 1:", "test_failures.py:"):
+        assert words in text
     return text
 
 
 def test_another_operation_is_reported_with_both_source_lines(world: World) -> None:
     text = disagreement(
         world,
-        lambda: Comm().all_reduce(torch.ones(4)),  # the one operation
-        lambda: Comm().broadcast(torch.ones(4)),  # the other operation
+        lambda: Comm().all_reduce(torch.ones(4)),  # of most ranks
+        lambda: Comm().broadcast(torch.ones(4)),  # of rank 1
     )
-    assert (
-        f"all_reduce(sum) float32 [4]  at test_failures.py:{line_of('the one operation')}" in text
-    )
-    assert (
-        f"broadcast(src=0) float32 [4]  at test_failures.py:{line_of('the other operation')}"
-        in text
-    )
+    for operation, comment in (
+        ("all_reduce(sum)", "of most ranks"),
+        ("broadcast(src=0)", "of rank 1"),
+    ):
+        assert f"{operation} float32 [4]  at test_failures.py:{line_of(comment)}" in text
     assert "collective" in text and "group default" in text
 
 
 Operation = tuple[Any, ...]  # of the default `Comm`: its name and arguments
 
-SUM, BARRIER = ("all_reduce", torch.ones(4)), ("barrier",)
+
+def sum_of(*shape: int, dtype: torch.dtype = torch.float32) -> Operation:
+    return "all_reduce", torch.ones(shape, dtype=dtype)
+
+
+SUM, BROADCAST, BARRIER = sum_of(4), ("broadcast", torch.ones(4)), ("barrier",)
 DISAGREEMENTS: dict[str, tuple[list[Operation], list[Operation], list[str]]] = {
-    "shape": ([SUM], [("all_reduce", torch.ones(5))], ["[4]", "[5]"]),
-    "dtype": ([SUM], [("all_reduce", torch.ones(4).double())], ["float32", "float64"]),
-    "same number of elements": (
-        [("all_reduce", torch.ones(2, 3))],
-        [("all_reduce", torch.ones(3, 2))],
-        ["[2, 3]", "[3, 2]"],
-    ),
+    "shape": ([SUM], [sum_of(5)], ["[4]", "[5]"]),
+    "dtype": ([SUM], [sum_of(4, dtype=torch.float64)], ["float32", "float64"]),
+    "same number of elements": ([sum_of(2, 3)], [sum_of(3, 2)], ["[2, 3]", "[3, 2]"]),
     "reduction": ([SUM], [(*SUM, "max")], ["all_reduce(sum)", "all_reduce(max)"]),
-    "root": (
-        [("broadcast", torch.ones(4), 0)],
-        [("broadcast", torch.ones(4), 1)],
-        ["src=0", "src=1"],
-    ),
+    "root": ([(*BROADCAST, 0)], [(*BROADCAST, 1)], ["src=0", "src=1"]),
     "barrier": ([BARRIER], [SUM], ["barrier", "all_reduce"]),
     "one call too many": ([SUM, BARRIER], [SUM, SUM, BARRIER], ["barrier", "all_reduce"]),
-    "async": (
-        [(*SUM, "sum", True)],
-        [("all_reduce", torch.ones(5), "sum", True)],
-        ["[4]", "[5]"],
-    ),
+    "async": ([(*SUM, "sum", True)], [(*sum_of(5), "sum", True)], ["[4]", "[5]"]),
 }
 
 
-@pytest.mark.parametrize(("one", "other", "words"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+@pytest.mark.parametrize(("most", "rank_1", "words"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
 def test_disagreement_is_reported_at_once(
-    world: World, one: list[Operation], other: list[Operation], words: list[str]
+    world: World, most: list[Operation], rank_1: list[Operation], words: list[str]
 ) -> None:
     def call(operations: list[Operation]) -> None:
         for name, *args in operations:
             if handle := getattr(Comm(), name)(*args):
                 handle.wait()
 
-    text = disagreement(world, lambda: call(one), lambda: call(other))
+    text = disagreement(world, lambda: call(most), lambda: call(rank_1))
     for word in words:
         assert word in text
 
@@ -486,10 +445,8 @@ def test_a_message_of_another_shape_or_type_is_a_disagreement(world: World) -> N
         (torch.ones(8), torch.ones(4)),
         (torch.ones(4), torch.ones(4, dtype=torch.int32)),
     ]:
-        error = failure(world, send_and_receive, sent, received)
-        assert error.kind == "disagree"
-        assert "send(to 1)" in str(error) and "recv(from 0)" in str(error)
-        assert "0->1 tag 5" in str(error)
+        text = failure(world, send_and_receive, sent, received, kind="disagree")
+        assert "send(to 1)" in text and "recv(from 0)" in text and "0->1 tag 5" in text
 
 
 def test_ranks_that_wait_in_different_groups_are_reported(world: World) -> None:
@@ -501,10 +458,7 @@ def test_ranks_that_wait_in_different_groups_are_reported(world: World) -> None:
         else:
             comm.all_reduce(torch.ones(2))  # in the whole
 
-    with soon():
-        error = failure(world, mix_groups)
-    text = str(error)
-    assert error.kind == "stuck" and error.ranks == (0, 1, 2, 3)
+    text = quick_failure(world, mix_groups, kind="stuck", ranks=(0, 1, 2, 3))
     assert "wait for each other, so none can continue" in text
     assert f"test_failures.py:{line_of('in the half')}" in text
     assert f"test_failures.py:{line_of('in the whole')}" in text
@@ -512,18 +466,16 @@ def test_ranks_that_wait_in_different_groups_are_reported(world: World) -> None:
 
 
 def test_a_disagreement_that_a_function_survives_does_not_spoil_the_world(world: World) -> None:
-    def survive() -> bool:
+    def survive() -> None:
         comm = Comm()
         pair = comm.subgroup([0, 1])
         if comm.rank == 0:
             pair.isend(torch.ones(4), 1)
         if comm.rank == 1:
-            with pytest.raises(CollectiveMismatch):
-                until(lambda: False, 0.5)
-                pair.irecv(torch.ones(5), 0)
-        return True
+            until(lambda: False, 0.5)
+            raises("", pair.irecv, torch.ones(5), 0, error=CollectiveMismatch)
 
-    assert world.run(survive) == [True] * 4
+    world.run(survive)
     assert_works(world)
 
 
@@ -535,10 +487,7 @@ def test_a_rank_that_returns_early_is_named_at_once(world: World) -> None:
         if Comm().rank != 2:
             Comm().all_reduce(torch.ones(3, 5))  # nobody comes from 2
 
-    with soon():
-        error = failure(world, leave_early)
-    text = str(error)
-    assert error.kind == "stuck" and error.ranks == (2,)
+    text = quick_failure(world, leave_early, kind="stuck", ranks=(2,))
     assert text.startswith("rank 2 returned without calling what rank 0 waits for.")
     assert "rank 2: has returned" in text
     where = f"test_failures.py:{line_of('nobody comes from 2')} in leave_early"
@@ -552,17 +501,14 @@ def test_a_circle_of_ranks_is_reported_at_once(world: World) -> None:
         comm.recv(torch.ones(2), (comm.rank + 1) % comm.size)
         comm.send(torch.ones(2), (comm.rank - 1) % comm.size)
 
-    with soon():
-        error = failure(world, circle)
-    assert error.kind == "stuck" and error.ranks == (0, 1, 2, 3)
-    assert "ranks 0, 1, 2 and 3 wait for each other" in str(error)
-    assert "rank 3: waits in recv(from 0) float32 [2]" in str(error)
+    text = quick_failure(world, circle, kind="stuck", ranks=(0, 1, 2, 3))
+    assert "ranks 0, 1, 2 and 3 wait for each other" in text
+    assert "rank 3: waits in recv(from 0) float32 [2]" in text
 
 
 def test_waiting_for_a_rank_outside_the_run_is_reported(world: World) -> None:
-    with pytest.raises(RankError, match="rank 3 is not in this run, and rank 0 waits") as info:
-        world.run_on([0, 1, 2], sum_of_ones)
-    assert "rank 3: is not in this run" in str(info.value)
+    words = ("rank 3 is not in this run, and rank 0 waits", "rank 3: is not in this run")
+    raises(words, world.run_on, [0, 1, 2], sum_of_ones, error=RankError)
     assert_works(world)
 
 
@@ -584,9 +530,7 @@ def test_a_rank_that_never_arrives_is_named_with_its_line(hasty: World, depth: i
             sink(depth)
         Comm().barrier()
 
-    error = failure(hasty, never_arrive)
-    text = str(error)
-    assert error.kind == "stuck" and error.ranks == (1,)
+    text = failure(hasty, never_arrive, kind="stuck", ranks=(1,))
     assert "waited 2 s for rank 1, which never called it" in text
     line = f"test_failures.py:{line_of('the bottom')} in sink"
     assert f"rank 1: is in no operation of a Comm; it is at {line}" in text
@@ -600,9 +544,7 @@ def test_plain_torch_calls_that_hang_end_at_the_timeout(hasty: World) -> None:
             nap_instead()
         dist.all_reduce(torch.ones(2))  # plain
 
-    error = failure(hasty, never_arrive)
-    text = str(error)
-    assert error.kind == "stuck" and error.ranks == ()
+    text = failure(hasty, never_arrive, kind="stuck", ranks=())
     assert "Timed out" in text and f"line {line_of('plain')}, in never_arrive" in text
     assert "rank 1: is in no operation of a Comm; it is at test_failures.py:" in text
     assert "in nap_instead" in text, "it says where each rank is"
@@ -616,59 +558,48 @@ def test_without_the_board_a_hang_ends_at_the_timeout() -> None:
         Comm().barrier()
 
     with World(2, timeout_s=1, check=False) as world:
-        error = failure(world, never_arrive)
-        assert error.kind == "stuck" and "barrier failed" in str(error)
+        assert "barrier failed" in failure(world, never_arrive, kind="stuck")
 
 
 @pytest.mark.slow
-def test_a_long_computation_and_an_error_that_was_caught_are_no_hang(hasty: World) -> None:
-    def compute() -> int:
-        sum_of_ones()
-        with pytest.raises(ValueError, match="cannot move"):
-            Comm().all_reduce(torch.ones(2, device="meta"))
-        time.sleep(3)  # longer than the timeout
-        sum_of_ones()
-        return 1
-
-    assert hasty.run(compute) == [1] * 3
+@on_each_rank("hasty")
+def test_a_long_computation_and_an_error_that_was_caught_are_no_hang() -> None:
+    sum_of_ones()
+    raises("cannot move", Comm().all_reduce, torch.ones(2, device="meta"))
+    time.sleep(3)  # longer than the timeout
+    sum_of_ones()
 
 
 def test_a_slow_link_is_not_a_deadlock() -> None:
-    def slow() -> float:
-        x = torch.ones(100_000)
-        Comm().all_reduce(x)
-        return x[0].item()
+    def slow() -> None:
+        Comm().all_reduce(x := torch.ones(100_000))
+        assert x.eq(2).all()
 
     with World(2, timeout_s=20, link=Link(gbps=0.003)) as world:
-        assert world.run(slow) == [2.0, 2.0]
+        world.run(slow)
 
 
-def test_ranks_far_apart_in_their_programs_are_not_a_deadlock(world: World) -> None:
-    def staggered() -> int:
-        comm = Comm()
-        for k in range(30):
-            if comm.rank == k % comm.size:
-                time.sleep(0.02)
-            comm.broadcast(torch.ones(10), src=k % comm.size)
-            if comm.rank == 0:
-                comm.send(torch.ones(3), 3, tag=k)
-            if comm.rank == 3:
-                comm.recv(torch.ones(3), 0, tag=k)
-        return 1
-
-    assert world.run(staggered) == [1] * 4
+@on_each_rank("world")
+def test_ranks_far_apart_in_their_programs_are_not_a_deadlock() -> None:
+    comm = Comm()
+    for k in range(30):
+        if comm.rank == k % comm.size:
+            time.sleep(0.02)
+        comm.broadcast(torch.ones(10), src=k % comm.size)
+        if comm.rank == 0:
+            comm.send(torch.ones(3), 3, tag=k)
+        if comm.rank == 3:
+            comm.recv(torch.ones(3), 0, tag=k)
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_does_not_hold_the_driver(world: World) -> None:
+def test_a_stopped_rank_does_not_hold_the_driver(hasty: World) -> None:
     def stop_myself() -> None:
         if Comm().rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         Comm().barrier()
 
-    with World(2, timeout_s=1) as short:
-        error = failure(short, stop_myself)
-        assert error.kind == "stuck" and error.ranks == (1,)
+    failure(hasty, stop_myself, kind="stuck", ranks=(1,))
 
 
 # ---- interrupts
@@ -677,14 +608,10 @@ def test_a_stopped_rank_does_not_hold_the_driver(world: World) -> None:
 def test_an_interrupt_stops_the_ranks_and_the_next_run_works(world: World) -> None:
     pids = world.run(os.getpid)
     before = signal.getsignal(signal.SIGINT)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with (
-        soon(),
-        pytest.raises(RankInterrupt, match="interrupted; the 4 ranks were stopped") as info,
-    ):
-        world.run(time.sleep, 600)
-    assert isinstance(info.value, KeyboardInterrupt) and isinstance(info.value, RankError)
-    assert info.value.kind == "interrupted"
+    with soon():
+        error = interrupted(lambda: world.run(time.sleep, 600), 0.5)
+    assert isinstance(error, RankInterrupt) and isinstance(error, RankError)
+    assert "interrupted; the 4 ranks were stopped" in str(error) and error.kind == "interrupted"
     assert gone(pids)
     assert signal.getsignal(signal.SIGINT) is before
     assert_works(world)
@@ -717,47 +644,33 @@ def test_an_unpicklable_function_or_result_says_which_part_of_what(world: World)
         (uses_a_lock, (), "variable 'lock' used in uses_a_lock cannot be pickled"),
         (result, (1,), "rank 1: the result['bad'][1] cannot be pickled"),
     ):
-        error = failure(world, function)
-        assert error.kind == "unpicklable" and error.ranks == ranks
-        assert says in str(error) and "it is a lock" in str(error)
-        assert "Make it inside the function" in str(error)
-    assert "generator" in str(failure(world, lambda: (k for k in range(3))))
-    assert "ProcessGroup" in str(failure(world, lambda: [Comm().group]))
+        text = failure(world, function, kind="unpicklable", ranks=ranks)
+        assert says in text and "it is a lock" in text and "Make it inside the function" in text
+    assert "generator" in failure(world, lambda: (k for k in range(3)))
+    assert "ProcessGroup" in failure(world, lambda: [Comm().group])
 
 
 def test_an_unpicklable_argument_says_which_part(world: World) -> None:
     deep = {"model": [1, {"lock": threading.Lock()}]}
     pids = world.run(os.getpid)
-    for call, name in (
-        (lambda: world.run(print, 1, deep), "arguments [1]"),
-        (lambda: world.run(lambda given: given, given=deep), "argument ['given']"),
-    ):
-        with pytest.raises(RankError, match="cannot be pickled.*it is a lock") as info:
-            call()
-        assert str(info.value).startswith(f"{name}['model'][1]['lock'] cannot be pickled")
+    words = r"^%s\['model'\]\[1\]\['lock'\] cannot be pickled.*it is a lock"
+    raises(words % r"arguments \[1\]", world.run, print, 1, deep, error=RankError)
+    raises(words % r"argument \['given'\]", world.run, dict, given=deep, error=RankError)
     assert world.run(os.getpid) == pids, "it does not cost the ranks their state"
 
 
 def test_a_result_that_only_the_rank_can_read_says_so(world: World) -> None:
     def result() -> object:
-        import types
+        sys.modules["module_of_the_rank"] = module = ModuleType("module_of_the_rank")
+        exec("class OfTheRank: pass", vars(module))
+        return module.OfTheRank()
 
-        module = types.ModuleType("module_of_the_rank")
-        sys.modules["module_of_the_rank"] = module
-        exec("class Thing: pass", module.__dict__)
-        return module.Thing()  # type: ignore[attr-defined]
-
-    with pytest.raises(RuntimeError, match="result of rank 0 arrived but cannot be unpickled here"):
-        world.run(result)
+    words = "result of rank 0 arrived but cannot be unpickled here"
+    raises(words, world.run, result, error=RuntimeError)
     assert_works(world)
 
 
-# ---- the end
-
-
-def test_the_stop_of_a_world_does_not_wait_for_a_rank_that_hangs_in_its_farewell(
-    world: World,
-) -> None:
+def test_the_stop_of_a_world_does_not_wait_for_a_rank_that_hangs_in_its_farewell() -> None:
     def leave_a_busy_thread() -> int:
         def spin() -> None:
             while True:

@@ -2,27 +2,20 @@
 not, and why is in the error."""
 
 import time
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from labkit import Comm, RankError, World
+from tables import cases, raises
+from test_failures import assert_works
 from worlds import world_fixture
 
 KEPT = "All ranks keep their variables"
 
 
 world = world_fixture(3, timeout_s=60)
-
-
-def sum_of_ones(world: World) -> list[float]:
-    def work() -> float:
-        x = torch.ones(1)
-        Comm().all_reduce(x)
-        return x.item()
-
-    return world.run(work)
 
 
 def remember(world: World) -> None:
@@ -32,8 +25,13 @@ def remember(world: World) -> None:
 def remembers(world: World) -> bool:
     """Whether the ranks still have the variable and are in step."""
     kept = world.run_cell("globals().get('kept')", "<cell>")
-    assert sum_of_ones(world) == [world.size] * world.size, "the next run works in any case"
+    assert_works(world)
     return kept == [rank + 0.5 for rank in range(world.size)]
+
+
+def mistake(world: World, source: str, says: str = "", error: Any = RankError) -> Any:
+    """The error of a cell."""
+    return raises(says, world.run_cell, source, "<cell of the mistake>", error=error)
 
 
 @pytest.mark.parametrize(
@@ -57,20 +55,17 @@ def remembers(world: World) -> bool:
 )
 def test_after_an_exception_the_ranks_keep_their_variables(world: World, source: str) -> None:
     remember(world)
-    with pytest.raises(RankError) as info:
-        world.run_cell(source, "<cell of the mistake>")
-    assert info.value.kind in ("raised", "unpicklable") and KEPT in str(info.value)
-    assert "stopped" not in str(info.value)
+    error = mistake(world, source, says=KEPT)
+    assert error.kind in ("raised", "unpicklable") and "stopped" not in str(error)
     assert remembers(world)
 
 
-@pytest.mark.parametrize("who", ["True", "rank == 1"])
-def test_ranks_that_ended_their_process_group_are_replaced(world: World, who: str) -> None:
+@pytest.mark.parametrize("condition", ["True", "rank == 1"])
+def test_ranks_that_ended_their_process_group_are_replaced(world: World, condition: str) -> None:
     """Scripts for torchrun end so; kept, the ranks could never talk to each other again."""
-    world.run_cell(f"if {who}: dist.destroy_process_group()", "<cell that ends the group>")
-    with pytest.raises(RankError, match="the next run starts new ranks"):
-        world.run_cell("1 / 0", "<cell of the mistake>")
-    assert world.run(lambda: len(Comm().all_gather_object(0))) == [world.size] * world.size
+    world.run_cell(f"if {condition}: dist.destroy_process_group()", "<cell that ends the group>")
+    mistake(world, "1 / 0", "the next run starts new ranks")
+    assert_works(world)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +73,12 @@ def test_ranks_that_ended_their_process_group_are_replaced(world: World, who: st
 )
 def test_what_python_does_not_compile_never_reaches_a_rank(world: World, source: str) -> None:
     remember(world)
-    with pytest.raises(SyntaxError) as info:
-        world.run_cell("comm.barrier()\n" + source, "<cell of the mistake>")
-    line_count = 1 + len(source.splitlines())
-    assert info.value.lineno == line_count
+    error = mistake(world, "comm.barrier()\n" + source, error=SyntaxError)
+    assert error.lineno == 1 + len(source.splitlines())
     if source in ("x =", "!ls"):  # what the parser refuses; the rest has no text in Python
-        assert info.value.text is not None and info.value.text.strip() == source
+        assert error.text is not None and error.text.strip() == source
     for text, note in (("await", "asyncio.run"), ("!ls", "do not work there")):
-        assert text not in source or note in info.value.__notes__[0]
+        assert text not in source or note in error.__notes__[0]
     assert remembers(world)
 
 
@@ -95,14 +88,11 @@ def early_on_rank_0() -> None:
     time.sleep(1)  # the others still compute, and are waited for
 
 
-@pytest.mark.parametrize("fail", [lambda: {}["missing"], early_on_rank_0], ids=["all", "early"])
-def test_an_exception_of_a_function_keeps_the_ranks_too(
-    world: World, fail: Callable[[], object]
-) -> None:
+@cases((lambda: {}["missing"], "KeyError: 'missing'"), (early_on_rank_0, "ValueError: early"))
+def test_a_functions_exception_keeps_the_ranks_too(fail: Any, says: str, world: World) -> None:
     remember(world)
-    with pytest.raises(RankError, match="KeyError: 'missing'|ValueError: early") as info:
-        world.run(fail)
-    assert KEPT in str(info.value) and remembers(world)
+    raises((says, KEPT), world.run, fail, error=RankError)
+    assert remembers(world)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +112,7 @@ def test_an_exception_of_a_function_keeps_the_ranks_too(
 )
 def test_an_operation_in_flight_costs_the_variables_and_says_so(world: World, source: str) -> None:
     remember(world)
-    with pytest.raises(RankError) as info:
-        world.run_cell(source, "<cell of the mistake>")
-    assert "What these kept is gone" in str(info.value) and KEPT not in str(info.value)
+    assert KEPT not in str(mistake(world, source, "What these kept is gone"))
     assert not remembers(world)
 
 
@@ -144,23 +132,21 @@ def test_an_unreceived_message_is_in_flight(world: World) -> None:
             Comm().recv(x, 0)
         return x.item()
 
-    with pytest.raises(RankError, match="before the receive"):
-        world.run(unread)
+    raises("before the receive", world.run, unread, error=RankError)
     assert world.run(message) == [1, 2, 1]
 
 
 def test_without_the_board_ranks_are_stopped_after_an_exception() -> None:
     with World(2, check=False) as world:
-        world.run_cell("kept = 1", "<cell>")
-        with pytest.raises(RankError, match="What these kept is gone"):
-            world.run_cell("undefined_name", "<cell>")
-        assert sum_of_ones(world) == [2, 2]
+        remember(world)
+        mistake(world, "undefined_name", "What these kept is gone")
+        assert not remembers(world)
 
 
 def test_ranks_that_left_their_group_do_not_train_alone(world: World) -> None:
     """Scripts end so; whoever goes on is told how, and no rank trains alone in silence."""
     for source in ("Comm()", "labkit.attach().comm", "labkit.DDP(torch.nn.Linear(2, 2))"):
         world.run_cell("dist.destroy_process_group()", "<cell>")
-        with pytest.raises(RankError, match=r"world.restart\(\) or %ranks reset makes new ones"):
-            world.run_cell(f"import labkit\nfrom labkit import Comm\n{source}", "<cell>")
-    assert sum_of_ones(world) == [world.size] * world.size
+        says = r"world.restart\(\) or %ranks reset makes new ones"
+        mistake(world, f"import labkit\nfrom labkit import Comm\n{source}", says)
+    assert_works(world)

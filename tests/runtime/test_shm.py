@@ -7,9 +7,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce as fold
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 import comm_contract
-from comm_contract import PLAIN, check
-from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
+import labkit.comm
+from comm_contract import PLAIN, check, reduced
+from labkit import Comm, CommError, Handle, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.runtime import folders
 from labkit.runtime.transports.shm import collectives, region, ring, slots
 from labkit.runtime.transports.shm.ring import Inbox, Outbox
-from provoke import gone
+from provoke import gone, interrupted, shared_folders
 from tables import raises
 from test_transport import transports
 from worlds import on_each_rank, world_fixture
@@ -42,9 +42,7 @@ world4 = world_fixture(4, transport="shm")
 
 
 def in_shared_memory() -> set[str]:
-    """What this process has in the system's folder for shared memory."""
-    names = os.listdir(MEMORY) if MEMORY.is_dir() else []
-    return {name for name in names if name.startswith(f"labkit-{os.getpid()}-")}
+    return set(shared_folders(os.getpid()))
 
 
 def with_tiny_pieces() -> None:
@@ -53,29 +51,29 @@ def with_tiny_pieces() -> None:
     ring.RING_BYTES, ring.GRAIN_BYTES, ring.MOST_UNTAKEN = 256, 64, 16
 
 
+def wait_for(handles: Iterable[Handle | None]) -> None:
+    for handle in handles:
+        assert handle is not None
+        handle.wait()
+
+
 # --- results -----------------------------------------------------------------------------------
 
 
-def test_an_algorithm_with_a_name_is_one_of_messages(world2: World) -> None:
-    def mixed() -> tuple[list[tuple[str, str]], str, str]:
-        comm = Comm()
-        with listen() as events:
-            handles = [
-                comm.all_reduce(torch.ones(500_000), async_op=True, algorithm=name)
-                for name in ("", "tree", "slots", "ring", "")
-            ]
-            comm.barrier()
-            for handle in handles:
-                assert handle is not None
-                handle.wait()
-        told = (str(comm.explain("broadcast", 8)), str(comm.explain("broadcast", 8, "chain")))
-        return [(event.algorithm, event.transport) for event in events], *told
-
-    for used, told, told_of_chain in world2.run(mixed):
-        slots, messages = ("slots", "shm"), ("tree", "gloo")
-        assert used == [slots, messages, slots, ("ring", "gloo"), slots, slots]
-        assert told.startswith("broadcast by slots: the ranks share memory. Over gloo it would be")
-        assert told_of_chain == "broadcast by chain: the call asks for it"
+@on_each_rank("world2")
+def test_an_algorithm_with_a_name_is_one_of_messages() -> None:
+    comm, names = Comm(), ("", "tree", "slots", "ring", "")
+    with listen() as events:
+        xs = [torch.ones(500_000) for _ in names]
+        handles = [comm.all_reduce(x, "sum", True, name) for x, name in zip(xs, names)]
+        comm.barrier()
+        wait_for(handles)
+    used, slots = [(event.algorithm, event.transport) for event in events], ("slots", "shm")
+    assert used == [slots, ("tree", "gloo"), slots, ("ring", "gloo"), slots, slots]
+    said = str(comm.explain("broadcast", 8))
+    assert said.startswith("broadcast by slots: the ranks share memory. Over gloo it would be")
+    said = str(comm.explain("broadcast", 8, "chain"))
+    assert said == "broadcast by chain: the call asks for it"
 
 
 @pytest.mark.slow
@@ -101,18 +99,17 @@ def test_eight_ranks_on_few_cores() -> None:
 
 def ours_and_gloos(op: str) -> list[torch.Tensor]:
     """The results of an all-reduce of arbitrary numbers, for every length."""
-    comm, found = Comm(), []
+    comm, results = Comm(), []
     for numel in LENGTHS:
         rows = torch.randn(comm.size, numel, generator=torch.Generator().manual_seed(numel))
-        x, theirs = rows[comm.rank].clone(), rows[comm.rank].clone()
-        comm.all_reduce(x, op)
-        in_order = fold(PLAIN[op], rows)
-        assert torch.equal(x, in_order / comm.size if op == "mean" else in_order), numel
+        ours, gloos = rows[comm.rank].clone(), rows[comm.rank].clone()
+        comm.all_reduce(ours, op)
+        assert torch.equal(ours, reduced(list(rows), op)), numel
         torch_op = {"mean": "SUM", "sum": "SUM", "product": "PRODUCT"}.get(op, op.upper())
-        dist.all_reduce(theirs, getattr(dist.ReduceOp, torch_op))
-        torch.testing.assert_close(x, theirs / comm.size if op == "mean" else theirs)
-        found.append(x)
-    return found
+        dist.all_reduce(gloos, getattr(dist.ReduceOp, torch_op))
+        torch.testing.assert_close(ours, gloos / comm.size if op == "mean" else gloos)
+        results.append(ours)
+    return results
 
 
 @pytest.mark.parametrize("op", PLAIN)
@@ -126,12 +123,12 @@ def test_results_are_gloos_and_equal_on_all_ranks_to_the_bit(world4: World, op: 
 def test_a_reduce_and_a_reduce_scatter_have_the_same_bits() -> None:
     comm = Comm()
     rows = torch.randn(comm.size, 4 * 300_001, generator=torch.Generator().manual_seed(0))
-    reduced, root, part = rows[comm.rank].clone(), rows[comm.rank].clone(), torch.empty(300_001)
-    comm.all_reduce(reduced)
+    total, root, part = rows[comm.rank].clone(), rows[comm.rank].clone(), torch.empty(300_001)
+    comm.all_reduce(total)
     comm.reduce(root, dst=3)
     comm.reduce_scatter_tensor(part, rows[comm.rank])
-    assert torch.equal(root, reduced if comm.rank == 3 else rows[comm.rank])
-    assert torch.equal(part, reduced.chunk(4)[comm.rank])
+    assert torch.equal(root, total if comm.rank == 3 else rows[comm.rank])
+    assert torch.equal(part, total.chunk(4)[comm.rank])
 
 
 @on_each_rank("world2")
@@ -145,41 +142,33 @@ def test_it_works_inside_and_outside_inference_mode() -> None:
         assert torch.equal(x, torch.full_like(x, 2))
 
 
-def test_bytes_copied_of_a_long_tensor(world4: World) -> None:
+@on_each_rank("world4")
+def test_bytes_copied_of_a_long_tensor() -> None:
     """All but one's own slice in, all of it out; cut into slots first, then into slices."""
-
-    def copied() -> int:
-        with listen() as events:
-            Comm().all_reduce(torch.ones(SLOT // 4 + 16 * 4, dtype=torch.float32))
-        return events[0].wire_bytes
-
-    whole_bytes = SLOT + 256
-    assert world4.run(copied) == [2 * whole_bytes - SLOT // 4 - 64] * 4
+    with listen() as events:
+        Comm().all_reduce(torch.ones(SLOT // 4 + 16 * 4, dtype=torch.float32))
+    assert events[0].wire_bytes == 2 * (SLOT + 256) - (SLOT // 4 + 64)
 
 
 # --- order -------------------------------------------------------------------------------------
 
 
-def test_a_blocking_collective_queues_behind_those_under_way(world2: World) -> None:
-    def mixed() -> list[tuple[float, float]]:
-        comm = Comm()
-        if comm.rank:
-            time.sleep(0.05)  # so that the first is certainly under way on the other
-        with listen() as events:
-            handles = [comm.all_reduce(torch.ones(500_000), async_op=True) for _ in range(3)]
-            comm.broadcast(x := torch.full((5,), float(comm.rank)), src=1)
-            assert x.tolist() == [1.0] * 5
-            handles.append(comm.reduce_scatter(torch.ones(3), [torch.ones(3)] * 2, async_op=True))
-            comm.barrier()
-            for handle in handles:
-                assert handle is not None
-                handle.wait()
-        assert [event.lane for event in events] == ["lane"] * 3 + ["caller", "lane", "caller"]
-        return [(event.began_s, event.ended_s) for event in events]
-
-    for times in world2.run(mixed):
-        assert times == sorted(times)
-        assert all(ended <= began for (_, ended), (began, _) in pairwise(times))
+@on_each_rank("world2")
+def test_a_blocking_collective_queues_behind_those_under_way() -> None:
+    comm = Comm()
+    if comm.rank:
+        time.sleep(0.05)  # so that the first is certainly under way on the other
+    with listen() as events:
+        handles = [comm.all_reduce(torch.ones(500_000), async_op=True) for _ in range(3)]
+        comm.broadcast(x := torch.full((5,), float(comm.rank)), src=1)
+        assert x.tolist() == [1.0] * 5
+        handles.append(comm.reduce_scatter(torch.ones(3), [torch.ones(3)] * 2, async_op=True))
+        comm.barrier()
+        wait_for(handles)
+    assert [event.lane for event in events] == ["lane"] * 3 + ["caller", "lane", "caller"]
+    times = [(event.began_s, event.ended_s) for event in events]
+    assert times == sorted(times)
+    assert all(ended <= began for (_, ended), (began, _) in pairwise(times))
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -194,54 +183,47 @@ def test_operations_of_several_groups_under_way_at_once(transport: str) -> None:
             there, back = torch.full((70_000,), float(comm.rank)), torch.empty(70_000)
             handles = [
                 tp.irecv(back, 1 - tp.rank, tag=k),
-                *(one.all_reduce(x, async_op=True) for one, x in zip((comm, dp, tp), sums)),
+                *(group.all_reduce(x, async_op=True) for group, x in zip((comm, dp, tp), sums)),
                 tp.isend(there, 1 - tp.rank, tag=k),
             ]
             small = torch.tensor([float(comm.rank)])
             tp.all_reduce(small)  # blocking, while all those are under way
-            for handle in reversed(handles):
-                assert handle is not None
-                handle.wait()
+            wait_for(reversed(handles))
             assert small.item() == sum(tp.ranks)
             assert (back == tp.ranks[1 - tp.rank]).all()
-            for one, x in zip((comm, dp, tp), sums):
-                assert (x == sum(one.ranks) + k * one.size).all(), (one, k)
+            for group, x in zip((comm, dp, tp), sums):
+                assert (x == sum(group.ranks) + k * group.size).all(), (group, k)
 
     with World(4, transport=transport) as world:
         world.run(step)
 
 
-def test_a_send_is_over_when_it_is_taken_and_not_before(world2: World) -> None:
-    def send_or_receive() -> list[bool]:
-        comm = Comm()
-        done = []
-        for tag, numel in ((0, 1), (1, 100), (2, 1_000_000)):
-            if comm.rank == 0:
-                handle = comm.isend(torch.ones(numel), 1, tag)
-                comm.barrier()
-                time.sleep(0.01)
-                done.append(handle.is_completed())
-                comm.barrier()
-                handle.wait()
-                done.append(handle.is_completed())
-            else:
-                comm.barrier()
-                comm.barrier()
-                comm.recv(torch.ones(numel), 0, tag)
-        return done
-
-    assert world2.run(send_or_receive)[0] == [False, True] * 3
+@on_each_rank("world2")
+def test_a_send_is_over_when_it_is_taken_and_not_before() -> None:
+    comm = Comm()
+    for tag, numel in ((0, 1), (1, 100), (2, 1_000_000)):
+        if comm.rank == 0:
+            handle = comm.isend(torch.ones(numel), 1, tag)
+            comm.barrier()
+            time.sleep(0.01)
+            assert not handle.is_completed()
+            comm.barrier()
+            handle.wait()
+            assert handle.is_completed()
+        else:
+            comm.barrier()
+            comm.barrier()
+            comm.recv(torch.ones(numel), 0, tag)
 
 
-def test_two_ranks_that_both_send_first_are_reported(world2: World) -> None:
-    def both_send(numel: int) -> None:
+@pytest.mark.parametrize("numel", [1, 1_000_000])
+def test_two_ranks_that_both_send_first_are_reported(world2: World, numel: int) -> None:
+    def both_send() -> None:
         comm = Comm()
         comm.send(torch.ones(numel), 1 - comm.rank)
         comm.recv(torch.ones(numel), 1 - comm.rank)
 
-    for numel in (1, 1_000_000):
-        words = "ranks 0 and 1 wait for each other"
-        raises(words, world2.run, both_send, numel, error=RankError)
+    raises("ranks 0 and 1 wait for each other", world2.run, both_send, error=RankError)
 
 
 @on_each_rank("world2")
@@ -325,41 +307,32 @@ def test_without_futexes_waiting_ranks_poll() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_a_comm_error() -> None:
-    calls: dict[str, Callable[[Comm, torch.Tensor], Any]] = {
-        "barrier": lambda comm, x: comm.barrier(),
-        "async": lambda comm, x: comm.all_reduce(x, async_op=True).wait(),  # type: ignore[union-attr]
-        "recv": lambda comm, x: comm.recv(x, 1),
-        "irecv": lambda comm, x: comm.irecv(x, 1).wait(),
-        "send": lambda comm, x: comm.send(x, 1),
-        "long send": lambda comm, x: comm.send(torch.ones(3_000_000), 1),
-    }
+    calls: list[Callable[[Comm, torch.Tensor], Any]] = [
+        lambda comm, x: comm.barrier(),
+        lambda comm, x: comm.all_reduce(x, async_op=True).wait(),  # type: ignore[union-attr]
+        lambda comm, x: comm.recv(x, 1),
+        lambda comm, x: comm.irecv(x, 1).wait(),
+        lambda comm, x: comm.send(x, 1),
+        lambda comm, x: comm.send(torch.ones(3_000_000), 1),
+    ]
 
-    def errors_of_rank_0() -> dict[str, str]:
-        groups = {call: Comm().subgroup([0, 1]) for call in calls}  # an error breaks a group
-        errors: dict[str, str] = {}
+    def wait(group: Comm, call: Callable[[Comm, torch.Tensor], Any]) -> None:
+        late = ("failed: Timed out waiting 1.5 s for",)
+        raises(late, call, group, torch.ones(3), error=CommError)
 
-        def wait(call: str) -> None:
-            try:
-                calls[call](groups[call], torch.ones(3))  # type: ignore[arg-type]
-            except CommError as error:
-                errors[call] = str(error)
-
+    def rank_0_waits() -> None:
+        groups = [Comm().subgroup([0, 1]) for _ in calls]  # an error breaks a group
         if Comm().rank == 0:
             with ThreadPoolExecutor(len(calls)) as pool:
-                list(pool.map(wait, calls))
-        return errors
+                list(pool.map(wait, groups, calls))
 
     with World(2, transport="shm", timeout_s=0.5, check=False) as world:
-        errors, _ = world.run(errors_of_rank_0)
-    assert errors.keys() == calls.keys()
-    assert all("failed: Timed out waiting 1.5 s for" in error for error in errors.values()), errors
+        world.run(rank_0_waits)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_rank_that_comes_too_late_gets_an_error_and_no_result(
-    transport: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_comes_too_late_gets_an_error(transport: str, tmp_path: Path) -> None:
     """So does one that goes on after its error. (As over gloo.)"""
     calls = ("short", "long", "async", "recv", "send")
 
@@ -415,18 +388,13 @@ def test_a_message_of_another_length_is_an_error_where_nothing_is_compared() -> 
 # --- what is left ------------------------------------------------------------------------------
 
 
-def shared_folder() -> str:
-    return str(here.shared)
-
-
 def use_everything() -> list[str]:
     """Collectives, messages, a subgroup; returns the names of files that ranks share then."""
     comm = Comm()
-    half = comm.subgroup([0, 1])
-    for one in (comm, half):
-        if one is not None:
-            one.all_reduce(torch.ones(1000))
-            comm_contract.point_to_point(one)
+    for group in (comm, comm.subgroup([0, 1])):
+        if group is not None:
+            group.all_reduce(torch.ones(1000))
+            comm_contract.point_to_point(group)
     comm.barrier()
     assert here.shared is not None
     names = set(os.listdir(here.shared))
@@ -448,9 +416,7 @@ def test_what_all_have_mapped_has_no_name_any_more() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("ends", ["killed", "failing"])
-def test_a_rank_that_ends_in_the_middle_stops_the_others_at_once(
-    ends: str, asynchronous: bool
-) -> None:
+def test_a_rank_that_ends_stops_the_others_at_once(ends: str, asynchronous: bool) -> None:
     def until_the_end() -> None:
         comm = Comm()
         for k in range(10_000):
@@ -481,19 +447,13 @@ def test_an_interrupt_in_the_middle_leaves_nothing(way: str) -> None:
             time.sleep(600)
         if way == "recv":
             comm.recv(torch.ones(3), 1)
-        handle = comm.all_reduce(torch.ones(300_000), async_op=way == "async")
-        assert handle is not None
-        handle.wait()
+        wait_for([comm.all_reduce(torch.ones(300_000), async_op=way == "async")])
 
     before = in_shared_memory()
     with World(3, transport="shm", timeout_s=100) as world:
         pids = world.run(os.getpid)
-        later = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        later.start()
-        raises("", world.run, wait, error=RankInterrupt)
-        later.join()
-        assert gone(pids)
-        assert in_shared_memory() <= before
+        assert isinstance(interrupted(lambda: world.run(wait), 0.5), RankInterrupt)
+        assert gone(pids) and in_shared_memory() <= before
         world.run(use_everything)
     assert in_shared_memory() <= before
 
@@ -518,12 +478,13 @@ def test_the_report_says_which_rank_waits_for_which(world3: World, way: str) -> 
 def test_without_a_folder_in_memory_the_worlds_own_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "MEMORY", Path("/nowhere"))
     with World(2, transport="shm") as world:
-        shared = world.run(shared_folder)[0]
+        shared = world.run(lambda: str(labkit.comm.here.shared))[0]
         assert not shared.startswith(str(MEMORY)) and Path(shared, "board").exists()
         assert world.run(transports) == [{"shm"}] * 2
     assert not Path(shared).exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system reserves no room")
 def test_a_full_disk_is_an_error_and_no_crash() -> None:
     def full() -> None:
         def refuse(*_: object) -> None:
@@ -532,7 +493,5 @@ def test_a_full_disk_is_an_error_and_no_crash() -> None:
         os.posix_fallocate = refuse  # type: ignore[assignment]
         Comm().barrier()
 
-    if not hasattr(os, "posix_fallocate"):
-        pytest.skip("this system does not reserve room")
     with World(2, transport="shm") as world:
         raises("no room for .* MB.*transport=.gloo", world.run, full, error=RankError)

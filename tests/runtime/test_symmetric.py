@@ -3,9 +3,8 @@
 import os
 import signal
 import time
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from labkit.runtime.transports.shm import symmetric
 from labkit.runtime.transports.shm.slots import REDUCED, Slots
 from tables import raises
 from test_shm import MEMORY, in_shared_memory, with_tiny_pieces
-from worlds import world_fixture
+from worlds import on_each_rank, world_fixture
 
 world2 = world_fixture(2, transport="shm")
 world4 = world_fixture(4, transport="shm")
@@ -29,6 +28,17 @@ def symmetric_files() -> list[str]:
     """Those that still have a name."""
     names = [name for folder in in_shared_memory() for name in os.listdir(MEMORY / folder)]
     return [name for name in names if "symmetric" in name]
+
+
+def mapped_count() -> int:
+    """How often this rank has such memory mapped."""
+    with open("/proc/self/maps") as maps:
+        return sum("symmetric" in line for line in maps)
+
+
+needs_maps = pytest.mark.skipif(
+    not os.path.exists("/proc/self/maps"), reason="what is mapped stands in /proc, which is Linux's"
+)
 
 
 def filled(numel: int, value: float) -> torch.Tensor:
@@ -44,9 +54,7 @@ def both(op: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tor
     assert shared.is_contiguous() and shared.dtype == dtype
     for part in (slice(None), slice(77, -5), slice(1, 60_000)):
         comm.all_reduce(plain[part], op)  # type: ignore[arg-type]
-        handle = comm.all_reduce(shared[part], op, async_op=True)  # type: ignore[arg-type]
-        assert handle is not None
-        handle.wait()
+        comm.all_reduce(shared[part], op, async_op=True).wait()  # type: ignore
         assert torch.equal(plain, shared), f"{op} of {part} in {dtype}"
     return plain, shared
 
@@ -65,23 +73,21 @@ def test_it_works_on_three_ranks_in_tiny_pieces() -> None:
         world.run(both, "mean")
 
 
-def test_a_rank_copies_its_slice_to_the_others_and_nothing_else(world4: World) -> None:
-    def copied() -> tuple[int, int]:
-        comm, x = Comm(), filled(64_000, 0)
-        with listen() as events:
-            comm.all_reduce(x)
-            comm.all_reduce(torch.zeros(64_000))
-        return events[0].wire_bytes, events[1].wire_bytes
-
-    n, nbytes = 4, 4 * 64_000
-    assert world4.run(copied) == [((n - 1) * nbytes // n, (2 * n - 1) * nbytes // n)] * n
+@on_each_rank("world4")
+def test_a_rank_copies_its_slice_to_the_others_and_nothing_else() -> None:
+    comm, x = Comm(), filled(64_000, 0)
+    with listen() as events:
+        comm.all_reduce(x)
+        comm.all_reduce(torch.zeros(64_000))
+    part_bytes = x.nbytes // 4
+    assert [event.wire_bytes for event in events] == [3 * part_bytes, 7 * part_bytes]
 
 
 def different_parts() -> None:
     """Those of rank 0 lie elsewhere, in such memory or not: all go through the slots."""
     comm, x = Comm(), filled(500_000, Comm().rank)
-    for mine in (x[200_000:], torch.zeros(300_000)):
-        given = x[:300_000] if comm.rank else mine
+    for of_rank_0 in (x[200_000:], torch.zeros(300_000)):
+        given = x[:300_000] if comm.rank else of_rank_0
         comm.all_reduce(given)
         assert given.eq(sum(range(comm.size))).all()
         given.fill_(comm.rank)
@@ -98,19 +104,17 @@ def test_ranks_may_give_different_parts(world4: World) -> None:
 def test_ranks_that_disagree_are_reported(world2: World) -> None:
     like = torch.empty(0)
 
-    def of_its_own_size(comm: Comm) -> None:
+    def another_size(comm: Comm) -> None:
         comm.symmetric_empty(50_000 * (1 + comm.rank), like)
 
-    def of_its_own_type(comm: Comm) -> None:
+    def another_type(comm: Comm) -> None:
         comm.symmetric_empty(50_000, like.double() if comm.rank else like)
 
-    def in_something_else(comm: Comm) -> None:
+    def another_operation(comm: Comm) -> None:
         comm.all_reduce(torch.zeros(50_000)) if comm.rank else comm.symmetric_empty(50_000, like)
 
-    for disagree in (of_its_own_size, of_its_own_type, in_something_else):
-        call = partial(world2.run, lambda disagree: disagree(Comm()), disagree)
-        raises("symmetric_empty", call, error=RankError)
-        world2.restart()
+    for call in (another_size, another_type, another_operation):
+        raises("symmetric_empty", world2.run, lambda call: call(Comm()), call, error=RankError)
     negative = "-5 elements; choose 0 or more"
     raises(negative, world2.run, lambda: filled(-5, 0), error=RankError)
 
@@ -138,80 +142,62 @@ def test_a_rank_that_dies_takes_the_others_along(world2: World) -> None:
     assert not symmetric_files()
 
 
+@needs_maps
 def test_memory_is_given_back_with_the_tensor(world2: World) -> None:
-    def mapped() -> int:
-        with open("/proc/self/maps") as maps:
-            return sum("symmetric" in line for line in maps)
-
-    def make_and_drop() -> tuple[int, int, int]:
+    def make_and_drop() -> None:
         x = Comm().symmetric_empty(NUMEL, like=torch.empty(0))
         small = [Comm().symmetric_empty(100, like=x) for _ in range(3)]  # not worth a mapping each
-        assert [len(one) for one in small] == [100] * 3
-        view, before = x[5:].view(-1), mapped()
+        assert [len(tensor) for tensor in small] == [100] * 3
+        view = x[5:].view(-1)
+        assert mapped_count() == 1
         del x
-        during = mapped()
+        assert mapped_count() == 1
         del view
-        return before, during, mapped()
+        assert mapped_count() == 0
 
-    if not os.path.exists("/proc/self/maps"):
-        pytest.skip("what is mapped stands in /proc, which is Linux's")
-    assert world2.run(make_and_drop) == [(1, 1, 0)] * 2
+    world2.run(make_and_drop)
     assert not symmetric_files()
 
 
-def test_memory_made_behind_an_asynchronous_operation_is_given_back_too(world2: World) -> None:
+@needs_maps
+@on_each_rank("world2")
+def test_memory_made_behind_an_asynchronous_operation_is_given_back_too() -> None:
     """It is then made on the lane, whose last work is remembered."""
-
-    def mapped() -> bool:
-        with open("/proc/self/maps") as maps:
-            return any("symmetric" in line for line in maps)
-
-    def make_and_drop() -> tuple[bool, bool]:
-        comm = Comm()
-        if comm.rank:
-            time.sleep(0.2)  # so it is under way on rank 0
-        handle = comm.all_reduce(torch.ones(1_000_000), async_op=True)
-        x = filled(NUMEL, 1.0)
-        handle.wait()  # type: ignore[union-attr]
-        before = mapped()
-        del x
-        return before, mapped()
-
-    if not os.path.exists("/proc/self/maps"):
-        pytest.skip("what is mapped stands in /proc, which is Linux's")
-    assert world2.run(make_and_drop) == [(True, False)] * 2
+    comm = Comm()
+    if comm.rank:
+        time.sleep(0.2)  # so it is under way on rank 0
+    handle = comm.all_reduce(torch.ones(1_000_000), async_op=True)
+    x = filled(NUMEL, 1.0)
+    handle.wait()  # type: ignore[union-attr]
+    assert mapped_count() == 1
+    del x
+    assert mapped_count() == 0
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-def test_without_room_it_is_an_ordinary_tensor_on_all_ranks(world2: World, who: str) -> None:
-    def without_room() -> int:
-        comm, reserve = Comm(), symmetric.RESERVE_BYTES
-        if who == "all" or comm.rank == 1:
-            symmetric.RESERVE_BYTES = 1 << 60
-        real, symmetric.Path.exists = symmetric.Path.exists, lambda path: False  # type: ignore
-        try:
-            x = filled(NUMEL, comm.rank)
-        finally:
-            symmetric.RESERVE_BYTES, symmetric.Path.exists = reserve, real  # type: ignore
-        with listen() as events:
-            comm.all_reduce(x)
-        assert x.eq(1).all()
-        return events[0].wire_bytes
-
-    assert all(nbytes > 4 * NUMEL for nbytes in world2.run(without_room))  # through the slots
+@pytest.mark.parametrize("full_ranks", [(0, 1), (1,)])
+@on_each_rank("world2")
+def test_without_room_it_is_an_ordinary_tensor_on_all_ranks(full_ranks: tuple[int, ...]) -> None:
+    comm = Comm()
+    reserve_bytes = 1 << 60 if comm.rank in full_ranks else symmetric.RESERVE_BYTES
+    with (
+        patch.object(symmetric, "RESERVE_BYTES", reserve_bytes),
+        patch.object(symmetric.Path, "exists", lambda path: False),
+    ):
+        x = filled(NUMEL, comm.rank)
+    with listen() as events:
+        comm.all_reduce(x)
+    assert x.eq(1).all() and events[0].wire_bytes > x.nbytes  # through the slots
 
 
-def test_the_buckets_of_ddp_are_there(world2: World) -> None:
-    def wire_over_bus() -> float:
-        torch.manual_seed(0)
-        model = DDP(nn.Linear(256, 256), Comm())
+@on_each_rank("world2")
+def test_the_buckets_of_ddp_are_there() -> None:
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(256, 256), Comm())
+    model(torch.randn(4, 256)).sum().backward()
+    with listen() as events:
         model(torch.randn(4, 256)).sum().backward()
-        with listen() as events:
-            model(torch.randn(4, 256)).sum().backward()
-        (event,) = [event for event in events if event.op == "all_reduce"]
-        return event.wire_bytes / event.bus_bytes
-
-    assert world2.run(wire_over_bus) == [pytest.approx(0.5, abs=0.01)] * 2  # through slots 1.5
+    (event,) = [event for event in events if event.op == "all_reduce"]
+    assert event.wire_bytes / event.bus_bytes == pytest.approx(0.5, abs=0.01)  # through slots 1.5
 
 
 # --- faults that must be found -------------------------------------------------------------------
@@ -254,21 +240,18 @@ def late_writer() -> None:
         assert x.eq(2).all()
 
 
-def sums() -> None:
-    both("sum")
-
-
 FAULTS = [
-    Mutation(writes_only_its_own, sums),
+    Mutation(writes_only_its_own, both, "sum"),
     Mutation(returns_before_the_others_have_written, late_writer),
     Mutation(takes_everything_for_equal, different_parts),
-    Mutation(reads_its_own, sums),
+    Mutation(reads_its_own, both, "sum"),
 ]
 shm = {"size": 2, "transport": "shm"}
 test_a_fault_is_found = pytest.mark.slow(noticed(FAULTS, on_ranks, RankError, **shm))
 
 
 @pytest.mark.slow
-def test_without_a_fault_all_is_green(worlds: Any) -> None:
-    for check in (sums, late_writer, different_parts):
-        on_ranks(worlds(2, transport="shm"), nullcontext, check)
+def test_without_a_fault_all_is_green(world2: World) -> None:
+    world2.run(both, "sum")
+    world2.run(late_writer)
+    world2.run(different_parts)

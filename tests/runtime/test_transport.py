@@ -11,7 +11,7 @@ from comm_contract import events_of
 from labkit import Comm, Link, World, record
 from labkit.runtime import folders
 from labkit.runtime.pick import Pick, pick_transport
-from tables import raises
+from tables import cases, raises
 
 MEMORY = Path("/dev/shm")
 NCCL = Pick("nccl", "cuda", "as asked")
@@ -26,19 +26,16 @@ def transports() -> set[str]:
     return {event.transport for event in events_of(Comm(), 10).values()}
 
 
-@pytest.mark.parametrize(
-    "options, variable, transport",
-    [
-        ({}, "", "shm"),
-        ({"device": "cpu"}, "", "shm"),
-        ({"backend": "gloo"}, "", "gloo"),
-        ({"link": Link(gbps=1000)}, "", "gloo"),
-        ({"transport": "gloo"}, "shm", "gloo"),
-        ({"transport": "shm", "backend": "gloo"}, "gloo", "shm"),
-        ({}, "gloo", "gloo"),
-        ({"backend": "gloo"}, "shm", "shm"),
-        ({"link": Link(gbps=1000)}, "shm", "gloo"),
-    ],
+@cases(
+    ({}, "", "shm"),
+    ({"device": "cpu"}, "", "shm"),
+    ({"backend": "gloo"}, "", "gloo"),
+    ({"link": Link(gbps=1000)}, "", "gloo"),
+    ({"transport": "gloo"}, "shm", "gloo"),
+    ({"transport": "shm", "backend": "gloo"}, "gloo", "shm"),
+    ({}, "gloo", "gloo"),
+    ({"backend": "gloo"}, "shm", "shm"),
+    ({"link": Link(gbps=1000)}, "shm", "gloo"),
     ids=str,
 )
 def test_the_argument_decides_then_the_environment_then_the_backend(
@@ -76,10 +73,7 @@ def test_gpus_move_their_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     assert pick_transport(2, shared_gpu, None, None, None) == ("gloo", "")
 
 
-@pytest.mark.parametrize(
-    "free_bytes, ranks, transport",
-    [(134_217_728, 8, "shm"), (134_217_727, 1, "gloo"), (134_217_728, 9, "gloo")],
-)
+@cases((134_217_728, 8, "shm"), (134_217_727, 1, "gloo"), (134_217_728, 9, "gloo"))
 def test_shared_memory_is_picked_where_there_is_room(
     free_bytes: int, ranks: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -21,12 +25,15 @@ import torch.distributed as dist
 
 import labkit
 import labkit.comm
+from command import python
 from labkit import Comm, Link, RankError, World
 from labkit.runtime import output as output_module
 from labkit.runtime.output import RankOutput
 from labkit.runtime.pick import MOST_RANKS, Pick, pick
 from places import SUPPORT
-from provoke import ROOT, alive, gone, ranks_of_servers, servers, until
+from provoke import alive, gone, ranks_of_servers, servers, until
+from tables import cases, raises
+from worlds import on_each_rank
 
 FACTOR = 3
 
@@ -50,13 +57,27 @@ def pids_of(world: World) -> list[int]:
     return world.run(os.getpid)
 
 
+def sum_of_ranks() -> float:
+    x = torch.tensor([float(Comm().rank + 1)])
+    Comm().all_reduce(x)
+    return x.item()
+
+
+def hold(folder: Path) -> None:
+    """A rank shows that it has begun, and stays until it may go."""
+    (folder / "began").touch()
+    until((folder / "go").exists, 60)
+
+
 Printed = Callable[[], str]
 
 
 @pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
-    """What this process has printed since the last time."""
-    return lambda: capsys.readouterr().out
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """For worlds, and not for their server, which is there before."""
+    World(1).close()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
 
 
 # ---- values
@@ -70,8 +91,6 @@ def test_arguments_reach_every_rank(world4: World) -> None:
 
 
 def test_functions_lambdas_closures_methods_and_partials_travel(world2: World) -> None:
-    from functools import partial
-
     base = 10
 
     def closure(x: int) -> int:
@@ -97,16 +116,16 @@ def test_classes_of_this_module_and_of_a_rank_come_back(world2: World) -> None:
 
 
 def test_a_run_gets_copies_so_a_rank_cannot_change_the_drivers_objects(world2: World) -> None:
-    mine = {"list": [1], "tensor": torch.zeros(2)}
+    given = {"list": [1], "tensor": torch.zeros(2)}
 
-    def change(thing: dict) -> dict:
-        thing["list"].append(2)
-        thing["tensor"] += 1
-        return thing
+    def change(copy: dict) -> dict:
+        copy["list"].append(2)
+        copy["tensor"] += 1
+        return copy
 
-    theirs = world2.run(change, mine)
-    assert mine["list"] == [1] and mine["tensor"].sum() == 0
-    assert theirs[0]["list"] == [1, 2] and theirs[1]["tensor"].sum() == 2
+    returned = world2.run(change, given)
+    assert given["list"] == [1] and given["tensor"].sum() == 0
+    assert returned[0]["list"] == [1, 2] and returned[1]["tensor"].sum() == 2
 
 
 @pytest.mark.slow
@@ -163,13 +182,12 @@ def test_modules_travel_with_their_tied_weights(world2: World) -> None:
 
 
 def test_other_tensors_travel_too(world2: World) -> None:
-    sparse = torch.eye(3).to_sparse()
-    meta = torch.empty(3, device="meta")
     array = np.arange(6.0).reshape(2, 3)
-    for one, other, third in world2.run(lambda *things: things, sparse, meta, array):
-        assert torch.equal(one.to_dense(), torch.eye(3))
-        assert other.is_meta and other.shape == (3,)
-        assert np.array_equal(third, array)
+    given = torch.eye(3).to_sparse(), torch.empty(3, device="meta"), array
+    for sparse, meta, copy in world2.run(lambda *given: given, *given):
+        assert torch.equal(sparse.to_dense(), torch.eye(3))
+        assert meta.is_meta and meta.shape == (3,)
+        assert np.array_equal(copy, array)
 
 
 # ---- what ranks keep
@@ -219,25 +237,17 @@ def test_run_on_runs_on_these_ranks_in_this_order(world4: World) -> None:
 # ---- communication
 
 
-def sum_of_ranks() -> float:
-    x = torch.tensor([float(Comm().rank + 1)])
-    Comm().all_reduce(x)
-    return x.item()
-
-
-def test_plain_torch_distributed_works_on_the_same_default_group(world4: World) -> None:
-    def both() -> tuple[float, float, int]:
-        x = torch.tensor([float(dist.get_rank() + 1)])
-        dist.all_reduce(x)
-        mine = sum_of_ranks()
-        gathered = [torch.zeros(1) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, torch.tensor([float(dist.get_rank())]))
-        half = dist.new_group([0, 1])
-        dist.barrier()
-        assert (Comm(half).size == 2) if dist.get_rank() < 2 else True
-        return x.item(), mine, int(sum(gathered))
-
-    assert world4.run(both) == [(10.0, 10.0, 6)] * 4
+@on_each_rank("world4")
+def test_plain_torch_distributed_works_on_the_same_default_group() -> None:
+    x = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(x)
+    assert x.item() == sum_of_ranks() == 10.0
+    gathered = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor([float(dist.get_rank())]))
+    assert [x.item() for x in gathered] == [0, 1, 2, 3]
+    half = dist.new_group([0, 1])
+    dist.barrier()
+    assert dist.get_rank() >= 2 or Comm(half).size == 2
 
 
 def test_many_ranks_on_few_cores() -> None:
@@ -245,78 +255,44 @@ def test_many_ranks_on_few_cores() -> None:
         assert world.run(sum_of_ranks) == [78.0] * 12
 
 
-def test_two_worlds_live_side_by_side() -> None:
-    with World(2) as one, World(3) as other:
-        assert one.run(sum_of_ranks) == [3.0] * 2
-        assert other.run(sum_of_ranks) == [6.0] * 3
-        assert not set(pids_of(one)) & set(pids_of(other))
-        one.close()
-        assert other.run(sum_of_ranks) == [6.0] * 3
+def test_two_worlds_live_side_by_side(world2: World) -> None:
+    with World(3) as short_lived:
+        assert short_lived.run(sum_of_ranks) == [6.0] * 3
+        assert world2.run(sum_of_ranks) == [3.0] * 2
+        assert not set(pids_of(world2)) & set(pids_of(short_lived))
+    assert world2.run(sum_of_ranks) == [3.0] * 2
 
 
 @pytest.mark.slow
 def test_worlds_of_several_threads_do_not_disturb_each_other() -> None:
-    wrong: list[object] = []
-
     def live(size: int) -> None:
-        try:
-            for _ in range(4):
-                with World(size) as world:
-                    for _ in range(5):
-                        if world.run(sum_of_ranks) != [size * (size + 1) / 2] * size:
-                            wrong.append(size)
-                    with pytest.raises(RankError, match="ZeroDivisionError"):
-                        world.run(lambda: 1 // 0)
-        except BaseException as error:
-            wrong.append(error)
+        for _ in range(4):
+            with World(size) as world:
+                for _ in range(5):
+                    assert world.run(sum_of_ranks) == [size * (size + 1) / 2] * size
+                raises("ZeroDivisionError", world.run, lambda: 1 // 0, error=RankError)
 
-    threads = [threading.Thread(target=live, args=(size,)) for size in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-        assert not thread.is_alive(), "a world of a thread hangs"
-    assert not wrong
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(live, (1, 2, 3)))
 
 
 def test_one_world_runs_one_function_at_a_time(world2: World, tmp_path: Path) -> None:
-    def hold(folder: Path) -> None:
-        (folder / "began").touch()
-        until((folder / "go").exists)
-
-    thread = threading.Thread(target=world2.run, args=(hold, tmp_path))
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(world2.run, hold, tmp_path)
         assert until((tmp_path / "began").exists)
-        with pytest.raises(RuntimeError, match="another thread"):
-            world2.run(lambda: 1)
-    finally:
+        raises("another thread", world2.run, lambda: 1, error=RuntimeError)
         (tmp_path / "go").touch()
-        thread.join()
+        assert running.result() == [None, None]
     assert world2.run(lambda: 1) == [1, 1]
 
 
 @pytest.mark.parametrize("how", ["close", "restart"])
 def test_closing_from_another_thread_ends_a_run(how: str, tmp_path: Path) -> None:
-    def hold(folder: Path) -> None:
-        (folder / "began").touch()
-        until(lambda: False, 600)
-
-    caught: list[RankError] = []
-
-    def run() -> None:
-        with pytest.raises(RankError) as info:
-            world.run(hold, tmp_path)
-        caught.append(info.value)
-
-    with World(2) as world:
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+    with World(2) as world, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(world.run, hold, tmp_path)
         assert until((tmp_path / "began").exists)
         getattr(world, how)()
-        thread.join(30)
-        assert not thread.is_alive()
-        assert caught[0].kind == "interrupted"
+        assert raises("", running.result, 30, error=RankError).kind == "interrupted"
         if how == "restart":
             assert world.run(lambda: 1) == [1, 1]
 
@@ -336,9 +312,7 @@ def test_same_seed_on_every_rank_and_the_one_that_is_asked_for() -> None:
         assert all(x != y for x, y in zip(other.run(draw)[0], first[0]))
 
 
-def test_a_world_of_one_is_the_same_code_and_threads_are_what_torch_computes_with(
-    world2: World,
-) -> None:
+def test_a_world_of_one_is_the_same_code_and_threads_are_torchs(world2: World) -> None:
     assert world2.run(torch.get_num_threads) == [1, 1]
     with World(1, threads=2, backend="gloo", device="cpu") as world:
         assert world.run(torch.get_num_threads) == [2] and world.run(sum_of_ranks) == [1.0]
@@ -367,8 +341,8 @@ def test_spawned_ranks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.transport == "shm" and world.run(of_this_module, 5) == [15, 16]
         assert world.run(sum_of_ranks) == [3.0, 3.0]
         pids = world.run(lambda: subprocess.Popen(["sleep", "600"]).pid) + pids_of(world)
-        with pytest.raises(RankError, match="rank 1 raised ValueError"):
-            world.run(lambda: (_ for _ in ()).throw(ValueError()) if Comm().rank else None)
+        fault = "rank 1 raised ZeroDivisionError"
+        raises(fault, world.run, lambda: 1 // (1 - Comm().rank), error=RankError)
         assert world.run(sum_of_ranks) == [3.0, 3.0]
         with pytest.raises(RankError, match="SIGKILL") as info:
             world.run(lambda: os.kill(os.getpid(), 9) if Comm().rank else sum_of_ranks())
@@ -411,81 +385,58 @@ def test_ranks_see_the_folder_environment_and_modules_of_the_driver_at_their_sta
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "reason"),
-    [
-        ({"size": 0}, ValueError, "at least 1 rank"),
-        ({"size": -2}, ValueError, "at least 1 rank"),
-        ({"size": 10_000}, ValueError, "10,000 ranks are too many for this machine.*choose up to"),
-        ({"size": MOST_RANKS + 1}, ValueError, "too many"),
-        *[({"size": size}, TypeError, "an integer") for size in (True, "4", 2.0, None)],
-        ({"backend": "mpi"}, ValueError, "gloo"),
-        ({"device": "tpu"}, ValueError, "cuda"),
-        ({"timeout_s": 0}, ValueError, "above 0"),
-        ({"timeout_s": float("nan")}, ValueError, "above 0"),
-        ({"threads": 0}, ValueError, "at least 1 thread"),
-        ({"start": "teleport"}, ValueError, "spawn"),
-        ({"backend": "nccl", "device": "cpu"}, ValueError, "gloo"),
-    ],
+@cases(
+    ({"size": 0}, ValueError, "at least 1 rank"),
+    ({"size": -2}, ValueError, "at least 1 rank"),
+    ({"size": 10_000}, ValueError, "10,000 ranks are too many for this machine.*choose up to"),
+    ({"size": MOST_RANKS + 1}, ValueError, "too many"),
+    *[({"size": size}, TypeError, "an integer") for size in (True, "4", 2.0, None)],
+    ({"backend": "mpi"}, ValueError, "gloo"),
+    ({"device": "tpu"}, ValueError, "cuda"),
+    ({"timeout_s": 0}, ValueError, "above 0"),
+    ({"timeout_s": float("nan")}, ValueError, "above 0"),
+    ({"threads": 0}, ValueError, "at least 1 thread"),
+    ({"start": "teleport"}, ValueError, "spawn"),
+    ({"backend": "nccl", "device": "cpu"}, ValueError, "gloo"),
 )
-def test_wrong_arguments_are_refused_with_a_way_out(
-    wrong: dict, error: type[Exception], reason: str
-) -> None:
-    with pytest.raises(error, match=reason):
-        World(**{"size": 2, **wrong})
+def test_wrong_arguments_are_refused_with_a_way_out(wrong: dict, error: Any, says: str) -> None:
+    raises(says, World, error=error, **{"size": 2, **wrong})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="no GPU"):
-        World(2, device="cuda")
-    with pytest.raises(ValueError, match="needs a GPU for each of the 2 ranks, but there are 0"):
-        World(2, backend="nccl")
-
-
-def test_a_world_inside_a_rank_is_refused(world2: World) -> None:
-    with pytest.raises(RankError, match="(?s)inside a rank.*Comm.*subgroup"):
-        world2.run(lambda: World(2))
+    raises("no GPU", World, 2, device="cuda")
+    raises("needs a GPU for each of the 2 ranks, but there are 0", World, 2, backend="nccl")
 
 
 def test_a_closed_world_says_so() -> None:
-    world = World(2)
+    world = World(1)
     world.close()
     world.close()
     assert "closed" in repr(world)
-    with pytest.raises(RuntimeError, match="closed.*make a new World"):
-        world.run(lambda: 1)
-    with pytest.raises(RuntimeError, match="make a new World"):
-        world.restart()
+    raises("closed.*make a new World", world.run, lambda: 1, error=RuntimeError)
+    raises("make a new World", world.restart, error=RuntimeError)
 
 
-def test_an_invalid_function_or_rank_is_refused_and_the_world_goes_on(world2: World) -> None:
+def test_what_cannot_run_is_refused_and_the_world_goes_on(world2: World) -> None:
     pids = pids_of(world2)
-    with pytest.raises(TypeError, match="needs a function"):
-        world2.run(42)  # type: ignore[arg-type]
-    for ranks, reason in (
-        ([0, 2], "rank 2 is not in this world; choose 0 to 1"),
-        ([-1], "rank -1 is not"),
-        ("0", "rank '0' is not"),
-        ([1, 1], "each rank once"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            world2.run_on(ranks, lambda: 1)  # type: ignore[arg-type]
+    raises("needs a function", world2.run, 42, error=TypeError)
+    raises("rank 2 is not in this world; choose 0 to 1", world2.run_on, [0, 2], lambda: 1)
+    raises("rank -1 is not", world2.run_on, [-1], lambda: 1)
+    raises("rank '0' is not", world2.run_on, "0", lambda: 1)
+    raises("each rank once", world2.run_on, [1, 1], lambda: 1)
     assert pids_of(world2) == pids
+    inside = "(?s)inside a rank.*Comm.*subgroup"
+    raises(inside, world2.run, lambda: World(2), error=RankError)
 
 
-def test_a_failed_start_is_reported_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    World(1).close()
+def test_a_failed_start_is_reported_and_leaves_nothing(temporary_folder: Path) -> None:
     server, ranks = servers(), ranks_of_servers()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(RankError, match="(?s)rank . could not start.*Overflow"):
-        World(2, seed=2**70)
-    monkeypatch.setattr(os, "getcwd", lambda: "/no/such/folder")
-    with pytest.raises(RankError, match="(?s)rank . could not start.*FileNotFoundError.*no/such"):
-        World(2)
-    assert not os.listdir(tmp_path)
+    raises("(?s)rank . could not start.*Overflow", World, 2, seed=2**70, error=RankError)
+    with patch.object(os, "getcwd", lambda: "/no/such/folder"):
+        lost = "(?s)rank . could not start.*FileNotFoundError.*no/such"
+        raises(lost, World, 2, error=RankError)
+    assert not os.listdir(temporary_folder)
     assert servers() == server and ranks_of_servers() == ranks
 
 
@@ -497,8 +448,7 @@ def test_nothing_listens_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # what a cluster's user may have set
 
     def open_all_sorts() -> int:
-        comm = Comm()
-        comm.subgroup([0, 1])
+        Comm().subgroup([0, 1])
         sum_of_ranks()
         dist.new_group([0, 2])
         dist.barrier()
@@ -514,32 +464,24 @@ def test_nothing_listens_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> Non
                     assert connection.laddr.ip in ("127.0.0.1", "::1"), (process, connection)
 
 
-def test_closing_leaves_no_rank_folder_or_file_and_nothing_that_ranks_have_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_closing_leaves_no_rank_folder_or_file_and_no_child_of_a_rank(
+    temporary_folder: Path,
 ) -> None:
-    def start() -> int:
-        return subprocess.Popen(["sleep", "600"]).pid
-
-    World(1).close()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     files = psutil.Process().num_fds()
     with World(3) as world:
-        pids = pids_of(world) + world.run(start)
-        assert all(map(alive, pids)) and os.listdir(tmp_path)
+        pids = pids_of(world) + world.run(lambda: subprocess.Popen(["sleep", "600"]).pid)
+        assert all(map(alive, pids)) and os.listdir(temporary_folder)
     assert gone(pids)
-    assert not os.listdir(tmp_path)
+    assert not os.listdir(temporary_folder)
     assert psutil.Process().num_fds() == files
 
 
-def test_a_world_that_is_dropped_ends_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_a_world_that_is_dropped_ends_its_ranks(temporary_folder: Path) -> None:
     world = World(2)
     pids = pids_of(world)
     world = World(2)  # as a notebook's cell does that is run again
     assert gone(pids)
-    assert len(os.listdir(tmp_path)) == 1
+    assert len(os.listdir(temporary_folder)) == 1
     world.close()
 
 
@@ -551,43 +493,30 @@ def test_a_fork_made_by_a_function_does_not_answer_for_its_rank(world2: World) -
     assert world2.run(lambda: Comm().rank) == [0, 1]
 
 
-# ---- attach
-
-
 @pytest.mark.slow
-def test_the_same_function_runs_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(
-        """
+def test_the_same_function_runs_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        f"""
+import sys
+sys.path += {[str(Path(__file__).parent), str(SUPPORT)]}
 import labkit
+from tables import raises
 from test_world import sum_of_ranks
 
 me = labkit.attach()
 me.state.x = me.rank
-try:
-    labkit.World(2)
-except RuntimeError as error:
-    refused = "inside a rank" in str(error)
-print(f"SAID {me.rank} {me.size} {sum_of_ranks()} {refused}\\n", end="", flush=True)
+raises("inside a rank", labkit.World, 2, error=RuntimeError)
+print(f"SAID {{me.rank}} {{me.size}} {{sum_of_ranks()}}\\n", end="", flush=True)
 """
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-            str(tmp_path / "job.py"),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}:{SUPPORT}",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--rdzv-backend", "c10d")
+    done = python(*run, "--rdzv-endpoint", "localhost:0", job)
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("SAID"))
-    assert said == ["SAID 0 2 3.0 True", "SAID 1 2 3.0 True"]
+    assert said == ["SAID 0 2 3.0", "SAID 1 2 3.0"]
     assert "Warning" not in done.stderr.replace("OMP_NUM_THREADS", "")
 
 
@@ -603,11 +532,10 @@ def test_what_ranks_print_is_marked_by_rank(world2: World, printed: Printed) -> 
 
     world2.run(speak)
     lines = printed().splitlines()
+    texts = ("first", "second", "to stderr", "from C", "no end of line")
     for rank in (0, 1):
-        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
-        assert [line.split("] ")[1] for line in mine] == [
-            "first", "second", "to stderr", "from C", "no end of line",
-        ]  # fmt: skip
+        of_rank = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert of_rank == [f"[rank {rank}] {text}" for text in texts]
     assert len(lines) == 10
 
 
@@ -707,18 +635,15 @@ class Terminal:
 BAR = [(0, b"\r 10%"), (0, b"\r 50%\r"), (0, b" 90%"), (0, b"\r100%\n")]
 
 
-@pytest.mark.parametrize(
-    ("pieces", "terminal", "expected"),
-    [
-        ([(0, b"caf\xc3"), (1, b"other\n"), (0, b"\xa9 au"), (0, b" lait\n")], {},
-         "[rank 1] other\n[rank 0] café au lait\n"),
-        (BAR, {}, "[rank 0] 100%\n"),
-        (BAR[:-1], {}, "[rank 0]  90%\n"),
-        ([(0, b"windows\r"), (0, b"\nline\r\n")], {}, "[rank 0] windows\n[rank 0] line\n"),
-        ([(2, b"\r 10%"), (2, b"\r 50%"), (2, b"\n")], {"tty": True},
-         "\r\x1b[K[rank 2]  10%\r\x1b[K[rank 2]  50%\r\x1b[K[rank 2]  50%\n"),
-        ([(0, "█ café\n".encode())], {"encoding": "ascii"}, "[rank 0] ? caf?\n"),
-    ],
+@cases(
+    ([(0, b"caf\xc3"), (1, b"other\n"), (0, b"\xa9 au"), (0, b" lait\n")], {},
+     "[rank 1] other\n[rank 0] café au lait\n"),
+    (BAR, {}, "[rank 0] 100%\n"),
+    (BAR[:-1], {}, "[rank 0]  90%\n"),
+    ([(0, b"windows\r"), (0, b"\nline\r\n")], {}, "[rank 0] windows\n[rank 0] line\n"),
+    ([(2, b"\r 10%"), (2, b"\r 50%"), (2, b"\n")], {"tty": True},
+     "\r\x1b[K[rank 2]  10%\r\x1b[K[rank 2]  50%\r\x1b[K[rank 2]  50%\n"),
+    ([(0, "█ café\n".encode())], {"encoding": "ascii"}, "[rank 0] ? caf?\n"),
     ids=["pieces", "bar", "open bar", "ends of Windows", "terminal", "smaller alphabet"],
 )  # fmt: skip
 def test_lines_and_bars_are_shown_as_they_were_meant(
@@ -762,18 +687,6 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
     return page
 
 
-def test_a_notebook_keeps_the_output_grouped_by_rank(page: Page) -> None:
-    output = RankOutput(2)
-    for k in range(3):
-        output.feed(1, f"one {k}\n".encode())
-        output.feed(0, f"zero {k}\n".encode())
-    output.close()
-    assert page.drawn[-1].splitlines() == [
-        "[rank 0] zero 0", "[rank 0] zero 1", "[rank 0] zero 2",
-        "[rank 1] one 0", "[rank 1] one 1", "[rank 1] one 2",
-    ]  # fmt: skip
-
-
 def test_a_notebook_shows_bars_and_lines_while_they_come(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -788,6 +701,10 @@ def test_a_notebook_shows_bars_and_lines_while_they_come(
     assert len(page.drawn) == drawings, "nothing new, nothing drawn"
     output.feed(1, b"\r 20%")
     assert page.drawn[-1] == "[rank 0] begin\n[rank 1]  20%"
+    output.feed(1, b"\n")
+    output.feed(0, b"end\n")
+    output.close()
+    assert page.drawn[-1] == "[rank 0] begin\n[rank 0] end\n[rank 1]  20%", "grouped by rank"
 
 
 def test_a_flood_is_cut_in_a_notebook(page: Page) -> None:
@@ -801,12 +718,8 @@ def test_a_flood_is_cut_in_a_notebook(page: Page) -> None:
     assert len(lines[-1]) < 3000 and "characters more" in lines[-1]
 
 
-def test_progress_on_a_rank_travels_and_rank_0_speaks_for_all(
-    world2: World, printed: Printed
-) -> None:
+def test_rank_0_shows_the_progress_of_all(world2: World, printed: Printed) -> None:
     def work() -> int:
-        import time
-
         for _ in labkit.progress(range(8), "train"):
             time.sleep(0.1)
         return 1
@@ -836,12 +749,8 @@ def test_later_ranks_have_what_an_optimizer_imports() -> None:
     """The server imports it when it has nothing else to do, so that no rank has to."""
 
     def has_it() -> bool:
-        return "torch._dynamo" in sys.modules
-
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+        time.sleep(0.6)  # in which the server may import
         with World(1) as world:
-            if world.run(has_it) == [True]:
-                return
-        time.sleep(0.6)
-    pytest.fail("no rank ever had it")
+            return world.run(lambda: "torch._dynamo" in sys.modules) == [True]
+
+    assert until(has_it, 60)

@@ -119,7 +119,7 @@ def test_wrong_sizes_are_named(name: str) -> None:
 
 test_inadmissible_sizes_are_refused_with_the_rule = refusals(
     lambda sizes: schedule(*sizes),
-    (("1f2b", 2, 2), f"'1f2b': there are {', '.join(SCHEDULES)}"),
+    (("1f2b", 2, 2), f"'1f2b': choose one of {', '.join(SCHEDULES)}"),
     (("interleaved", 4, 6, 2), "microbatches=6 with 4 stages.*multiple of 4"),
     (("interleaved", 4, 8), "chunks=1: interleaved needs at least 2"),
     (("interleaved", 4, 8, 0), "chunks=0: interleaved needs at least 2"),

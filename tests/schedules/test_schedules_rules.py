@@ -124,7 +124,10 @@ test_the_first_broken_rule_is_reported = refusals(
     ("F0 I0", "exactly once: stage 0 never does W0, the other half of I0"),
     ("F0 W0", "exactly once: stage 0 never does I0, the other half of W0"),
     ("F0 B0 F0.1 B0.1\nF0 B0", "exactly once: stage 1 never does F0.1"),
-    ("F0 B0 W0", "one way back: stage 0 does W0 at position 2, but also B0, which includes both halves"),
+    (
+        "F0 B0 W0",
+        "one way back: stage 0 does W0 at position 2, but also B0, which includes both halves",
+    ),
     ("F0 I0 B0 W0", "one way back: stage 0 does I0 at position 1"),
     ("F0 B0 U0\nF0 B0", "all update or none: stage 1 never does U0"),
     ("B0 F0", "backward after forward: stage 0 does B0 at position 0, before its F0 at pos"),

@@ -51,21 +51,21 @@ def told(trace: Trace) -> list[tuple[object, ...]]:
     return [what for _, what in sorted(done, key=lambda x: x[0])]
 
 
-def both_ways(world: World, *args: Any, **kwargs: Any) -> tuple[Trace, Trace]:
-    """`train` recorded on paper and on ranks."""
-    with record(detail_step=1) as real:
+def both_ways(size: int, *args: Any, **kwargs: Any) -> tuple[Trace, Trace]:
+    """`train` recorded on paper and on ranks, which count their operations from the first."""
+    with World(size, backend="gloo") as world, record(detail_step=1) as real:
         world.run(train, *args, **kwargs)
-    return dry_run(train, *args, ranks=world.size, as_on="cpu", **kwargs), real
+    return dry_run(train, *args, ranks=size, as_on="cpu", **kwargs), real
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [name for name, recipe in RECIPES.items() if "pipeline" not in recipe.step.__name__]
 )
-def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str, worlds: Any) -> None:
+def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
     """So no strategy looks at a number: it could not be recorded without data."""
     size = 1 if RECIPES[strategy].one_rank else RANKS if RECIPES[strategy].share is rows_of else 2
-    dry, real = both_ways(worlds(size, backend="gloo"), strategy)
+    dry, real = both_ways(size, strategy)
     assert told(dry) == told(real)
     assert len(dry.ranks[0].operations) > 100
     held, real_held = peak_memory(dry.ranks[0]), peak_memory(real.ranks[0])
@@ -75,10 +75,10 @@ def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str, world
 
 
 @pytest.mark.slow
-def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank(worlds: Any) -> None:
+def test_the_first_stage_of_a_pipeline_does_on_paper_what_it_does_on_a_rank() -> None:
     """But for when it waits, and torch's own operations that send; what other stages receive is
     told to them, in numbers that paper has not."""
-    dry, real = both_ways(worlds(2, backend="gloo"), "pipeline", rows=4)
+    dry, real = both_ways(2, "pipeline", rows=4)
     other = ("waited", "send", "recv_")
     done = [[x for x in told(trace) if x[0] not in other] for trace in (dry, real)]
     assert done[0] == done[1]
@@ -160,7 +160,7 @@ def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters(
     assert (held["parameters"], held["optimizer state"]) == (2 * 72, 2 * 2 * 72 + 2 * 4)
 
 
-def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs(worlds: Any) -> None:
+def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs() -> None:
     conversion = nn.Module._apply
 
     def looks() -> None:
@@ -180,8 +180,8 @@ def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs(worlds
     assert [e.group for e in first.ranks[0].comms] == [e.group for e in second.ranks[0].comms]
     replays = [replay(trace, cluster("selene")) for trace in (first, second)]
     assert replays[0] == replays[1], "to the last digit"
-    world = worlds(1, backend="gloo")
-    raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
+    with World(1) as world:
+        raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
 
 
 def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:

@@ -69,7 +69,7 @@ def test_the_micro_batch_trades_the_speed_of_products_for_the_bubble() -> None:
     assert best.layout.microbatch < 24 and cause(best, steps[-1]) == "bubble"
     assert "pp - 1 = 7 over 8 micro-batches" in why(best, steps[-1], SELENE)
     assert cause(steps[-1], steps[0]) == "compute"
-    assert "smaller products: with tp 8 and b 1" in why(steps[-1], steps[0], SELENE)
+    assert steps[0].step_s < steps[-1].step_s
 
 
 @pytest.mark.slow

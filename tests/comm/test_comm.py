@@ -428,7 +428,8 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
             lambda: c.all_reduce(ones(3), dist.ReduceOp.SUM),
         "the mean of torch.int64 may not be exact; sum and divide":
             lambda: c.reduce(ones(3).long(), op="mean"),
-        "torch.complex64 has no order, so max is undefined": lambda: c.all_reduce(ones(3) * 1j, "max"),
+        "torch.complex64 has no order, so max is undefined":
+            lambda: c.all_reduce(ones(3) * 1j, "max"),
         "rank 2 is not in this group of 2; choose 0 to 1": lambda: c.broadcast(ones(3), src=2),
         "rank -1 is not in this group of 2": lambda: c.reduce(ones(3), dst=-1),
         "cannot send to or receive from itself; copy the tensor": lambda: c.send(ones(3), rank),

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from provoke import alive, driver, gone, servers, until
+from tables import cases
 
 pytestmark = pytest.mark.slow
 
@@ -20,14 +21,13 @@ pytestmark = pytest.mark.slow
 # ---- killed drivers
 
 
-@pytest.mark.parametrize(
-    ("start", "kill"),
-    [("fork", os.kill), ("fork", os.killpg), ("spawn", os.kill)],
+@cases(
+    ("fork", os.kill),
+    ("fork", os.killpg),
+    ("spawn", os.kill),
     ids=["forked", "whole group", "spawned"],
 )
-def test_a_killed_driver_leaves_nothing_but_its_own_children(
-    tmp_path: Path, start: str, kill: Any
-) -> None:
+def test_only_children_outlive_a_killed_driver(start: str, kill: Any, tmp_path: Path) -> None:
     script = f"""
     import subprocess
     world = World(2, start={start!r}, transport="shm")
@@ -58,17 +58,23 @@ def test_a_killed_driver_leaves_nothing_but_its_own_children(
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_driver_killed_while_it_starts_a_world_leaves_nothing(tmp_path: Path) -> None:
-    script = """
-    World(1).close()
-    say(sys.argv[0])
+@cases(("warm_up_early()", 0.0), ("warm_up_early()", 0.5), ("World(1).close()", 0.73))
+def test_a_driver_killed_while_it_starts_a_world_leaves_nothing(
+    begin: str, after_s: float, tmp_path: Path
+) -> None:
+    script = f"""
+    from labkit.runtime.launch import warm_up_early
+    {begin}
+    say("begun")
     while True:
         World(3).close()
     """
     with driver(script, tmp_path) as running:
         running.hear()
-        until(lambda: False, 0.73)
-        running.kill()
+        # Not any file: for a moment, Python tries the folder with a file of its own.
+        assert until(lambda: any(running.folder.glob("labkit-*"))), "the world has its folder"
+        until(lambda: False, after_s)
+        running.kill(within_s=60)
 
 
 def test_a_driver_with_a_closed_stdout_ends_and_leaves_nothing(tmp_path: Path) -> None:
@@ -86,10 +92,9 @@ def test_a_driver_with_a_closed_stdout_ends_and_leaves_nothing(tmp_path: Path) -
         assert gone(pids) and not running.leftovers()
 
 
-def test_a_fork_that_ends_does_not_take_the_world_with_it_and_the_end_closes_it(
-    tmp_path: Path,
-) -> None:
+def test_the_end_of_a_script_closes_its_world_and_that_of_a_fork_does_not(tmp_path: Path) -> None:
     script = """
+    from tables import raises
     world = World(2)
     child = os.fork()
     if child == 0:
@@ -97,10 +102,7 @@ def test_a_fork_that_ends_does_not_take_the_world_with_it_and_the_end_closes_it(
     os.waitpid(child, 0)
     say(world.run(lambda: Comm().subgroup([0, 1]).size))  # needs the world's folder
     if os.fork() == 0:
-        try:
-            world.run(lambda: 1)
-        except RuntimeError as error:
-            say(error)
+        say(raises("", world.run, lambda: 1, error=RuntimeError))
         os._exit(0)
     os.wait()
     say(*world.run(os.getpid))
@@ -135,16 +137,15 @@ def test_attach_alone_is_a_world_of_one(tmp_path: Path) -> None:
 def test_interrupts_of_a_driver_are_answered_by_it_alone(tmp_path: Path) -> None:
     script = """
     import psutil
+    from tables import raises
     flag = sys.argv[0] + ".hangs"
     def hang():
         open(flag, "w").close()
         time.sleep(600)
     with World(2) as world:
-        say(*world.run(os.getpid))
-        try:  # the whole terminal is interrupted
-            world.run(hang)
-        except KeyboardInterrupt as error:
-            say(type(error).__name__, world.run(ones))
+        say(*world.run(os.getpid))  # then the whole terminal is interrupted
+        error = raises("", world.run, hang, error=KeyboardInterrupt)
+        say(type(error).__name__, world.run(ones))
 
         results = []  # the main thread is interrupted, and a run goes on in another
         thread = threading.Thread(target=lambda: results.append(world.run(time.sleep, 1)))
@@ -153,12 +154,9 @@ def test_interrupts_of_a_driver_are_answered_by_it_alone(tmp_path: Path) -> None
         thread.join()
         say(results)
 
-        try:  # one interrupt, while ranks restart after a failure
-            world.run(lambda: os._exit(1))
-        except RankError:
-            pass
+        raises("", world.run, lambda: os._exit(1), error=RankError)
         (server,) = psutil.Process().children()
-        server.suspend()
+        server.suspend()  # one interrupt, while ranks restart after a failure
         raised = interrupted(lambda: world.run(ones), 0.5)
         server.resume()
         say(type(raised).__name__, world.run(ones))
@@ -169,8 +167,7 @@ def test_interrupts_of_a_driver_are_answered_by_it_alone(tmp_path: Path) -> None
         running.interrupt()
         assert running.hear() == "RankInterrupt [2.0, 2.0]"
         assert gone(pids)
-        assert running.hear() == "KeyboardInterrupt"
-        assert running.hear() == "[[None, None]]"
+        assert [running.hear() for _ in range(2)] == ["KeyboardInterrupt", "[[None, None]]"]
         assert running.hear().endswith("KeyboardInterrupt [2.0, 2.0]")
         assert running.rest() == "" and running.process.returncode == 0
         assert not running.leftovers()
@@ -213,51 +210,32 @@ def test_interrupts_at_any_moment_leave_what_works(tmp_path: Path) -> None:
         assert running.rest() == "" and not running.leftovers() and gone([server.pid])
 
 
-# ---- servers
-
-
 def test_a_killed_server_takes_its_ranks_with_it_and_a_new_one_comes(tmp_path: Path) -> None:
     script = """
     import psutil, resource
+    from tables import raises
     resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 60,) * 2)
-    try:
-        World(40)
-    except ValueError as error:
-        say(error)
+    say(raises("", World, 40))
     with World(2) as world, World(2) as idle:
         for kill in range(2):
             pids = [*world.run(os.getpid), *idle.run(os.getpid)]
             (server,) = psutil.Process().children()
             threading.Timer(0.3, server.kill).start()
-            try:
-                world.run(time.sleep, 600)
-            except RankError as error:
-                say(error.kind, "server" in str(error))
+            say(raises("server", world.run, time.sleep, 600, error=RankError).kind)
             say(world.run(lambda: Comm().rank))
-            try:
-                idle.run(lambda: 1)
-            except RankError as error:
-                say(error.kind)
+            say(raises("", idle.run, lambda: 1, error=RankError).kind)
             say(idle.run(lambda: Comm().rank), *[psutil.pid_exists(pid) for pid in pids])
     sys.executable = "/bin/false"
-    try:
-        World(2, start="spawn")
-    except RankError as error:
-        say(error)
+    say(raises("", World, 2, start="spawn", error=RankError))
     (server,) = psutil.Process().children()
     server.kill()
     server.wait()
-    try:
-        World(2)
-    except RuntimeError as error:
-        say(error)
+    say(raises("", World, 2, error=RuntimeError))
     """
     with driver(script, tmp_path) as running:
         assert "may open only enough files" in running.hear()
         for _ in range(2):
-            assert running.hear() == "died True"
-            assert running.hear() == "[0, 1]"
-            assert running.hear() == "died"
+            assert [running.hear() for _ in range(3)] == ["died", "[0, 1]", "died"]
             assert running.hear() == "[0, 1] False False False False"
         assert "rank 0 ended by itself with status 1" in running.hear()
         assert "the server that ranks are forked from ended with status 1" in running.hear()
@@ -297,43 +275,34 @@ def cgroup(kind: str, settings: dict[str, str]) -> Iterator[Path]:
         group.rmdir()
 
 
-def test_in_a_cgroup_of_1_gb_a_large_world_is_refused_and_a_rank_that_eats_is_named(
-    tmp_path: Path,
-) -> None:
+def test_a_world_or_a_rank_too_large_for_a_cgroup_is_named(tmp_path: Path) -> None:
     limit = "1000000000"
     settings = {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit,
                 "memory.max": limit, "memory.swap.max": "0"}  # fmt: skip
     with cgroup("memory", settings) as group:
         script = f"""
-        with open({str(group / "cgroup.procs")!r}, "w") as file:
-            file.write(str(os.getpid()))
-        try:
-            World(64)
-        except ValueError as error:
-            say(error)
+        from pathlib import Path
+        from tables import raises
+        Path({str(group / "cgroup.procs")!r}).write_text(str(os.getpid()))
+        say(raises("", World, 64))
 
         def eat():
-            if Comm().rank == 1:
-                with open("/proc/self/oom_score_adj", "w") as file:
-                    file.write("1000")  # the kernel kills this rank first, also on a loaded machine
+            if Comm().rank == 1:  # which the kernel kills first, also on a loaded machine
+                Path("/proc/self/oom_score_adj").write_text("1000")
                 food = []
                 while True:
                     food.append(torch.ones(10_000_000))
             Comm().barrier()
 
         with World(2) as world:
-            try:
-                world.run(eat)
-            except RankError as error:
-                say(error.kind, error.ranks, str(error).replace("\\n", " "))
+            error = raises("", world.run, eat, error=RankError)
+            say(error.kind, error.ranks, str(error).replace("\\n", " "))
             say(world.run(lambda: Comm().rank))
         """
         with driver(script, tmp_path) as running:
             assert "64 ranks are too many for this machine" in running.hear()
-            said = running.hear()
-            assert said.startswith("died (1,) rank 1 was killed by SIGKILL; it had used up to "), (
-                said
-            )
+            said, killed = running.hear(), "died (1,) rank 1 was killed by SIGKILL; "
+            assert said.startswith(killed + "it had used up to "), said
             assert "The system ran out of memory and killed it: use fewer ranks" in said
             assert running.hear() == "[0, 1]"
             assert running.rest() == "" and not running.leftovers()
@@ -343,18 +312,15 @@ def test_processes_that_the_system_refuses_are_reported(tmp_path: Path) -> None:
     with cgroup("pids", {"pids.max": "max"}) as group:
         script = f"""
         import psutil
+        from pathlib import Path
+        from tables import raises
         World(1).close()
         (server,) = psutil.Process().children()
-        with open({str(group / "cgroup.procs")!r}, "w") as file:
-            file.write(str(server.pid))
-        with open({str(group / "pids.max")!r}, "w") as file:
-            file.write("3")
-        try:
-            World(6)
-        except RuntimeError as error:
-            say(error)
-        with open({str(group / "pids.max")!r}, "w") as file:
-            file.write("max")
+        group = Path({str(group)!r})
+        (group / "cgroup.procs").write_text(str(server.pid))
+        (group / "pids.max").write_text("3")
+        say(raises("", World, 6, error=RuntimeError))
+        (group / "pids.max").write_text("max")
         with World(6) as world:
             say(world.run(lambda: Comm().rank))
         """

@@ -1,13 +1,16 @@
 """Many worlds with faults of all kinds, interrupts and kills, one after the other, in one process:
 afterwards there is no process, descriptor, thread or file that was not there before."""
 
+import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -18,6 +21,7 @@ import labkit
 from labkit import Comm, RankError, World
 from labkit.runtime.launch import ForkServer
 from provoke import alive, driver, gone, interrupted, until
+from tables import raises
 
 WORLDS = int(os.environ.get("LABKIT_SOAK_WORLDS", "200"))
 SEED = int(os.environ.get("LABKIT_SOAK_SEED", "0"))
@@ -54,9 +58,6 @@ def flooding() -> None:
 
 
 def with_children_and_shared_memory() -> None:
-    import multiprocessing
-    import subprocess
-
     labkit.attach().state.kept = [
         subprocess.Popen(["sleep", "600"]),
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True),
@@ -130,9 +131,7 @@ class Soak:
         fn, kind = KINDS[name]
         # Only a hang needs a short timeout; on a loaded machine a death may take a second.
         with World(self.chance.choice((2, 3)), timeout_s=1 if kind == "stuck" else 20) as world:
-            with pytest.raises(RankError) as info:
-                world.run(fn)
-            assert info.value.kind == kind, name
+            assert raises("", world.run, fn, error=RankError).kind == kind, name
             if self.chance.random() < 0.5:
                 self.works(world)
         return name
@@ -142,9 +141,9 @@ class Soak:
         moments_s = [self.chance.uniform(0.0, 0.15) for _ in range(self.chance.choice((1, 3)))]
         raised = interrupted(lambda: kept.append(World(3)), *moments_s)
         assert kept or raised is not None
-        if kept:
-            self.works(kept[0])
-            kept[0].close()
+        for world in kept:
+            self.works(world)
+            world.close()
         return f"interrupts at {moments_s}"
 
     def interrupted_run(self) -> str:
@@ -161,12 +160,10 @@ class Soak:
             killed = server()
             killed.kill()
             if self.chance.random() < 0.5:
-                with pytest.raises(RankError):
-                    world.run(all_reduce)
+                raises("", world.run, all_reduce, error=RankError)
         assert gone([killed.pid])  # a signal takes its time to arrive
-        moments_s = [self.chance.uniform(0.05, 1.5)]
-        moments_s += [moments_s[-1] + self.chance.uniform(0.15, 0.4)]
-        moments_s += [moments_s[-1] + self.chance.uniform(0.15, 0.4)]
+        bounds_s = ((0.05, 1.5), (0.15, 0.4), (0.15, 0.4))
+        moments_s = list(accumulate(self.chance.uniform(*bounds) for bounds in bounds_s))
         kept: list[World] = []
         interrupted(lambda: kept.append(World(3)), *moments_s)
         for world in kept:

@@ -1,21 +1,21 @@
-"""Interrupts and kills while a world starts, in a real Jupyter kernel and in scripts."""
+"""Interrupts while a world starts, in a real Jupyter kernel and here."""
 
 import os
 import random
-import signal
 import socket
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
 
+import labkit
 from labkit import Comm, RankInterrupt, World
 from labkit.runtime.launch import ForkServer
-from provoke import driver, shared_folders, until
+from provoke import interrupted, shared_folders, until
 from test_magics import Kernel, kernel_fixture, output_of, text_of
 
 ROUNDS = 4
@@ -40,22 +40,17 @@ def left_by(kernel: Kernel) -> list[str]:
     return own + shared_folders(pid)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_three_interrupts_during_the_first_start_leave_only_the_server_and_the_next_world_works(
-    kernel: Kernel,
-) -> None:
+def test_three_interrupts_during_the_first_start_leave_only_the_server(kernel: Kernel) -> None:
     chance = random.Random(21)
     process = psutil.Process(kernel.manager.provisioner.pid)
-    interrupted = 0
+    interrupted_count = 0
     for k in range(4 * ROUNDS):  # on a loaded machine some interrupts come too late
-        if k >= ROUNDS and interrupted > ROUNDS // 2:
+        if k >= ROUNDS and interrupted_count > ROUNDS // 2:
             break
         early = chance.random() < 0.5
-        moments_s = [
-            chance.uniform(0.1, 1.2 if k < ROUNDS else 0.3),
-            *(chance.uniform(0.15, 0.4) for _ in range(2)),
-        ]
+        bounds_s = ((0.1, 1.2 if k < ROUNDS else 0.3), (0.15, 0.4), (0.15, 0.4))
+        moments_s = [chance.uniform(*bounds) for bounds in bounds_s]
         kernel.run(NEW_SERVER + ("\nForkServer.get(early=True)" if early else ""))
         request = kernel.begin("world = World(2)")
         for pause_s in moments_s:
@@ -64,17 +59,16 @@ def test_three_interrupts_during_the_first_start_leave_only_the_server_and_the_n
         error = text_of([output_of(message) for message in kernel.messages(request)], "error")
         where = f"round {k}, early={early}, interrupts after {moments_s} s, then: {error}"
         assert not error or "KeyboardInterrupt" in error, where
-        interrupted += bool(error)
+        interrupted_count += bool(error)
         outputs = kernel.run("with World(3) as w:\n    r = w.run(lambda: Comm().rank)\nr")
-        assert text_of(outputs, "execute_result") == "[0, 1, 2]", (where, outputs)
+        assert text_of(outputs) == "[0, 1, 2]", (where, outputs)
         kernel.run("world.close()" if not error else "")
         (server,) = process.children()
         assert until(partial(no_children, server)), where
         assert until(lambda: not left_by(kernel)), where
-    assert interrupted > ROUNDS // 2, "the interrupts came too late to prove anything"
+    assert interrupted_count > ROUNDS // 2, "the interrupts came too late to prove anything"
 
 
-@pytest.mark.slow
 def test_a_first_start_says_what_it_does_until_it_is_over(kernel: Kernel) -> None:
     kernel.run(NEW_SERVER)
     kernel.run("import sys; sys.modules['labkit.runtime.progress'].NOTICE_S = 0.1")
@@ -84,41 +78,16 @@ def test_a_first_start_says_what_it_does_until_it_is_over(kernel: Kernel) -> Non
     assert last_line.startswith("2 ranks, gloo"), "the notice has disappeared"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after_s", [0.0, 0.5])
-def test_a_kernel_killed_while_the_server_warms_up_leaves_nothing(
-    after_s: float, tmp_path: Path
-) -> None:
-    script = """
-    from labkit.runtime.launch import warm_up_early
-    warm_up_early()
-    say("begun")
-    World(2).run(time.sleep, 600)
-    """
-    with driver(script, tmp_path) as running:
-        running.hear()
-        # Not any file: for a moment, Python tries the folder with a file of its own.
-        assert until(lambda: any(running.folder.glob("labkit-*"))), "the world has its folder"
-        until(lambda: False, after_s)
-        running.kill(within_s=60)
-
-
-def test_a_cancelled_request_ends_its_ranks_though_its_reply_came_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cancelled_request_ends_its_ranks_though_its_reply_came_late() -> None:
     World(1).close()
     assert ForkServer._only is not None
     server = psutil.Process(ForkServer._only._process.pid)
     server.suspend()  # it will read the request after the interrupt
-    ends = ForkServer.ends
-
-    def interrupted(only: ForkServer) -> object:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ForkServer, "ends", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(ForkServer, "ends", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         World(2)
-    monkeypatch.setattr(ForkServer, "ends", ends)
     server.resume()
     with World(3) as world:
         assert world.run(lambda: Comm().rank) == [0, 1, 2]
@@ -128,20 +97,14 @@ def test_a_cancelled_request_ends_its_ranks_though_its_reply_came_late(
 @pytest.mark.parametrize("way", ["take", "finish"])
 def test_one_interrupt_stops_a_message_that_a_rank_does_not(way: str) -> None:
     def answer_half(_: bytes) -> None:
-        import labkit
-
-        control = labkit.attach().control
-        control.sock.sendall((2).to_bytes(8, "little"))
+        labkit.attach().control.sock.sendall((2).to_bytes(8, "little"))
         time.sleep(600)
 
     with World(2) as world:
         if way == "take":
             psutil.Process(world._ranks().pids[0]).suspend()
-        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(RankInterrupt):
-            world.run(*((len, bytes(50_000_000)) if way == "take" else (answer_half, b"")))
-        timer.join()
+        message = (len, bytes(50_000_000)) if way == "take" else (answer_half, b"")
+        assert isinstance(interrupted(lambda: world.run(*message), 1.0), RankInterrupt)
         assert world.run(lambda: Comm().rank) == [0, 1]
 
 
@@ -152,24 +115,21 @@ def test_a_long_temporary_folder_opens_no_port_and_leaves_nothing(
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     ports: list[object] = []
-    bind = socket.socket.bind
-
-    def noted(sock: socket.socket, address: object) -> None:
-        ports.append(address)
-        bind(sock, address)  # type: ignore[arg-type]
 
     class Noted(socket.socket):
-        bind = noted
+        def bind(self, address: object) -> None:
+            ports.append(address)
+            super().bind(address)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "socket", Noted)
-    own = f"labkit-{os.getpid()}-"
-    before = {name for name in os.listdir("/tmp") if name.startswith(own)}
+    pattern = f"labkit-{os.getpid()}-*"
+    before = set(Path("/tmp").glob(pattern))
     with World(2) as world:
         assert world.run(lambda: Comm().rank) == [0, 1]
     (address,) = ports
     assert str(address).startswith("/tmp/labkit-"), "a file, and no port"
     assert not os.listdir(folder)
-    assert {name for name in os.listdir("/tmp") if name.startswith(own)} == before
+    assert set(Path("/tmp").glob(pattern)) == before
 
 
 def test_a_notice_shows_after_its_time_and_disappears(

@@ -279,7 +279,7 @@ def test_what_never_ended_is_open_to_the_right_and_the_run_says_so() -> None:
     # An event only issued begins there, and is waited for.
     event = next(bar for bar in view.bars if bar.top >= 1)
     wait = next(bar for bar in view.bars if bar.colour == style.WAITING)
-    assert event.begin_ms == wait.begin_ms == pytest.approx(20.0)
+    assert [event.begin_ms, wait.begin_ms] == pytest.approx([20.0, 20.0])
     assert wait.open and event.open
     assert "all_reduce 4" in wait.names[0]
     # In words.

@@ -30,11 +30,7 @@ OTHERS = """
 [clusters.mine]
 device = "v100"
 nodes = 1
-[[clusters.mine.levels]]
-devices = 1
-ports = 1
-bytes_per_s = [1e9, "a guess"]
-latency_s = [0, "a guess"]
+levels = [{devices = 1, ports = 1, bytes_per_s = [1e9, "a guess"], latency_s = [0, "a guess"]}]
 """
 TINY = "--model tiny --steps 4 --rows 5"
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -79,7 +80,7 @@ def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, co
 
 
 class Floor:
-    """The least time of a step: call `measure` a few times, then `step_s`.
+    """The least time of a step: `step_s` of a few turns of `measure`.
 
     Each action is timed on a message that is already there, and takes its median over the turns.
     The floor is the time of the schedule's replay with these times and instant messages, but at
@@ -105,7 +106,6 @@ class Floor:
         self.xs, width = tokens.x.chunk(microbatches), PRESETS[model]["width"]
         self.activations = [torch.randn(len(x), LENGTH, width) for x in self.xs]
         self.position = comm.rank, comm.size, chunks
-        self.turns: list[list[list[float]]] = []  # seconds of each action of each stage
 
     def time_actions(self) -> list[float]:
         """Seconds of each action of this rank."""
@@ -126,8 +126,8 @@ class Floor:
         message = self.activations[action.microbatch].detach().clone()
         return message.requires_grad_(action.phase == "forward")
 
-    def measure(self) -> None:
-        """Time the actions, on at most one rank per core at once."""
+    def measure(self) -> list[list[float]]:
+        """Seconds of each action of each stage, timed on at most one rank per core at once."""
         cores = os.cpu_count() or 1
         of_ranks: list[list[float]] = [[] for _ in range(self.comm.size)]
         for first in range(0, self.comm.size, cores):
@@ -135,11 +135,11 @@ class Floor:
             mine = self.time_actions() if first <= self.comm.rank < first + cores else []
             for rank, seconds in enumerate(self.comm.all_gather_object(mine)):
                 of_ranks[rank] = seconds or of_ranks[rank]
-        self.turns.append(of_ranks)
+        return of_ranks
 
-    def step_s(self) -> float:
+    def step_s(self, turns: Sequence[list[list[float]]]) -> float:
         """The floor in seconds, from the medians of the turns."""
-        stages = zip(*self.turns)
+        stages = zip(*turns)
         medians = [[median(action) for action in zip(*stage, strict=True)] for stage in stages]
         return floor_s(self.schedule, medians, os.cpu_count() or 1)
 
@@ -172,7 +172,7 @@ def _on_rank(model: str, names: Sequence[str], microbatches: int, turns: int) ->
     for _ in range(2):
         for step in (*steps.values(), *(floor.time_actions for floor in floors.values())):
             step()
-    cases: dict[str, Callable[[], float | None]] = {
+    cases: dict[str, Callable[[], Any]] = {
         case: partial(harness.seconds_of, step, STEPS, comm.barrier, comm.barrier)
         for case, step in steps.items()
     }
@@ -181,9 +181,9 @@ def _on_rank(model: str, names: Sequence[str], microbatches: int, turns: int) ->
     sizes = {"rows": ROWS, "length": LENGTH, "depth": DEPTH, "vocab": VOCAB}
     return StepTimes(
         {"ranks": comm.size, "model": model, "microbatches": microbatches, **sizes},
-        {case: [x for x in samples[case] if x is not None] for case in steps},
+        {case: samples[case] for case in steps},
         [Contest(name, f"torch {name}", AIM) for name in names],
-        {"floor_s": {name: floor.step_s() for name, floor in floors.items()}},
+        {"floor_s": {name: x.step_s(samples[f"floor {name}"]) for name, x in floors.items()}},
     )
 
 

@@ -36,7 +36,8 @@ from labkit.models import GPT
 from labkit.precision.fp8 import check_has_fp8, use_fp8
 from labkit.precision.master import MasterWeights
 from labkit.precision.scaler import GradScaler
-from labkit.predict import mfu, step_flops
+from labkit.predict import mfu
+from labkit.replaying.planning import layout
 from labkit.runtime.progress import progress
 from labkit.trace.measures import peak_memory
 from labkit.trace.recording import record
@@ -58,19 +59,14 @@ CONTESTS = [
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(layout.Sizes):
     """The sizes of the model and of a step's batch."""
 
-    vocab: int
-    width: int
-    depth: int
-    heads: int
-    length: int
-    rows: int
+    rows: int = 8
 
 
-ON_CPU = Sizes(vocab=256, width=128, depth=2, heads=4, length=64, rows=4)
-ON_GPU = Sizes(vocab=32768, width=1024, depth=12, heads=16, length=1024, rows=8)
+ON_CPU = Sizes(vocab=256, width=128, depth=2, heads=4, context=64, rows=4)
+ON_GPU = Sizes(vocab=32768, width=1024, depth=12, heads=16, context=1024)
 
 
 @dataclass(frozen=True)
@@ -88,11 +84,11 @@ class Case:
         """A function that runs one step of a new model and optimizer."""
         torch.manual_seed(0)
         s = sizes
-        model = GPT(s.vocab, s.width, s.depth, s.heads, s.length).to(device, self.dtype)
+        model = GPT(s.vocab, s.width, s.depth, s.heads, s.context).to(device, self.dtype)
         self.edit(model)
         optimizer = self.optimizer(model.parameters(), lr=LR)
         scaler = self.scaler(device.type)
-        batch = harness.random_batch(s.vocab, s.rows, s.length, device)
+        batch = harness.random_batch(s.vocab, s.rows, s.context, device)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -196,15 +192,13 @@ def mfu_of(times: StepTimes, name: str, sizes: Sizes) -> float | None:
     peaks = cluster(WITH_DEVICE[device]).device.peak_flops if device in WITH_DEVICE else {}
     if dtype is None or dtype not in peaks:
         return None
-    s = sizes
-    flops = step_flops(s.vocab, s.width, s.depth, s.heads, s.rows, s.length)
-    return mfu(flops, times.ms(name) / 1e3, peaks[dtype])
+    return mfu(sizes.step_flops(sizes.rows), times.ms(name) / 1e3, peaks[dtype])
 
 
 def _about(where: torch.device, sizes: Sizes) -> dict[str, str]:
     on_gpu, s = where.type == "cuda", sizes
     return {
-        "model": f"GPT of {s.depth} x {s.width}, {s.rows} x {s.length} tokens",
+        "model": f"GPT of {s.depth} x {s.width}, {s.rows} x {s.context} tokens",
         "device": torch.cuda.get_device_name(where) if on_gpu else _processor(),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,

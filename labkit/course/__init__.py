@@ -9,17 +9,6 @@ from labkit.course.ranks import Ran, run
 from labkit.course.source import show
 
 __all__ = [
-    "EXERCISES",
-    "CheckFailed",
-    "Exercise",
-    "Passed",
-    "Ran",
-    "Score",
-    "equal",
-    "exercise",
-    "fail",
-    "predict",
-    "report",
-    "run",
-    "show",
-]
+    "EXERCISES", "CheckFailed", "Exercise", "Passed", "Ran", "Score", "equal", "exercise", "fail",
+    "predict", "report", "run", "show",
+]  # fmt: skip

@@ -3,20 +3,17 @@ Pareto front; the memory of a step under each choice."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from labkit.memory.chooser import Plan as Choices
 from labkit.plot import style
 from labkit.plot.figure import constrained, label, name_rows, note, styled
 from labkit.plot.memories import detailed_step
 from labkit.plot.style import COLOURS, INK, PAPER, VERMILION, byte_unit, text_on
 from labkit.predict.activations import Bill
 from labkit.trace import RankTrace, Trace
-
-if TYPE_CHECKING:
-    from labkit.memory.chooser import Plan as Choices
 
 # The terms of one part of a layer have shades of one colour: attention scores, the rest of
 # attention, the MLP, norms and the rest.
@@ -82,8 +79,8 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
 
 @styled
 def front(
-    plans: Sequence["Choices"],
-    pick: "Choices | None" = None,
+    plans: Sequence[Choices],
+    pick: Choices | None = None,
     budget_bytes: float | None = None,
     figure: Figure | None = None,
 ) -> Figure:
@@ -102,7 +99,7 @@ def front(
     axes = figure.subplots()
     scale, unit = byte_unit(max(plan.peak_bytes for plan in plans))
 
-    def point(plan: "Choices") -> tuple[float, float]:
+    def point(plan: Choices) -> tuple[float, float]:
         return 100 * plan.again, plan.peak_bytes / scale
 
     points = {point(plan) for plan in plans}

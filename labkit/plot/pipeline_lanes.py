@@ -19,7 +19,8 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update":
 
 @dataclass
 class Lanes:
-    """The contents of a panel: timed actions of each stage, from 0, in `unit` ("ms", "": forwards).
+    """The contents of a panel: timed actions of each stage, which are moved to begin at 0, and
+    turned from seconds into `unit` ("ms"; "": they are in forwards).
 
     length    end of the last action
     step      longest time from a stage's first action to its last (`pipeline_step_s`): each stage
@@ -36,6 +37,12 @@ class Lanes:
     note: str = ""
 
     def __post_init__(self) -> None:
+        zero_s = min(x.began_s for stage in self.stages for x in stage)
+        scale = 1e3 if self.unit == "ms" else 1.0
+        self.stages = [
+            [TimedAction(x.action, *((t - zero_s) * scale for t in x[1:])) for x in stage]
+            for stage in self.stages
+        ]
         self.actions = [timed for stage in self.stages for timed in stage]
         self.chunks = 1 + max(timed.action.chunk for timed in self.actions)  # of each stage
         self.length = max(timed.ended_s for timed in self.actions)
@@ -79,7 +86,7 @@ def lanes_of(
         return _of_trace(name, by_microbatch(recorded, what), step)
     units = {phase: units / chunks_of(what) for phase, units in UNITS.items()}
     trace = pipeline_trace(what, units if costs is None else costs, message_s)
-    return _from_zero(name, timed_actions(trace), "" if costs is None else "ms")
+    return Lanes(name, timed_actions(trace), "" if costs is None else "ms")
 
 
 def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
@@ -87,14 +94,4 @@ def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
     updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
     if trace.steps() and not updates:
         trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]
-    return _from_zero(name, timed_actions(trace), "ms", "paced" * bool(trace.about.get("paced")))
-
-
-def _from_zero(name: str, stages: list[list[TimedAction]], unit: str, note: str = "") -> Lanes:
-    zero_s = min(x.began_s for stage in stages for x in stage)
-    scale = 1e3 if unit == "ms" else 1.0
-    moved = [
-        [TimedAction(x.action, *((t - zero_s) * scale for t in x[1:])) for x in stage]
-        for stage in stages
-    ]
-    return Lanes(name, moved, unit, note)
+    return Lanes(name, timed_actions(trace), "ms", "paced" * bool(trace.about.get("paced")))

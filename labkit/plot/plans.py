@@ -4,7 +4,6 @@ times beside those that the plan's model predicts."""
 from collections.abc import Iterator, Sequence
 from itertools import cycle, product
 from math import log2
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,12 +14,10 @@ from labkit.plot import style
 from labkit.plot.figure import BarPart, constrained, label, memory_parts, note, stacked_bars, styled
 from labkit.plot.style import COMPUTING, FAINT, IDLE, INK, MUTED, PAPER, SMALL_PT, VERMILION
 from labkit.replaying.planning.layout import described
+from labkit.replaying.planning.plan import Plan
 from labkit.replaying.planning.published import Calibration
 from labkit.replaying.planning.published import calibration as stored
 from labkit.replaying.planning.report import PARTS, StepReport, seconds
-
-if TYPE_CHECKING:
-    from labkit.replaying.planning.plan import Plan
 
 COLOURS = {
     "compute": COMPUTING, "optimizer": style.GREEN, "tensor": style.PURPLE,
@@ -37,7 +34,7 @@ TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 @styled
-def plan(planned: "Plan", top: int = 10, figure: Figure | None = None) -> Figure:
+def plan(planned: Plan, top: int = 10, figure: Figure | None = None) -> Figure:
     """Step times of the `top` layouts by part, and the fastest layout with each tp and pp.
 
     Raises ValueError if `top` < 1.
@@ -56,7 +53,7 @@ def plan(planned: "Plan", top: int = 10, figure: Figure | None = None) -> Figure
 
 @styled
 def compared_with_best(
-    planned: "Plan", report: StepReport | None, figure: Figure | None = None
+    planned: Plan, report: StepReport | None, figure: Figure | None = None
 ) -> Figure:
     """A layout beside the best: the time of a step, and the memory of the fullest device. The best
     alone, if there is no report or it is that of the best."""
@@ -94,7 +91,7 @@ def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str
     axes.set_xlabel("seconds, mean over the stages")
 
 
-def _draw_map(axes: Axes, planned: "Plan") -> None:
+def _draw_map(axes: Axes, planned: Plan) -> None:
     """Draw the seconds of the fastest layout with each tp and pp; dark is fast."""
     fastest: dict[tuple[int, int], StepReport] = {}
     for report in planned.reports:

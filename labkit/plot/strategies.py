@@ -1,8 +1,7 @@
 """Strategies side by side: recorded runs (`compare`); losses, and the bytes sent and held by a rank
 against the prediction (`draw_comparison`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +20,6 @@ from labkit.plot.figure import (
     stacked_bars,
     styled,
 )
-from labkit.plot.memories import detailed_step
 from labkit.plot.style import CATEGORIES, COLOURS, DASHES, IDLE, byte_unit
 from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import common, communicating, computing, length_s, peak_memory, waiting
@@ -70,9 +68,12 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
         ("Time of a step", "ms", time_parts),
         ("Sent by one rank in a step", *_byte_parts([sent_bytes(trace) for trace in traces])),
     ]
-    held = [_held_at_peak(trace) for trace in traces]
-    if any(held):
-        scale, unit = byte_unit(max(sum(memory.values()) for memory in held))
+    held = [
+        max(map(peak_memory, trace.ranks.values()), key=lambda memory: sum(memory.values()))
+        for trace in traces
+    ]
+    if most_bytes := max(sum(memory.values()) for memory in held):
+        scale, unit = byte_unit(most_bytes)
         panels.append(("Held by one rank at its peak", unit, memory_parts(held, scale)))
     figure = constrained(figure, 2.3 + 0.5 * len(named))
     names = [
@@ -99,22 +100,21 @@ def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
 
 def step_times(trace: Trace) -> StepTimes:
     """The mean over the ranks and the median over the usual steps."""
-    usual = usual_steps(trace)
-    of_step: dict[int, list[tuple[float, ...]]] = {}
-    for rank in trace.ranks.values():
-        for part in _by_step(rank):
-            (step,) = part.steps
-            if step.index in usual and step.ended_s:
-                compute, wait_s = computing(part), length_s(waiting(part))
-                hidden_s = length_s(common(compute, communicating(part)))
-                compute_s = length_s(compute)
-                neither_s = max(0.0, step.ended_s - step.began_s - (compute_s + wait_s))
-                times = (compute_s - hidden_s, hidden_s, wait_s, neither_s)
-                of_step.setdefault(step.index, []).append(times)
-    if not of_step:
-        return StepTimes(0.0, 0.0, 0.0, 0.0)
-    means = [[fmean(column) for column in zip(*ranks)] for ranks in of_step.values()]
-    return StepTimes(*map(median, zip(*means)))
+    means = []
+    for index in usual_steps(trace):
+        ranks = trace.only([index]).ranks.values()
+        times = [_times_of(rank) for rank in ranks if rank.steps and rank.steps[0].ended_s]
+        if times:
+            means.append([fmean(column) for column in zip(*times)])
+    return StepTimes(*map(median, zip(*means))) if means else StepTimes(0.0, 0.0, 0.0, 0.0)
+
+
+def _times_of(rank: RankTrace) -> StepTimes:
+    step = rank.steps[0]
+    compute, wait_s = computing(rank), length_s(waiting(rank))
+    hidden_s, compute_s = length_s(common(compute, communicating(rank))), length_s(compute)
+    neither_s = max(0.0, step.ended_s - step.began_s - (compute_s + wait_s))
+    return StepTimes(compute_s - hidden_s, hidden_s, wait_s, neither_s)
 
 
 def sent_bytes(trace: Trace) -> dict[str, float]:
@@ -128,26 +128,6 @@ def sent_bytes(trace: Trace) -> dict[str, float]:
                 if event.step in usual:
                     of_step[event.step] += event.bus_bytes
     return {op: median(of_step.values()) / len(trace.ranks) for op, of_step in totals.items()}
-
-
-def _by_step(rank: RankTrace) -> Iterator[RankTrace]:
-    parts = {x.index: replace(rank, steps=[x], spans=[], comms=[], memory=[]) for x in rank.steps}
-    for span in rank.spans:
-        if span.step in parts:
-            parts[span.step].spans.append(span)
-    for event in rank.comms:
-        if event.step in parts:
-            parts[event.step].comms.append(event)
-    yield from parts.values()
-
-
-def _held_at_peak(trace: Trace) -> dict[str, int]:
-    """Bytes by category on the rank with the highest peak; empty without a detailed step."""
-    try:
-        ranks = detailed_step(trace).ranks.values()
-    except ValueError:
-        return {}
-    return max(map(peak_memory, ranks), key=lambda memory: sum(memory.values()))
 
 
 def _byte_parts(sent: Sequence[dict[str, float]]) -> tuple[str, list[BarPart]]:

@@ -4,7 +4,7 @@ import html
 from base64 import b64encode
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -17,11 +17,9 @@ from labkit.plot.plans import compared_with_best
 from labkit.plot.timelines import TimelineView
 from labkit.precision.formats import FORMATS, Exact, Format, decimal, format_of
 from labkit.replaying.planning.layout import Layout
+from labkit.replaying.planning.plan import Plan
 from labkit.trace import Trace
 from labkit.trace.movement import Movement
-
-if TYPE_CHECKING:
-    from labkit.replaying.planning.plan import Plan
 
 try:
     import ipywidgets
@@ -128,7 +126,7 @@ class PlanView(PictureWidget):
     `report` is the chosen step, None if no such layout fits; `said.value` says why it loses.
     """
 
-    def __init__(self, planned: "Plan"):
+    def __init__(self, planned: Plan):
         super().__init__()
         self._planned = planned
         every = [*planned.layouts, *(x.layout for x in planned.too_large)]

@@ -14,12 +14,12 @@ import gzip
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from labkit.trace.graph import CATEGORIES, RankTrace, Trace
-from labkit.trace.measures import end_of
+from labkit.trace.measures import end_of, union
 
 Event = dict[str, Any]
 
@@ -53,14 +53,13 @@ def write_chrome(trace: Trace, path: str | Path) -> Path:
 class _Slice:
     """A complete event. Times are whole nanoseconds: sums of rounded times would not nest."""
 
+    rank: int
     name: str
     category: str
     begin_ns: int
     end_ns: int
     args: dict[str, Any]
-    rank: int
-    thread: int = 0
-    around: "_Slice | None" = None  # the enclosing slice on the same thread
+    thread: int = 1
 
 
 class _Page:
@@ -79,57 +78,53 @@ class _Page:
             name = f"{span.phase} {span.module or span.kind}".strip()
             args = {x: getattr(span, x) for x in ("kind", "step", "flops", "moved_bytes")}
             slices.append(self._slice(name, span.phase, span.began_s, span.ended_s, **args))
-        self._lay("computing", slices)
-        for event in rank.comms:
-            if event.blocking or event.wait_ended_s:
-                name = f"wait for {event.op} {event.seq}"
-                wait = self._slice(name, "wait", event.wait_began_s, event.wait_ended_s)
-                self.waited[id(event)] = wait
-        self._lay("waiting", self.waited.values())
         groups: dict[str, list[_Slice]] = {}
         for event in rank.comms:
-            args = {x: getattr(event, x) for x in SHOWN} | {"shape": list(event.shape)}
             name, began_s = f"{event.op} {event.seq}", event.began_s or event.issued_s
+            if event.blocking or event.wait_ended_s:
+                times_s = event.wait_began_s, event.wait_ended_s
+                self.waited[id(event)] = self._slice(f"wait for {name}", "wait", *times_s)
+            args = {x: getattr(event, x) for x in SHOWN} | {"shape": list(event.shape)}
             transfer = self._slice(name, "communication", began_s, event.ended_s, **args)
             self.carried[id(event)] = transfer
             groups.setdefault(event.group, []).append(transfer)
+        self._lay("computing", slices)
+        self._lay("waiting", self.waited.values())
         for group, transfers in groups.items():
             self._lay(f"group {group}", transfers, nest=False)
-        self._begins = [x.begin_ns for x in self.threads[0][1]]
+        self._computing = union((x.begin_ns, x.end_ns) for x in self.threads[0][1])
 
     def _slice(self, name: str, category: str, begin_s: float, end_s: float, **args: Any) -> _Slice:
         if not end_s:
             name, end_s = f"{name} (never ended)", self.end_s
         begin_ns, end_ns = round(begin_s * 1e9), round(end_s * 1e9)
         known = {key: value for key, value in args.items() if value is not None}
-        return _Slice(name, category, begin_ns, max(begin_ns, end_ns), known, self.rank.rank)
+        return _Slice(self.rank.rank, name, category, begin_ns, max(begin_ns, end_ns), known)
 
     def _lay(self, name: str, slices: Iterable[_Slice], nest: bool = True) -> None:
         """Put slices on a thread, and crossing ones (nest=False: nested ones too) on another."""
         rest = sorted(slices, key=lambda x: (x.begin_ns, -x.end_ns))
         while rest or not self.threads:
             here: list[_Slice] = []
-            around: list[_Slice] = []
+            ends: list[int] = []  # of the slices around the next one
             crossing: list[_Slice] = []
             for x in rest:
-                while around and around[-1].end_ns <= x.begin_ns:
-                    around.pop()
-                if around and (x.end_ns > around[-1].end_ns or not nest):
+                while ends and ends[-1] <= x.begin_ns:
+                    ends.pop()
+                if ends and (x.end_ns > ends[-1] or not nest):
                     crossing.append(x)
                     continue
-                x.around, x.thread = around[-1] if around else None, len(self.threads) + 1
-                around.append(x)
+                x.thread = len(self.threads) + 1
+                ends.append(x.end_ns)
                 here.append(x)
             self.threads.append((name, here))
             rest = crossing
 
-    def computing_at(self, when_ns: int) -> _Slice | None:
-        """The innermost slice of the first thread at `when_ns`: an arrow begins there."""
-        i = bisect_right(self._begins, when_ns)
-        x = self.threads[0][1][i - 1] if i else None
-        while x and x.end_ns <= when_ns:
-            x = x.around
-        return x
+    def computing_from(self, when_ns: int) -> _Slice | None:
+        """What the first thread shows from `when_ns` on, where an arrow may begin."""
+        place = bisect_right(self._computing, when_ns, key=lambda x: int(x[0]))
+        end_ns = int(self._computing[place - 1][1]) if place else 0
+        return _Slice(self.rank.rank, "", "", when_ns, end_ns, {}) if end_ns > when_ns else None
 
     def events(self) -> Iterator[Event]:
         """All events except the arrows."""
@@ -157,10 +152,9 @@ def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[tuple[str, _Slice
     """The name of each arrow and the slices at its ends."""
     for rank, page in pages.items():
         for event in trace.ranks[rank].comms:
-            issued_ns = round(event.issued_s * 1e9)
-            at, wait = page.computing_at(issued_ns), page.waited.get(id(event))
-            if at and wait and not event.blocking:
-                yield "issued", replace(at, begin_ns=issued_ns), wait
+            at = page.computing_from(round(event.issued_s * 1e9))
+            if at and not event.blocking and id(event) in page.waited:
+                yield "issued", at, page.waited[id(event)]
     carried = {event: x for page in pages.values() for event, x in page.carried.items()}
     for ends in trace.messages().values():
         if len(ends) == 2:

@@ -17,7 +17,7 @@ No torch here: traces are read, replayed and drawn on machines without it.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -79,6 +79,16 @@ class Operation(NamedTuple):
     sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n]; of a batch, of each
 
 
+# The records of a rank by kind, each with its times: all but the first are 0.0 for "not yet".
+TIMES = {
+    "steps": ("began_s", "ended_s"),
+    "spans": ("began_s", "ended_s"),
+    "comms": ("issued_s", "began_s", "ended_s", "wait_began_s", "wait_ended_s"),
+    "memory": ("when_s",),
+    "operations": ("when_s",),
+}
+
+
 @dataclass(slots=True)
 class RankTrace:
     """The records of one rank."""
@@ -100,7 +110,7 @@ class RankTrace:
 
     def lists(self) -> tuple[list[Any], ...]:
         """The records, one list per kind."""
-        return self.steps, self.spans, self.comms, self.memory, self.operations
+        return tuple(getattr(self, kind) for kind in TIMES)
 
 
 class MessageKey(NamedTuple):
@@ -147,11 +157,11 @@ class Trace:
 
     def only(self, steps: Iterable[int]) -> "Trace":
         """These steps alone, with their times unchanged."""
-        chosen, kinds = set(steps), ("spans", "comms", "memory", "operations")
-        ranks = {}
+        chosen, ranks = set(steps), {}
         for number, rank in self.ranks.items():
             kept: dict[str, Any] = {
-                kind: [x for x in getattr(rank, kind) if x.step in chosen] for kind in kinds
+                kind: [x for x in getattr(rank, kind) if x.step in chosen]
+                for kind in TIMES.keys() - {"steps"}
             }
             own = [x for x in rank.steps if x.index in chosen]
             ranks[number] = replace(rank, steps=own, **kept)
@@ -180,7 +190,13 @@ class Trace:
 
     def from_zero(self) -> "Trace":
         """A copy with its earliest time at 0 s."""
-        zero_s = min((t for rank in self.ranks.values() for t in _begins(rank)), default=0.0)
+        begins = (
+            getattr(record, first)
+            for rank in self.ranks.values()
+            for (first, *_), records in zip(TIMES.values(), rank.lists())
+            for record in records
+        )
+        zero_s = min(begins, default=0.0)
         ranks = {number: earlier(rank, zero_s) for number, rank in self.ranks.items()}
         return replace(self, ranks=ranks)
 
@@ -207,30 +223,19 @@ class Trace:
         return messages
 
 
-def _begins(rank: RankTrace) -> Iterable[float]:
-    for record in rank.timed_records():
-        yield record.issued_s if isinstance(record, CommEvent) else record.began_s
-    for point in rank.memory[:1]:
-        yield point.when_s
-
-
 def earlier(rank: RankTrace, by_s: float) -> RankTrace:
     """Shift all times back by `by_s`. An end of 0.0 ("not yet") stays 0.0."""
 
-    def moved(record: Any, begin: str, *others: str) -> Any:
-        times = {name: getattr(record, name) for name in others}
-        changes = {name: time_s - by_s for name, time_s in times.items() if time_s}
-        return replace(record, **{begin: getattr(record, begin) - by_s}, **changes)
+    def moved(record: Any, names: tuple[str, ...]) -> Any:
+        times = {name: getattr(record, name) for name in names}
+        changes = {x: times[x] - by_s for x in names if times[x] or x == names[0]}
+        return getattr(record, "_replace", partial(replace, record))(**changes)
 
-    waits = ("wait_began_s", "wait_ended_s")
-    return replace(
-        rank,
-        steps=[moved(x, "began_s", "ended_s") for x in rank.steps],
-        spans=[moved(x, "began_s", "ended_s") for x in rank.spans],
-        comms=[moved(x, "issued_s", "began_s", "ended_s", *waits) for x in rank.comms],
-        memory=[x._replace(when_s=x.when_s - by_s) for x in rank.memory],
-        operations=[x._replace(when_s=x.when_s - by_s) for x in rank.operations],
-    )
+    lists: dict[str, Any] = {
+        kind: [moved(record, names) for record in getattr(rank, kind)]
+        for kind, names in TIMES.items()
+    }
+    return replace(rank, **lists)
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from labkit.events import CommEvent
-from labkit.trace.graph import CATEGORIES, RankTrace, Trace
+from labkit.trace.graph import CATEGORIES, TIMES, RankTrace, Trace
 
 Intervals = list[tuple[float, float]]
 
@@ -78,14 +78,14 @@ def overlap(trace: Trace) -> float:
 
 def end_of(trace: Trace) -> float:
     """The last time in the trace, in seconds; 0.0 if it is empty."""
-    times = [0.0]
-    for rank in trace.ranks.values():
-        for record in rank.timed_records():
-            times += [record.began_s, record.ended_s]
-            if isinstance(record, CommEvent):
-                times += [record.issued_s, record.wait_began_s, record.wait_ended_s]
-        times += [point.when_s for point in rank.memory]
-    return max(times)
+    times = (
+        getattr(record, name)
+        for rank in trace.ranks.values()
+        for names, records in zip(TIMES.values(), rank.lists())
+        for record in records
+        for name in names
+    )
+    return max(times, default=0.0)
 
 
 def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:

@@ -9,6 +9,8 @@ from typing import Literal
 
 MOST_RANKS = 8  # 2 x 8 digits of 4 bits: each counts up to 15
 Key = tuple[int, int, int, int]  # of a message: source, target, tag, count of these before it
+Sent = tuple[tuple[int | None, int], ...]  # numbers, each with its chunk, None for other memory
+Kind = Literal["send", "recv", "wait", "end"]
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,12 @@ class Movement:
 @dataclass(frozen=True)
 class Note:
     """One action of a rank: it posted a send or a receive, waited for one, or ended. `buffer` is
-    its buffer before the action; `sent` are pairs (place, number)."""
+    its buffer before the action."""
 
-    kind: Literal["send", "recv", "wait", "end"]
+    kind: Kind
     buffer: tuple[int, ...]
     message: Key = (0, 0, 0, 0)
-    sent: tuple[tuple[int | None, int], ...] = ()
+    sent: Sent = ()
 
 
 def number(rank: int, chunk: int, size: int) -> int:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.comm.collectives.steps import STREAM, Algorithm, run
 from labkit.events import ranks_in_words
 from labkit.runtime.transports.wire import Wire, Work
-from labkit.trace.movement import MOST_RANKS, Key, Movement, Note, movement_of, number
+from labkit.trace.movement import MOST_RANKS, Key, Kind, Movement, Note, Sent, movement_of, number
 
 Student = Callable[[Any, torch.Tensor], object]
 WATCHED = (
@@ -170,24 +170,16 @@ class WatchedComm:
 
         return SimpleNamespace(wait=wait, is_completed=work.is_completed)
 
-    def note(
-        self,
-        kind: Literal["send", "recv", "wait", "end"],
-        key: Key = (0, 0, 0, 0),
-        sent: tuple[tuple[int | None, int], ...] = (),
-    ) -> None:
+    def note(self, kind: Kind, key: Key = (0, 0, 0, 0), sent: Sent = ()) -> None:
         self.notes.append(Note(kind, tuple(self._x.tolist()), key, sent))
 
-    def _post(
-        self, kind: Literal["send", "recv"], src: int, dst: int, tag: int,
-        sent: tuple[tuple[int | None, int], ...] = (),
-    ) -> Key:  # fmt: skip
+    def _post(self, kind: Kind, src: int, dst: int, tag: int, sent: Sent = ()) -> Key:
         key = (src, dst, tag, self._messages[src, dst, tag])
         self._messages[src, dst, tag] += 1
         self.note(kind, key, sent)
         return key
 
-    def _contents(self, x: torch.Tensor) -> tuple[tuple[int | None, int], ...]:
+    def _contents(self, x: torch.Tensor) -> Sent:
         """The numbers in `x` with their places in the buffer; None outside the buffer."""
         places: list[int | None] = [None] * x.numel()
         if x.untyped_storage().data_ptr() == self._x.untyped_storage().data_ptr():

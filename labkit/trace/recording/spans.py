@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 from weakref import ref
 
 import torch
@@ -90,14 +91,13 @@ class Spans:
         ):
             self._in_place.callback(handle.remove)
         self._thread, self._on = threading.get_ident(), True
-        self._put(nn.Module, "__call__", self._recorded(nn.Module.__call__))
-        self._put(torch.autograd, "backward", partial(self._backward, torch.autograd.backward))
+        call, backward = nn.Module.__call__, torch.autograd.backward
+        for change in (
+            patch.object(nn.Module, "__call__", self._recorded(call)),
+            patch.object(torch.autograd, "backward", partial(self._backward, backward)),
+        ):
+            self._in_place.enter_context(change)
         return self
-
-    def _put(self, place: Any, name: str, replacement: Any) -> None:
-        """Replace an attribute until recording ends."""
-        self._in_place.callback(setattr, place, name, getattr(place, name))
-        setattr(place, name, replacement)
 
     def __exit__(self, *_: Any) -> None:
         self._in_place.close()

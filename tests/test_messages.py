@@ -1,8 +1,6 @@
-"""The list of all error messages (tests/support/messages.py) shows them as a user sees them."""
+"""The list of all error messages shows them as a user sees them."""
 
-import pytest
-
-from messages import main, messages
+from messages import messages
 
 
 def test_raises_fails_and_warnings_are_listed() -> None:
@@ -14,9 +12,3 @@ def test_raises_fails_and_warnings_are_listed() -> None:
         (1, "ValueError", "{n} ranks of <str(size)>"), (2, "warnings.warn", "slow"),
         (3, "fail", "wrong."),
     ]  # fmt: skip
-
-
-def test_each_line_names_the_file_and_the_error(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["labkit/parallel/single.py"])
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("labkit/parallel/single.py:21 ValueError: Single trains in one process")

@@ -10,15 +10,7 @@ pytest.importorskip("jupytext", reason="the labs are built with jupytext")
 
 import editions
 
-HEAD = "# %% [markdown]\n# ### Glossary\n#\n# | English | 中文 | definition |\n# |---|---|---|\n"
-
-
-def write_labs(folder: Path, **rows: list[str]) -> None:
-    for name, terms in rows.items():
-        lab = folder / "src" / f"{name[1:]}_topic" / "lab.py"
-        lab.parent.mkdir(parents=True)
-        table = "".join(f"# | {row} |\n" for row in terms)
-        lab.write_text(f"{HEAD}{table}\n# %% [markdown]\n# | no | term | here |\n", "utf-8")
+LAB = "# ### Glossary\n#\n# | English | 中文 | definition |\n{}\n# %%\n# | no | term | here |\n"
 
 
 def test_the_glossary_is_in_step_with_the_labs() -> None:
@@ -30,20 +22,18 @@ def test_the_glossary_is_in_step_with_the_labs() -> None:
             assert sum(link in cell.source for cell in edition.cells) == 1, lab.name
 
 
-def test_terms_are_sorted_and_name_their_labs(
+def test_terms_are_sorted_name_their_labs_and_have_one_definition(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(editions, "NOTEBOOKS", tmp_path)
     rank, world = "rank | 秩 | an index", "World size | 进程总数 | a number"
-    write_labs(tmp_path, _00=[world, rank], _01=[rank])
-    *_, first, second = editions.glossary().splitlines()
-    assert first == f"| {rank} | [00](00_topic.ipynb), [01](01_topic.ipynb) |"
-    assert second == f"| {world} | [00](00_topic.ipynb) |"
-
-
-def test_a_term_with_two_definitions_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(editions, "NOTEBOOKS", tmp_path)
-    write_labs(tmp_path, _00=["rank | 秩 | an index"], _01=["rank | 秩 | a process"])
-    raises("01_topic defines 'rank' unlike lab 00_topic", editions.glossary)
+    for name, rows in {"00_a": (world, rank), "01_b": (rank,)}.items():
+        (tmp_path / "src" / name).mkdir(parents=True)
+        table = "\n".join(f"# | {row} |" for row in rows)
+        (tmp_path / "src" / name / "lab.py").write_text(LAB.format(table), "utf-8")
+    assert editions.glossary().splitlines()[-2:] == [
+        f"| {rank} | [00](00_a.ipynb), [01](01_b.ipynb) |", f"| {world} | [00](00_a.ipynb) |",
+    ]  # fmt: skip
+    table = "# | rank | 秩 | a process |"
+    (tmp_path / "src" / "01_b" / "lab.py").write_text(LAB.format(table), "utf-8")
+    raises("01_b defines 'rank' unlike lab 00_a", editions.glossary)

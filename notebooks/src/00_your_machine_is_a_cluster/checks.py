@@ -17,7 +17,9 @@ def average(student: Student) -> Iterator[str]:
     for size in (2, 4):
         ran = run(size, lambda comm: student(comm, values[comm.rank]))
         mean = sum(values[:size]) / size
-        equal(ran.values, [mean] * size, hint="What does all_reduce do, if you do not say `op`?")
+        equal(
+            ran.values, [mean] * size, hint="What does all_reduce compute if you do not pass `op`?"
+        )
         for rank, ops in enumerate(ran.ops):
             if ops != ["all_reduce"]:
                 fail(
@@ -26,7 +28,7 @@ def average(student: Student) -> Iterator[str]:
                     found=", ".join(ops) or "none",
                     hint="The sum of all values is enough to know their mean.",
                 )
-    yield "the mean on every rank, of 2 and of 4"
+    yield "the mean on every rank, on 2 and 4 ranks"
     yield "one all-reduce each"
 
 
@@ -42,9 +44,9 @@ def swap(student: Student) -> Iterator[str]:
                 fail(
                     f"rank {rank} sends {sent_bytes:,} bytes.",
                     expected="4,000 bytes: its own tensor, once",
-                    hint="Only the partner wants it.",
+                    hint="Only the partner needs this rank's tensor.",
                 )
-    yield "each has the other's tensor, with 1 and with 2 pairs"
+    yield "each rank returns its partner's tensor, with 1 pair and with 2"
     yield "4,000 bytes sent by each rank, and no hang"
 
 
@@ -67,16 +69,16 @@ def my_broadcast(student: Student) -> Iterator[str]:
             fail(
                 f"{size} ranks send {total:,} bytes together, fewer than the {least:,} of x.",
                 expected=f"{size - 1} × 20 bytes, since each rank but the first gets x once",
-                hint="Each rank must get x by a message: it may not know the numbers itself.",
+                hint="Each rank must receive x in a message; it must not create the values itself.",
             )
         if total > least:
             fail(
                 f"{size} ranks send {total:,} bytes together, but {least:,} are enough.",
                 expected=f"{size - 1} × 20 bytes, since each rank but the first gets x once",
-                hint="Who sends to a rank that has x already?",
+                hint="Which rank sends to a rank that already has x?",
             )
-    yield "rank 0's numbers everywhere, on 2, 3 and 4 ranks"
-    yield "no byte too many: (n - 1) · S in all"
+    yield "rank 0's values on every rank, with 2, 3 and 4 ranks"
+    yield "the fewest possible bytes: (n - 1) · S in total"
 
 
 @exercise(points=3)
@@ -94,10 +96,10 @@ def find_max(student: Student) -> Iterator[str | Score]:
         fail(
             f"the 4 ranks send {total:,} bytes together: everybody sends all its values.",
             expected=f"far fewer than {whole:,}",
-            hint="What is the least that a rank must tell about its 1,000 values?",
+            hint="How little must a rank send about its 1,000 values?",
         )
-    yield "the place of the largest of 4 × 1,000 values, on every rank, for 6 draws"
-    yield "also where two lie as close as float32 can, and where all are below zero"
+    yield "the position of the largest of 4 × 1,000 values, on every rank, for 6 inputs"
+    yield "also if the two largest are adjacent float32 numbers, and if all are negative"
     # Three ranks send a value (4 bytes) to the fourth, which sends them the winner (1 byte);
     # the winner sends the index (2 bytes) to the other three.
     yield Score(total, 3 * 4 + 3 * 1 + 3 * 2, "bytes sent by all ranks")
@@ -107,7 +109,7 @@ def _draws() -> Iterator[tuple[torch.Tensor, str]]:
     """Values, row r for rank r, and a hint for a wrong answer to them."""
     draws = [torch.randn(4, 1000, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     for every in draws[:3]:
-        yield every, "It is (rank, index) of the largest of all, the same on every rank."
+        yield every, "Return (rank, index) of the largest of all values, the same on every rank."
     for every, winner, second in ((draws[3], 2, 1), (draws[4], 0, 3)):
         every[winner, 700] = 4.7  # the largest, and the float32 just below it
         every[second, 300] = torch.nextafter(every[winner, 700], torch.tensor(0.0))

@@ -2,8 +2,8 @@
 # # Lab 00: Your machine is a cluster
 #
 # You know PyTorch, but you have never run it on more than one device. In an hour you will start
-# several processes, make them communicate, see which rank waits for which, hang them on purpose, and
-# build a collective of your own.
+# several processes, make them communicate, see which rank waits for which, make them hang on
+# purpose, and build a collective of your own.
 #
 # Every lab has the same eight steps. Run the cells from top to bottom. Where a cell says `your turn`
 # or has `...` in place of a number, fill it in.
@@ -38,15 +38,15 @@ rows = {"70 billion parameters": 16 * 70, "7 billion parameters": 16 * 7, "this 
 fig, axes = plt.subplots(figsize=(8, 1.7))
 bars = axes.barh(list(rows), list(rows.values()), color=["#0072B2", "#0072B2", "#E69F00"])
 axes.bar_label(bars, fmt="{:,.0f} GB", padding=4)
-axes.set(xlim=(0, 1300), xlabel="GB to hold a model while it is trained, without activations")
+axes.set(xlim=(0, 1300), xlabel="GB to train a model with Adam, without activations")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %%
 print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this one.")
 
 # %% [markdown]
-# So many devices train one model together, and each device can access only its own memory. **How can
-# programs work together when none of them can read another's memory?**
+# This is why many devices have to train one model together. But each device can access only its own
+# memory. **How can programs work together when none of them can read another's memory?**
 
 # %% [markdown]
 # ## 2. The idea
@@ -67,7 +67,8 @@ print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this o
 
 # %% [markdown]
 # `%%ranks 4` runs a cell on four ranks. The first such cell starts them and reports what they run
-# on. Every rank has the names `rank`, `size`, `comm`, `device` and `torch`.
+# on: the library that moves the data (here gloo) and how it does so (on one machine, through memory
+# that the ranks share). Every rank has the names `rank`, `size`, `comm`, `device` and `torch`.
 #
 # A rank is a separate process: a `%%ranks` cell does not see what you import or define in other
 # cells, and its variables stay on the ranks. The notebook shows only the value of its last line;
@@ -94,9 +95,9 @@ comm.all_reduce(x)
 x.item()
 
 # %% [markdown]
-# No rank gave orders. Every rank called the same operation, and together they completed it: such an
-# operation is a **collective**. The other kind is **point-to-point communication**: one rank sends,
-# one other receives.
+# No rank is in charge. Every rank called the same operation, and together they completed it: such
+# an operation is a **collective**. The other kind is **point-to-point communication**: one rank
+# sends, one other receives.
 
 # %% tags=["nbval-check-output"]
 # %%ranks 4
@@ -137,9 +138,9 @@ note.item()
 # ```
 #
 # In each round, every rank that has the tensor sends it to one that does not: a **tree**. After k
-# rounds, 2ᵏ ranks have it. Let S be the size of the tensor in bytes and n the number of ranks. Every
-# rank but the first must receive S bytes, whatever the algorithm. How many bytes do all ranks send
-# in total? And how many of them does rank 0 send, in the picture?
+# rounds, 2ᵏ ranks have it. Let S be the size of the tensor in bytes and n the number of ranks.
+# Every rank but the first must receive S bytes, whatever the algorithm. In the tree above, with
+# four ranks, how many bytes do all ranks send in total, and how many of these does rank 0 send?
 
 # %% stub="S = 2**20  # bytes\nguess = predict(sent_by_all_bytes=..., sent_by_rank_0_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -151,30 +152,32 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is labkit's broadcast: the code that runs, not a copy of it. All ranks run it, each with its
-# `wire`, which sends to and receives from the others. `root` is the rank that has the tensor,
-# `position` is the distance from the root, and `reach` is the number of ranks that have the tensor.
+# This is labkit's broadcast: the code that runs, not a copy of it. All ranks run it. Each has a
+# `wire`, an object that sends to and receives from the other ranks. `root` is the rank that has the
+# tensor, `position` is the distance from the root, and `reach` is the number of ranks that have the
+# tensor. (Lab 02 explains the cost in the docstring.)
 
 # %%
 show("comm/collectives/broadcast.py:tree_broadcast")
 
 # %% [markdown]
-# - `position < reach`: this rank has the tensor and sends it `reach` places further, if there is a
-#   rank.
-# - `reach <= position < 2 * reach`: this rank receives, from `reach` places back.
+# - `position < reach`: this rank has the tensor and sends it to position + reach, if that rank
+#   exists.
+# - `reach <= position < 2 * reach`: this rank receives it from position - reach.
 # - `reach *= 2`: now twice as many ranks have the tensor. The other ranks are idle in this round.
 #
 # `isend` and `irecv` only start a message. `tag` is a label that distinguishes the messages of this
-# call from those of the next. `yield` passes the message to the loop that drives this function (`run`
-# in `steps.py`), which waits for it and then continues here. In your own functions, call `comm.send`
-# and `comm.recv`, which wait until they are done; you need no `yield`.
+# call from those of the next. `yield` passes the message to the loop that drives this function
+# (`run` in `steps.py`), which waits for it and then resumes this function. In your own code, call
+# `comm.send` and `comm.recv`, which wait until they are done; you need no `yield`.
 
 # %% [markdown]
 # ## 5. Run it
 #
-# `%%ranks` is for experiments. In a program you create a `World` and pass it a function, which
-# returns one value per rank. `listen()` collects the communication events of this rank; the
-# `wire_bytes` of an event are the bytes that this rank sent for it.
+# `%%ranks` is for experiments. In a program you create a `World`, a set of running ranks, and pass
+# a function to its `run` method. Unlike a `%%ranks` cell, this function may use names from your
+# notebook. `run` returns a list with one value per rank. `listen()` collects the communication
+# events of this rank; the `wire_bytes` of an event are the bytes that this rank sent for it.
 #
 # We choose `backend="gloo"`, over which labkit runs its own tree. NCCL, NVIDIA's library for GPUs,
 # uses its own algorithms. (The line "gloo as asked" below confirms the choice.)
@@ -186,7 +189,7 @@ def by_tree():
     x = torch.full((2**18,), float(comm.rank))  # 4 bytes each: 1 MiB
     with listen() as events:
         comm.broadcast(x, src=0)
-    assert (x == 0).all()  # what rank 0 had
+    assert (x == 0).all()  # rank 0's values
     return events[0].wire_bytes
 
 
@@ -200,10 +203,11 @@ sent
 guess.beside(sent_by_all_bytes=sum(sent), sent_by_rank_0_bytes=sent[0])
 
 # %% [markdown]
-# If your prediction was right, it equals the measurement to the byte. The tree sends as many bytes in
-# total as rank 0 alone would by sending three times. So why a tree? **Time.** Inside one machine,
-# messages are too fast to see it, so we give every rank a link of 0.1 gigabits per second: the bytes
-# are real, and each message is delivered as late as over such a link.
+# A correct prediction matches the measurement to the byte. In total, the tree sends as many bytes
+# as rank 0 would by sending three times. So why use a tree? **Time.** Inside one machine, messages
+# are too fast to show the difference, so we give every rank a **paced** link of 0.1 Gb/s: the bytes
+# are real, but each message is held back until it would have arrived over such a link. 1 MiB then
+# takes 84 ms.
 
 
 # %%
@@ -228,10 +232,10 @@ plot.timeline(sent_in_turn)
 # %% [markdown]
 # Time runs to the right. Each rank has two rows. The upper row shows what its program does: here it
 # waits, on rank 0 too, since a send returns when the message has arrived. The lower row shows its
-# messages and their peers; the two shades of gray only separate one message from the next. *Paced*
-# means that the links are modelled.
+# messages and their peers; the two shades of gray only separate one message from the next.
 #
-# Rank 3 gets its message last, since all three messages share rank 0's link. Now the tree:
+# Rank 3 gets its message last, since rank 0 sends the three messages one after another. Now the
+# tree:
 
 # %%
 with record() as sent_by_tree:
@@ -239,8 +243,9 @@ with record() as sent_by_tree:
 plot.timeline(sent_by_tree)
 
 # %% [markdown]
-# Here each bar is a whole broadcast, with all its rounds. The picture is as wide as before, but its
-# axis ends earlier. Both times side by side:
+# Here the lower row is labelled with the group (*all ranks*), and each bar is a whole broadcast
+# with all its rounds; its number counts the collectives of the group. The plot is as wide as
+# before, but its time axis is shorter. Here are both times side by side:
 
 
 # %%
@@ -262,8 +267,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## 6. Break it
 #
-# Sooner or later your ranks will hang. On a cluster you then see nothing at all, for minutes. labkit
-# reports which rank waits where. Two neighbors swap their numbers:
+# Sooner or later your ranks will hang. On a cluster you then see nothing at all, for minutes.
+# labkit reports which rank waits where. Here, two neighbors exchange their values:
 
 
 # %%
@@ -286,8 +291,8 @@ pair.run(careless_swap)
 # messages: with them the same program works until one day the tensors are larger. The MPI standard
 # calls such a program *unsafe*.
 #
-# In the message, `group default` is the group of all ranks, `0->1` names sender and receiver, `tag 0`
-# is the label of a message that you give none, and `message 1` is the first message with this label.
+# In the message, `group default` is the group of all ranks, `0->1` names sender and receiver, `tag
+# 0` is the default tag, and `message 1` is the first message with this tag.
 #
 # The second classic hang: ranks that call different collectives.
 
@@ -306,9 +311,9 @@ def disagree():
 pair.run(disagree)
 
 # %% [markdown]
-# Every rank of a group must call the same collectives, in the same order, with the same shapes. An
-# `if rank == 0:` around a collective is the most common bug in distributed code. The message names
-# each rank's operation and the line that called it.
+# Every rank of a group must call the same collectives, in the same order, with the same shapes and
+# dtypes. An `if rank == 0:` around a collective is a classic bug. The message names each rank's
+# operation and the line that called it.
 
 # %% [markdown]
 # ## 7. Build it
@@ -395,8 +400,8 @@ def my_broadcast(comm, x):
 check.my_broadcast(my_broadcast)
 
 # %% [markdown]
-# Your broadcast over the slow links. One by one it takes three rounds, with a tree two. Here you see
-# the rounds, since each message is a separate call:
+# Now run your broadcast over the slow links. One by one, it takes three rounds; a tree takes two.
+# The rounds are visible here, since each message is a separate call:
 
 # %%
 slow.run(lambda: Comm().barrier())  # all ranks are ready
@@ -407,12 +412,12 @@ plot.timeline(of_mine)
 # %% [markdown]
 # ### Exercise 4, open: Where is the maximum?
 #
-# Each of 4 ranks has 1,000 values. On every rank, return `(rank, index)` of the largest value of all.
-# Two values may differ by as little as float32 can represent.
+# Each of 4 ranks has 1,000 values. On every rank, return `(rank, index)` of the largest of all
+# 4,000. The two largest may be adjacent float32 numbers.
 #
 # Your score is the number of bytes that all ranks send in total: fewer is better. An element of
-# `torch.uint8` takes 1 byte, of `torch.int16` 2, of `torch.float32` 4. These are the bytes that each
-# operation sends on 4 ranks if `x` has S bytes:
+# `torch.uint8` takes 1 byte, of `torch.int16` 2, of `torch.float32` 4. If `x` has S bytes, 4 ranks
+# send in total:
 #
 # | operation | bytes sent by all ranks |
 # |---|---|
@@ -465,7 +470,8 @@ report("00")
 # | `comm.all_reduce` | `dist.all_reduce` | `MPI_Allreduce` |
 #
 # These tools add discovery and monitoring of machines, restarts of failed ranks, and logs for a
-# thousand ranks. What they lack: a hang stays silent until a timeout, 10 minutes for NCCL in torch.
+# thousand ranks. What they lack is a report of hangs: a hang stays silent until the timeout, 10
+# minutes for NCCL in torch.
 
 # %% [markdown]
 # **You can now** start ranks, use collectives and point-to-point communication, count the bytes that

@@ -38,7 +38,7 @@ def where(student: Student) -> Iterator[str]:
         ran = run(prod(sizes.values()), _where_on_a_mesh, student, sizes)
         for rank, (found, right) in enumerate(ran.values):
             _same_place(found, right, rank, sizes)
-    yield "as a Mesh has it, on 4 and on 6 ranks"
+    yield "the same coordinates as a Mesh, on 4 and 6 ranks"
     every = range(prod(LARGE.values()))
     for rank, found in enumerate(_answers(student, [(rank, LARGE) for rank in every])):
         _same_place(found, coordinates(LARGE, rank), rank, LARGE)
@@ -57,7 +57,7 @@ def _same_place(found: Any, right: dict[str, int], rank: int, sizes: dict[str, i
         fail(
             f"rank {rank} of a mesh {axes} is not at {found}.",
             expected=right,
-            hint="The last axis varies fastest: begin with it, and go on with what is left.",
+            hint="The last axis varies fastest: start with it, and continue with the quotient.",
         )
 
 
@@ -72,7 +72,7 @@ def groups_along(student: Student) -> Iterator[str]:
             ran = run(size, _sums_in_groups, found)
             sums = [sum(line) for rank in range(size) for line in right if rank in line]
             equal(ran.values, sums, what=f"sums up in its {axis} group")
-    yield "groups made on 4 and on 6 ranks, for each axis; a sum in each"
+    yield "groups created on 4 and 6 ranks, for each axis, with an all-reduce in each"
     for axis, found in zip(LARGE, _answers(student, [(axis, LARGE) for axis in LARGE])):
         _same_groups(found, list(lines(LARGE, axis)), axis, LARGE)
     yield "the groups of 1,024 ranks"
@@ -97,7 +97,7 @@ def _same_groups(found: Any, right: list[list[int]], axis: str, sizes: dict[str,
             fail(
                 f"{call} has a group {brief(group)}.",
                 expected=f"{next(line for line in right if group[0] in line)} for rank {group[0]}",
-                hint="A group's ranks differ on this axis only; they stand in ascending order.",
+                hint="The ranks of a group differ only on this axis; list them in ascending order.",
             )
 
 
@@ -123,9 +123,9 @@ def my_barrier(student: Student) -> Iterator[str]:
                     fail(
                         f"rank {rank} calls the store {max(calls)} times in one barrier.",
                         expected=f"at most {CALLS}",
-                        hint="Asking again and again keeps the store busy. store.wait sleeps.",
+                        hint="A polling loop keeps the store busy; store.wait sleeps.",
                     )
-    yield "nobody leaves before the last one has come, whoever that is, on 2 and 4 ranks"
+    yield "no rank leaves before the last one has arrived, whichever it is, on 2 and 4 ranks"
     yield "a second barrier works, too"
 
 
@@ -138,7 +138,7 @@ def _all_had_come(arrived: list[int], rank: int, size: int, late: int) -> None:
                 expected=f"that it waits for rank {late}, which is late here",
                 hint="The store never forgets: do both barriers use the same keys?"
                 if number == 2
-                else "Who can know that all have come, and how do the others learn of it?",
+                else "Which rank can know that all have arrived, and how do the others find out?",
             )
 
 
@@ -182,7 +182,7 @@ STORE_HINTS = {
     "a loop asked the store": "store.get returns bytes, b'4', which never equal the number 4; and "
     "store.wait sleeps where a loop would ask again.",
     "not a text": "The value is a text, as in store.set(key, 'yes'). Numbers are for store.add.",
-    "which no rank has set": "Who sets this key, and does that rank come to the line?",
+    "which no rank has set": "Which rank sets this key, and does it reach that line?",
 }
 IN_PLACE_HINTS = {
     "'NoneType'": "comm.all_reduce works in place and returns None: look into the tensor after it.",
@@ -230,10 +230,10 @@ def totals(student: Student) -> Iterator[str]:
             if len(ops) > max(counts) + 1:
                 fail(
                     f"rank {rank} calls {len(ops)} operations for {max(counts)} rounds.",
-                    expected="one to agree how many rounds there are, and one for each round",
+                    expected="one to agree on the number of rounds, and one per round",
                 )
-    yield "the totals on every rank, also where one has more batches, and one has none"
-    yield "one operation for each round, and one to agree"
+    yield "the totals on every rank, also if one rank has more batches and one has none"
+    yield "one operation per round, and one to agree on their number"
 
 
 def _play_batches(comm: Any, student: Student, every: list[list[float]]) -> Any:
@@ -262,7 +262,7 @@ def place(student: Student) -> Iterator[str | Score]:
         fail(
             f"{crossing:,} bytes cross between nodes.",
             expected=f"at most {scenarios.WORST_ALLOWED:,}",
-            hint="Which axis sends most? Its ranks belong into one node.",
+            hint="Which axis sends the most bytes? Its ranks belong on one node.",
         )
     yield "each of the 12 places taken once; a step's messages sent on 12 real ranks"
     if crossing == scenarios.BEST:

@@ -28,11 +28,11 @@ Path("../runs").mkdir(exist_ok=True)  # for the script of step 5
 # %% [markdown]
 # ## 1. The question
 #
-# A job runs on many devices, and one rank falls out of step. How long do the others wait before they
-# report it? In torch with NCCL, which such jobs use: 10 minutes.
+# A job runs on many devices, and one rank falls out of step. How long do the others wait before
+# they report it? Such jobs use torch with NCCL, and there the answer is 10 minutes.
 
 # %%
-timeout_h = 10 / 60  # of NCCL; gloo's is 30 minutes
+timeout_h = 10 / 60  # NCCL's default; gloo's is 30 minutes
 devices = [8, 1024, 16384]
 
 fig, axes = plt.subplots(figsize=(8, 1.6))
@@ -43,22 +43,22 @@ axes.set(xlim=(0, 3_500), xlabel=f"device-hours lost in one hang of {60 * timeou
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# (Source: the documentation of `init_process_group`.) The message you get then names neither the rank
-# nor its line of code. So: **how do processes that know nothing about each other form a group, and
-# how do you find the rank that fell out of step?**
+# (Source: the documentation of `init_process_group`.) The error you then get names the ranks that
+# wait, but neither the rank at fault nor its line of code. So: **how do processes that know nothing
+# about each other form a group, and how do you find the rank that fell out of step?**
 
 # %% [markdown]
 # ## 2. The idea
 #
 # The launcher passes each process a few environment variables. Here are those of the second process
-# on the second of two machines with 4 devices each:
+# on the second of two nodes with 4 devices each:
 #
 # | variable | value | meaning |
 # |---|---|---|
-# | `RANK` | 5 | its index among all processes |
+# | `RANK` | 5 | the index of the process among all processes |
 # | `WORLD_SIZE` | 8 | the number of processes |
-# | `LOCAL_RANK` | 1 | its index on this machine, and so its device |
-# | `MASTER_ADDR` | 10.0.0.1 | the machine where all processes meet: that of rank 0 |
+# | `LOCAL_RANK` | 1 | its index on this node, which selects its device |
+# | `MASTER_ADDR` | 10.0.0.1 | the address where all processes meet: the node of rank 0 |
 # | `MASTER_PORT` | 29500 | the port there |
 #
 # That is all a rank knows. In particular, it does not know the addresses of the others.
@@ -66,17 +66,12 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # The ranks meet at a **store**, a small key-value server:
 #
-# ```
-#     rank 0                     rank 1                     rank 2
-#        │ set "0" = 127.0.0.1:41    │ set "1" = 127.0.0.1:57    │ set "2" = ...
-#        ▼                           ▼                           ▼
-#   ┌──────────────────────────────────────────────────────────────────┐
-#   │  store, at MASTER_ADDR:MASTER_PORT      key ──> value            │
-#   └──────────────────────────────────────────────────────────────────┘
-#        │ get "1", "2"              │ get "0", "2"              │ get "0", "1"
-#        ▼                           ▼                           ▼
-#     rank 0 ◄──────────────────► rank 1 ◄─────────────────► rank 2
-#        ▲────────────── a socket for each pair ─────────────────▲
+# ``` rank 0 rank 1 rank 2 │ set "0" = 127.0.0.1:41 │ set "1" = 127.0.0.1:57 │ set "2" = ... ▼ ▼ ▼
+# ┌──────────────────────────────────────────────────────────────────┐ │ store, at
+# MASTER_ADDR:MASTER_PORT key ──> value │
+# └──────────────────────────────────────────────────────────────────┘ │ get "1", "2" │ get "0", "2"
+# │ get "0", "1" ▼ ▼ ▼ rank 0 ◄──────────────────► rank 1 ◄─────────────────► rank 2 ▲──────────────
+# one connection per pair ─────────────────▲
 # ```
 #
 # This is called **rendezvous**.
@@ -87,7 +82,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # 1. Rank 0 opens the store; the other ranks connect to it.
 # 2. Each rank opens a socket and writes its address into the store, under its rank.
 # 3. It waits for the addresses of the others. (A job hangs here if a rank is missing.)
-# 4. It connects to each of them: n - 1 sockets on a rank, n(n-1)/2 in total.
+# 4. It connects to each of them: that makes n - 1 sockets on each rank, and n(n-1)/2 connections in
+#    total.
 #
 # Tensors never go through the store. There are three ways to specify its address:
 #
@@ -98,25 +94,26 @@ axes.spines[["top", "right"]].set_visible(False)
 # | file | `init_method="file:///shared/run7", rank=5, world_size=8` | a shared disk; a new file for each run |
 
 # %% [markdown]
-# Large models need more than one group. If a layer is sharded over 2 devices, these 2 sum their
-# partial results, while other groups average gradients. So ranks are arranged in a **mesh** with named
-# axes, and each line of ranks along an axis forms a group. The outermost axis comes first; the **last
-# axis varies fastest**:
+# Large models need more than one group. If a layer is sharded over two devices, these two sum their
+# partial results, while other groups average gradients. So ranks are arranged in a **mesh** with
+# named axes, and each line of ranks along an axis forms a group. The outermost axis comes first;
+# the **last axis varies fastest**:
 
 # %%
 plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
 
 # %% [markdown]
-# Ranks 0 and 1 are neighbors along `tp`, which sends most bytes and so stays inside a node. `pp` sends
-# fewest and crosses nodes. Later labs explain what the three axes do; here it only matters which ranks
-# communicate.
+# The axes are called pipeline (`pp`), data (`dp`) and tensor (`tp`) parallel, as in Megatron-LM,
+# NVIDIA's library for training large models. Ranks 0 and 1 are neighbors along `tp`. This axis
+# sends the most bytes, so it stays inside a node; `pp` sends the fewest, so it may cross nodes.
+# Later labs explain what the three axes do; here it only matters which ranks communicate.
 #
 # ### Glossary
 #
 # | English | 中文 | definition |
 # |---|---|---|
 # | launcher | 启动器 | starts one process per device and sets its environment variables |
-# | local rank | 本地进程编号 | the index of a process on its machine |
+# | local rank | 本地进程编号 | the index of a process on its node |
 # | node | 节点 | one machine, with one or more GPUs |
 # | rendezvous | 会合 | how ranks find each other at the start |
 # | key-value store | 键值存储 | the server at which ranks exchange addresses in a rendezvous |
@@ -147,16 +144,17 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is the rendezvous of labkit's ranks. They use a file as store: they all run on one machine, while
-# torch's TCP store would also accept connections from other machines.
+# This is the rendezvous of labkit's ranks. They use a file as the store: they all run on one
+# machine, and torch's TCP store would also accept connections from other machines. (Step 6 explains
+# the board in the comment.)
 
 # %%
 show("runtime/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
 
 # %% [markdown]
-# A file works like any other store. Torch counts its users in it (`refcount`) and deletes it when the
-# last one leaves. After a crash the file stays, and the next run may read addresses of dead processes:
-# use a new file name for each run.
+# A file works like any other store. torch counts the users of the store in it (`refcount`) and
+# deletes it when the last user exits. After a crash the file stays, and the next run may read stale
+# addresses: use a new file name for each run.
 
 # %%
 Path("../runs/store").unlink(missing_ok=True)
@@ -179,7 +177,8 @@ show("comm/mesh.py:lines")
 # %% [markdown]
 # And here they become groups. Note that **every rank creates every group**, in the same order, even
 # groups to which it does not belong. torch's `new_group` requires this, since it numbers groups by
-# counting calls. Each rank then keeps the groups to which it belongs.
+# counting calls. `comm.subgroup(ranks)` creates a group and returns its `Comm`, or `None` on a rank
+# outside it. (You can ignore `shared` and `parallel`.)
 
 # %%
 show("comm/mesh.py:Mesh._over")
@@ -204,9 +203,9 @@ dist.destroy_process_group()
 
 # %% [markdown]
 # Now this notebook acts as the launcher. Like torchrun, it opens the store itself, so you can read
-# what is in it. (Without torchrun, rank 0 opens the store.) `LauncherStore` listens on a free port of
-# this machine; its `variables` tell the ranks that the store exists already and that their sockets
-# must stay inside this machine, too.
+# what is in it. (Without torchrun, rank 0 opens the store.) `LauncherStore` listens on a free port
+# of this machine; its `variables` tell the ranks that the store already exists and that their
+# sockets must stay on this machine, too.
 
 # %%
 store = LauncherStore()
@@ -220,7 +219,7 @@ def start(rank, world_size):
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
-def show_store(ranks):  # after so many ranks have written their addresses
+def show_store(ranks):  # waits until this many ranks have written their addresses
     for key, address in store.addresses(ranks).items():
         print(f"{key}  ->  {address}")
 
@@ -236,8 +235,9 @@ print("listens at", [x.laddr.port for x in sockets if x.status == psutil.CONN_LI
 print("has ended:", first.poll() is not None)
 
 # %% [markdown]
-# The key consists of the group, the device and, last, the rank. Rank 0 has opened a socket, written
-# its address into the store, and now waits in step 3, for up to 30 minutes. Rank 1 ends the wait:
+# The key consists of the group, the device and, last, the rank. Rank 0 has opened a socket and
+# written its address into the store. Now it waits for the other addresses (item 3 of the list in
+# section 2), for up to 30 minutes. Rank 1 ends the wait:
 
 # %%
 second = start(1, world_size=2)
@@ -263,7 +263,7 @@ show_store(2)
 # ```
 
 # %% [markdown]
-# Now start them wrong. (Ctrl-C ends a waiting rank.)
+# Now make mistakes on purpose. (Ctrl-C ends a waiting rank.)
 #
 # | you start | you see | because |
 # |---|---|---|
@@ -272,9 +272,9 @@ show_store(2)
 # | rank 1 twice, no rank 0 | nothing | there is no store, and both keep trying |
 # | two ranks with `WORLD_SIZE=3` | nothing | both wait for the address of rank 2 |
 #
-# The notebook also set `GLOO_SOCKET_IFNAME`. Without it, as here, gloo uses the network address of the
-# machine's host name. If the ranks do not connect, put `GLOO_SOCKET_IFNAME=lo` (macOS: `lo0`) after
-# `env`.
+# The notebook also set `GLOO_SOCKET_IFNAME`. In your terminals it is not set, so gloo uses the
+# address of the machine's host name. If the ranks do not connect, put `GLOO_SOCKET_IFNAME=lo`
+# (macOS: `lo0`) after `env`.
 
 # %% [markdown]
 # Finally, use a file as store, without any variables. Copy the script to `../runs/by_file.py`, add
@@ -314,14 +314,15 @@ groups = {group for *_, of_rank in seen for group in of_rank}
 guess.beside(sockets=seen[5][0], groups=len(groups), sockets_with_mesh=seen[5][1])
 
 # %% [markdown]
-# If they are equal, you see that a group is more than a label: it has its own sockets. On GPUs it has
-# NCCL channels and buffers, so do not create groups in a loop. Which groups does rank 5 belong to?
+# The counts show that a group is more than a label: it has its own sockets. On GPUs it has NCCL
+# channels and buffers, so do not create groups in a loop. Which groups does rank 5 belong to?
 
 # %% tags=["nbval-check-output"]
 seen[5][2]
 
 # %% [markdown]
-# Each axis has its own `Comm`, and collectives stay inside it. Sum the ranks along each axis:
+# Each axis has its own `Comm`, and its collectives stay inside the group. Sum the rank numbers
+# along each axis:
 
 
 # %% tags=["nbval-check-output"]
@@ -338,14 +339,14 @@ def sums():
 world.run(sums)
 
 # %% [markdown]
-# On one machine with 8 devices, no message leaves the node. With nodes of 4, the four links of `pp`
+# On one node with 8 devices, no message leaves the node. With nodes of 4, the four `pp` groups
 # cross nodes (dashed above). What if `tp` came first?
 
 # %%
 plot.mesh({"tp": 2, "dp": 2, "pp": 2}, ranks_per_node=4)
 
 # %% [markdown]
-# Now all traffic of `tp` crosses the slow network. The order of the axes makes the whole difference.
+# Now all `tp` traffic crosses the slow network. Only the order of the axes has changed.
 
 # %%
 world.close()  # ends its eight processes
@@ -450,29 +451,31 @@ with record() as stuck, suppress(RankError):  # the table above shows the error
 plot.timeline(stuck)
 
 # %% [markdown]
-# How does labkit detect this? Before a rank sends anything, it writes the operation to a **board**, a
-# page of shared memory that all ranks can read. A rank that arrives later compares. A `note` describes
-# one operation; its `key` consists of group and sequence number, equal on all ranks; its `signature` is
-# a checksum of operation, shape and dtype:
+# How does labkit detect this? Before a rank sends anything, it writes the operation to a **board**,
+# a page of shared memory that all ranks can read. A rank that arrives later compares its own
+# operation with what the others wrote. A `note` describes one operation. Its `key` is the group and
+# the sequence number, equal on all ranks; its `signature` is a checksum of operation, shape and
+# dtype:
 
 # %%
 show("runtime/board.py:Board.enter", since="key, signature =")
 
 # %% [markdown]
-# While ranks wait, the world checks which of them can still continue. `waits` has the note that each
-# rank waits in, `needs` the ranks that have not reached it; `targets` are the ranks of this run. A rank
-# that has returned never will (`gone`), nor will one in a cycle of waiting ranks (`stuck`):
+# While ranks wait, the world checks which of them can still continue. `waits` maps each waiting
+# rank to the note of its operation, and `needs` maps it to the ranks that have not reached this
+# operation; `targets` are the ranks of this run. A rank that has returned will never reach it
+# (`gone`), and neither will a rank in a cycle of ranks that wait for each other (`stuck`):
 
 # %%
 show("runtime/diagnose.py:Watch._hopeless", since="needs = {")
 
 # %% [markdown]
-# It cannot know what you *meant*. If ranks swap two all-reduces of the same shape, every rank still
-# calls the same operation twice. What is the result, and what should it be?
+# labkit cannot know what you *meant*. If ranks swap two all-reduces of the same shape, every rank
+# still calls the same operation twice. What is the result, and what should it be?
 
 
 # %% tags=["nbval-check-output"]
-def nobody_can_see():
+def swapped_all_reduces():
     comm = Comm()
     gradient, loss = torch.full((2,), 1.0), torch.full((2,), 100.0)
     for x in (gradient, loss) if comm.rank == 0 else (loss, gradient):
@@ -480,14 +483,13 @@ def nobody_can_see():
     return gradient.tolist(), loss.tolist()
 
 
-three.run(nobody_can_see)
+three.run(swapped_all_reduces)
 
 # %% [markdown]
-# Gradients of 3 and a loss of 300 are right. Only discipline helps here: loop over tensors in an order
-# that is the same on all ranks (a list, never a set).
+# Gradients of 3 and a loss of 300 are right. No tool catches this bug. Loop over tensors in an
+# order that is the same on all ranks (a list, never a set).
 #
-# One more bug, in the creation of groups. Only the members create it, "since the others do not need
-# it":
+# One more bug: only the members create a group, "since the others do not need it":
 
 
 # %% tags=["raises-exception"]
@@ -556,8 +558,8 @@ check.groups_along(groups_along)
 #
 # | call | what it does |
 # |---|---|
-# | `store.set(key, "text")` | sets a value; the key remains, also for the next barrier |
-# | `store.get(key)` | returns the value in bytes, such as `b"4"` after four `add`; waits for the key |
+# | `store.set(key, "text")` | sets a value; the key stays set, also in the next barrier |
+# | `store.get(key)` | waits until the key exists and returns its value as bytes, such as `b"4"` after four `add` calls |
 # | `store.add(key, 1)` | adds to a counter, 0 at first, and returns the new value, an `int` |
 # | `store.wait([key, ...])` | waits until all these keys exist |
 
@@ -577,8 +579,8 @@ check.my_barrier(my_barrier)
 # %% [markdown]
 # ### Exercise 4: Uneven data
 #
-# The most common hang of all: the data does not divide evenly. Each rank has a list of `batches`,
-# tensors with one element, and these lists differ in length. In each round, the ranks sum one batch
+# A very common hang: the data does not divide evenly. Each rank has a list of `batches`, tensors
+# with one element. These lists differ in length. In each round, the ranks all-reduce one batch
 # each.
 
 
@@ -594,10 +596,10 @@ def hangs(comm, batches):
 three.run(lambda: hangs(Comm(), [torch.ones(1)] * (1 + Comm().rank)))
 
 # %% [markdown]
-# Rank 2 has a batch left when the others are done. Rewrite it so that **all** batches count: run as
-# many rounds as the longest list has batches; a rank without a batch adds zero. Return the total of
-# each round, the same list on every rank. Use one operation to agree on the number of rounds, then one
-# per round.
+# Rank 0 is done after one batch, while ranks 1 and 2 still have batches left and wait for it.
+# Rewrite `hangs` as `totals`, so that **all** batches count: run as many rounds as the longest list
+# has batches; a rank without a batch adds zero. Return the total of each round, the same list on
+# every rank. Use one operation to agree on the number of rounds, then one per round.
 
 
 # %%
@@ -627,11 +629,12 @@ check.totals(totals)
 # |---|---|
 # | `tp` | 8,000 bytes to its partner |
 # | `dp` | 3,000 bytes to the next of its three ranks, around a ring |
-# | `pp` | 1,000 bytes to the other stage |
+# | `pp` | 1,000 bytes to the other rank of its `pp` line |
 #
-# Return the coordinates `(dp, pp, tp)` of each rank, each combination once. The check sends all these
-# messages on 12 real ranks. Your score is the number of **bytes between nodes**: fewer is better. An
-# order of the axes is a good start. Is it the best?
+# Write `place(rank)`, which returns the coordinates `(dp, pp, tp)` of one rank. Over all 12 ranks,
+# each combination must occur exactly once. The check sends all these messages on 12 real ranks.
+# Your score is the number of **bytes between nodes**: fewer is better. A good order of the axes is
+# a start. Can you do better?
 
 
 # %%

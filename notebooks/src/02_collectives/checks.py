@@ -25,7 +25,7 @@ def my_reduce_scatter(student: Student) -> Iterator[str]:
         ran = run(size, _scattered, student, sizes)
         only_messages(ran)
         values = in_place(ran)
-        hint = "Which chunk must you be given in the last step?"
+        hint = "Which chunk must this rank receive in the last step?"
         own_sums = {(rank, rank): range(size) for rank in range(size)}
         movement = ends_with(size, "reduce_scatter", _on_chunks(student), own_sums, hint)
         right = [sum(_values(rank, sizes)[own] for rank in range(size)) for own in range(size)]
@@ -35,8 +35,8 @@ def my_reduce_scatter(student: Student) -> Iterator[str]:
         its_bytes = [4 * (sum(sizes) - own) for own in sizes]
         each_sends(ran, "reduce_scatter", its_bytes, "every chunk but its own, once")
         takes_steps(movement, size - 1)
-    yield "the sum of chunk r on rank r, of 2, 3 and 4 ranks, also where chunks differ in size"
-    yield "n - 1 steps, each rank to its right neighbour, (n - 1)/n · S bytes"
+    yield "the sum of chunk r on rank r, for 2, 3 and 4 ranks, also if chunks differ in size"
+    yield "n - 1 steps, each rank to its right neighbor, (n - 1)/n · S bytes"
 
 
 def _scattered(comm: Any, student: Student, sizes: list[int]) -> tuple[torch.Tensor, list[int]]:
@@ -64,8 +64,8 @@ def my_all_gather(student: Student) -> Iterator[str]:
         its_bytes = [4 * (sum(sizes) - other) for other in after]
         each_sends(ran, "all_gather", its_bytes, "every chunk but one, once")
         takes_steps(movement, size - 1)
-    yield "all chunks on all ranks, of 2, 3 and 4, also where they differ in size"
-    yield "n - 1 steps, each rank to its right neighbour, (n - 1)/n · S bytes"
+    yield "all chunks on all ranks, for 2, 3 and 4 ranks, also if chunks differ in size"
+    yield "n - 1 steps, each rank to its right neighbor, (n - 1)/n · S bytes"
 
 
 def _gathered(comm: Any, student: Student, sizes: list[int]) -> tuple[torch.Tensor, list[int]]:
@@ -99,12 +99,12 @@ def my_all_reduce(student: Student) -> Iterator[str]:
             fail(
                 f"{size} ranks send {total:,} bytes together for an x of {4 * numel} bytes.",
                 expected=f"2(n-1) · S = {least:,}",
-                hint="A reduce-scatter of (n-1) · S, and an all-gather of as much.",
+                hint="The reduce-scatter sends (n-1) · S bytes, and the all-gather as many.",
             )
         if numel % size == 0:
             each_sends(ran, "all_reduce", [least // size] * size, "2(n-1)/n · S")
         takes_steps(movement, 2 * (size - 1))
-    yield "the sum on 2 to 6 ranks, bit by bit the same, also for 3 elements on 4 ranks"
+    yield "the sum on 2 to 6 ranks, bitwise identical, also for 3 elements on 4 ranks"
     yield "2(n-1)/n · S bytes from each rank, in 2(n-1) steps"
 
 
@@ -121,7 +121,7 @@ def my_tree(student: Student) -> Iterator[str]:
         ran = run(size, _sent_from, student, root)
         right = _values(root, [5])[0]
         what = f"of {size} now holds, with root {root},"
-        equal(ran.values, [right] * size, what, hint="Count the ranks from the root.")
+        equal(ran.values, [right] * size, what, hint="Count positions from the root.")
         only_messages(ran)
         if (total := sum(ran.sent_bytes)) != 20 * (size - 1):
             fail(
@@ -134,7 +134,7 @@ def my_tree(student: Student) -> Iterator[str]:
             student(comm, x, root)
 
         takes_steps(watch(size, "broadcast", from_root, root), rounds(size))
-    yield "the root's numbers everywhere, on 2 to 7 ranks, for several roots"
+    yield "the root's values on every rank, with 2 to 7 ranks, for several roots"
     yield "(n - 1) · S bytes in all, in ⌈log₂ n⌉ steps"
 
 
@@ -173,14 +173,14 @@ def my_best_broadcast(student: Student) -> Iterator[str | Score]:
     """my_best_broadcast(comm, x): 600,000 bytes from rank 0 to 5 others, as fast as possible."""
     ran = run(6, _reduced, student, 600)
     right = _values(0, [600])[0]
-    equal(ran.values, [right] * 6, "of 6 now holds", hint="Have all pieces come to all ranks?")
+    equal(ran.values, [right] * 6, "of 6 now holds", hint="Have all pieces reached all ranks?")
     only_messages(ran)
     movement = watch(6, "broadcast", student)
     us = modelled_us(movement)
     tree_us = rounds(6) * (ALPHA_US + SIZE_BYTES // BYTES_PER_US)
     if us >= tree_us:
         messages = [one for frame in movement.frames for one in frame.messages]
-        hint = "Cut x into pieces, so that a rank passes one on while the next arrives."
+        hint = "Split x into pieces, so that a rank forwards a piece while the next arrives."
         if max(len(one.contents) for one in messages) < movement.size:
             hint = (
                 "You cut x. Now draw it: who has a piece and does not send? comm.send waits until "
@@ -191,7 +191,7 @@ def my_best_broadcast(student: Student) -> Iterator[str | Score]:
             expected="less: the tree sends all of x in each of its steps",
             hint=hint,
         )
-    yield "rank 0's numbers on all 6 ranks"
+    yield "rank 0's values on all 6 ranks"
     yield f"less than the {tree_us} µs of the tree"
     # P pieces need at least P + ceil(log2 n) - 1 steps, and 3 of them do best here: Träff and
     # Ripke, "Optimal broadcast for fully connected processor-node networks", 2008.

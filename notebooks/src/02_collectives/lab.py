@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Lab 02: Collectives
 #
-# An all-reduce gives every rank the sum of all ranks' tensors. You have called one; now you build it
-# from send and receive, in two ways: one for large tensors and one for small ones. You will see every
-# step, and predict its time for any size and any number of ranks.
+# An all-reduce gives every rank the sum of all ranks' tensors. You have called one. Now you see two
+# algorithms for it, a ring for large tensors and a tree for small ones. You build the ring from
+# send and receive, and a broadcast by a tree. You will see every step, and predict its time for any
+# size and any number of ranks.
 #
 # You need labs 00 and 01: ranks, `comm.send` and `comm.recv`, a first tree, a first deadlock.
 
@@ -29,8 +30,8 @@ guess = predict()  # empty for now: you fill it in, in step 3
 # The simplest algorithm is a **server**: every rank sends its tensor to rank 0, which adds them up and
 # sends the sum back. Another is a **ring**. labkit has both, under the names `naive` and `ring`.
 #
-# Here are four ranks, each with a link of 0.05 gigabits per second and a latency of 10 ms. The link is
-# **paced**: the bytes are real, and each message is delivered as late as over such a link.
+# Here are four ranks, each with a link of 0.05 Gb/s and a latency of 10 ms. The link is **paced**:
+# the bytes are real, and each message is delayed as on a link of that speed.
 
 # %%
 LINK = Link(gbps=0.05, latency_us=10_000)
@@ -65,15 +66,15 @@ axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # The ring takes about half the time. Training sums gigabytes of gradients in every step, on up to
-# thousands of ranks. **How long does an all-reduce of 1 GB take on 8 ranks, how long on 8,000, and
-# which algorithm is fastest?**
+# thousands of ranks. **How long does an all-reduce of 1 GB take on 8 ranks, and on 8,000, and which
+# algorithm is fastest?**
 
 # %% [markdown]
 # ## 2. The idea
 #
-# Look first. `watch_collective` runs an algorithm once on real ranks and records every message and the
-# contents of every rank. (It needs ranks that send messages: `backend="gloo"`.) Nothing in the picture
-# is drawn by hand. The server:
+# Look before you calculate. `watch_collective` runs an algorithm once on real ranks and records
+# every message and every rank's tensor. (It needs ranks that send messages: `backend="gloo"`.)
+# Nothing in the picture is drawn by hand. The server:
 
 # %%
 world = World(4, backend="gloo")
@@ -114,9 +115,9 @@ plot.movement(ring)
 plot.steps(watch_collective(world, "all_reduce", "tree"))
 
 # %% [markdown]
-# Now the cost. A message of S bytes takes **α + S · β** seconds: α (alpha) is the latency, which even
-# the smallest message pays; β (beta) is the time per byte. Steps run one after another, so their times
-# add up. For n ranks, counted from the pictures:
+# Now the cost. A message of S bytes takes **α + S · β** seconds: α (alpha) is the latency, which
+# even the smallest message pays; β (beta) is the time per byte. Steps run one after another, so
+# their times add up. From the pictures, for n ranks:
 #
 # | all-reduce | steps | bytes per step | seconds |
 # |---|---|---|---|
@@ -124,8 +125,9 @@ plot.steps(watch_collective(world, "all_reduce", "tree"))
 # | ring | 2(n-1) | S/n | 2(n-1) · α + 2(n-1)/n · S β |
 # | tree | 2⌈log₂ n⌉ | S | 2⌈log₂ n⌉ · (α + S β) |
 #
-# The additions take time as well (γ, gamma, per byte), but little compared with a network. (The server
-# above was faster than its formula: our paced links delay sends only. More in step 5.)
+# The additions take time as well (γ, gamma, per byte), but little compared with a network. (By this
+# formula the server above needs 563 ms, but it took less: our paced links slow down only the
+# sender, so rank 0 can receive three tensors at once. A real network card could not.)
 
 
 # %%
@@ -184,8 +186,8 @@ show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 # %% [markdown]
 # - `irecv` and `isend` **start** a message and return at once; `yield` waits for it. So every rank
 #   sends and receives at the same time.
-# - `partial` is the tensor to send next: first the rank's own chunk, then the sum of what has just
-#   arrived and the rank's own chunk.
+# - `partial` is the tensor to send next: first this rank's values of chunk `rank - 1`, then what
+#   has just arrived plus this rank's values of the same chunk (`share`).
 # - `reduce(a, b)` adds b to a.
 # - Messages arrive in a buffer, `room`, with two halves that alternate: one partial sum is still being
 #   sent while the next arrives.
@@ -203,7 +205,8 @@ show("comm/collectives/all_gather.py:ring_all_gather", since="n, rank")
 show("comm/collectives/all_reduce.py:ring_all_reduce", since="own =")
 
 # %% [markdown]
-# Each algorithm has its cost beside it: steps, bytes through the busiest rank, and bytes that are added.
+# The library also has the cost of each algorithm: steps, bytes through the busiest rank, and bytes
+# summed.
 
 # %% tags=["nbval-check-output"]
 for name in ["naive", "ring", "tree"]:
@@ -237,13 +240,12 @@ guess.beside(
 )
 
 # %% [markdown]
-# In the tree, rank 0 sends 2S and receives as much; a leaf sends only S. In the ring all ranks send the
-# same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the additions, no algorithm
-# has fewer bytes on its busiest rank (Patarasuk and Yuan, 2009).
+# In the tree, rank 0 sends 2S and receives as much; a leaf sends only S. In the ring all ranks send
+# the same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the additions, no
+# algorithm can send fewer bytes from its busiest rank (Patarasuk and Yuan, 2009).
 #
-# Now time. We know α and β of the paced link, so the formulas predict milliseconds. (This holds for ring
-# and tree, where a rank receives one message at a time. A server receives n - 1 at once, and our paced
-# links delay sends only, so here it does better than on a real network card.)
+# Now time. We know α and β of the paced link, so the formulas predict milliseconds. (We compare
+# ring and tree only.)
 
 # %%
 ALPHA_S, BETA_S = 10e-3, 8 / 0.05e9  # of LINK: 10 ms; 8 bits per byte, 0.05e9 bits per second
@@ -255,7 +257,9 @@ many = np.geomspace(2**11, 2**19)
 fig, axes = plt.subplots(figsize=(8, 3))
 for name, seconds, colour in [("ring", ring_s, "#0072B2"), ("tree", tree_s, "#E69F00")]:
     axes.plot(many, [1000 * seconds(4, s, ALPHA_S, BETA_S) for s in many], color=colour)
-    axes.plot(sizes, measured[name], "o", color=colour, label=f"{name}: α-β line, measured dots")
+    axes.plot(
+        sizes, measured[name], "o", color=colour, label=f"{name} (line: formula, dots: measured)"
+    )
 axes.set(xscale="log", yscale="log", xlabel="tensor size in bytes", ylabel="ms, 4 ranks, paced")
 axes.set_xticks(sizes, ["4 KiB", "16 KiB", "128 KiB", "256 KiB"], minor=False)
 axes.set_yticks([50, 100, 200], ["50", "100", "200"])
@@ -271,8 +275,9 @@ for k in (0, -1):  # the smallest and the largest
     print(f"{sizes[k] // 1024:3} KiB: {names[by_formula]} by formula, {names[in_fact]} measured")
 
 # %% [markdown]
-# For small tensors latency dominates, and the tree has fewer steps. For large tensors bytes dominate,
-# and the ring sends fewer. The lines cross.
+# The dots lie a few milliseconds above the lines, since the processes need some time for each step,
+# which the formula leaves out. For small tensors latency dominates, and the tree has fewer steps.
+# For large tensors bytes dominate, and the ring sends fewer. The lines cross.
 #
 # **Recursive doubling** is related to the tree but has no root: every rank exchanges its tensor with a
 # partner at distance 1, 2, 4, ... It takes half the steps of the tree, each with all S bytes:
@@ -282,8 +287,8 @@ for k in (0, -1):  # the smallest and the largest
 plot.movement(watch_collective(world, "all_reduce", "recursive_doubling"))
 
 # %% [markdown]
-# A good library switches algorithms where the lines cross. labkit has a table for this, for links that
-# are not paced, and explains its choice:
+# A good library switches algorithms where the lines cross. labkit looks up the choice in a table,
+# which was measured on links that are not paced, and explains it:
 
 # %%
 for nbytes in [2**10, 2**24]:
@@ -292,14 +297,17 @@ for nbytes in [2**10, 2**24]:
 
 # %% [markdown]
 # (`gloo` is the backend's own all-reduce, also a ring. All of this is about messages. Ranks on one
-# machine can also use shared memory, as they do in a world without `backend="gloo"`.)
+# machine can also use shared memory, as they do in a world with neither `backend="gloo"` nor a
+# `link`.)
 
 # %% [markdown]
-# And now 1 GB. A cluster has two kinds of links: inside a node of 8 GPUs NVLink, say 450 GB/s; between
-# nodes one InfiniBand card per GPU, 50 GB/s (400 Gbit/s). Latencies differ between clusters; we assume
-# 2 µs and 10 µs. **Hierarchical** means: the first half of a ring inside each node (reduce-scatter), an
-# all-reduce between nodes of the 1/8 that each GPU then has, and the second half inside each node
-# (all-gather). The other algorithms here use InfiniBand only.
+# And now 1 GB. A cluster has two kinds of links: NVLink between the 8 GPUs of a node, say 450 GB/s;
+# and InfiniBand, a fast network between nodes, with one card of 50 GB/s (400 Gbit/s) per GPU.
+# Latencies differ between clusters; we assume 2 µs and 10 µs. **Hierarchical** means three stages:
+# a reduce-scatter inside each node, after which each GPU has 1/8 of the node's sum; an all-reduce
+# of this eighth with the GPUs at the same position in the other nodes; and an all-gather inside
+# each node. **Two trees** means that two trees run at once, each with half of the tensor, split
+# into many small pieces. All algorithms except the hierarchical one use InfiniBand only.
 
 # %%
 NVLINK, INFINIBAND = (2e-6, 1 / 450e9), (10e-6, 1 / 50e9)  # α in s, β in s per byte
@@ -344,8 +352,9 @@ for n in [8, 64, 8000]:
     print(f"{n:5,} ranks " + "".join(f"{1000 * f(n, 1e9):14,.0f}" for f, _ in ways.values()))
 
 # %% [markdown]
-# This answers the question: 1 GB takes 4 ms on 8 ranks, over NVLink, and 29 ms on 8,000 ranks with the
-# hierarchical algorithm. A plain ring over InfiniBand takes 35 and 200 ms; the server is hopeless.
+# This answers the question: 1 GB takes 4 ms on 8 ranks, over NVLink, and 29 ms on 8,000 ranks with
+# the hierarchical algorithm. A plain ring over InfiniBand takes 35 and 200 ms; the server is far
+# too slow.
 #
 # From 8 to 8,000 ranks the *bytes* of the ring hardly grow: they take 35 to 40 ms. But the number of
 # *steps* grows: 16,000 latencies are 160 ms. So with thousands of ranks, use algorithms with few steps
@@ -392,10 +401,10 @@ def pass_on(comm, outgoing, incoming):
 #
 # ### Two rings with a bug
 #
-# Here are two faulty all-reduces. Neither hangs. You do not see their code, only what they do: what is
-# wrong with each, and from which step on? A vermilion cell holds a wrong sum: `2×` means that it includes
-# a rank's values twice. Not every error is vermilion: values that are only missing stay gray. (The answer
-# is in `solutions/02_collectives.ipynb`, step 6.)
+# Here are two faulty all-reduces. Neither hangs. You do not see their code, only what they do: what
+# is wrong with each, and from which step on? A cell with an orange-red frame holds a wrong sum:
+# `2×` means that it includes a rank's values twice. Not every error has such a frame: values that
+# are only missing stay gray. (The answer is in `solutions/02_collectives.ipynb`, step 6.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", ring_a))
@@ -404,8 +413,9 @@ plot.movement(watch_collective(world, "all_reduce", ring_a))
 plot.movement(watch_collective(world, "all_reduce", ring_b))
 
 # %% [markdown] tags=["answer"]
-# - **ring_a** takes one step too many, and then stops. After n - 1 steps each chunk is complete on one
-#   rank; in step n the complete sum is *added* to another rank's values once more.
+# - **ring_a** runs its reduce-scatter for one step too many, and has no all-gather. After n - 1
+#   steps each chunk is complete on one rank. In step n this complete sum goes to the right
+#   neighbor, which *adds* it to its own values, although the sum already includes them.
 # - **ring_b** is right up to step 3. Then its all-gather starts with the wrong chunk: not the complete
 #   one, but the one that each rank sent first. So the values of a single rank travel around.
 
@@ -453,8 +463,8 @@ check.my_reduce_scatter(my_reduce_scatter)
 # %% [markdown]
 # ### Exercise 2: All-gather
 #
-# Now `chunks[comm.rank]` is this rank's chunk. The other chunks hold anything: overwrite them, do not add
-# to them. In n - 1 steps, give every rank all chunks, again in place.
+# Now `chunks[comm.rank]` is this rank's chunk. The other chunks hold arbitrary values: overwrite
+# them, do not add to them. In n - 1 steps, give every rank all chunks, again in place.
 
 
 # %%
@@ -490,7 +500,7 @@ def my_all_reduce(comm, x):
 check.my_all_reduce(my_all_reduce)
 
 # %% [markdown]
-# The steps of your ring, and its time beside labkit's ring and the formula:
+# Here are the steps of your ring, and its time compared with labkit's ring and the formula:
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", my_all_reduce))
@@ -577,9 +587,10 @@ for n in [8, 8000]:
 # %% [markdown]
 # ### Exercise 6, open: The best broadcast
 #
-# Rank 0 has 600,000 bytes that five other ranks need. The latency is 10 µs, the bandwidth 10 GB/s. Both
-# algorithms that we know are slow: the tree takes 3 · (10 + 60) = 210 µs, one by one takes 350 µs. In
-# each step, a rank can send one message and receive one. This function computes your score, in µs:
+# Rank 0 has 600,000 bytes that five other ranks need. The latency is 10 µs, the bandwidth 10 GB/s.
+# Both algorithms so far are slow: the tree takes 3 · (10 + 60) = 210 µs, sending one by one takes
+# 350 µs. In each step, a rank can send one message and receive one. This function computes your
+# score, in µs:
 
 # %%
 show("labs/lab_02/checks.py:modelled_us")
@@ -607,7 +618,8 @@ def my_best_broadcast(comm, x):
 check.my_best_broadcast(my_best_broadcast)
 
 # %% [markdown]
-# How long does it take until all ranks are busy? Could more of them start earlier?
+# To improve your score: how many steps pass in your algorithm until every rank is busy? Could more
+# ranks start earlier?
 
 # %% tags=["nbval-check-output"]
 report("02")
@@ -625,15 +637,15 @@ report("02")
 # | labkit | ring, trees, recursive doubling, Rabenseifner, hierarchical | `algorithm="tree"`, `LABKIT_ALGO=all_reduce:tree` |
 
 # %% [markdown]
-# What they add:
+# Three ideas behind these algorithms (labkit has the last two):
 #
 # - **many channels**: NCCL runs several rings at once, over different links, and splits chunks further,
 #   so that additions and sends overlap;
 # - **double binary trees** (NCCL 2.4, 2019): every rank is a leaf in one tree but not in the other, so all
 #   ranks send nearly 2S, in 2⌈log₂ n⌉ steps and one more for each piece. This makes 1 GB cheap on 8,000
 #   ranks;
-# - **Rabenseifner's algorithm**: a reduce-scatter by halving and an all-gather by doubling. It has the
-#   ring's bytes in the tree's steps, for powers of two. See
+# - **Rabenseifner's algorithm**: a reduce-scatter by halving and an all-gather by doubling. For
+#   powers of two, it sends as few bytes as the ring, in as few steps as the tree. See
 #   `watch_collective(world, "all_reduce", "halving_doubling")`.
 #
 # %% [markdown]

@@ -89,7 +89,7 @@ def only_to_the_right(ran: Ran) -> None:
             if event.op == "send" and event.peer != (rank + 1) % size:
                 fail(
                     f"rank {rank} of {size} sends to rank {event.peer}.",
-                    expected=f"messages to rank {(rank + 1) % size} only, its right neighbour",
+                    expected=f"messages to rank {(rank + 1) % size} only, its right neighbor",
                     hint="In a ring a rank knows two others: it sends to one and hears the other.",
                 )
 

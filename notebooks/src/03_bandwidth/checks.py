@@ -56,7 +56,7 @@ def bandwidths(student: Student) -> Iterator[str]:
                         hint="GB/s are 1e9 bytes per second." if _off_by_unit(its, right) else hint,
                     )
     yield "algbw and busbw of 4 operations, on 2, 3 and 4 ranks"
-    yield "busbw · t is what each rank sent through its door, to the byte"
+    yield "busbw · t equals the bytes that each rank must send"
 
 
 def _part(comm: Comm, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def best_order(student: Student) -> Iterator[str]:
         equal([x for _, x in ran.values], right, "all-reduces to", hint="Do all ranks agree?")
         _crosses_least(node_of, order, bytes_by_pair(ran.events))
     yield "the right sum by a ring in your order, on 3 and 4 real ranks"
-    yield "no byte too many between nodes"
+    yield "the fewest possible bytes between nodes"
     many = [0, 1, 2] * 4
     order = alone(student, list(many))
     whole = _is_order(order, 12)
@@ -112,8 +112,8 @@ def best_order(student: Student) -> Iterator[str]:
     if hops != 3:
         fail(
             f"with 12 ranks on 3 nodes, your order is {brief(order)}, which crosses {hops} times.",
-            expected="each rank once, and 3 crossings: one out of each node",
-            hint="All ranks of a node must stand side by side.",
+            expected="each rank once, and 3 crossings, one from each node",
+            hint="The ranks of a node must be consecutive in the ring.",
         )
     yield "3 crossings for 12 ranks on 3 nodes"
 
@@ -133,7 +133,7 @@ def _crosses_least(node_of: list[int], order: list[int], sent_bytes: torch.Tenso
             f"for {node_of} your ring {order} sends {crossing} bytes between nodes, but {least} "
             "are enough.",
             expected=f"{nodes} crossings, one out of each node",
-            hint="All ranks of a node must stand side by side.",
+            hint="The ranks of a node must be consecutive in the ring.",
         )
 
 
@@ -154,14 +154,14 @@ def my_hierarchical(student: Student) -> Iterator[str]:
         ran = run(4, play, nodes, per_node)
         right = [4 * torch.arange(16.0) + 600] * 4
         what = f"({nodes} nodes of {per_node}) now holds"
-        hint = "Each rank's part of x goes round three times: summed inside, between, and shared."
+        hint = "Sum inside the node, then sum each part between nodes, then gather the parts."
         if all(torch.equal(x, _numbers_of(rank)) for rank, (x, _, _) in enumerate(ran.values)):
             hint = "x is as it was: x itself must change. `x = ...` only gives the name away."
         equal([x for x, _, _ in ran.values], right, what, hint)
         for rank, (_, inside, between) in enumerate(ran.values):
             _bytes_over(rank, ran.events[rank], inside, between, nodes, per_node)
     yield "the sum everywhere, on 2 nodes of 2, 1 node of 4 and 4 nodes of 1"
-    yield "2(k-1)/k · S inside, 2(m-1)/m · S/k between nodes, no byte more"
+    yield "exactly 2(k-1)/k · S bytes inside, and 2(m-1)/m · S/k between nodes"
 
 
 def _numbers_of(rank: int) -> torch.Tensor:
@@ -222,7 +222,7 @@ READ: dict[str, tuple[int, set[str], set[str]]] = {  # channels, kinds inside no
     "two_nodes, with a plugin": (4, {"P2P"}, {"NET/IBext_v8"}),
 }
 _READ_HINTS = {
-    "channels": "log.main knows how many there are.",
+    "channels": "log.main has the number of channels.",
     "inside": "One set of kinds: those of connections whose two ranks are on the same node.",
     "between": "One set of kinds: those of connections whose two ranks are on different nodes.",
 }
@@ -253,7 +253,7 @@ def rings(student: Student) -> Iterator[str | Score]:
                 fail(
                     f"your ring {ring} goes from GPU {hop[0]} to {hop[1]}, which no NVLink joins.",
                     expected="hops that are in `wires`",
-                    hint="Over PCIe it works, as slowly as PCIe is. Look for another way round.",
+                    hint="That hop would use PCIe, which is slow. Look for another ring.",
                 )
     yield f"{len(found)} ring{'s' * (len(found) > 1)} through 8 GPUs, every hop over NVLink"
     if round(rings_us(found, DGX1)) == round(best_us(DGX1)):

@@ -28,9 +28,9 @@ guess = predict()  # empty for now: you fill it in, in step 3
 # %% [markdown]
 # ## 1. The question
 #
-# Four ranks all-reduce 2 MiB with a ring. First all links have 1 gigabit per second. Then the ranks are
-# on two **nodes** (machines): 0 and 1 on the first, 2 and 3 on the second, and the links between nodes
-# are ten times slower. (All links are *paced*: real bytes, modelled links.)
+# Four ranks all-reduce 2 MiB with a ring. First, all links run at 1 Gb/s. Then the ranks are on two
+# **nodes** (machines), 0 and 1 on the first and 2 and 3 on the second, and the links between nodes
+# are ten times slower. (All links are *paced*, as in lab 02.)
 
 # %%
 FAST, SLOW = Link(gbps=1), Link(gbps=0.1)
@@ -43,7 +43,7 @@ two_nodes = World(4, link=cluster)
 
 # %%
 def seconds_of(op, nbytes=S, turns=2):
-    """The fastest of several turns, on this rank."""
+    """The time of the fastest of several repeats, on this rank."""
     comm, x, times_s = Comm(), torch.zeros(nbytes // 4), []
     for _ in range(turns):
         comm.barrier()
@@ -75,10 +75,10 @@ rows = {"one node": 1e3 * one_node_s, "two nodes": 1e3 * two_nodes_s}
 bars(rows, "ms for 2 MiB with a ring, paced")
 
 # %% [markdown]
-# Two of the ring's four hops are slow, and all four ranks wait for them. (By the formula of lab 02, the
-# links alone take 25 ms and 252 ms, a factor of ten. The processes that carry the messages add up to
-# about 10 ms, which shows on fast links.) **Which link is the bottleneck, how many bytes must pass it,
-# and can we reduce them?**
+# Two of the ring's four hops are slow, and all four ranks wait for them. (By the formula of lab 02,
+# the links alone take 25 ms and 252 ms, a factor of ten. The rest is the time that the processes
+# need to copy, add and wait for each other, which matters more when the links are fast.) **Which
+# link is the bottleneck, how many bytes must cross it, and can we reduce them?**
 
 # %% [markdown]
 # ## 2. The idea
@@ -94,9 +94,10 @@ bars(rows, "ms for 2 MiB with a ring, paced")
 #                              or Ethernet
 # ```
 #
-# There are three kinds of links. NVLink is by far the fastest; PCIe and the network are similar, and a
-# message to another node crosses both. Which links connect which devices is the **topology**. A
-# collective is as fast as the link that is busy longest, its **bottleneck**.
+# There are three kinds of links. NVLink is by far the fastest. PCIe and InfiniBand are similar,
+# Ethernet is often slower; a message to another node crosses both PCIe and the network. Which links
+# connect which devices is the **topology**. A collective is only as fast as the link that is busy
+# longest, its **bottleneck**.
 
 # %% [markdown]
 # Data sheets use different units. Beware of two traps: network cards are rated in *bits* (8 per byte),
@@ -132,8 +133,8 @@ bars(LINKS, "GB/s of one GPU or one card, one direction", "{:,.1f}", log=True, h
 # **algbw = S / t**
 #
 # It tells you how long a tensor takes, but not whether the links are saturated: with more ranks, an
-# all-reduce sends more bytes for the same S. So take the bytes that each rank must send, whatever the
-# algorithm, and divide *them* by the time: this **bus bandwidth** can be compared with a link's speed.
+# all-reduce sends more bytes for the same S. The **bus bandwidth** divides the bytes that each rank
+# must send, whatever the algorithm, by the time. You can compare it with a link's speed.
 #
 # **busbw = algbw × factor**
 
@@ -220,7 +221,8 @@ bars(times_s, "seconds for one step, by your prediction", "{:,.2f} s", log=True,
 # bytes pass over each hop? *Hierarchical*: how large is the part that a rank contributes to the
 # all-reduce between nodes, how many ranks take part, and how many bytes does each send?
 #
-# For both algorithms, predict the bytes sent over the busiest **slow** link (each rank has one).
+# For both algorithms, predict the bytes sent over the busiest **slow** link. (Every rank has its
+# own link to the other node, although the ring uses only two of these four.)
 
 # %% stub="guess = predict(ring_bytes=..., hierarchical_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -232,8 +234,8 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# The factors above in the library. `chunk_bytes` are the sizes of the n chunks, so the result is exact
-# even if S is not divisible by n.
+# Here are these factors in the library. `chunk_bytes` lists the sizes of the n chunks, so the
+# result is exact even if S is not divisible by n.
 
 # %%
 show("events.py:all_reduce_bus_bytes")
@@ -250,8 +252,9 @@ by_formula = all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0)
 gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 
 # %% [markdown]
-# The hierarchical all-reduce. `wire.nodes` lists the ranks of each node. `row` are the ranks of this
-# node, `column` the ranks at the same position in each node.
+# And here is the hierarchical all-reduce. `wire.nodes` lists the ranks of each node. `row` is the
+# group of the ranks on this node, `column` the group of the ranks at the same position in each
+# node.
 #
 # - `Part(wire, ranks)` sends only between these ranks, renumbered from 0.
 # - `rings_all_reduce` is the ring of lab 02; a long tensor is split into pieces, each with its own ring.
@@ -262,9 +265,9 @@ gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
 
 # %% [markdown]
-# NCCL makes such choices by itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank prints
-# some dozens of lines. Here are *example lines, composed for this lab* after NCCL's documentation,
-# for two nodes with four GPUs each. (If you have GPUs, use your own log: step 8.)
+# NCCL makes such choices by itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank
+# prints a few dozen lines. Here are *example lines, written for this lab* in the format of NCCL's
+# logs, for two nodes with four GPUs each. (If you have GPUs, use your own log: step 8.)
 
 # %%
 lines = EXAMPLES["two_nodes"].read_text().splitlines()
@@ -273,8 +276,9 @@ for words in ["Using network", "Channel 01/04", "Trees", "via P2P", "[send] via 
 
 # %% [markdown]
 # - Each line begins with host, process, thread and, in brackets, the GPU.
-# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 of 4, as a list of ranks. Four rings run at
-#   once, each with a quarter of the bytes.
+# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 of 4, as a list of ranks. The four channels
+#   run at once, each with a quarter of the bytes. (Here channels 0 and 2 use one ring, 1 and 3
+#   another.)
 # - `Trees [0] 5/-1/-1->4->0`: in tree 0, rank 4 has the child 5 and the parent 0.
 # - `3[3] -> 4[0] [send] via NET/IB/3/GDRDMA`: rank 3 (GPU 3 of its node) sends to rank 4 over
 #   InfiniBand card 3, which reads GPU memory directly. `P2P` means GPU to GPU, `SHM` through host
@@ -285,9 +289,10 @@ log = read_nccl_log(EXAMPLES["two_nodes"])
 plot.nccl(log)
 
 # %% [markdown]
-# Look at the arrows that leave a node. The two rings leave from *different* GPUs, over different cards:
-# so all cards are in use, and each ring carries only a share of the bytes. Compare a cluster on which
-# everything is misconfigured:
+# Look at the arrows that leave a node. The four channels use two different rings, each twice. On
+# node 0, one ring leaves from GPU 3 and comes back to GPU 0, the other leaves from GPU 2 and comes
+# back to GPU 1. So all four cards are in use, and each channel carries only a quarter of the bytes.
+# Compare this with a misconfigured cluster:
 
 # %%
 plot.nccl(read_nccl_log(EXAMPLES["sockets"]))
@@ -298,13 +303,14 @@ table(read_nccl_log(EXAMPLES["sockets"]), "sockets")
 # %% [markdown]
 # ## 5. Run it
 #
-# First bandwidth, in the columns of nccl-tests, for one node with links of 1 Gb/s = 0.125 GB/s.
+# First, bandwidth: a table with the columns of nccl-tests, for one node with links of 1 Gb/s =
+# 0.125 GB/s.
 
 # %%
 sizes, busbws, times_s = [4**k for k in range(6, 13)], [], []
 print(f"{'size (B)':>10} {'time (ms)':>10} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}")
 for nbytes in sizes:
-    turns = 20 if nbytes < 2**20 else 3  # times of small messages vary most
+    turns = 20 if nbytes < 2**20 else 3  # the times of small messages vary the most
     times_s.append(max(one_node.run(seconds_of, by_ring, nbytes, turns)))
     algbw = nbytes / times_s[-1] / 1e9
     busbws.append(algbw * 2 * 3 / 4)
@@ -321,9 +327,10 @@ axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# For small messages the time is all latency. For large ones busbw approaches the speed of the link, and
-# this is what busbw is for: once it is close, no algorithm with the same traffic can be faster. (`labkit
-# bench collectives` measures such a table for all operations.)
+# For small messages the time hardly depends on the size: almost all of it is a fixed cost per step.
+# For large ones busbw approaches the speed of the link, and this is what busbw is for: once it is
+# close, no algorithm with the same traffic can be much faster. (`labkit bench collectives` measures
+# such a table for all operations.)
 #
 # Now your prediction. `paced_bytes(link)` counts the bytes that a rank has sent over a link of that speed.
 
@@ -349,12 +356,12 @@ slow_ring, slow_hierarchical = (max(b for _, b in sent) for sent in (ring, hiera
 guess.beside(ring_bytes=slow_ring, hierarchical_bytes=slow_hierarchical)
 
 # %% [markdown]
-# The busiest slow link carries a third of the bytes. And the time? As in lab 02, it is steps × α + bytes
-# × β, with one β per level. Our links have no latency, so α is the time that the processes need for a
-# step. We take it from the row of 4 KiB: 6 steps with almost no bytes.
+# The busiest slow link carries a third of the bytes. And the time? As in lab 02, it is steps × α +
+# bytes × β, with one β per level. Our links have no latency, so α is the time that the processes
+# need for a step. We take it from the fastest of the small messages: 6 steps with almost no bytes.
 
 # %%
-alpha_s = times_s[0] / 6
+alpha_s = min(times_s[:4]) / 6
 beta = {link: link.seconds(1) for link in (FAST, SLOW)}
 inside, between = hierarchical_cost(nodes=2, ranks_per_node=2, nbytes=S)
 predicted_s = {
@@ -390,15 +397,17 @@ axes.spines[["top", "right"]].set_visible(False)
 # S/4 crosses a slow link, and every rank waits for it. The hierarchical algorithm sends most bytes over
 # fast links, and uses *all* slow links at once, each for half of the tensor.
 #
-# Any milliseconds beyond the formula are processing time: the ranks copy 2 MiB and add them up, on cores
-# that they share. With `Link(gbps=1000)`, only this time is left.
+# Formula and measurement differ by some milliseconds: α varies from run to run, and copying and
+# adding 2 MiB takes time, on cores that the ranks share. With `Link(gbps=1000)`, only this time is
+# left.
 
 # %% [markdown]
 # ## 6. Break it
 #
-# A batch system may assign ranks round-robin: first node, second node, first, second. On our two nodes
-# this gives the ring 0 → 2 → 1 → 3. The program is right and the sums are right. It only sends too many
-# bytes, and nothing warns you. Here is a ring through the ranks in any order:
+# A batch system may assign ranks round-robin: first node, second node, first, second. A ring in
+# rank order then changes node at every hop. In our numbering (0 and 1 on the first node, 2 and 3 on
+# the second) this is the ring 0 → 2 → 1 → 3. The program and its sums are correct, but it sends too
+# many bytes between nodes, and nothing warns you. Here is a ring through the ranks in any order:
 
 # %%
 show("labs/lab_03/scenarios.py:ring_in_order")
@@ -437,15 +446,15 @@ for order, sent in zip(orders, pairs):
     print(f"ring {order}: {crossing:,} bytes between nodes")
 
 # %% [markdown]
-# The bad ring sends twice the bytes between nodes. On our two nodes each rank has its own card, so these
-# bytes use twice as many cards: they cost no time, and no clock shows them. If a node has only *one*
-# card, its ring takes twice as long; on nodes of 8 GPUs, all 8 hops of a node cross instead of one. So
-# the ranks of a node should be consecutive (as launchers number them), and `Mesh` puts its last axis
-# inside a node.
+# The bad ring sends twice the bytes between nodes. On our two nodes each rank has its own card, so
+# the extra bytes go over other cards, in parallel, and the time does not show them. If a node has
+# only *one* card, the bad ring takes twice as long; with 8 GPUs per node, 8 hops leave each node
+# instead of one. So the ranks of a node should be consecutive (as launchers number them), and
+# `Mesh` puts its last axis inside a node.
 
 # %% [markdown]
-# Another classic bug: each rank belongs to *two* groups and may use them in either order. Here some
-# ranks use the wrong order. First only rank 0:
+# Another classic bug: each rank belongs to *two* groups. Either order gives the right sum, as long
+# as all ranks use the same one. Here some ranks use the other order. First only rank 0:
 
 # %%
 patient = World(4, timeout_s=2)
@@ -465,13 +474,13 @@ def sum_of_ones(confused):
 patient.run(sum_of_ones, [0])
 
 # %% [markdown]
-# The result should be 4 on every rank. Nothing hangs, no error is raised, and the sums are wrong: each
-# group saw its calls in order, but rank 0 contributed to its node's sum after its value had already
-# changed.
+# The result should be 4 on every rank. Nothing hangs, no error is raised, and the sums are wrong.
+# Within each group the calls match, but rank 0 joined its node's all-reduce with a value that had
+# already changed.
 #
-# **And rank 0, whose metrics are the ones usually logged, shows the right 4.** It got each value once:
-# first rank 2's sum of two values, then rank 1's value. The log looks fine, and three of four ranks train
-# on garbage.
+# **And rank 0, whose metrics are the ones usually logged, shows the right 4.** It got each value
+# once: first rank 2's sum of two values, then rank 1's value. The log looks fine, while three of
+# four ranks train with wrong gradients.
 #
 # Now ranks 0 and 3:
 
@@ -583,7 +592,7 @@ plot.timeline(trace)
 # | `log.main` | the communicator of all ranks |
 # | `.channels` | its number of channels |
 # | `.connections` | a list; each has `.source`, `.target` and `.kind`, such as `"SHM"` |
-# | `.same_node(one, other)` | whether two ranks are on the same node |
+# | `.same_node(a, b)` | whether ranks a and b are on the same node |
 
 
 # %%
@@ -615,11 +624,12 @@ for a in range(8):
 print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB")
 
 # %% [markdown]
-# The ring 0, 1, ... 7 is that slow because no NVLink connects 3 and 4, nor 7 and 0: these hops use PCIe
-# 3.0 x16, 15.75 GB/s per direction. Find better rings: return a list of one or more orders. The rings
-# run at the same time, each with an equal share of the bytes; rings that use the same hop in the same
-# direction share its NVLinks. Your score is the time to all-reduce 1 GB. `wires[a, b]` is the number of
-# NVLinks from a to b; pairs without an NVLink are missing.
+# The ring 0, 1, ... 7 is that slow because no NVLink connects 3 and 4, nor 7 and 0: these hops use
+# PCIe 3.0 x16, 15.75 GB/s per direction. Find better rings: return a list of one or more rings,
+# each a list of the 8 GPUs in order. The rings run at the same time, each with an equal share of
+# the bytes; rings that use the same hop in the same direction share its NVLinks. Your score is the
+# time to all-reduce 1 GB. `wires[a, b]` is the number of NVLinks from a to b; pairs without an
+# NVLink are not in the dict.
 
 
 # %%
@@ -636,8 +646,8 @@ def rings(wires):
 check.rings(rings)
 
 # %% [markdown]
-# NCCL's channels are exactly this: NCCL searches the topology for rings that use all links, and gives each
-# ring a share of the bytes.
+# This is what NCCL's channels are for: NCCL searches the topology for rings that use as many links
+# as possible, and gives each channel a share of the bytes.
 
 # %% tags=["nbval-check-output"]
 report("03")
@@ -679,8 +689,8 @@ report("03")
 # | `NCCL_PROTO` | the allowed protocols: LL and LL128 (low latency), Simple (bandwidth) |
 # | `NCCL_TOPO_FILE`, `NCCL_TOPO_DUMP_FILE` | an XML file with a topology to load; where to save the detected one |
 #
-# Source of both tables: NVIDIA, *NCCL User Guide*, "Environment Variables". It warns against leaving
-# variables from an experiment in a script, where they may slow NCCL down or make it hang.
+# Source of both tables: NVIDIA, *NCCL User Guide*, "Environment Variables". The guide warns against
+# leaving debugging variables in production scripts, where they may slow NCCL down or make it hang.
 
 # %% [markdown]
 # Hierarchy elsewhere:

@@ -142,7 +142,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # |---|---|---|
 # | data parallelism (DP) | 数据并行 | every rank has the same model and different rows of the batch |
 # | parameter server | 参数服务器 | a process that keeps the weights, collects gradients and runs the optimizer |
-# | worker | 工作节点 | a process that computes gradients |
+# | worker | 工作进程 | a process that computes gradients |
 # | push, pull | 推送、拉取 | a worker sends gradients to the server; it fetches weights from it |
 # | synchronous, asynchronous | 同步、异步 | all workers update together; each updates when it is ready |
 # | stale gradient | 陈旧梯度 | computed with older weights than those it updates |

@@ -128,7 +128,7 @@ for name in ("v100-cloud", "selene", "dgx-h100"):
 # |---|---|---|
 # | dry run | 试运行（无数据） | runs the real code on tensors without data |
 # | replay | 回放 | a recorded run with the times of another machine |
-# | virtual clock | 虚拟时钟 | adds up modelled times instead of waiting |
+# | virtual clock | 虚拟时钟 | adds up modeled times instead of waiting |
 # | alpha-beta model | α-β 通信模型 | time of a message = latency + bytes / bandwidth |
 # | roofline | 屋顶线模型 | time = arithmetic or memory traffic, whichever takes longer |
 # | arithmetic intensity | 算术强度 | FLOPs per byte of memory traffic |

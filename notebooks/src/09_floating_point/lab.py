@@ -130,7 +130,8 @@ plot.number_line(["fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3"])
 # | fraction, mantissa | 尾数 | the bits after the binary point |
 # | ulp, step | 最低位单位 | the distance from one representable number to the next |
 # | subnormal | 非规格化数（次正规数） | below the smallest normal number, in equal steps |
-# | overflow, underflow | 上溢、下溢 | a result too large for the format becomes infinity; one too small becomes 0 |
+# | overflow | 上溢 | a result too large for the format: it becomes infinity |
+# | underflow | 下溢 | a result too small for the format: it becomes 0 |
 # | ties to even | 向偶数舍入 | a number halfway between two values rounds to the one whose last bit is 0 |
 # | rounding error | 舍入误差 | the difference between a number and the nearest representable one |
 # | saturation | 饱和 | a result too large becomes the largest finite number instead of infinity |

@@ -243,7 +243,7 @@ BUILT: dict[str, Callable[[], Made]] = {
     ("after a step", "wider", "first.bias is [6] there and [7] here"),
     ("after a step", "SGD", "another optimizer: it had amsgrad, betas"),
     ("after a step", "second layer frozen", "this optimizer has no second.bias, second.weight"),
-    ("after a step", "wider on rank 0", "the ranks have different models: parameter 0 is first.w"),
+    ("after a step", "wider on rank 0", "different models: parameter 0 is first.weight"),
     ("weights alone", "plain", "optimizer=None"),
     ("in two groups", "plain", "are in one parameter group here and were in several"),
 )

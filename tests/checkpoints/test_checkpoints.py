@@ -112,8 +112,10 @@ def test_weights_alone_and_other_dtypes(tmp_path: Path) -> None:
 def small(seed: int, steps: int = 1, strategy: str | None = None) -> tuple[nn.Module, Any]:
     """After some steps: every parameter is used, two of them are tied."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
-    model[2].weight = model[0].weight
+    model = nn.Sequential(
+        nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Linear(4, 3, bias=False)
+    )
+    model[3].weight = model[0].weight
     if strategy:
         optimizer = STRATEGIES[strategy](model, Comm(), 0.1)[1]
     else:

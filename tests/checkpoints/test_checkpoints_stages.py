@@ -76,7 +76,7 @@ FOUR = {  # in the slow tests, but a few
     "a few, tied": [
         Layout(pp=2, dp=2, strategy="ddp"),
         Layout(pp=2, tp=2, chunks=2, scatter_gather=True),
-        Layout(dp=2, tp=2, strategy="zero-1"),
+        Layout(dp=2, tp=2, strategy="zero-1", sequence=True),
     ],
     "a few, untied": [
         Layout(pp=2, dp=2, strategy="zero-1"),
@@ -85,7 +85,7 @@ FOUR = {  # in the slow tests, but a few
     ],
     "tied": [
         Layout(pp=4),
-        Layout(dp=2, tp=2, strategy="zero-3"),
+        Layout(dp=2, tp=2, strategy="zero-3", sequence=True),
         Layout(pp=2, dp=2, chunks=2, strategy="ddp"),
         Layout(dp=4, strategy="zero-2"),
         Layout(pp=2, dp=2, strategy="masters"),
@@ -115,7 +115,7 @@ EIGHT = {
     "untied": [
         Layout(pp=2, dp=2, tp=2, strategy="zero-3"),
         Layout(pp=2, dp=2, tp=2, chunks=2, strategy="zero-1", scatter_gather=True),
-        Layout(dp=4, tp=2, strategy="zero-2"),
+        Layout(dp=4, tp=2, strategy="zero-2", sequence=True),
     ],
 }
 

@@ -82,9 +82,16 @@ class Edit:
         source, file = inspect.getsource(module), module.__file__ or ""
         if (count := source.count(self.old)) != 1:
             raise LookupError(f"{self.old!r} is {count} times in {self.module}")
-        edited = compile(source.replace(self.old, self.new), file, "exec")
+        try:
+            edited = compile(source.replace(self.old, self.new), file, "exec")
+        except SyntaxError as error:
+            raise LookupError(f"{self.label}: {error}") from error
         codes = dict(_pairs(compile(source, file, "exec"), edited))
         functions = [x for x in _functions_in(module, self.module) if x.__code__ in codes]
+        if any(
+            len(x.__code__.co_freevars) != len(codes[x.__code__].co_freevars) for x in functions
+        ):
+            raise LookupError(f"{self.label}: the edit changes the free variables of a function")
         before = [function.__code__ for function in functions]
         try:
             for function in functions:

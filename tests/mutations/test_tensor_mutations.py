@@ -136,7 +136,7 @@ RANDOM_NUMBERS = [
            "self._own is None and validation.draws(self.module)", "False", *masks)
           for masks in MASKS),
         ("replicas differ",  # the generator is left where the numbers of a shard ended
-         "with torch.random.fork_rng(range(len(validation.generators()) - 1)):\n        for",
+         "with torch.random.fork_rng(range(len(generators()) - 1)):\n        for",
          "if True:\n        for", *MASKS[0]),
     ),
 ]  # fmt: skip

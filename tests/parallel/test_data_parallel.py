@@ -169,10 +169,13 @@ def test_what_cannot_be_trained_is_refused(strategy: str) -> None:
 
     nothing = "empty parameter list" if strategy[:5] == "zero-" else "no trainable parameter"
     raises((nothing,), wrap, nn.ReLU())
-    module = nn.Linear(2, 2 + Comm().rank)
-    before = state_of(module)
-    raises(("parameter 0 is weight", "on rank 0 and "), wrap, module)
-    assert difference(state_of(module), before) == 0, "refused before anything was sent"
+    for kind in ("shape", "frozen"):
+        module = nn.Linear(2, 2 + Comm().rank * (kind == "shape"))
+        nn.init.constant_(module.weight, Comm().rank)  # all ranks have one seed
+        module.requires_grad_(kind == "shape" or Comm().rank == 0)
+        before = state_of(module)
+        raises(("parameter 0 is weight", "on rank 0 and "), wrap, module)
+        assert difference(state_of(module), before) == 0, "refused before anything was sent"
     module = nn.Linear(2, 2)
     model, optimizer = wrap(module)
     owner = type(optimizer if model is module else model).__name__

@@ -74,7 +74,7 @@ def test_a_driver_killed_while_it_starts_a_world_leaves_nothing(
         # Not any file: for a moment, Python tries the folder with a file of its own.
         assert until(lambda: any(running.folder.glob("labkit-*"))), "the world has its folder"
         until(lambda: False, after_s)
-        running.kill(within_s=60)
+        running.kill(within_s=60 if "warm_up" in begin else 20)
 
 
 def test_a_driver_with_a_closed_stdout_ends_and_leaves_nothing(tmp_path: Path) -> None:

@@ -256,10 +256,12 @@ def test_many_ranks_on_few_cores() -> None:
 
 
 def test_two_worlds_live_side_by_side(world2: World) -> None:
-    with World(3) as short_lived:
-        assert short_lived.run(sum_of_ranks) == [6.0] * 3
-        assert world2.run(sum_of_ranks) == [3.0] * 2
-        assert not set(pids_of(world2)) & set(pids_of(short_lived))
+    with World(2) as older, World(3) as younger:
+        assert older.run(sum_of_ranks) == world2.run(sum_of_ranks) == [3.0] * 2
+        assert younger.run(sum_of_ranks) == [6.0] * 3
+        assert not set(pids_of(older)) & set(pids_of(younger))
+        older.close()
+        assert younger.run(sum_of_ranks) == [6.0] * 3
     assert world2.run(sum_of_ranks) == [3.0] * 2
 
 

@@ -78,6 +78,8 @@ class ZeroOptimizer(OwnedShares):
         super().__init__(params, dict(defaults))
         self.comm, self.stage = Comm.of(comm), stage
         self._named = self._names()
+        named = [(name, p) for p, name in self._named.items()]
+        check_same_on_all_ranks(named, self.comm)
         trainable = [p for p in self._named if p.requires_grad]
         if not trainable:
             raise ValueError("ZeroOptimizer: no parameter requires gradients")
@@ -86,8 +88,6 @@ class ZeroOptimizer(OwnedShares):
             check_elementwise(optimizer_cls, options, trainable[0].device)
         untied = [p for p in trainable if not is_tied(p)]
         groups = cut(untied, bucket_mb * MB) + [[p] for p in trainable if is_tied(p)]
-        named = [(name, p) for p, name in self._named.items()]
-        check_same_on_all_ranks(named, self.comm)
         claim(named, self)
         broadcast_tensors([p for p in self._named if not p.requires_grad], self.comm)
 

@@ -26,7 +26,6 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
     module: nn.Module = strategy.module
     if prefetch < 0 or persist_below < 0:
         raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
-    check_trainable(module)
     for name, parameter in module.named_parameters():
         if parameter.is_meta and not hasattr(parameter, "whole"):
             raise ValueError(
@@ -41,6 +40,7 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
         raise ValueError("ZeRO3: compiled code does not gather shards; wrap the plain module")
     claim(module.named_parameters(), strategy)
     check_same_on_all_ranks(list(module.named_parameters()), strategy.comm)
+    check_trainable(module)
 
 
 def check_first_order() -> None:

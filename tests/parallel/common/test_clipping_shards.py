@@ -38,8 +38,9 @@ def clipped_step(
     scaler = GradScaler(enabled=scaled)
     scaler.scale(loss_of(model, 0, mesh.dp)).backward()
     scaler.unscale_(optimizer)
-    given = {"plain": list(model.parameters()), "zero-3": model}.get(strategy, optimizer)
-    norm = clip_grad_norm(given, max_norm, norm_type)
+    given = list(model.parameters()) if strategy == "plain" else optimizer
+    clip = model.clip_grad_norm_ if strategy == "zero-3" else partial(clip_grad_norm, given)
+    norm = clip(max_norm, norm_type)
     scaler.step(optimizer)
 
     single, single_optimizer = alone(SGD)

@@ -164,7 +164,9 @@ def test_an_impossible_order_is_refused(asked: dict[str, Any], says: str) -> Non
         world.run(trained, AsyncParameterServer, "sgd", **asked)
 
 
-@pytest.mark.parametrize("how", [{"backend": "gloo"}, pytest.param({}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", [{"backend": "gloo"}, pytest.param({}, marks=pytest.mark.slow)], ids=["gloo", "shared"]
+)
 def test_a_worker_that_dies_does_not_hang_the_rest(how: dict[str, Any]) -> None:
     def dies() -> None:
         comm = Comm()

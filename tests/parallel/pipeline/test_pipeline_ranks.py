@@ -124,7 +124,16 @@ def saved_by_some() -> None:
     labkit.save_checkpoint("/nowhere", pipe, SGD(pipe.parameters(), 0.1), comm=alone)
 
 
+def tied_and_cut_elsewhere() -> None:
+    mesh, stages = Mesh(pp=2, dp=2), split(cases.gpt(2, tied=True), 2)
+    stages[mesh.pp.rank] = ZeRO3(stages[mesh.pp.rank], mesh.dp)
+    Pipeline(stages, mesh.pp, "1f1b", 2, cases.tokens_loss)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "tied_and_cut_elsewhere": (
+        tied_and_cut_elsewhere,
+        "head.weight [11, 8] of stage 1 is tied over stages, but one of them is in ZeRO3, which"),
     "tied_when_it_was_cut": (
         tied_when_it_was_cut, "is tied over stages of a pipeline created later"),
     "output_overwritten": (

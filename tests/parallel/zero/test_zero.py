@@ -257,7 +257,7 @@ def test_schedulers_groups_clipping_and_closures_work_as_in_one_process(stage: i
 
 
 @stages
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_each_rank("world2")
 def test_the_state_of_a_rank_is_loaded_into_another_run(stage: int, dtype: torch.dtype) -> None:
     def start(seed: int) -> tuple[nn.Module, ZeroOptimizer]:
@@ -349,7 +349,7 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
 
 
 @stages
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_each_rank("world2")
 def test_a_second_backward_after_a_step_is_refused(stage: int, dtype: torch.dtype) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(dtype)

@@ -100,12 +100,20 @@ def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
 
 def step_times(trace: Trace) -> StepTimes:
     """The mean over the ranks and the median over the usual steps."""
-    means = []
-    for index in usual_steps(trace):
-        ranks = trace.only([index]).ranks.values()
-        times = [_times_of(rank) for rank in ranks if rank.steps and rank.steps[0].ended_s]
-        if times:
-            means.append([fmean(column) for column in zip(*times)])
+    parts: dict[int, list[RankTrace]] = {index: [] for index in usual_steps(trace)}
+    for rank in trace.ranks.values():
+        own = {
+            x.index: RankTrace(rank.rank, rank.size, steps=[x])
+            for x in rank.steps
+            if x.index in parts and x.ended_s
+        }
+        for kind in ("spans", "comms"):
+            for x in getattr(rank, kind):
+                if x.step in own:
+                    getattr(own[x.step], kind).append(x)
+        for index, part in own.items():
+            parts[index].append(part)
+    means = [[fmean(c) for c in zip(*map(_times_of, ranks))] for ranks in parts.values() if ranks]
     return StepTimes(*map(median, zip(*means))) if means else StepTimes(0.0, 0.0, 0.0, 0.0)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from labkit import predict
+from labkit import plot, predict
 from labkit.memory import loading
 from labkit.memory.buffers import ALIGNED_BYTES
 from labkit.memory.bus import Arrival, Bus, StreamBus
@@ -199,6 +199,7 @@ def test_a_run_records_its_events(way: Any):
     assert [x.op for x in rank.comms] == ["read" if way is run_in_place else "load"] * 5
     assert sum(x.bus_bytes for x in rank.comms) == result.moved_bytes
     assert trace.about["link"] == {"gbps": 0.1}
+    assert "paced to 0.1 Gbit/s" in plot.timeline(trace).axes[0].get_title(loc="left")
     assert all(x.wait_ended_s for x in rank.comms), "each was waited for"
     for load, span in zip(rank.comms, rank.spans, strict=True):
         if way is run_in_place:

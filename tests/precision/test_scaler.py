@@ -139,7 +139,7 @@ def test_16_bit_gradients_of_another_optimizer_or_changed_while_scaled_are_refus
 def test_the_order_of_calls_is_held() -> None:
     model, x, optimizer, scaler = fresh()
     again = r"unscaled since the last update\(\)"
-    raises(r"no step since the last update(); call step first", scaler.update)
+    raises(r"no step since the last update\(\); call step first", scaler.update)
     model(x).sum().backward()
     raises(r"step: nothing has been scaled", scaler.step, optimizer)
     raises(r"unscale_: nothing has been scaled", scaler.unscale_, optimizer)

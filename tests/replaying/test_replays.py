@@ -272,6 +272,10 @@ def test_more_of_the_bottleneck_resource_is_faster() -> None:
     ]:
         faster = replace(base, **{part: replace(getattr(base, part), **better)})
         assert step_s(replay(dry, faster)) < step_s(replay(dry, base))
+    dry = dry_run(lambda: train(width=2000), ranks=128)
+    clusters = (cluster(name) for name in ("v100-cloud", "dgx-h100"))
+    slow_s, fast_s = (split_of(replay(dry, there)).exposed_s for there in clusters)
+    assert slow_s > 10 * fast_s > 0
 
 
 def test_a_ring_costs_its_alpha_and_beta() -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from labkit.clusters import Cluster
@@ -94,23 +95,26 @@ class Plan:
 
     def report(self, layout: Layout) -> StepReport:
         """Raises ValueError for a layout that is not among those that fit."""
-        for report in self.reports:
-            if report.layout == layout:
-                return report
+        if layout in self._reports:
+            return self._reports[layout]
         reason = "is not in this plan; its layouts are plan.layouts"
-        if any(large.layout == layout for large in self.too_large):
+        if layout in self._too_large:
             reason = self.why(layout)
         raise ValueError(f"{described(layout)} {reason}")
 
     def why(self, layout: Layout) -> str:
         """One sentence: what the layout loses to the best, or by how much it does not fit."""
-        for large in self.too_large:
-            if large.layout == layout:
-                return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
-        return self._why(self.report(layout))
+        if large := self._too_large.get(layout):
+            return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
+        return why(self.best, self.report(layout), self.cluster)
 
-    def _why(self, report: StepReport) -> str:
-        return why(self.best, report, self.cluster)
+    @cached_property
+    def _reports(self) -> dict[Layout, StepReport]:
+        return {report.layout: report for report in self.reports}
+
+    @cached_property
+    def _too_large(self) -> dict[Layout, TooLarge]:
+        return {large.layout: large for large in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
         """The fastest layout for each value of a field, such as "tp" or "microbatch"."""
@@ -137,7 +141,7 @@ class Plan:
                 if near is None or abs(i - at) <= near or (choice == "tp" and i == past_node):
                     times = f"{report.step_s / self.best.step_s:.2f} ×"
                     rows.append(
-                        (name, str(value), described(report.layout), times, self._why(report))
+                        (name, str(value), described(report.layout), times, self.why(report.layout))
                     )
         return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
 
@@ -154,7 +158,7 @@ class Plan:
                     f"{report.bubble_s / report.step_s:.1%}", f"{exposed_s / report.step_s:.1%}",
                     f"{report.peak_bytes / GB:.1f}",
                     *(f"{report.sent_bytes.get(axis, 0) / GB:.1f}" for axis in SENT_AXES),
-                    self._why(report),
+                    self.why(layout),
                 )
             )  # fmt: skip
         return Table(HEADS, rows)
@@ -185,7 +189,7 @@ class Plan:
                     "sent_bytes": dict(report.sent_bytes),
                     "model_flops": report.model_flops,
                     "mfu": report.mfu,
-                    "why": self._why(report),
+                    "why": self.why(report.layout),
                 }
                 for report in self.reports
             ],

@@ -223,7 +223,7 @@ def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
         raise ValueError(
             f"the optimizer's {key} of {piece.name} has shape {list(shape)}, and the parameter, of "
             f"shape {list(piece.whole_shape)}, is cut over ranks {list(piece.shard.comm.ranks)}; "
-            "use an optimizer that treats each element by itself, as AdamW, or optimizer=None"
+            "use an optimizer that treats each element independently, as AdamW, or optimizer=None"
         )
 
 

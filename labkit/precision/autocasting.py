@@ -167,7 +167,7 @@ def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
             f"{' and one for '.join(map(repr, POLICIES))}"
         )
     if dtype not in LOW:
-        advice = "take torch.bfloat16, or torch.float16 with a GradScaler"
+        advice = "use torch.bfloat16, or torch.float16 with a GradScaler"
         if dtype.is_floating_point and dtype.itemsize == 1:
             advice = (
                 "matmuls in 8 bits need a scale for each tensor: use labkit.use_fp8(model) inside "

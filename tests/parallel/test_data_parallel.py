@@ -179,7 +179,7 @@ def test_what_cannot_be_trained_is_refused(strategy: str) -> None:
     module = nn.Linear(2, 2)
     model, optimizer = wrap(module)
     owner = type(optimizer if model is module else model).__name__
-    raises((f"0.weight belongs to a {owner} already",), wrap, nn.Sequential(module))
+    raises((f"0.weight already belongs to a {owner}",), wrap, nn.Sequential(module))
     if strategy not in ZERO_3:
         raises("sparse=False", sparse, error=(TypeError, ValueError))
 

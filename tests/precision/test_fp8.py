@@ -279,6 +279,6 @@ def test_what_cannot_be_is_said() -> None:
 def test_a_gpu_without_8_bits_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(ValueError, match=r"A100 has compute capability 8.0; .* need 8.9; use bf"):
+    with pytest.raises(ValueError, match=r"A100 has compute capability 8.0, .* need 8.9; use bf"):
         check_has_fp8(torch.device("cuda"), simulate=False)
     check_has_fp8(torch.device("cuda"), simulate=True)

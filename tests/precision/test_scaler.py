@@ -244,7 +244,9 @@ def run_bad(scaler: GradScaler, gradient: float, value: float = 1.0) -> torch.Te
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_loss_that_was_bad_before_it_was_scaled_is_named(value: float) -> None:
     scaler = GradScaler(init_scale=4.0)
-    with pytest.raises(ValueError, match=rf"the loss was {value} before it.*same autocast region"):
+    with pytest.raises(
+        ValueError, match=rf"the loss was {value} before scaling.*same autocast region"
+    ):
         run_bad(scaler, torch.nan, value)
     scaler.update()
     assert scaler.get_scale() == 2.0, "it was skipped all the same"

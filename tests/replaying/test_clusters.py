@@ -45,7 +45,7 @@ def test_ranks_stand_node_by_node_and_share_the_wires_between() -> None:
 
 
 def test_an_unknown_name_is_reported_with_the_known_ones(tmp_path: Path) -> None:
-    raises("no cluster 'frontier'; there are h200-node, dgx-h100", cluster, "frontier")
+    raises("no cluster 'frontier'; choose one of h200-node, dgx-h100", cluster, "frontier")
     raises("8 devices .1 nodes of 8., and none for rank 8", cluster("h200-node").level_of, [0, 8])
     rate_of = cluster("v100-cloud").device.peak_flops_of
     raises("no rate for bfloat16; it has float64, float32, float16", rate_of, "bfloat16")
@@ -118,7 +118,7 @@ NO_SOURCE = "a number and its source are needed"
     (f"latency_s = {DELAY}", "", rf"levels\[1\]: latency_s = None; {NO_SOURCE}"),
     ("title", "titel", "'titel' is not known; there are device, levels, nodes, title"),
     ("[clusters.mine]", "[cluster.mine]", "'cluster' is not known; there are clusters, dev"),
-    ("nodes = 2", "nodes =", "is no TOML"),
+    ("nodes = 2", "nodes =", "is not valid TOML"),
     ('"v100"', '["v100"]', "no device"),
     ("ports = 1", "ports = 1\ndevices = 2", r"levels\[1\]: 'devices' is not known"),
     ("ports = 1", "", r"levels\[1\]: ports = None"),

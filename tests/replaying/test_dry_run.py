@@ -200,7 +200,7 @@ def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
     raises("in step 1 there is no forward: .* give step=2", dry_run, two_optimizers, ranks=2)
     assert dry_run(two_optimizers, ranks=2, step=2).ranks[0].spans
     raises("made 1 training steps, and step 1 is to be kept", dry_run, train, steps=1, ranks=2)
-    raises("ranks=0; choose at least 1", dry_run, train, ranks=0)
+    raises("ranks=0; at least 1 is needed", dry_run, train, ranks=0)
 
 
 def test_a_model_that_no_laptop_holds() -> None:

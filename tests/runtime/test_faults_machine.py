@@ -85,7 +85,7 @@ def test_the_doctor_says_where_the_driver_is_too_old(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     report = examine()
     assert dict(report.groups["machine"])["GPUs"] == "none that torch sees"
-    assert any("torch finds no GPU" in problem for problem in report.problems)
+    assert any("torch sees no GPU" in problem for problem in report.problems)
 
 
 def test_a_dead_server_leaves_no_descriptor() -> None:

@@ -61,7 +61,7 @@ def test_a_parameter_has_one_living_owner() -> None:
     first = Owner()
     claim(named, first)
     claim(named, first)
-    raises("Owner: weight belongs to a Owner already", claim, named, Owner())
+    raises("Owner: weight already belongs to a Owner", claim, named, Owner())
     del first
     claim(named, Owner())
 

@@ -309,7 +309,7 @@ REFUSED = {
     "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "something else"),
     "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "something else"),
     "fixed heads": (
-        heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "from q, k, v to out"),
+        heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "between q, k, v and out"),
     "heads last": (  # the features of a head do not lie side by side
         heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "something else on a slice"),
     "tiled groups": (heads(adapt=tiled, kv_heads=2), "something else on a slice"),

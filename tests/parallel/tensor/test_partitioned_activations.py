@@ -82,7 +82,7 @@ def test_a_rank_keeps_its_part_of_each_input(world2: World):
     ({}, "selective", "is not sharded over ranks"),  # whose inputs are this rank's heads
     (None, "full", "is not sharded over ranks"),
     ({}, None, "call Recompute"),
-    ({"sequence": True}, "full", "cut along the sequence"),
+    ({"sequence": True}, "full", "sharded along the sequence"),
 )
 @on_each_rank("world2")
 def test_a_model_with_nothing_to_cut_is_refused(options: Any, what: Any, words: str) -> None:

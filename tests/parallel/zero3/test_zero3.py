@@ -382,7 +382,7 @@ def test_misuse_is_refused_by_name_on_every_rank() -> None:
     with torch.device("meta"):
         nowhere = nn.Linear(2, 2)
     for call, words in (
-        (lambda: ZeRO3(blocks), "0.up.weight belongs to a ZeRO3 already"),
+        (lambda: ZeRO3(blocks), "0.up.weight already belongs to a ZeRO3"),
         (lambda: blocks[0].up(torch.ones(1, 6)), "0.up.weight is sharded"),
         (lambda: frozen(torch.ones(1, 2)), "weight was frozen"),
         (lambda: ZeRO3(nowhere), "weight is on the meta device"),

@@ -159,7 +159,7 @@ def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
                 program = (  # innermost first
                     f"is at {Path(file).name}:{line} in {name}"
                     for file, line, name in _FRAME.findall(text)
-                    if not file.startswith((*_LIBRARIES, "<string>"))
+                    if not file.startswith((*_LIBRARIES, "<string>", "<frozen"))
                 )
                 found[rank] = next(program, "is inside a library")
                 del before[rank]

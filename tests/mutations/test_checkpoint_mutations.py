@@ -82,5 +82,5 @@ def test_a_save_in_the_wrong_order_loses_what_was_there(
     world2.run(save, tmp_path, 1)
     fault = Edit(label, folders.__name__, old, new)
     around(world2, fault, killed, tmp_path, MOMENTS[moment], 2)
-    with pytest.raises(RankError, match="no finished checkpoint"):
+    with pytest.raises(RankError, match="not a finished checkpoint"):
         world2.run(load, tmp_path)

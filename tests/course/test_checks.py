@@ -3,10 +3,12 @@
 import os
 import re
 import signal
+import sys
 import time
 from importlib import import_module
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,7 @@ from labkit.runtime.world import World
 from tables import cases, raises
 
 pytestmark = pytest.mark.slow
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not read all labs, too
 
 LABS = {lab.name[:2]: lab for lab in labs()}
 

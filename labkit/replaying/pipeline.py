@@ -146,6 +146,8 @@ def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
 
 
 class TimedAction(NamedTuple):
+    """An action of a schedule, with the times at which it began and ended."""
+
     action: Action
     began_s: float
     ended_s: float

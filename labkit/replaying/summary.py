@@ -27,6 +27,7 @@ class OnCluster:
 def on_clusters(
     trace: Trace, clusters: Mapping[str, Cluster], computing: Computing = "counted"
 ) -> list[OnCluster]:
+    """Replays of `trace` on each cluster; where one is impossible, the reason instead."""
     replays, dtype = [], main_dtype(trace)
     for name, cluster in clusters.items():
         try:
@@ -41,6 +42,7 @@ def on_clusters(
 
 
 def table(replays: Iterable[OnCluster]) -> Table:
+    """The parts of a replayed step, one row for each cluster."""
     shown = Table(
         title="A step, replayed", title_justify="left", box=box.SIMPLE_HEAD,
         caption="exposed: waited for what was on the wire; bubble: for other ranks.\n"

@@ -164,14 +164,13 @@ def fresh(
 
 
 def scaled_step(
-    scaler: Any, loss: torch.Tensor, optimizer: Any, max_norm: float | None = None, of: Any = None
+    scaler: Any, loss: torch.Tensor, optimizer: Any, max_norm: float | None = None
 ) -> None:
-    """Backward through the scaled loss, gradients (those `of` this, or of the optimizer) clipped, a
-    step, and the next scale."""
+    """Backward through the scaled loss, clipping, a step, and the next scale."""
     scaler.scale(loss).backward()
     if max_norm is not None:
         scaler.unscale_(optimizer)
-        clip_grad_norm(optimizer if of is None else of, max_norm)
+        clip_grad_norm(optimizer, max_norm)
     scaler.step(optimizer)
     scaler.update()
 

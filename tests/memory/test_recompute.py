@@ -410,13 +410,16 @@ def test_modes_are_entered_again(mode: Callable[[], TorchFunctionMode]) -> None:
 
 
 def test_a_default_device_is_that_of_forward() -> None:
-    outs = []
+    runs = []
     for device in ("cpu", "meta"):
         with torch.device(device):
-            x = leaf().to(device)
-            outs.append(recompute(lambda x: x.sin() * torch.ones(4, dtype=torch.float64), x))
-    for y in outs:
+            x = leaf().to(device).detach().requires_grad_()
+            y = recompute(lambda x: x.sin() * torch.ones(4, dtype=torch.float64), x)
+            runs.append((device, x, y))
+    for device, x, y in runs:
         y.sum().backward()
+        assert x.grad is not None and x.grad.device.type == y.device.type == device
+    assert torch.equal(runs[0][1].grad, runs[0][1].cos())
 
 
 # ---- what is kept, counted by the recorder

@@ -86,6 +86,8 @@ def model(name: str) -> Sizes:
 
 @dataclass(frozen=True)
 class Row:
+    """A published step time: its table, the model, the layout, rows per step, and seconds."""
+
     file: str
     sizes: Sizes
     layout: Layout

@@ -181,6 +181,12 @@ def test_every_make_command_of_a_page_exists(page: str):
     assert named <= targets(), f"{page} names targets the Makefile lacks: {named - targets()}"
 
 
+@pytest.mark.parametrize("page", ["README.md", "notebooks/README.md", "notebooks/GLOSSARY.md"])
+def test_every_link_of_a_page_exists(page: str):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read(page))
+    assert links and not [x for x in links if not ((ROOT / page).parent / x).exists()]
+
+
 def test_every_target_has_its_sentence():
     described = set(re.findall(r"^([a-z][a-z-]*):[^#\n]*## \S", read("Makefile"), flags=re.M))
     assert described == targets()

@@ -117,6 +117,15 @@ def without_solutions(text: str, stub: str | None = None) -> str:
     return "\n".join(kept)
 
 
+def minutes(lab: Path) -> int:
+    """An estimate of a student's time: 200 words a minute, one minute for each code cell, 15 for
+    each exercise; rounded to 5."""
+    cells = student(lab).cells
+    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+    code = sum(cell.cell_type == "code" for cell in cells)
+    return 5 * round((words / 200 + code + 15 * len(exercises(lab.name[:2]))) / 5)
+
+
 def glossary_path() -> Path:
     """The file of the glossary."""
     return NOTEBOOKS / "GLOSSARY.md"

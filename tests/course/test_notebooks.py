@@ -23,6 +23,7 @@ from editions import (
     checked,
     exercises,
     labs,
+    minutes,
     out_of_step,
     solved,
     solved_path,
@@ -61,7 +62,8 @@ def test_there_is_no_notebook_without_a_source():
 @each_lab
 def test_every_lab_is_in_the_tables(lab: Path, page: str):
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert f"{lab.name}.ipynb)" in text and f"solutions/{lab.name}.ipynb)" in text
+    (row,) = re.findall(rf"^\| .*\b{lab.name}\.ipynb\).*", text, re.MULTILINE)
+    assert f"solutions/{lab.name}.ipynb)" in row and f"| {minutes(lab)} |" in row
 
 
 @each_lab

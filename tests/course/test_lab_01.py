@@ -12,7 +12,7 @@ import torch
 from labkit.course import CheckFailed
 from labkit.labs import FOLDERS
 from labkit.labs.lab_01 import scenarios
-from labkit.labs.lab_01.clinic import Clinic, Finding, clinic, through_labkit, through_torch
+from labkit.labs.lab_01.clinic import Clinic, Finding, clinic, run_on_labkit, run_on_torch
 from labkit.runtime.plain import LauncherStore
 from tables import cases, raises
 
@@ -65,7 +65,7 @@ SAYS = {
 @pytest.mark.parametrize("name", SAYS)
 def test_each_classic_is_named_with_rank_operation_and_line(name: str) -> None:
     play, first = program(name)
-    text = through_labkit(play, 3)
+    text = run_on_labkit(play, 3)
     for line in SAYS[name].split("\n")[1:]:
         words, plus, lines = line.strip().partition("+")
         where = f"{LAB.name}:{first + int(lines)} in {name}" if plus else ""
@@ -78,23 +78,23 @@ def test_a_program_that_is_right_is_left_alone():
         comm.all_reduce(x)
         return x
 
-    assert through_labkit(right, 3) == ""
-    assert through_torch(right, 3) == ("silent", ["ranks 0, 1 and 2: returns [3.0, 3.0]"])
+    assert run_on_labkit(right, 3) == ""
+    assert run_on_torch(right, 3) == ("silent", ["ranks 0, 1 and 2: returns [3.0, 3.0]"])
 
 
 @pytest.mark.slow
 def test_a_wait_in_vain_on_plain_torch_is_a_hang():
-    ending, says = through_torch(program("skips")[0], 2)
-    assert ending == "hang"
+    outcome, says = run_on_torch(program("skips")[0], 2)
+    assert outcome == "hang"
     assert "Timed out" in says[0] and says[0].startswith("rank 0: ")
     assert says[1].startswith("rank 1: returns [1.0")
     # A group has a timeout of its own: half an hour, were it torch's.
-    assert through_torch(program("other_group")[0], 3)[0] == "hang"
+    assert run_on_torch(program("other_group")[0], 3)[0] == "hang"
 
 
 def test_another_dtype_passes_on_plain_torch_with_wrong_numbers():
-    ending, says = through_torch(program("other_dtype")[0], 3)
-    assert ending == "silent"
+    outcome, says = run_on_torch(program("other_dtype")[0], 3)
+    assert outcome == "silent"
     assert "[3.0, 3.0, 3.0, 3.0]" not in "".join(says)
 
 
@@ -105,8 +105,8 @@ def test_a_rank_killed_on_plain_torch_is_reported_with_its_last_output():
             os.abort()
         comm.barrier()
 
-    ending, says = through_torch(dies, 2)
-    assert ending == "crash"
+    outcome, says = run_on_torch(dies, 2)
+    assert outcome == "crash"
     assert says == ["rank 1 was killed by SIGABRT", "[pair.cc:456] 8 vs 4."]
 
 
@@ -114,7 +114,7 @@ def test_an_error_on_plain_torch_is_a_crash():
     def fails(comm: Any) -> None:
         raise RuntimeError("no such thing\nwith details")
 
-    assert through_torch(fails, 2) == ("crash", ["ranks 0 and 1: RuntimeError: no such thing"])
+    assert run_on_torch(fails, 2) == ("crash", ["ranks 0 and 1: RuntimeError: no such thing"])
 
 
 def test_messages_have_their_two_ends_on_plain_torch_too():
@@ -130,7 +130,7 @@ def test_messages_have_their_two_ends_on_plain_torch_too():
             pair.broadcast(x, src=1)
         return x
 
-    says = through_torch(passes_on, 3)[1]
+    says = run_on_torch(passes_on, 3)[1]
     assert says == ["ranks 0 and 2: returns [5.0]", "rank 1: returns [1.0]"]
 
 
@@ -141,9 +141,9 @@ def passes(comm: Any) -> None:
 def test_the_clinic_runs_each_and_compares_the_guesses(capsys: pytest.CaptureFixture[str]):
     found = clinic([passes, program("other_dtype")[0]], {"passes": "hang", "other_dtype": "silent"})
     assert found["passes"].verdict == "✗ silent (you: hang)"
-    assert found["passes"].labkit_says == ""
+    assert found["passes"].labkit_message == ""
     assert found["other_dtype"].verdict == "✓ silent"
-    assert "rank 1: all_reduce(sum) int32 [4]" in found["other_dtype"].labkit_says
+    assert "rank 1: all_reduce(sum) int32 [4]" in found["other_dtype"].labkit_message
     assert "labkit: the ranks disagree" in repr(found)
     assert capsys.readouterr().out == "", "its worlds say nothing of themselves"
 

@@ -43,8 +43,8 @@ def test_rings_over_the_same_hops_share_and_others_do_not() -> None:
 def test_six_rings_fill_all_links_and_none_can_be_faster_as_the_check_says() -> None:
     best = HALF + [ring[::-1] for ring in HALF]
     assert rings_us(best, DGX1) == pytest.approx(best_us(DGX1))
-    assert "nobody can do better" in repr(check.rings(lambda wires: best))
-    assert "nobody can do better" not in repr(check.rings(lambda wires: HALF))
+    assert "optimal: all 6 NVLinks" in repr(check.rings(lambda wires: best))
+    assert "optimal: all 6 NVLinks" not in repr(check.rings(lambda wires: HALF))
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])

@@ -11,14 +11,7 @@ from labkit.course.findings import equal, fail
 from labkit.course.ranks import only_messages, run, watch
 from labkit.trace.movement import Movement
 
-from .movements import (
-    check_bytes,
-    check_data,
-    check_in_place,
-    check_neighbor,
-    check_steps,
-    replaced,
-)
+from .movements import check_data, check_in_place, check_neighbor, check_sent, check_steps, replaced
 
 CHUNK_SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # elements of each chunk
 ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise: 10 GB/s
@@ -40,7 +33,7 @@ def my_reduce_scatter(student: Student) -> Iterator[str]:
         equal(values, expected, what, hint)
         check_neighbor(ran)
         expected_bytes = [4 * (sum(sizes) - own) for own in sizes]
-        check_bytes(ran, "reduce_scatter", expected_bytes, "every chunk except its own, once")
+        check_sent(ran, "reduce_scatter", expected_bytes, "every chunk except its own, once")
         check_steps(movement, size - 1)
     yield "rank r has the sum of chunk r, on 2, 3 and 4 ranks, also if chunks differ in size"
     yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
@@ -71,7 +64,7 @@ def my_all_gather(student: Student) -> Iterator[str]:
         check_neighbor(ran)
         right_sizes = [sizes[(rank + 1) % size] for rank in range(size)]
         expected_bytes = [4 * (sum(sizes) - other) for other in right_sizes]
-        check_bytes(ran, "all_gather", expected_bytes, "every chunk except one, once")
+        check_sent(ran, "all_gather", expected_bytes, "every chunk except one, once")
         check_steps(movement, size - 1)
     yield "every rank has all chunks, on 2, 3 and 4 ranks, also if chunks differ in size"
     yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
@@ -113,7 +106,7 @@ def my_all_reduce(student: Student) -> Iterator[str]:
                 hint="The reduce-scatter sends (n-1) · S bytes, and so does the all-gather.",
             )
         if numel % size == 0:
-            check_bytes(ran, "all_reduce", [least // size] * size, "2(n-1)/n · S")
+            check_sent(ran, "all_reduce", [least // size] * size, "2(n-1)/n · S")
         check_steps(movement, 2 * (size - 1))
     yield "bitwise identical sums on 2 to 6 ranks, also for 3 elements on 4 ranks"
     yield "each rank sends 2(n-1)/n · S bytes in 2(n-1) steps"

@@ -94,7 +94,7 @@ def check_neighbor(ran: Ran) -> None:
                 )
 
 
-def check_bytes(ran: Ran, collective: str, expected: list[int], reason: str) -> None:
+def check_sent(ran: Ran, collective: str, expected: list[int], reason: str) -> None:
     """Fails if a rank does not send `expected` bytes; `reason` explains the number."""
     for rank, (sent_bytes, expected_bytes) in enumerate(zip(ran.sent_bytes, expected)):
         if sent_bytes != expected_bytes:

@@ -329,7 +329,7 @@ def step_in_closed_form_s(student: Student) -> Iterator[str | Score]:
     if error > OVERLAP_ERROR:
         fail(
             f"the mean error is {error} permille, more than perfect overlap's {OVERLAP_ERROR}.",
-            expected="a more exact formula than perfect overlap",
+            expected=f"at most {OVERLAP_ERROR} permille",
             hint="A bucket is sent when backward has filled it and the previous one has been sent.",
         )
     yield f"between perfect overlap and no overlap, for {len(cases)} steps"

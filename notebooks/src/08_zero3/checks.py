@@ -45,7 +45,7 @@ def gather_unit(student: Student) -> Iterator[str]:
         equal(
             [list(returned) for returned, _ in ran.values],
             [expected_parameters] * size,
-            hint="The shares in sequence are the tensors in sequence, and padding: where is the "
+            hint="The concatenated shares are the concatenated tensors and padding: where is the "
             "padding?",
         )
         padded_bytes = 4 * FlatPartition(SHAPES, size).padded
@@ -133,7 +133,7 @@ def _check_memory(
     two_more = 2 * 4 * max(FlatPartition([shape], size).padded for shape in LAYERS)
     if too_much > two_more:  # one copy to flatten it, another to divide it
         fail(
-            f"{context} exceeds the necessary peak memory by {too_much:,} bytes.",
+            f"{context} holds {too_much:,} bytes more than necessary at its peak.",
             expected="at most one layer's whole weight and whole gradient",
         )
 

@@ -38,7 +38,7 @@ PaddedCopies
     torch.mm(dy.T, x, out=flat[: weight.numel()].view(ctx.shape)) ->
         flat[: weight.numel()] = (dy.T @ x).flatten()
     flat.div_(ctx.comm.size) -> flat / ctx.comm.size
-AllocatesTooMuch: exceeds the necessary peak memory
+AllocatesTooMuch: bytes more than necessary at its peak
     x, share = ctx.saved_tensors ->
         x, share = ctx.saved_tensors
         room = torch.zeros(3000)

@@ -253,7 +253,7 @@ def _totals_on_a_rank(comm: Any, student: Student, batches: list[list[float]]) -
 
 @exercise(points=3)
 def place(student: Student) -> Iterator[str | Score]:
-    """place(rank): the (dp, pp, tp) of a rank, of 12 on 3 nodes, with few bytes between nodes."""
+    """place(rank): the (dp, pp, tp) of each of 12 ranks on 3 nodes, for few bytes between nodes."""
     places = _results(student, [(rank,) for rank in range(scenarios.RANKS)])
     for rank, returned in enumerate(places):
         several(returned, 3, f"place({rank}) returned", "(dp, pp, tp)")

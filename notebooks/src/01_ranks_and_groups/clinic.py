@@ -99,7 +99,7 @@ class Clinic:
 def clinic(
     programs: Sequence[Program], guesses: Mapping[str, str] | None = None, size: int = 3
 ) -> Clinic:
-    """Run each program, a function of a `Comm`, on `size` ranks, with both, all in parallel.
+    """Run each program, a function of a `Comm`, on `size` ranks of labkit and of plain torch.
 
     `guesses`: program's name -> "hang", "crash" or "silent", for each program; None asks for no
     guesses. Raises CheckFailed for a missing or unknown guess, or one without a program."""

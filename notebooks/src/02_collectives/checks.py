@@ -150,7 +150,7 @@ def _run_from_root(comm: Any, student: Student, root: int) -> torch.Tensor:
 
 @exercise(points=1)
 def crossover_bytes(student: Student) -> Iterator[str]:
-    """crossover_bytes(n, alpha_s, beta_s_per_byte): the size of equal time for ring and tree."""
+    """crossover_bytes(n, alpha_s, beta_s_per_byte): where ring and tree take equal time."""
     for n, alpha_s, beta in (
         (4, 5e-3, 80e-9),
         (8, 1e-5, 2e-11),

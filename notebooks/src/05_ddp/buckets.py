@@ -1,5 +1,5 @@
-"""A model of lab 05's bucket problem: backward makes gradients ready one by one, a link sends full
-buckets, and after backward the ranks wait for the rest.
+"""A model of lab 05's bucket problem: gradients become ready one by one, a link sends full buckets,
+and after backward the ranks wait for the rest.
 """
 
 from collections.abc import Sequence

@@ -92,9 +92,7 @@ def forgets_to_divide_by_the_parts(ddp, parts):
     one_by_one(ddp, parts, lambda x: 1)
 
 
-@wrong(
-    "05.accumulate", "[4, 4, 4, 1] rows, rank 0's gradient of 0.weight is a tensor that differs"
-)
+@wrong("05.accumulate", "[4, 4, 4, 1] rows, rank 0's gradient of 0.weight is a tensor that differs")
 def takes_the_mean_of_means(ddp, parts):
     one_by_one(ddp, parts, lambda x: 1 / len(parts))
 

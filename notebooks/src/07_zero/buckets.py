@@ -1,5 +1,5 @@
-"""A model of lab 07's open exercise: backward makes gradients ready one by one, a cluster's link
-sends full buckets, and a rank holds the gradients that have not been sent.
+"""A model of lab 07's open exercise: gradients become ready one by one, a cluster's link sends full
+buckets, and a rank holds the gradients that have not been sent.
 """
 
 from collections.abc import Callable, Sequence

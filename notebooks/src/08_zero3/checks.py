@@ -152,7 +152,7 @@ def _check_traffic(size: int, ran: Ran) -> None:
 
 @exercise(points=3)
 def forward_with_prefetch(student: Student) -> Iterator[str]:
-    """forward_with_prefetch(comm, shares, layer, x, ahead): gathers each unit `ahead` early."""
+    """forward_with_prefetch(comm, shares, layer, x, ahead): prefetches `ahead` units."""
     last = len(UNITS) - 1
     for size, ahead in ((2, 0), (2, 1), (3, 2)):
         ran = run(size, run_forward, student, ahead)

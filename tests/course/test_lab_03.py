@@ -43,8 +43,8 @@ def test_only_rings_over_the_same_hops_share_their_nvlinks() -> None:
 def test_six_rings_saturate_all_links_and_the_check_calls_them_optimal() -> None:
     best = HALF + [ring[::-1] for ring in HALF]
     assert rings_us(best, DGX1) == pytest.approx(best_us(DGX1))
-    assert "optimal: all 6 NVLinks" in repr(check.rings(lambda wires: best))
-    assert "optimal: all 6 NVLinks" not in repr(check.rings(lambda wires: HALF))
+    assert "optimal: all 6 NVLinks" in repr(check.rings(lambda links: best))
+    assert "optimal: all 6 NVLinks" not in repr(check.rings(lambda links: HALF))
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])

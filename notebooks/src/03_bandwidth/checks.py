@@ -245,12 +245,12 @@ def _logs() -> dict[str, str]:
     return logs | {"two_nodes, with a plugin": plugin}
 
 
-# ---- rings(wires)
+# ---- rings(links)
 
 
 @exercise(points=3)
 def rings(student: Student) -> Iterator[str | Score]:
-    """rings(wires): the rings through the 8 GPUs of a DGX-1 that all-reduce 1 GB fastest."""
+    """rings(links): the rings through the 8 GPUs of a DGX-1 that all-reduce 1 GB fastest."""
     returned = alone(student, dict(DGX1))
     if not isinstance(returned, list) or not returned or not all(_is_order(r, 8) for r in returned):
         fail(
@@ -264,7 +264,7 @@ def rings(student: Student) -> Iterator[str | Score]:
                 fail(
                     f"your ring {ring} goes from GPU {hop[0]} to GPU {hop[1]}, but no NVLink "
                     "connects them.",
-                    expected="only hops that are in `wires`",
+                    expected="only hops that are in `links`",
                     hint="This hop would use PCIe, which is slow. Look for another ring.",
                 )
     yield f"{len(returned)} ring{'s' * (len(returned) > 1)} through 8 GPUs, every hop over NVLink"

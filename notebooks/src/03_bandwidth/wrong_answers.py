@@ -72,7 +72,7 @@ returns_the_channels_alone: expected: three values
     return log.main.channels
 """)
 
-# ---- rings(wires)
+# ---- rings(links)
 
 Solution("03.rings").slips("""
 keeps_the_order_of_gpus: goes from GPU 3 to GPU 4, but no NVLink connects them

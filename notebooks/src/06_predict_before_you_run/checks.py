@@ -83,7 +83,7 @@ def ring_s(student: Student) -> Iterator[str]:
     yield "the times of 5 replayed ring all-reduces, on 1 to 64 ranks"
 
 
-# ---- product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s)
+# ---- matmul_s(m, n, k, element_bytes, flops_per_s, bytes_per_s)
 
 MATMULS = ((512, 256, 1024), (1, 4096, 4096), (2048, 2048, 2048), (8, 64, 100_000))
 
@@ -107,8 +107,8 @@ def _end_step() -> None:
 
 
 @exercise(points=2)
-def product_s(student: Student) -> Iterator[str]:
-    """product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s): the roofline of a matmul."""
+def matmul_s(student: Student) -> Iterator[str]:
+    """matmul_s(m, n, k, element_bytes, flops_per_s, bytes_per_s): the roofline of a matmul."""
     cases: list[tuple[Any, ...]] = []
     rights = []
     for flops_per_s, bytes_per_s in ((1e12, 1e11), (1e14, 2e12)):
@@ -122,7 +122,7 @@ def product_s(student: Student) -> Iterator[str]:
     for given, returned_s, (expected_s, operation) in zip(
         cases, alone_for_each(student, cases), rights
     ):
-        _check_number(returned_s, "product_s")
+        _check_number(returned_s, "matmul_s")
         if not isclose(returned_s, expected_s, rel_tol=1e-6):
             m, n, k, element_bytes, flops_per_s, bytes_per_s = given
             memory = isclose(expected_s, operation.moved_bytes / bytes_per_s, rel_tol=1e-9)

@@ -18,9 +18,9 @@ in_two_halves
         sum(latency_s + nbytes / n / bytes_per_s for _ in range(2 * (n - 1)))
 """)
 
-# ---- product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s)
+# ---- matmul_s(m, n, k, element_bytes, flops_per_s, bytes_per_s)
 
-Solution("06.product_s").slips("""
+Solution("06.matmul_s").slips("""
 no_overlap: Arithmetic and memory traffic overlap
     max(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s) ->
         2 * m * n * k / flops_per_s + moved_bytes / bytes_per_s

@@ -10,7 +10,7 @@ from labkit.course.findings import brief, difference, equal, fail, several
 from labkit.course.ranks import Ran, alone, only, run
 from labkit.parallel.common.flat import FlatPartition
 
-from .prefetch import LIMIT_BYTES, WIRES, exposed_us, layers_of, most_held_bytes
+from .prefetch import LIMIT_BYTES, LINKS, exposed_us, layers_of, most_held_bytes
 from .scenarios import (
     LAYERS,
     SHAPES,
@@ -220,15 +220,15 @@ def _check_call(context: str, call: dict[str, Any], size: int, ahead: int, last:
         )
 
 
-# ---- choose_units(layers, wire, limit_bytes)
+# ---- choose_units(layers, link, limit_bytes)
 
 
 @exercise(points=3)
 def choose_units(student: Student) -> Iterator[str | Score]:
-    """choose_units(layers, wire, limit_bytes): how many layers each unit has, and the prefetch."""
+    """choose_units(layers, link, limit_bytes): how many layers each unit has, and the prefetch."""
     layers, total_us = layers_of(), 0.0
-    for name, wire in WIRES.items():
-        returned = alone(student, list(layers), wire, LIMIT_BYTES)
+    for name, link in LINKS.items():
+        returned = alone(student, list(layers), link, LIMIT_BYTES)
         counts, prefetch = _validated_plan(returned, len(layers))
         held = most_held_bytes(counts, prefetch, layers)
         if held > LIMIT_BYTES:
@@ -237,8 +237,8 @@ def choose_units(student: Student) -> Iterator[str | Score]:
                 expected=f"at most {LIMIT_BYTES / 1e6:,.0f} MB",
                 hint="Which costs less time: smaller units, or less prefetching?",
             )
-        exposed = exposed_us(counts, prefetch, layers, wire)
-        simple = exposed_us([1] * len(layers), 1, layers, wire)
+        exposed = exposed_us(counts, prefetch, layers, link)
+        simple = exposed_us([1] * len(layers), 1, layers, link)
         if exposed >= simple:
             fail(
                 f"with the {name} latency, a rank waits {exposed:,.0f} µs in a step, no less than "

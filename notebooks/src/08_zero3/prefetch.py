@@ -26,7 +26,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Wire:
+class Link:
     """A link between n ranks: an all-gather or reduce-scatter is n-1 messages of S/n bytes."""
 
     ranks: int
@@ -39,9 +39,9 @@ class Wire:
 
 
 # Sixteen nodes with one link each, of a short and of a long latency.
-WIRES = {
-    "short": Wire(ranks=16, latency_s=20e-6, bytes_per_s=40e9),
-    "long": Wire(ranks=16, latency_s=300e-6, bytes_per_s=40e9),
+LINKS = {
+    "short": Link(ranks=16, latency_s=20e-6, bytes_per_s=40e9),
+    "long": Link(ranks=16, latency_s=300e-6, bytes_per_s=40e9),
 }
 LIMIT_BYTES = 900_000_000
 
@@ -77,14 +77,14 @@ def most_held_bytes(counts: Sequence[int], prefetch: int, layers: Sequence[Layer
     return max(forward, *(own + sum(window) for own, window in zip(nbytes, behind)))
 
 
-def exposed_us(counts: Sequence[int], prefetch: int, layers: Sequence[Layer], wire: Wire) -> float:
+def exposed_us(counts: Sequence[int], prefetch: int, layers: Sequence[Layer], link: Link) -> float:
     """Microseconds that a rank waits in a step, by the clock of lab 06."""
     units = units_of(counts, layers)
     program: list[Compute | Issue | Wait] = []
 
     def send(kind: str, i: int) -> None:
         nbytes = sum(x.nbytes for x in units[i])
-        program.append(Issue((kind, i), ranks=(0,), seconds=wire.seconds(nbytes)))
+        program.append(Issue((kind, i), ranks=(0,), seconds=link.seconds(nbytes)))
 
     for phase, order in (("forward", range(len(units))), ("backward", range(len(units))[::-1])):
         started = 0

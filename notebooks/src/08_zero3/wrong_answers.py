@@ -91,7 +91,7 @@ the_last_unit_first: computes units [5, 4, 3, 2, 1, 0]
     layer(i, flat, x) -> layer(len(shares) - 1 - i, flat, x)
 """)
 
-# ---- choose_units(layers, wire, limit_bytes)
+# ---- choose_units(layers, link, limit_bytes)
 
 Solution("08.choose_units").slips("""
 a_unit_for_each_layer: no less than with one unit per layer
@@ -108,7 +108,7 @@ negative_prefetch: prefetch is -1
 
 
 @right("08.choose_units")
-def by_the_latency(layers, wire, limit_bytes):
-    if wire.latency_s < 1e-4:
+def by_the_latency(layers, link, limit_bytes):
+    if link.latency_s < 1e-4:
         return [1] * len(layers), 3
     return [1, *[3] * 10, 2, 1], 1

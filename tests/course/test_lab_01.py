@@ -1,4 +1,4 @@
-"""Lab 01: six classic bugs by labkit's errors, the clinic on plain torch, the best placement."""
+"""Lab 01: labkit's errors for six classic bugs, the clinic on plain torch, the best placement."""
 
 import ast
 import os
@@ -12,7 +12,7 @@ import torch
 from labkit.course import CheckFailed
 from labkit.labs import FOLDERS
 from labkit.labs.lab_01 import scenarios
-from labkit.labs.lab_01.clinic import Clinic, Finding, clinic, through_labkit, through_torch
+from labkit.labs.lab_01.clinic import Clinic, Finding, clinic, run_on_labkit, run_on_torch
 from labkit.runtime.plain import LauncherStore
 from tables import cases, raises
 
@@ -20,7 +20,7 @@ LAB = FOLDERS["01"] / "lab.py"
 
 
 def program(name: str) -> tuple[Callable[[Any], Any], int]:
-    """A function of the notebook, and the line it begins at."""
+    """A function of the notebook, and its first line."""
     tree = ast.parse(LAB.read_text())
     (found,) = (x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name)
     names: dict[str, Any] = {"__name__": "lab 01", "torch": torch}
@@ -65,37 +65,37 @@ SAYS = {
 @pytest.mark.parametrize("name", SAYS)
 def test_each_classic_is_named_with_rank_operation_and_line(name: str) -> None:
     play, first = program(name)
-    text = through_labkit(play, 3)
+    text = run_on_labkit(play, 3)
     for line in SAYS[name].split("\n")[1:]:
         words, plus, lines = line.strip().partition("+")
         where = f"{LAB.name}:{first + int(lines)} in {name}" if plus else ""
         assert words + where in text, text
 
 
-def test_a_program_that_is_right_is_left_alone():
-    def right(comm: Any) -> list[float]:
+def test_a_correct_program_raises_no_error():
+    def correct(comm: Any) -> list[float]:
         x = torch.ones(2)
         comm.all_reduce(x)
         return x
 
-    assert through_labkit(right, 3) == ""
-    assert through_torch(right, 3) == ("silent", ["ranks 0, 1 and 2: returns [3.0, 3.0]"])
+    assert run_on_labkit(correct, 3) == ""
+    assert run_on_torch(correct, 3) == ("silent", ["ranks 0, 1 and 2: returns [3.0, 3.0]"])
 
 
 @pytest.mark.slow
-def test_a_wait_in_vain_on_plain_torch_is_a_hang():
-    ending, says = through_torch(program("skips")[0], 2)
-    assert ending == "hang"
-    assert "Timed out" in says[0] and says[0].startswith("rank 0: ")
-    assert says[1].startswith("rank 1: returns [1.0")
-    # A group has a timeout of its own: half an hour, were it torch's.
-    assert through_torch(program("other_group")[0], 3)[0] == "hang"
+def test_a_missing_collective_on_plain_torch_is_a_hang():
+    outcome, messages = run_on_torch(program("skips")[0], 2)
+    assert outcome == "hang"
+    assert "Timed out" in messages[0] and messages[0].startswith("rank 0: ")
+    assert messages[1].startswith("rank 1: returns [1.0")
+    # A new group gets this timeout, too, not torch's default of half an hour.
+    assert run_on_torch(program("other_group")[0], 3)[0] == "hang"
 
 
-def test_another_dtype_passes_on_plain_torch_with_wrong_numbers():
-    ending, says = through_torch(program("other_dtype")[0], 3)
-    assert ending == "silent"
-    assert "[3.0, 3.0, 3.0, 3.0]" not in "".join(says)
+def test_another_dtype_passes_on_plain_torch_with_wrong_values():
+    outcome, messages = run_on_torch(program("other_dtype")[0], 3)
+    assert outcome == "silent"
+    assert "[3.0, 3.0, 3.0, 3.0]" not in "".join(messages)
 
 
 def test_a_rank_killed_on_plain_torch_is_reported_with_its_last_output():
@@ -105,19 +105,19 @@ def test_a_rank_killed_on_plain_torch_is_reported_with_its_last_output():
             os.abort()
         comm.barrier()
 
-    ending, says = through_torch(dies, 2)
-    assert ending == "crash"
-    assert says == ["rank 1 was killed by SIGABRT", "[pair.cc:456] 8 vs 4."]
+    outcome, messages = run_on_torch(dies, 2)
+    assert outcome == "crash"
+    assert messages == ["rank 1 was killed by SIGABRT", "[pair.cc:456] 8 vs 4."]
 
 
 def test_an_error_on_plain_torch_is_a_crash():
     def fails(comm: Any) -> None:
-        raise RuntimeError("no such thing\nwith details")
+        raise RuntimeError("no such device\nwith details")
 
-    assert through_torch(fails, 2) == ("crash", ["ranks 0 and 1: RuntimeError: no such thing"])
+    assert run_on_torch(fails, 2) == ("crash", ["ranks 0 and 1: RuntimeError: no such device"])
 
 
-def test_messages_have_their_two_ends_on_plain_torch_too():
+def test_ranks_inside_a_group_name_source_and_destination_on_plain_torch():
     def passes_on(comm: Any) -> float:
         x = torch.tensor([float(comm.rank)])
         pair = comm.subgroup([0, 2])
@@ -130,8 +130,8 @@ def test_messages_have_their_two_ends_on_plain_torch_too():
             pair.broadcast(x, src=1)
         return x
 
-    says = through_torch(passes_on, 3)[1]
-    assert says == ["ranks 0 and 2: returns [5.0]", "rank 1: returns [1.0]"]
+    messages = run_on_torch(passes_on, 3)[1]
+    assert messages == ["ranks 0 and 2: returns [5.0]", "rank 1: returns [1.0]"]
 
 
 def passes(comm: Any) -> None:
@@ -141,16 +141,16 @@ def passes(comm: Any) -> None:
 def test_the_clinic_runs_each_and_compares_the_guesses(capsys: pytest.CaptureFixture[str]):
     found = clinic([passes, program("other_dtype")[0]], {"passes": "hang", "other_dtype": "silent"})
     assert found["passes"].verdict == "✗ silent (you: hang)"
-    assert found["passes"].labkit_says == ""
+    assert found["passes"].labkit_message == ""
     assert found["other_dtype"].verdict == "✓ silent"
-    assert "rank 1: all_reduce(sum) int32 [4]" in found["other_dtype"].labkit_says
+    assert "rank 1: all_reduce(sum) int32 [4]" in found["other_dtype"].labkit_message
     assert "labkit: the ranks disagree" in repr(found)
-    assert capsys.readouterr().out == "", "its worlds say nothing of themselves"
+    assert capsys.readouterr().out == "", "its worlds print nothing"
 
 
 def test_a_guess_must_be_one_of_the_three():
-    says = "your guess for passes is 'slow'"
-    failed = raises(says, clinic, [passes], {"passes": "slow"}, error=CheckFailed)
+    message = "your guess for passes is 'slow'"
+    failed = raises(message, clinic, [passes], {"passes": "slow"}, error=CheckFailed)
     assert failed.expected == "hang or crash or silent"
 
 
@@ -159,10 +159,10 @@ def test_a_guess_must_be_one_of_the_three():
     ({"passes": "silent", "waits": ...}, "no guess yet for waits"),
     ({"passes": "silent", "waits": "hang", "deadlock": "hang"}, "no program is called 'deadlock'"),
 )
-def test_guesses_that_are_missing_or_of_no_program_are_refused(guesses: Any, says: str):
+def test_missing_and_unknown_guesses_are_refused(guesses: Any, message: str):
     def waits(comm: Any) -> None: ...
 
-    raises(says, clinic, [passes, waits], guesses, error=CheckFailed)
+    raises(message, clinic, [passes, waits], guesses, error=CheckFailed)
 
 
 def test_a_launchers_store_reads_the_addresses_that_gloo_writes():
@@ -170,11 +170,11 @@ def test_a_launchers_store_reads_the_addresses_that_gloo_writes():
     key = "default_pg/0//cpu//0/0"
     meeting.store.set(key, bytes([2, 0, 0xA0, 0x3F, 127, 0, 0, 1, 0, 0]))
     assert meeting.addresses(1) == {key: f"127.0.0.1:{0xA03F}"}
-    says = "1 of 2 ranks joined the store within 0.1 s"
-    raises(says, meeting.addresses, 2, within_s=0.1, error=RuntimeError)
+    message = "1 of 2 ranks joined the store within 0.1 s"
+    raises(message, meeting.addresses, 2, within_s=0.1, error=RuntimeError)
 
 
-def test_a_table_shows_words_as_they_are():
+def test_a_table_escapes_html():
     html = Clinic([Finding("p", "hang", ["a < b"], "c & d")])._repr_html_()
     assert "a &lt; b" in html and "c &amp; d" in html and ">hang<" in html
     assert ">nothing<" in Clinic([Finding("p", "silent", [], "")])._repr_html_()

@@ -1,4 +1,4 @@
-"""Lab 03's rings: the wires of a DGX-1, what an order of ranks costs, the ring itself."""
+"""Lab 03's rings: the NVLinks of a DGX-1, the time of rings, a ring in any order of ranks."""
 
 from collections.abc import Callable
 from itertools import product
@@ -18,7 +18,7 @@ from labkit.labs.lab_03.scenarios import (
 )
 
 DOUBLE, SINGLE = [0, 3, 2, 1, 5, 6, 7, 4], [0, 1, 3, 7, 5, 4, 6, 2]
-HALF = [DOUBLE, DOUBLE, SINGLE]  # the other half goes round the other way
+HALF = [DOUBLE, DOUBLE, SINGLE]  # the other half runs in the opposite direction
 
 
 def test_a_dgx_1_has_six_nvlinks_out_of_each_gpu_and_as_many_in() -> None:
@@ -27,24 +27,24 @@ def test_a_dgx_1_has_six_nvlinks_out_of_each_gpu_and_as_many_in() -> None:
     assert all(DGX1[b, a] == count for (a, b), count in DGX1.items())
 
 
-def test_the_fullest_hop_decides() -> None:
+def test_the_slowest_hop_determines_the_time() -> None:
     each = 2 * 7 / 8 * 1e9  # bytes over a hop of a single ring
     assert rings_us([DOUBLE], DGX1) == pytest.approx(each / 50e9 * 1e6)
     assert rings_us([SINGLE], DGX1) == pytest.approx(each / 25e9 * 1e6)
     assert rings_us([list(range(8))], DGX1) == pytest.approx(each / (PCIE_GBYTES * 1e9) * 1e6)
 
 
-def test_rings_over_the_same_hops_share_and_others_do_not() -> None:
+def test_only_rings_over_the_same_hops_share_their_nvlinks() -> None:
     alone = rings_us([DOUBLE], DGX1)
     assert rings_us([DOUBLE, DOUBLE], DGX1) == pytest.approx(alone)
     assert rings_us([DOUBLE, DOUBLE[::-1]], DGX1) == pytest.approx(alone / 2)
 
 
-def test_six_rings_fill_all_links_and_none_can_be_faster_as_the_check_says() -> None:
+def test_six_rings_saturate_all_links_and_the_check_calls_them_optimal() -> None:
     best = HALF + [ring[::-1] for ring in HALF]
     assert rings_us(best, DGX1) == pytest.approx(best_us(DGX1))
-    assert "nobody can do better" in repr(check.rings(lambda wires: best))
-    assert "nobody can do better" not in repr(check.rings(lambda wires: HALF))
+    assert "optimal: all 6 NVLinks" in repr(check.rings(lambda links: best))
+    assert "optimal: all 6 NVLinks" not in repr(check.rings(lambda links: HALF))
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])

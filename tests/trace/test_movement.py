@@ -265,11 +265,11 @@ def test_a_slider_walks_through_the_steps(world4: World) -> None:
 
 @cases(
     (Content((0, 0, 0), None), "nothing"),
-    (Content((), None), "what is no sum of the ranks' numbers"),
-    (Content((1, 0, 1), 1), "the numbers of ranks 0 and 2"),
-    (Content((0, 1, 0), 2), "the numbers of rank 1 for chunk 2"),
-    (Content((1, 3, 1), 1), "the numbers of ranks 0, 1 and 2, those of rank 1 3 times,"),
-    (Content((1, 1, 0), None), "the numbers of ranks 0 and 1, from several chunks,"),
+    (Content((), None), "values that are not a sum of the ranks' data"),
+    (Content((1, 0, 1), 1), "the data of ranks 0 and 2"),
+    (Content((0, 1, 0), 2), "the data of rank 1 for chunk 2"),
+    (Content((1, 3, 1), 1), "the data of ranks 0, 1 and 2, rank 1's 3 times,"),
+    (Content((1, 1, 0), None), "the data of ranks 0 and 1, from several chunks,"),
 )
 def test_a_check_says_what_is_in_chunk_1(content: Content, words: str) -> None:
     assert in_words(content, 1) == words

@@ -9,28 +9,28 @@ forgets_to_divide: rank 0 returned -2.75, but -1.375 is right
     x.item() / comm.size -> x.item()
 forgets_to_return: rank 0 returned None
     return x.item() -> x.item()
-rank_0_stays_away: the ranks hang: rank 0 returned without calling what rank 1 waits for
+rank_0_skips_the_collective: the ranks hang: rank 0 returned without calling what rank 1 waits for
     comm.all_reduce(x) -> if comm.rank > 0: comm.all_reduce(x)
 ranks_disagree_on_the_shape: the ranks disagree about collective
     [value] -> [value] * (comm.rank + 1)
 takes_half_of_the_largest: returned 0.25, but -1.375 is right
     comm.all_reduce(x) -> comm.all_reduce(x, op="max")
     / comm.size -> / 2
-counts_in_whole_numbers: but -1.375 is right
+truncates_to_int: but -1.375 is right
     [value] -> [int(value)]
-hands_over_the_number: only tensors can be sent, not a float; wrap it: torch.tensor([value])
+passes_a_number: only tensors can be sent, not a float; wrap it: torch.tensor([value])
     comm.all_reduce(x) -> comm.all_reduce(value)
 yields: your function has a `yield`, so its body never ran
     comm.all_reduce(x) -> yield comm.all_reduce(x)
 """)
 
 
-@wrong("00.average", "rank 0 needs more than one operation for it")
+@wrong("00.average", "rank 0 does not compute the mean with one all_reduce")
 def collects_everything(comm, value):
-    every = [torch.empty(1) for _ in range(comm.size)]
-    comm.all_gather(every, torch.tensor([value]))
+    gathered = [torch.empty(1) for _ in range(comm.size)]
+    comm.all_gather(gathered, torch.tensor([value]))
     comm.barrier()
-    return torch.cat(every).mean().item()
+    return torch.cat(gathered).mean().item()
 
 
 # ---- swap(comm, x)
@@ -45,33 +45,35 @@ does_not_wait_for_its_send: rank 0 returns before its send is over
     comm.recv ->
         comm.isend(x, partner)
         comm.recv
-receives_over_its_own: element [0] is 0, but 1 is right
+receives_into_x: element [0] is 0, but 1 is right
     theirs = torch.empty_like(x) -> theirs = x
-counts_wrong: rank 2 raised ValueError: rank 5 is not in this group of 4
+computes_a_wrong_partner: rank 2 raised ValueError: rank 5 is not in this group of 4
     partner = comm.rank ^ 1 -> partner = comm.rank ^ 1 if comm.rank < 2 else comm.rank ^ 7
 """)
 
 
 @wrong("00.swap", "rank 0 sends 8,000 bytes")
 def sends_to_all(comm, x):
-    every = [torch.empty_like(x) for _ in range(comm.size)]
+    gathered = [torch.empty_like(x) for _ in range(comm.size)]
     for other in range(comm.size):
-        comm.broadcast(every[other].copy_(x) if other == comm.rank else every[other], src=other)
-    return every[comm.rank ^ 1]
+        comm.broadcast(
+            gathered[other].copy_(x) if other == comm.rank else gathered[other], src=other
+        )
+    return gathered[comm.rank ^ 1]
 
 
 # ---- my_broadcast(comm, x)
 
 Solution("00.my_broadcast").slips("""
-takes_the_ready_one: rank 0 calls broadcast
+calls_the_library: rank 0 calls broadcast
     return comm.broadcast(x)
-knows_the_numbers: 2 ranks send 0 bytes together, fewer than the 20 of x
+creates_the_values: 2 ranks send 0 bytes in total, but at least 20 are needed
     return x.copy_(torch.arange(5.0))
 receives_into_another_tensor: rank 1 of 2 now holds a tensor that differs in 5 of 5 elements
     comm.recv(x, -> comm.recv(torch.empty_like(x),
 sends_to_itself: raised ValueError: rank 0 cannot send to or receive from itself
     comm.send(x, comm.rank + reach) -> comm.send(x, comm.rank)
-waits_for_nothing: isend only starts it and returns a handle: wait for the handle
+never_waits: isend only starts it and returns a handle: wait for the handle
     comm.send( -> comm.isend(
     comm.recv( -> comm.irecv(
 yields_as_the_library_does: your function has a `yield`
@@ -79,8 +81,8 @@ yields_as_the_library_does: your function has a `yield`
 """)
 
 
-@wrong("00.my_broadcast", "3 ranks send 60 bytes together, but 40 are enough")
-def goes_once_around(comm, x):
+@wrong("00.my_broadcast", "3 ranks send 60 bytes in total, but 40 are enough")
+def sends_around_the_ring(comm, x):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.rank > 0:
         comm.recv(x, left)
@@ -92,7 +94,7 @@ def goes_once_around(comm, x):
 
 
 @wrong("00.my_broadcast", "comm.send(x, 2)  # rank 0")
-def knows_four_ranks_only(comm, x):
+def hardcodes_four_ranks(comm, x):
     if comm.rank == 0:
         comm.send(x, 2)  # rank 0
     else:
@@ -102,14 +104,14 @@ def knows_four_ranks_only(comm, x):
 # ---- find_max(comm, values)
 
 Solution("00.find_max").slips("""
-looks_at_its_own_only: rank 1 returned (1, 472), but (0, 393) is right
+uses_its_own_values_only: rank 1 returned (1, 472), but (0, 393) is right
     return (comm.rank, int(values.argmax()))
 returns_the_value: rank 0 returned a float, but a tuple is right
     return winner, index.item() -> return torch.cat(largest).max().item()
-sends_half_precision: the two largest lie as close as float32 can
+sends_half_precision: the two largest values are adjacent in float32
     values.max() -> values.max().half()
     torch.empty(1) -> torch.empty(1).half()
-sends_a_byte: the two largest lie as close as float32 can
+sends_one_byte: the two largest values are adjacent in float32
     values.max() -> (values.max() * 25 + 128).clamp(0, 255).to(torch.uint8)
     torch.empty(1) -> torch.empty(1, dtype=torch.uint8)
 rounds_and_takes_the_last_of_equals: rank 0 returned (3,
@@ -120,20 +122,20 @@ rounds_and_takes_the_last_of_equals: rank 0 returned (3,
 """)
 
 
-@wrong("00.find_max", "everybody sends all its values")
+@wrong("00.find_max", "bytes in total: each sends all its values")
 def collects_all_values(comm, values):
-    every = [torch.empty_like(values) for _ in range(comm.size)]
-    comm.all_gather(every, values)
-    place = int(torch.cat(every).argmax())
+    gathered = [torch.empty_like(values) for _ in range(comm.size)]
+    comm.all_gather(gathered, values)
+    place = int(torch.cat(gathered).argmax())
     return place // len(values), place % len(values)
 
 
-@wrong("00.find_max", "all values are below zero")
+@wrong("00.find_max", "all values are negative")
 def starts_from_zero(comm, values):
-    board = torch.zeros(comm.size)
-    board[comm.rank] = values.max()
-    comm.all_reduce(board, op="max")
-    winner = int(board.argmax())
+    maxima = torch.zeros(comm.size)
+    maxima[comm.rank] = values.max()
+    comm.all_reduce(maxima, op="max")
+    winner = int(maxima.argmax())
     index = values.argmax().reshape(1)
     comm.broadcast(index, src=winner)
     return winner, int(index)
@@ -142,9 +144,9 @@ def starts_from_zero(comm, values):
 @wrong("00.find_max", "raised NotImplementedError")
 def finds_no_maximum_of_uint16(comm, values):
     index = values.argmax().to(torch.uint16).reshape(1)
-    outs = [torch.empty_like(index) for _ in range(comm.size)]
-    comm.all_gather(outs, index)
-    return 0, int(torch.cat(outs).max())
+    indices = [torch.empty_like(index) for _ in range(comm.size)]
+    comm.all_gather(indices, index)
+    return 0, int(torch.cat(indices).max())
 
 
 @wrong("00.find_max", "raised ValueError: torch knows no max of torch.uint16")

@@ -1,5 +1,5 @@
-"""The hang clinic: a broken program runs twice, through labkit and on plain torch.distributed; a
-table shows what each of them says.
+"""The hang clinic: a broken program runs twice, with labkit and with plain torch.distributed; a
+table shows the errors side by side.
 
     def skips(comm):
         if comm.rank == 0:
@@ -11,7 +11,7 @@ On plain torch a program ends in one of three ways:
 
     hang      a rank waited until the timeout
     crash     a rank was killed, or raised something else
-    silent    all ranks returned, as if all were well
+    silent    all ranks returned, and no error was raised
 """
 
 import html
@@ -34,7 +34,7 @@ from labkit.runtime.world import World
 
 WAIT_S = 2.0  # how long a rank waits for another, in both runs
 LONGEST = 160  # characters of torch's message
-ENDINGS = ("hang", "crash", "silent")
+OUTCOMES = ("hang", "crash", "silent")
 Program = Callable[[Any], Any]
 
 
@@ -43,17 +43,17 @@ class Finding:
     """The outcome of one program."""
 
     name: str
-    ending: str  # on plain torch: one of ENDINGS
-    torch_says: list[str]  # by rank; the last words of a rank that was killed
-    labkit_says: str  # the error's text; empty without an error
+    outcome: str  # on plain torch: one of OUTCOMES
+    torch_messages: list[str]  # by rank; stderr of a rank that was killed
+    labkit_message: str  # the error's text; empty if there is none
     guess: str = ""
 
     @property
     def verdict(self) -> str:
         """The student's guess beside the outcome."""
-        if self.guess in ("", self.ending):
-            return f"✓ {self.ending}" if self.guess else self.ending
-        return f"✗ {self.ending} (you: {self.guess})"
+        if self.guess in ("", self.outcome):
+            return f"✓ {self.outcome}" if self.guess else self.outcome
+        return f"✗ {self.outcome} (you: {self.guess})"
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,31 @@ class Clinic:
     findings: list[Finding]
 
     def __getitem__(self, name: str) -> Finding:
-        return next(one for one in self.findings if one.name == name)
+        return next(finding for finding in self.findings if finding.name == name)
 
     def __repr__(self) -> str:
         parts = []
-        for one in self.findings:
-            lines = [f"{one.name}: {one.verdict}", *(f"  torch:  {x}" for x in one.torch_says)]
-            parts += [*lines, *(f"  labkit: {x}" for x in one.labkit_says.splitlines()), ""]
+        for finding in self.findings:
+            lines = [
+                f"{finding.name}: {finding.verdict}",
+                *(f"  torch:  {x}" for x in finding.torch_messages),
+            ]
+            parts += [*lines, *(f"  labkit: {x}" for x in finding.labkit_message.splitlines()), ""]
         return "\n".join(parts).rstrip()
 
     def _repr_html_(self) -> str:
         style = "text-align: left; vertical-align: top; white-space: pre-wrap; font-size: 88%"
         body = ""
-        for one in self.findings:
-            cells = [one.name, one.verdict, "\n".join(one.torch_says), one.labkit_says or "nothing"]
+        for finding in self.findings:
+            cells = [
+                finding.name,
+                finding.verdict,
+                "\n".join(finding.torch_messages),
+                finding.labkit_message or "nothing",
+            ]
             row = "".join(f'<td style="{style}">{html.escape(x)}</td>' for x in cells)
             body += f"<tr>{row}</tr>"
-        titles = {"program": 11, "plain torch": 10, "its words": 36, "labkit's words": 43}
+        titles = {"program": 11, "plain torch": 10, "torch's message": 36, "labkit's message": 43}
         head = "".join(
             f'<th style="text-align: left; width: {percent}%">{title}</th>'
             for title, percent in titles.items()
@@ -91,7 +99,7 @@ class Clinic:
 def clinic(
     programs: Sequence[Program], guesses: Mapping[str, str] | None = None, size: int = 3
 ) -> Clinic:
-    """Run each program, a function of a `Comm`, on `size` ranks, both ways, all at once.
+    """Run each program, a function of a `Comm`, on `size` ranks of labkit and of plain torch.
 
     `guesses`: program's name -> "hang", "crash" or "silent", for each program; None asks for no
     guesses. Raises CheckFailed for a missing or unknown guess, or one without a program."""
@@ -100,68 +108,68 @@ def clinic(
     guesses = guesses or {}
 
     def examine(program: Program) -> Finding:
-        name, (ending, torch_says) = program.__name__, through_torch(program, size)
-        labkit_says = through_labkit(program, size)
-        return Finding(name, ending, torch_says, labkit_says, guesses.get(name, ""))
+        name, (outcome, torch_messages) = program.__name__, run_on_torch(program, size)
+        labkit_message = run_on_labkit(program, size)
+        return Finding(name, outcome, torch_messages, labkit_message, guesses.get(name, ""))
 
-    with redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(programs) or 1) as together:
-        return Clinic(list(together.map(examine, programs)))
+    with redirect_stdout(io.StringIO()), ThreadPoolExecutor(len(programs) or 1) as pool:
+        return Clinic(list(pool.map(examine, programs)))
 
 
 def _validate_guesses(names: list[str], guesses: Mapping[str, Any]) -> None:
-    endings, hint = " or ".join(ENDINGS), "What does plain torch do? Guess first, then look."
+    outcomes, hint = " or ".join(OUTCOMES), "What does plain torch do? Guess first, then look."
     if unknown := [name for name in guesses if name not in names]:
         raise CheckFailed(f"no program is called {unknown[0]!r}.", expected=", ".join(names))
     if missing := [name for name in names if guesses.get(name, ...) is ...]:
         sentence = f"no guess yet for {', '.join(missing)}."
-        raise CheckFailed(sentence, endings, hint=f"{hint} A wrong guess costs nothing.")
+        raise CheckFailed(sentence, outcomes, hint=f"{hint} A wrong guess costs nothing.")
     for name, guess in guesses.items():
-        if guess not in ENDINGS:
-            raise CheckFailed(f"your guess for {name} is {guess!r}.", endings, hint=hint)
+        if guess not in OUTCOMES:
+            raise CheckFailed(f"your guess for {name} is {guess!r}.", outcomes, hint=hint)
 
 
-def through_labkit(program: Program, size: int) -> str:
+def run_on_labkit(program: Program, size: int) -> str:
     """The text of labkit's error; empty if the program ran to its end."""
     with World(size, device="cpu", backend="gloo", timeout_s=WAIT_S) as world:
         try:
-            world.run(_guarded, program)
+            world.run(_labkit_rank, program)
         except RankError as error:
             lines = str(error).splitlines()
             return "\n".join(x for x in lines if "the next run" not in x)
     return ""
 
 
-def through_torch(program: Program, size: int) -> tuple[str, list[str]]:
-    """How the program ends on plain torch, and what torch says."""
+def run_on_torch(program: Program, size: int) -> tuple[str, list[str]]:
+    """The program's outcome on plain torch, and torch's messages."""
     world = World(size, device="cpu", backend="gloo")
     with tempfile.TemporaryDirectory() as folder, world:
         try:
-            says = world.run(_bare, program, folder)
+            messages = world.run(_torch_rank, program, folder)
         except RankError as error:
-            died = str(error).splitlines()[0].split(";")[0]
+            death = str(error).splitlines()[0].split(";")[0]
             texts = [file.read_text(errors="replace") for file in sorted(Path(folder).iterdir())]
             # gloo's message about the exception that killed a rank
-            last_words = re.findall(r"what\(\):\s*(.*)", "\n".join(texts))
-            return "crash", [died, *map(_readable, last_words)]
-    if any("Timed out" in one for one in says):
-        ending = "hang"
+            errors = re.findall(r"what\(\):\s*(.*)", "\n".join(texts))
+            return "crash", [death, *map(_readable, errors)]
+    if any("Timed out" in message for message in messages):
+        outcome = "hang"
     else:
-        ending = "crash" if any("Error" in one for one in says) else "silent"
+        outcome = "crash" if any("Error" in message for message in messages) else "silent"
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(says):
+    for rank, text in enumerate(messages):
         ranks_of.setdefault(text, []).append(rank)
-    return ending, [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items()]
+    return outcome, [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items()]
 
 
-def _guarded(program: Program) -> None:
-    """On a rank: the program through labkit's Comm."""
+def _labkit_rank(program: Program) -> None:
+    """On a rank: run the program with labkit's Comm."""
     program(Comm())
 
 
-def _bare(program: Program, folder: str) -> str:
-    """On a rank: the program on plain torch. What a dying process prints goes to a file."""
+def _torch_rank(program: Program, folder: str) -> str:
+    """On a rank: run the program on plain torch; stderr goes to a file."""
     comm = Plain(timeout_s=WAIT_S)
-    kept = os.dup(2)
+    saved_stderr = os.dup(2)
     with open(Path(folder) / f"rank{comm.rank}", "w") as file:
         os.dup2(file.fileno(), 2)
     try:
@@ -170,11 +178,11 @@ def _bare(program: Program, folder: str) -> str:
     except RuntimeError as error:
         return _readable(f"{type(error).__name__}: {error}")
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
 
 
 def _readable(text: str) -> str:
-    """The first line, without the folder that torch was built in, and not too long."""
+    """The first line, shortened, without torch's build folder."""
     line = re.sub(r"\[(?:enforce fail at )?\S*/(\S+\.cc:\d+)\]", r"[\1]", text.splitlines()[0])
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."

@@ -1,10 +1,10 @@
 """The messages of lab 01's open exercise: 12 ranks on 3 nodes of 4, dp=3, pp=2, tp=2.
 
-Per step, all by send and receive, so that each message has two ends:
+Per step, all with send and receive, so that each message has a source and a destination:
 
     tp   both ranks of a pair send each other 8,000 bytes
     dp   a ring of 3: each rank sends 3,000 bytes to the next
-    pp   the first stage sends 1,000 bytes of activations, the second as many of gradients
+    pp   the first stage sends 1,000 bytes of activations, the second 1,000 of gradients
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from labkit.events import CommEvent
 SIZES = {"dp": 3, "pp": 2, "tp": 2}
 RANKS, RANKS_PER_NODE = 12, 4
 TP_BYTES, DP_BYTES, PP_BYTES = 8_000, 3_000, 1_000
-BEST = 32_000  # of all 5,775 ways to share 12 ranks among 3 nodes (tests/course/test_lab_01.py)
-WORST_ALLOWED = 60_000  # most ways to share them out send far more
+BEST = 32_000  # of all 5,775 assignments of 12 ranks to 3 nodes (tests/course/test_lab_01.py)
+WORST_ALLOWED = 60_000  # most assignments send far more
 
 Place = tuple[int, ...]  # (dp, pp, tp)
 
@@ -33,7 +33,7 @@ def messages(place: Place) -> list[tuple[Place, int]]:
 
 
 def one_step(comm: Any, places: list[Place]) -> None:
-    """On each rank: send its messages of a step, receive the others' messages to it."""
+    """On each rank: send and receive its messages of a step."""
     handles = []
     for rank, place in enumerate(places):
         for tag, (target, nbytes) in enumerate(messages(place)):
@@ -48,10 +48,10 @@ def one_step(comm: Any, places: list[Place]) -> None:
 
 def between_nodes(events: list[list[CommEvent]]) -> int:
     """Bytes of all messages between different nodes."""
-    sends = [event for its in events for event in its if event.op == "send"]
+    sends = [event for of_rank in events for event in of_rank if event.op == "send"]
     return sum(event.bus_bytes for event in sends if _node(event.rank) != _node(event.peer))
 
 
 def _node(rank: int | None) -> int:
-    assert rank is not None, "a message has two ends"
+    assert rank is not None, "a message has a source and a destination"
     return rank // RANKS_PER_NODE

@@ -7,9 +7,9 @@ from answers import Solution, wrong
 # ---- where(rank, sizes)
 
 Solution("01.where").slips("""
-first_axis_fastest: rank 1 of a mesh dp=2, tp=2 is not at {'dp': 1, 'tp': 0}
+first_axis_fastest: where(1, {'dp': 2, 'tp': 2}) returned {'dp': 1, 'tp': 0}
     reversed(sizes) -> sizes
-as_if_all_sizes_were_two: rank 2 of a mesh pp=2, dp=1, tp=3 is not at {'pp': 0, 'dp': 1, 'tp': 0}
+as_if_all_sizes_were_two: where(2, {'pp': 2, 'dp': 1, 'tp': 3}) returned {'pp': 0, 'dp': 1, 'tp': 0}
     divmod(rank, sizes[axis]) -> divmod(rank, 2)
 without_names: returned a tuple
     {axis: found[axis] for axis in sizes} -> (*found.values(),)
@@ -17,7 +17,7 @@ without_names: returned a tuple
 
 
 @wrong("01.where", "ranks 0, 1, 2 and 3 raised KeyError: 'pp'")
-def knows_three_axes_only(rank, sizes):
+def hardcodes_three_axes(rank, sizes):
     rank, tp = divmod(rank, sizes["tp"])
     pp, dp = divmod(rank, sizes["dp"])
     return {"pp": pp % sizes["pp"], "dp": dp, "tp": tp}
@@ -26,34 +26,34 @@ def knows_three_axes_only(rank, sizes):
 # ---- groups_along(axis, sizes)
 
 Solution("01.groups_along").slips("""
-always_neighbours: has a group [0, 1]
+always_neighbors: returned the group [0, 1]
     return list(groups.values()) ->
         n = sizes[axis]
         return [list(range(i, i + n)) for i in range(0, total, n)]
-always_far: has a group [0, 2]
+always_strided: returned the group [0, 2]
     return list(groups.values()) ->
         n = total // sizes[axis]
         return [list(range(i, total, n)) for i in range(n)]
-only_rank_0s: the groups do not hold each rank once
+only_the_group_of_rank_0: not every rank is in exactly one group
     return [list(range(sizes[axis]))]
-everybody_alone: has 4 groups
+every_rank_alone: returned 4 groups
     list(groups.values()) -> [[rank] for rank in range(total)]
-only_ranks: a list of lists of ranks
+a_flat_list: a list of lists of ranks
     list(groups.values()) -> list(range(total))
 """)
 
 # ---- my_barrier(store, rank, size, name)
 
 Solution("01.my_barrier").slips("""
-does_not_wait: rank 1 leaves the first barrier when 1 of 2 ranks have come
+does_not_wait: rank 1 left the first barrier when 1 of 2 ranks had arrived
     store.wait([f"{name}/open"]) -> pass
-only_the_others_wait: rank 0 leaves the first barrier when 1 of 2 ranks have come
+only_the_others_wait: rank 0 left the first barrier when 1 of 2 ranks had arrived
     if store.add(f"{name}/arrived", 1) == size: -> if rank == 0:
-nobody_opens: store.wait waited 5 s for 'one/open', which no rank has set
+never_opens: store.wait timed out after 5 s: no rank has set 'one/open'
     == size -> == size + 1
-gets_what_nobody_set: store.get waited 5 s for 'one/open', which no rank has set
+gets_a_key_that_is_never_set: store.get timed out after 5 s: no rank has set 'one/open'
     return store.get(f"{name}/open")
-sets_a_number: store.set('one', 0): the value is an int, not a text
+sets_a_number: store.set('one', 0): the value must be a str, not an int
     store.set(f"{name}/open", "yes") -> store.set(name, 0)
 """)
 
@@ -65,13 +65,13 @@ def uses_the_same_keys(store, rank, size, name):
 
 
 @wrong("01.my_barrier", "store.wait sleeps")
-def asks_again_and_again(store, rank, size, name):
+def polls_the_store(store, rank, size, name):
     store.add(name, 1)
     while store.add(name, 0) < size:
         time.sleep(0.001)
 
 
-@wrong("01.my_barrier", "store.get returns bytes, b'4', which never equal the number 4")
+@wrong("01.my_barrier", "store.get returns bytes: b'4' never equals the number 4")
 def compares_bytes_with_a_number(store, rank, size, name):
     store.add(name, 1)
     while store.get(name) != size:
@@ -81,15 +81,15 @@ def compares_bytes_with_a_number(store, rank, size, name):
 # ---- totals(comm, batches)
 
 Solution("01.totals").slips("""
-as_it_was: the ranks hang: rank 1 returned without calling what rank 0 waits for
+agrees_on_no_number_of_rounds: the ranks hang: rank 1 returned without calling what rank 0 waits for
     comm.all_reduce(rounds, op="max") -> pass
 stops_with_the_shortest: rank 0 returned 1 values, but 3 are right
     op="max" -> op="min"
 repeats_the_last: but [11.0, 2.0, 3.0] is right
     batches[i] if i < len(batches) else torch.zeros(1) -> batches[min(i, len(batches) - 1)].clone()
-takes_what_is_returned: comm.all_reduce works in place and returns None
+uses_the_return_value: comm.all_reduce works in place and returns None
     comm.all_reduce(rounds -> rounds = comm.all_reduce(rounds
-adds_a_number_without_dimension: A batch has one dimension, shape [1], and is float32
+adds_a_scalar: a batch is float32, of shape [1]
     torch.zeros(1) -> torch.tensor(0.0)
 """)
 
@@ -110,11 +110,11 @@ def agrees_every_round(comm, batches):
 # ---- place(rank)
 
 Solution("01.place").slips("""
-dp_innermost: 88,000 bytes cross between nodes
+dp_innermost: the ranks send 88,000 bytes between nodes
     {"dp": 3, "pp": 2, "tp": 2} -> {"pp": 2, "tp": 2, "dp": 3}
-everybody_first: ranks 0 and 1 are both at (0, 0, 0)
+all_ranks_at_the_origin: ranks 0 and 1 are both at (0, 0, 0)
     return (0, 0, 0)
-in_another_order: place(4) is (0, 0, 2), which is outside the mesh
+in_another_order: place(4) returned (0, 0, 2), which is outside the mesh
     {"dp": 3, "pp": 2, "tp": 2} -> {"pp": 2, "dp": 3, "tp": 2}
     found["dp"], found["pp"], found["tp"] -> found["tp"], found["pp"], found["dp"]
 a_number: place(0) returned 0

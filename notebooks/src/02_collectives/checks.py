@@ -11,35 +11,37 @@ from labkit.course.findings import equal, fail
 from labkit.course.ranks import only_messages, run, watch
 from labkit.trace.movement import Movement
 
-from .movements import each_sends, ends_with, in_place, only_to_the_right, replaced, takes_steps
+from .movements import check_data, check_in_place, check_neighbor, check_sent, check_steps, replaced
 
-SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # of the ranks' chunks
+CHUNK_SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # elements of each chunk
 ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise: 10 GB/s
 
 
 @exercise(points=2)
 def my_reduce_scatter(student: Student) -> Iterator[str]:
-    """my_reduce_scatter(comm, chunks): chunks[rank] becomes the sum, around a ring."""
-    for sizes in SIZES:
+    """my_reduce_scatter(comm, chunks): chunks[rank] becomes its sum over all ranks, by a ring."""
+    for sizes in CHUNK_SIZES:
         size = len(sizes)
-        ran = run(size, _scattered, student, sizes)
+        ran = run(size, _run_reduce_scatter, student, sizes)
         only_messages(ran)
-        values = in_place(ran)
+        values = check_in_place(ran)
         hint = "Which chunk must this rank receive in the last step?"
         own_sums = {(rank, rank): range(size) for rank in range(size)}
-        movement = ends_with(size, "reduce_scatter", _on_chunks(student), own_sums, hint)
-        right = [sum(_values(rank, sizes)[own] for rank in range(size)) for own in range(size)]
+        movement = check_data(size, "reduce_scatter", _on_chunks(student), own_sums, hint)
+        expected = [sum(_values(rank, sizes)[own] for rank in range(size)) for own in range(size)]
         what = f"of {size} now holds in its own chunk"
-        equal(values, right, what, hint)
-        only_to_the_right(ran)
-        its_bytes = [4 * (sum(sizes) - own) for own in sizes]
-        each_sends(ran, "reduce_scatter", its_bytes, "every chunk but its own, once")
-        takes_steps(movement, size - 1)
-    yield "the sum of chunk r on rank r, for 2, 3 and 4 ranks, also if chunks differ in size"
-    yield "n - 1 steps, each rank to its right neighbor, (n - 1)/n · S bytes"
+        equal(values, expected, what, hint)
+        check_neighbor(ran)
+        expected_bytes = [4 * (sum(sizes) - own) for own in sizes]
+        check_sent(ran, "reduce_scatter", expected_bytes, "every chunk except its own, once")
+        check_steps(movement, size - 1)
+    yield "rank r has the sum of chunk r, on 2, 3 and 4 ranks, also if chunks differ in size"
+    yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
 
 
-def _scattered(comm: Any, student: Student, sizes: list[int]) -> tuple[torch.Tensor, list[int]]:
+def _run_reduce_scatter(
+    comm: Any, student: Student, sizes: list[int]
+) -> tuple[torch.Tensor, list[int]]:
     chunks = _values(comm.rank, sizes)
     others = replaced(student, comm, chunks)
     return chunks[comm.rank], others
@@ -47,68 +49,70 @@ def _scattered(comm: Any, student: Student, sizes: list[int]) -> tuple[torch.Ten
 
 @exercise(points=2)
 def my_all_gather(student: Student) -> Iterator[str]:
-    """my_all_gather(comm, chunks): chunk r of rank r reaches every rank, around a ring."""
-    for sizes in SIZES:
+    """my_all_gather(comm, chunks): chunk r of rank r reaches every rank, by a ring."""
+    for sizes in CHUNK_SIZES:
         size = len(sizes)
-        ran = run(size, _gathered, student, sizes)
+        ran = run(size, _run_all_gather, student, sizes)
         only_messages(ran)
-        values = in_place(ran)
-        hint = "Pass on the chunk that has just arrived, and overwrite what was there."
-        every = {(r, c): range(c, c + 1) for r in range(size) for c in range(size)}
-        movement = ends_with(size, "all_gather", _on_chunks(student), every, hint)
-        right = torch.cat([_values(rank, sizes)[rank] for rank in range(size)])
+        values = check_in_place(ran)
+        hint = "Forward the chunk that just arrived, and overwrite the old values."
+        everywhere = {(r, c): range(c, c + 1) for r in range(size) for c in range(size)}
+        movement = check_data(size, "all_gather", _on_chunks(student), everywhere, hint)
+        expected = torch.cat([_values(rank, sizes)[rank] for rank in range(size)])
         what = f"of {size} now holds in its chunks"
-        equal(values, [right] * size, what, hint)
-        only_to_the_right(ran)
-        after = [sizes[(rank + 1) % size] for rank in range(size)]
-        its_bytes = [4 * (sum(sizes) - other) for other in after]
-        each_sends(ran, "all_gather", its_bytes, "every chunk but one, once")
-        takes_steps(movement, size - 1)
-    yield "all chunks on all ranks, for 2, 3 and 4 ranks, also if chunks differ in size"
-    yield "n - 1 steps, each rank to its right neighbor, (n - 1)/n · S bytes"
+        equal(values, [expected] * size, what, hint)
+        check_neighbor(ran)
+        right_sizes = [sizes[(rank + 1) % size] for rank in range(size)]
+        expected_bytes = [4 * (sum(sizes) - other) for other in right_sizes]
+        check_sent(ran, "all_gather", expected_bytes, "every chunk except one, once")
+        check_steps(movement, size - 1)
+    yield "every rank has all chunks, on 2, 3 and 4 ranks, also if chunks differ in size"
+    yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
 
 
-def _gathered(comm: Any, student: Student, sizes: list[int]) -> tuple[torch.Tensor, list[int]]:
-    every = _values(comm.rank, sizes)
-    chunks = [chunk if k == comm.rank else chunk.fill_(7.0) for k, chunk in enumerate(every)]
+def _run_all_gather(
+    comm: Any, student: Student, sizes: list[int]
+) -> tuple[torch.Tensor, list[int]]:
+    values = _values(comm.rank, sizes)
+    chunks = [chunk if k == comm.rank else chunk.fill_(7.0) for k, chunk in enumerate(values)]
     others = replaced(student, comm, chunks)
     return torch.cat(chunks), others
 
 
 @exercise(points=2)
 def my_all_reduce(student: Student) -> Iterator[str]:
-    """my_all_reduce(comm, x): x becomes the sum of all ranks' x, in place, around a ring."""
+    """my_all_reduce(comm, x): x becomes the sum of all ranks' x, in place, by a ring."""
     for size, numel in ((2, 8), (4, 12), (3, 7), (4, 3), (6, 11)):
-        ran = run(size, _reduced, student, numel)
+        ran = run(size, _run_in_place, student, numel)
         only_messages(ran)
-        every = {(r, c): range(size) for r in range(size) for c in range(size)}
-        hint = "Are the chunks views of x itself, and n of them that make up all of x?"
-        movement = ends_with(size, "all_reduce", student, every, hint)
-        right = sum(_values(rank, [numel])[0] for rank in range(size))
+        everywhere = {(r, c): range(size) for r in range(size) for c in range(size)}
+        hint = "Are the chunks n views of x that cover all of x?"
+        movement = check_data(size, "all_reduce", student, everywhere, hint)
+        expected = sum(_values(rank, [numel])[0] for rank in range(size))
         what = f"of {size} now holds, for an x of {numel} elements,"
-        equal(ran.values, [right] * size, what, hint)
+        equal(ran.values, [expected] * size, what, hint)
         for rank, value in enumerate(ran.values):
             if not torch.equal(value, ran.values[0]):
                 fail(
-                    f"ranks 0 and {rank} hold sums that differ in the last bits.",
-                    expected="the same bits on all ranks",
-                    hint="Each chunk is added up on one rank only; the others get a copy.",
+                    f"the sums on ranks 0 and {rank} differ in the last bits.",
+                    expected="bitwise identical sums on all ranks",
+                    hint="Only one rank adds up a chunk; the others receive its result.",
                 )
         total, least = sum(ran.sent_bytes), 2 * (size - 1) * 4 * numel
         if total != least:
             fail(
-                f"{size} ranks send {total:,} bytes together for an x of {4 * numel} bytes.",
+                f"{size} ranks send {total:,} bytes in total for an x of {4 * numel} bytes.",
                 expected=f"2(n-1) · S = {least:,}",
-                hint="The reduce-scatter sends (n-1) · S bytes, and the all-gather as many.",
+                hint="The reduce-scatter sends (n-1) · S bytes, and so does the all-gather.",
             )
         if numel % size == 0:
-            each_sends(ran, "all_reduce", [least // size] * size, "2(n-1)/n · S")
-        takes_steps(movement, 2 * (size - 1))
-    yield "the sum on 2 to 6 ranks, bitwise identical, also for 3 elements on 4 ranks"
-    yield "2(n-1)/n · S bytes from each rank, in 2(n-1) steps"
+            check_sent(ran, "all_reduce", [least // size] * size, "2(n-1)/n · S")
+        check_steps(movement, 2 * (size - 1))
+    yield "bitwise identical sums on 2 to 6 ranks, also for 3 elements on 4 ranks"
+    yield "each rank sends 2(n-1)/n · S bytes in 2(n-1) steps"
 
 
-def _reduced(comm: Any, student: Student, numel: int) -> torch.Tensor:
+def _run_in_place(comm: Any, student: Student, numel: int) -> torch.Tensor:
     (x,) = _values(comm.rank, [numel])
     student(comm, x)
     return x
@@ -116,29 +120,29 @@ def _reduced(comm: Any, student: Student, numel: int) -> torch.Tensor:
 
 @exercise(points=2)
 def my_tree(student: Student) -> Iterator[str]:
-    """my_tree(comm, x, root): the x of `root` reaches every rank, by a binomial tree."""
+    """my_tree(comm, x, root): the root's x reaches every rank, by a binomial tree."""
     for size, root in ((2, 0), (4, 0), (3, 2), (7, 4)):
-        ran = run(size, _sent_from, student, root)
-        right = _values(root, [5])[0]
+        ran = run(size, _run_from_root, student, root)
+        expected = _values(root, [5])[0]
         what = f"of {size} now holds, with root {root},"
-        equal(ran.values, [right] * size, what, hint="Count positions from the root.")
+        equal(ran.values, [expected] * size, what, hint="Number the ranks from the root.")
         only_messages(ran)
         if (total := sum(ran.sent_bytes)) != 20 * (size - 1):
             fail(
-                f"{size} ranks send {total:,} bytes together.",
-                expected=f"{size - 1} × 20 bytes, since each rank but the root gets x once",
-                hint="Who sends to a rank that has x already?",
+                f"{size} ranks send {total:,} bytes in total.",
+                expected=f"{size - 1} × 20 bytes: each rank except the root receives x once",
+                hint="Which rank sends to a rank that already has x?",
             )
 
         def from_root(comm: Any, x: torch.Tensor, root: int = root) -> None:
             student(comm, x, root)
 
-        takes_steps(watch(size, "broadcast", from_root, root), rounds(size))
-    yield "the root's values on every rank, with 2 to 7 ranks, for several roots"
-    yield "(n - 1) · S bytes in all, in ⌈log₂ n⌉ steps"
+        check_steps(watch(size, "broadcast", from_root, root), rounds(size))
+    yield "every rank has the root's values, on 2 to 7 ranks, for several roots"
+    yield "(n - 1) · S bytes in total, in ⌈log₂ n⌉ steps"
 
 
-def _sent_from(comm: Any, student: Student, root: int) -> torch.Tensor:
+def _run_from_root(comm: Any, student: Student, root: int) -> torch.Tensor:
     (x,) = _values(comm.rank, [5])
     student(comm, x, root)
     return x
@@ -146,54 +150,55 @@ def _sent_from(comm: Any, student: Student, root: int) -> torch.Tensor:
 
 @exercise(points=1)
 def crossover_bytes(student: Student) -> Iterator[str]:
-    """crossover_bytes(n, alpha_s, beta_s_per_byte): where ring and tree take the same time."""
+    """crossover_bytes(n, alpha_s, beta_s_per_byte): where ring and tree take equal time."""
     for n, alpha_s, beta in (
         (4, 5e-3, 80e-9),
         (8, 1e-5, 2e-11),
         (6, 2e-6, 1e-10),
         (1024, 1e-5, 2e-11),
     ):
-        (found, _) = run(2, lambda comm, *args: student(*args), n, alpha_s, beta).values
+        (crossover, _) = run(2, lambda comm, *args: student(*args), n, alpha_s, beta).values
         ring, tree = cost("all_reduce", "ring", n, n), cost("all_reduce", "tree", n, n)
-        more_bytes = (tree.sent_bytes - ring.sent_bytes) / n  # as a share of S
-        right = (ring.steps - tree.steps) * alpha_s / (more_bytes * beta)
-        hint = "Set both formulas equal, and solve for S. ⌈log₂ n⌉ is a whole number."
-        if isinstance(found, (int, float)) and not found > 0:
+        more_bytes = (tree.sent_bytes - ring.sent_bytes) / n  # per byte of x
+        expected = (ring.steps - tree.steps) * alpha_s / (more_bytes * beta)
+        hint = "Set the two formulas equal, and solve for S. ⌈log₂ n⌉ is an integer."
+        if isinstance(crossover, (int, float)) and not crossover > 0:
             fail(
-                f"on {n} ranks you find {found:g} bytes, but a size is above 0.",
+                f"on {n} ranks your crossover is {crossover:g} bytes, but a size must be positive.",
                 hint="The ring has more steps and fewer bytes: watch the signs.",
             )
-        what = f"says for n={n}, alpha_s={alpha_s:g}, beta_s_per_byte={beta:g}:"
-        equal([found], [right], what, hint=hint, within=max(1e-6, 1 / right))  # a byte
-    yield "the size at which both take the same time, on 4, 6, 8 and 1,024 ranks"
+        what = f"returned for n={n}, alpha_s={alpha_s:g}, beta_s_per_byte={beta:g}:"
+        # within a byte
+        equal([crossover], [expected], what, hint=hint, within=max(1e-6, 1 / expected))
+    yield "the crossover size on 4, 6, 8 and 1,024 ranks"
 
 
 @exercise(points=3)
 def my_best_broadcast(student: Student) -> Iterator[str | Score]:
     """my_best_broadcast(comm, x): 600,000 bytes from rank 0 to 5 others, as fast as possible."""
-    ran = run(6, _reduced, student, 600)
-    right = _values(0, [600])[0]
-    equal(ran.values, [right] * 6, "of 6 now holds", hint="Have all pieces reached all ranks?")
+    ran = run(6, _run_in_place, student, 600)
+    expected = _values(0, [600])[0]
+    equal(ran.values, [expected] * 6, "of 6 now holds", hint="Has every chunk reached every rank?")
     only_messages(ran)
     movement = watch(6, "broadcast", student)
-    us = modelled_us(movement)
+    us = modeled_us(movement)
     tree_us = rounds(6) * (ALPHA_US + SIZE_BYTES // BYTES_PER_US)
     if us >= tree_us:
-        messages = [one for frame in movement.frames for one in frame.messages]
-        hint = "Split x into pieces, so that a rank forwards a piece while the next arrives."
-        if max(len(one.contents) for one in messages) < movement.size:
+        messages = [message for frame in movement.frames for message in frame.messages]
+        hint = "Split x into chunks, so that a rank forwards one while the next arrives."
+        if max(len(message.contents) for message in messages) < movement.size:
             hint = (
-                "You cut x. Now draw it: who has a piece and does not send? comm.send waits until "
-                "it has arrived, comm.isend does not."
+                "You split x. Now draw it: which rank has a chunk and does not send it? comm.send "
+                "waits until the chunk has arrived; comm.isend does not."
             )
         fail(
-            f"it takes {us} µs in the model, no less than the tree's {tree_us} µs.",
-            expected="less: the tree sends all of x in each of its steps",
+            f"your broadcast takes {us} µs in the model, no less than the tree's {tree_us} µs.",
+            expected="less: the tree sends all of x in each step",
             hint=hint,
         )
-    yield "rank 0's values on all 6 ranks"
-    yield f"less than the {tree_us} µs of the tree"
-    # P pieces need at least P + ceil(log2 n) - 1 steps, and 3 of them do best here: Träff and
+    yield "all 6 ranks have rank 0's values"
+    yield f"faster than the tree's {tree_us} µs"
+    # P chunks need at least P + ceil(log2 n) - 1 steps, and P = 3 is best here: Träff and
     # Ripke, "Optimal broadcast for fully connected processor-node networks", 2008.
     best = min(
         (p + rounds(6) - 1) * (ALPHA_US + SIZE_BYTES // BYTES_PER_US // p) for p in (1, 2, 3, 6)
@@ -201,11 +206,13 @@ def my_best_broadcast(student: Student) -> Iterator[str | Score]:
     yield Score(us, best, "µs in the alpha-beta model")
 
 
-def modelled_us(movement: Movement) -> int:
+def modeled_us(movement: Movement) -> int:
     """Microseconds of a movement of 600,000 bytes: each step takes as long as its longest message,
     10 µs plus its bytes at 10 GB/s."""
     chunk_us = SIZE_BYTES // BYTES_PER_US // movement.size
-    longest = [max(len(one.contents) for one in frame.messages) for frame in movement.frames]
+    longest = [
+        max(len(message.contents) for message in frame.messages) for frame in movement.frames
+    ]
     return sum(ALPHA_US + chunks * chunk_us for chunks in longest)
 
 

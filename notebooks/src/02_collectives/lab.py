@@ -593,7 +593,7 @@ for n in [8, 8000]:
 # score, in µs:
 
 # %%
-show("labs/lab_02/checks.py:modelled_us")
+show("labs/lab_02/checks.py:modeled_us")
 
 # %% [markdown]
 # `comm.size` is 6. Split `x` into 2, 3 or 6 pieces. While one piece arrives, another can leave. (Your

@@ -1,5 +1,5 @@
-"""Checks of collectives: which rank sent what to which, in how many steps, and whose numbers each
-rank holds at the end.
+"""Checks of a collective's data movement: which ranks' data each rank has at the end, where it
+sends how many bytes, and in how many steps.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,106 +12,107 @@ from labkit.course.ranks import Ran, watch
 from labkit.runtime.errors import ranks_text
 from labkit.trace.movement import Content, Movement
 
-PICTURE = "Draw it: plot.movement(watch_collective(world, {collective!r}, your_function))."
+DRAW_IT = "Draw it: plot.movement(watch_collective(world, {collective!r}, your_function))."
 
 
-def ends_with(
+def check_data(
     size: int,
     collective: str,
     student: Callable[..., Any],
-    wanted: Mapping[tuple[int, int], range],
+    expected: Mapping[tuple[int, int], range],
     hint: str = "",
 ) -> Movement | None:
-    """Fail unless (rank, chunk) of `wanted` ends with the numbers of those ranks, each once; `hint`
-    says where to look, besides the picture. Returns the movement; None where nothing was sent."""
+    """Fail unless each chunk ends with the data of the ranks in `expected[rank, chunk]`, each once.
+    Returns the movement; None if no rank sends."""
     try:
         movement = watch(size, collective, student)
     except ValueError:
         return None
-    for (rank, chunk), ranks in wanted.items():
+    for (rank, chunk), ranks in expected.items():
         content = movement.frames[-1].held[rank][chunk]
         if content.ranks != tuple(ranks) or not content.is_right_in(chunk):
             fail(
-                f"of {size} ranks, rank {rank} ends with {in_words(content, chunk)} in chunk "
+                f"with {size} ranks, rank {rank} ends with {in_words(content, chunk)} in chunk "
                 f"{chunk}.",
-                expected=f"the numbers of {ranks_text(tuple(ranks))}, each once",
-                hint=f"{hint} {PICTURE.format(collective=collective)}".strip(),
+                expected=f"the data of {ranks_text(tuple(ranks))}, each once",
+                hint=f"{hint} {DRAW_IT.format(collective=collective)}".strip(),
             )
     return movement
 
 
 def in_words(content: Content, chunk: int) -> str:
-    """What is in a chunk: "the numbers of ranks 0 and 2, those of rank 2 twice"."""
+    """The content of a chunk: "the data of ranks 0 and 2, rank 2's 2 times,"."""
     if not content.counts:
-        return "what is no sum of the ranks' numbers"
+        return "values that are not a sum of the ranks' data"
     if content.is_empty:
         return "nothing"
-    words = f"the numbers of {ranks_text(content.ranks)}"
+    words = f"the data of {ranks_text(content.ranks)}"
     if content.chunk is None:
         return f"{words}, from several chunks,"
     if content.chunk != chunk:
         words += f" for chunk {content.chunk}"
-    often = (x for x in enumerate(content.counts) if x[1] > 1)
-    return words + next((f", those of rank {rank} {n} times," for rank, n in often), "")
+    repeated = (x for x in enumerate(content.counts) if x[1] > 1)
+    return words + next((f", rank {rank}'s {n} times," for rank, n in repeated), "")
 
 
 def replaced(student: Callable[..., Any], comm: Any, chunks: list[torch.Tensor]) -> list[int]:
     """Call student(comm, chunks) on a rank. Returns the indices of the chunks that were replaced by
-    other tensors."""
-    given = list(chunks)  # kept alive, so that no other tensor gets their memory
+    new tensors."""
+    given = list(chunks)  # kept alive, so that no new tensor gets their memory
     student(comm, chunks)
     return [
-        number
-        for number, (old, new) in enumerate(zip(given, chunks))
+        i
+        for i, (old, new) in enumerate(zip(given, chunks))
         if not isinstance(new, torch.Tensor) or new.data_ptr() != old.data_ptr()
     ]
 
 
-def in_place(ran: Ran) -> list[Any]:
-    """The values of ranks that return (value, replaced(...)). Fails where a chunk was replaced."""
-    for rank, (_, others) in enumerate(ran.values):
-        if others:
-            chunk = f"chunks[{others[0]}]"
+def check_in_place(ran: Ran) -> list[Any]:
+    """The values of ranks that return (value, replaced(...)); fails if a chunk was replaced."""
+    for rank, (_, indices) in enumerate(ran.values):
+        if indices:
+            chunk = f"chunks[{indices[0]}]"
             fail(
-                f"on rank {rank} chunk {others[0]} is another tensor than the one you were given.",
-                expected="the tensors you were given, with other numbers in them",
-                hint=f"{chunk} += y and {chunk}.copy_(y) write into it; {chunk} = ... only puts "
-                "another into the list.",
+                f"rank {rank} replaced chunks[{indices[0]}] with a new tensor.",
+                expected="the given tensors, modified in place",
+                hint=f"{chunk} += y and {chunk}.copy_(y) write into the tensor; {chunk} = ... only "
+                "changes the list.",
             )
     return [value for value, _ in ran.values]
 
 
-def only_to_the_right(ran: Ran) -> None:
-    """Fails where a rank sends to another than the next one."""
+def check_neighbor(ran: Ran) -> None:
+    """Fails if a rank sends to any rank but its right neighbor."""
     size = len(ran.events)
     for rank, events in enumerate(ran.events):
         for event in events:
             if event.op == "send" and event.peer != (rank + 1) % size:
                 fail(
                     f"rank {rank} of {size} sends to rank {event.peer}.",
-                    expected=f"messages to rank {(rank + 1) % size} only, its right neighbor",
-                    hint="In a ring a rank knows two others: it sends to one and hears the other.",
+                    expected=f"messages to rank {(rank + 1) % size}, its right neighbor, only",
+                    hint="In a ring, a rank sends to the right and receives from the left.",
                 )
 
 
-def each_sends(ran: Ran, collective: str, right: list[int], words: str) -> None:
-    """Fails where a rank does not send `right` bytes; `words` say why it should."""
-    for rank, (sent_bytes, right_bytes) in enumerate(zip(ran.sent_bytes, right)):
-        if sent_bytes != right_bytes:
+def check_sent(ran: Ran, collective: str, expected: list[int], reason: str) -> None:
+    """Fails if a rank does not send `expected` bytes; `reason` explains the number."""
+    for rank, (sent_bytes, expected_bytes) in enumerate(zip(ran.sent_bytes, expected)):
+        if sent_bytes != expected_bytes:
             fail(
-                f"rank {rank} of {len(right)} sends {sent_bytes:,} bytes.",
-                expected=f"{right_bytes:,} bytes: {words}",
-                hint=PICTURE.format(collective=collective),
+                f"rank {rank} of {len(expected)} sends {sent_bytes:,} bytes.",
+                expected=f"{expected_bytes:,} bytes: {reason}",
+                hint=DRAW_IT.format(collective=collective),
             )
 
 
-def takes_steps(movement: Movement | None, right: int) -> None:
-    """Fails where the data needs more steps than `right`."""
-    assert movement is not None, "the bytes have been counted"
-    if (steps := len(movement.frames)) > right:
+def check_steps(movement: Movement | None, enough: int) -> None:
+    """Fails if the data needs more than `enough` steps."""
+    assert movement is not None, "the check of the bytes fails first if no rank sends"
+    if (steps := len(movement.frames)) > enough:
         fail(
-            f"on {movement.size} ranks it takes {steps} steps, but {right} "
-            f"{'is' if right == 1 else 'are'} enough.",
-            expected="every rank that has something to send does so at once",
-            hint="Who waits for whom? isend starts a message and goes on; plot.movement shows it.",
+            f"on {movement.size} ranks your function takes {steps} steps, but {enough} "
+            f"{'is' if enough == 1 else 'are'} enough.",
+            expected="each rank sends as soon as it has the data",
+            hint="Which rank waits for which? isend only starts a message; plot.movement shows the "
+            "steps.",
         )

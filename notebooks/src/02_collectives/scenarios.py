@@ -1,4 +1,4 @@
-"""Two rings of lab 02 with a bug each. Students see their movement first, and then this file."""
+"""Two ring all-reduces for lab 02, each with a bug: first draw their movement, then read this."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def pass_on(comm: Any, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
 
 
 def ring_a(comm: Any, x: torch.Tensor) -> None:
-    """A ring all-reduce with a bug that its picture shows."""
+    """A ring all-reduce with a bug that the drawing shows."""
     n, chunks = comm.size, x.tensor_split(comm.size)
     for step in range(1, n + 1):
         give, take = chunks[(comm.rank - step) % n], chunks[(comm.rank - step - 1) % n]

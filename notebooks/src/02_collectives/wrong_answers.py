@@ -7,7 +7,7 @@ from .scenarios import pass_on
 # ---- my_reduce_scatter(comm, chunks)
 
 Solution("02.my_reduce_scatter").slips("""
-ends_one_chunk_further: of 2 ranks, rank 0 ends with the numbers of rank 0 in chunk 0
+ends_one_chunk_further: with 2 ranks, rank 0 ends with the data of rank 0 in chunk 0
     comm.rank - step) -> comm.rank - step + 1)
     comm.rank - step - 1) -> comm.rank - step)
 one_step_too_few: now holds in its own chunk a tensor that differs in
@@ -16,20 +16,20 @@ sends_every_chunk_twice: rank 0 of 2 sends 32 bytes
     pass_on(comm, give, incoming) ->
         pass_on(comm, give, incoming)
         pass_on(comm, give, incoming)
-receives_over_its_own: rank 0 ends with the numbers of rank 1 in chunk 0
+overwrites_its_own_data: rank 0 ends with the data of rank 1 in chunk 0
     pass_on(comm, give, incoming) -> pass_on(comm, give, take)
     take += incoming -> pass
 all_send_first: All of them wait in a send: one must do the other first
     pass_on(comm, give, incoming) ->
         comm.send(give, (comm.rank + 1) % n)
         comm.recv(incoming, (comm.rank - 1) % n)
-sums_into_other_tensors: on rank 0 chunk 0 is another tensor than the one you were given
+sums_into_other_tensors: rank 0 replaced chunks[0] with a new tensor
     take += incoming -> chunks[(comm.rank - step - 1) % n] = take + incoming
 adds_to_the_item_of_the_list
     take += incoming -> chunks[(comm.rank - step - 1) % n] += incoming
 copies_the_sum_into_the_chunk
     take += incoming -> take.copy_(take + incoming)
-takes_the_ready_one: rank 0 calls all_reduce
+calls_the_library: rank 0 calls all_reduce
     return [comm.all_reduce(chunk) for chunk in chunks]
 sends_each_its_chunk_directly: rank 0 of 3 sends to rank 2
     incoming = torch.empty_like(take)
@@ -40,7 +40,7 @@ sends_each_its_chunk_directly: rank 0 of 3 sends to rank 2
         comm.recv(incoming, (comm.rank - step) % n)
         handle.wait()
         chunks[comm.rank] += incoming
-one_after_the_other: on 2 ranks it takes 2 steps, but 1 is enough
+ranks_take_turns: on 2 ranks your function takes 2 steps, but 1 is enough
     pass_on(comm, give, incoming) ->
         if comm.rank == 0:
             comm.send(give, (comm.rank + 1) % n)
@@ -54,18 +54,18 @@ one_after_the_other: on 2 ranks it takes 2 steps, but 1 is enough
 # ---- my_all_gather(comm, chunks)
 
 Solution("02.my_all_gather").slips("""
-puts_what_arrives_into_the_list: on rank 0 chunk 1 is another tensor than the one you were given
+replaces_the_chunks: rank 0 replaced chunks[1] with a new tensor
     pass_on(comm, give, take) ->
         take = chunks[(comm.rank - step - 1) % n] = torch.empty_like(take)
         pass_on(comm, give, take)
-adds_what_arrives: and overwrite what was there
+adds_the_received_chunks: and overwrite the old values
     pass_on(comm, give, take) ->
         incoming = torch.empty_like(take)
         pass_on(comm, give, incoming)
         take += incoming
-always_sends_its_own: rank 0 ends with the numbers of rank 2 for chunk 2 in chunk 1
+always_sends_its_own: rank 0 ends with the data of rank 2 for chunk 2 in chunk 1
     chunks[(comm.rank - step) % n] -> chunks[comm.rank]
-never_receives_into_the_chunks: of 2 ranks, rank 0 ends with nothing in chunk 1
+never_receives_into_the_chunks: with 2 ranks, rank 0 ends with nothing in chunk 1
     n = comm.size -> n, chunks = comm.size, [chunk.clone() for chunk in chunks]
 goes_around_twice: rank 0 of 2 sends 32 bytes
     range(n - 1) -> range(2 * (n - 1))
@@ -84,23 +84,23 @@ sends_its_own_to_all: sends to rank 2
 # ---- my_all_reduce(comm, x)
 
 Solution("02.my_all_reduce").slips("""
-forgets_the_rest: for an x of 7 elements, a tensor that differs in
+drops_the_remainder: for an x of 7 elements, a tensor that differs in
     x.tensor_split(comm.size) -> x[: x.numel() // comm.size * comm.size].chunk(comm.size)
-scatters_only: rank 0 ends with the numbers of rank 0 in chunk 1
+scatters_only: rank 0 ends with the data of rank 0 in chunk 1
     my_all_gather(comm, chunks) -> pass
-keeps_a_better_sum_of_its_own: sums that differ in the last bits
+keeps_a_slightly_different_sum: the sums on ranks 0 and 1 differ in the last bits
     my_all_gather(comm, chunks) ->
         my_all_gather(comm, chunks)
         if x.is_floating_point():
             chunks[comm.rank].mul_(1 + 2e-7)
-waits_between_the_halves: on 2 ranks it takes 3 steps, but 2 are enough
+waits_between_the_halves: on 2 ranks your function takes 3 steps, but 2 are enough
     my_all_gather(comm, chunks) ->
         if comm.rank > 0:  # "all must be ready first"
             comm.recv(x[:0].clone(), comm.rank - 1)
         if comm.rank < comm.size - 1:
             comm.send(x[:0], comm.rank + 1)
         my_all_gather(comm, chunks)
-rebinds_x: Are the chunks views of x itself, and n of them that make up all of x?
+rebinds_x: Are the chunks n views of x that cover all of x?
     list(x.tensor_split(comm.size)) -> [chunk.clone() for chunk in x.tensor_split(comm.size)]
     my_all_gather(comm, chunks) ->
         my_all_gather(comm, chunks)
@@ -108,19 +108,19 @@ rebinds_x: Are the chunks views of x itself, and n of them that make up all of x
 """)
 
 
-@wrong("02.my_all_reduce", "4 ranks send 576 bytes together for an x of 48 bytes")
+@wrong("02.my_all_reduce", "4 ranks send 576 bytes in total for an x of 48 bytes")
 def everything_around_the_ring(comm, x):
     passing = x.clone()
-    every = {comm.rank: x.clone()}
+    received = {comm.rank: x.clone()}
     for step in range(1, comm.size):
         arrived = torch.empty_like(x)
         pass_on(comm, passing, arrived)
         passing = arrived
-        every[(comm.rank - step) % comm.size] = arrived
-    x.copy_(sum(every[rank] for rank in range(comm.size)))
+        received[(comm.rank - step) % comm.size] = arrived
+    x.copy_(sum(received[rank] for rank in range(comm.size)))
 
 
-@wrong("02.my_all_reduce", "the numbers of ranks 0 and 1, those of rank 0 2 times")
+@wrong("02.my_all_reduce", "the data of ranks 0 and 1, rank 0's 2 times")
 def adds_in_both_halves(comm, x):
     n, chunks = comm.size, x.tensor_split(comm.size)
     for step in range(1, 2 * n - 1):
@@ -133,14 +133,14 @@ def adds_in_both_halves(comm, x):
 # ---- my_tree(comm, x, root)
 
 Solution("02.my_tree").slips("""
-knows_root_0_only: now holds, with root 2, a tensor that differs in 5 of 5 elements
+hardcodes_root_0: now holds, with root 2, a tensor that differs in 5 of 5 elements
     (comm.rank - root) % comm.size -> comm.rank
-takes_the_library: rank 0 calls broadcast
+calls_the_library: rank 0 calls broadcast
     return comm.broadcast(x, root, algorithm="tree")
 """)
 
 
-@wrong("02.my_tree", "on 4 ranks it takes 3 steps, but 2 are enough")
+@wrong("02.my_tree", "on 4 ranks your function takes 3 steps, but 2 are enough")
 def one_by_one(comm, x, root):
     if comm.rank != root:
         comm.recv(x, root)
@@ -150,7 +150,7 @@ def one_by_one(comm, x, root):
                 comm.send(x, other)
 
 
-@wrong("02.my_tree", "on 4 ranks it takes 3 steps, but 2 are enough")
+@wrong("02.my_tree", "on 4 ranks your function takes 3 steps, but 2 are enough")
 def as_a_chain(comm, x, root):
     position = (comm.rank - root) % comm.size
     if position > 0:
@@ -159,7 +159,7 @@ def as_a_chain(comm, x, root):
         comm.send(x, (comm.rank + 1) % comm.size)
 
 
-@wrong("02.my_tree", "on 7 ranks it takes 4 steps, but 3 are enough")
+@wrong("02.my_tree", "on 7 ranks your function takes 4 steps, but 3 are enough")
 def as_a_heap(comm, x, root):
     position = (comm.rank - root) % comm.size
     if position > 0:
@@ -169,7 +169,7 @@ def as_a_heap(comm, x, root):
             comm.send(x, (below + root) % comm.size)
 
 
-@wrong("02.my_tree", "2 ranks send 40 bytes together")
+@wrong("02.my_tree", "2 ranks send 40 bytes in total")
 def sends_it_twice(comm, x, root):
     as_a_chain(comm, x, root)
     as_a_chain(comm, x, root)
@@ -182,9 +182,9 @@ takes_a_2_for_the_ring: for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: 62500.0, 
     tree_steps - 2 * (n - 1) / n -> tree_steps - 2
 forgets_to_round_the_logarithm: for n=6
     ceil(log2(n)) -> log2(n)
-has_the_sign_wrong: you find -50000 bytes, but a size is above 0
+has_the_sign_wrong: your crossover is -50000 bytes, but a size must be positive
     (ring_steps - tree_steps) -> (tree_steps - ring_steps)
-returns_nothing: says for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: None
+returns_nothing: returned for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: None
     return None
 rounds_to_a_whole_byte
     (ring_steps - tree_steps) * alpha_s / (more_bytes * beta_s_per_byte) ->
@@ -194,16 +194,16 @@ rounds_to_a_whole_byte
 # ---- my_best_broadcast(comm, x)
 
 Solution("02.my_best_broadcast").slips("""
-a_chain_of_one_piece: it takes 350 µs in the model
+a_chain_with_one_chunk: your broadcast takes 350 µs in the model
     x.tensor_split(6) -> [x]
-loses_the_last_piece: of 6 now holds a tensor that differs in
+drops_the_last_chunk: of 6 now holds a tensor that differs in
     x.tensor_split(6) -> x.tensor_split(6)[:5]
-asks_the_library: rank 0 calls broadcast
+calls_the_library_chain: rank 0 calls broadcast
     return comm.broadcast(x, algorithm="chain")
 """)
 
 
-@wrong("02.my_best_broadcast", "it takes 210 µs in the model, no less than the tree's 210 µs")
+@wrong("02.my_best_broadcast", "takes 210 µs in the model, no less than the tree's 210 µs")
 def the_tree_again(comm, x):
     reach = 1
     while reach < comm.size:
@@ -214,11 +214,11 @@ def the_tree_again(comm, x):
         reach *= 2
 
 
-@wrong("02.my_best_broadcast", "You cut x. Now draw it: who has a piece and does not send?")
-def cuts_but_sends_all_from_rank_0(comm, x):
-    for piece in x.tensor_split(6):
+@wrong("02.my_best_broadcast", "Now draw it: which rank has a chunk and does not send it?")
+def splits_but_sends_all_from_rank_0(comm, x):
+    for chunk in x.tensor_split(6):
         for other in range(1, comm.size):
             if comm.rank == 0:
-                comm.send(piece, other)
+                comm.send(chunk, other)
             elif comm.rank == other:
-                comm.recv(piece, 0)
+                comm.recv(chunk, 0)

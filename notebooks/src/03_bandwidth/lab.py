@@ -628,12 +628,12 @@ print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB
 # PCIe 3.0 x16, 15.75 GB/s per direction. Find better rings: return a list of one or more rings,
 # each a list of the 8 GPUs in order. The rings run at the same time, each with an equal share of
 # the bytes; rings that use the same hop in the same direction share its NVLinks. Your score is the
-# time to all-reduce 1 GB. `wires[a, b]` is the number of NVLinks from a to b; pairs without an
+# time to all-reduce 1 GB. `links[a, b]` is the number of NVLinks from a to b; pairs without an
 # NVLink are not in the dict.
 
 
 # %%
-def rings(wires):
+def rings(links):
     ### BEGIN SOLUTION
     double = [0, 3, 2, 1, 5, 6, 7, 4]  # every hop has two NVLinks
     single = [0, 1, 3, 7, 5, 4, 6, 2]  # every hop has one of those that are left

@@ -1,4 +1,4 @@
-"""Lab 03's rings: an all-reduce through the ranks in any order, and the wires of a DGX-1."""
+"""Lab 03's rings: an all-reduce along a ring in any order, and the NVLinks of a DGX-1."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,12 +7,12 @@ import torch
 from labkit.comm import Comm
 from labkit.events import CommEvent
 
-Wires = Mapping[tuple[int, int], int]  # (one GPU, another) -> NVLinks from the first to the second
+Links = Mapping[tuple[int, int], int]  # (source GPU, target GPU) -> number of NVLinks
 
 NVLINK_GBYTES = 25.0  # GB/s of one NVLink 2, in each direction
 PCIE_GBYTES = 8 * 16 * 128 / 130 / 8  # PCIe 3: 8 GT/s, 16 lanes, 128 of 130 bits are data
 
-# One row for each pair of a DGX-1 with V100s, 6 NVLinks for each GPU. Source: NVIDIA, "NVIDIA DGX-1
+# NVLinks of each pair of GPUs in a DGX-1 with V100s, 6 per GPU. Source: NVIDIA, "NVIDIA DGX-1
 # With Tesla V100 System Architecture", 2017, and `nvidia-smi topo -m` on such a machine.
 _PAIRS = {
     (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
@@ -22,20 +22,20 @@ DGX1: dict[tuple[int, int], int] = _PAIRS | {(b, a): count for (a, b), count in 
 
 
 def ring_in_order(comm: Comm, x: torch.Tensor, order: Sequence[int]) -> None:
-    """Sum `x` over all ranks, in place, by lab 02's ring in this order. n divides `x.numel()`."""
-    n, place = comm.size, order.index(comm.rank)
-    after, before = order[(place + 1) % n], order[place - 1]
+    """All-reduce `x` in place by lab 02's ring, in this order; `x.numel()` is divisible by n."""
+    n, position = comm.size, order.index(comm.rank)
+    after, before = order[(position + 1) % n], order[position - 1]
     chunks = x.view(n, -1)
-    arrived = torch.empty_like(chunks[0])
+    received = torch.empty_like(chunks[0])
     for step in range(2 * (n - 1)):
-        sending = comm.isend(chunks[(place - step) % n], after)
-        mine = chunks[(place - step - 1) % n]
-        comm.recv(arrived, before)
+        handle = comm.isend(chunks[(position - step) % n], after)
+        chunk = chunks[(position - step - 1) % n]
+        comm.recv(received, before)
         if step < n - 1:
-            mine += arrived  # the first time round, sums grow ...
+            chunk += received  # the reduce-scatter
         else:
-            mine.copy_(arrived)  # ... and the second time, they are passed on
-        sending.wait()
+            chunk.copy_(received)  # the all-gather
+        handle.wait()
 
 
 def bytes_by_pair(events_of_ranks: Sequence[Sequence[CommEvent]]) -> torch.Tensor:
@@ -50,26 +50,26 @@ def bytes_by_pair(events_of_ranks: Sequence[Sequence[CommEvent]]) -> torch.Tenso
     return sent_bytes
 
 
-def rings_us(rings: Sequence[Sequence[int]], wires: Wires, nbytes: float = 1e9) -> float:
+def rings_us(rings: Sequence[Sequence[int]], links: Links, nbytes: float = 1e9) -> float:
     """Microseconds of an all-reduce of `nbytes` if each ring carries an equal share.
 
     Every hop of a ring carries 2(n-1)/n of its share, and rings with the same hop share its
-    NVLinks. The busiest hop decides. A hop without NVLink uses PCIe."""
+    NVLinks. The slowest hop determines the time. A hop without NVLink uses PCIe."""
     load_bytes: dict[tuple[int, int], float] = {}
     for ring in rings:
         n = len(ring)
         for i, gpu in enumerate(ring):
             hop = (gpu, ring[(i + 1) % n])
             load_bytes[hop] = load_bytes.get(hop, 0) + 2 * (n - 1) / n * nbytes / len(rings)
-    return max(1e-3 * its / speed_of(hop, wires) for hop, its in load_bytes.items())
+    return max(1e-3 * load / speed_of(hop, links) for hop, load in load_bytes.items())
 
 
-def speed_of(hop: tuple[int, int], wires: Wires) -> float:
-    """GB/s from one GPU to the other."""
-    return wires[hop] * NVLINK_GBYTES if hop in wires else PCIE_GBYTES
+def speed_of(hop: tuple[int, int], links: Links) -> float:
+    """GB/s of a hop, in its direction."""
+    return links[hop] * NVLINK_GBYTES if hop in links else PCIE_GBYTES
 
 
-def best_us(wires: Wires, ranks: int = 8, nbytes: float = 1e9) -> float:
-    """The lower bound for any rings: all NVLinks out of a GPU are busy."""
-    links = sum(count for (gpu, _), count in wires.items() if gpu == 0)
-    return 1e-3 * 2 * (ranks - 1) / ranks * nbytes / (links * NVLINK_GBYTES)
+def best_us(links: Links, ranks: int = 8, nbytes: float = 1e9) -> float:
+    """The lower bound for any rings: all NVLinks out of a GPU are saturated."""
+    link_count = sum(count for (gpu, _), count in links.items() if gpu == 0)
+    return 1e-3 * 2 * (ranks - 1) / ranks * nbytes / (link_count * NVLINK_GBYTES)

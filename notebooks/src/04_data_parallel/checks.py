@@ -13,15 +13,15 @@ from .scenarios import (
     STEPS,
     Weights,
     busiest_link_bytes,
-    cut_bytes,
+    expected_service,
+    expected_steps,
     is_placement,
-    right_service,
-    right_steps,
-    served_by_many,
+    push_and_pull,
+    run_server,
     sizes_of_gpt,
+    split_bytes,
     staleness_of,
     two_steps,
-    with_a_server,
 )
 
 
@@ -30,66 +30,68 @@ def server_step(student: Student) -> Iterator[str]:
     """server_step(comm, model, optimizer): gradients to rank 0, one step, weights to every rank."""
     for size in (2, 3, 4):
         ran = run(size, two_steps, student)
-        right = right_steps(size)
+        expected = expected_steps(size)
         for step in range(STEPS):
-            for rank, (found, _) in enumerate(ran.values):
-                before = ran.values[rank][0][step - 1] if step else right[0]
-                _compare(f"on {size} ranks, after step {step}", rank, before, found[step], right,
-                         step)  # fmt: skip
+            for rank, (weights, _) in enumerate(ran.values):
+                before = ran.values[rank][0][step - 1] if step else expected[0]
+                context = f"on {size} ranks, after step {step}"
+                _check_weights(context, rank, before, weights[step], expected, step)
         for rank, (_, states) in enumerate(ran.values):
             if (states > 0) != (rank == 0):
                 fail(
-                    f"rank {rank} has an optimizer state for {states} parameters.",
-                    expected="a state on rank 0 alone: the others need none",
-                    hint="Who calls optimizer.step()?",
+                    f"rank {rank} has optimizer state for {states} parameters.",
+                    expected="optimizer state on rank 0 only",
+                    hint="Which ranks call optimizer.step()?",
                 )
-        model_bytes = sum(w.nbytes for w in right[0].values())
-        each = [STEPS * model_bytes * (size - 1 if rank == 0 else 1) for rank in range(size)]
-        for rank, (sent, should) in enumerate(zip(ran.wire_bytes, each)):
-            if sent != should:
+        model_bytes = sum(w.nbytes for w in expected[0].values())
+        expected_bytes = [
+            STEPS * model_bytes * (size - 1 if rank == 0 else 1) for rank in range(size)
+        ]
+        for rank, (sent, correct) in enumerate(zip(ran.wire_bytes, expected_bytes)):
+            if sent != correct:
                 fail(
                     f"on {size} ranks, rank {rank} sends {sent:,} bytes in {STEPS} steps.",
-                    expected=f"{should:,}: "
-                    + ("P to each of the others, per step" if rank == 0 else "P per step"),
-                    hint="Each gradient travels once to the server, and each weight once to each "
-                    "worker; nobody passes anything on.",
+                    expected=f"{correct:,}: "
+                    + ("P to each worker per step" if rank == 0 else "P per step"),
+                    hint="Send each gradient once to the server, and each weight once to each "
+                    "worker; workers forward nothing.",
                 )
-    yield "the weights of a single process on every rank, with 2, 3 and 4 ranks"
-    yield "the optimizer's state on the server alone"
-    yield "P sent by a worker, (n-1) P by the server"
+    yield "every rank has the weights of a single process, on 2, 3 and 4 ranks"
+    yield "only the server has optimizer state"
+    yield "per step, a worker sends P bytes and the server (n-1) P"
 
 
-def _compare(
-    where: str, rank: int, before: Weights, found: Weights, right: list[Weights], step: int
+def _check_weights(
+    context: str, rank: int, before: Weights, weights: Weights, expected: list[Weights], step: int
 ) -> None:
-    for name, good in right[step + 1].items():
-        mine = found[name]
-        if not difference(mine, good, 1e-5):
+    for name, correct in expected[step + 1].items():
+        actual = weights[name]
+        if not difference(actual, correct, 1e-5):
             continue
-        if not difference(mine, before[name], 1e-7):
+        if not difference(actual, before[name], 1e-7):
             fail(
-                f"{where}, rank {rank} still has its old {name}.",
+                f"{context}, {name} on rank {rank} has not changed.",
                 expected="the server's new weights",
-                hint="What does a worker receive? Is it written into the parameter?",
+                hint="Does the worker write the received weights into the parameter?",
             )
-        moved, should = mine - right[step][name], good - right[step][name]
-        ratio = float((moved * should).sum() / (should * should).sum())
-        if not difference(moved, ratio * should, 1e-4):
+        update, correct_update = actual - expected[step][name], correct - expected[step][name]
+        ratio = float((update * correct_update).sum() / (correct_update * correct_update).sum())
+        if not difference(update, ratio * correct_update, 1e-4):
             fail(
-                f"{where}, {name} of rank {rank} has moved {ratio:.3g} × as far as it should.",
-                expected="a step with the mean of the ranks' gradients",
-                hint="The sum of how many? Divided by how many?",
+                f"{context}, the update of {name} on rank {rank} is {ratio:.3g} × the right one.",
+                expected="an update by the mean of the ranks' gradients",
+                hint="How many gradients did you add, and by what did you divide?",
             )
         fail(
-            f"{where}, {name} of rank {rank} is not that of a single process: "
-            f"{difference(mine, good, 1e-5)}.",
-            hint="Whose gradients are in the step? Are all of them?",
+            f"{context}, {name} on rank {rank} is {difference(actual, correct, 1e-5)}.",
+            expected="the weights of a single process",
+            hint="Does the update contain the gradients of all ranks?",
         )
 
 
 @exercise(points=2)
 def staleness(student: Student) -> Iterator[str]:
-    """staleness(order): of each update, if the workers' pushes are taken in this order."""
+    """staleness(order): the staleness of each update, for pushes taken in this order."""
     cases = [
         [1, 1, 1],
         [1, 2, 3, 1, 2, 3],
@@ -97,80 +99,83 @@ def staleness(student: Student) -> Iterator[str]:
         [2, 3, 3, 3, 1],
     ]
     ran = run(4, staleness_of, cases)
-    for order, right in zip(cases, ran.values[0]):
-        found = alone(student, list(order))
-        found = list(found) if isinstance(found, (list, tuple)) else found
-        if problem := difference(found, right, 0):
+    for order, expected in zip(cases, ran.values[0]):
+        returned = alone(student, list(order))
+        returned = list(returned) if isinstance(returned, (list, tuple)) else returned
+        if problem := difference(returned, expected, 0):
             fail(
-                f"with order={order} your function returned {problem}.",
-                expected=right,
-                found=brief(found),
-                hint="Which version had this worker pulled, and how many updates came since?",
+                f"with order={order}, your function returned {problem}.",
+                expected=expected,
+                found=brief(returned),
+                hint="Which version had this worker pulled, and how many updates followed?",
             )
-    yield f"the staleness of {sum(map(len, cases))} updates, as labkit's server counts them"
+    yield f"the staleness of {sum(map(len, cases))} updates, as counted by labkit's server"
 
 
 @exercise(points=3)
 def serve(student: Student) -> Iterator[str]:
     """serve(comm, w, lr, pushes): takes pushes as they arrive, and answers each worker at once."""
     for late in (2, 1):
-        ran = run(3, with_a_server, student, late)
+        ran = run(3, run_server, student, late)
         answer = ran.values[0]
         taken = list(answer[0]) if isinstance(answer[0], (list, tuple)) else answer[0]
         early = 3 - late
-        right = [early] * PUSHES + [late] * PUSHES
-        if taken != right:
+        expected = [early] * PUSHES + [late] * PUSHES
+        if taken != expected:
             fail(
                 f"with worker {late} late, serve returned {brief(taken)}.",
-                expected=f"{right}: the workers in the order in which their pushes came",
+                expected=f"{expected}: the workers in the order in which their pushes arrived",
             )
-        weights, pulled = right_service(right)
+        final, pulled = expected_service(expected)
         for worker in (early, late):
-            for k, (mine, good) in enumerate(zip(ran.values[worker], pulled[worker])):
-                if problem := difference(mine, good, 1e-5):
+            for k, (received, correct) in enumerate(zip(ran.values[worker], pulled[worker])):
+                if problem := difference(received, correct, 1e-5):
                     fail(
-                        f"with worker {late} late, worker {worker} pulls wrong weights after its "
+                        f"with worker {late} late, worker {worker} receives wrong weights after "
                         f"push {k}: {problem}.",
-                        expected=good.tolist(),
-                        found=mine.tolist(),
-                        hint="First w -= lr * gradient, with this one gradient; then the answer.",
+                        expected=correct.tolist(),
+                        found=received.tolist(),
+                        hint="First apply this gradient, w -= lr * gradient; then send w.",
                     )
-        if problem := difference(answer[1], weights, 1e-5):
+        if problem := difference(answer[1], final, 1e-5):
             fail(
-                f"with worker {late} late, w on rank 0 ends as {problem}.",
-                expected=weights.tolist(),
-                hint="Change w itself: w -= ..., and not w = w - ...",
+                f"with worker {late} late, the final w on rank 0 is {problem}.",
+                expected=final.tolist(),
+                hint="Update w in place: w -= ..., not w = w - ...",
             )
-    yield "a late worker holds nobody up, whichever it is"
-    yield f"{2 * PUSHES} gradients applied, each by itself, and each answered with the weights then"
+    yield "a late worker delays no other, whichever is late"
+    yield f"{2 * PUSHES} gradients applied one by one, each answered with the new weights"
 
 
 @exercise(points=3)
 def place(student: Student) -> Iterator[str | Score]:
     """place(nbytes, servers): which rank serves each parameter."""
     nbytes = sizes_of_gpt()
-    ran = run(SERVERS, served_by_many, student, nbytes)
+    ran = run(SERVERS, push_and_pull, student, nbytes)
     for rank, servers in enumerate(ran.values):
         if not is_placement(servers, len(nbytes), SERVERS):
             fail(
-                f"rank {rank} returned {brief(servers)}: that is not a server for each parameter.",
-                expected=f"a list of {len(nbytes)} whole numbers from 0 to {SERVERS - 1}",
+                f"rank {rank} returned {brief(servers)}, which does not name a server for each "
+                "parameter.",
+                expected=f"a list of {len(nbytes)} integers from 0 to {SERVERS - 1}",
             )
-    found = busiest_link_bytes(ran.values[0], nbytes)
-    _sent_as_placed(ran.wire_bytes, ran.values[0], nbytes)
+    busiest = busiest_link_bytes(ran.values[0], nbytes)
+    _assert_sent_as_placed(ran.wire_bytes, ran.values[0], nbytes)
     one_server = busiest_link_bytes([0] * len(nbytes), nbytes)
-    if found >= one_server:
+    if busiest >= one_server:
         fail(
-            f"the busiest link carries {found:,} bytes, no less than with one server.",
-            expected=f"less than {one_server:,}",
+            f"the busiest link carries {busiest:,} bytes, no less than with one server.",
+            expected=f"fewer than {one_server:,}",
             hint="Let every rank serve some of the parameters.",
         )
-    yield f"{len(nbytes)} parameters served by {SERVERS} ranks, and sent so"
-    yield f"(were they cut anywhere, {cut_bytes(nbytes):,} bytes would be enough)"
-    yield Score(found, BEST_BYTES, "bytes over the busiest link")
+    yield f"{len(nbytes)} parameters served by {SERVERS} ranks, with all messages sent"
+    yield f"(if parameters could be split anywhere, {split_bytes(nbytes):,} bytes would be enough)"
+    yield Score(busiest, BEST_BYTES, "bytes over the busiest link")
 
 
-def _sent_as_placed(sent: list[int], servers: list[int], nbytes: list[int]) -> None:
-    for rank, its in enumerate(sent):
-        own = sum(one for server, one in zip(servers, nbytes) if server == rank)
-        assert its == (SERVERS - 1) * own + sum(nbytes) - own, "what is scored is what was sent"
+def _assert_sent_as_placed(sent: list[int], servers: list[int], nbytes: list[int]) -> None:
+    for rank, sent_bytes in enumerate(sent):
+        own = sum(size for server, size in zip(servers, nbytes) if server == rank)
+        assert sent_bytes == (SERVERS - 1) * own + sum(nbytes) - own, (
+            "the score counts the bytes that were sent"
+        )

@@ -1,4 +1,4 @@
-"""Runs of lab 04's answers on ranks, and the results of a single process."""
+"""Lab 04: answers run on ranks, and the results of a single process."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -44,34 +44,34 @@ class Momentum:
 
 def two_steps(comm: Any, student: Student) -> tuple[list[Weights], int]:
     """The weights after each of two steps, and how many parameters have optimizer state here."""
-    model, found = small_model(), []
+    model, weights = small_model(), []
     optimizer = Momentum(model.parameters())
     for step in range(STEPS):
         x, y = some_rows(4 * comm.size, seed=step)
-        mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+        shard = slice(4 * comm.rank, 4 * comm.rank + 4)
         optimizer.zero_grad()
-        F.mse_loss(model(x[mine]), y[mine]).backward()
+        F.mse_loss(model(x[shard]), y[shard]).backward()
         student(comm, model, optimizer)
-        found.append(weights_of(model))
-    return found, len(optimizer.state)
+        weights.append(weights_of(model))
+    return weights, len(optimizer.state)
 
 
-def right_steps(size: int) -> list[Weights]:
-    """The weights of a single process, at first and after each of the two steps."""
+def expected_steps(size: int) -> list[Weights]:
+    """The weights of a single process, before and after each of the two steps."""
     model = small_model()
-    optimizer, found = Momentum(model.parameters()), [weights_of(model)]
+    optimizer, weights = Momentum(model.parameters()), [weights_of(model)]
     for step in range(STEPS):
         x, y = some_rows(4 * size, seed=step)
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
-        found.append(weights_of(model))
-    return found
+        weights.append(weights_of(model))
+    return weights
 
 
 def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
-    """The staleness of each update of labkit's server, if it takes the pushes in these orders."""
-    found = []
+    """The staleness of each update by labkit's server, for pushes taken in these orders."""
+    staleness = []
     for order in orders:
         model = AsyncParameterServer(nn.Linear(1, 1), Momentum, comm, order=order)  # type: ignore[arg-type]
 
@@ -81,11 +81,11 @@ def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
                 model(torch.ones(1, 1)).sum().backward()
                 model.step()
 
-        found.append([update.staleness for update in model.run(work)])
-    return found
+        staleness.append([update.staleness for update in model.run(work)])
+    return staleness
 
 
-# --- exercise 3: each worker pulls the weights towards its own target
+# --- exercise 3: each worker moves the weights toward its own target
 
 LR, PUSHES = 0.25, 3
 
@@ -95,8 +95,8 @@ def gradient(worker: int, weights: Tensor) -> Tensor:
     return weights - torch.tensor([float(worker), -1.0, 10.0 * worker])
 
 
-def with_a_server(comm: Any, student: Student, late: int) -> Any:
-    """The student's function serves on rank 0. Worker `late` starts after the other worker ends."""
+def run_server(comm: Any, student: Student, late: int) -> Any:
+    """The student's function serves on rank 0. Worker `late` starts when the other has finished."""
     weights = torch.zeros(3)
     if comm.rank == 0:
         taken = student(comm, weights, LR, PUSHES)
@@ -115,13 +115,13 @@ def with_a_server(comm: Any, student: Student, late: int) -> Any:
     return pulled
 
 
-def right_service(taken: list[int]) -> tuple[Tensor, dict[int, list[Tensor]]]:
-    """The final weights, and those that each worker pulls, if pushes are taken in this order."""
+def expected_service(taken: list[int]) -> tuple[Tensor, dict[int, list[Tensor]]]:
+    """The final weights, and those each worker pulls, for pushes taken in this order."""
     weights = torch.zeros(3)
     pulled: dict[int, list[Tensor]] = {1: [], 2: []}
     for worker in taken:
-        had = pulled[worker][-1] if pulled[worker] else torch.zeros(3)
-        weights = weights - LR * gradient(worker, had)
+        worker_weights = pulled[worker][-1] if pulled[worker] else torch.zeros(3)
+        weights = weights - LR * gradient(worker, worker_weights)
         pulled[worker].append(weights)
     return weights, pulled
 
@@ -142,33 +142,33 @@ def busiest_link_bytes(servers: list[int], nbytes: list[int], size: int = SERVER
     """Bytes in and out per step on the busiest link: a rank serves its parameters to all others,
     and is a worker for the rest. `servers[i]` is the rank that serves parameter i."""
     served = [0] * size
-    for server, one in zip(servers, nbytes, strict=True):
-        served[server] += one
+    for server, size_bytes in zip(servers, nbytes, strict=True):
+        served[server] += size_bytes
     return max(2 * (size - 1) * own + 2 * (sum(nbytes) - own) for own in served)
 
 
-def cut_bytes(nbytes: list[int]) -> int:
+def split_bytes(nbytes: list[int]) -> int:
     """The same if parameters could be split anywhere: each server has 1/n of the bytes."""
     each = -(-sum(nbytes) // SERVERS)
     return 2 * (SERVERS - 1) * each + 2 * (sum(nbytes) - each)
 
 
-def served_by_many(comm: Any, student: Student, nbytes: list[int]) -> Any:
-    """The student's placement, and its pushes and pulls, really sent."""
+def push_and_pull(comm: Any, student: Student, nbytes: list[int]) -> Any:
+    """The student's placement, after its pushes and pulls have been sent."""
     servers = student(list(nbytes), comm.size)
     if is_placement(servers, len(nbytes), comm.size):
-        for server, one in zip(map(int, servers), nbytes):
-            here = comm.rank == server
-            x = torch.zeros(one // 4)
+        for server, size_bytes in zip(map(int, servers), nbytes):
+            is_server = comm.rank == server
+            x = torch.zeros(size_bytes // 4)
             comm.gather(
-                x, [torch.empty_like(x) for _ in range(comm.size)] if here else None, server
+                x, [torch.empty_like(x) for _ in range(comm.size)] if is_server else None, server
             )
-            comm.scatter(x, [x] * comm.size if here else None, server)
+            comm.scatter(x, [x] * comm.size if is_server else None, server)
         return [int(x) for x in servers]
     return servers
 
 
 def is_placement(servers: Any, count: int, size: int) -> bool:
     """Whether `servers` names a rank below `size` for each of `count` parameters."""
-    right = isinstance(servers, list) and len(servers) == count
-    return right and all(isinstance(x, Integral) and 0 <= int(x) < size for x in servers)
+    listed = isinstance(servers, list) and len(servers) == count
+    return listed and all(isinstance(x, Integral) and 0 <= int(x) < size for x in servers)

@@ -1,6 +1,6 @@
-"""Runs of lab 05's answers on ranks, and the results of a single process.
+"""Lab 05: answers run on ranks.
 
-A small model, the same on all ranks; each rank has its share of a batch of random rows.
+All ranks have the same small model; each has its share of a batch of random rows.
 """
 
 from typing import Any
@@ -18,18 +18,18 @@ from labkit.parallel.common.flat import MB
 Gradients = dict[str, Tensor | None]
 
 
-def gradients_now(model: nn.Module) -> Gradients:
-    """The gradients themselves: a view of a bucket stays a view."""
+def current_gradients(model: nn.Module) -> Gradients:
+    """The gradients, not copied: a view of a bucket stays a view."""
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]]:
-    """Gradients and weights after one backward and the student's function."""
+    """Gradients and weights after one backward and a call of the student's function."""
     model, (x, y) = small_model(), some_rows(4 * comm.size)
-    mine = slice(4 * comm.rank, 4 * comm.rank + 4)
-    F.mse_loss(model(x[mine]), y[mine]).backward()
+    shard = slice(4 * comm.rank, 4 * comm.rank + 4)
+    F.mse_loss(model(x[shard]), y[shard]).backward()
     student(comm, model)
-    return gradients_now(model), [p.detach() for p in model.parameters()]
+    return current_gradients(model), [p.detach() for p in model.parameters()]
 
 
 def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gradients]], int]:
@@ -39,24 +39,24 @@ def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gr
     overlapped = student(comm, model)
     for step in range(2):
         x, y = some_rows(4 * comm.size, seed=step)
-        mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+        shard = slice(4 * comm.rank, 4 * comm.rank + 4)
         model.zero_grad()
         with listen() as events:
             seen: list[tuple[int, int, int]] = []
 
-            def look(events: list[Any] = events, seen: list[Any] = seen) -> None:
+            def record(events: list[Any] = events, seen: list[Any] = seen) -> None:
                 blocking = sum(e.blocking for e in events)
                 seen.append((len(events), blocking, sum(e.wait_ended_s > 0 for e in events)))
 
-            out = model[1:](Passing.apply(model[0](x[mine]), look))
-            F.mse_loss(out, y[mine]).backward()
+            out = model[1:](Passing.apply(model[0](x[shard]), record))
+            F.mse_loss(out, y[shard]).backward()
             overlapped.finish()
-            never = sum(not event.wait_ended_s for event in events)
+            unawaited = sum(not event.wait_ended_s for event in events)
         copies = {
             n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
         }
         steps.append((*seen[0], copies))
-    return steps, never
+    return steps, unawaited
 
 
 def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients, int]:
@@ -69,13 +69,13 @@ def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients
     with listen() as events:
         student(ddp, list(zip(x, y)))
     reduced = [event for event in events if event.op == "all_reduce"]
-    return gradients_now(model), sum(event.bus_bytes for event in reduced)
+    return current_gradients(model), sum(event.bus_bytes for event in reduced)
 
 
 def sent_in_buckets(
     comm: Any, student: Student, nbytes: list[int], ready_us: list[float]
 ) -> list[int]:
-    """The student's counts; their buckets are really sent."""
+    """The student's counts, after an all-reduce of each bucket."""
     counts = student(list(nbytes), list(ready_us))
     if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
         first = 0

@@ -758,7 +758,7 @@ check.ring_s(ring_s)
 
 
 # %%
-def product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s):
+def matmul_s(m, n, k, element_bytes, flops_per_s, bytes_per_s):
     ### BEGIN SOLUTION
     moved_bytes = element_bytes * (m * k + k * n + m * n)
     return max(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s)
@@ -766,7 +766,7 @@ def product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s):
 
 
 # %% tags=["nbval-check-output"]
-check.product_s(product_s)
+check.matmul_s(matmul_s)
 
 # %% [markdown]
 # ### Exercise 3: Volumes

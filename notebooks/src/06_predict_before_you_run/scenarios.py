@@ -22,30 +22,30 @@ MODELS = (  # MB of a bucket, rows, sizes: a large vocabulary, small buckets, wi
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a DDP step. Seconds of computation are without any waiting."""
+    """The facts of a DDP step. Seconds of computation include no waiting."""
 
     forward_s: float
     backward_s: float
     optimizer_s: float
     bucket_bytes: tuple[int, ...]  # in the order of sending; the last has the embedding
     bucket_s: tuple[float, ...]  # each all-reduce, latency included
-    head_part: float  # the head's part of backward's FLOPs, 0 to 1; it comes first
+    head_part: float  # the head's share of backward's FLOPs, 0 to 1; computed first
 
 
 @cache
 def steps() -> list[tuple[str, Facts, float]]:
     """Name of each configuration, its facts, and the replayed seconds of its step."""
-    found = []
+    configurations = []
     for bucket_mb, rows, sizes in MODELS:
         trace = dry_run(partial(_train, bucket_mb, rows, sizes), ranks=RANKS)
         tokens, width = rows * sizes["context"], sizes["width"]
         head = tokens * width * sizes["vocab"]
         layer = 12 * tokens * width**2 + 2 * tokens * sizes["context"] * width
         head_part = head / (head + sizes["depth"] * layer)
-        for where in _clusters():
-            name = f"width {width}, depth {sizes['depth']}, on {where.name}"
-            found.append((name, *_facts(trace, where, head_part)))
-    return found
+        for target in _clusters():
+            name = f"width {width}, depth {sizes['depth']}, on {target.name}"
+            configurations.append((name, *_facts(trace, target, head_part)))
+    return configurations
 
 
 def _train(bucket_mb: float, rows: int, sizes: dict[str, int]) -> None:
@@ -65,10 +65,10 @@ def _clusters() -> list[Cluster]:
     return [cluster("v100-cloud"), slower, selene, cluster("dgx-h100")]
 
 
-def _facts(trace: Trace, where: Cluster, head_part: float) -> tuple[Facts, float]:
-    replayed, alone = replay(trace, where), replay(trace, _with_free_wires(where)).ranks[0]
-    step = alone.steps[0]
-    (backward,) = [x for x in alone.spans if x.phase == "backward" and x.depth == 0]
+def _facts(trace: Trace, target: Cluster, head_part: float) -> tuple[Facts, float]:
+    replayed, computing = replay(trace, target), replay(trace, _with_free_links(target)).ranks[0]
+    step = computing.steps[0]
+    (backward,) = [x for x in computing.spans if x.phase == "backward" and x.depth == 0]
     sent = replayed.ranks[0].comms
     facts = Facts(
         backward.began_s - step.began_s,
@@ -81,8 +81,8 @@ def _facts(trace: Trace, where: Cluster, head_part: float) -> tuple[Facts, float
     return facts, split_of(replayed).step_s
 
 
-def _with_free_wires(where: Cluster) -> Cluster:
-    assert where.between is not None
+def _with_free_links(target: Cluster) -> Cluster:
+    assert target.between is not None
     free = {"bytes_per_s": 1e30, "latency_s": 0.0, "start_s": 0.0}
-    inside, between = (replace(level, **free) for level in (where.inside, where.between))  # type: ignore[arg-type]
-    return replace(where, inside=inside, between=between)
+    inside, between = (replace(level, **free) for level in (target.inside, target.between))  # type: ignore[arg-type]
+    return replace(target, inside=inside, between=between)

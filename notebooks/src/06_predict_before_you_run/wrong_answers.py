@@ -3,13 +3,13 @@ from answers import Solution, right
 # ---- ring_s(nbytes, n, latency_s, bytes_per_s)
 
 Solution("06.ring_s").slips("""
-one_latency: Each of the messages, one after the other, has its own latency
+one_latency: Each of the messages, one after another, adds its latency
     return latency_s + 2 * (n - 1) / n * nbytes / bytes_per_s
-sends_all_of_it_each_time: How large is the chunk that is sent in one step?
+sends_everything_in_each_step: How large is the chunk sent in one step?
     nbytes / n / -> nbytes /
-half_a_ring: How many messages follow each other, and how long is each?
+half_a_ring: How many messages follow one another, and how long does each take?
     2 * (n - 1) -> (n - 1)
-forgets_that_one_is_alone: 4,000,000 bytes over 1 rank take
+sends_with_a_single_rank: of 4,000,000 bytes over 1 rank should take 0 s
     2 * (n - 1) -> max(2 * (n - 1), 1)
 returns_nothing: ring_s returned None
     return None
@@ -18,19 +18,19 @@ in_two_halves
         sum(latency_s + nbytes / n / bytes_per_s for _ in range(2 * (n - 1)))
 """)
 
-# ---- product_s(m, n, k, element_bytes, flops_per_s, bytes_per_s)
+# ---- matmul_s(m, n, k, element_bytes, flops_per_s, bytes_per_s)
 
-Solution("06.product_s").slips("""
-one_after_the_other: Both happen at the same time
+Solution("06.matmul_s").slips("""
+no_overlap: Arithmetic and memory traffic overlap
     max(2 * m * n * k / flops_per_s, moved_bytes / bytes_per_s) ->
         2 * m * n * k / flops_per_s + moved_bytes / bytes_per_s
-arithmetic_alone: the slower of the two decides
+arithmetic_alone: the slower of the two sets the time
     return 2 * m * n * k / flops_per_s
 multiplications_alone: How many multiplications and additions
     2 * m * n * k -> m * n * k
-forgets_the_result: Which bytes are read, which are written?
+forgets_the_result: Which bytes are read, and which are written?
     + m * n) -> )
-the_faster_one: the slower of the two decides
+the_faster_one: the slower of the two sets the time
     max( -> min(
 """)
 
@@ -52,15 +52,15 @@ one_number: expected: three numbers: (data, tensor, pipeline)
 # ---- done_s(program)
 
 Solution("06.done_s").slips("""
-everything_in_a_row: the rank goes on at once
+everything_in_sequence: the rank continues at once
     return sum(how for what, how in program if what != "wait")
 never_waits: What does a wait wait for?
     return sum(how for what, how in program if what == "compute")
-a_wire_for_each: Its rank must have sent it, and the wire must be free
+a_link_for_each_message: The rank must have issued it, and the link must be free
     max(now_s, free_s) -> now_s
-time_goes_back: A wait for what is over takes no time
+time_goes_back: A wait for a finished message takes no time
     max(now_s, ends[how]) -> ends[how]
-the_wire_never_rests: Its rank must have sent it, and the wire must be free
+the_link_is_never_idle: The rank must have issued it, and the link must be free
     if ends else 0.0 -> if ends else now_s
     max(now_s, free_s) -> free_s
 """)
@@ -68,9 +68,9 @@ the_wire_never_rests: Its rank must have sent it, and the wire must be free
 # ---- step_in_closed_form_s(facts)
 
 Solution("06.step_in_closed_form_s").slips("""
-nothing_is_hidden: more than that of perfect overlap
+nothing_is_hidden: more than perfect overlap's 64
     return facts.forward_s + facts.backward_s + sum(facts.bucket_s) + facts.optimizer_s
-forgets_the_optimizer: What is left out?
+forgets_the_optimizer: What is missing?
     return facts.forward_s + max(facts.backward_s, sum(facts.bucket_s))
 counts_buckets_twice: What is counted twice?
     return facts.forward_s + facts.backward_s + facts.optimizer_s + 2 * sum(facts.bucket_s)
@@ -89,7 +89,7 @@ def equal_buckets(facts):
 
 @right("06.step_in_closed_form_s")
 def the_best_known(facts):
-    """The head's products are larger than the layers', and run faster: 0.8 is by eye."""
+    """The head's matmuls are larger than the layers' and run faster; 0.8 is tuned by hand."""
     *early, _ = facts.bucket_bytes
     head, filled_bytes, free_s = 0.8 * facts.head_part, 0, 0.0
     for nbytes, seconds in zip(early, facts.bucket_s):

@@ -1,5 +1,5 @@
-"""The open exercise of lab 07, on paper: gradients that become ready one after the other, the wire
-of a cluster, and the most that a rank holds of them at once.
+"""A model of lab 07's open exercise: gradients become ready one by one, a cluster's link sends full
+buckets, and a rank holds the gradients that have not been sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,44 +16,44 @@ from labkit.replaying import Compute, Costs, Issue, run
 
 RANKS, TOKENS, MESSAGES = 32, 8192, 10
 ELEMENT_BYTES = 2  # gradients in 16 bits
-CLUSTERS = ("v100-cloud", "dgx-h100")  # a slow wire, a fast one
-BEST_KB = 100_880  # at the peaks of both clusters together: the best known
+CLUSTERS = ("v100-cloud", "dgx-h100")  # a slow link, a fast one
+BEST_KB = 100_880  # the sum of both clusters' peaks: the best known
 
 
 @dataclass(frozen=True)
 class Backward:
-    """One backward on a cluster: gradient i has `nbytes[i]` and is there after `ready_us[i]`, in
-    the order in which backward makes them."""
+    """One backward on a cluster: gradient i, in backward's order, has `nbytes[i]` bytes and is
+    ready after `ready_us[i]`."""
 
     name: str
     nbytes: tuple[int, ...]
     ready_us: tuple[float, ...]
 
     def held_bytes(self, counts: Sequence[int]) -> list[tuple[float, int]]:
-        """Microsecond, and bytes from then on, when bucket i takes the next counts[i]: a gradient
-        is held from when it is there until its bucket has been reduce-scattered, then 1/n of it.
+        """(microsecond, bytes held from then on), if bucket i takes the next counts[i] gradients.
+        A ready gradient is held until its bucket has been reduce-scattered; 1/n remains.
         """
         ends = [0, *accumulate(counts)]
         sizes = [sum(self.nbytes[i:j]) for i, j in pairwise(ends)]
         changes = list(zip(self.ready_us, self.nbytes))
-        for nbytes, over_us in zip(sizes, self._over_us(ends, sizes)):
-            changes.append((over_us, nbytes // RANKS - nbytes))
+        for nbytes, sent_us in zip(sizes, self._sent_us(ends, sizes)):
+            changes.append((sent_us, nbytes // RANKS - nbytes))
         changes.sort()
         return list(zip((when for when, _ in changes), accumulate(change for _, change in changes)))
 
     def peak_bytes(self, counts: Sequence[int]) -> int:
-        """The most of it."""
+        """The largest of `held_bytes`."""
         return max(nbytes for _, nbytes in self.held_bytes(counts))
 
-    def _over_us(self, ends: Sequence[int], sizes: Sequence[int]) -> list[float]:
-        """When each bucket has been sent, by the clock of the replays."""
+    def _sent_us(self, ends: Sequence[int], sizes: Sequence[int]) -> list[float]:
+        """When each bucket has been sent, by the replay's clock, which here counts µs."""
         program: list[Compute | Issue] = []
         now_us = 0.0
         for i, last in enumerate(ends[1:]):
             program.append(Compute(self.ready_us[last - 1] - now_us))
             program.append(Issue(i, (0,), 1e6 * _seconds(self.name, sizes[i])))
             now_us = self.ready_us[last - 1]
-        return [timed.ended_s for timed in run({0: program})[0][1::2]]  # seconds stand for µs
+        return [timed.ended_s for timed in run({0: program})[0][1::2]]
 
 
 @cache
@@ -68,22 +68,22 @@ def _seconds(name: str, nbytes: int) -> float:
 
 @cache
 def backwards() -> list[Backward]:
-    """Of a GPT with 84M parameters, on each cluster. A weight takes 4 operations per token: 2 for
-    its own gradient and 2 for that of its input."""
+    """The backward of a GPT with 84M parameters, on each cluster. A weight takes 4 FLOPs per
+    token: 2 for its gradient and 2 for the gradient of its input."""
     with torch.device("meta"):
         weights = list(GPT(vocab=8192, width=1024, depth=6, heads=16, context=512).parameters())
     numels = [p.numel() for p in reversed(weights)]
-    found = []
+    cases = []
     for name in CLUSTERS:
-        flops_per_s = 0.5 * cluster(name).device.peak_flops["float16"]  # half of it is usual
+        flops_per_s = 0.5 * cluster(name).device.peak_flops["float16"]  # half of the peak is usual
         ready_us = accumulate(1e6 * 4 * numel * TOKENS / flops_per_s for numel in numels)
         nbytes = tuple(ELEMENT_BYTES * numel for numel in numels)
-        found.append(Backward(name, nbytes, tuple(ready_us)))
-    return found
+        cases.append(Backward(name, nbytes, tuple(ready_us)))
+    return cases
 
 
 def equal_counts(gradients: int, messages: int) -> list[int]:
-    """As many gradients in each bucket, as far as possible."""
+    """Equally many gradients in each bucket, as far as possible."""
     return counts_of([gradients * i // messages for i in range(messages + 1)])
 
 
@@ -93,7 +93,7 @@ def counts_of(ends: Sequence[int]) -> list[int]:
 
 
 def sent_in_buckets(comm: Any, student: Callable[..., Any], case: Backward) -> Any:
-    """The counts that the student chose; the buckets they mean are really sent, at 1/1000."""
+    """The student's counts, after a reduce-scatter of each bucket, at 1/1000 of its size."""
     counts = student(case, MESSAGES)
     if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
         ends = [0, *accumulate(counts)]

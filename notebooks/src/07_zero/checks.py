@@ -16,15 +16,15 @@ from labkit.parallel.common.flat import FlatPartition
 from .buckets import BEST_KB, MESSAGES, backwards, equal_counts, sent_in_buckets
 from .scenarios import (
     ADAM_STEPS,
-    CUTS,
-    clipped,
-    first_adam,
-    gathered,
-    right_shares,
-    right_weights,
+    BUCKET_SIZES,
+    expected_shares,
+    expected_weights,
+    first_optimizer,
+    gather_pieces,
+    initial_weights,
+    run_adam_steps,
+    run_clip,
     shares_of_rank,
-    some_adam_steps,
-    some_weights,
     two_steps,
 )
 
@@ -37,21 +37,21 @@ LAYOUTS: tuple[tuple[list[int], int], ...] = (
 
 @exercise(points=2)
 def pieces(student: Student) -> Iterator[str]:
-    """pieces(numels, ranks, rank): which part of each tensor lies in the share of `rank`."""
+    """pieces(numels, ranks, rank): the part of each tensor in the share of `rank`."""
     for numels, ranks in LAYOUTS:
         layout = FlatPartition([torch.Size([numel]) for numel in numels], ranks)
         for rank in range(ranks):
-            right = [(one.index, one.start, one.numel) for one in layout.pieces(rank)]
-            found = alone(student, list(numels), ranks, rank)
-            where = f"tensors of {numels} elements on {ranks} ranks: rank {rank}"
-            _same_pieces(found, right, where, layout.share)
-    yield "every share equally large, on 2, 3 and 4 ranks, with padding at the end"
+            expected = [(piece.index, piece.start, piece.numel) for piece in layout.pieces(rank)]
+            returned = alone(student, list(numels), ranks, rank)
+            call = f"pieces({numels}, {ranks}, {rank})"
+            _check_pieces(call, returned, expected, layout.share)
+    yield "shares of equal size, on 2, 3 and 4 ranks, with padding at the end"
     for numels, ranks in LAYOUTS[:3]:
-        ran = run(ranks, gathered, student, numels)
+        ran = run(ranks, gather_pieces, student, numels)
         for whole in ran.values:
             wanted = [100.0 * i + torch.arange(float(numel)) for i, numel in enumerate(numels)]
-            assert torch.equal(whole, torch.cat(wanted)), "the pieces are right, and so is this"
-    yield "gathered from real ranks, the shares are the tensors again"
+            assert torch.equal(whole, torch.cat(wanted)), "correct pieces restore the tensors"
+    yield "the shares, all-gathered on real ranks, restore the tensors"
 
 
 # ---- ToOwners(comm, buckets)
@@ -60,19 +60,19 @@ def pieces(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def ToOwners(student: Student) -> Iterator[str]:
     """ToOwners(comm, buckets): reduces each full bucket to its owners while backward runs."""
-    full = len(CUTS) - 1  # the last one waits for the first layer
+    full = len(BUCKET_SIZES) - 1  # the last bucket waits for the first layer
     for size in (2, 3):
         ran = run(size, two_steps, student)
         for rank, steps in enumerate(ran.values):
             for seed, step in enumerate(steps):
-                _under_way(rank, step, full)
-                right = right_shares(size, rank, seed)
-                _same_shares(size, rank, seed, step.shares, right)
-                _freed(rank, step, sum(x.nbytes for x in right))
-        _bytes_to_owners(size, ran)
-    yield "this rank's share of the mean, in two steps, on 2 and 3 ranks"
-    yield f"{full} of {full + 1} buckets under way before backward comes to the first layer"
-    yield "(n-1)/n of the bytes sent; afterwards a rank holds its shares, and nothing else"
+                _check_in_flight(rank, step, full)
+                expected = expected_shares(size, rank, seed)
+                _check_shares(size, rank, seed, step.shares, expected)
+                _check_freed(rank, step, sum(x.nbytes for x in expected))
+        _check_bucket_bytes(size, ran)
+    yield "each rank has its share of the mean, in two steps, on 2 and 3 ranks"
+    yield f"{full} of {full + 1} buckets in flight when backward reaches the first layer"
+    yield "(n-1)/n of the bytes sent; after finish(), a rank holds its shares and nothing else"
 
 
 # ---- ShardedAdam(comm, flat, lr)
@@ -80,25 +80,25 @@ def ToOwners(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def ShardedAdam(student: Student) -> Iterator[str]:
-    """ShardedAdam(comm, flat, lr): Adam on this rank's share, in fp32; then all ranks get all."""
+    """ShardedAdam(comm, flat, lr): Adam on this rank's share, in fp32; then all get all weights."""
     size = 3
-    warm(size, first_adam)
-    ran = run(size, some_adam_steps, student)
-    right, before = right_weights(size), some_weights(size)
+    warm(size, first_optimizer)
+    ran = run(size, run_adam_steps, student)
+    expected, original = expected_weights(size), initial_weights(size)
     for rank, (weights, held_bytes) in enumerate(ran.values):
-        _same_weights(size, rank, weights, right, before)
-        if held_bytes > 12 * len(right) / size + 64:
+        _check_weights(size, rank, weights, expected, original)
+        if held_bytes > 12 * len(expected) / size + 64:
             fail(
-                f"rank {rank} holds {held_bytes / len(right):.3g} bytes per parameter beside the "
-                "weights.",
+                f"rank {rank} holds {held_bytes / len(expected):.3g} bytes per parameter in "
+                "addition to the weights.",
                 expected=f"12/n = {12 / size:g} on {size} ranks: master copy and two moments of "
                 "its share",
-                hint="Who else keeps the state of the other shares? Is a gradient left over?",
+                hint="Do you keep optimizer state for other ranks' shares? Do you keep a gradient?",
             )
-    _bytes_of_adam(size, ran, right.nbytes)
-    yield f"the weights of one process after {ADAM_STEPS} steps, on {size} ranks"
-    yield "12/n bytes per parameter held for the optimizer"
-    yield "(n-1)/n of the weights sent by a rank, in bf16"
+    _check_weight_bytes(size, ran, expected.nbytes)
+    yield f"every rank has the weights of one process after {ADAM_STEPS} steps, on {size} ranks"
+    yield "12/n bytes of optimizer state per parameter"
+    yield "each rank sends (n-1)/n of the weights, in bf16"
 
 
 # ---- clip(comm, shares, max_norm)
@@ -106,38 +106,41 @@ def ShardedAdam(student: Student) -> Iterator[str]:
 
 @exercise(points=2)
 def clip(student: Student) -> Iterator[str]:
-    """clip(comm, shares, max_norm): as torch's clip_grad_norm_ on the whole gradient."""
+    """clip(comm, shares, max_norm): like torch's clip_grad_norm_ on the whole gradient."""
     for size, max_norm in ((2, 1.0), (3, 0.5), (3, 1e6)):
         whole = [[x.clone() for x in shares_of_rank(size, rank)] for rank in range(size)]
-        parameters = [nn.Parameter(torch.zeros_like(x)) for its in whole for x in its]
-        for p, x in zip(parameters, [x for its in whole for x in its]):
+        parameters = [
+            nn.Parameter(torch.zeros_like(x)) for rank_shares in whole for x in rank_shares
+        ]
+        for p, x in zip(parameters, [x for rank_shares in whole for x in rank_shares]):
             p.grad = x
-        right = float(nn.utils.clip_grad_norm_(parameters, max_norm))
-        ran = run(size, clipped, student, max_norm)
+        expected_norm = float(nn.utils.clip_grad_norm_(parameters, max_norm))
+        ran = run(size, run_clip, student, max_norm)
         for rank, (norm, shares) in enumerate(ran.values):
-            _same_norm(size, rank, norm, right)
-            for mine, good, was in zip(shares, whole[rank], shares_of_rank(size, rank)):
-                if not difference(mine, good, 1e-4):
+            _check_norm(size, rank, norm, expected_norm)
+            for clipped, correct, original in zip(shares, whole[rank], shares_of_rank(size, rank)):
+                if not difference(clipped, correct, 1e-4):
                     continue
                 hint = "By which factor does the whole gradient shrink?"
-                if max_norm > right:
-                    hint = "A gradient that is short enough stays as it is."
-                elif torch.equal(mine, was):
-                    hint = "Scale them in place: the caller has these tensors."
+                if max_norm > expected_norm:
+                    hint = "A gradient within max_norm stays unchanged."
+                elif torch.equal(clipped, original):
+                    hint = "Scale the shares in place: the caller keeps these tensors."
                 fail(
-                    f"on {size} ranks, with max_norm={max_norm:g} and a norm of {right:.4g}, rank "
-                    f"{rank}'s gradient is {float((mine / was).mean()):.3g} × what it was.",
-                    expected=f"{min(1, max_norm / right):.3g} ×, on every rank",
+                    f"on {size} ranks, with max_norm={max_norm:g} and a norm of "
+                    f"{expected_norm:.4g}, rank {rank} scales its gradient by "
+                    f"{float((clipped / original).mean()):.3g}.",
+                    expected=f"a factor of {min(1, max_norm / expected_norm):.3g} on every rank",
                     hint=hint,
                 )
         if max(ran.sent_bytes) > 2 * 8:
             fail(
                 f"rank 0 sends {ran.sent_bytes[0]:,.0f} bytes.",
-                expected="one number",
-                hint="What of its shares must another rank know?",
+                expected="one element",
+                hint="What must another rank know about these shares?",
             )
-    yield "norm and gradients as torch's clip_grad_norm_ has them, on 2 and 3 ranks"
-    yield "one number sent"
+    yield "norm and gradients equal those of torch's clip_grad_norm_, on 2 and 3 ranks"
+    yield "each rank sends one element"
 
 
 # ---- choose_buckets(backward, messages)
@@ -146,192 +149,199 @@ def clip(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def choose_buckets(student: Student) -> Iterator[str | Score]:
     """choose_buckets(backward, messages): how many gradients each bucket takes."""
-    total = equal = 0
+    total = equal_total = 0
     for case in backwards():
         ran = run(2, sent_in_buckets, student, case)
         for rank, counts in enumerate(ran.values):
-            _is_a_short_cut(rank, counts, len(case.nbytes))
+            _check_counts(rank, counts, len(case.nbytes))
         counts = ran.values[0]
         total += case.peak_bytes(counts)
-        equal += case.peak_bytes(equal_counts(len(case.nbytes), MESSAGES))
-    if total >= equal:
+        equal_total += case.peak_bytes(equal_counts(len(case.nbytes), MESSAGES))
+    if total >= equal_total:
         fail(
-            f"on both clusters together, the peaks are {total / 1e6:.1f} MB of gradients.",
-            expected=f"less than {equal / 1e6:.1f} MB, with as many gradients in each bucket",
-            hint="A bucket holds memory until it is full, and then until it has been sent.",
+            f"the two clusters' peaks add up to {total / 1e6:.1f} MB of gradients.",
+            expected=f"less than {equal_total / 1e6:.1f} MB, the sum for equally many gradients in "
+            "each bucket",
+            hint="A bucket holds memory until it is full and has been sent.",
         )
     yield f"every gradient in one of {MESSAGES} buckets, reduce-scattered by 2 ranks"
     yield Score(round(total / 1e3), BEST_KB, "kB held at the peaks of both clusters")
 
 
-# ---- what a student is told
+# ---- comparisons, with their messages
 
 
-def _same_pieces(found: Any, right: list[tuple[int, int, int]], where: str, share: int) -> None:
-    """Fails unless `found` are the pieces of `share` elements in this rank's share."""
-    triples = isinstance(found, (list, tuple)) and all(
-        isinstance(one, (list, tuple)) and len(one) == 3 and all(isinstance(x, int) for x in one)
-        for one in found
+def _check_pieces(
+    call: str, returned: Any, expected: list[tuple[int, int, int]], share: int
+) -> None:
+    """Fails unless `returned` lists the expected pieces of a share of `share` elements."""
+    triples = isinstance(returned, (list, tuple)) and all(
+        isinstance(x, (list, tuple)) and len(x) == 3 and all(isinstance(i, int) for i in x)
+        for x in returned
     )
     if not triples:
         fail(
-            f"{where} has {brief(found)}.",
-            expected="a list of (index, start, numel), whole numbers",
+            f"{call} returned {brief(returned)}.",
+            expected="a list of (index, start, numel), with integers",
         )
-    its = [(index, start, numel) for index, start, numel in found]
-    if its == right:
+    pieces = [(index, start, numel) for index, start, numel in returned]
+    if pieces == expected:
         return
-    hint = f"A share has {share} elements here. Where does it begin and end among all elements?"
-    if sum(one[2] for one in its) > share:
-        hint = "Shares are equally large: a tensor is cut wherever a share ends."
-    elif [one[::2] for one in its] == [one[::2] for one in right]:
-        hint = "`start` counts inside the tensor, from its own first element."
-    elif any(numel <= 0 for _, _, numel in its):
-        hint = "A tensor that has nothing in a share is no piece of it."
-    fail(f"{where} has other pieces.", expected=brief(right), found=brief(its), hint=hint)
+    hint = f"A share has {share} elements here: where does it start and end among all elements?"
+    if sum(numel for _, _, numel in pieces) > share:
+        hint = "Shares have equal size: split a tensor where a share ends."
+    elif [x[::2] for x in pieces] == [x[::2] for x in expected]:
+        hint = "`start` counts from the first element of the tensor."
+    elif any(numel <= 0 for _, _, numel in pieces):
+        hint = "Leave out a tensor that has no elements in the share."
+    fail(f"{call} returned wrong pieces.", expected=brief(expected), found=brief(pieces), hint=hint)
 
 
-def _under_way(rank: int, step: Any, full: int) -> None:
-    """Fails unless, in mid-backward, all `full` buckets are sent and freed and none awaited."""
-    moment = "when backward came to the first layer"
-    if step.asked != full:
+def _check_in_flight(rank: int, step: Any, full: int) -> None:
+    """Fails unless, in mid-backward, all `full` buckets are in flight and their gradients freed."""
+    moment = "when backward reached the first layer"
+    if step.started != full:
         fail(
-            f"{moment}, rank {rank} had sent {step.asked} buckets, but {full} were full.",
-            expected=f"{full} reduce-scatters under way",
-            hint="A bucket is full when the gradients of all its parameters are there.",
+            f"{moment}, rank {rank} had sent {step.started} buckets, but {full} were full.",
+            expected=f"{full} reduce-scatters in flight",
+            hint="A bucket is full when the gradients of all its parameters are ready.",
         )
     if step.blocking or step.waited:
         fail(
             f"{moment}, rank {rank} had waited for {step.blocking or step.waited} of its "
             "reduce-scatters.",
             expected="calls that return at once, and no wait during backward",
-            hint="async_op=True gives a handle; finish() may wait for it.",
+            hint="async_op=True returns a handle; finish() may wait for it.",
         )
     if step.not_freed:
         fail(
-            f"{moment}, rank {rank} still had {step.not_freed} gradients of buckets that it had "
-            "sent.",
-            expected="none: what is on its way is not needed a second time",
-            hint="Autograd keeps a gradient in p.grad: who lets go of it?",
+            f"{moment}, rank {rank} still held {step.not_freed} gradients of buckets in flight.",
+            expected="none: the bucket has a copy of each",
+            hint="Autograd keeps a gradient in p.grad: when can you set it to None?",
         )
-    if step.never_waited_for:
+    if step.unawaited:
         fail(
-            f"rank {rank} never waits for {step.never_waited_for} of its reduce-scatters.",
+            f"rank {rank} never waits for {step.unawaited} of its reduce-scatters.",
             expected="a wait for each, in finish()",
         )
 
 
-def _same_shares(size: int, rank: int, seed: int, found: Any, right: list[Tensor]) -> None:
+def _check_shares(
+    size: int, rank: int, seed: int, returned: Any, expected_shares: list[Tensor]
+) -> None:
     """Fails unless the rank has its share of the mean for each bucket."""
-    place = f"on {size} ranks" + (", in the second step" if seed else "")
-    expected = f"a list of {len(right)} tensors, one for each bucket"
-    several(found, len(right), f"{place}, rank {rank}'s `shares` is", expected)
-    for i, (mine, good) in enumerate(zip(found, right)):
-        problem = difference(mine, good, 1e-5)
+    context = f"on {size} ranks" + (", in the second step" if seed else "")
+    expected = f"a list of {len(expected_shares)} tensors, one for each bucket"
+    several(returned, len(expected_shares), f"{context}, rank {rank}'s `shares` is", expected)
+    for i, (actual, correct) in enumerate(zip(returned, expected_shares)):
+        problem = difference(actual, correct, 1e-5)
         if not problem:
             continue
-        hint = "Which parameter comes first in its bucket? Where does the padding stand?"
-        if isinstance(mine, Tensor) and mine.shape == good.shape:
-            ratio = float((mine * good).sum() / (good * good).sum())
-            if not difference(mine, ratio * good, 1e-5):
+        hint = "Which parameter comes first in its bucket? Where is the padding?"
+        if isinstance(actual, Tensor) and actual.shape == correct.shape:
+            ratio = float((actual * correct).sum() / (correct * correct).sum())
+            if not difference(actual, ratio * correct, 1e-5):
                 fail(
-                    f"{place}, rank {rank}'s share of bucket {i} is {ratio:.3g} × the right one.",
+                    f"{context}, rank {rank}'s share of bucket {i} is {ratio:.3g} × the right one.",
                     expected="the mean over the ranks",
-                    hint="The sum of how many? Divided how often?",
+                    hint="How many gradients did you add, and how often did you divide?",
                 )
-        elif isinstance(mine, Tensor):
-            hint = f"{len(good)} × {size} elements: the bucket, and zeros where it does not divide."
-        fail(f"{place}, rank {rank}'s share of bucket {i} is {problem}.", hint=hint)
+        elif isinstance(actual, Tensor):
+            hint = f"The padded bucket has {size} × {len(correct)} elements: pad it with zeros."
+        fail(f"{context}, rank {rank}'s share of bucket {i} is {problem}.", hint=hint)
 
 
-def _freed(rank: int, step: Any, shares_bytes: int) -> None:
-    """Fails if anything but the shares is left after finish()."""
+def _check_freed(rank: int, step: Any, shares_bytes: int) -> None:
+    """Fails if the rank holds anything but its shares after finish()."""
     if step.left:
         fail(
-            f"after finish(), rank {rank} still has the gradient of {step.left[0]}.",
-            expected="p.grad is None for all: the owner has the average, nobody needs the rest",
-            hint="In which line is a gradient of no more use?",
+            f"after finish(), rank {rank} still holds the gradient of {step.left[0]}.",
+            expected="p.grad is None for all parameters: only the owner needs the average",
+            hint="After which line is a gradient no longer needed?",
         )
     if step.held_bytes > shares_bytes:
         fail(
             f"after finish(), rank {rank} holds {step.held_bytes:,} bytes of gradients.",
-            expected=f"{shares_bytes:,} bytes, its shares",
-            hint="A view keeps its whole tensor alive, and a list of handles what they carry.",
+            expected=f"{shares_bytes:,} bytes: its shares",
+            hint="A view keeps its whole tensor alive; a handle keeps its tensors alive.",
         )
 
 
-def _bytes_to_owners(size: int, ran: Ran) -> None:
+def _check_bucket_bytes(size: int, ran: Ran) -> None:
     """Fails unless each padded bucket is sent once, by reduce-scatters alone."""
     only(ran, ["reduce_scatter"], "reduce-scatters alone")
-    padded = sum(len(x) * size * x.element_size() for x in right_shares(size, 0, 0))
-    right = 2 * (size - 1) * padded  # two steps
-    if sum(ran.sent_bytes) != right:
+    padded = sum(len(x) * size * x.element_size() for x in expected_shares(size, 0, 0))
+    expected = 2 * (size - 1) * padded  # two steps
+    if sum(ran.sent_bytes) != expected:
         fail(
             f"{size} ranks send {sum(ran.sent_bytes):,} bytes in two steps.",
-            expected=f"{right:,} = 2 · (n-1) · bytes of the padded buckets",
-            hint=f"The gradients are {sum(gradient_bytes()):,} bytes; each travels once.",
+            expected=f"{expected:,} = 2 · (n-1) · bytes of the padded buckets",
+            hint=f"The gradients are {sum(gradient_bytes()):,} bytes; send each once.",
         )
 
 
-def _same_weights(size: int, rank: int, found: Tensor, right: Tensor, before: Tensor) -> None:
-    """Fails unless `found`, the weights of a rank, are those of one process."""
-    if found.dtype != right.dtype:
-        fail(f"rank {rank}'s weights are {found.dtype} now.", expected=str(right.dtype))
-    places = len(right) // size
-    within = 1 / 128  # one step of bf16: another order of operations may round to the other side
-    good = [
-        not difference(mine.float(), its.float(), within)
-        for mine, its in zip(found.split(places), right.split(places))
+def _check_weights(
+    size: int, rank: int, actual: Tensor, expected: Tensor, original: Tensor
+) -> None:
+    """Fails unless a rank's weights equal those of a single process."""
+    if actual.dtype != expected.dtype:
+        fail(f"rank {rank}'s weights have become {actual.dtype}.", expected=str(expected.dtype))
+    share = len(expected) // size
+    within = 1 / 128  # the spacing of bf16: another order of operations may round otherwise
+    is_right = [
+        not difference(own.float(), correct.float(), within)
+        for own, correct in zip(actual.split(share), expected.split(share))
     ]
-    if all(good):
+    if all(is_right):
         return
-    if torch.equal(found, before):
+    if torch.equal(actual, original):
         fail(
-            f"on {size} ranks, rank {rank}'s weights are as they were.",
-            hint="Does the new value come into `flat`? A step of 0.01 is lost when it is added "
-            "to 5 in bf16: what does Adam step on?",
+            f"on {size} ranks, rank {rank}'s weights have not changed.",
+            hint="Do you write the new values into `flat`? In bf16, 5 + 0.01 rounds to 5: which "
+            "tensor does Adam update?",
         )
-    if sum(good) == 1 and good[rank]:
+    if sum(is_right) == 1 and is_right[rank]:
         fail(
             f"on {size} ranks, rank {rank} has the new weights of its own share only.",
             hint="Each rank needs all weights for its next forward.",
         )
-    other = good.index(False)
+    first_wrong = is_right.index(False)
     fail(
-        f"on {size} ranks, rank {rank}'s weights of share {other} are not those of one process: "
-        f"{difference(found.float(), right.float(), within)}.",
-        hint="AdamW with this lr, in each step. An fp32 copy is made once, and keeps what bf16 "
-        "would lose; the weights are its rounded image.",
+        f"on {size} ranks, rank {rank}'s weights are wrong in share {first_wrong}: "
+        f"{difference(actual.float(), expected.float(), within)}.",
+        hint="Step AdamW with this lr, once per step. Make the fp32 master copy once: it keeps "
+        "what bf16 rounds away. Round it into the weights.",
     )
 
 
-def _bytes_of_adam(size: int, ran: Ran, weights_bytes: int) -> None:
-    """Fails unless each step sends each rank's share of the bf16 weights once to all others."""
-    right = ADAM_STEPS * (size - 1) * weights_bytes
-    if sum(ran.sent_bytes) != right:
+def _check_weight_bytes(size: int, ran: Ran, weights_bytes: int) -> None:
+    """Fails unless, in each step, each rank sends its share of the bf16 weights to all others."""
+    expected = ADAM_STEPS * (size - 1) * weights_bytes
+    if sum(ran.sent_bytes) != expected:
         fail(
             f"{size} ranks send {sum(ran.sent_bytes):,} bytes in {ADAM_STEPS} steps.",
-            expected=f"{right:,}: each rank its share of the bf16 weights to all others, each step",
-            hint="Which collective gives every rank's part to all? In which dtype?",
+            expected=f"{expected:,}: in each step, each rank sends its share of the bf16 weights "
+            "to all",
+            hint="Which collective sends every rank's share to all? In which dtype?",
         )
 
 
-def _same_norm(size: int, rank: int, found: Any, right: float) -> None:
-    """Fails unless `found` is the norm of the whole gradient."""
+def _check_norm(size: int, rank: int, returned: Any, expected: float) -> None:
+    """Fails unless `returned` is the norm of the whole gradient."""
     try:
-        its = float(found)
+        norm = float(returned)
     except (TypeError, ValueError):
-        fail(f"rank {rank} returned {brief(found)}.", expected="the norm before clipping")
-    if not math.isclose(its, right, rel_tol=1e-4):
+        fail(f"rank {rank} returned {brief(returned)}.", expected="the norm before clipping")
+    if not math.isclose(norm, expected, rel_tol=1e-4):
         fail(
-            f"on {size} ranks, rank {rank} finds a norm of {its:.4g}, but {right:.4g} is right.",
+            f"on {size} ranks, rank {rank} should return a norm of {expected:.4g}, not {norm:.4g}.",
             expected="the norm of the whole gradient, the same on every rank",
-            hint="A norm is a root: which numbers may be added over the ranks?",
+            hint="A norm is a square root: which values may you add over the ranks?",
         )
 
 
-def _is_a_short_cut(rank: int, counts: Any, gradients: int) -> None:
-    """Fails unless `counts` splits the gradients into few enough messages."""
+def _check_counts(rank: int, counts: Any, gradients: int) -> None:
+    """Fails unless `counts` splits the gradients into at most MESSAGES buckets."""
     is_a_cut(rank, counts, gradients)
     if len(counts) > MESSAGES:
         fail(f"rank {rank} sends {len(counts)} messages.", expected=f"{MESSAGES} at most")

@@ -1,4 +1,4 @@
-"""Runs of lab 07's answers on ranks, and the results of a single process."""
+"""Lab 07: answers run on ranks, and the results of a single process."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,23 +14,23 @@ from labkit.course.samples import Passing, right_gradients, small_model, some_ro
 from labkit.memory.peak import PeakMemory
 from labkit.parallel.common.flat import FlatPartition
 
-CUTS = (2, 3, 3)  # parameters in each bucket, the last parameter first
+BUCKET_SIZES = (2, 3, 3)  # parameters in each bucket, the last parameter first
 ADAM_STEPS, LR = 20, 1e-2
 
 
 # --- pieces(numels, ranks, rank)
 
 
-def gathered(comm: Any, student: Student, numels: list[int]) -> Tensor:
+def gather_pieces(comm: Any, student: Student, numels: list[int]) -> Tensor:
     """The tensors all-gathered from every rank's pieces."""
     tensors = [100.0 * i + torch.arange(float(numel)) for i, numel in enumerate(numels)]
     layout = FlatPartition([x.shape for x in tensors], comm.size)
-    mine, at = torch.zeros(layout.share), 0
+    share, offset = torch.zeros(layout.share), 0
     for index, start, numel in student(list(numels), comm.size, comm.rank):
-        mine[at : at + numel] = tensors[index][start : start + numel]
-        at += numel
+        share[offset : offset + numel] = tensors[index][start : start + numel]
+        offset += numel
     whole = torch.empty(layout.padded)
-    comm.all_gather_into_tensor(whole, mine)
+    comm.all_gather_into_tensor(whole, share)
     return whole[: layout.numel]
 
 
@@ -40,72 +40,72 @@ def gathered(comm: Any, student: Student, numels: list[int]) -> Tensor:
 class Step(NamedTuple):
     """A rank's record of one step of backward and finish()."""
 
-    asked: int  # reduce-scatters started when backward reaches the first layer
+    started: int  # reduce-scatters started when backward reaches the first layer
     blocking: int  # of these
     waited: int  # of these
     not_freed: int  # gradients of buckets that are in flight
     shares: Any
     left: list[str]  # parameters that have a .grad at the end
-    held_bytes: int  # made in this step, and still there at the end
-    never_waited_for: int
+    held_bytes: int  # allocated in this step, and still held at the end
+    unawaited: int
 
 
 def buckets_of_small_model(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The model's parameters in the order of backward, split as CUTS says."""
+    """The model's parameters in backward's order, split into buckets."""
     last_first = list(model.parameters())[::-1]
-    ends = [sum(CUTS[:i]) for i in range(len(CUTS) + 1)]
+    ends = [sum(BUCKET_SIZES[:i]) for i in range(len(BUCKET_SIZES) + 1)]
     return [last_first[begin:end] for begin, end in pairwise(ends)]
 
 
-def right_shares(size: int, rank: int, seed: int) -> list[Tensor]:
+def expected_shares(size: int, rank: int, seed: int) -> list[Tensor]:
     """This rank's share of the mean gradients of each bucket."""
     gradients = list(right_gradients(size, seed=seed).values())[::-1]
     shares = []
-    for cut in CUTS:
-        some, gradients = gradients[:cut], gradients[cut:]
-        layout = FlatPartition([g.shape for g in some], size)
+    for count in BUCKET_SIZES:
+        bucket, gradients = gradients[:count], gradients[count:]
+        layout = FlatPartition([g.shape for g in bucket], size)
         flat = torch.zeros(layout.padded)
-        for g, view in zip(some, layout.views(flat), strict=True):
+        for g, view in zip(bucket, layout.views(flat), strict=True):
             view.copy_(g)
         shares.append(layout.share_of(flat, rank))
     return shares
 
 
 def two_steps(comm: Any, student: Student) -> list[Step]:
-    """This rank's record while the student's class reduces the gradients of two backwards."""
+    """This rank's record of two backwards, with the student's class reducing the gradients."""
     model, steps = small_model(), []
     buckets = buckets_of_small_model(model)
     to_owners = student(comm, buckets)
     for seed in range(2):
         x, y = some_rows(4 * comm.size, seed)
-        mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+        rows = slice(4 * comm.rank, 4 * comm.rank + 4)
         with listen() as events:
             seen: list[tuple[int, int, int, int]] = []
 
-            def look(events: list[Any] = events, seen: list[Any] = seen) -> None:
-                under_way = [p for bucket in buckets[: len(events)] for p in bucket]
+            def record(events: list[Any] = events, seen: list[Any] = seen) -> None:
+                in_flight = [p for bucket in buckets[: len(events)] for p in bucket]
                 seen.append(
                     (
                         len(events),
                         sum(event.blocking for event in events),
                         sum(event.wait_ended_s > 0 for event in events),
-                        sum(p.grad is not None for p in under_way),
+                        sum(p.grad is not None for p in in_flight),
                     )
                 )
 
-            value = F.mse_loss(model[1:](Passing.apply(model[0](x[mine]), look)), y[mine])
+            value = F.mse_loss(model[1:](Passing.apply(model[0](x[rows]), record)), y[rows])
             with PeakMemory() as memory:
                 value.backward()
                 to_owners.finish()
-            never = sum(not event.wait_ended_s for event in events)
+            unawaited = sum(not event.wait_ended_s for event in events)
         left = [name for name, p in model.named_parameters() if p.grad is not None]
-        shares = _copied(getattr(to_owners, "shares", None))
-        steps.append(Step(*seen[0], shares, left, memory.held_bytes, never))
+        shares = _copies(getattr(to_owners, "shares", None))
+        steps.append(Step(*seen[0], shares, left, memory.held_bytes, unawaited))
     return steps
 
 
-def _copied(shares: Any) -> Any:
-    """A copy of what finish() leaves, which the next step cannot change."""
+def _copies(shares: Any) -> Any:
+    """Copies of the shares, which the next step cannot change."""
     if not isinstance(shares, (list, tuple)):
         return shares
     return [x.detach().clone() if isinstance(x, Tensor) else x for x in shares]
@@ -114,24 +114,24 @@ def _copied(shares: Any) -> Any:
 # --- ShardedAdam(comm, flat, lr)
 
 
-def some_weights(size: int, share: int = 500) -> Tensor:
-    """Weights in bf16, so large that one step of Adam is lost in the addition; all steps together
-    are six times the spacing of bf16."""
+def initial_weights(size: int, share: int = 500) -> Tensor:
+    """Weights in bf16, so large that adding one step of Adam rounds to no change; all steps
+    together are six times the spacing of bf16."""
     generator = torch.Generator().manual_seed(7)
     return (4.5 + torch.rand(size * share, generator=generator)).bfloat16()
 
 
 def gradients_of_step(weights: Tensor, step: int) -> Tensor:
-    """Gradients in bf16, the same on all ranks, different in each step. Sizes differ between
-    weights, from 1e-4 to 1: Adam's steps are equally large for all of them, SGD's are not."""
+    """Gradients in bf16, the same on all ranks, different in each step. Their magnitudes range
+    from 1e-4 to 1: Adam's steps are equally large for all, SGD's are not."""
     generator = torch.Generator().manual_seed(100 + step)
     sizes = 10.0 ** -(torch.arange(len(weights)) % 5)
     return (sizes * (0.5 + torch.rand(len(weights), generator=generator))).bfloat16()
 
 
-def right_weights(size: int) -> Tensor:
+def expected_weights(size: int) -> Tensor:
     """The weights of one process after the steps, with an fp32 master copy of everything."""
-    weights = some_weights(size)
+    weights = initial_weights(size)
     master = nn.Parameter(weights.float())
     adam = torch.optim.AdamW([master], lr=LR)
     for step in range(ADAM_STEPS):
@@ -140,21 +140,21 @@ def right_weights(size: int) -> Tensor:
     return master.detach().bfloat16()
 
 
-def first_adam() -> None:
-    """Make a rank's first optimizer, which loads much of torch."""
+def first_optimizer() -> None:
+    """Create a rank's first optimizer, which imports much of torch."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
 
 
-def some_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
+def run_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
     """The weights after the steps, and the bytes that the student's object then holds."""
-    weights = some_weights(comm.size)
+    weights = initial_weights(comm.size)
     with PeakMemory() as memory:
         sharded = student(comm, weights, LR)
     for step in range(ADAM_STEPS):
-        mine = gradients_of_step(weights, step).chunk(comm.size)[comm.rank].clone()
+        gradient = gradients_of_step(weights, step).chunk(comm.size)[comm.rank].clone()
         with memory:
-            sharded.step(mine)
-        del mine
+            sharded.step(gradient)
+        del gradient
     held_bytes = memory.held_bytes
     return weights.detach(), held_bytes
 
@@ -162,11 +162,11 @@ def some_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
 # --- clip(comm, shares, max_norm)
 
 
-def clipped(comm: Any, student: Student, max_norm: float) -> tuple[Any, list[Tensor]]:
+def run_clip(comm: Any, student: Student, max_norm: float) -> tuple[Any, list[Tensor]]:
     """The value of the student's function, and this rank's shares afterwards."""
-    mine = [part.clone() for part in shares_of_rank(comm.size, comm.rank)]
-    norm = student(comm, mine, max_norm)
-    return norm, mine
+    shares = [part.clone() for part in shares_of_rank(comm.size, comm.rank)]
+    norm = student(comm, shares, max_norm)
+    return norm, shares
 
 
 def shares_of_rank(size: int, rank: int) -> Sequence[Tensor]:

@@ -5,16 +5,16 @@ from answers import Solution, right
 # ---- pieces(numels, ranks, rank)
 
 Solution("07.pieces").slips("""
-forgets_to_round_up: [5, 1, 4] elements on 3 ranks: rank 0 has other pieces
+forgets_to_round_up: pieces([5, 1, 4], 3, 0) returned wrong pieces
     -(-sum(numels) // ranks) -> sum(numels) // ranks
-whole_tensors: a tensor is cut wherever a share ends
+whole_tensors: split a tensor where a share ends
     return [(i, 0, numel) for i, numel in enumerate(numels) if i % ranks == rank]
-starts_in_the_share: counts inside the tensor
+starts_in_the_share: counts from the first element of the tensor
     (index, first - begin, -> (index, first - rank * share,
-empty_ones_too: nothing in a share is no piece
+empty_pieces_too: Leave out a tensor that has no elements in the share
     if first < last: -> if True:
     last - first)) -> max(0, last - first)))
-the_first_one_only: has (0, 0, 7)
+the_first_piece_only: returned (0, 0, 7)
     return found -> return found[0]
 """)
 
@@ -28,9 +28,9 @@ ForgetsToDivide: share of bucket 0 is 2 × the right one
     self.buckets[i]]) / self.comm.size -> self.buckets[i]])
 DividesTwice: share of bucket 0 is 0.5 × the right one
     self.buckets[i]]) / self.comm.size -> self.buckets[i]]) / self.comm.size**2
-NeverFrees: still had 5 gradients of buckets that it had sent
+NeverFrees: still held 5 gradients of buckets in flight
     p.grad = None -> pass
-KeepsAView: holds
+KeepsAView: bytes of gradients
     flat.new_empty(len(flat) // self.comm.size) -> flat.chunk(self.comm.size)[self.comm.rank]
 WaitsAtOnce: had waited for 2 of its reduce-scatters
     self.handles.append(handle) ->
@@ -42,7 +42,7 @@ AllReduces: rank 0 calls all_reduce
     self.handles.clear() ->
         self.handles.clear()
         self.shares = [share.clone() for share in self.shares]
-# These two send every bucket, and rightly, but when nothing is left to overlap with.
+# The next two send every bucket correctly, but too late to overlap.
 SendsInFinish: had sent 0 buckets, but 2 were full
     self.missing[i] -= 1
     if self.missing[i]:
@@ -66,7 +66,7 @@ CountsOnTheWrongBucket: had sent 0 buckets, but 2 were full
                 for i in range(len(self.buckets)):
                     self.send(i)
         def send(self, i):
-DoesNotBeginAgain: had sent 0 buckets, but 2 were full
+DoesNotResetTheCounts: had sent 0 buckets, but 2 were full
     self.missing = [len(bucket) for bucket in self.buckets] -> pass
 """)
 
@@ -75,34 +75,34 @@ DoesNotBeginAgain: had sent 0 buckets, but 2 were full
 Solution("07.ShardedAdam").slips("""
 NeverGathers: has the new weights of its own share only
     self.comm.all_gather_into_tensor(self.flat, self.share) -> pass
-NoMaster: weights are as they were
+NoMaster: weights have not changed
     self.share.float() -> self.share
     gradient.float() -> gradient
-MasterFromTheWeightsEachTime: weights are as they were
+MasterFromTheWeightsEachTime: weights have not changed
     self.adam.step() ->
         self.master.data.copy_(self.share)
         self.adam.step()
-PlainSGD: are not those of one process
+PlainSGD: weights are wrong in share
     torch.optim.AdamW -> torch.optim.SGD
-HalfTheRate: are not those of one process
+HalfTheRate: weights are wrong in share
     lr=lr -> lr=lr / 2
-SomewhatLess: are not those of one process
+LowerRate: weights are wrong in share
     lr=lr -> lr=0.6 * lr
-HalfAsMuchAgain: are not those of one process
+OneAndAHalfTimesTheRate: weights are wrong in share
     lr=lr -> lr=1.5 * lr
-SkipsSteps: are not those of one process
+SkipsSteps: weights are wrong in share
     self.adam.step() ->
         self.is_odd = not getattr(self, "is_odd", False)
         if self.is_odd:
             self.adam.step()
-StateOfEverybody: bytes per parameter beside the weights
+StateOfAllShares: bytes per parameter in addition to the weights
     self.share.float() -> flat.float()
     self.master.grad = gradient.float() ->
         self.master.grad = torch.zeros(len(self.flat))
         self.master.grad.chunk(self.comm.size)[self.comm.rank].copy_(gradient)
     self.share.copy_(self.master.detach()) ->
         self.share.copy_(self.master.detach().chunk(self.comm.size)[self.comm.rank])
-KeepsTheGradient: bytes per parameter beside the weights
+KeepsTheGradient: bytes per parameter in addition to the weights
     self.master.grad = None -> pass
 GathersInFp32: bytes in 20 steps
     self.comm.all_gather_into_tensor(self.flat, self.share) ->
@@ -114,7 +114,7 @@ GathersInFp32: bytes in 20 steps
 
 @right("07.ShardedAdam")
 class AdamByHand:
-    """As Kingma and Ba write it, with the decay taken together with the step."""
+    """Adam as Kingma and Ba write it, with weight decay added to the step."""
 
     def __init__(self, comm, flat, lr):
         self.comm, self.flat, self.lr, self.steps = comm, flat, lr, 0
@@ -135,16 +135,16 @@ class AdamByHand:
 # ---- clip(comm, shares, max_norm)
 
 Solution("07.clip").slips("""
-its_own_norm: rank 0 finds a norm of
+its_own_norm: rank 0 should return a norm of
     comm.all_reduce(total) -> pass
-adds_norms: which numbers may be added
+adds_norms: which values may you add
     for share in shares) -> for share in shares).sqrt()
     norm = total.sqrt() -> norm = total
-always_scales: short enough stays as it is
+always_scales: within max_norm stays unchanged
     .clamp(max=1.0) ->
-scales_copies: in place
+scales_copies: Scale the shares in place
     share *= -> share = share *
-gathers_everything: expected: one number
+gathers_everything: expected: one element
     comm.all_reduce(total) ->
         mine = torch.cat(shares)
         whole = torch.empty(len(mine) * comm.size)
@@ -155,14 +155,14 @@ gathers_everything: expected: one number
 # ---- choose_buckets(backward, messages)
 
 Solution("07.choose_buckets").slips("""
-one_bucket: the peaks are
+one_bucket: the two clusters' peaks add up to
     return [len(backward.nbytes)]
-one_for_each: rank 0 sends 100 messages
+one_message_for_each_gradient: rank 0 sends 100 messages
     return [1] * len(backward.nbytes)
-loses_the_rest: that does not cut 100 gradients into buckets
+drops_the_remainder: that does not cut 100 gradients into buckets
     return [3] * messages
-almost_all_in_the_last: the peaks are
+almost_all_in_the_last: the two clusters' peaks add up to
     return [1] * (messages - 1) + [len(backward.nbytes) - messages + 1]
-as_many_in_each: expected: less than 126.1 MB
+equal_counts: expected: less than 126.1 MB
     return equal_counts(len(backward.nbytes), messages)
 """)

@@ -10,20 +10,20 @@ from labkit.course.findings import brief, difference, equal, fail, several
 from labkit.course.ranks import Ran, alone, only, run
 from labkit.parallel.common.flat import FlatPartition
 
-from .prefetch import LIMIT_BYTES, WIRES, exposed_us, layers_of, most_held_bytes
+from .prefetch import LIMIT_BYTES, LINKS, exposed_us, layers_of, most_held_bytes
 from .scenarios import (
     LAYERS,
     SHAPES,
     UNITS,
-    gathered,
-    needed,
-    parameters_of_the_unit,
-    right_output,
+    expected_output,
+    run_forward,
+    run_gather,
+    run_layers,
     share_of,
     single_process,
-    through_layers,
     unit_flat,
-    watched,
+    unit_parameters,
+    unsharded,
     weights,
 )
 
@@ -37,29 +37,30 @@ BEST_US = 169_739  # of choose_units, the best known
 def gather_unit(student: Student) -> Iterator[str]:
     """gather_unit(comm, share, shapes): the whole parameters of a unit, from all ranks' shares."""
     for size in (2, 3, 4):
-        ran = run(size, gathered, student)
-        right, shapes = parameters_of_the_unit(), [tuple(shape) for shape in SHAPES]
-        for rank, (found, _) in enumerate(ran.values):
-            expected = f"a list of {len(right)} tensors, of the shapes {shapes}"
-            several(found, len(right), f"rank {rank} returned", expected)
+        ran = run(size, run_gather, student)
+        expected_parameters, shapes = unit_parameters(), [tuple(shape) for shape in SHAPES]
+        for rank, (returned, _) in enumerate(ran.values):
+            expected = f"a list of {len(expected_parameters)} tensors, of the shapes {shapes}"
+            several(returned, len(expected_parameters), f"rank {rank} returned", expected)
         equal(
-            [list(found) for found, _ in ran.values],
-            [right] * size,
-            hint="The shares, one after the other, are the tensors, one after the other. Where is "
-            "the padding?",
+            [list(returned) for returned, _ in ran.values],
+            [expected_parameters] * size,
+            hint="The concatenated shares are the concatenated tensors and padding: where is the "
+            "padding?",
         )
         padded_bytes = 4 * FlatPartition(SHAPES, size).padded
-        _all_gathers(ran, 1, "for all tensors of the unit together")
-        _sent(ran.sent_bytes, (size - 1) * padded_bytes // size, "(n-1)/n of the padded bytes")
+        _check_all_gathers(ran, 1, "all tensors of the unit in one")
+        nbytes = (size - 1) * padded_bytes // size
+        _check_sent(ran.sent_bytes, nbytes, "(n-1)/n of the padded bytes")
         for rank, (_, held) in enumerate(ran.values):
             if held > padded_bytes:
                 fail(
-                    f"rank {rank} holds {held:,} bytes at once.",
-                    expected=f"{padded_bytes:,} bytes: the unit, once",
-                    hint="A view of the buffer costs nothing; a copy holds the unit twice.",
+                    f"rank {rank} holds {held:,} bytes at its peak.",
+                    expected=f"{padded_bytes:,} bytes: one copy of the unit",
+                    hint="A view of the buffer takes no memory; a copy holds the unit twice.",
                 )
-    yield "the parameters of all ranks' shares, on 2, 3 and 4 ranks, one of them with padding"
-    yield "one all-gather, (n-1)/n of the bytes, and the unit once in memory"
+    yield "the unit's parameters, on 2, 3 and 4 ranks, with and without padding"
+    yield "one all-gather, (n-1)/n of the bytes, and one copy of the unit in memory"
 
 
 # ---- GatheredLinear: forward(ctx, x, share, comm, shape), backward(ctx, dy)
@@ -67,80 +68,83 @@ def gather_unit(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def GatheredLinear(student: Student) -> Iterator[str]:
-    """GatheredLinear: a layer whose weight is whole only while it computes."""
+    """GatheredLinear: a layer that gathers its weight only while it computes."""
     for size in (2, 3):
-        ran, grads = run(size, through_layers, student), single_process(size)
-        for rank, mine in enumerate(ran.values):
-            where, right = f"on {size} ranks, rank {rank}", needed(rank, size)
-            if difference(mine["value"], right["value"], 1e-5):
+        ran, grads = run(size, run_layers, student), single_process(size)
+        for rank, actual in enumerate(ran.values):
+            context, reference = f"on {size} ranks, rank {rank}", unsharded(rank, size)
+            if difference(actual["value"], reference["value"], 1e-5):
                 fail(
-                    f"{where} computes another loss, {mine['value']:.6g}.",
-                    expected=f"{right['value']:.6g}",
+                    f"{context} computes a wrong loss, {actual['value']:.6g}.",
+                    expected=f"{reference['value']:.6g}",
                     hint="A layer is x @ weight.T; weight is [out, in].",
                 )
-            _gradients(where, rank, size, mine["gradients"], grads)
-            if difference(mine["x"], right["x"], 1e-5):
+            _check_gradients(context, rank, size, actual["gradients"], grads)
+            if difference(actual["x"], reference["x"], 1e-5):
                 fail(
-                    f"{where}: the gradient of x is not right.",
-                    hint="dx = dy @ weight. It belongs to this rank's rows alone: nobody sums it.",
+                    f"{context}: the gradient of x is wrong.",
+                    hint="dx = dy @ weight. It belongs to this rank's rows: do not reduce it.",
                 )
-            _not_kept(where, size, mine, right)
-        _traffic(size, ran)
-    yield "losses and gradients of a single process, on 2 and 3 ranks; each gradient is a share"
-    yield "between forward and backward no weight is whole; at most as much memory as needed"
-    yield "two all-gathers and one reduce-scatter a layer: 3 (n-1)/n P, no byte more"
+            _check_memory(context, size, actual, reference)
+        _check_traffic(size, ran)
+    yield "the losses and gradients of a single process, on 2 and 3 ranks, each gradient sharded"
+    yield "no whole weight between forward and backward; no more peak memory than needed"
+    yield "two all-gathers and one reduce-scatter per layer: exactly 3 (n-1)/n P bytes"
 
 
-def _gradients(where: str, rank: int, size: int, found: list[Any], right: list[Tensor]) -> None:
-    for i, (mine, whole) in enumerate(zip(found, right)):
-        good = share_of([whole], rank, size)
-        if not isinstance(mine, Tensor) or mine.shape != good.shape:
+def _check_gradients(
+    context: str, rank: int, size: int, shares: list[Any], gradients: list[Tensor]
+) -> None:
+    for i, (actual, whole) in enumerate(zip(shares, gradients)):
+        correct = share_of([whole], rank, size)
+        if not isinstance(actual, Tensor) or actual.shape != correct.shape:
             fail(
-                f"{where}: the gradient of layer {i}'s share is {brief(mine)}.",
-                expected=f"a tensor of shape {tuple(good.shape)}, as the share",
+                f"{context}: the gradient of layer {i}'s share is {brief(actual)}.",
+                expected=f"a tensor of shape {tuple(correct.shape)}, like the share",
             )
-        if not difference(mine, good, 1e-4):
+        if not difference(actual, correct, 1e-4):
             continue
-        if not difference(mine, size * good, 1e-4):
+        if not difference(actual, size * correct, 1e-4):
             fail(
-                f"{where}: the gradient of layer {i}'s share is {size} × the right one.",
+                f"{context}: the gradient of layer {i}'s share is {size} × the right one.",
                 expected="the mean over the ranks",
-                hint="reduce_scatter sums.",
+                hint="reduce_scatter computes a sum over the ranks.",
             )
         fail(
-            f"{where}: the gradient of layer {i}'s share is not that of all ranks' rows: "
-            f"{difference(mine, good, 1e-4)}.",
-            hint="dw = dy.T @ x lies flat, is padded with zeros, divided, and reduced to its "
-            "owners.",
+            f"{context}: the gradient of layer {i}'s share is {difference(actual, correct, 1e-4)}.",
+            expected="the mean over all ranks' rows",
+            hint="Flatten dw = dy.T @ x, pad it with zeros, divide, and reduce it to its owners.",
         )
 
 
-def _not_kept(where: str, size: int, mine: dict[str, Any], right: dict[str, Any]) -> None:
-    too_much = mine["held_bytes"] - right["held_bytes"]
+def _check_memory(
+    context: str, size: int, actual: dict[str, Any], reference: dict[str, Any]
+) -> None:
+    too_much = actual["held_bytes"] - reference["held_bytes"]
     if too_much > 0:
         whole_bytes = 4 * sum(shape.numel() for shape in LAYERS)
         fail(
-            f"{where} holds {too_much:,} bytes too much between forward and backward"
-            + (": the weights of all layers, whole." if too_much >= whole_bytes else "."),
-            expected="activations and shares",
-            hint="Who keeps the gathered weight alive? What does save_for_backward save?",
+            f"{context} holds {too_much:,} bytes too many between forward and backward"
+            + (": the whole weights of all layers." if too_much >= whole_bytes else "."),
+            expected="activations and shares only",
+            hint="What keeps the gathered weight alive? What do you pass to save_for_backward?",
         )
-    too_much = mine["peak_bytes"] - right["peak_bytes"]
+    too_much = actual["peak_bytes"] - reference["peak_bytes"]
     two_more = 2 * 4 * max(FlatPartition([shape], size).padded for shape in LAYERS)
-    if too_much > two_more:  # a copy to flatten it, another to divide it
+    if too_much > two_more:  # one copy to flatten it, another to divide it
         fail(
-            f"{where} holds {too_much:,} bytes more at its peak than are needed.",
-            expected="the weight and the gradient of one layer, whole",
+            f"{context} holds {too_much:,} bytes more than necessary at its peak.",
+            expected="at most one layer's whole weight and whole gradient",
         )
 
 
-def _traffic(size: int, ran: Ran) -> None:
+def _check_traffic(size: int, ran: Ran) -> None:
     expected = "all-gathers of weights and reduce-scatters of gradients"
-    hint = "Who needs the sum? Only the owner of a share."
+    hint = "Which rank needs the sum? Only the owner of the share."
     only(ran, ["all_gather", "reduce_scatter"], expected, hint)
     padded = [4 * FlatPartition([w.shape], size).padded for w in weights()]
-    right = 3 * (size - 1) * sum(padded) // size
-    _sent(ran.sent_bytes, right, "3 (n-1)/n of the padded bytes: gather, gather, reduce")
+    nbytes = 3 * (size - 1) * sum(padded) // size
+    _check_sent(ran.sent_bytes, nbytes, "3 (n-1)/n of the padded bytes: gather, gather, reduce")
 
 
 # ---- forward_with_prefetch(comm, shares, layer, x, ahead)
@@ -148,129 +152,134 @@ def _traffic(size: int, ran: Ran) -> None:
 
 @exercise(points=3)
 def forward_with_prefetch(student: Student) -> Iterator[str]:
-    """forward_with_prefetch(comm, shares, layer, x, ahead): gathers each unit that many early."""
+    """forward_with_prefetch(comm, shares, layer, x, ahead): prefetches `ahead` units."""
     last = len(UNITS) - 1
     for size, ahead in ((2, 0), (2, 1), (3, 2)):
-        ran = run(size, watched, student, ahead)
+        ran = run(size, run_forward, student, ahead)
         for rank, (y, calls) in enumerate(ran.values):
-            where = f"with ahead={ahead}, rank {rank}"
+            context = f"with ahead={ahead}, rank {rank}"
             order = [call["unit"] for call in calls]
             if order != list(range(len(UNITS))):
                 fail(
-                    f"{where} computes units {order}.",
+                    f"{context} computes units {order}.",
                     expected=str(list(range(len(UNITS)))),
-                    hint="layer(i, flat, x) once for each share, in their order.",
+                    hint="Call layer(i, flat, x) once for each unit, in order.",
                 )
             for call in calls:
-                _one_call(where, call, size, ahead, last)
-            if problem := difference(y, right_output(size), 1e-5):
-                fail(f"{where} returned {problem}.", hint="What layer returns is the next x.")
-        _all_gathers(ran, len(UNITS), "one for each unit")
-    yield "every unit whole when it computes, on 2 and 3 ranks"
-    yield "while unit i computes, the next `ahead` are on their way, and nobody waits for them"
-    yield "what has computed is freed: never more than 1 + ahead units in memory"
+                _check_call(context, call, size, ahead, last)
+            if problem := difference(y, expected_output(size), 1e-5):
+                fail(
+                    f"{context} returned {problem}.", hint="layer returns the x for the next call."
+                )
+        _check_all_gathers(ran, len(UNITS), "one for each unit")
+    yield "every unit is whole when it computes, on 2 and 3 ranks"
+    yield "while unit i computes, the next `ahead` gathers are in flight"
+    yield "each unit is freed after it computes: at most 1 + ahead units in memory"
 
 
-def _one_call(where: str, call: dict[str, Any], size: int, ahead: int, last: int) -> None:
+def _check_call(context: str, call: dict[str, Any], size: int, ahead: int, last: int) -> None:
     i = call["unit"]
     elements = UNITS[i] * size
     if not isinstance(call["flat"], Tensor) or list(call["flat"].shape) != [elements]:
         fail(
-            f"{where}: unit {i} gets {brief(call['flat'])}.",
+            f"{context}: layer({i}, flat, x) is called with a `flat` of {brief(call['flat'])}.",
             expected=f"a flat tensor of {elements} elements: the shares of all ranks",
         )
     if problem := difference(call["flat"], unit_flat(i, size), 1e-6):
         fail(
-            f"{where}: unit {i} computes with numbers that are not there yet: {problem}.",
-            hint="What has to happen between asking for a gather and using what it brings?",
+            f"{context}: when unit {i} computes, `flat` is {problem}.",
+            hint="What must happen between the start of a gather and the use of its result?",
         )
-    wanted = min(i + ahead, last) + 1
-    if call["asked"] < wanted:
+    expected_count = min(i + ahead, last) + 1
+    if call["started"] < expected_count:
         fail(
-            f"{where}: when unit {i} computes, {call['asked']} of {wanted} gathers are asked for.",
-            expected=f"its own, those before it, and the next {ahead}",
-            hint="Ask first, then compute: while it computes, the others travel.",
+            f"{context}: when unit {i} computes, {call['started']} of {expected_count} gathers "
+            "have started.",
+            expected=f"{expected_count}: its own, those before it, and the next {ahead}",
+            hint="Start the gathers, then compute: they run while the unit computes.",
         )
-    if call["asked"] > wanted:
+    if call["started"] > expected_count:
         fail(
-            f"{where}: when unit {i} computes, {call['asked']} gathers are asked for.",
-            expected=f"{wanted}: {call['asked'] - wanted} of them hold memory too early",
+            f"{context}: when unit {i} computes, {call['started']} gathers have started.",
+            expected=f"{expected_count}: {call['started'] - expected_count} of them hold memory "
+            "too early",
         )
     if ahead and call["waited"] > i + 1:
         fail(
-            f"{where}: when unit {i} computes, the rank has waited for {call['waited']} gathers.",
-            expected=f"{i + 1}; the others may still travel",
-            hint="Which argument makes an operation return a handle? When is its wait due?",
+            f"{context}: when unit {i} computes, the rank has waited for {call['waited']} gathers.",
+            expected=f"{i + 1}; the others may still be in flight",
+            hint="Which argument makes a collective return a handle? When must you wait for it?",
         )
     if call["alive"]:
         fail(
-            f"{where}: when unit {i} computes, unit{'s' * (len(call['alive']) > 1)} "
-            f"{', '.join(map(str, call['alive']))} still "
-            f"hold{'s' * (len(call['alive']) == 1)} memory.",
-            expected="what has computed is freed",
-            hint="Memory goes when nothing refers to it any more: no list, no dict, no variable.",
+            f"{context}: when unit {i} computes, unit{'s' * (len(call['alive']) > 1)} "
+            f"{', '.join(map(str, call['alive']))} still hold{'s' * (len(call['alive']) == 1)} "
+            "memory.",
+            expected="units that have computed are freed",
+            hint="A tensor is freed when no list, no dict and no variable refers to it.",
         )
 
 
-# ---- choose_units(layers, wire, limit_bytes)
+# ---- choose_units(layers, link, limit_bytes)
 
 
 @exercise(points=3)
 def choose_units(student: Student) -> Iterator[str | Score]:
-    """choose_units(layers, wire, limit_bytes): how many layers each unit has, and the prefetch."""
+    """choose_units(layers, link, limit_bytes): how many layers each unit has, and the prefetch."""
     layers, total_us = layers_of(), 0.0
-    for name, wire in WIRES.items():
-        found = alone(student, list(layers), wire, LIMIT_BYTES)
-        counts, prefetch = _as_plan(found, len(layers))
+    for name, link in LINKS.items():
+        returned = alone(student, list(layers), link, LIMIT_BYTES)
+        counts, prefetch = _validated_plan(returned, len(layers))
         held = most_held_bytes(counts, prefetch, layers)
         if held > LIMIT_BYTES:
             fail(
-                f"over the {name} latency your plan holds {held / 1e6:,.0f} MB at once.",
+                f"with the {name} latency, your plan holds {held / 1e6:,.0f} MB at its peak.",
                 expected=f"at most {LIMIT_BYTES / 1e6:,.0f} MB",
-                hint="Which is cheaper to give up: larger units, or looking further ahead?",
+                hint="Which costs less time: smaller units, or less prefetching?",
             )
-        exposed = exposed_us(counts, prefetch, layers, wire)
-        simple = exposed_us([1] * len(layers), 1, layers, wire)
+        exposed = exposed_us(counts, prefetch, layers, link)
+        simple = exposed_us([1] * len(layers), 1, layers, link)
         if exposed >= simple:
             fail(
-                f"over the {name} latency a rank waits {exposed:,.0f} µs in a step, no less than "
-                "with a unit for each layer and prefetch 1.",
+                f"with the {name} latency, a rank waits {exposed:,.0f} µs in a step, no less than "
+                "with one unit per layer and prefetch 1.",
                 expected=f"less than {simple:,.0f} µs",
-                hint="Few gathers pay the latency seldom; early ones are hidden. Try some.",
+                hint="Fewer gathers add less latency; earlier gathers are hidden better. Try some.",
             )
         total_us += exposed
-    yield f"within {LIMIT_BYTES / 1e6:,.0f} MB, over a short and a long latency"
+    yield f"within {LIMIT_BYTES / 1e6:,.0f} MB, with a short and with a long latency"
     yield Score(round(total_us), BEST_US, "µs of waiting, replayed")
 
 
-def _as_plan(found: Any, layers: int) -> tuple[list[int], int]:
-    several(found, 2, "choose_units returned", "(counts, prefetch), as in ([1, 2, 2, 1], 1)")
-    counts, prefetch = found
-    whole = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
-    if not whole or sum(counts) != layers:
+def _validated_plan(returned: Any, layers: int) -> tuple[list[int], int]:
+    several(returned, 2, "choose_units returned", "(counts, prefetch), as in ([1, 2, 2, 1], 1)")
+    counts, prefetch = returned
+    valid = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
+    if not valid or sum(counts) != layers:
         fail(
-            f"{brief(counts)} does not cut {layers} layers into units.",
-            expected=f"a list of whole numbers above 0 whose sum is {layers}",
+            f"{brief(counts)} does not split {layers} layers into units.",
+            expected=f"a list of positive integers whose sum is {layers}",
         )
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        fail(f"prefetch is {brief(prefetch)}.", expected="a whole number, 0 or more")
+        fail(f"prefetch is {brief(prefetch)}.", expected="an integer, 0 or more")
     return counts, prefetch
 
 
-# ---- what a student is told
+# ---- comparisons, with their messages
 
 
-def _all_gathers(ran: Ran, count: int, why: str) -> None:
+def _check_all_gathers(ran: Ran, count: int, reason: str) -> None:
     only(ran, ["all_gather"], "all_gather alone")
     for rank, ops in enumerate(ran.ops):
         if len(ops) != count:
-            fail(f"rank {rank} calls {len(ops)} all_gathers.", expected=f"{count}: {why}")
+            fail(f"rank {rank} calls {len(ops)} all_gathers.", expected=f"{count}: {reason}")
 
 
-def _sent(sent_bytes: list[int], right: int, why: str) -> None:
-    for rank, its in enumerate(sent_bytes):
-        if its != right:
+def _check_sent(sent_bytes: list[int], expected: int, reason: str) -> None:
+    for rank, nbytes in enumerate(sent_bytes):
+        if nbytes != expected:
             fail(
-                f"rank {rank} sends {its:,} bytes, {its / right:.3g} × what is needed.",
-                expected=f"{right:,} = {why}",
+                f"rank {rank} sends {nbytes:,} bytes, {nbytes / expected:.3g} × the necessary "
+                "bytes.",
+                expected=f"{expected:,} = {reason}",
             )

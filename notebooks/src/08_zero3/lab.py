@@ -683,7 +683,7 @@ check.forward_with_prefetch(forward_with_prefetch)
 # ### Exercise 4, open: Units and prefetch
 #
 # A GPT of 1.5 billion parameters, on 16 nodes. `layers[i]` has its `nbytes`, `forward_s` and
-# `backward_s`; `wire` its `latency_s` and `bytes_per_s`. Return how many layers each unit takes, and the
+# `backward_s`; `link` its `latency_s` and `bytes_per_s`. Return how many layers each unit takes, and the
 # prefetch: `([1, 2, 31], 1)`. This must never be more than `limit_bytes`:
 
 # %%
@@ -694,17 +694,17 @@ show("labs/lab_08/prefetch.py:most_held_bytes")
 # latency:
 
 # %%
-from labkit.labs.lab_08.prefetch import WIRES, exposed_us, layers_of, most_held_bytes
+from labkit.labs.lab_08.prefetch import LINKS, exposed_us, layers_of, most_held_bytes
 
 layers = layers_of()
-for name, wire in WIRES.items():
-    each_ms = [exposed_us([1] * len(layers), ahead, layers, wire) / 1e3 for ahead in (0, 1)]
+for name, link in LINKS.items():
+    each_ms = [exposed_us([1] * len(layers), ahead, layers, link) / 1e3 for ahead in (0, 1)]
     print(f"{name} latency, a unit for each layer: {each_ms[0]:.0f} ms of waiting,", end=" ")
     print(f"{each_ms[1]:.0f} ms with prefetch 1")
 
 
 # %%
-def choose_units(layers, wire, limit_bytes):
+def choose_units(layers, link, limit_bytes):
     ### BEGIN SOLUTION
     def cut(unit_bytes):
         counts, filled_bytes = [], unit_bytes
@@ -719,7 +719,7 @@ def choose_units(layers, wire, limit_bytes):
     sizes = [layers[1].nbytes * k for k in range(1, 7)]
     plans = [(cut(unit_bytes), ahead) for unit_bytes in sizes for ahead in range(4)]
     fitting = [plan for plan in plans if most_held_bytes(*plan, layers) <= limit_bytes]
-    return min(fitting, key=lambda plan: exposed_us(*plan, layers, wire))
+    return min(fitting, key=lambda plan: exposed_us(*plan, layers, link))
     ### END SOLUTION
 
 

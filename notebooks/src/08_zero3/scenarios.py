@@ -1,4 +1,4 @@
-"""Runs of lab 08's answers on ranks, units of a model as shares, and the results of one process."""
+"""Lab 08: answers run on ranks, units of a model as shares, and the results of a single process."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,25 +21,27 @@ UNITS = (50, 64, 37, 90, 21, 70)  # elements of each share
 # ---- gather_unit(comm, share, shapes)
 
 
-def parameters_of_the_unit() -> list[Tensor]:
+def unit_parameters() -> list[Tensor]:
     """The unit's parameters, which a gather must return."""
-    draw = torch.Generator().manual_seed(8)
-    return [torch.randn(shape, generator=draw) for shape in SHAPES]
+    generator = torch.Generator().manual_seed(8)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def share_of(tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-    """This rank's share [share] of the tensors, flattened one after the other and padded."""
+    """This rank's share [share] of the tensors, flattened, concatenated and padded."""
     flat = torch.cat([x.reshape(-1) for x in tensors])
-    cut = FlatPartition([x.shape for x in tensors], ranks)
-    return cut.share_of(torch.cat([flat, flat.new_zeros(cut.padded - cut.numel)]), rank).clone()
+    partition = FlatPartition([x.shape for x in tensors], ranks)
+    return partition.share_of(
+        torch.cat([flat, flat.new_zeros(partition.padded - partition.numel)]), rank
+    ).clone()
 
 
-def gathered(comm: Comm, student: Student) -> tuple[Any, int]:
+def run_gather(comm: Comm, student: Student) -> tuple[Any, int]:
     """The value of the student's gather, and its peak memory in bytes."""
-    share = share_of(parameters_of_the_unit(), comm.rank, comm.size)
+    share = share_of(unit_parameters(), comm.rank, comm.size)
     with PeakMemory() as memory:
-        found = student(comm, share, list(SHAPES))
-    return found, memory.peak_bytes
+        returned = student(comm, share, list(SHAPES))
+    return returned, memory.peak_bytes
 
 
 # ---- GatheredLinear
@@ -47,8 +49,8 @@ def gathered(comm: Comm, student: Student) -> tuple[Any, int]:
 
 def weights() -> list[Tensor]:
     """The whole weights of three layers, the same on all ranks."""
-    draw = torch.Generator().manual_seed(80)
-    return [0.3 * torch.randn(shape, generator=draw) for shape in LAYERS]
+    generator = torch.Generator().manual_seed(80)
+    return [0.3 * torch.randn(shape, generator=generator) for shape in LAYERS]
 
 
 def rows_of(rank: int) -> Tensor:
@@ -59,18 +61,18 @@ def rows_of(rank: int) -> Tensor:
 def single_process(size: int) -> list[Tensor]:
     """The gradient of each weight, for the mean of the ranks' losses."""
     parameters = [w.requires_grad_() for w in weights()]
-    losses = [_loss(rows_of(rank), [partial(_product, weight=w) for w in parameters])
+    losses = [_loss(rows_of(rank), [partial(_linear, weight=w) for w in parameters])
               for rank in range(size)]  # fmt: skip
     torch.stack(losses).mean().backward()
     return [w.grad for w in parameters if w.grad is not None]
 
 
-def needed(rank: int, size: int) -> dict[str, Any]:
+def unsharded(rank: int, size: int) -> dict[str, Any]:
     """A forward and a backward with whole weights in plain torch: loss, gradient of x, bytes held
-    between the two, and its peak, plus a layer's weight and gradient and all shares' gradients."""
+    between the two, peak bytes plus a layer's weight and gradient and all shares' gradients."""
     whole, x = weights(), rows_of(rank).requires_grad_()
     with PeakMemory() as memory:
-        value = _loss(x, [partial(_product, weight=w) for w in whole])
+        value = _loss(x, [partial(_linear, weight=w) for w in whole])
         held_bytes = memory.held_bytes
         value.backward()
     padded = [4 * FlatPartition([w.shape], size).padded for w in whole]
@@ -80,28 +82,28 @@ def needed(rank: int, size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.T
 
 
 def _loss(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """A scalar from `x`, through the layers with tanh between."""
+    """A scalar: the squares of `x` after the layers, each followed by tanh, summed up."""
     for layer in layers:
         x = layer(x).tanh()
     return x.square().sum()
 
 
-def through_layers(comm: Comm, layer: Any) -> dict[str, Any]:
-    """A forward and a backward through three such layers: loss, gradients of x and of the shares,
-    bytes held between the two, and peak bytes."""
+def run_layers(comm: Comm, layer: Any) -> dict[str, Any]:
+    """A forward and a backward through three of the student's layers: loss, gradients of x and of
+    the shares, bytes held between the two, and peak bytes."""
     shares = [share_of([w], comm.rank, comm.size).requires_grad_() for w in weights()]
     x = rows_of(comm.rank).requires_grad_()
     with PeakMemory() as memory:
-        parts = [
+        layers = [
             lambda x, share=share, shape=shape: layer.apply(x, share, comm, shape)
             for share, shape in zip(shares, LAYERS)
         ]
-        value = _loss(x, parts)
+        value = _loss(x, layers)
         held_bytes = memory.held_bytes
         value.backward()
     return {
@@ -121,7 +123,7 @@ def unit_flat(i: int, size: int) -> Tensor:
     return torch.arange(1.0, UNITS[i] * size + 1) / (i + 1)
 
 
-class Watch:
+class LayerRecorder:
     """The `layer` for the student's forward; records gathers and live units at each call."""
 
     def __init__(self, events: list[Any]):
@@ -136,7 +138,7 @@ class Watch:
             {
                 "unit": i,
                 "flat": flat.clone() if isinstance(flat, Tensor) else flat,
-                "asked": len(gathers),
+                "started": len(gathers),
                 "waited": sum(bool(e.blocking or e.wait_ended_s) for e in gathers),
                 "alive": alive,
             }
@@ -146,18 +148,18 @@ class Watch:
         return 0.5 * x + flat.sum()
 
 
-def watched(comm: Comm, student: Student, ahead: int) -> tuple[Any, list[dict[str, Any]]]:
+def run_forward(comm: Comm, student: Student, ahead: int) -> tuple[Any, list[dict[str, Any]]]:
     """The value of the student's forward, and the record of each `layer` call."""
     whole = [unit_flat(i, comm.size) for i in range(len(UNITS))]
     shares = [x.tensor_split(comm.size)[comm.rank].clone() for x in whole]
     with listen() as events:
-        watch = Watch(events)
-        y = student(comm, shares, watch, torch.ones(3), ahead)
-    return y, watch.calls
+        recorder = LayerRecorder(events)
+        y = student(comm, shares, recorder, torch.ones(3), ahead)
+    return y, recorder.calls
 
 
-def right_output(size: int) -> Tensor:
-    """The output of all units, one after the other, for an x of ones."""
+def expected_output(size: int) -> Tensor:
+    """The output of all units, one after another, for an x of ones."""
     x = torch.ones(3)
     for i in range(len(UNITS)):
         x = 0.5 * x + unit_flat(i, size).sum()

@@ -17,15 +17,15 @@ from .scenarios import (
     BEST_MILLIONTHS,
     BITS,
     CASES,
-    added_up,
     codebook_error,
-    gathered,
+    run_gather,
+    run_sum,
     sample,
     shard,
     uniform_levels,
 )
 
-FORMATS = [Format("fp16", 5, 10), Format("bf16", 8, 7), Format("e5m2", 5, 2), Format("mine", 3, 4)]
+FORMATS = [Format("fp16", 5, 10), Format("bf16", 8, 7), Format("e5m2", 5, 2), Format("e3m4", 3, 4)]
 
 
 # ---- decode(bits, exponent_bits, fraction_bits)
@@ -33,45 +33,44 @@ FORMATS = [Format("fp16", 5, 10), Format("bf16", 8, 7), Format("e5m2", 5, 2), Fo
 
 @exercise(points=2)
 def decode(student: Student) -> Iterator[str]:
-    """decode(bits, exponent_bits, fraction_bits): the number of a pattern, as a float."""
-    for one in FORMATS:
-        patterns = _patterns(one)
-        cases = [(p, one.exponent_bits, one.fraction_bits) for p in patterns]
-        found = map(plain, alone_for_each(student, cases))
-        for pattern, its in zip(patterns, found):
-            right = float(one.decode(pattern))
-            if not _same(its, right):
+    """decode(bits, exponent_bits, fraction_bits): the value of a bit pattern, as a float."""
+    for fmt in FORMATS:
+        patterns = _patterns(fmt)
+        cases = [(p, fmt.exponent_bits, fmt.fraction_bits) for p in patterns]
+        returned = map(plain, alone_for_each(student, cases))
+        for pattern, value in zip(patterns, returned):
+            expected = float(fmt.decode(pattern))
+            if not _same(value, expected):
                 fail(
-                    f"{_named(one)}: {pattern:0{one.width_bits}b} is {_written(its)} for you.",
-                    expected=_written(right),
-                    hint=_hint(one, one.kind(pattern), its, right),
+                    f"{_format_text(fmt)}: you decode {pattern:0{fmt.width_bits}b} as "
+                    f"{_value_text(value)}.",
+                    expected=_value_text(expected),
+                    hint=_decode_hint(fmt, fmt.kind(pattern), value, expected),
                 )
     yield "normal numbers, subnormals, both zeros, infinities and NaN of fp16, bf16 and e5m2"
-    yield "all 256 patterns of a format that nobody has"
+    yield "all 256 patterns of e5m2 and of e3m4"
 
 
-def _patterns(one: Format) -> list[int]:
-    """All patterns of 8 bits; of 16 bits, those at the edges and some thousand others."""
-    f, sign = one.fraction_bits, 1 << (one.width_bits - 1)
-    top = (2**one.exponent_bits - 1) << f
-    edges = [0, 1, 2**f - 1, 2**f, one.bias << f, top - 1, top, top + 1, sign - 1]
-    every = range(0, 2 * sign, 1 if one.width_bits == 8 else 15)
+def _patterns(fmt: Format) -> list[int]:
+    """All patterns of 8 bits; of 16 bits, those at the edges and thousands of others."""
+    f, sign = fmt.fraction_bits, 1 << (fmt.width_bits - 1)
+    top = (2**fmt.exponent_bits - 1) << f
+    edges = [0, 1, 2**f - 1, 2**f, fmt.bias << f, top - 1, top, top + 1, sign - 1]
+    every = range(0, 2 * sign, 1 if fmt.width_bits == 8 else 15)
     return [*edges, *(edge + sign for edge in edges), *every]
 
 
-def _hint(one: Format, what: str, found: Any, right: float) -> str:
-    if not isinstance(found, (int, float)):
-        return "Return a number, also for what is none: math.inf and math.nan are floats."
-    if found == -right:
-        return "The sign is the first bit of all, and -0.0 is a number, too."
-    match what:
+def _decode_hint(fmt: Format, category: str, returned: Any, expected: float) -> str:
+    if not isinstance(returned, (int, float)):
+        return "Return a float in every case: math.inf and math.nan are floats."
+    if returned == -expected:
+        return "The sign is the highest bit; -0.0 has it, too."
+    match category:
         case "zero" | "subnormal":
-            return "Where the exponent field is 0: which bit stands before the point, which power?"
+            return "For an exponent field of 0: which bit is before the point, which power of 2?"
         case "infinity" | "nan":
-            return (
-                "The highest exponent is kept: what does a fraction of 0 mean there, what others?"
-            )
-    return f"The bias is half of the exponents, 2^(e-1) - 1: here {one.bias}."
+            return "The highest exponent is reserved: what does a fraction of 0 mean, what others?"
+    return f"The bias is 2^(e-1) - 1, here {fmt.bias}."
 
 
 # ---- nearest(x, exponent_bits, fraction_bits)
@@ -80,88 +79,88 @@ def _hint(one: Format, what: str, found: Any, right: float) -> str:
 @exercise(points=2)
 def nearest(student: Student) -> Iterator[str]:
     """nearest(x, exponent_bits, fraction_bits): x rounded to the format, ties to even."""
-    for one in FORMATS:
-        cases = [(x, one.exponent_bits, one.fraction_bits) for x in _to_round(one)]
-        found = map(plain, alone_for_each(student, cases))
-        for x, its in zip(_to_round(one), found):
-            right = float(one.round(x))
-            if not _same(its, right):
+    for fmt in FORMATS:
+        cases = [(x, fmt.exponent_bits, fmt.fraction_bits) for x in _values_to_round(fmt)]
+        returned = map(plain, alone_for_each(student, cases))
+        for x, value in zip(_values_to_round(fmt), returned):
+            expected = float(fmt.round(x))
+            if not _same(value, expected):
                 fail(
-                    f"{_named(one)}: {x!r} becomes {_written(its)} for you.",
-                    expected=_written(right),
-                    hint=_why(one, x, its, right),
+                    f"{_format_text(fmt)}: you round {x!r} to {_value_text(value)}.",
+                    expected=_value_text(expected),
+                    hint=_nearest_hint(fmt, x, value, expected),
                 )
-    yield "the nearest number in four formats, and the even one of two that are as near"
-    yield "subnormals, what is too small, what is too large, and both signs"
+    yield "the nearest number in four formats, ties to even"
+    yield "subnormals, underflow, overflow, and both signs"
 
 
-def _to_round(one: Format) -> list[float]:
-    """Values halfway between two numbers and beside it: at 1, at the seams, at both ends."""
-    largest, normal = float(one.largest), float(one.smallest_normal)
-    places = [0.75, 1.0, 1.5, 3.0, 2 - float(one.epsilon), normal * 2, normal, normal / 2, largest]
-    found = [0.0, float(one.smallest_subnormal) / 2, float(one.smallest_subnormal) * 0.51]
+def _values_to_round(fmt: Format) -> list[float]:
+    """Values at and near the midpoint of two numbers: at 1, at powers of 2, at both ends."""
+    largest, normal = float(fmt.largest), float(fmt.smallest_normal)
+    places = [0.75, 1.0, 1.5, 3.0, 2 - float(fmt.epsilon), normal * 2, normal, normal / 2, largest]
+    values = [0.0, float(fmt.smallest_subnormal) / 2, float(fmt.smallest_subnormal) * 0.51]
     for place in places:
-        step = float(one.ulp(place))
-        found += [place + part * step for part in (0.0, 0.49, 0.5, 0.51, 1.5)]
-    found += [largest * 2, math.inf]
-    return [sign * x for x in found for sign in (1.0, -1.0)]
+        step = float(fmt.ulp(place))
+        values += [place + part * step for part in (0.0, 0.49, 0.5, 0.51, 1.5)]
+    values += [largest * 2, math.inf]
+    return [sign * x for x in values for sign in (1.0, -1.0)]
 
 
-def _why(one: Format, x: float, found: Any, right: float) -> str:
-    if not isinstance(found, (int, float)):
-        return f"A number is wanted, not {kind(found)}."
-    if math.isinf(right):
-        return "Past the largest number, rounded, there is only infinity."
-    if math.isnan(found):
-        return "That is no number: what did you divide, or take away, there?"
-    finite = math.isfinite(found)
-    if finite and abs(x) < one.smallest_normal and Fraction(found) % one.smallest_subnormal:
-        return "Below the smallest normal number the step gets no smaller: 2^(1 - bias - f)."
-    if _same(abs(found), abs(right)):
-        return "The sign: -0.0 is a number, too (math.copysign)."
-    step = one.ulp(min(abs(x), float(one.largest)))
+def _nearest_hint(fmt: Format, x: float, returned: Any, expected: float) -> str:
+    if not isinstance(returned, (int, float)):
+        return f"Return a number, not {kind(returned)}."
+    if math.isinf(expected):
+        return "A result that is beyond the largest number, once rounded, is infinity."
+    if math.isnan(returned):
+        return "The result is NaN: which division or subtraction gives it?"
+    finite = math.isfinite(returned)
+    if finite and abs(x) < fmt.smallest_normal and Fraction(returned) % fmt.smallest_subnormal:
+        return "Below the smallest normal number, the step stays at 2^(1 - bias - f)."
+    if _same(abs(returned), abs(expected)):
+        return "Keep the sign, also that of -0.0 (math.copysign)."
+    step = fmt.ulp(min(abs(x), float(fmt.largest)))
     steps = abs(x) / float(step)
     if steps % 1 == 0.5:
-        return "It lies in the middle of two: take the one whose last bit is 0."
-    return f"Count in steps: here one is {decimal(step)}, and {steps:.4g} of them make x."
+        return "It is halfway between two numbers: take the one whose last bit is 0."
+    return f"Count in steps: a step is {decimal(step)} here, and x is {steps:.4g} steps."
 
 
 # ---- my_sum(values, add, sub)
 
-MOST_CALLS = 8  # 6 more calls recover what an addition loses
+MOST_CALLS = 8  # 6 more calls recover the rounding error of an addition
 
 
 @exercise(points=2)
 def my_sum(student: Student) -> Iterator[str]:
     """my_sum(values, add, sub): the sum of fp16 numbers, with fp16 additions only."""
     for name, values in CASES.items():
-        found, made, calls = run(1, added_up, student, values).values[0]
-        if not isinstance(found, (int, float)):
-            fail(f"{name}: you return {kind(found)}.", expected="one of the numbers of add or sub")
+        total, is_result, calls = run(1, run_sum, student, values).values[0]
+        if not isinstance(total, (int, float)):
+            fail(f"{name}: you returned {kind(total)}.", expected="a result of add or sub")
         exact, size = math.fsum(values), math.fsum(map(abs, values))
-        if not made:
+        if not is_result:
             fail(
-                f"{name}: {brief(found)} came out of no add or sub.",
-                expected="a result of add(a, b) or sub(a, b), which round to fp16 as a GPU does",
-                hint="Python's own + is fp64: then there is nothing to solve.",
+                f"{name}: {brief(total)} is not a result of add or sub.",
+                expected="a result of add(a, b) or sub(a, b), which round to fp16 like a GPU",
+                hint="Python's + computes in fp64: use add and sub.",
             )
         if calls > MOST_CALLS * len(values):
             fail(
-                f"{name}: {calls:,} additions for {len(values):,} numbers.",
-                expected=f"at most {MOST_CALLS} for each, so {MOST_CALLS * len(values):,}",
+                f"{name}: {calls:,} calls of add and sub for {len(values):,} numbers.",
+                expected=f"at most {MOST_CALLS} per number, so {MOST_CALLS * len(values):,}",
             )
         allowed = math.log2(len(values)) * 2**-11 * size
-        if not abs(found - exact) <= allowed:
-            hint = "What an addition loses is sub(sub(new, old), x): keep it for the next one."
-            if abs(found) < abs(exact) / 2:
-                hint = "At some point the sum is so large that a step is over twice an x. " + hint
+        if not abs(total - exact) <= allowed:
+            hint = "The error of an addition is sub(sub(new, old), x): correct the next one by it."
+            if abs(total) < abs(exact) / 2:
+                hint = "Once the sum is so large that its step is over twice x, x is lost. " + hint
             fail(
-                f"{name}: you have {found:g}, off by {abs(found - exact):.3g}.",
-                expected=f"{exact:.6g}, off by {allowed:.2g} at most: log2(n) · 2^-11 · sum of |x|",
+                f"{name}: your sum is {total:g}, off by {abs(total - exact):.3g}.",
+                expected=f"{exact:.6g}, off by at most {allowed:.2g}: log2(n) · 2^-11 · sum of |x|",
                 hint=hint,
             )
-    yield f"{len(CASES)} sums of thousands of fp16 numbers, to log2(n) · 2^-11 of their sizes"
-    yield f"with nothing but additions and subtractions in fp16, {MOST_CALLS} a number at most"
+    yield f"{len(CASES)} sums of thousands of fp16 numbers, within log2(n) · 2^-11 · sum of |x|"
+    yield f"with fp16 additions and subtractions only, at most {MOST_CALLS} per number"
 
 
 # ---- gather_int8(comm, x, block)
@@ -171,49 +170,51 @@ def my_sum(student: Student) -> Iterator[str]:
 def gather_int8(student: Student) -> Iterator[str]:
     """gather_int8(comm, x, block): all ranks' x, sent as one byte per element."""
     for size, block in ((3, 16), (2, 64)):
-        ran = run(size, gathered, student, block)
+        ran = run(size, run_gather, student, block)
         whole = torch.cat([shard(rank) for rank in range(size)])
         absmax = whole.view(-1, block).abs().amax(dim=1).repeat_interleave(block)
-        for rank, found in enumerate(ran.values):
-            if not isinstance(found, torch.Tensor) or found.shape != whole.shape:
+        for rank, returned in enumerate(ran.values):
+            if not isinstance(returned, torch.Tensor) or returned.shape != whole.shape:
                 fail(
-                    f"on {size} ranks, rank {rank} returns {kind(found)}.",
-                    expected=f"a tensor of shape {tuple(whole.shape)}: all ranks' numbers",
+                    f"on {size} ranks, rank {rank} returned {kind(returned)}.",
+                    expected=f"a tensor of shape {tuple(whole.shape)}: all ranks' elements",
                 )
-            if found.dtype != torch.float32:
-                fail(f"rank {rank} returns {found.dtype}.", expected="torch.float32")
-            off = (found - whole).abs() / absmax.clamp(min=1e-30)
+            if returned.dtype != torch.float32:
+                fail(f"rank {rank} returned {returned.dtype}.", expected="torch.float32")
+            off = (returned - whole).abs() / absmax.clamp(min=1e-30)
             worst = int(off.nan_to_num(torch.inf).argmax())
             if not off[worst] <= 1 / 254 * 1.001:
                 fail(
-                    f"on {size} ranks, rank {rank}: {float(whole[worst]):g} became "
-                    f"{float(found[worst]):g}.",
-                    expected=f"an error of half a step at most: {float(absmax[worst]):g} / 254",
-                    hint=_int8_hint(found[worst], whole[worst], absmax[worst], size),
+                    f"on {size} ranks, rank {rank} turned {float(whole[worst]):g} into "
+                    f"{float(returned[worst]):g}.",
+                    expected=f"an error of at most half a step: {float(absmax[worst]):g} / 254",
+                    hint=_int8_hint(returned[worst], whole[worst], absmax[worst], size),
                 )
         numel = len(shard(0))
-        right = (size - 1) * (numel + 4 * numel // block)
-        if max(ran.sent_bytes) > right:
+        expected_bytes = (size - 1) * (numel + 4 * numel // block)
+        if max(ran.sent_bytes) > expected_bytes:
             fail(
-                f"a rank sends {max(ran.sent_bytes):,.0f} bytes to {size - 1} others.",
-                expected=f"{right:,}: a byte for each number, 4 for each block; fp32 would be "
+                f"a rank sends {max(ran.sent_bytes):,.0f} bytes to {size - 1} other ranks.",
+                expected=f"{expected_bytes:,}: 1 byte per element, 4 per block; fp32 would take "
                 f"{(size - 1) * 4 * numel:,}",
-                hint="Which dtype has the tensor that you hand to comm?",
+                hint="Which dtype does the tensor that you send have?",
             )
-    yield "every number within half a step of its block, on 2 and 3 ranks"
-    yield "(n-1) · (numel + 4 · blocks) bytes sent by a rank: about a quarter of fp32"
+    yield "every element within half a step of its block, on 2 and 3 ranks"
+    yield "each rank sends (n-1) · (numel + 4 · blocks) bytes: about a quarter of fp32"
 
 
-def _int8_hint(found: torch.Tensor, right: torch.Tensor, absmax: torch.Tensor, size: int) -> str:
-    if found.isnan():
+def _int8_hint(
+    returned: torch.Tensor, expected: torch.Tensor, absmax: torch.Tensor, size: int
+) -> str:
+    if returned.isnan():
         return "Where does a NaN come from? A block may be all zero."
-    if found == 0 and absmax > 0:
-        return "It is lost beside a number of another block: each block has a scale of its own."
-    if (found - right).abs() < absmax / 100:
-        return "Rounded to the nearest level? A cast to int8 cuts towards zero. How many levels?"
-    if found * right < 0:
-        return "An int8 goes from -128 to 127; what is beyond comes out on the other side."
-    return f"Whose scales are these? There are blocks of {size} ranks in the result."
+    if returned == 0 and absmax > 0:
+        return "It is rounded to 0 by another block's scale: give each block its own scale."
+    if (returned - expected).abs() < absmax / 100:
+        return "Do you round to the nearest level? A cast to int8 truncates. How many levels?"
+    if returned * expected < 0:
+        return "An int8 ranges from -128 to 127; values beyond it wrap around."
+    return f"Which rank's scales do you use? The result has blocks of {size} ranks."
 
 
 # ---- codebook(sample)
@@ -222,42 +223,43 @@ def _int8_hint(found: torch.Tensor, right: torch.Tensor, absmax: torch.Tensor, s
 @exercise(points=3)
 def codebook(student: Student) -> Iterator[str | Score]:
     """codebook(sample): 16 levels for 4-bit numbers."""
-    found = alone(student, sample(seed=0))
-    listed = isinstance(found, (list, tuple, torch.Tensor, np.ndarray)) and np.shape(found)
-    levels = [plain(x) for x in found] if listed else []
+    returned = alone(student, sample(seed=0))
+    listed = isinstance(returned, (list, tuple, torch.Tensor, np.ndarray)) and np.shape(returned)
+    levels = [plain(x) for x in returned] if listed else []
     if len(levels) != 2**BITS:
         fail(
-            f"you return {brief(found)}.",
-            expected=f"{2**BITS} levels, in a list or a tensor: what {BITS} bits can tell apart",
+            f"codebook returned {brief(returned)}.",
+            expected=f"{2**BITS} levels, in a list or a tensor: as many as {BITS} bits can encode",
         )
     if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in levels):
-        fail("a level is no finite number.", found=brief(levels))
-    error, equal = codebook_error(levels), codebook_error(uniform_levels(sample(seed=0)))
-    if error > 0.95 * equal:
+        fail("a level is not a finite number.", found=brief(levels))
+    error, equal_error = codebook_error(levels), codebook_error(uniform_levels(sample(seed=0)))
+    if error > 0.95 * equal_error:
         fail(
-            f"the mean squared error is {error * 1e6:,.0f} millionths.",
-            expected=f"clearly less than the {equal * 1e6:,.0f} of 16 equal steps",
-            hint="Most of the numbers are small. Where is a level worth most?",
+            f"the mean squared error is {error * 1e6:,.0f} millionths of the variance.",
+            expected=f"at most 95% of the error of 16 equal steps, {equal_error * 1e6:,.0f} "
+            "millionths",
+            hint="Most values are small: where does a level reduce the error most?",
         )
-    yield f"less error than {2**BITS} equal steps, on numbers that you have not seen"
+    yield f"less error than {2**BITS} equal steps, on values that you have not seen"
     yield Score(round(error * 1e6), BEST_MILLIONTHS, "millionths of the variance lost")
 
 
-# ---- what these have in common
+# ---- shared by these checks
 
 
-def _named(one: Format) -> str:
-    return f"{one.exponent_bits} exponent bits, {one.fraction_bits} fraction bits"
+def _format_text(fmt: Format) -> str:
+    return f"{fmt.exponent_bits} exponent bits, {fmt.fraction_bits} fraction bits"
 
 
-def _written(x: Any) -> str:
+def _value_text(x: Any) -> str:
     return repr(float(x)) if isinstance(x, (int, float)) else brief(x)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(a: Any, b: Any) -> bool:
     """Whether two numbers are equal, including the sign; NaN equals NaN."""
-    if not isinstance(one, (int, float)) or not isinstance(other, (int, float)):
+    if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return False
-    if math.isnan(one) or math.isnan(other):
-        return math.isnan(one) and math.isnan(other)
-    return one == other and math.copysign(1, one) == math.copysign(1, other)
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) and math.isnan(b)
+    return a == b and math.copysign(1, a) == math.copysign(1, b)

@@ -1,4 +1,4 @@
-"""Inputs for lab 09's exercises: sums in fp16, shards, numbers to quantize."""
+"""Inputs for lab 09's exercises: sums in fp16, shards, values to quantize."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,7 +11,7 @@ import torch
 
 
 class Adder:
-    """Adds and subtracts like a processor that has only fp16.
+    """Adds and subtracts like a processor that has fp16 only.
 
     Raises ValueError for a number that is not in fp16."""
 
@@ -19,28 +19,28 @@ class Adder:
         self.calls, self.results = 0, {0.0}
 
     def add(self, a: float, b: float) -> float:
-        return self._made(self._half(a) + self._half(b))
+        return self._recorded(self._half(a) + self._half(b))
 
     def sub(self, a: float, b: float) -> float:
-        return self._made(self._half(a) - self._half(b))
+        return self._recorded(self._half(a) - self._half(b))
 
     def _half(self, x: float) -> np.float16:
         half = np.float16(x)
         if float(half) != x:
-            raise ValueError(f"{x!r} is no number of fp16; only add and sub make new ones")
+            raise ValueError(f"{x!r} is not an fp16 number; only add and sub create new ones")
         return half
 
-    def _made(self, half: np.float16) -> float:
+    def _recorded(self, half: np.float16) -> float:
         self.calls += 1
         self.results.add(float(half))
         return float(half)
 
 
-def added_up(comm: Any, student: Callable[..., Any], values: list[float]) -> tuple[Any, bool, int]:
+def run_sum(comm: Any, student: Callable[..., Any], values: list[float]) -> tuple[Any, bool, int]:
     """The value of my_sum, whether add or sub returned it, and the number of their calls."""
     adder = Adder()
-    found = student(list(values), adder.add, adder.sub)
-    return found, found in adder.results, adder.calls
+    total = student(list(values), adder.add, adder.sub)
+    return total, total in adder.results, adder.calls
 
 
 def _halves(values: Sequence[float]) -> list[float]:
@@ -67,12 +67,12 @@ def shard(rank: int) -> torch.Tensor:
     return torch.randn(SHARD, generator=generator) * sizes.repeat_interleave(16)
 
 
-def gathered(comm: Any, student: Callable[..., Any], block: int) -> Any:
+def run_gather(comm: Any, student: Callable[..., Any], block: int) -> Any:
     """On a rank: the student's result for this rank's shard and the others'."""
     return student(comm, shard(comm.rank), block)
 
 
-# ---- levels for numbers of 4 bits
+# ---- levels for 4-bit numbers
 
 BITS = 4
 BEST_MILLIONTHS = 20_270  # of the variance lost: the best known

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from labkit import GPT, MLP, Fp8Linear, Text, autocast, loss, use_fp8
 from labkit.memory.edits import recompute
 from labkit.precision import fp8
-from labkit.precision.fp8 import E4M3, E5M2, Scaled, check_has_fp8, fp8_product
+from labkit.precision.fp8 import E4M3, E5M2, Scaled, check_has_fp8, fp8_matmul
 from tables import raises
 from test_autocast import alike
 
@@ -170,8 +170,8 @@ def test_delayed_scaling_is_refused_where_forward_runs_again(again: Callable[...
 
 def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    product = fp8.fp8_product
-    monkeypatch.setattr(fp8, "fp8_product", lambda *given: (made.append(1), product(*given))[1])
+    matmul = fp8.fp8_matmul
+    monkeypatch.setattr(fp8, "fp8_matmul", lambda *given: (made.append(1), matmul(*given))[1])
     _, layer = pair(3, 3)
     layer(torch.ones(1, 3)).sum().backward()
     assert len(made) == 2, "forward and dw: nobody wants dx"
@@ -193,7 +193,7 @@ def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]) -> Non
     m, k, n = shape
     (a, s), (b, t) = Scaled(E5M2)(torch.randn(m, k)), Scaled(E4M3)(torch.randn(k, n))
     simulated, torchs = (
-        fp8_product(a, b, s * t, torch.float32, simulate=simulate) for simulate in (True, False)
+        fp8_matmul(a, b, s * t, torch.float32, simulate=simulate) for simulate in (True, False)
     )
     assert torch.allclose(simulated, torchs, rtol=1e-5)
 

@@ -231,7 +231,7 @@ show("precision/dynamic_scale.py:DynamicScale.after_step")
 # have different scales (which must not be), that shows, too.
 
 # %%
-show("precision/scaler.py:GradScaler.unscale_", since="nonfinite =", until="self._turns.append")
+show("precision/scaler.py:GradScaler.unscale_", since="nonfinite =", until="self._pending.append")
 
 # %% [markdown]
 # ### The step

@@ -181,7 +181,7 @@ show("memory/transfers.py:Rates.predict_s")
 # *after* block k - 1 has computed, since it goes into its buffer.
 
 # %%
-show("memory/loading.py:run_pipelined", since="course = _Course(waiting, min")
+show("memory/loading.py:run_pipelined", since="runner = _Runner(waiting, min")
 
 # %% [markdown]
 # ## 5. Run it

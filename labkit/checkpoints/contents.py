@@ -6,7 +6,7 @@
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
 These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A tensor-parallel
-parameter keeps its plain name and its whole shape. The pieces that a rank owns:
+parameter is saved under its plain name, in its whole shape. The pieces that a rank owns:
 
     DDP, no strategy     every parameter, whole
     ZeroOptimizer        `optimizer.owned(module)`

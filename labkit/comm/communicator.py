@@ -138,7 +138,7 @@ class Comm:
         self, collective: str, nbytes: int, algorithm: str = "", op: Op = "sum",
         dtype: torch.dtype = torch.float32,
     ) -> Choice:  # fmt: skip
-        """Which algorithm runs an operation of `nbytes` (of all chunks together), and why.
+        """The algorithm that runs an operation of `nbytes` (of all chunks together), and why.
 
         >>> comm.explain("all_reduce", 1 << 20)  # of ranks with backend="gloo"
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...

@@ -35,7 +35,7 @@ LARGEST_POWER = 126  # of a scale: 1 / 2^126 is the smallest normal number of fp
 TILE = 16  # torch._scaled_mm needs multiples of it
 
 
-class Scaled(nn.Module):
+class Fp8Cast(nn.Module):
     """Casts tensors of one role to 8 bits, by their own amax or the largest of `history` calls."""
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
@@ -67,7 +67,7 @@ class Scaled(nn.Module):
             self.amaxes.copy_(torch.cat([new.view(1), self.amaxes[:-1]]))
         return torch.where(before > 0, before, amax)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Scaled":
+    def _apply(self, fn: Any, recurse: bool = True) -> "Fp8Cast":
         exact = self.amaxes
         super()._apply(fn, recurse)
         if self.amaxes.dtype != exact.dtype:  # model.half(): an amax may exceed 65504
@@ -129,9 +129,9 @@ class Fp8Linear(nn.Module):
         device = linear.weight.device
         self.simulate = device.type != "cuda" if simulate is None else simulate
         check_has_fp8(device, self.simulate)
-        self.cast_x = Scaled(E4M3, history).to(device)
-        self.cast_w = Scaled(E4M3, history).to(device)
-        self.cast_g = Scaled(E5M2, history).to(device)
+        self.cast_x = Fp8Cast(E4M3, history).to(device)
+        self.cast_w = Fp8Cast(E4M3, history).to(device)
+        self.cast_g = Fp8Cast(E5M2, history).to(device)
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class PendingStep:
 
 
 class GradScaler:
-    """`torch.amp.GradScaler`, with one decision of all ranks to skip a step.
+    """`torch.amp.GradScaler`, with one decision for all ranks to skip a step.
 
     >>> scaler.scale(loss).backward()
     >>> scaler.unscale_(optimizer)            # only to clip or inspect gradients

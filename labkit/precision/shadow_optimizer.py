@@ -44,8 +44,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
     gradient_factor: float | torch.Tensor | None = None
 
     def own_gradients(self) -> list[torch.Tensor]:
-        every = (p.grad for group in self.param_groups for p in group["params"])
-        return [gradient for gradient in every if gradient is not None]
+        return [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
 
     def skip(self) -> None:
         """Called instead of `step` if gradients are inf or NaN."""
@@ -106,8 +105,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
         if position != self._position() or [x.shape for x in masters] != [x.shape for x in own]:
             raise ValueError(
                 f"{type(self).__name__}: this state is from an optimizer with another "
-                f"{self._depends_on}; to load across these, use checkpoints (labkit's "
-                "save_checkpoint)"
+                f"{self._depends_on}; to load across these, use labkit.save_checkpoint"
             )
         self.inner.load_state_dict(inner_state)
         self.state = self.inner.state

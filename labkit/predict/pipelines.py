@@ -13,8 +13,8 @@
     PipeDream            (p-1)(F+B), not in each step  min(p, m)
 
 ZB splits backward: I seconds for the input gradient, which the previous stage waits for, and W for
-the weight gradient. One bubble no W can fill: the first stage runs as many forwards as it may hold,
-then waits for the first I: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the
+the weight gradient. No W can fill the wait for the first I, after the first stage has run as many
+forwards as it may hold: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the
 larger. All stages are assumed equally fast, and messages to take no time.
 """
 

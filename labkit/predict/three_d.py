@@ -1,6 +1,6 @@
 """The bytes that each axis of a mesh carries in one training step of a GPT: Mesh(pp=, dp=, tp=).
 
-    x is S = b s w g bytes, of all m micro-batches of one replica, of b rows. One rank sends
+    x has S = b s w g bytes, over all m micro-batches of one replica, b rows. One rank sends
 
     tensor      each block   8 (t-1)/t S    10 with sequence parallelism   + 2 or 3 recomputed
                 embedding    2              2

@@ -145,7 +145,7 @@ def test_one_rank_is_one_rank() -> None:
         assert " 1 ranks" not in alone.run(lambda: str(Comm().explain("all_reduce", 8)))[0]
 
 
-def test_factorizations() -> None:
+def test_factorisations() -> None:
     assert sorted(factorizations(12, 2)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
     assert len(list(factorizations(8, 3))) == 10
 

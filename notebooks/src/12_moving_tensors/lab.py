@@ -158,7 +158,7 @@ print(crossing, held, sep="\n")
 # %% [markdown]
 # ## 4. Read it
 #
-# The paced bus. An engine, a thread of its own, copies piece by piece; each comes when it would:
+# The paced bus. Its engine, a separate thread, copies chunk by chunk, no sooner than a bus would:
 
 # %%
 show("memory/bus.py:Bus._carry", since="event.began_s")

@@ -139,7 +139,7 @@ def check_format(stored: Stored) -> dict[str, Any]:
     if record["format"] > FORMAT:
         raise ValueError(
             f"{stored.folder} has format {record['format']}, but this labkit reads up to "
-            f"{FORMAT}; use the labkit that wrote it, or a newer one"
+            f"{FORMAT}; use the version of labkit that wrote it, or a newer one"
         )
     return record
 
@@ -201,15 +201,15 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
         first = {group_of[name]: name for name in names}
         if len(first) > 1:
             raise ValueError(
-                f"{stored.folder}: {_few(first.values())} are in one parameter group here and were "
-                "in several; build the optimizer with the groups that it had"
+                f"{stored.folder}: {_few(first.values())} are in one parameter group here but were "
+                "in several; build the optimizer with the groups that were saved"
             )
         before = groups[next(iter(first))] if first else {}
         before = {key: x for key, x in before.items() if key not in ("params", "param_names")}
         gone, new = set(now) - set(before) - {"params", "param_names"}, set(before) - set(now)
         if first and gone and new - {"initial_lr"}:
             raise ValueError(
-                f"{stored.folder} is of another optimizer: it had {_few(sorted(map(str, new)))} "
+                f"{stored.folder} has another optimizer: it had {_few(sorted(map(str, new)))} "
                 f"and not {_few(sorted(gone))}; load it with optimizer=None"
             )
         hyperparameters.append(before)

@@ -69,7 +69,7 @@ class Transfer:
         if self.pinned and not self.over_host_bus:
             raise ValueError(
                 f"pinned=True from {self.source} to {self.target}: only CPU memory can be "
-                "pinned, and only copies to or from a device gain by it"
+                "pinned, and only copies to or from a device benefit"
             )
 
     @property

@@ -53,7 +53,7 @@ class Comm:
     `rank`, `size` and arguments such as `src` count inside the group; `ranks` are the members'
     global ranks. Operations return None when they block, a `Handle` with `async_op=True`. Tensors
     are dense, of any dtype and shape; those of one call share a dtype. The `..._tensor` and
-    `..._single` variants need a contiguous tensor to split. For `label` see `labeled`.
+    `..._single` variants need a contiguous tensor to split. For `label` see `labelled`.
 
     Raises RuntimeError if no process group is initialized, ValueError outside the group. Operations
     raise TypeError for a non-tensor, ValueError for inconsistent arguments, CollectiveMismatch when
@@ -85,7 +85,7 @@ class Comm:
         self._dispatcher.users.add(self._dispatcher)
         return self._group
 
-    def labeled(self, label: str) -> "Comm":
+    def labelled(self, label: str) -> "Comm":
         """A `Comm` of the same group; ranks compare `label`, like shapes, at each operation."""
         return Comm(self._group, label)
 

@@ -87,7 +87,7 @@ class Flat:
         first = group[0][0]
         self.keep_whole, self.trainable = keep_whole, first.requires_grad
         self.places = [places for _, places in group]
-        self.comm = comm.labeled(f"unit of {self.places[0][0].name}")
+        self.comm = comm.labelled(f"unit of {self.places[0][0].name}")
         cut = FlatPartition([p.shape for p, _ in group], 1 if keep_whole else comm.size)
         self.partition, self.pieces = cut, list(cut.pieces(0 if keep_whole else comm.rank))
         dtype, device = master_dtype_of(first, compute_dtype), first.device

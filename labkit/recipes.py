@@ -51,6 +51,7 @@ def forward_backward(wrapped: nn.Module, batch: Batch, comm: Comm) -> Tensor:
 
 
 def adamw(wrapped: nn.Module, comm: Comm, lr: float) -> torch.optim.Optimizer:
+    """AdamW on the parameters of the parallel model."""
     return torch.optim.AdamW(wrapped.parameters(), lr=lr)
 
 

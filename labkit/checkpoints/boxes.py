@@ -5,7 +5,7 @@
                                       b b b b
                                       c c . .     c   the start of the last row
 
-With more dimensions, the partial rows are split likewise: at most 2d - 1 boxes, in order.
+With more dimensions, partial rows are split in the same way: at most 2d - 1 boxes, in order.
 
 A tensor-parallel rank holds rows or columns of the whole parameter, perhaps padded. A box moves to
 its place in the whole and loses the padding:
@@ -44,7 +44,7 @@ def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = start // row, (start + numel - 1) // row
-    head = min(-start % row, numel)  # what is left of a row that begins before `start`
+    head = min(-start % row, numel)  # the rest of a row that begins before `start`
     tail = (start + numel) % row if first < last or not head else 0
 
     def in_row(index: int, start: int, numel: int) -> Iterator[Box]:
@@ -94,7 +94,7 @@ def placed_boxes(
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield each box of a piece in the whole parameter, without padding, and its view of `tensor`,
     which has one element per element of the piece. `most` as in `small_boxes`."""
-    for here in small_boxes(piece.shape, piece.start, tensor.numel(), most):
-        if (box := in_whole(here, piece.shard)) is not None:
-            view = view_of(tensor, piece.shape, piece.start, here)
+    for local in small_boxes(piece.shape, piece.start, tensor.numel(), most):
+        if (box := in_whole(local, piece.shard)) is not None:
+            view = view_of(tensor, piece.shape, piece.start, local)
             yield box, view[tuple(slice(size) for size in box.sizes)]

@@ -6,7 +6,7 @@
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
 These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A tensor-parallel
-parameter keeps its plain name and its whole shape. The pieces that a rank owns:
+parameter is saved under its plain name, in its whole shape. The pieces that a rank owns:
 
     DDP, no strategy     every parameter, whole
     ZeroOptimizer        `optimizer.owned(module)`
@@ -47,7 +47,7 @@ def comm_of(model: nn.Module, optimizer: Any) -> Comm:
 
 
 class Contents:
-    """What this rank holds of a model and its optimizer, and what all ranks hold together.
+    """This rank's part of a model and its optimizer, and the names and shapes of all ranks.
 
     module         this rank's part of the model, under the names of the whole model
     pipeline       the model if it is a pipeline, else None
@@ -57,7 +57,7 @@ class Contents:
     shapes         name -> whole shape of every parameter of all ranks
     buffers        name -> persistent buffer on this rank
     buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: the first rank that has one
-    also           further name of a tied parameter or buffer -> its first name
+    aliases        further name of a tied parameter or buffer -> its first name
     groups         the names of each group's parameters, of all ranks
     stateful       names of the parameters that the optimizer steps on; trained: those not frozen
 
@@ -71,7 +71,7 @@ class Contents:
         self._sharders: list[tuple[str, Any]] = [x for x in stages if fulfils(x[1], OwnsPieces)]
         self._by_optimizer = fulfils(optimizer, OwnsPieces)
         sharders = [sharder for _, sharder in self._sharders]
-        self._cut = {p for sharder in sharders for p in sharder.module.parameters()}
+        self._sharded = {p for sharder in sharders for p in sharder.module.parameters()}
         self.strategies = [optimizer] * self._by_optimizer + sharders
         if self._by_optimizer and sharders:
             first, second = (type(x).__name__ for x in self.strategies[:2])
@@ -86,11 +86,11 @@ class Contents:
             )
         self._groups = [] if optimizer is None else optimizer.param_groups
         self.named = [(self.first_name(name), p) for name, p in self.module.named_parameters()]
-        self.also = dict(pipeline.further_names) if pipeline else {}
+        self.aliases = dict(pipeline.further_names) if pipeline else {}
         self.buffers = self._find_buffers()
         if not self.strategies and pipeline is None:
-            uncut = [(name, _without_cut(p)) for name, p in self.named]
-            check_same_on_all_ranks(uncut, comm, averaged=False)
+            whole_params = [(name, _in_whole_shape(p)) for name, p in self.named]
+            check_same_on_all_ranks(whole_params, comm, averaged=False)
         shards = {name: shard_of(p) for name, p in self.named}
         self.pieces = [replace(x, shard=shards[x.name]) for x in self.owned()]
         self.shapes: dict[str, torch.Size] = {}
@@ -101,20 +101,20 @@ class Contents:
         unowned = [
             replace(whole(name, p), shard=shards[name])
             for name, p in self.named
-            if name not in self.shapes and p not in self._cut
+            if name not in self.shapes and p not in self._sharded
         ]
         self.pieces += unowned
         more = {x.name: x.whole_shape for x in unowned}
         # Without a pipeline, all ranks add the same names.
-        everyones = [more] if pipeline is None else comm.all_gather_object(more)
-        self.shapes = _union([self.shapes, *everyones])
+        of_all = [more] if pipeline is None else comm.all_gather_object(more)
+        self.shapes = _union([self.shapes, *of_all])
 
         first_of = {id(p): name for name, p in self.named}
         for name, p in self.module.named_parameters(remove_duplicate=False):
             if first_of[id(p)] != name:
-                self.also[name] = first_of[id(p)]
-        there = self.shapes | self.buffer_shapes
-        self.also = {name: first for name, first in self.also.items() if first in there}
+                self.aliases[name] = first_of[id(p)]
+        known = self.shapes | self.buffer_shapes
+        self.aliases = {name: first for name, first in self.aliases.items() if first in known}
 
     def first_name(self, name: str) -> str:
         """The name that a parameter is saved under, whichever of its names it has here."""
@@ -131,11 +131,11 @@ class Contents:
                 for piece in sharder.owned(self.optimizer)
             ]
             named = self.module.named_parameters()
-            pieces += [whole(name, p, self.optimizer) for name, p in named if p not in self._cut]
+            pieces += [whole(x, p, self.optimizer) for x, p in named if p not in self._sharded]
         return [replace(piece, name=self.first_name(piece.name)) for piece in pieces]
 
     def _find_buffers(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers; `also` gets the further names of shared ones."""
+        """The persistent buffers; `aliases` gets the further names of shared ones."""
         buffers: dict[str, torch.Tensor] = {}
         first_of: dict[int, str] = {}
         for prefix, part in self.module.named_modules(remove_duplicate=False):
@@ -146,7 +146,7 @@ class Contents:
                 if first_of.setdefault(id(buffer), name) == name:
                     buffers[name] = buffer
                 else:
-                    self.also[name] = first_of[id(buffer)]
+                    self.aliases[name] = first_of[id(buffer)]
         return buffers
 
     def _gather(self, comm: Comm) -> None:
@@ -155,14 +155,14 @@ class Contents:
         names |= {id(piece.tensor): piece.name for piece in self.pieces}
         stepped_on = [piece for piece in self.pieces if piece.optimizer is not None]
         own_groups = [[names.get(id(p)) for p in group["params"]] for group in self._groups]
-        mine = (
+        local = (
             {piece.name: piece.whole_shape for piece in self.pieces},
             {name: x.shape for name, x in self.buffers.items()},
             {piece.name for piece in stepped_on},
             {piece.name for piece in stepped_on if piece.tensor.requires_grad},
             [[name for name in group if name is not None] for group in own_groups],
         )
-        shapes, buffers, stateful, trained, groups = zip(*comm.all_gather_object(mine))
+        shapes, buffers, stateful, trained, groups = zip(*comm.all_gather_object(local))
         counts = [len(of_rank) for of_rank in groups]
         if len(set(counts)) > 1:
             raise ValueError(
@@ -199,7 +199,7 @@ class Contents:
                     yield ("optimizer", "param_groups", k, key), value
 
     def after_load(self) -> None:
-        """Let the strategies update what they derive from the loaded pieces."""
+        """Let the strategies update the tensors that they derive from the loaded pieces."""
         for strategy in self.strategies:
             strategy.after_load()
 
@@ -211,12 +211,12 @@ def whole(name: str, tensor: torch.Tensor, optimizer: Any = None) -> OwnedPiece:
     return OwnedPiece(name, tensor.shape, 0, tensor, optimizer if steps else None)
 
 
-def lies_like(key: str, shape: torch.Size, parameter: torch.Size) -> bool:
+def is_per_element(key: str, shape: torch.Size, parameter: torch.Size) -> bool:
     """Whether a state, like `exp_avg` but not `step`, has one element per parameter element."""
     return key != "step" and shape == parameter
 
 
-def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
+def check_single_value(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
     """Raises ValueError if a sharded parameter's state has several values, but not one per element,
     like Adafactor's row statistics: such state cannot be joined or split."""
     if piece.shard is not None and shape.numel() > 1:
@@ -230,17 +230,17 @@ def check_one_for_all(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
 def _union(shapes: Sequence[dict[str, torch.Size]]) -> dict[str, torch.Size]:
     """The shapes of all ranks' names. Raises ValueError if a name has different shapes."""
     union: dict[str, torch.Size] = {}
-    for rank, mine in enumerate(shapes):
-        for name, shape in mine.items():
+    for rank, of_rank in enumerate(shapes):
+        for name, shape in of_rank.items():
             if union.setdefault(name, shape) != shape:
                 raise ValueError(
                     f"the ranks have different models: {name} is {list(shape)} on rank {rank} and "
-                    f"{list(union[name])} on one before; build the same model on every rank"
+                    f"{list(union[name])} on an earlier one; build the same model on every rank"
                 )
     return union
 
 
-def _without_cut(parameter: nn.Parameter) -> torch.Tensor:
+def _in_whole_shape(parameter: nn.Parameter) -> torch.Tensor:
     """The parameter, or a meta tensor of its whole shape if it is sharded."""
     if (shard := shard_of(parameter)) is None:
         return parameter

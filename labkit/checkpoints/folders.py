@@ -126,7 +126,7 @@ def finished(path: Path) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` in a folder. Raises ValueError if it is outside, also through a link."""
+    """The file `name` in a folder. Raises ValueError if it is outside, even through a link."""
     way, file = PurePath(name), folder / name
     outside = way.is_absolute() or ".." in way.parts
     if outside or not file.resolve().is_relative_to(folder.resolve()):
@@ -149,8 +149,8 @@ def find(folder: Path) -> Path:
         )
     pointer = folder / LATEST
     if not pointer.is_file():
-        there = ", ".join(path.name for path in finished_in(folder))
-        instead = f"; load one of its checkpoints: {there}" if there else ""
+        names = ", ".join(path.name for path in finished_in(folder))
+        instead = f"; load one of its checkpoints: {names}" if names else ""
         raise ValueError(
             f"no checkpoint at {folder}: it has neither {METADATA!r} nor {LATEST!r}, so it is "
             f"not a checkpoint and no save into it was finished{instead}"
@@ -160,7 +160,7 @@ def find(folder: Path) -> Path:
     name = written.decode(errors="replace").strip()
     damaged = checksum.strip() and not sealed(data)  # a name written by hand has no checksum
     if damaged or not NAME.fullmatch(name) or not finished(folder / name):
-        there = ", ".join(path.name for path in finished_in(folder)) or "none"
+        names = ", ".join(path.name for path in finished_in(folder)) or "none"
         what = "is damaged" if damaged else f"names {name!r}, which is not a finished checkpoint"
-        raise ValueError(f"{pointer} {what}; load one of those that are there: {there}")
+        raise ValueError(f"{pointer} {what}; load one of the finished checkpoints: {names}")
     return folder / name

@@ -4,7 +4,7 @@
     read by 3               | a a a a a a | a a a a a a | b b b b |
 
 each rank holds   its model, and one box of the file
-travels           names and shapes; each rank reads its tensors from the files
+ranks exchange    names and shapes; each rank reads its tensors from the files
 """
 
 import os
@@ -22,9 +22,9 @@ from labkit.checkpoints import folders
 from labkit.checkpoints.contents import (
     FORMAT,
     Contents,
-    check_one_for_all,
+    check_single_value,
     comm_of,
-    lies_like,
+    is_per_element,
     whole,
 )
 from labkit.checkpoints.stored import Fill, Stored
@@ -57,7 +57,7 @@ def load_checkpoint(
 
     Values take the dtypes of the model. Without `optimizer`, only the weights are loaded. `comm` as
     in `save_checkpoint`. As in torch.load, `weights_only=False` lets the checkpoint run code: load
-    only what you trust. Checkpoints of torch's own `save` and of older labkits have no checksums:
+    only what you trust. Checkpoints of torch's own `save` and of older versions have no checksums:
     only file sizes are verified, and rank 0 warns.
 
     Raises ValueError on every rank, before the model changes, if there is no finished checkpoint,
@@ -75,7 +75,7 @@ def load_checkpoint(
         warnings.warn(f"{path} {why}", stacklevel=2)
 
     def plan() -> tuple[dict[str, Any], list[dict[str, Any]], list[State]]:
-        stored.call_by(contents.also)
+        stored.rename(contents.aliases)
         record = check_format(stored)
         check_model(stored, contents)
         groups = []
@@ -94,7 +94,7 @@ def load_checkpoint(
         for group, new in zip(getattr(optimizer, "param_groups", []), groups):
             group.update(new)
 
-    together(comm, read, f"{path} was loaded in part only; load another checkpoint")
+    together(comm, read, f"{path} was only partly loaded; load another checkpoint")
     contents.after_load()
     return Loaded(path, record["step"], record["extra"])
 
@@ -116,7 +116,7 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
         path = ("optimizer", "state", piece.name, key)
         if not isinstance(entry, TensorStorageMetadata):
             state[key] = stored.value(path)
-        elif lies_like(key, entry.size, piece.whole_shape):
+        elif is_per_element(key, entry.size, piece.whole_shape):
             old = piece.optimizer.state.get(piece.tensor, {}).get(key)
             fits = isinstance(old, torch.Tensor) and old.shape == piece.tensor.shape
             # Zeros for the padding, which is not in the files.
@@ -139,29 +139,29 @@ def check_format(stored: Stored) -> dict[str, Any]:
     if record["format"] > FORMAT:
         raise ValueError(
             f"{stored.folder} has format {record['format']}, but this labkit reads up to "
-            f"{FORMAT}; use the labkit that wrote it, or a newer one"
+            f"{FORMAT}; use the version of labkit that wrote it, or a newer one"
         )
     return record
 
 
 def check_model(stored: Stored, contents: Contents) -> None:
     """Raises ValueError if the checkpoint's names and shapes differ from the model's."""
-    there = {
+    saved = {
         name: entry.size for name, entry in stored.under("model").items() if hasattr(entry, "size")
     }
-    if not there:
+    if not saved:
         raise ValueError(
             f"{stored.folder} has no `model`; it was saved under other names. Save "
             '{"model": ..., "optimizer": ...}, as torch\'s get_state_dict gives them'
         )
     here = contents.shapes | contents.buffer_shapes
-    known = here.keys() | contents.also.keys()
-    missing = [name for name, shape in here.items() if name not in there and shape.numel()]
-    unexpected = [name for name, size in there.items() if name not in known and size.numel()]
+    known = here.keys() | contents.aliases.keys()
+    missing = [name for name, shape in here.items() if name not in saved and shape.numel()]
+    unexpected = [name for name, size in saved.items() if name not in known and size.numel()]
     other = [
-        f"{name} is {list(there[name])} there and {list(shape)} here"
+        f"{name} is {list(saved[name])} in the checkpoint and {list(shape)} here"
         for name, shape in here.items()
-        if there.get(name, shape) != shape
+        if saved.get(name, shape) != shape
     ]
     _raise(stored, "model", missing, unexpected, other)
 
@@ -179,8 +179,8 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
         if piece.shard is None:
             continue  # only the shards of a parameter could need different states
         for key, entry in stored.under("optimizer", "state", piece.name).items():
-            if hasattr(entry, "size") and not lies_like(key, entry.size, piece.whole_shape):
-                check_one_for_all(piece, key, entry.size)
+            if hasattr(entry, "size") and not is_per_element(key, entry.size, piece.whole_shape):
+                check_single_value(piece, key, entry.size)
 
 
 def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, Any]]:
@@ -190,9 +190,8 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
     for path in stored.entries:
         if path[:2] == ("optimizer", "param_groups"):
             groups.setdefault(path[2], {})[path[3]] = stored.value(path)
-    group_of = {
-        contents.also.get(name, name): k for k, group in groups.items() for name in group["params"]
-    }
+    aliases = contents.aliases
+    group_of = {aliases.get(x, x): k for k, group in groups.items() for x in group["params"]}
     hyperparameters = []
     for names, now in zip(contents.groups, contents.optimizer.param_groups):
         names = [x for x in names if x in contents.shapes and contents.shapes[x].numel()]
@@ -202,15 +201,15 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
         first = {group_of[name]: name for name in names}
         if len(first) > 1:
             raise ValueError(
-                f"{stored.folder}: {_few(first.values())} are in one parameter group here and were "
-                "in several; make the groups of the optimizer as they were"
+                f"{stored.folder}: {_few(first.values())} are in one parameter group here but were "
+                "in several; build the optimizer with the groups that were saved"
             )
         before = groups[next(iter(first))] if first else {}
         before = {key: x for key, x in before.items() if key not in ("params", "param_names")}
         gone, new = set(now) - set(before) - {"params", "param_names"}, set(before) - set(now)
         if first and gone and new - {"initial_lr"}:
             raise ValueError(
-                f"{stored.folder} is of another optimizer: it had {_few(sorted(map(str, new)))} "
+                f"{stored.folder} has another optimizer: it had {_few(sorted(map(str, new)))} "
                 f"and not {_few(sorted(gone))}; load it with optimizer=None"
             )
         hyperparameters.append(before)
@@ -220,7 +219,7 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
 def _raise(
     stored: Stored, what: str, missing: list[str], unexpected: list[str], other: list[str]
 ) -> None:
-    kinds = {"it lacks": missing, f"this {what} has no": unexpected, "of other shape:": other}
+    kinds = {"it lacks": missing, f"this {what} has no": unexpected, "of different shape:": other}
     differences = [f"{words} {_few(names)}" for words, names in kinds.items() if names]
     if differences:
         raise ValueError(

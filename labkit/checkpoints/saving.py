@@ -4,7 +4,7 @@
     rank 1     | plan | write pieces        | wait                          |
 
 each rank holds   its model, and one box (at most 64 MiB, or one row)
-travels           plans and the places of boxes, a few hundred bytes per box; no tensors
+ranks exchange    plans and the places of boxes, a few hundred bytes per box; no tensors
 
 The format is torch.distributed.checkpoint's, written with its plans and metadata, so its `load`
 reads these checkpoints. labkit's communicator replaces the communication of its `save`.
@@ -30,9 +30,9 @@ from labkit.checkpoints.contents import (
     FORMAT,
     Contents,
     Key,
-    check_one_for_all,
+    check_single_value,
     comm_of,
-    lies_like,
+    is_per_element,
     whole,
 )
 from labkit.checkpoints.stored import check_weights_only
@@ -76,7 +76,7 @@ def save_checkpoint(
         )
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
-    failed = f"step {step} was not saved; checkpoints made before are as they were"
+    failed = f"step {step} was not saved; earlier checkpoints are unchanged"
     contents = Contents(model, optimizer, comm)
     record = {"format": FORMAT, "step": step, "extra": extra}
     planner = PiecePlanner(contents, record, comm.rank, weights_only)
@@ -126,10 +126,10 @@ class PiecePlanner(DefaultSavePlanner):
                 path: Key = ("optimizer", "state", piece.name, key)
                 if not isinstance(value, torch.Tensor):
                     self._value(path, value)
-                elif lies_like(key, value.shape, piece.tensor.shape):
+                elif is_per_element(key, value.shape, piece.tensor.shape):
                     self._piece(path, piece, value)
                 elif piece.start == 0:
-                    check_one_for_all(piece, key, value.shape)
+                    check_single_value(piece, key, value.shape)
                     self._piece(path, whole("", value), value)
         for name, buffer in self._contents.buffers.items():
             if self._contents.buffer_rank[name] == self._rank:
@@ -160,13 +160,13 @@ class PiecePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The bytes to write for a tensor or another value."""
         data = self._data[write_item.index]
-        return (_serialised(_alone(data)) if torch.is_tensor(data) else data).getbuffer()
+        return (_serialized(_compact_copy(data)) if torch.is_tensor(data) else data).getbuffer()
 
     def _value(self, path: Key, value: Any) -> None:
         key = self._key(path)
         if isinstance(value, np.generic):  # a learning rate that numpy computed
             value = value.item()
-        self._data[index := metadata.MetadataIndex(key)] = data = _serialised(value)
+        self._data[index := metadata.MetadataIndex(key)] = data = _serialized(value)
         if self._weights_only:
             check_weights_only(data, key)
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
@@ -205,20 +205,20 @@ class StreamingWriter(FileSystemWriter):
                 nbytes = file.write(data)
                 where = _StorageInfo(name, begin_bytes, nbytes)
                 vars(where)["crc32"] = zlib.crc32(data)  # torch's own `load` ignores it
-                del data  # before the next is made
+                del data  # before the next is serialized
                 results.append(WriteResult(item.index, nbytes, where))
             file.flush()
             os.fsync(file.fileno())
         return results
 
 
-def _serialised(value: Any) -> io.BytesIO:
+def _serialized(value: Any) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
+def _compact_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy on the CPU, without the rest of the storage."""
     return tensor.cpu().clone(memory_format=torch.contiguous_format)
 
@@ -227,7 +227,7 @@ def _with_further_names(
     described: metadata.Metadata, results: list[list[WriteResult]], contents: Contents
 ) -> metadata.Metadata:
     """Enter tied parameters under all their names; their bytes are stored once."""
-    for name, first in contents.also.items():
+    for name, first in contents.aliases.items():
         key, known = f"model.{name}", f"model.{first}"
         described.state_dict_metadata[key] = described.state_dict_metadata[known]
         described.planner_data[key] = ("model", name)

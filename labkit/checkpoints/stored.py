@@ -38,7 +38,7 @@ ALLOWED = {
 
 
 Fill = tuple[Key, OwnedPiece]
-"""A piece whose tensor is to become its part of what is stored at the path."""
+"""A path in the checkpoint, and the piece whose tensor is to be filled from it."""
 
 
 class Stored:
@@ -47,7 +47,7 @@ class Stored:
     entries        path of names -> entry in torch's metadata
     has_checksums  False if torch's own `save` or an older labkit wrote it
 
-    Raises ValueError if the folder's metadata are damaged, cannot be read or, with `weights_only`,
+    Raises ValueError if the folder's metadata is damaged, cannot be read or, with `weights_only`,
     could run code."""
 
     def __init__(self, folder: pathlib.Path, weights_only: bool):
@@ -87,13 +87,13 @@ class Stored:
             if not good:
                 raise ValueError(
                     f"{file} is damaged: bytes {offset} to {end} are missing or not those that "
-                    "were saved; load another checkpoint beside it"
+                    "were saved; load another checkpoint of its folder"
                 )
 
-    def call_by(self, also: Mapping[str, str]) -> None:
-        """Rename tied parameters' optimizer state by `also`: a pipeline's first name may differ."""
+    def rename(self, aliases: Mapping[str, str]) -> None:
+        """Rename tied parameters' optimizer state: in a pipeline, their first names may differ."""
         for path in [path for path in self.entries if path[:2] == ("optimizer", "state")]:
-            here = (*path[:2], also.get(str(path[2]), path[2]), *path[3:])
+            here = (*path[:2], aliases.get(str(path[2]), path[2]), *path[3:])
             if here not in self.entries:
                 self.entries[here], self._keys[here] = self.entries.pop(path), self._keys.pop(path)
 
@@ -114,22 +114,22 @@ class Stored:
             self.read([(path, whole("", value))])
             return value
         index = MetadataIndex(self._keys[path])
-        nothing = torch.Size([])
-        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        return self._read(item, Landing({}, self.weights_only))
+        empty = torch.Size([])
+        item = ReadItem(LoadItemType.BYTE_IO, index, empty, index, empty, empty)
+        return self._read(item, BoxPlanner({}, self.weights_only))
 
     def read(self, fills: Iterable[Fill], label: str = "loading") -> None:
         """Fill tensors, box by box in the order of the files; the tensors keep their dtypes."""
         items: list[ReadItem] = []
-        landing = Landing({}, self.weights_only)
+        planner = BoxPlanner({}, self.weights_only)
         for number, fill in enumerate(fills):
-            items += self._items(number, fill, landing)
+            items += self._items(number, fill, planner)
         items.sort(key=lambda item: self._place(item.storage_index))
         for item in slow_progress(items, label):
-            self._read(item, landing)
+            self._read(item, planner)
 
-    def _items(self, number: int, fill: Fill, landing: "Landing") -> list[ReadItem]:
-        """The read items of a tensor's boxes; `landing` gets the views they fill."""
+    def _items(self, number: int, fill: Fill, planner: "BoxPlanner") -> list[ReadItem]:
+        """The read items of a tensor's boxes; `planner` gets the views they fill."""
         path, piece = fill
         key, entry, items = self._keys[path], self.entries[path], []
         assert isinstance(entry, TensorStorageMetadata)
@@ -138,7 +138,7 @@ class Stored:
             parts = create_read_items_for_chunk_list(key, entry, [chunk])
             if sum(prod(part.lengths) for part in parts) != box.numel:
                 raise ValueError(f"{self.folder} has only a part of {key}; it is damaged")
-            landing.views[index := MetadataIndex(f"{number} {key}", box.offsets)] = view
+            planner.views[index := MetadataIndex(f"{number} {key}", box.offsets)] = view
             items += [replace(part, dest_index=index) for part in parts]
         return items
 
@@ -146,17 +146,17 @@ class Stored:
         where = self._reader.storage_data[index]
         return where.relative_path, where.offset
 
-    def _read(self, item: ReadItem, landing: "Landing") -> Any:
+    def _read(self, item: ReadItem, planner: "BoxPlanner") -> Any:
         try:
-            self._reader.read_data(LoadPlan([item]), landing).wait()
+            self._reader.read_data(LoadPlan([item]), planner).wait()
         except Exception as error:
             name, file = item.storage_index.fqn, self.folder / self._place(item.storage_index)[0]
             why = str(error).partition("\n")[0]
             raise ValueError(f"{name} cannot be read from {file}: {why}") from error
-        return landing.value
+        return planner.value
 
 
-class Landing(DefaultLoadPlanner):
+class BoxPlanner(DefaultLoadPlanner):
     """Gives torch's reader the destination of each box."""
 
     def __init__(self, views: dict[MetadataIndex, torch.Tensor], weights_only: bool):

@@ -12,20 +12,20 @@ T = TypeVar("T")
 def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
     """Run `action` on every rank and return all ranks' results. If it fails, every rank raises the
     first failing rank's error, an OSError or ValueError, with `failed` before its message."""
-    mine: Exception | None = None
+    own_error: Exception | None = None
     result: Any = None
     failure = None
     try:
         result = action()
     except Exception as error:  # sent as text: its attributes may not be picklable
         number = getattr(error, "errno", None) or EIO
-        mine, failure = error, (isinstance(error, OSError), number, str(error))
+        own_error, failure = error, (isinstance(error, OSError), number, str(error))
     results, failures = zip(*comm.all_gather_object((result, failure)))
     if any(failures):
         rank, first = next((rank, x) for rank, x in enumerate(failures) if x)
         is_file, number, text = first
         text = f"{failed}: {text}" if {*failures} == {first} else f"{failed}: rank {rank}: {text}"
-        raise (OSError(number, text) if is_file else ValueError(text)) from mine
+        raise (OSError(number, text) if is_file else ValueError(text)) from own_error
     return list(results)
 
 

@@ -1,4 +1,4 @@
-"""Communicators, meshes, and what they need to move the bytes of a strategy."""
+"""Communicators and meshes, and the links, checks and events of their operations."""
 
 from labkit.comm.communicator import Comm
 from labkit.comm.handle import CommError, Handle

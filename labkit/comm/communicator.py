@@ -8,7 +8,7 @@ mismatch can hang, and accepts every dense dtype and memory layout on any backen
     handle = comm.all_reduce(x, async_op=True)     # or asynchronous: compute, leave x alone,
     handle.wait()                                  # then wait
 
-`algorithm` names one in labkit/comm/collectives; by default transports/chooser.py chooses.
+`algorithm` names one of labkit/comm/collectives; by default transports/chooser.py selects one.
 """
 
 import pickle
@@ -29,7 +29,7 @@ from labkit.comm.validation import (
     check_list,
     check_member,
     check_op,
-    check_other,
+    check_peer,
     check_rooted,
     describe,
     equal_parts,
@@ -60,14 +60,14 @@ class Comm:
     ranks call different operations, CommError if one fails in progress.
     """
 
-    parallel: "tuple[Comm, list[list[int]]] | None" = None  # on a mesh axis: all its lines
+    parallel: "tuple[Comm, list[list[int]]] | None" = None  # on an axis: the mesh's, all lines
 
     def __init__(self, group: Any = None, label: str = ""):
         if not dist.is_initialized():
             raise RuntimeError(
                 "Comm(): this process is not a rank yet. Run the function with World(n).run(...), "
-                "or call labkit.attach() first (under torchrun, or alone: a world of 1). A World's "
-                "ranks after destroy_process_group: world.restart() or %ranks reset makes new ones."
+                "or call labkit.attach() first (under torchrun, or alone: a world of 1). After "
+                "destroy_process_group in a World: world.restart() or %ranks reset."
             )
         group = dist.group.WORLD if group is None else group
         if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -86,7 +86,7 @@ class Comm:
         return self._group
 
     def labelled(self, label: str) -> "Comm":
-        """The same group; ranks compare the label of its operations as they compare shapes."""
+        """A `Comm` of the same group; ranks compare `label`, like shapes, at each operation."""
         return Comm(self._group, label)
 
     def __repr__(self) -> str:
@@ -120,9 +120,9 @@ class Comm:
         for rank in ranks:
             check_member(rank, self.size)
         if self.parallel is not None:
-            every, lines = self.parallel
-            made = [every.subgroup([line[rank] for rank in ranks], shared=shared) for line in lines]
-            return next((comm for comm in made if comm is not None), None)
+            mesh, lines = self.parallel
+            comms = [mesh.subgroup([line[rank] for rank in ranks], shared=shared) for line in lines]
+            return next((comm for comm in comms if comm is not None), None)
         if self.size != dist.get_world_size():
             raise ValueError(
                 f"subgroup: this Comm has {self.size} of {dist.get_world_size()} ranks; call it "
@@ -138,7 +138,7 @@ class Comm:
         self, collective: str, nbytes: int, algorithm: str = "", op: Op = "sum",
         dtype: torch.dtype = torch.float32,
     ) -> Choice:  # fmt: skip
-        """Which algorithm runs an operation of `nbytes` (of all chunks together), and why.
+        """The algorithm that runs an operation of `nbytes` (of all chunks together), and why.
 
         >>> comm.explain("all_reduce", 1 << 20)  # of ranks with backend="gloo"
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
@@ -157,20 +157,20 @@ class Comm:
         Sends nothing under `World(check=True)`, which compares each collective."""
         calls, backends = [*self._dispatcher.calls], self._dispatcher.backend_of.values()
         self._dispatcher.calls.clear()
-        alike = here.board is not None or self.size == 1 or "fake" in backends
-        if alike or len({*self.all_gather_object(zlib.crc32(repr(calls).encode()))}) == 1:
+        skip = here.board is not None or self.size == 1 or "fake" in backends
+        if skip or len({*self.all_gather_object(zlib.crc32(repr(calls).encode()))}) == 1:
             return
-        every = zip_longest(*self.all_gather_object(calls), fillvalue="nothing more")
+        by_position = zip_longest(*self.all_gather_object(calls), fillvalue="nothing more")
         raise CollectiveMismatch(
             "the ranks must call the same collectives in the same order; ranks 0, 1, ... called "
-            + " | ".join(next(called for called in every if len(set(called)) > 1))
+            + " | ".join(next(called for called in by_position if len(set(called)) > 1))
         )
 
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor of `numel` elements, of the dtype and device of `like`, to be reduced
-        repeatedly, like a gradient bucket. All ranks call it alike. If they share memory,
-        `all_reduce` of the same slice on all ranks copies nothing. Raises ValueError for a negative
-        size."""
+        repeatedly, like a gradient bucket. All ranks call it with the same sizes. If they share
+        memory, `all_reduce` of the same slice on all ranks copies nothing. Raises ValueError for a
+        negative size."""
         if numel < 0:
             raise ValueError(f"symmetric_empty: {numel} elements; choose 0 or more")
         return self._dispatcher.symmetric_empty(numel, like)
@@ -180,7 +180,7 @@ class Comm:
     def all_reduce(
         self, x: torch.Tensor, op: Op = "sum", async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Replace `x` (any shape) by the reduction of all ranks' `x`, on all ranks."""
+        """Replace `x` (any shape) with the reduction of all ranks' `x`, on all ranks."""
         check_op(op, x)
         finish: Finish = []
         flat = self._dispatcher.stage(x, finish)
@@ -196,7 +196,7 @@ class Comm:
         self, x: torch.Tensor, dst: int = 0, op: Op = "sum", async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """Replace `x` on rank `dst` by the reduction of all ranks' `x`; other ranks keep theirs."""
+        """Replace `x` on rank `dst` with the reduction of all ranks' `x`; others keep theirs."""
         check_op(op, x)
         check_member(dst, self.size)
         finish: Finish = []
@@ -232,12 +232,12 @@ class Comm:
         parts = equal_parts("reduce_scatter_tensor", x, self.size)
         return self.reduce_scatter(out, parts, op, async_op, algorithm)
 
-    # --- collectives that move ----------------------------------------------------------------
+    # --- collectives that move data -----------------------------------------------------------
 
     def broadcast(
         self, x: torch.Tensor, src: int = 0, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Replace `x` on all ranks by rank `src`'s."""
+        """Replace `x` on all ranks with rank `src`'s `x`."""
         check_member(src, self.size)
         finish: Finish = []
         flat = self._dispatcher.stage(x, finish)
@@ -304,7 +304,7 @@ class Comm:
     def all_to_all(
         self, outs: Tensors, ins: Tensors, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Set outs[j] of rank i to ins[i] of rank j: a transposition over the ranks."""
+        """Set outs[j] of rank i to ins[i] of rank j: a transpose over the ranks."""
         check_list("all_to_all", "outs", outs, self.rank, self.size)
         check_list("all_to_all", "ins", ins, self.rank, self.size, outs[self.rank])
         finish: Finish = []
@@ -342,42 +342,42 @@ class Comm:
 
     def barrier(self, algorithm: str = "") -> None:
         """Block until all ranks of the group have called it."""
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.own_device())
+        empty = torch.empty(0, dtype=torch.uint8, device=self.own_device())
         self._dispatcher.collective(
-            "barrier", nothing, lambda: [0], _whole, False, [],
-            lambda transport, call: transport.barrier(nothing.new_zeros(1), call),
+            "barrier", empty, lambda: [0], _whole, False, [],
+            lambda transport, call: transport.barrier(empty.new_zeros(1), call),
             nbytes=0, algorithm=algorithm,
         )  # fmt: skip
 
-    def all_gather_object(self, thing: Any) -> list[Any]:
-        """All ranks' picklable `thing`, as a list, on all ranks. For small objects: sends their
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """All ranks' picklable `obj`, as a list, on all ranks. For small objects: sends their
         sizes, then their pickled bytes; events count both."""
         with no_modes():
-            mine = self._pickled(thing)
-            size = torch.tensor([mine.numel()], device=mine.device)
+            flat = self._pickled(obj)
+            size = torch.tensor([flat.numel()], device=flat.device)
             sizes = size.repeat(self.size)
             self.all_gather_into_tensor(sizes, size)
-            # A fake group receives nothing: take every rank's object to be this rank's.
-            room = [
-                mine.new_empty(n) if n != mine.numel() else mine.clone() for n in sizes.tolist()
+            # A fake group receives nothing: let every rank's object be this rank's.
+            received = [
+                flat.clone() if n == flat.numel() else flat.new_empty(n) for n in sizes.tolist()
             ]
-            self.all_gather(room, mine)
-            return [_unpickled(pickled) for pickled in room]
+            self.all_gather(received, flat)
+            return [_unpickled(pickled) for pickled in received]
 
-    def broadcast_object(self, thing: Any, src: int = 0) -> Any:
-        """Rank `src`'s picklable `thing`, on all ranks, sent like those of `all_gather_object`."""
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s picklable `obj`, on all ranks, sent as in `all_gather_object`."""
         with no_modes():
-            mine = self._pickled(thing)
-            size = torch.tensor([mine.numel()], device=mine.device)
+            flat = self._pickled(obj)
+            size = torch.tensor([flat.numel()], device=flat.device)
             self.broadcast(size, src)
-            if self.rank != src and int(size) != mine.numel():
-                mine = mine.new_empty(int(size))
-            self.broadcast(mine, src)
-            return _unpickled(mine)
+            if self.rank != src and int(size) != flat.numel():
+                flat = flat.new_empty(int(size))
+            self.broadcast(flat, src)
+            return _unpickled(flat)
 
-    def _pickled(self, thing: Any) -> torch.Tensor:
-        there = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        return there.to(self.own_device())
+    def _pickled(self, obj: Any) -> torch.Tensor:
+        flat = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        return flat.to(self.own_device())
 
     # --- point to point: the k-th receive matches the k-th send of its sender and tag ---------
 
@@ -400,7 +400,7 @@ class Comm:
     def _message(
         self, x: torch.Tensor, peer: int, tag: int, *, sends: bool, blocking: bool
     ) -> Handle:
-        check_other(peer, tag, self.rank, self.size)
+        check_peer(peer, tag, self.rank, self.size)
         finish: Finish = []
         flat = self._dispatcher.stage(x, None if sends else finish)
 

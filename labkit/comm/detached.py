@@ -1,7 +1,7 @@
-"""What a pickled `Comm` becomes: a process group cannot be pickled.
+"""The placeholder for a pickled `Comm`: a process group cannot be pickled.
 
-A pickled parallel model still computes, and its parameters say which slices they are; only
-communication raises. For other ranks, write a checkpoint.
+A pickled parallel model still computes, and its parameters keep the marks of their shards; only
+communication raises. To load a model on other ranks, save a checkpoint instead.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A mesh: the ranks in a box of named axes, with a `Comm` along each axis or over several.
+"""A mesh: the ranks in a grid of named axes, with a `Comm` along each axis or over several.
 
     Mesh(pp=2, dp=2, tp=2), 8 ranks: the last axis varies fastest
 
@@ -10,7 +10,7 @@
     rank 5 is pp 1, dp 0, tp 1: its mesh.tp is ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5), and
     mesh["pp", "dp"], over both axes, all ranks with tp 1: (1, 3, 5, 7)
 
-Neighbours on the last axis are neighbours on the machine: put the strategy that sends most there
+Neighbors on the last axis are neighbors on the machine: use it for the strategy that sends most
 (Narayanan et al., arXiv 2104.04473, section 3.2, takeaway 1: tensor parallelism inside a node).
 """
 
@@ -27,9 +27,9 @@ class Mesh:
         sizes     axis -> number of ranks along it
         <axis>    this rank's `Comm` along that axis: mesh.dp, or mesh["dp"]
 
-    All ranks create the mesh together, and likewise request a group over several axes, such as
+    All ranks create the mesh together, and request each group over several axes together, such as
     mesh["dp", "cp"], which numbers its ranks in mesh order. A mesh created again reuses its groups.
-    Raises ValueError when the axes do not take all ranks, KeyError for an unknown axis.
+    Raises ValueError unless the axes cover all ranks, KeyError for an unknown axis.
 
     >>> model = DDP(context_parallel(model, mesh.cp), mesh["dp", "cp"])
     """
@@ -77,10 +77,10 @@ class Mesh:
         """Create the groups of all lines along `axes`, in the same order on all ranks."""
         if prod(self.sizes[axis] for axis in axes) == self.comm.size:
             return self.comm
-        every = list(lines(self.sizes, *axes))
-        groups = [self.comm.subgroup(line, shared=True) for line in every]
+        all_lines = list(lines(self.sizes, *axes))
+        groups = [self.comm.subgroup(line, shared=True) for line in all_lines]
         own = next(group for group in groups if group is not None)
-        own.parallel = self.comm, every
+        own.parallel = self.comm, all_lines
         return own
 
 
@@ -118,9 +118,9 @@ def lines(sizes: Mapping[str, int], *axes: str) -> Iterator[list[int]]:
 
 
 def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
-    """Raises ValueError, suggesting sizes, if the axes do not take `ranks` ranks."""
-    taken = [name for name in sizes if name.startswith("_") or hasattr(Mesh, name)]
-    if not sizes or taken or "comm" in sizes or "sizes" in sizes:
+    """Raises ValueError, suggesting sizes, unless the axes cover `ranks` ranks."""
+    reserved = [name for name in sizes if name.startswith("_") or hasattr(Mesh, name)]
+    if not sizes or reserved or "comm" in sizes or "sizes" in sizes:
         raise ValueError(f"a mesh needs named axes, as in Mesh(dp=2, tp=2), not {dict(sizes)}")
     for axis, size in sizes.items():
         if not isinstance(size, int) or size < 1:
@@ -129,25 +129,25 @@ def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
             )
     if prod(sizes.values()) != ranks:
         axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        asked = list(sizes.values())
+        requested = list(sizes.values())
         closest = sorted(
-            factorisations(ranks, len(sizes)),
-            key=lambda factors: sum(abs(size - other) for size, other in zip(factors, asked)),
+            factorizations(ranks, len(sizes)),
+            key=lambda factors: sum(abs(a - b) for a, b in zip(factors, requested)),
         )
         fit = " or ".join(
             "(" + ", ".join(f"{axis}={size}" for axis, size in zip(sizes, factors)) + ")"
             for factors in closest[:3]
         )
-        takes = f"Mesh({axes}) needs {ranks_in_words(prod(sizes.values()))}, but there are {ranks}"
-        raise ValueError(f"{takes}: {fit} would do")
+        needs = f"Mesh({axes}) needs {ranks_in_words(prod(sizes.values()))}, but there are {ranks}"
+        raise ValueError(f"{needs}: {fit} would do")
 
 
-def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     """All ways to write `number` as an ordered product of `parts` factors."""
     if parts == 1:
         yield (number,)
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            for rest in factorisations(number // first, parts - 1):
+            for rest in factorizations(number // first, parts - 1):
                 yield (first, *rest)

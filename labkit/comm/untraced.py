@@ -14,12 +14,12 @@ def untraced(cls: Class) -> Class:
     """Class decorator: torch.compile traces neither the methods of `cls` nor their callees."""
 
     def wrapped(method: Any) -> Any:
-        outside = torch._disable_dynamo(method)  # imports torch._dynamo when called: 1 s
+        disabled = torch._disable_dynamo(method)  # imports torch._dynamo when called: 1 s
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             compiled = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
-            return (outside if compiled else method)(*args, **kwargs)
+            return (disabled if compiled else method)(*args, **kwargs)
 
         return call
 

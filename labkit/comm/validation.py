@@ -19,7 +19,7 @@ def check_member(rank: int, size: int) -> None:
         raise ValueError(f"rank {rank} is not in this group of {size}; choose 0 to {size - 1}")
 
 
-def check_other(peer: int, tag: int, rank: int, size: int) -> None:
+def check_peer(peer: int, tag: int, rank: int, size: int) -> None:
     """Raises ValueError if `rank` cannot exchange messages with `peer` under `tag`."""
     check_member(peer, size)
     if peer == rank:
@@ -41,26 +41,26 @@ def describe(x: torch.Tensor) -> str:
 
 
 def check_list(
-    op: str, name: str, tensors: Tensors, rank: int, size: int, mine: torch.Tensor | None = None
+    op: str, name: str, tensors: Tensors, rank: int, size: int, own: torch.Tensor | None = None
 ) -> None:
-    """Raises unless `tensors` has one per rank, of one dtype, and tensors[rank] fits `mine`."""
-    for x in (*tensors, *([] if mine is None else [mine])):
+    """Raises unless there is one tensor per rank, of one dtype, and tensors[rank] fits `own`."""
+    for x in (*tensors, *([] if own is None else [own])):
         check_tensor(x)
     if len(tensors) != size:
         raise ValueError(
             f"{op}: {name} has {len(tensors)} tensors for {ranks_in_words(size)}; pass one for each"
         )
-    if mine is not None and mine.numel() != tensors[rank].numel():
+    if own is not None and own.numel() != tensors[rank].numel():
         raise ValueError(
-            f"{op}: this rank's tensor has {mine.numel()} elements, but {name}[{rank}] has "
+            f"{op}: this rank's tensor has {own.numel()} elements, but {name}[{rank}] has "
             f"{tensors[rank].numel()}; make them equal"
         )
-    if any(x.dtype != tensors[0].dtype for x in (*tensors, tensors[0] if mine is None else mine)):
+    if any(x.dtype != tensors[0].dtype for x in (*tensors, tensors[0] if own is None else own)):
         raise ValueError(f"{op}: the tensors have different dtypes; convert them to one dtype")
 
 
 def check_rooted(
-    op: str, name: str, tensors: Tensors | None, mine: torch.Tensor, root: int, rank: int, size: int
+    op: str, name: str, tensors: Tensors | None, own: torch.Tensor, root: int, rank: int, size: int
 ) -> Tensors | None:
     """Validate the `tensors` that only rank `root` passes; None on the others."""
     check_member(root, size)
@@ -70,12 +70,12 @@ def check_rooted(
         return None
     if tensors is None:
         raise ValueError(f"{op}: rank {root} must pass {name}, one tensor for each rank")
-    check_list(op, name, tensors, rank, size, mine)
+    check_list(op, name, tensors, rank, size, own)
     return tensors
 
 
 def equal_parts(what: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
-    """`whole` split into n equal flat views. Raises ValueError if it cannot be split so."""
+    """Split `whole` into n equal flat views. Raises ValueError if that is not possible."""
     if whole.numel() % n or not whole.is_contiguous():
         problem = "is not contiguous" if whole.numel() % n == 0 else f"does not divide by {n} ranks"
         raise ValueError(
@@ -106,5 +106,5 @@ def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
             on_gpu or REDUCTIONS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
             on_gpu or op != "mean" or torch.empty(1, dtype=dtype).div_(1)
     except RuntimeError:
-        return f"torch knows no {op} of {dtype}; convert it first, as to torch.int32 or float32"
+        return f"torch has no {op} of {dtype}; convert it first, as to torch.int32 or float32"
     return ""

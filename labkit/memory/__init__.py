@@ -1,1 +1,1 @@
-"""What training keeps in memory, how to recompute or offload it, and what that costs."""
+"""Activation memory in training: recompute it, offload it, and count the cost."""

@@ -2,8 +2,8 @@
 
 ZeRO-R has two rules for memory besides model states and activations: fused buffers have a constant
 size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and long-lived tensors get their own
-block, which avoids fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward needs
-first what forward made last, so a stack is enough:
+block, which avoids fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward first
+needs what forward made last, so a stack suffices:
 
     forward   | a | b | c |          free          |
                           ^ top
@@ -22,7 +22,7 @@ _host_memory: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def is_host_memory(x: torch.Tensor) -> bool:
-    """Whether `x` was offloaded: not device memory, even if a CPU plays the device."""
+    """Whether `x` was offloaded: not device memory, even if the device is a CPU."""
     return bool(_host_memory) and x.untyped_storage() in _host_memory
 
 
@@ -32,11 +32,11 @@ class ConstantBuffer:
 
     def __init__(self, nbytes: int, pinned: bool = False):
         if nbytes < 0:
-            raise ValueError(f"a buffer of {nbytes} bytes: give 0 or more")
+            raise ValueError(f"a buffer of {nbytes} bytes: choose 0 or more")
         self.nbytes = nbytes
         self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._pieces: list[int] = []  # start of each, bottom first
-        self._free: set[int] = set()  # starts of those given back below the top
+        self._starts: list[int] = []  # of the slices taken, bottom first
+        self._free: set[int] = set()  # starts of freed slices below the top
         self._top = 0
         _host_memory.add(self._block.untyped_storage())
 
@@ -49,19 +49,19 @@ class ConstantBuffer:
         if self._top + nbytes > self.nbytes:
             return None
         start = self._top
-        self._pieces.append(start)
+        self._starts.append(start)
         self._top = start + -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
         return self._block[start : start + nbytes]
 
-    def give_back(self, piece: torch.Tensor) -> None:
-        """Free a slice. Raises ValueError if it is not taken."""
-        start = int(piece.storage_offset())
-        if start not in self._pieces or start in self._free:
+    def give_back(self, taken: torch.Tensor) -> None:
+        """Free a slice. Raises ValueError if it was not taken, or is free already."""
+        start = int(taken.storage_offset())
+        if start not in self._starts or start in self._free:
             raise ValueError(
-                f"the piece at byte {start} was not taken from this buffer, or was returned "
-                "before; return each piece once"
+                f"the slice at byte {start} was not taken from this buffer, or was already "
+                "returned; return each slice once"
             )
         self._free.add(start)
-        while self._pieces and self._pieces[-1] in self._free:
-            self._top = self._pieces.pop()
+        while self._starts and self._starts[-1] in self._free:
+            self._top = self._starts.pop()
             self._free.remove(self._top)

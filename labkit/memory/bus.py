@@ -6,7 +6,7 @@
     engine         └ latency ┬ B / rate ─┘               latency + B / rate
 
 `StreamBus` is a GPU's. `Bus` needs no GPU: it copies real bytes inside the machine's memory, each
-piece no sooner than a bus of that rate would; its results are labelled "paced". Copies run in
+chunk no sooner than a bus of that rate would; its results are labeled "paced". Copies run in
 order.
 
 Rates: PCIe 4.0 and 5.0 have 16 and 32 Gbit/s on each of 16 lanes, each way (PCI-SIG, base
@@ -27,8 +27,8 @@ from labkit.events import CommEvent
 from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock
 from labkit.runtime.transports.link import Link
 
-PIECES = 16  # of a paced copy: an early read sees partial data, as on a real bus
-LISTED = 1024  # events that a bus keeps, of its last copies
+CHUNKS = 16  # of a paced copy: an early read sees partial data, as on a real bus
+MAX_EVENTS = 1024  # that a bus keeps, of its last copies
 
 
 def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus":
@@ -79,7 +79,7 @@ class Bus:
     def __init__(self, gbps: float = inf, latency_us: float = 0.0):
         self.link = Link(gbps, latency_us)
         self.moved_bytes = 0  # of all copies so far
-        self.events: deque[CommEvent] = deque(maxlen=LISTED)
+        self.events: deque[CommEvent] = deque(maxlen=MAX_EVENTS)
         self._number = 0
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="labkit-bus")
 
@@ -111,11 +111,11 @@ class Bus:
         if target is None or source is None:
             sleep_until(event.began_s + self.seconds(event.payload_bytes))
         else:
-            carried_bytes = 0
-            for there, here in zip(target.tensor_split(PIECES), source.tensor_split(PIECES)):
-                carried_bytes += here.nbytes
-                sleep_until(event.began_s + self.seconds(carried_bytes))
-                there.copy_(here)
+            copied_bytes = 0
+            for out, chunk in zip(target.tensor_split(CHUNKS), source.tensor_split(CHUNKS)):
+                copied_bytes += chunk.nbytes
+                sleep_until(event.began_s + self.seconds(copied_bytes))
+                out.copy_(chunk)
         event.ended_s = time.monotonic()
 
 
@@ -129,7 +129,7 @@ class _Paced(Arrival):
         if self.future is None:
             raise RuntimeError("this copy failed, as its first wait reported; start it again")
         try:
-            self.future.result()  # raises what went wrong
+            self.future.result()  # raises the copy's error
         except Exception:
             self.future = None  # else the traceback of the error keeps it alive
             raise
@@ -145,7 +145,7 @@ class StreamBus:
             self.stream = torch.cuda.Stream()
             self.clock = StreamClock()
         self.moved_bytes = 0
-        self.events: deque[CommEvent] = deque(maxlen=LISTED)  # `clock.settle` gives their times
+        self.events: deque[CommEvent] = deque(maxlen=MAX_EVENTS)  # `clock.settle` gives their times
         self._number = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
@@ -154,11 +154,11 @@ class StreamBus:
         for x, name in ((source, "source"), (target, "target")):
             if x.device.type == "cpu" and not x.is_pinned():
                 raise ValueError(
-                    f"the {name} is in pageable memory, from which no copy can run "
+                    f"the {name} is in pageable memory, which cannot be copied "
                     "asynchronously; create it with torch.empty(..., pin_memory=True), or call "
                     "x.pin_memory()"
                 )
-        if self._number % LISTED == 0:
+        if self._number % MAX_EVENTS == 0:
             self.clock.settle(0.0)  # or the clock would keep the CUDA events of all copies
         arrival = _OnStream(
             (target, source), self.stream.device, "load", self._number, source.nbytes, self.clock,
@@ -172,7 +172,7 @@ class StreamBus:
                 self.clock.mark(arrival.event, "began_s")
                 target.copy_(source, non_blocking=True)
                 self.clock.mark(arrival.event, "ended_s")
-                arrival.there.record()
+                arrival.arrived.record()
         return arrival
 
 
@@ -182,13 +182,13 @@ class _OnStream(Arrival):
     def __init__(self, ends: tuple[Tensor, ...], device: torch.device, *args: Any):
         self.ends, self.device = ends, device
         super().__init__(*args)
-        self.there = torch.cuda.Event()
+        self.arrived = torch.cuda.Event()
 
     def done(self) -> bool:
-        return self.there.query()
+        return self.arrived.query()
 
     def _wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.there)
+        torch.cuda.current_stream(self.device).wait_event(self.arrived)
         self.ends = ()
 
     def __del__(self) -> None:
@@ -204,7 +204,7 @@ def check_alike(target: Tensor, source: Tensor) -> None:
             f"and the target {target.dtype} {list(target.shape)}; cast before or after the copy"
         )
     if not (target.is_contiguous() and source.is_contiguous()):
-        raise ValueError("a bus copies contiguous tensors; call x.contiguous() before")
+        raise ValueError("a bus copies contiguous tensors; call x.contiguous() first")
 
 
 def sleep_until(when_s: float) -> None:

@@ -25,14 +25,14 @@ class Cost:
     """Cost of one choice for one block; `need_bytes` counts from the level before its forward."""
 
     kept_bytes: int  # from its forward to its backward
-    need_bytes: int  # the peak, which includes kept_bytes
+    need_bytes: int  # the peak, including kept_bytes
     again_flops: int = 0  # computed a second time
     moved_bytes: int = 0  # to the host, and as many back
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of each choice for a model's blocks, in forward order; and of the rest."""
+    """Costs of each choice for each of a model's blocks, in forward order, and of the rest."""
 
     blocks: Sequence[Mapping[str, Cost]]
     before_bytes: int = 0  # the level before the first block: weights and so on
@@ -60,7 +60,7 @@ class Plan:
     def __str__(self) -> str:
         counts = {name: self.choices.count(name) for name in dict.fromkeys(self.choices)}
         mix = ", ".join(f"{count} × {name}" for name, count in counts.items())
-        return f"{mix}: {self.peak_bytes:,} bytes at the peak, {self.again:.1%} computed twice"
+        return f"{mix}: {self.peak_bytes:,} bytes at the peak, {self.again:.1%} recomputed"
 
 
 def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
@@ -86,14 +86,14 @@ def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
 
 def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) -> Plan:
     """The plan with the fewest recomputed FLOPs within the budget; of several, that with the lowest
-    final level. `most_moved_bytes`: what the bus can carry to the host, hidden, during a forward.
+    final level. `most_moved_bytes`: how much a bus can copy to the host, hidden by a forward.
 
-    Raises ValueError if no plan fits, and names the smallest budget that one does."""
+    Raises ValueError if no plan fits, and names the smallest budget that would."""
     plan = _search(costs, budget_bytes, most_moved_bytes)
     if plan is None:
         least = smallest_budget(costs, most_moved_bytes)
         raise ValueError(
-            f"no choice fits into a budget of {budget_bytes:,} bytes; choose at least {least:,} "
+            f"no plan fits into a budget of {budget_bytes:,} bytes; choose at least {least:,} "
             "bytes, or make the batch smaller"
         )
     return plan
@@ -133,7 +133,7 @@ class _State:
 
 
 def _search(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None:
-    """The best plan within the budget, of those without and those with offloading."""
+    """The best plan within the budget, with or without offloading."""
     plans = [_walk(costs, budget_bytes, 0)]
     if most_moved_bytes:
         plans.append(_walk(costs, budget_bytes - costs.leaving_bytes, most_moved_bytes))
@@ -149,7 +149,7 @@ def _walk(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None
         return None
     states = [_State(0, costs.before_bytes, 0)]
     for block in costs.blocks:
-        states = _worth_keeping(
+        states = _pareto_optimal(
             _State(
                 state.flops + cost.again_flops,
                 state.level + cost.kept_bytes,
@@ -165,7 +165,7 @@ def _walk(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None
     return plan_of(costs, min(fitting).choices) if fitting else None
 
 
-def _worth_keeping(states: Iterable[_State]) -> list[_State]:
+def _pareto_optimal(states: Iterable[_State]) -> list[_State]:
     """The Pareto-optimal states in FLOPs, level and moved bytes."""
     kept: list[_State] = []
     stairs: list[tuple[int, int]] = []  # (level, moved) of kept states: one rises, the other falls

@@ -2,7 +2,7 @@
 
     forward    conditions = Conditions(inputs)       the generators' states before the function
                fn(...)                               a dropout draws
-               conditions.forget_unused()            nothing was drawn? then nothing to restore
+               conditions.forget_unused()            if nothing was drawn, nothing to restore
     backward   with conditions.again(): fn(...)      the same draws: the same mask
                after the block                       the generators continue as before
 
@@ -29,11 +29,11 @@ def states_of(generators: Iterable[torch.Generator]) -> States:
 
 
 def used(states: States) -> States:
-    """Those of `states` whose generator has drawn since they were taken."""
+    """The `states` of generators that have drawn since."""
     return [
         (generator, state)
         for generator, state in states
-        if _numbers(state) != _numbers(generator.get_state())
+        if _raw_bytes(state) != _raw_bytes(generator.get_state())
     ]
 
 
@@ -74,8 +74,8 @@ class Conditions:
             yield
 
 
-def _numbers(state: torch.Tensor) -> bytes:
-    """The bytes of a state, read past torch: unseen by modes, and readable in a dry run."""
+def _raw_bytes(state: torch.Tensor) -> bytes:
+    """The bytes of a state, read past torch: modes do not see it, and it works in a dry run."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 

@@ -1,7 +1,7 @@
 """Recompute or offload a function, or parts of a model, from outside.
 
     recompute(fn, x)                              a function, from its inputs
-    Recompute(model)                              each block, from its input         2sbh a layer
+    Recompute(model)                              each block, from its input         2sbh per layer
     Recompute(model, what="selective")            the core of attention, from q k v   34sbh
     Recompute(model, what=keep_products)          each block, except its matmuls
     Recompute(model, blocks=model.blocks[:4])     some of the blocks
@@ -47,8 +47,8 @@ def recompute(
             "values" also their elements, which takes time; "none" nothing.
 
     Gradients are unchanged, bit for bit if the same kernels run. Works nested, and for several
-    backwards. Raises ValueError if `fn` changes an input or, in backward, does something else than
-    before; RuntimeError if a parameter that backward needs (so not a bias) has changed since
+    backwards. Raises ValueError if `fn` changes an input or behaves differently in
+    backward; RuntimeError if a parameter that backward needs (so not a bias) has changed since
     forward."""
     kept = None if policy is None else partial(Kept, policy)
     return Recomputed(fn, kept, preserve_rng, check)(*args, **kwargs)
@@ -68,7 +68,7 @@ class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
         while self._before:
             module, forward = self._before.pop()
             del module.forward
-            if forward is not None:  # of the instance, from before
+            if forward is not None:  # an instance attribute from before
                 module.forward = forward
 
     def __exit__(self, *_: Any) -> None:
@@ -85,7 +85,7 @@ class Recompute(_ForwardEdits):
         core: the path from a block to its core of attention.
         preserve_rng, check: as for `recompute`.
 
-    Raises ValueError if there are no blocks or no core, or one is edited already."""
+    Raises ValueError if there are no blocks or no core, or one is already edited."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class Recompute(_ForwardEdits):
         modules = blocks_of(model) if blocks is None else blocks
         if what == "selective":
             modules = [_core_of(block, core) for block in modules]
-        modules = list(dict.fromkeys(modules))  # blocks may share one
+        modules = list(dict.fromkeys(modules))  # blocks may share a core
         for module in modules:
             if isinstance(module.__dict__.get("forward"), Recomputed):
                 raise ValueError(
-                    f"this {type(module).__name__} is recomputed already; call remove() of the "
+                    f"this {type(module).__name__} is already recomputed; call remove() of the "
                     "first Recompute, or choose other blocks"
                 )
         kept = partial(Kept, what) if callable(what) else None
@@ -123,7 +123,7 @@ class Choices(_ForwardEdits):
         offload      moves them to the host's memory and back    0, and those in flight
 
     `chosen`: one per block, or one for all; `blocks`, `core`: as for `Recompute`; `offload`: from
-    `offload_activations(model)`. Raises ValueError for an unknown name, a wrong number, or
+    `offload_activations(model)`. Raises ValueError for an unknown name, a wrong count, or
     "offload" without `offload`."""
 
     def __init__(
@@ -135,21 +135,21 @@ class Choices(_ForwardEdits):
         offload: Offload | None = None,
     ):
         super().__init__()
-        every = blocks_of(model) if blocks is None else list(blocks)
-        names = [chosen] * len(every) if isinstance(chosen, str) else list(chosen)
-        if len(names) != len(every) or not set(names) <= set(CHOICES):
+        all_blocks = blocks_of(model) if blocks is None else list(blocks)
+        names = [chosen] * len(all_blocks) if isinstance(chosen, str) else list(chosen)
+        if len(names) != len(all_blocks) or not set(names) <= set(CHOICES):
             raise ValueError(
                 f"chosen={chosen!r}: pass one of {', '.join(CHOICES)} for each of the "
-                f"{len(every)} blocks"
+                f"{len(all_blocks)} blocks"
             )
         if "offload" in names and offload is None:
             raise ValueError(
                 '"offload" needs an offloader; pass offload=offload_activations(model)'
             )
         for what in ("selective", "full"):
-            if chosen_blocks := [block for block, name in zip(every, names) if name == what]:
+            if chosen_blocks := [block for block, name in zip(all_blocks, names) if name == what]:
                 self._before += Recompute(model, what, chosen_blocks, core)._before
-        for block, name in zip(every, names):
+        for block, name in zip(all_blocks, names):
             if name == "offload" and offload is not None:
                 self._replace(block, partial(offload.run, block.forward))
 

@@ -14,7 +14,7 @@ Backward recomputes P from q, k and L, tile by tile; with dP = dout vᵀ and D =
 
     dv += Pᵀ dout     dS = P · (dP - D)     dq += dS k / √e     dk += dSᵀ q / √e
 
-    kept        q, k, v, out, and L: 4 bytes a row. Linear in s; the scores would be s².
+    kept        q, k, v, out, and L: 4 bytes per row. Linear in s; the scores would be s².
     FLOPs       those of plain attention, and q kᵀ once more in backward
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithms 1 and 2; Dao et al., arXiv 2205.14135,
@@ -106,9 +106,9 @@ def flash_forward(
             scores = _scores(q_tile, k, rows, columns, causal)  # [b, g, r, c]
             higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
             weights = torch.exp(scores - higher)
-            smaller = torch.exp(highest - higher)
-            total = smaller * total + weights.sum(-1, keepdim=True)
-            result = smaller * result + weights @ v[:, :, columns].to(wide)
+            rescale = torch.exp(highest - higher)
+            total = rescale * total + weights.sum(-1, keepdim=True)
+            result = rescale * result + weights @ v[:, :, columns].to(wide)
             highest = higher
         out[:, :, rows] = _unfolded(result / total.clamp(min=1), q.shape[1])  # 0: no keys
         logsum[:, :, rows] = _unfolded(highest + total.log(), q.shape[1]).squeeze(-1)
@@ -122,7 +122,7 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """FlashAttention-2, Algorithm 2: dq, dk, dv, in the dtypes of q, k and v."""
     groups, wide, scale = k.shape[1], logsum.dtype, 1 / math.sqrt(q.shape[3])
-    along = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # D [b, h, s, 1]
+    delta = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # D [b, h, s, 1]
     dq = torch.zeros_like(q, dtype=wide)  # grows with each tile of keys
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for columns in _tiles(k.shape[2], tile):
@@ -137,7 +137,7 @@ def flash_backward(
             weights = torch.exp(scores - _folded(logsum.unsqueeze(-1), rows, groups))
             dv_tile += weights.transpose(2, 3) @ dout_tile
             dweights = dout_tile @ v_tile.transpose(2, 3)
-            dscores = weights * (dweights - _folded(along, rows, groups))
+            dscores = weights * (dweights - _folded(delta, rows, groups))
             dq[:, :, rows] += _unfolded(dscores @ k_tile, q.shape[1]) * scale
             dk_tile += dscores.transpose(2, 3) @ q_tile
         dk[:, :, columns], dv[:, :, columns] = dk_tile, dv_tile
@@ -175,8 +175,8 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
     if not (q.ndim == k.ndim == 4) or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
         raise ValueError(
             f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not "
-            "fit together; expected q [rows, heads, queries, head width], and k and v alike, [rows,"
-            " key-value heads, keys, head width]"
+            "fit together; expected q [rows, heads, queries, head width], k and v both [rows, "
+            "key-value heads, keys, head width]"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -184,6 +184,6 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
         )
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
         raise ValueError(
-            f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; give all three in one "
-            "floating-point type"
+            f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; give all three one "
+            "floating-point dtype"
         )

@@ -1,4 +1,4 @@
-"""FLOPs of one call, read off its tensors."""
+"""FLOPs of one call, from the shapes of its tensors."""
 
 from typing import Any
 

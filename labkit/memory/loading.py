@@ -29,7 +29,7 @@ from labkit.trace import RankTrace, Span, Step, Trace
 
 
 class Waiting:
-    """Blocks, each block(x) -> x, with weights in CPU memory that are used over `bus`, by default
+    """Blocks, each block(x) -> x, with weights in CPU memory that are used over `bus`: by default
     the GPU's, or else this machine's memory, unpaced. Each block's weights are packed into a flat
     buffer, pinned for a GPU. Raises ValueError if blocks are not on the CPU or share a weight."""
 
@@ -80,14 +80,14 @@ class Run:
 @torch.no_grad()
 def load_then_run(waiting: Waiting, x: Tensor) -> Run:
     """Loads all weights, then computes block after block."""
-    course = _Course(waiting, len(waiting))
+    runner = _Runner(waiting, len(waiting))
     for k in range(len(waiting)):
-        course.load(k)
+        runner.load(k)
     for k in range(len(waiting)):
-        course.arrivals[k].wait()
+        runner.arrivals[k].wait()
     for k in range(len(waiting)):
-        x = course.compute(k, x)
-    return course.over(x)
+        x = runner.compute(k, x)
+    return runner.result(x)
 
 
 @torch.no_grad()
@@ -95,28 +95,28 @@ def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
     """Load the weights of block k + `ahead` while block k computes; with `ahead` 0, nothing
     overlaps. Raises ValueError if `ahead` is negative."""
     if ahead < 0:
-        raise ValueError(f"ahead={ahead}: give how many blocks are loaded ahead, 0 or more")
-    course = _Course(waiting, min(ahead + 1, len(waiting)))
+        raise ValueError(f"ahead={ahead}: give the number of blocks to load ahead, 0 or more")
+    runner = _Runner(waiting, min(ahead + 1, len(waiting)))
     for k in range(ahead):
-        course.load(k)
+        runner.load(k)
     for k in range(len(waiting)):
-        course.load(k + ahead)  # replaces block k - 1, which has computed
-        course.arrivals[k].wait()
-        x = course.compute(k, x)
-    return course.over(x)
+        runner.load(k + ahead)  # replaces block k - 1, which has computed
+        runner.arrivals[k].wait()
+        x = runner.compute(k, x)
+    return runner.result(x)
 
 
 @torch.no_grad()
 def run_in_place(waiting: Waiting, x: Tensor) -> Run:
     """Compute with the weights in CPU memory. A GPU's kernels read pinned memory over the bus, and
     `moved_bytes` is 0; on a paced bus a block also takes the time to read its bytes once."""
-    course = _Course(waiting, buffers=0)
+    runner = _Runner(waiting, buffers=0)
     for k in range(len(waiting)):
-        x = course.compute(k, x)
-    return course.over(x)
+        x = runner.compute(k, x)
+    return runner.result(x)
 
 
-class _Course:
+class _Runner:
     def __init__(self, waiting: Waiting, buffers: int):
         if not len(waiting):
             raise ValueError("there is no block to run; give Waiting at least one")
@@ -126,7 +126,7 @@ class _Course:
         self.computed: list[Span] = []
         # Whole model: one buffer per block. Pipelined: each as large as the largest block.
         sizes = waiting.nbytes if buffers == len(waiting) else [max(waiting.nbytes)] * buffers
-        with torch.inference_mode(False):  # the bus writes to them outside of it
+        with torch.inference_mode(False):  # the bus writes to them elsewhere
             self.buffers = [
                 torch.empty(size, dtype=torch.uint8, device=self.bus.device) for size in sizes
             ]
@@ -156,7 +156,7 @@ class _Course:
     def _buffer(self, k: int) -> Tensor:
         return self.buffers[k % len(self.buffers)]
 
-    def over(self, x: Tensor) -> Run:
+    def result(self, x: Tensor) -> Run:
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         self.bus.clock.settle()
@@ -175,7 +175,7 @@ class Packed:
         flat   | norm1.weight | norm1.bias | attn.q.weight    | ...     each from a multiple of 64 B
     """
 
-    @torch.inference_mode(False)  # the modules stay usable outside of it
+    @torch.inference_mode(False)  # the modules stay usable outside
     def __init__(self, block: nn.Module, pin: bool = False):
         tensors: dict[str, Tensor] = dict(block.named_parameters())
         tensors.update(block.named_buffers())
@@ -193,7 +193,7 @@ class Packed:
             tensors[name].data = view.copy_(tensors[name].detach())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, as views of `flat`: this buffer or a copy, which may be longer."""
+        """The tensors by name, as views of `flat`: this buffer, or a copy that may be longer."""
         places = self.places.items()
         return {name: flat[at].view(dtype).view(shape) for name, (at, dtype, shape) in places}
 
@@ -204,10 +204,10 @@ def on_device(flat: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return flat
     if not flat.is_pinned():
-        raise ValueError("kernels read pinned memory only; call flat.pin_memory() before")
-    there = torch.as_tensor(_Mapped(flat), device=device)
-    assert there.data_ptr() == flat.data_ptr(), "torch has made a copy"
-    return there
+        raise ValueError("kernels read pinned memory only; call flat.pin_memory() first")
+    mapped = torch.as_tensor(_Mapped(flat), device=device)
+    assert mapped.data_ptr() == flat.data_ptr(), "torch has made a copy"
+    return mapped
 
 
 class _Mapped:

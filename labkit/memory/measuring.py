@@ -1,4 +1,4 @@
-"""Measures what each choice costs each block, and edits a model to fit a memory budget.
+"""Measures the cost of each choice for each block, and edits a model to fit a memory budget.
 
     forward     before | block 0 | block 1 |  head, loss  |
     backward                                              | block 1 | block 0 | after
@@ -36,7 +36,7 @@ def measure(
     held_bytes: int | None = None,
     choices: Sequence[str] = CHOICES,
 ) -> Costs:
-    """Run `step().backward()` once for each choice, and return what each costs each block.
+    """Run `step().backward()` once for each choice, and return its costs for each block.
 
     Args:
         step: forward and loss, a scalar; it calls the blocks in their order, each once.
@@ -47,42 +47,42 @@ def measure(
 
     Restores gradients and random state, but not forward's counters (BatchNorm). Raises ValueError
     if a block is not called once and in order, or listed twice, or there are gradients already."""
-    every = blocks_of(model) if blocks is None else list(blocks)
+    all_blocks = blocks_of(model) if blocks is None else list(blocks)
     if "none" not in choices:
-        raise ValueError(f'choices={choices!r}: "none" is what the others are compared with')
-    if twice := [block for block in every if every.count(block) > 1]:
+        raise ValueError(f'choices={choices!r}: include "none", the baseline of the others')
+    if twice := [block for block in all_blocks if all_blocks.count(block) > 1]:
         raise ValueError(
-            f"blocks {[i for i, block in enumerate(every) if block is twice[0]]} are one module, a "
-            f"{type(twice[0]).__name__} that forward calls more than once: what each call costs "
-            "cannot be distinguished; leave it out, measure(..., blocks=[...])"
+            f"blocks {[i for i, x in enumerate(all_blocks) if x is twice[0]]} are one module, a "
+            f"{type(twice[0]).__name__} that forward calls more than once, so the costs of one "
+            "call are unknown; leave it out, measure(..., blocks=[...])"
         )
     if any(p.grad is not None for p in model.parameters()):
         raise ValueError("there are gradients already; call zero_grad() before you measure")
     names = [name for name in choices if name != "offload" or offload is not None]
-    there = weakref.WeakSet(alive_storages(next(model.parameters()).device))
+    old = weakref.WeakSet(alive_storages(next(model.parameters()).device))
     if held_bytes is None:
-        held_bytes = sum(x.nbytes() for x in there)
+        held_bytes = sum(x.nbytes() for x in old)
     runs = {}
     for name in names:
-        with Choices(model, name, every, core, offload):
-            runs[name] = _one_step(model, step, every, offload, there)
-    none, n = runs["none"].stretches, len(every)
-    costs: list[dict[str, Cost]] = [{} for _ in every]
+        with Choices(model, name, all_blocks, core, offload):
+            runs[name] = _one_step(model, step, all_blocks, offload, old)
+    none, n = runs["none"].intervals, len(all_blocks)
+    costs: list[dict[str, Cost]] = [{} for _ in all_blocks]
     for name, run in runs.items():
         for i, block in enumerate(costs):
-            forward, after, backward = (run.stretches[x] for x in (f"f{i}", f"f{i + 1}", f"b{i}"))
+            forward, after, backward = (run.intervals[x] for x in (f"f{i}", f"f{i + 1}", f"b{i}"))
             block[name] = Cost(
                 kept_bytes=after.held_bytes - forward.held_bytes,
                 need_bytes=max(forward.peak_bytes, backward.peak_bytes) - forward.held_bytes,
                 again_flops=backward.flops - none[f"b{i}"].flops,
                 moved_bytes=forward.moved_bytes,
             )
-    ran = [run.stretches for run in runs.values()]
+    ran = [run.intervals for run in runs.values()]
     head = max(x[f"f{n}"].peak_bytes - x[f"f{n}"].held_bytes for x in ran)
     after_bytes = max(x["a"].peak_bytes - x["f0"].held_bytes for x in ran)
     before = held_bytes + max(x["f0"].held_bytes for x in ran)
     leaving = max(run.leaving_bytes for run in runs.values())
-    step_flops = sum(stretch.flops for stretch in none.values())
+    step_flops = sum(interval.flops for interval in none.values())
     return Costs(costs, before, head, after_bytes, leaving, step_flops)
 
 
@@ -125,7 +125,7 @@ def choose_activations(
 
 
 @dataclass
-class _Stretch:
+class _Interval:
     held_bytes: int = 0  # when it begins
     peak_bytes: int = 0
     flops: int = 0
@@ -136,31 +136,31 @@ class _Marks(PeakMemory):
     """Counts memory, FLOPs and moved bytes between marks; old storages count once they are used."""
 
     def __init__(
-        self, there: "weakref.WeakSet[torch.UntypedStorage]", offload: Offload | None
+        self, old: "weakref.WeakSet[torch.UntypedStorage]", offload: Offload | None
     ) -> None:
         super().__init__()
-        self.stretches: dict[str, _Stretch] = {}  # by the mark at which they begin
+        self.intervals: dict[str, _Interval] = {}  # by the mark at which they begin
         self.leaving_bytes = 0  # the most at any mark
-        self._now, self._moved_bytes = _Stretch(), 0  # since the last mark; before it
-        self._there, self._offload = there, offload
+        self._now, self._moved_bytes = _Interval(), 0  # since the last mark; before it
+        self._old, self._offload = old, offload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in storages_in((args, kwargs or {})):
-            if storage not in self._there:
+            if storage not in self._old:
                 self._known.add(storage)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self._now.flops += flops_of(func, args, kwargs or {}, out)
         return out
 
-    def mark(self, name: str, *_: Any, but: Any = ()) -> None:
-        """Begin the next stretch; tensors in `but` do not count as held."""
+    def mark(self, name: str, *_: Any, without: Any = ()) -> None:
+        """Begin the next interval; tensors in `without` do not count as held."""
         leaving_bytes = self._offload.leaving_bytes if self._offload else 0
         moved_bytes = self._offload.moved_bytes if self._offload else 0
         self._now.peak_bytes = self.peak_bytes
         self._now.moved_bytes = moved_bytes - self._moved_bytes
         self.leaving_bytes = max(self.leaving_bytes, leaving_bytes)
-        held_bytes = self.held_bytes - leaving_bytes - sum(x.nbytes for x in tensors_in(but))
-        self._now = self.stretches[name] = _Stretch(held_bytes)
+        held_bytes = self.held_bytes - leaving_bytes - sum(x.nbytes for x in tensors_in(without))
+        self._now = self.intervals[name] = _Interval(held_bytes)
         self.peak_bytes, self._moved_bytes = self.held_bytes, moved_bytes
 
 
@@ -169,25 +169,25 @@ def _one_step(
     step: Callable[[], torch.Tensor],
     blocks: Sequence[nn.Module],
     offload: Offload | None,
-    there: "weakref.WeakSet[torch.UntypedStorage]",
+    old: "weakref.WeakSet[torch.UntypedStorage]",
 ) -> _Marks:
     gpus = {p.device.index for p in model.parameters() if p.is_cuda}
-    with torch.random.fork_rng(sorted(gpus)), ExitStack() as hooks, _Marks(there, offload) as marks:
+    with torch.random.fork_rng(sorted(gpus)), ExitStack() as hooks, _Marks(old, offload) as marks:
 
         def begins(i: int, block: nn.Module, args: Any) -> None:
-            if len(marks.stretches) != i + 1:
+            if len(marks.intervals) != i + 1:
                 raise ValueError(
-                    f"block {i} of {len(blocks)} was not called once and in its turn; give the "
-                    "blocks in the order in which forward calls them: measure(..., blocks=[...])"
+                    f"block {i} of {len(blocks)} was not called exactly once, in order; list the "
+                    "blocks as forward calls them: measure(..., blocks=[...])"
                 )
-            marks.mark(f"f{i}", but=args)
+            marks.mark(f"f{i}", without=args)
             if i == 0:
                 _at_gradient(args, partial(marks.mark, "a"))
 
         def ends(i: int, block: nn.Module, args: Any, output: Any) -> None:
             _at_gradient(output, partial(marks.mark, f"b{i}"))
             if i == len(blocks) - 1:
-                marks.mark(f"f{i + 1}", but=output)
+                marks.mark(f"f{i + 1}", without=output)
 
         marks.mark("start")
         for i, block in enumerate(blocks):
@@ -200,7 +200,7 @@ def _one_step(
                 p.grad = None
         marks.mark("end")
     for name in ("a", *(f"b{i}" for i in range(len(blocks)))):
-        marks.stretches.setdefault(name, _Stretch())  # frozen blocks have no backward
+        marks.intervals.setdefault(name, _Interval())  # frozen blocks have no backward
     return marks
 
 

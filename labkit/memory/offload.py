@@ -6,7 +6,7 @@
     bus             [ back 2 ][ back 1 ][ back 0 ]      last out, first back
 
     device memory   2·in_flight tensors at most, instead of all
-    transfers       each saved byte once out and once back, hidden while computing takes longer
+    transfers       each saved byte once out and once back, hidden while compute takes longer
 
 Autograd calls a hook for each tensor that it saves, and keeps what the hook returns (here a
 ticket); before use, another hook must return the tensor. Parameters and small tensors stay; memory
@@ -62,7 +62,7 @@ def offload_activations(
 class Ticket:
     """Replaces a saved tensor: its storage and its view."""
 
-    moved: "Moved"
+    moved: "HostCopy"
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -80,8 +80,8 @@ class Offload:
     ):  # fmt: skip
         if in_flight < 1 or smallest_bytes < 0:
             raise ValueError(
-                f"in_flight={in_flight}, smallest_bytes={smallest_bytes}: at least one tensor must "
-                "be able to travel, and no size is below 0"
+                f"in_flight={in_flight}, smallest_bytes={smallest_bytes}: allow at least one "
+                "tensor in flight, and no negative size"
             )
         self._model = model
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -90,9 +90,9 @@ class Offload:
         self.moved_bytes = self.no_room_bytes = 0
         self._smallest_bytes, self._in_flight = smallest_bytes, in_flight
         self._stay: set[int] = set()  # storages of parameters
-        self._of: weakref.WeakKeyDictionary[Any, weakref.ref[Moved]] = weakref.WeakKeyDictionary()
-        self._by_number: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
-        self._leaving: deque[weakref.ref[Moved]] = deque()  # weak: the graph may be freed first
+        self._of = weakref.WeakKeyDictionary[Any, weakref.ref[HostCopy]]()
+        self._by_number: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
+        self._leaving: deque[weakref.ref[HostCopy]] = deque()  # weak: the graph may be freed first
         self._count = 0
         self._hooks: list[Any] = []
 
@@ -136,7 +136,7 @@ class Offload:
         smallest_bytes = max(1, self._smallest_bytes)  # empty tensors stay
         return storage.nbytes() >= smallest_bytes and storage._cdata not in self._stay
 
-    def _moved(self, x: torch.Tensor) -> "Moved | None":
+    def _moved(self, x: torch.Tensor) -> "HostCopy | None":
         """The transfer of the storage, which another tensor that shares it may have begun."""
         storage = x.untyped_storage()
         known = self._of[storage]() if storage in self._of else None
@@ -145,11 +145,11 @@ class Offload:
         while len(self._leaving) >= self._in_flight:
             if (first := self._leaving.popleft()()) is not None:
                 first.leave()
-        piece = self.host.take(storage.nbytes())
-        if piece is None:
+        host = self.host.take(storage.nbytes())
+        if host is None:
             self.no_room_bytes += storage.nbytes()
             return None
-        moved = Moved(self._count, x, piece, self.bus, self.host)
+        moved = HostCopy(self._count, x, host, self.bus, self.host)
         self._count += 1
         self.moved_bytes += storage.nbytes()
         self._of[storage] = weakref.ref(moved)
@@ -177,30 +177,30 @@ class Offload:
         return torch._neg_view(x) if kept.neg else x
 
 
-class Moved:
+class HostCopy:
     """One offloaded storage, until its last ticket is dropped with the graph.
 
     here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
     """
 
     def __init__(
-        self, number: int, x: torch.Tensor, piece: torch.Tensor, bus: Bus | StreamBus,
-        host: ConstantBuffer,
+        self, number: int, x: torch.Tensor, host: torch.Tensor, bus: Bus | StreamBus,
+        buffer: ConstantBuffer,
     ):  # fmt: skip
         self.number, self.version = number, x._version
         self.tickets = 0  # tensors that share it
-        self._wanted = 0  # how many of these backward has used
+        self._used = 0  # how many of these backward has used
         self._seen: torch.Tensor | None = x.detach()  # detects in-place changes
         self._changed = False
-        self._piece, self._bus, self._host = piece, bus, host
+        self._host, self._bus, self._buffer = host, bus, buffer  # `host`: a slice of `buffer`
         self._device = x.device
-        nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
-        self._here: torch.Tensor | None = nothing.set_(x.untyped_storage())  # its bytes, flat
-        self._trip: Arrival = bus.copy(piece, self._here)
+        empty = torch.empty(0, dtype=torch.uint8, device=x.device)
+        self._here: torch.Tensor | None = empty.set_(x.untyped_storage())  # its bytes, flat
+        self._trip: Arrival = bus.copy(host, self._here)
 
     @property
     def nbytes(self) -> int:
-        return self._piece.nbytes
+        return self._host.nbytes
 
     @property
     def is_leaving(self) -> bool:
@@ -214,8 +214,8 @@ class Moved:
 
     def fetch(self) -> None:
         if self._here is None:
-            self._here = torch.empty(self._piece.shape, dtype=torch.uint8, device=self._device)
-            self._trip = self._bus.copy(self._here, self._piece)
+            self._here = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
+            self._trip = self._bus.copy(self._here, self._host)
 
     def use(self) -> torch.Tensor:
         """The bytes, on the device; dropped after the last tensor that needs them."""
@@ -225,19 +225,19 @@ class Moved:
             self._trip.wait()
         if self._changed or (self._seen is not None and self._seen._version != self.version):
             raise _changed()
-        self._wanted += 1
-        if self._wanted == self.tickets:  # another backward fetches it again
-            self._wanted = 0
+        self._used += 1
+        if self._used == self.tickets:  # another backward fetches it again
+            self._used = 0
             if self._seen is None:
                 self._here = None
         return flat
 
     def __del__(self) -> None:
-        self._host.give_back(self._piece)  # safe: the bus copies in order
+        self._buffer.give_back(self._host)  # safe: the bus copies in order
 
 
 def _changed() -> RuntimeError:
     return RuntimeError(
         "a tensor that backward needs was changed in place after it had been saved; use the "
-        "operation that makes a new tensor (x = x + y, not x += y)"
+        "out-of-place operation (x = x + y, not x += y)"
     )

@@ -21,7 +21,7 @@ class PeakMemory(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # what counts until it is freed
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages that count until freed
 
     @property
     def held_bytes(self) -> int:
@@ -38,11 +38,12 @@ class PeakMemory(DispatchMode):
 
 
 def storages_in(nested: Any) -> list[torch.UntypedStorage]:
+    """The storages of the tensors in `nested`, except offloaded ones."""
     return [x.untyped_storage() for x in tensors_in(nested) if not is_host_memory(x)]
 
 
 def alive_storages(device: torch.device) -> list[torch.UntypedStorage]:
-    """The storages of all live tensors on `device`, without those on the host."""
+    """The storages of all live tensors on `device`, except offloaded ones."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
     strided = [x for x in tensors if x.layout is torch.strided and x.device.type != "meta"]

@@ -1,4 +1,4 @@
-"""Recompute by policy: which ops keep their results, and which are computed again.
+"""Recompute by policy: which ops keep their results, and which run again.
 
     forward    op 1   op 2   op 3   op 4       a mode sees each operation below autograd
     policy     again  keep   again  again
@@ -49,9 +49,7 @@ class _Result:
 
     value: Any
     random: States  # after the op, of the generators it has drawn from
-    seen: list[
-        tuple[torch.Tensor, int]
-    ]  # tensors that track writes to its memory, with their versions
+    seen: list[tuple[torch.Tensor, int]]  # tensors whose versions count writes to its memory
 
 
 class Kept:
@@ -93,29 +91,28 @@ class Kept:
         value = tree_map_only(torch.Tensor, _same_version, out)
         seen = [(x, x._version) for x in tensors_in(value)]
         kept = None
-        if shared := _memories(out) & _memories(
-            (args, kwargs)
-        ):  # a view with its own version counter
+        # Memory of an input: a view with its own version counter.
+        if shared := _storage_ids(out) & _storage_ids((args, kwargs)):
             for maker, call in (self._kept_in[memory] for memory in shared & self._kept_in.keys()):
                 if (maker_result := self.results[maker][call]) is not None:
                     maker_result.seen.extend(seen)
         elif self.policy(op):
             random = states_of(generator for generator, _ in used(before))
             kept = _Result(value, random, seen)
-            self._kept_in |= dict.fromkeys(_memories(out), (op, len(self.results[op])))
+            self._kept_in |= dict.fromkeys(_storage_ids(out), (op, len(self.results[op])))
         self.results[op].append(kept)
         return out
 
     def _written(self, x: torch.Tensor) -> None:
         """An op writes to `x`: drop the kept results in its memory."""
-        for memory in _memories(x) & self._kept_in.keys():
+        for memory in _storage_ids(x) & self._kept_in.keys():
             op, call = self._kept_in.pop(memory)
             self.results[op][call] = None
 
     def _value(self, op: OpOverload, kept: _Result) -> Any:
         if any(x._version != version for x, version in kept.seen):
             raise ValueError(
-                f"recompute with a policy: what {op} made was kept, and changed in place after the "
+                f"recompute with a policy: the kept result of {op} was changed in place after the "
                 "function; write the change without `_`, `out=` and `[...]=`, or let the policy "
                 "return False for it"
             )
@@ -139,8 +136,8 @@ class _Mode(DispatchMode):
         if op._schema.is_mutable:
             for place, argument in enumerate(op._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = args[place] if place < len(args) else kwargs.get(argument.name)
-                    for x in tensors_in(given):
+                    value = args[place] if place < len(args) else kwargs.get(argument.name)
+                    for x in tensors_in(value):
                         self._written(x)
         elif not op.is_view and op.namespace != "prim" and op.overloadpacket is not aten._to_copy:
             return self._run(op, args, kwargs)
@@ -153,6 +150,6 @@ def _same_version(x: torch.Tensor) -> torch.Tensor:
         return x.detach()
 
 
-def _memories(value: Any) -> set[int]:
+def _storage_ids(value: Any) -> set[int]:
     tensors = (x for x in tensors_in(value) if x.layout is torch.strided)
     return {x.untyped_storage()._cdata for x in tensors}

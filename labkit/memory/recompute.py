@@ -78,16 +78,14 @@ class _Call:
         self.fn, self.check = recomputed.fn, recomputed.check
         self.inputs, self.conditions = inputs, conditions
         self.kept = recomputed.kept() if recomputed.kept else None
-        self.saved: list[
-            tuple[ref[_Slot], Any]
-        ] = []  # in forward order, with shape, dtype and device
+        self.saved: list[tuple[ref[_Slot], Any]] = []  # in forward order, with `_traits`
         self.versions: dict[int, tuple[ref[torch.Tensor], int]] = {}  # of parameters, by slot
 
     def save(self, x: torch.Tensor) -> _Slot:
         slot = _Slot()
         if (leaf := _leaf_of(x)) is not None:
             self.versions[len(self.saved)] = ref(leaf), leaf._version
-        self.saved.append((ref(slot), _looks(x, self.check)))
+        self.saved.append((ref(slot), _traits(x, self.check)))
         return slot
 
     def wanted(self, slot: _Slot) -> torch.Tensor:
@@ -120,30 +118,30 @@ class _Call:
         ):
             self.fn(*args, **kwargs)
         if len(filled) < len(self.saved):
-            raise _not_the_same(
+            raise _differs(
                 f"{len(filled)} tensors were saved for backward, and {len(self.saved)} in forward"
             )
         for slot, version in filled:
             if slot is not None and slot.tensor is not None and slot.tensor._version != version:
                 raise ValueError(
                     "recompute: the function changed a tensor in place that backward needs, "
-                    f"{_text(_looks(slot.tensor, 'shapes'))}; write the change without `_`, "
+                    f"{_text(_traits(slot.tensor, 'shapes'))}; write the change without `_`, "
                     "`out=` or `[...]=`, or make it on a copy, `x = x.clone()`"
                 )
 
     def _next_slot(self, place: int, x: torch.Tensor) -> _Slot | None:
         if place == len(self.saved):
-            raise _not_the_same(f"more than the {place} tensors of forward were saved")
-        slot, looked = self.saved[place]
-        if (looks := _looks(x, self.check)) != looked:
-            raise _not_the_same(
-                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_text(looks)}, "
-                f"and was {_text(looked)} in forward"
+            raise _differs(f"more than the {place} tensors of forward were saved")
+        slot, before = self.saved[place]
+        if (now := _traits(x, self.check)) != before:
+            raise _differs(
+                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_text(now)}, "
+                f"and was {_text(before)} in forward"
             )
         leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
         if leaf is not None and leaf is then() and leaf._version != version:
             raise RuntimeError(
-                f"a parameter that backward needs, {_text(_looks(leaf, 'shapes'))}, has been "
+                f"a parameter that backward needs, {_text(_traits(leaf, 'shapes'))}, has been "
                 "modified by an inplace operation since recompute used it in forward; call "
                 "backward before you change it"
             )
@@ -151,8 +149,8 @@ class _Call:
 
 
 class _Inputs:
-    """The kept arguments, saved by an autograd node: outer hooks see them, and changes are
-    found."""
+    """The kept arguments, saved by an autograd node: outer hooks see them, and it detects
+    changes."""
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, self._spec = tree_flatten((args, kwargs))
@@ -170,7 +168,7 @@ class _Inputs:
         try:
             tensors = self._node.saved_tensors if self._places else ()
         except RuntimeError as error:
-            error.add_note("(It is an input of recompute, from which to run the function again.)")
+            error.add_note("(It is an input of recompute, which runs the function again from it.)")
             raise
         for i, x in zip(self._places, tensors, strict=True):
             leaves[i] = x
@@ -181,7 +179,7 @@ class _Inputs:
             if x._version != version:
                 raise ValueError(
                     f"recompute: the function changed its input tensor {number} of {len(tensors)}, "
-                    f"{_text(_looks(x, 'shapes'))}, in place, so it cannot be run again from it; "
+                    f"{_text(_traits(x, 'shapes'))}, in place, so it cannot be run again from it; "
                     "let it write to a copy, `x = x.clone()`, or without `_`, `out=` and `[...]=`"
                 )
 
@@ -193,15 +191,15 @@ class _Save(torch.autograd.Function):
         return torch.empty(0)
 
 
-def _looks(x: torch.Tensor, check: Check) -> Any:
+def _traits(x: torch.Tensor, check: Check) -> Any:
     if check == "none":
         return None
-    print_of = [_print_of(x)] if check == "values" else []
-    return x.shape, x.dtype, x.device, *print_of
+    fingerprint = [_fingerprint(x)] if check == "values" else []
+    return x.shape, x.dtype, x.device, *fingerprint
 
 
 @torch.no_grad()
-def _print_of(x: torch.Tensor) -> float:
+def _fingerprint(x: torch.Tensor) -> float:
     x = x.detach().resolve_conj()
     flat = (torch.view_as_real(x) if x.is_complex() else x).double().flatten()
     weights = torch.arange(1, flat.numel() + 1, device=x.device).sqrt()
@@ -215,15 +213,15 @@ def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
     return root if root.is_leaf and root.requires_grad else None
 
 
-def _text(looks: Any) -> str:
-    shape, dtype, device, *print_of = looks
-    numbers = f" with other numbers (their print {print_of[0]:.6g})" if print_of else ""
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}{numbers}"
+def _text(traits: Any) -> str:
+    shape, dtype, device, *fingerprint = traits
+    values = f" with other values (fingerprint {fingerprint[0]:.6g})" if fingerprint else ""
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}{values}"
 
 
-def _not_the_same(what: str) -> ValueError:
+def _differs(what: str) -> ValueError:
     return ValueError(
-        f"recompute: the function did something else when backward ran it again: {what}. Its "
+        f"recompute: the function behaved differently when backward ran it again: {what}. Its "
         "gradients would be wrong. Let it depend on its arguments and parameters only: not on a "
         "counter, the time, train or eval switched in between, or draws of NumPy's, Python's or a "
         "torch.Generator of your own"

@@ -1,6 +1,6 @@
-"""What forward saves for backward, tensor by tensor, as autograd reports it.
+"""The tensors that forward saves for backward, as autograd reports them.
 
-Autograd passes each tensor that it saves to a hook: the module that is running has saved it.
+Autograd passes each tensor that it saves to a hook: it belongs to the module then running.
 
     norm1(x) ──> q(·)    saves its input: 2·s·b·w bytes       module "attn.q"
              └─> k(·)    saves the same memory once more      nothing new
@@ -31,7 +31,7 @@ class SavedTensor:
 def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
     """Call `module(*args, **kwargs)` and list what it saves, in order.
 
-    >>> sum(one.nbytes for one in saved_by(block, x))
+    >>> sum(saved.nbytes for saved in saved_by(block, x))
     """
     weights = (*module.parameters(), *module.buffers())
     own = {_memory(x) for x in weights if x.layout is torch.strided}
@@ -56,7 +56,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
             stack.callback(part.register_forward_pre_hook(partial(enter, name)).remove)
             stack.callback(part.register_forward_hook(leave, always_call=True).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda x: x))
-        output = module(*args, **kwargs)  # which holds the graph, and all that is saved
+        output = module(*args, **kwargs)  # holds the graph, and all that is saved
     del output
     return saved
 

@@ -30,7 +30,7 @@ class Measured:
 def measure(
     chosen: Sequence[Transfer], numel: int, bus: Bus | None = None, turns: int = 9
 ) -> list[Measured]:
-    """Time `numel` elements on each way, in turns, after a cold one; on a GPU between CUDA events.
+    """Time `numel` elements on each way, in turns, after a warm-up; on a GPU between CUDA events.
     The ways share preallocated buffers. Raises ValueError for a paced way without a bus."""
     buffers = Buffers(numel)
     rigs = [Rig(way, buffers, bus) for way in chosen]
@@ -59,20 +59,20 @@ def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
 
 
 class Buffers:
-    """Tensors [numel] for transfers, each made at its first request and then reused."""
+    """Tensors [numel] for transfers, each allocated at its first request and then reused."""
 
     def __init__(self, numel: int):
         self.numel = numel
-        self._made: dict[tuple[object, ...], Tensor] = {}
+        self._tensors: dict[tuple[object, ...], Tensor] = {}
 
     def __call__(self, role: str, place: str, dtype: torch.dtype, pinned: bool = False) -> Tensor:
         pin = pinned and place == "cpu" and torch.cuda.is_available()
         device = "cpu" if place == PACED else place
         key = role, place, dtype, pin
-        if key not in self._made:
-            made = torch.empty(self.numel, dtype=dtype, device=device, pin_memory=pin)
-            self._made[key] = made.copy_(torch.linspace(-1, 1, self.numel))
-        return self._made[key]
+        if key not in self._tensors:
+            x = torch.empty(self.numel, dtype=dtype, device=device, pin_memory=pin)
+            self._tensors[key] = x.copy_(torch.linspace(-1, 1, self.numel))
+        return self._tensors[key]
 
 
 class Rig:
@@ -80,14 +80,14 @@ class Rig:
 
     def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
         if PACED in way.ends and bus is None:
-            raise ValueError(f"{way}: needs a paced bus; give measure(..., bus=Bus(gbps=16))")
+            raise ValueError(f"{way}: needs a paced bus; pass measure(..., bus=Bus(gbps=16))")
         self.way, self.bus = way, bus
-        on_wire = way.dtype if way.cast == "after" else way.to
+        sent = way.dtype if way.cast == "after" else way.to
         self.source = buffers("source", way.source, way.dtype, way.pinned)
         self.packed = buffers("packed", way.source, way.to, way.pinned)  # a cast loses the pin,
-        self.landed = buffers("landed", way.target, on_wire, way.pinned)  # unless into pinned
+        self.landed = buffers("landed", way.target, sent, way.pinned)  # unless into pinned
         self.out = buffers("out", way.target, way.to)
-        self.staging = buffers("staging", "cpu", on_wire) if PACED in way.ends else None
+        self.staging = buffers("staging", "cpu", sent) if PACED in way.ends else None
         gpus = [place for place in way.ends if place.startswith("cuda")]
         self.gpu = torch.device(gpus[-1]) if gpus else None
 

@@ -24,7 +24,7 @@ import torch
 
 from labkit.memory.bus import Bus
 
-PACED = "paced"  # a place: this machine's memory again, reached by a paced `Bus` only
+PACED = "paced"  # a place: this machine's memory, but reached by a paced `Bus` only
 
 
 class Part(NamedTuple):
@@ -60,16 +60,16 @@ class Transfer:
         if self.cast not in (None, "before", "after"):
             raise ValueError(f"cast={self.cast!r}: choose 'before', 'after' or None")
         if self.cast and self.dtype == self.to:
-            raise ValueError(f"cast={self.cast!r}, but {self.dtype} is wanted as it is: give None")
+            raise ValueError(f"cast={self.cast!r}, but {self.dtype} needs no cast: use None")
         if not self.cast and self.dtype != self.to and PACED in self.ends:
             raise ValueError(
-                f"a paced bus moves bytes only: for {self.dtype} to {self.to} say cast='before' or "
+                f"a paced bus moves bytes only: for {self.dtype} to {self.to} use cast='before' or "
                 "cast='after'"
             )
         if self.pinned and not self.over_host_bus:
             raise ValueError(
-                f"pinned=True from {self.source} to {self.target}: only memory of the CPU can be "
-                "pinned, and only a bus to a device gains by it"
+                f"pinned=True from {self.source} to {self.target}: only CPU memory can be "
+                "pinned, and only copies to or from a device benefit"
             )
 
     @property
@@ -136,7 +136,7 @@ class Rates:
         if (what, where) not in self.bytes_per_s:
             raise ValueError(
                 f"no rate is known for a {what} in {where}; measure ways(), which have it alone, "
-                "or give it to Rates"
+                "or pass it to Rates"
             )
         return part.nbytes / self.bytes_per_s[what, where]
 
@@ -146,22 +146,22 @@ class Rates:
 
 def ways(bus: Bus | None = None, to: torch.dtype = torch.float16) -> list[Transfer]:
     """All ways of this machine, from fp32 to fp32 and to `to`: inside CPU memory; over `bus`, if
-    given; with GPUs to, from and inside the first, and on to the second."""
+    given; with GPUs, to, from and inside the first, and from there to the second."""
     gpus = [f"cuda:{i}" for i in range(min(torch.cuda.device_count(), 2))]
     pairs = [(place, place) for place in ("cpu", *gpus[:1])]
     for place in [PACED] * (bus is not None) + gpus[:1]:
         pairs += [("cpu", place), (place, "cpu")]
     pairs += [(gpus[0], gpus[1])] if len(gpus) == 2 else []
-    every = []
+    transfers = []
     for source, target in pairs:
         over_bus = source != target and "cpu" in (source, target)
-        by_itself = [(to, None)] if PACED not in (source, target) else []
-        casts = [(torch.float32, None), (to, "before"), (to, "after"), *by_itself]
+        left_to_torch = [(to, None)] if PACED not in (source, target) else []
+        casts = [(torch.float32, None), (to, "before"), (to, "after"), *left_to_torch]
         either = [False, True] if over_bus else [False]
         for (wanted, cast), pinned, non_blocking in product(casts, either, either):
             way = Transfer(source, target, torch.float32, wanted, cast, pinned, non_blocking)
-            every.append(way)
-    return every
+            transfers.append(way)
+    return transfers
 
 
 def short(dtype: torch.dtype) -> str:

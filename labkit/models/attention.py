@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 class Dropout(nn.Dropout):
     """nn.Dropout with a mask of one byte per element, as torch's has on a GPU. On a CPU, torch
-    keeps the mask in the input's dtype, and a recorded layer would hold a tenth more."""
+    keeps the mask in the input's dtype, and a recorded layer would hold 10 % more."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -56,9 +56,9 @@ class PlainAttention(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if (sharing := q.shape[1] // k.shape[1]) > 1:  # query heads to one key-value head: h/g
+        if (sharing := q.shape[1] // k.shape[1]) > 1:  # query heads per key-value head: h/g
             k = k.repeat_interleave(sharing, dim=1)  # [b, h, s, e]
             v = v.repeat_interleave(sharing, dim=1)
-        ahead = q.new_full((q.shape[2], k.shape[2]), -math.inf).triu(1)  # [s, s]: not to be seen
+        ahead = q.new_full((q.shape[2], k.shape[2]), -math.inf).triu(1)  # [s, s]: masked
         scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3]) + ahead  # [b, h, s, s]
         return self.dropout(torch.softmax(scores, dim=-1)) @ v  # [b, h, s, e]

@@ -178,9 +178,9 @@ class GPT(nn.Module):
         """Initialize as GPT-2 does, and tie the head: matrices with std 0.02, those that add to x
         with 0.02 / √(2 depth), so that x does not grow with depth; biases 0, norms 1. For a meta
         model, call `model.to_empty(device=...)` first."""
-        if self.tied:  # here and not in __init__, since `to_empty` parts tied weights
+        if self.tied:  # here and not in __init__, since `to_empty` unties them
             self.head.weight = self.embed.tokens.weight
-        for name, weight in self.named_parameters():  # a tied weight comes once
+        for name, weight in self.named_parameters():  # a tied weight appears once
             if weight.ndim == 1:
                 nn.init.constant_(weight, 0.0 if name.endswith("bias") else 1.0)
             elif name.endswith(("attn.out.weight", "mlp.down.weight")):

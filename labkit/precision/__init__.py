@@ -1,1 +1,1 @@
-"""Low-precision number formats, and what keeps training with them correct."""
+"""Low-precision number formats, and the techniques that keep training with them correct."""

@@ -32,14 +32,14 @@ class Fp32Gradients(NotCopyable):
     >>> gradients = Fp32Gradients(model.parameters())
     >>> for part in batch.split(k):
     ...     loss(model(part.x), part).backward()
-    >>> gradients.hand_over()  # .grad is there, in fp32
+    >>> gradients.hand_over()  # now .grad holds the sums, in fp32
     >>> optimizer.step()  # MasterWeights, or any that takes fp32 gradients
     >>> optimizer.zero_grad()
 
     Raises ValueError if no parameter is trainable or one is wider than fp32; in backward, if a
-    strategy synchronises the gradients or its ranks are not all in `comm`."""
+    strategy synchronizes the gradients or its ranks are not all in `comm`."""
 
-    copy_advice = "make one of the copied model's parameters"
+    copy_advice = "create one for the copied model's parameters"
 
     def __init__(self, params: Iterable[nn.Parameter], comm: Comm | None = None):
         self.parameters = [p for p in dict.fromkeys(params) if p.requires_grad]  # each once
@@ -48,7 +48,7 @@ class Fp32Gradients(NotCopyable):
         if wide := {p.dtype for p in self.parameters} - {torch.float32, *LOW}:
             raise ValueError(
                 f"sums in float32 would round gradients of {wide.pop()}; leave such parameters "
-                "out: their gradients add up in .grad"
+                "out: their gradients accumulate in .grad"
             )
         self.comm = None if comm is None else Comm.of(comm)
         sizes = [p.numel() for p in self.parameters]
@@ -69,7 +69,7 @@ class Fp32Gradients(NotCopyable):
             raise ValueError(
                 f"a {type(owner).__name__} sends these gradients as soon as they are ready; with "
                 "DDP run every micro-batch in `ddp.no_sync()` and pass its comm to Fp32Gradients; "
-                "ZeRO adds up its own shares"
+                "ZeRO accumulates its own shards"
             )
         replicas: Comm | None = getattr(owner, "comm", None)
         averaged = {*self.comm.ranks} if self.comm else set[int]()
@@ -102,5 +102,6 @@ class Fp32Gradients(NotCopyable):
         self._arrived.clear()
 
     def remove(self) -> None:
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()

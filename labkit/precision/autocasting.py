@@ -2,12 +2,12 @@
 
     weight  fp32 ── cast, once ──▶ bf16 ┐
                                         linear ──▶ bf16 ── gelu ──▶ bf16 ── ... loss ──▶ fp32
-    input   fp32 ── cast ────────▶ bf16 ┘  low             as it comes          fp32
+    input   fp32 ── cast ────────▶ bf16 ┘  low             input dtype          fp32
 
 A function mode casts the inputs of each op by the policy of its device (op_policy.py). Autograd
 reverses the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the
 copy lives until the region ends: 4 bytes for a parameter, 4 for its gradient, 2 for the copy.
-torch's own autocast shares our switch, and casts ops inside a Python call (einsum).
+The region also enables torch's own autocast, which casts the ops inside one call (einsum).
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
@@ -64,7 +64,7 @@ class autocast(ContextDecorator):
         with ExitStack() as stack:
             for kind in POLICIES:
                 if self.device_type in (None, kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))  # restores on exit
+                    stack.enter_context(torch.autocast(kind, enabled=False))  # restored on exit
                     torch.set_autocast_enabled(kind, self.enabled)
                     if self.enabled:
                         torch.set_autocast_dtype(kind, self.dtype)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import Any
 
-HOPELESS_SKIPS = 20  # consecutive, with the scale below 1: 17 back-offs from 65536
+MAX_SKIPS = 20  # consecutive, with the scale below 1: 17 back-offs from 65536
 
 
 @dataclass
 class DynamicScale:
-    """Raises ValueError if the scale, a factor or the interval is out of range."""
+    """The scale and its update rule. Raises ValueError if an argument is out of range."""
 
     scale: float
     growth_factor: float
@@ -41,8 +41,8 @@ class DynamicScale:
             "growth_interval": (self.growth_interval >= 1, "1 step or more; 2000 is usual"),
             "_growth_tracker": (self._growth_tracker >= 0, "0 steps or more"),
         }
-        for name, (is_right, expected) in ranges.items():
-            if not is_right:
+        for name, (is_valid, expected) in ranges.items():
+            if not is_valid:
                 raise ValueError(f"GradScaler: {name}={getattr(self, name)}: {expected}")
         self.scale = _fp32(self.scale)
         self.skipped = self.skipped_in_a_row = 0  # steps
@@ -60,12 +60,12 @@ class DynamicScale:
             grown = _fp32(self.scale * self.growth_factor)
             self.scale = grown if isfinite(grown) else self.scale
 
-    def check_hope(self) -> None:
-        """Raise ValueError if smaller and smaller scales have not stopped the overflow."""
-        if self.skipped_in_a_row >= HOPELESS_SKIPS and self.scale < 1:
+    def check_can_recover(self) -> None:
+        """Raise ValueError if ever smaller scales have not stopped the overflow."""
+        if self.skipped_in_a_row >= MAX_SKIPS and self.scale < 1:
             raise ValueError(
                 f"GradScaler: {self.skipped_in_a_row} steps in a row were skipped, and the scale "
-                f"is down to {self.scale:g}, so the gradients are inf or NaN without any scale. "
+                f"is down to {self.scale:g}, so the gradients are inf or NaN at any scale. "
                 "Look for NaN in the weights with labkit.find_nonfinite(model, *batch), inside "
                 "the same autocast region as the forward; go back to a checkpoint with a lower "
                 "learning rate or clipped gradients, or train in bfloat16"

@@ -171,8 +171,8 @@ class Format:
     def round(self, value: Exact | int, saturate: bool | None = None) -> Exact:
         return self.decode(self.encode(value, saturate))
 
-    def _saturates(self, asked: bool | None) -> bool:
-        return not self.infinities if asked is None else asked
+    def _saturates(self, saturate: bool | None) -> bool:
+        return not self.infinities if saturate is None else saturate
 
     # ---- numbers from 0 up have a rank: their pattern without sign and leading bit
 
@@ -184,7 +184,7 @@ class Format:
     def rank(self, size: Fraction) -> int:
         """The rank of the number nearest to `size` >= 0; ranks go on past the largest number."""
         exponent = self._exponent(size)
-        steps = round(size / Fraction(2) ** (exponent - self.fraction_bits))  # halves: to even
+        steps = round(size / Fraction(2) ** (exponent - self.fraction_bits))  # ties to even
         return (exponent - self.min_exponent) * 2**self.fraction_bits + steps
 
     def number(self, rank: int) -> Fraction:
@@ -265,7 +265,7 @@ def rounded(x: torch.Tensor, format: Format | str, saturate: bool | None = None)
     exponent = ((wide.view(torch.int64) >> 52) & 0x7FF) - 1023
     exponent = exponent.clamp(min=chosen.min_exponent) - chosen.fraction_bits
     step = ((exponent + 1023) << 52).view(torch.float64)  # 2^exponent, exactly
-    y = torch.round(wide / step) * step  # torch rounds halves to even
+    y = torch.round(wide / step) * step  # torch rounds ties to even
     largest = float(chosen.largest)
     beyond = largest if chosen._saturates(saturate) else math.inf if chosen.infinities else math.nan
     return torch.where(y.abs() > largest, y.sign() * beyond, y).to(x.dtype)

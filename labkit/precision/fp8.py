@@ -8,12 +8,12 @@
     backward   dx = g  w     e5m2 · e4m3      g = dL/dy, [m, n]
                dw = gᵀ x     e5m2 · e4m3
 
-    e4m3   4 bits of exponent, 3 of mantissa: up to 448, half a step is 1/16 of a number
-    e5m2   5 and 2: up to 57344, half a step is 1/8; gradients need the range more than the digits
+    e4m3   4 bits of exponent, 3 of mantissa: up to 448, half a step is 1/16 of the value
+    e5m2   5 and 2: up to 57344, half a step is 1/8; gradients need range more than precision
 
 Each tensor is scaled to fit: s = 2^⌊log2(max/amax)⌋, amax its largest magnitude. *Delayed* scaling
-uses the largest amax of recent calls, so the tensor is not read before the cast; it saturates
-larger values, and cannot be combined with recompute. Saved: x and w, 1 byte per element.
+uses the largest amax of recent calls, so the tensor is not read before the cast; larger values
+saturate, and recompute is not supported. Saved: x and w, 1 byte per element.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; delayed
 scaling: Transformer Engine, `DelayedScaling`.
@@ -35,12 +35,12 @@ LARGEST_POWER = 126  # of a scale: 1 / 2^126 is the smallest normal number of fp
 TILE = 16  # torch._scaled_mm needs multiples of it
 
 
-class Scaled(nn.Module):
+class Fp8Cast(nn.Module):
     """Casts tensors of one role to 8 bits, by their own amax or the largest of `history` calls."""
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
         super().__init__()
-        self.dtype, self.most = dtype, torch.finfo(dtype).max
+        self.dtype, self.largest = dtype, torch.finfo(dtype).max
         self.amaxes: Tensor
         self.register_buffer("amaxes", torch.zeros(history), persistent=False)
 
@@ -48,12 +48,12 @@ class Scaled(nn.Module):
         """x of any shape -> x · s in 8 bits, and s, an fp32 scalar."""
         amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         scale = self.scale_of(self._expected(amax))
-        scaled = (x.float() * scale).clamp(-self.most, self.most)
+        scaled = (x.float() * scale).clamp(-self.largest, self.largest)
         # Keep overflow visible to a loss scaler.
         return torch.where(x.isinf(), torch.nan, scaled).to(self.dtype), scale
 
     def scale_of(self, amax: Tensor) -> Tensor:
-        power = torch.floor(torch.log2(self.most / amax))
+        power = torch.floor(torch.log2(self.largest / amax))
         scale = torch.exp2(power.clamp(max=LARGEST_POWER))
         usable = (amax > 0) & torch.isfinite(amax)
         return torch.where(usable, scale, torch.ones_like(amax))
@@ -63,19 +63,19 @@ class Scaled(nn.Module):
             return amax
         before = self.amaxes.amax()
         if self.training:
-            new = torch.where(torch.isfinite(amax), amax, before)  # an inf would stay for n calls
+            new = torch.where(torch.isfinite(amax), amax, before)  # an inf would last n calls
             self.amaxes.copy_(torch.cat([new.view(1), self.amaxes[:-1]]))
         return torch.where(before > 0, before, amax)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Scaled":
+    def _apply(self, fn: Any, recurse: bool = True) -> "Fp8Cast":
         exact = self.amaxes
         super()._apply(fn, recurse)
-        if self.amaxes.dtype != exact.dtype:  # model.half(): 65504 is no bound for an amax
+        if self.amaxes.dtype != exact.dtype:  # model.half(): an amax may exceed 65504
             self.amaxes = exact.to(self.amaxes.device)
         return self
 
 
-def fp8_product(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, simulate: bool) -> Tensor:
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, simulate: bool) -> Tensor:
     """a [m, k], b [k, n] in 8 bits -> a b / scale [m, n] in `dtype`; `simulate`: by fp32 matmul."""
     if simulate:
         return (a.float() @ b.float() / scale).to(dtype)
@@ -83,8 +83,8 @@ def fp8_product(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, simulat
     a = F.pad(a.view(torch.uint8), _to_tiles(a)).view(a.dtype)
     b = F.pad(b.view(torch.uint8), _to_tiles(b)).view(b.dtype)
     columns = b.t().contiguous().t()  # the kernel wants b column by column
-    one = torch.ones_like(scale)
-    y = torch._scaled_mm(a.contiguous(), columns, 1 / scale, one, out_dtype=torch.float32)
+    unit = torch.ones_like(scale)
+    y = torch._scaled_mm(a.contiguous(), columns, 1 / scale, unit, out_dtype=torch.float32)
     return y[:m, :n].to(dtype)
 
 
@@ -92,13 +92,13 @@ def _to_tiles(x: Tensor) -> tuple[int, int, int, int]:
     return (0, -x.shape[1] % TILE, 0, -x.shape[0] % TILE)
 
 
-class _Product(torch.autograd.Function):
+class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, layer: "Fp8Linear", dtype: torch.dtype) -> Tensor:
         (x8, s_x), (w8, s_w) = layer.cast_x(x), layer.cast_w(w)
         ctx.save_for_backward(x8, w8, s_x, s_w)
         ctx.layer, ctx.dtypes = layer, (x.dtype, w.dtype)
-        return fp8_product(x8, w8.t(), s_x * s_w, dtype, layer.simulate)
+        return fp8_matmul(x8, w8.t(), s_x * s_w, dtype, layer.simulate)
 
     @staticmethod
     @once_differentiable
@@ -107,9 +107,9 @@ class _Product(torch.autograd.Function):
         g8, s_g = ctx.layer.cast_g(gradients[0])
         dx = dw = None  # a first layer's input and frozen weights need none
         if ctx.needs_input_grad[0]:
-            dx = fp8_product(g8, w8, s_g * s_w, ctx.dtypes[0], simulate)
+            dx = fp8_matmul(g8, w8, s_g * s_w, ctx.dtypes[0], simulate)
         if ctx.needs_input_grad[1]:
-            dw = fp8_product(g8.t(), x8, s_g * s_x, ctx.dtypes[1], simulate)
+            dw = fp8_matmul(g8.t(), x8, s_g * s_x, ctx.dtypes[1], simulate)
         return dx, dw, None, None
 
 
@@ -117,7 +117,7 @@ class Fp8Linear(nn.Module):
     """An nn.Linear with 8-bit matmuls: x [..., k] -> x wᵀ + b [..., n], in the dtype of x or of the
     autocast region around it. Weight and bias are the Linear's own parameters. Tensors are scaled
     by their own amax, or by the largest of the `history` previous calls. `simulate`: round to 8
-    bits and multiply in fp32; None: only if the device is no GPU.
+    bits and multiply in fp32; None: only if the device is not a GPU.
 
     Raises ValueError if the GPU has no 8-bit matmuls (capability 8.9), unless `simulate`; in
     backward, if recompute runs a forward with history again."""
@@ -129,9 +129,9 @@ class Fp8Linear(nn.Module):
         device = linear.weight.device
         self.simulate = device.type != "cuda" if simulate is None else simulate
         check_has_fp8(device, self.simulate)
-        self.cast_x = Scaled(E4M3, history).to(device)
-        self.cast_w = Scaled(E4M3, history).to(device)
-        self.cast_g = Scaled(E5M2, history).to(device)
+        self.cast_x = Fp8Cast(E4M3, history).to(device)
+        self.cast_w = Fp8Cast(E4M3, history).to(device)
+        self.cast_g = Fp8Cast(E5M2, history).to(device)
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Fp8Linear(nn.Module):
         dtype = low_type_around(x) or x.dtype
         with torch.autocast(x.device.type, enabled=False):
             rows = x.reshape(-1, self.in_features)
-            y = _Product.apply(rows, self.weight, self, dtype)
+            y = _Fp8Matmul.apply(rows, self.weight, self, dtype)
             y = y.view(*x.shape[:-1], self.out_features)
             return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -166,7 +166,7 @@ def check_has_fp8(device: torch.device, simulate: bool) -> None:
         raise ValueError(
             f"{torch.cuda.get_device_name(device)} has compute capability {has[0]}.{has[1]}, but "
             f"matmuls in 8 bits need {CAPABILITY[0]}.{CAPABILITY[1]}; use bfloat16 (autocast), or "
-            "simulate=True, which rounds the same and is slower"
+            "simulate=True, which rounds identically but is slower"
         )
 
 

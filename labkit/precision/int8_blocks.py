@@ -1,14 +1,14 @@
 """Int8 blocks: one byte per element, and one scale per block of elements.
 
     x           0.02  -0.50   0.13   0.31  |  7.00  -1.20   3.30   0.04      fp32, 4 bytes each
-    absmax      0.50                       |  7.00                           fp32, one a block
+    absmax      0.50                       |  7.00                           fp32, one per block
     q              5   -127     33     79  |   127    -22     60      1      int8
     q · absmax / 127
 
     step in a block = absmax / 127        error <= half a step = absmax / 254
     bytes = numel + 4 · ceil(numel / block)
 
-An outlier spoils only its own block; small blocks limit that, at 4 bytes each.
+An outlier spoils only its own block; small blocks limit the damage, at 4 bytes each.
 
 Source: Dettmers et al., arXiv 2110.02861, section 2; "LLM.int8()", arXiv 2208.07339, section 2.1
 (absmax); Wang et al., "ZeRO++", arXiv 2306.10209, section 3.1 (quantized weight communication).
@@ -49,7 +49,7 @@ class Int8Blocks:
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
         """The quantization step at each element of `x`: [*x.shape], fp32."""
-        return self._of_numbers(self._absmax(x), x.shape) / LEVELS
+        return self._per_element(self._absmax(x), x.shape) / LEVELS
 
     def encode(self, x: torch.Tensor) -> Quantized:
         """Round to the nearest level, ties to even. A block with NaN or infinity decodes to NaN."""
@@ -58,14 +58,14 @@ class Int8Blocks:
                 f"Int8Blocks.encode({x.dtype}): only floating-point tensors; convert it: x.float()"
             )
         absmax = self._absmax(x)
-        scale = self._of_numbers(absmax, x.shape)
+        scale = self._per_element(absmax, x.shape)
         levels = torch.where(scale > 0, x.float() / scale, 0.0) * LEVELS  # NaN > 0 is false
         return Quantized(levels.round().to(torch.int8), absmax)
 
     def decode(self, quantized: Quantized) -> torch.Tensor:
         """fp32, in the shape of `q`."""
         q, absmax = quantized
-        return q.float() / LEVELS * self._of_numbers(absmax, q.shape)
+        return q.float() / LEVELS * self._per_element(absmax, q.shape)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """`x` after encoding and decoding, in its own dtype."""
@@ -77,5 +77,5 @@ class Int8Blocks:
         absmax = blocks.abs().amax(dim=1) if len(flat) else flat
         return torch.where(absmax.isfinite(), absmax, torch.nan)
 
-    def _of_numbers(self, of_blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def _per_element(self, of_blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         return of_blocks.repeat_interleave(self.block)[: shape.numel()].view(shape)

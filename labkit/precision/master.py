@@ -5,8 +5,8 @@
                       4 bytes, its fp32 master copy       } K = 12 bytes that
                       8 bytes, Adam's two moments in fp32 } only the optimizer uses
 
-bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost in the addition, and up to
-1/256 some are. So the optimizer updates an fp32 copy, and the model gets that copy, rounded:
+bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost in the addition, some below
+1/256 are, too. So the optimizer updates an fp32 copy, and the model gets that copy, rounded:
 
     gradient (bf16) -> fp32 -> step on the master -> rounded -> parameter (bf16)
 
@@ -37,7 +37,7 @@ CHUNK_BYTES = 25 * 2**20  # of masters that have fp32 gradients at one time
 class MasterWeights(ShadowOptimizer):
     """`optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and on others directly;
     `params` may be parameters, groups of them, or named ones. Writes to the model update the
-    masters, but not those that bypass autograd (`p.data`): write under `torch.no_grad()`.
+    masters, except those that bypass autograd (`p.data`): write under `torch.no_grad()`.
 
     >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
@@ -66,8 +66,8 @@ class MasterWeights(ShadowOptimizer):
             for p in chunk:
                 assert p.grad is not None
                 self._master[p].grad = fp32_gradient(p.grad, self.gradient_factor)
-            self.inner.step()  # on those that have a gradient: this chunk's
-            self._check_options_stayed()
+            self.inner.step()  # on the masters that have a gradient: this chunk's
+            self._check_options_unchanged()
             for p in chunk:
                 self._master[p].grad = None
         self.gradient_factor = None
@@ -86,7 +86,7 @@ class MasterWeights(ShadowOptimizer):
         if chunk:
             yield chunk
 
-    def _check_options_stayed(self) -> None:
+    def _check_options_unchanged(self) -> None:
         """Raise ValueError if `inner` changed its options, which several steps of `inner` share."""
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             for key, x in options_of(inner_group).items():

@@ -3,7 +3,7 @@
     batch -> embedding -> block 0 -> block 1 -> head -> loss = nan
       ?          ?           ?          ?        ?
 
-NaN spreads, in backward to all gradients: only the first place in forward order matters.
+NaN spreads, in backward to all gradients: only its first place in forward order matters.
 """
 
 from collections.abc import Iterator
@@ -26,57 +26,57 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     autocast region and, under a strategy, on every rank. In inputs and buffers, -inf is a mask.
 
     >>> find_nonfinite(model, tokens)
-    'the output of blocks.3.mlp (MLP) has 64 inf among 4096 numbers, the first at [0, 0, 17]; ...'
+    'the output of blocks.3.mlp (MLP) has 64 inf among 4096 elements, the first at [0, 0, 17]; ...'
     """
     problems: list[str] = []
 
-    def look(place: str, value: Any, advice: str, masks: bool = False) -> None:
+    def check(place: str, value: Any, advice: str, masks: bool = False) -> None:
         if not problems and (problem := _problem(value, masks)):
             problems.append(f"{place} {problem}; {advice}")
 
-    def look_at_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def check_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        made_between = (
+        between_modules = (
             f"no module computed it: look at the code between the call of {where} and that "
             "of the module before"
         )
-        look(f"the input of {where}", (args, kwargs), made_between, masks=True)
-        divides = (
+        check(f"the input of {where}", (args, kwargs), between_modules, masks=True)
+        in_module = (
             "input and parameters are finite: it divides by 0, or its result is out of the range "
             f"of its dtype{_range_of(output)}"
         )
-        look(f"the output of {where}", output, divides)
+        check(f"the output of {where}", output, in_module)
 
     for name, x in {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}.items():
-        look(f"{name} of the model", x, "look at the batch, not at the training", masks=True)
+        check(f"{name} of the model", x, "look at the batch, not at the training", masks=True)
     for name, x in model.named_parameters():
-        look(
+        check(
             f"the parameter {name}", x,
             "an earlier step wrote it: go back to a checkpoint, and check the gradients and the "
             "learning rate of the steps after it",
         )  # fmt: skip
     for name, x in model.named_buffers():
-        look(f"the buffer {name}", x, "recreate it, or go back to a checkpoint", masks=True)
+        check(f"the buffer {name}", x, "recreate it, or go back to a checkpoint", masks=True)
     with ExitStack() as stack:
         for name, part in model.named_modules():
-            hook = part.register_forward_hook(partial(look_at_call, name), with_kwargs=True)
+            hook = part.register_forward_hook(partial(check_call, name), with_kwargs=True)
             stack.callback(hook.remove)
-        stack.enter_context(_as_it_was(model))
+        stack.enter_context(_restored(model))
         model(*args, **kwargs)  # even if a problem is known: other ranks may wait for this one
     return problems[0] if problems else None
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def _restored(model: nn.Module) -> Iterator[None]:
     gpus = {x.device for x in [*model.parameters(), *model.buffers()] if x.is_cuda}
     before = [(x, x._version, x.clone()) for x in model.buffers()]
     with torch.random.fork_rng(devices=gpus):
         try:
             yield
         finally:
-            for x, version, was in before:
+            for x, version, saved in before:
                 if x._version != version:  # autograd may have saved the others
-                    x.copy_(was)
+                    x.copy_(saved)
 
 
 def _range_of(output: Any) -> str:
@@ -87,13 +87,13 @@ def _range_of(output: Any) -> str:
     )
 
 
-def _problem(given: Any, masks: bool = False) -> str:
-    for x in (x for x in tensors_in(given) if x.is_floating_point()):
+def _problem(nested: Any, masks: bool = False) -> str:
+    for x in (x for x in tensors_in(nested) if x.is_floating_point()):
         x = x.float() if x.itemsize == 1 else x  # torch has no isinf in 8 bits
         bad = x.isnan() | (x.isposinf() if masks else x.isinf())
         if count := int(bad.sum()):
             kinds = {"NaN": x.isnan(), "inf": bad & x.isinf()}
             names = " or ".join(kind for kind, which in kinds.items() if which.any())
             first = bad.nonzero()[0].tolist()
-            return f"has {count} {names} among {x.numel()} numbers, the first at {first}"
+            return f"has {count} {names} among {x.numel()} elements, the first at {first}"
     return ""

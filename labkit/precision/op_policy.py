@@ -8,13 +8,13 @@
 The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). The devices differ in:
 
     op                                    cpu             cuda
-    softmax, log_softmax                  as it comes     fp32
-    layer_norm, group_norm, rms_norm      as it comes     fp32
-    exp, log, pow, sum, cumsum, norm      as it comes     fp32
-    mv, addmv, rnn cells                  as it comes     low
-    FFTs, matrix decompositions           fp32            as it comes
-    cat, stack                            promote         as it comes (torch promotes by itself)
-    binary_cross_entropy                  fp32            refused: log(0) is near in fp16
+    softmax, log_softmax                  input dtype     fp32
+    layer_norm, group_norm, rms_norm      input dtype     fp32
+    exp, log, pow, sum, cumsum, norm      input dtype     fp32
+    mv, addmv, rnn cells                  input dtype     low
+    FFTs, matrix decompositions           fp32            input dtype
+    cat, stack                            promote         input dtype (torch promotes by itself)
+    binary_cross_entropy                  fp32            refused: near log(0) in fp16
 
 The CPU's lists are for bf16, with fp32's range; the GPU's for fp16, which ends at 65504 < exp(12).
 """
@@ -32,23 +32,23 @@ class OpPolicy:
     refused: frozenset[str] = frozenset()
 
     def of(self, op: str) -> str:
-        """ "low", "fp32", "promote", "refused", or "as it comes"."""
+        """ "low", "fp32", "promote", "refused", or "input dtype"."""
         for name in ("low", "fp32", "promote", "refused"):
             if op in getattr(self, name):
                 return name
-        return "as it comes"
+        return "input dtype"
 
 
 def _ops(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-PRODUCTS = _ops("""
+MATMULS = _ops("""
     linear matmul mm bmm addmm addbmm baddbmm linalg_vecdot prelu scaled_dot_product_attention
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
 """)
-# One Python call with matmuls inside: torch's autocast sees the matmuls, our mode the call.
-OF_PRODUCTS = _ops("chain_matmul linalg_multi_dot linalg_matmul")
+# One Python call with matmuls inside: torch's autocast sees the matmuls, labkit's mode the call.
+CALLS_OF_MATMULS = _ops("chain_matmul linalg_multi_dot linalg_matmul")
 
 
 LOSSES = _ops("""
@@ -59,8 +59,8 @@ LOSSES = _ops("""
 """)  # nll_loss_nd is nll_loss with any number of dims; cross_entropy_loss calls it
 
 CPU = OpPolicy(
-    low=PRODUCTS
-    | OF_PRODUCTS
+    low=MATMULS
+    | CALLS_OF_MATMULS
     | _ops("tensordot _addmm_activation mkldnn_rnn_layer _native_multi_head_attention"),
     fp32=LOSSES
     | _ops("""
@@ -82,8 +82,8 @@ CPU = OpPolicy(
 )
 
 CUDA = OpPolicy(
-    low=PRODUCTS
-    | OF_PRODUCTS
+    low=MATMULS
+    | CALLS_OF_MATMULS
     | _ops("""
     mv addmv addr convolution cudnn_convolution cudnn_convolution_transpose
     einsum lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell

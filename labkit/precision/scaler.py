@@ -41,27 +41,27 @@ Outputs = TypeVar("Outputs", torch.Tensor, list[Any], tuple[Any, ...])
 
 
 @dataclass
-class Turn:
-    """One step of the scaler for one optimizer or module, from unscaling to update."""
+class PendingStep:
+    """One step of an optimizer or module, from unscaling to update."""
 
     trained: Trained
     parameters: set[torch.Tensor]
-    sent: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
+    reduced: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
     still_scaled: list[tuple[int, int]]  # 16-bit gradients that an optimizer unscales in its step
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
 
     @cached_property
-    def number(self) -> float:
-        return self.sent.item()
+    def value(self) -> float:
+        return self.reduced.item()
 
 
 class GradScaler:
-    """`torch.amp.GradScaler`, with one decision of all ranks to skip a step.
+    """`torch.amp.GradScaler`, with one decision for all ranks to skip a step.
 
     >>> scaler.scale(loss).backward()
-    >>> scaler.unscale_(optimizer)            # only where gradients are clipped or looked at
+    >>> scaler.unscale_(optimizer)            # only to clip or inspect gradients
     >>> clip_grad_norm(optimizer, 1.0)
-    >>> scaler.step(optimizer)                # or not, where a gradient is inf or NaN
+    >>> scaler.step(optimizer)                # skipped if a gradient is inf or NaN
     >>> scaler.update()
 
     Args:
@@ -85,14 +85,14 @@ class GradScaler:
         *,
         skip_bad_losses: bool = False,
     ):
-        self._now = DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
+        self._scale = DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
         self._enabled, self.skip_bad_losses = enabled, skip_bad_losses
         self.comm = None if comm is None else Comm.of(comm)
         self._losses: list[torch.Tensor] = []  # unscaled, since the last update
-        self._turns: list[Turn] = []
+        self._pending: list[PendingStep] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._turns:
+        if self._pending:
             raise RuntimeError("GradScaler: copy or pickle it after update(), before unscale_()")
         return vars(self)
 
@@ -109,10 +109,10 @@ class GradScaler:
                 f"scale({type(outputs).__name__}): the loss must be a tensor, or a list or tuple "
                 "of tensors"
             )
-        was = outputs.detach()  # one element, checked if a step is skipped
-        self._losses.append(was if was.numel() < 2 else was.abs().amax())
+        loss = outputs.detach()  # one element, checked if a step is skipped
+        self._losses.append(loss if loss.numel() < 2 else loss.abs().amax())
         # By a tensor of shape (), as torch does: with a float, an fp16 loss would stay in fp16.
-        return outputs * torch.full((), self._now.scale, device=was.device, dtype=torch.float32)
+        return outputs * torch.full((), self._scale.scale, device=loss.device, dtype=torch.float32)
 
     @torch.no_grad()
     def unscale_(self, trained: Trained) -> None:
@@ -124,22 +124,22 @@ class GradScaler:
             return
         self._check_scaled("unscale_")
         parameters = parameters_of(trained)
-        if any(not turn.parameters.isdisjoint(parameters) for turn in self._turns):
+        if any(not x.parameters.isdisjoint(parameters) for x in self._pending):
             raise ValueError(
                 "GradScaler.unscale_: these gradients have been unscaled since the last update(); "
                 "call unscale_ once per optimizer, after the last backward of a step"
             )
         comm = self.comm or _all_ranks()
         check_owner(trained, comm)
-        check_not_clipped(trained, self._now.scale)
-        nonfinite = unscale(trained, self._now.scale)
+        check_not_clipped(trained, self._scale.scale)
+        nonfinite = unscale(trained, self._scale.scale)
         device = nonfinite.device if nonfinite is not None else parameters[0].device
-        number = torch.full((), 0.0 if nonfinite is None else self._now.scale, device=device)
+        value = torch.full((), 0.0 if nonfinite is None else self._scale.scale, device=device)
         if nonfinite is not None:
-            number.masked_fill_(nonfinite > 0, torch.inf)
+            value.masked_fill_(nonfinite > 0, torch.inf)
         if comm is not None:
-            comm.all_reduce(number, "max")
-        self._turns.append(Turn(trained, {*parameters}, number, still_scaled(trained)))
+            comm.all_reduce(value, "max")
+        self._pending.append(PendingStep(trained, {*parameters}, value, still_scaled(trained)))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step if the gradients of all ranks are finite, after unscaling them if necessary; returns
@@ -153,22 +153,22 @@ class GradScaler:
                 "GradScaler.step: a closure would compute gradients that are not unscaled"
             )
         self._check_scaled("step")
-        turn = self._turn_of(optimizer)
-        if any(optimizer is one for one in turn.stepped):
+        pending = self._pending_of(optimizer)
+        if any(optimizer is other for other in pending.stepped):
             raise ValueError(
                 "GradScaler.step: this optimizer has stepped since the last update(); call "
                 "scaler.update() once, at the end of each step"
             )
-        if turn.still_scaled and turn.still_scaled != still_scaled(optimizer):
+        if pending.still_scaled and pending.still_scaled != still_scaled(optimizer):
             raise ValueError(
                 f"GradScaler: 16-bit gradients of {type(optimizer).__name__} were changed after "
                 "unscale_. They stay scaled until the step, which unscales them in float32, so "
                 "clipping by the model, or torch's clip_grad_norm_, sees norms that are too "
                 "large. Use labkit's clip_grad_norm(optimizer, max_norm)"
             )
-        turn.stepped.append(optimizer)
+        pending.stepped.append(optimizer)
         forget_clipped(optimizer)
-        if not self._must_skip(turn):
+        if not self._must_skip(pending):
             return optimizer.step(**kwargs)
         if isinstance(optimizer, ShadowOptimizer):
             optimizer.skip()
@@ -177,45 +177,45 @@ class GradScaler:
 
     def update(self, new_scale: float | None = None) -> None:
         """End the step: update the scale, or set it to `new_scale`. An optimizer without gradients
-        on any rank does not count if another has some; one unscaled but not stepped is released.
+        on any rank does not count if another has some; one unscaled but not stepped is dropped.
         Raises ValueError without a step, or if 20 skips in a row took the scale below 1."""
         if not self._enabled:
             return
-        turns, self._turns, self._losses = self._turns, [], []
-        for turn in turns:
-            if isinstance(turn.trained, ShadowOptimizer) and not turn.stepped:
-                turn.trained.skip()  # drops its factor
+        steps, self._pending, self._losses = self._pending, [], []
+        for step in steps:
+            if isinstance(step.trained, ShadowOptimizer) and not step.stepped:
+                step.trained.skip()  # drops its factor
         if new_scale is not None:
-            self._now.load_state_dict({**self._now.state_dict(), "scale": float(new_scale)})
-        elif turns:
-            with_gradients = [turn for turn in turns if turn.number != 0] or turns
-            self._now.after_step(skipped=any([self._must_skip(turn) for turn in with_gradients]))
+            self._scale.load_state_dict({**self._scale.state_dict(), "scale": float(new_scale)})
+        elif steps:
+            with_gradients = [step for step in steps if step.value != 0] or steps
+            self._scale.after_step(skipped=any([self._must_skip(step) for step in with_gradients]))
         else:
             raise ValueError("GradScaler.update: no step since the last update(); call step first")
-        self._now.check_hope()
+        self._scale.check_can_recover()
 
     # --- the decision ---
 
-    def _turn_of(self, optimizer: torch.optim.Optimizer) -> Turn:
+    def _pending_of(self, optimizer: torch.optim.Optimizer) -> PendingStep:
         parameters = {*parameters_of(optimizer)}
-        for turn in self._turns:
-            if parameters <= turn.parameters:
-                return turn
+        for pending in self._pending:
+            if parameters <= pending.parameters:
+                return pending
         self.unscale_(optimizer)  # raises if some are already unscaled
-        return self._turns[-1]
+        return self._pending[-1]
 
-    def _must_skip(self, turn: Turn) -> bool:
-        if turn.number == 0:
+    def _must_skip(self, pending: PendingStep) -> bool:
+        if pending.value == 0:
             raise ValueError(
                 "GradScaler: no parameter of this optimizer has a gradient on any rank; call "
                 "scaler.scale(loss).backward() first, and zero_grad() after the step"
             )
-        if turn.number not in (self._now.scale, torch.inf):
+        if pending.value not in (self._scale.scale, torch.inf):
             raise ValueError(
-                f"GradScaler: the scale is {self._now.scale:g} on this rank and {turn.number:g} on "
-                "another; create the same scaler and load the same state on every rank"
+                f"GradScaler: the scale is {self.get_scale():g} on this rank and {pending.value:g} "
+                "on another; create the same scaler and load the same state on every rank"
             )
-        return turn.number == torch.inf
+        return pending.value == torch.inf
 
     def _check_scaled(self, method: str) -> None:
         if not self._losses:
@@ -238,23 +238,23 @@ class GradScaler:
     # --- state ---
 
     def get_scale(self) -> float:
-        return self._now.scale if self._enabled else 1.0
+        return self._scale.scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         return self._enabled
 
     @property
     def skipped(self) -> int:
-        return self._now.skipped
+        return self._scale.skipped
 
     def state_dict(self) -> dict[str, Any]:
         """torch.amp.GradScaler's state, equal on all ranks; empty if disabled."""
-        return self._now.state_dict() if self._enabled else {}
+        return self._scale.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this state, or torch's, on all ranks. Raises ValueError if it is invalid."""
         if self._enabled:
-            self._now.load_state_dict(state_dict)
+            self._scale.load_state_dict(state_dict)
 
 
 def _all_ranks() -> Comm | None:

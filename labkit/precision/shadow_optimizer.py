@@ -1,9 +1,9 @@
-"""An optimizer that steps on stand-ins for the model's parameters.
+"""An optimizer that steps on shadow parameters in place of the model's.
 
     the user's loop, a scheduler          ShadowOptimizer         inner, any torch optimizer
-    param_groups with the parameters  ->  options handed down ->  the same groups, with stand-ins
+    param_groups with the parameters  ->  options handed down ->  the same groups, with shadows
 
-A stand-in is an fp32 copy (master.py), a slice of a parameter, or both (parallel/zero/zero.py).
+A shadow is an fp32 copy (master.py), a slice of a parameter, or both (parallel/zero/zero.py).
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -16,6 +16,7 @@ LOW = (torch.bfloat16, torch.float16)  # too coarse to add small updates to
 
 
 def fp32_of(x: torch.Tensor) -> torch.Tensor:
+    """`x` detached, and in fp32 if it has 16 bits."""
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 
@@ -28,12 +29,12 @@ def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -
 
 
 def sync_master_from_param(master: torch.Tensor, x: torch.Tensor) -> None:
-    """Update the master where `x` was written to, so is not the rounded master."""
+    """Update the master where `x` was written to, and so differs from the rounded master."""
     master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
 
 class ShadowOptimizer(torch.optim.Optimizer):
-    """`param_groups` are the model's; `state` is that of `inner`, which steps on the stand-ins."""
+    """`param_groups` are the model's; `state` is that of `inner`, which steps on the shadows."""
 
     inner: torch.optim.Optimizer
     defaults: dict[str, Any]
@@ -43,8 +44,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
     gradient_factor: float | torch.Tensor | None = None
 
     def own_gradients(self) -> list[torch.Tensor]:
-        every = (p.grad for group in self.param_groups for p in group["params"])
-        return [gradient for gradient in every if gradient is not None]
+        return [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
 
     def skip(self) -> None:
         """Called instead of `step` if gradients are inf or NaN."""
@@ -52,28 +52,28 @@ class ShadowOptimizer(torch.optim.Optimizer):
 
     def _step_on(
         self,
-        stand_ins: Mapping[torch.Tensor, Sequence[nn.Parameter]],
+        shadows: Mapping[torch.Tensor, Sequence[nn.Parameter]],
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         defaults: dict[str, Any],
     ) -> None:
         groups = []
         for group in self.param_groups:
-            params = [x for p in group["params"] for x in stand_ins.get(p, ())]
+            params = [x for p in group["params"] for x in shadows.get(p, ())]
             groups.append({**options_of(group), "params": params})
         self.inner = optimizer_cls(groups, **defaults)
         self.defaults = self.inner.defaults
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(options_of(inner_group))
         self.state = self.inner.state
-        for x in (x for p, some in stand_ins.items() for x in some if x.dtype != p.dtype):
+        for x in (x for p, copies in shadows.items() for x in copies if x.dtype != p.dtype):
             self.state[x] = self.state[x]  # registers master copies before the first step
 
-    def _check_frozen(self, stand_in_for: Container[torch.Tensor]) -> None:
+    def _check_frozen(self, trained: Container[torch.Tensor]) -> None:
         every = [p for group in self.param_groups for p in group["params"]]
-        if thawed := [p for p in every if p.grad is not None and p not in stand_in_for]:
+        if unfrozen := [p for p in every if p.grad is not None and p not in trained]:
             raise ValueError(
-                f"{type(self).__name__}: {len(thawed)} parameters, the first of shape "
-                f"{list(thawed[0].shape)}, have gradients now but were frozen when the optimizer "
+                f"{type(self).__name__}: {len(unfrozen)} parameters, the first of shape "
+                f"{list(unfrozen[0].shape)}, have gradients now but were frozen when the optimizer "
                 "was created, so it does not train them; create it after requires_grad_(True)"
             )
 
@@ -89,24 +89,23 @@ class ShadowOptimizer(torch.optim.Optimizer):
     def after_load(self) -> None:
         raise NotImplementedError
 
-    def _whose(self) -> list[int]:
+    def _position(self) -> list[int]:
         """The rank and number of ranks of this state."""
         return [0, 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: load it on the same rank of as many, with the same model."""
+        """This rank's state, for the same rank of as many ranks, with the same model."""
         self._hand_down_options()  # a scheduler may have set them since the last step
-        return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._whose()}
+        return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._position()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError for the state of another rank, number of ranks or model."""
         inner_state, own = dict(state_dict), self._masters()
         masters, position = inner_state.pop("masters", None), inner_state.pop("whose", None)
-        if position != self._whose() or [x.shape for x in masters] != [x.shape for x in own]:
+        if position != self._position() or [x.shape for x in masters] != [x.shape for x in own]:
             raise ValueError(
                 f"{type(self).__name__}: this state is from an optimizer with another "
-                f"{self._depends_on}; to load across these, use checkpoints (labkit's "
-                "save_checkpoint)"
+                f"{self._depends_on}; to load across these, use labkit.save_checkpoint"
             )
         self.inner.load_state_dict(inner_state)
         self.state = self.inner.state
@@ -127,7 +126,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
 
 
 class NotCopyable:
-    """Has hooks on given parameters: a copy would have none, and silently do nothing."""
+    """Owns hooks on parameters: a copy would have no hooks, and silently do nothing."""
 
     copy_advice: str  # what to do
 
@@ -136,6 +135,7 @@ class NotCopyable:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a parameter group."""
     return {key: x for key, x in group.items() if key not in ("params", "param_names")}
 
 

@@ -39,8 +39,8 @@ def gradients_of(trained: Trained) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
-    """Divide the gradients by `scale`. Returns a tensor of shape (), to avoid waiting: 1 if one is
-    inf or NaN, else 0; None without any. Raises ValueError if the optimizer steps in fp16."""
+    """Divide the gradients by `scale`. Returns a tensor of shape (), to avoid a GPU sync: 1 if one
+    is inf or NaN, else 0; None without any. Raises ValueError if the optimizer steps in fp16."""
     gradients = gradients_of(trained)
     keeps_scale = isinstance(trained, ShadowOptimizer)
     low = [x for x in gradients if keeps_scale and x.dtype in LOW]
@@ -54,8 +54,8 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
         )
     if low and isinstance(trained, ShadowOptimizer):
         trained.gradient_factor = 1 / scale
-    flags = [_multiply(group, 1 / scale) for group in _alike(unscaled_here)]
-    flags += [_multiply(group, 1.0) for group in _alike(low)]  # looks only
+    flags = [_multiply(group, 1 / scale) for group in _by_kind(unscaled_here)]
+    flags += [_multiply(group, 1.0) for group in _by_kind(low)]  # only checks
     return torch.stack([x.to(flags[0].device) for x in flags]).amax() if flags else None
 
 
@@ -66,7 +66,7 @@ def _multiply(gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
     return nonfinite
 
 
-def _alike(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def _by_kind(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for x in gradients:
         kinds.setdefault((x.device, x.dtype), []).append(x)
@@ -91,7 +91,7 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
         )
     marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # of parallel/common/shards.py
     spans = [(f"the {name} spans", owners)]
-    spans += [("parameters are cut over", mark.comm) for mark in marks if mark is not None]
+    spans += [("parameters are sharded over", mark.comm) for mark in marks if mark is not None]
     for what, needed in spans:
         if comm is not None and needed is not None and not {*needed.ranks} <= {*comm.ranks}:
             raise ValueError(
@@ -107,12 +107,12 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
 def mark_clipped(gradients: Iterable[torch.Tensor]) -> None:
     """Marks `gradients` as clipped, until they change."""
     for x in gradients:
-        _memory(x)._labkit_clipped = x._version  # type: ignore[attr-defined]
+        _base(x)._labkit_clipped = x._version  # type: ignore[attr-defined]
 
 
 def check_not_clipped(trained: Trained, scale: float) -> None:
     """Raise ValueError if gradients were clipped, and not written to since."""
-    if any(getattr(_memory(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
+    if any(getattr(_base(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
         raise ValueError(
             "GradScaler: the gradients were clipped while still multiplied by the scale, "
             f"{scale:g}, so to a norm that is too small by this factor; call "
@@ -123,9 +123,9 @@ def check_not_clipped(trained: Trained, scale: float) -> None:
 def forget_clipped(trained: Trained) -> None:
     """Removes the marks of `mark_clipped`."""
     for x in gradients_of(trained):
-        vars(_memory(x)).pop("_labkit_clipped", None)
+        vars(_base(x)).pop("_labkit_clipped", None)
 
 
-def _memory(x: torch.Tensor) -> torch.Tensor:
+def _base(x: torch.Tensor) -> torch.Tensor:
     """The base of `x`: it outlives its views, and its version counts writes to any of them."""
     return x if x._base is None else x._base

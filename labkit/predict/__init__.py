@@ -15,6 +15,7 @@ from labkit.predict.activations import (
     first_stage_activation_bytes,
     flash_activation_bytes,
 )
+from labkit.predict.collectives import algorithm_s, bus_factor, least_s
 from labkit.predict.context import (
     ring_attention_bytes,
     ring_exposed_s,
@@ -57,7 +58,6 @@ from labkit.predict.volumes import (
     tensor_parallel_bytes,
     vocab_parallel_bytes,
 )
-from labkit.predict.wires import algorithm_s, bus_factor, least_s
 
 __all__ = [
     "FP32_ADAM", "MIXED_ADAM", "Bill", "PipelineStep", "StateBytes", "Table", "activation_bill",

@@ -1,4 +1,4 @@
-"""Activations: what one transformer layer keeps from forward for backward.
+"""Activations: the tensors that one transformer layer keeps from forward for backward.
 
 Bytes over s·b·w (s sequence, b rows, w width, a heads), with 2 bytes per element and 1 per mask
 element, in the paper and in labkit.GPT's block:
@@ -24,7 +24,7 @@ and features; the other 10 of the 34 are whole on every rank, unless sharded by 
     one rank                             34 + 5as/w
     tensor parallel                      10 + 24/t + 5as/(wt)
     and sequence parallel                34/t + 5as/(wt)       inputs, too, are kept as shards
-    selective recomputation              without the term of scores, as/w
+    selective recomputation              without the scores' term, as/w
     full recomputation                   2, or 2/t where the layer's input is sharded by positions
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
-from labkit.predict.tables import Table, rounded, written
+from labkit.predict.tables import Table, rounded, with_commas
 
 RECOMPUTED = ("none", "selective", "full")
 STATISTICS = "statistics of the norms"  # 8sb or 16sb, which the formula leaves out
@@ -155,14 +155,14 @@ class Line:
     """One line of a layer's bill: bytes kept for one term, by formula and measured."""
 
     term: str  # "q, k, v: their shared input"
-    per_sbw: str  # "2", "2as/w", "6/t"; "" for what no formula counts
+    per_sbw: str  # "2", "2as/w", "6/t"; "" for bytes that no formula counts
     formula_bytes: float
     measured_bytes: int
 
 
 @dataclass(frozen=True)
 class Bill:
-    """What one layer keeps, term by term; a table in a notebook."""
+    """The bytes that one layer keeps, term by term; a table in a notebook."""
 
     lines: list[Line]
 
@@ -177,11 +177,11 @@ class Bill:
     @property
     def table(self) -> Table:
         rows = [
-            (line.term, line.per_sbw, rounded(line.formula_bytes), written(line.measured_bytes),
+            (line.term, line.per_sbw, rounded(line.formula_bytes), with_commas(line.measured_bytes),
              "✓ equal" if line.formula_bytes == line.measured_bytes else "")
             for line in self.lines
         ]  # fmt: skip
-        sums = ("in all", "", rounded(self.formula_bytes), written(self.measured_bytes), "")
+        sums = ("in all", "", rounded(self.formula_bytes), with_commas(self.measured_bytes), "")
         heads = ("kept", "× sbw", "formula (bytes)", "measured (bytes)", "")
         return Table(heads, [*rows, sums])
 
@@ -202,12 +202,12 @@ def activation_bill(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Bill:
-    """What a labkit.GPT block has kept, beside the formula's terms; then norm statistics and
+    """The bytes that a labkit.GPT block kept, beside the formula's terms; then norm statistics and
     "other".
 
     `kept`: from `labkit.memory.saved.saved_by(block, x)`; x [rows, sequence, width] in a 2-byte
     dtype, `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this rank's
-    shard of the positions, and `sequence` all of them. Scores are recognised by their shape, [...,
+    shard of the positions, and `sequence` all of them. Scores are recognized by their shape, [...,
     s, s]: no head may be as wide as the sequence is long. Other arguments: as in
     `activation_bytes`."""
     formula = activation_terms(

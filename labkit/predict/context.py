@@ -1,4 +1,4 @@
-"""Context parallelism: what a layer's attention sends, and when the ring's messages are hidden.
+"""Context parallelism: the bytes that attention sends, and when the ring hides its messages.
 
               forward                          backward: the same again, and
     ring      (n-1) blocks of k and v          (n-1) blocks of their gradients, in fp32
@@ -12,7 +12,7 @@ rank's h heads compute L²/2 scores in each step, each 4e FLOPs in forward (q k�
 
 so without latency the forward hides the messages from L = g₁ F g / (B h) on, for any head width and
 rows: twice that of Liu et al., who have no causal mask. In backward the gradients of the last
-block, on their way home, are always exposed.
+block, returning to their rank, are always exposed.
 
 Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes of an
 element, F FLOPs and B bytes per second, α the latency of a message.
@@ -20,8 +20,8 @@ element, F FLOPs and B bytes per second, α the latency of a message.
 
 import math
 
+from labkit.predict.collectives import bus_factor
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative, check_positive
-from labkit.predict.wires import bus_factor
 
 FORWARD, BACKWARD = 2, 5  # matmuls for each score
 
@@ -87,7 +87,7 @@ def ring_exposed_s(
 ) -> float:
     """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of n-1
     blocks hides behind a step; in backward, from the third step on, so do the gradients of the
-    block before. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its wire. Source:
+    block before. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its link. Source:
     arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked against a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
@@ -102,10 +102,10 @@ def ring_exposed_s(
     if not backward:
         return exposed_s + (ranks - 2) * max(0.0, block_s - other_s)
     gradient_s = alpha_s + elements * max(4, element_bytes) / bytes_per_s
-    if ranks > 2:  # step 1 hides a block, the last one gradients, those between them both
+    if ranks > 2:  # step 1 hides a block, the last step gradients, all others both
         exposed_s += max(0.0, block_s - other_s) + max(0.0, gradient_s - other_s)
         exposed_s += (ranks - 3) * max(0.0, block_s + gradient_s - other_s)
-    return exposed_s + gradient_s  # gradients on their way home
+    return exposed_s + gradient_s  # gradients returning to their rank
 
 
 def ring_hides_from(
@@ -118,8 +118,8 @@ def ring_hides_from(
     alpha_s: float = 0.0,
     element_bytes: int = 2,
 ) -> float:
-    """The least tokens of a block (s/n) with which the forward's `ring_exposed_s` is 0. (Two ranks
-    need less: their one block hides behind the diagonal, too.) Source: Liu et al., arXiv
+    """The fewest tokens of a block (s/n) with which the forward's `ring_exposed_s` is 0. (Two ranks
+    need fewer: their one block hides behind the diagonal, too.) Source: Liu et al., arXiv
     2310.01889, section 3 (L = F / B for 2-byte dtypes), with latency and a causal mask."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)
     check_counts(element_bytes=element_bytes)

@@ -1,14 +1,14 @@
-"""Run time of a model with weights that come over a bus, block by block.
+"""Run time of a model with weights that are loaded over a bus, block by block.
 
     load, then run    sum of L + sum of C
-    pipelined         L + (n - 1) max(L, C) + C          for n blocks alike, and ahead >= 1
+    pipelined         L + (n - 1) max(L, C) + C          for n equal blocks, and ahead >= 1
     in place          sum of max(r L, C)                 weights read r times as a block computes
 
 L is a block's time on the bus, C its compute time. Pipelined, block k + ahead is loaded into the
 buffer of block k - 1 as soon as that has computed:
 
-    load k begins     when load k-1 is over, and block k-ahead-1 has computed
-    block k begins    when load k is over, and block k-1 has computed
+    load k begins     when load k-1 is done, and block k-ahead-1 has computed
+    block k begins    when load k is done, and block k-1 has computed
 
 A second block ahead helps only if blocks differ. Omitted: contention between kernels and copies.
 
@@ -30,7 +30,7 @@ def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> floa
 def pipelined_loading_s(
     load_s: Sequence[float], compute_s: Sequence[float], ahead: int = 1
 ) -> float:
-    """Seconds with blocks loaded `ahead` of the computing one, in `ahead` + 1 buffers.
+    """Seconds with blocks loaded `ahead` of the one that computes, in `ahead` + 1 buffers.
 
     >>> pipelined_loading_s([2.0] * 4, [3.0] * 4)
     14.0
@@ -62,6 +62,6 @@ def in_place_s(load_s: Sequence[float], compute_s: Sequence[float], reads: int =
 def _check(load_s: Sequence[float], compute_s: Sequence[float]) -> None:
     if len(load_s) != len(compute_s) or not load_s:
         counts = f"load_s has {len(load_s)} blocks, compute_s {len(compute_s)}"
-        raise ValueError(f"{counts}: pass both for each block")
+        raise ValueError(f"{counts}: pass both times for each block")
     for load, compute in zip(load_s, compute_s):
         check_not_negative(load_s=load, compute_s=compute)

@@ -1,4 +1,4 @@
-"""Pipeline schedules in closed form: how long each stage idles, and what it holds.
+"""Pipeline schedules in closed form: how long each stage is idle, and how much it holds.
 
     p stages, m micro-batches, v chunks of a stage; F and B seconds of forward and backward of one
     micro-batch on one stage, all its chunks together
@@ -13,8 +13,8 @@
     PipeDream            (p-1)(F+B), not in each step  min(p, m)
 
 ZB splits backward: I seconds for the input gradient, which the previous stage waits for, and W for
-the weight gradient. No W can fill one bubble: the first stage runs as many forwards as it may hold,
-then waits for the first I: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the
+the weight gradient. No W can fill the wait for the first I, after the first stage has run as many
+forwards as it may hold: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the
 larger. All stages are assumed equally fast, and messages to take no time.
 """
 
@@ -95,7 +95,7 @@ def interleaved(
 def pipedream(
     stages: int, microbatches: int, forward_s: float, backward_s: float, update_s: float = 0.0
 ) -> PipelineStep:
-    """PipeDream: 1F1B's bubble once in a training of `microbatches`, as it never flushes; one
+    """PipeDream: 1F1B's bubble once in a training run of `microbatches`, as it never flushes; one
     weight version per micro-batch held. `update_s`: the optimizer's time per micro-batch. Source:
     arXiv 1806.03377, section 3.2."""
     check_not_negative(update_s=update_s)

@@ -1,10 +1,10 @@
 """The time of one data-parallel step, and how well it uses the machine.
 
-DDP with k equal gradient buckets sends each once it is filled and the one before is sent: F + max(B
-+ C/k, B/k + C) in all. Many buckets approach F + max(B, C); one hides nothing, F + B + C.
+DDP with k equal gradient buckets sends each once it is full and the one before is sent: F + max(B +
+C/k, B/k + C) in all. Many buckets approach F + max(B, C); one hides nothing, F + B + C.
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
-    wire                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
+    link                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
 """
 
 from labkit.predict.sizes import check_counts, check_not_negative, check_positive
@@ -48,9 +48,9 @@ def ddp_step_without_overlap_s(
 
 
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) -> float:
-    """Model FLOPs utilisation, 0 to 1: the model's FLOPs over those the devices could do. `flops`:
+    """Model FLOPs utilization, 0 to 1: the model's FLOPs over those the devices could do. `flops`:
     of one step of all ranks, `step_flops(...)` for the whole batch, without `recompute` and `flash`
-    (with them: hardware utilisation, as the 52 % in arXiv 2104.04473). `peak_flops_per_s`: of one
+    (with them: hardware utilization, as the 52 % in arXiv 2104.04473). `peak_flops_per_s`: of one
     device, dense, for the dtype of the computation. Source: Chowdhery et al., "PaLM", arXiv
     2204.02311, section 4.1 and appendix B."""
     check_not_negative(flops=flops)

@@ -67,16 +67,16 @@ def label(name: str) -> str:
     return label.replace("_", " ")
 
 
-def written(number: Number) -> str:
-    """With commas, and a whole float without ".0"."""
+def with_commas(number: Number) -> str:
+    """As text with commas, and a whole float without ".0"."""
     whole = isinstance(number, float) and number.is_integer()
     return f"{int(number) if whole else number:,}"
 
 
 def rounded(number: Number) -> str:
-    """As `written`, but fractions rounded to four digits."""
+    """As `with_commas`, but fractions rounded to four digits."""
     if isinstance(number, int) or number.is_integer():
-        return written(number)
+        return with_commas(number)
     return f"{number:,.0f}" if 1e4 <= abs(number) < float("inf") else f"{number:.4g}"
 
 
@@ -87,12 +87,12 @@ def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
         return ""
     reference = numbers[name]
     if all(
-        other == reference  # a count must be the same; a sum of floats may have rounded otherwise
+        other == reference  # counts must be equal; a sum of floats may have rounded differently
         or (not isinstance(other, int) and isclose(other, reference, rel_tol=1e-9))
         for other in others.values()
     ):
         return "✓ equal"
     if not reference:
         return ""  # nothing is a multiple of 0
-    far = (f"{source} {other / reference:.3g} ×" for source, other in others.items())
-    return f"{', '.join(far)} the {first}".replace("_", " ")
+    ratios = (f"{source} {other / reference:.3g} ×" for source, other in others.items())
+    return f"{', '.join(ratios)} the {first}".replace("_", " ")

@@ -1,6 +1,6 @@
-"""What each axis of a mesh carries in one training step of a GPT: Mesh(pp=, dp=, tp=).
+"""The bytes that each axis of a mesh carries in one training step of a GPT: Mesh(pp=, dp=, tp=).
 
-    x is S = b s w g bytes, of all m micro-batches of one replica, of b rows. One rank sends
+    x has S = b s w g bytes, over all m micro-batches of one replica, b rows. One rank sends
 
     tensor      each block   8 (t-1)/t S    10 with sequence parallelism   + 2 or 3 recomputed
                 embedding    2              2
@@ -86,7 +86,7 @@ def bytes_by_axis(
     is_sharded = sequence_parallel and tp > 1  # x, by positions
     scatters = scatter_gather and not is_sharded
     blocks = chunk_sizes(depth, pp * chunks)
-    # Halves of an all-reduce of x in a block: gathers and scatters count once, all-reduces twice.
+    # Halves of all-reduces of x in a block: gathers and scatters count once, all-reduces twice.
     again = (4 if dropout else 2 + is_sharded) if recompute else 0
     halves = (10 if is_sharded else 8) + again
     sent = []

@@ -1,8 +1,8 @@
-"""What each kind of parallelism sends in one step of a transformer.
+"""The bytes that each kind of parallelism sends in one step of a transformer.
 
     data      one all-reduce of all gradients        2(n-1)/n P g               O(w² l)
     tensor    four all-reduces of x in each layer    8(t-1)/t b s w g l         O(b s w l)
-              sequence parallel: parts are kept     10(t-1)/t b s w g l
+              sequence parallel, keeps shards       10(t-1)/t b s w g l
     pipeline  x and its gradient at each cut         2 (l/k - 1) b s w g        O(b s w l / k)
 
 Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together), s
@@ -10,8 +10,8 @@ positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Da
 what one rank sends (`bus_bytes`); pipeline is what all stages send.
 """
 
+from labkit.predict.collectives import bus_factor
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
-from labkit.predict.wires import bus_factor
 
 
 def data_parallel_bytes(parameters: float, ranks: int, element_bytes: int = 4) -> float:
@@ -48,7 +48,7 @@ def tensor_parallel_bytes(
     arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2."""
     check_counts(depth=depth)
     if kept_whole and not sequence_parallel:
-        raise ValueError("kept_whole is of sequence parallelism: else inputs are whole anyway")
+        raise ValueError("kept_whole needs sequence_parallel=True; without it inputs are whole")
     halves = 8 + 2 * (sequence_parallel and not kept_whole) + 4 * recompute
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
     return depth * halves * bus_factor("all_gather", ranks) * x_bytes

@@ -59,6 +59,8 @@ class Sending(NamedTuple):
 
 
 class Costs:
+    """Times of operations and messages on a described cluster."""
+
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self._remembered: dict[Hashable, Any] = {}

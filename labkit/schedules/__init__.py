@@ -1,13 +1,13 @@
-"""Pipeline schedules as data: pure functions of numbers, one list of actions per stage.
+"""Pipeline schedules as data: pure functions that return a list of actions for each stage.
 
     naive          one stage at a time
     gpipe          all forwards, then all backwards
-    1f1b           one forward, one backward, in turns
+    1f1b           one forward, one backward, alternating
     interleaved    1F1B with several chunks per stage
     zb-h1, zb-h2   weight gradients fill idle time
     pipedream      1F1B that updates after each micro-batch
 
-`schedule("1f1b", stages, microbatches)` makes one by name (catalogue.py, zero_bubble.py). Your own
+`schedule("1f1b", stages, microbatches)` builds one by name (catalogue.py, zero_bubble.py). Your own
 is a list of actions per stage (actions.py) or text (text.py); `check` validates it (rules.py).
 """
 

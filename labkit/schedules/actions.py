@@ -1,14 +1,14 @@
 """Actions of a pipeline schedule, and the messages between its stages.
 
     F  forward    of a micro-batch
-    B  backward   the gradients of its input and of the weights, in one
+    B  backward   the gradients of its input and of the weights, in one action
     I  input      the first half: the input gradient, which the stage before waits for (B in the
                   zero-bubble papers)
     W  weight     the second half: the weight gradients, which no stage waits for
     U  update     the stage's optimizer step with this micro-batch's gradient alone
 
-With v chunks, each of p stages holds v pieces of the model. Chunk c of stage r is *virtual stage*
-c p + r; the last stage's chunk 0 sends to chunk 1 of stage 0.
+Each of p stages may hold v chunks of the model. Chunk c of stage r is *virtual stage* c p + r; the
+last stage's chunk 0 sends to chunk 1 of stage 0.
 
     virtual stage 0  -- activation -->  1  -- activation -->  2       after each forward
                      <--  gradient  --     <--  gradient  --          after each backward or input
@@ -94,12 +94,12 @@ def stage_and_chunk(virtual: int, stages: int) -> tuple[int, int]:
 
 
 def chunks_of(schedule: Schedule) -> int:
-    """Chunks per stage: the highest chunk + 1."""
+    """Chunks per stage: the highest chunk index + 1."""
     return 1 + max((action.chunk for actions in schedule for action in actions), default=0)
 
 
 def microbatches_of(schedule: Schedule) -> int:
-    """Micro-batches: the highest one + 1."""
+    """Number of micro-batches: the highest index + 1."""
     return 1 + max((action.microbatch for actions in schedule for action in actions), default=-1)
 
 

@@ -1,4 +1,4 @@
-"""The schedules by name, and those with a full backward; with halves: zero_bubble.py.
+"""The schedules by name, and those that keep backward whole; zero_bubble.py has the others.
 
 Naive: each micro-batch goes forward through all stages and back before the next begins.
 
@@ -8,7 +8,7 @@ Naive: each micro-batch goes forward through all stages and back before the next
         stage 1  .. F0 .. .. B0 .. .. F1 .. .. B1
         stage 2  .. .. F0 B0 .. .. .. .. F1 B1
 
-A stage holds one micro-batch, and works 1/p of the time, as a model whose layers are moved to
+A stage holds one micro-batch and is busy 1/p of the time, like a model with layers moved to
 several devices (`.to("cuda:1")`). The bubble is m (p - 1)(F + B) for m micro-batches on p stages.
 
 GPipe: all forwards, then all backwards.
@@ -32,7 +32,7 @@ holds the activations of all m. (GPipe's own backwards run last in, first out, a
 
 GPipe's bubble, but stage r holds the activations of at most p - r micro-batches.
 
-Interleaved: the model goes round the stages several times, in smaller pieces.
+Interleaved: each micro-batch goes around the stages several times, through smaller chunks.
 
   2 stages, 4 micro-batches, 2 chunks
 
@@ -41,8 +41,8 @@ Interleaved: the model goes round the stages several times, in smaller pieces.
 
 F1.0 is the forward of micro-batch 1 on a stage's chunk 0, which is 1/v of its layers. Groups of p
 micro-batches go through chunk 0, then chunk 1, ...; backwards from the last chunk on. The bubble is
-(p - 1)(F + B)/v, with F and B of a whole stage. The price is v times the messages, and activations:
-stage 0 holds v p + p - 1 pieces, p (1 + (p - 1)/(p v)) micro-batches.
+(p - 1)(F + B)/v, with F and B of a whole stage. The price: v times the messages, and more
+activations: stage 0 holds those of v p + p - 1 chunks, p (1 + (p - 1)/(p v)) micro-batches.
 
 PipeDream: 1F1B without a flush. Each stage updates its weights after each backward.
 
@@ -53,9 +53,9 @@ PipeDream: 1F1B without a flush. Each stage updates its weights after each backw
         stage 2  .. .. F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3
 
 U0 is the optimizer step with micro-batch 0's gradient. It waits for no other stage, so the bubble
-is paid once per training. But weights are *stale*, by p - 1 - r updates on stage r: only with this
-schedule, training differs from one device. Each backward needs its forward's weights, so a stage
-keeps a version per micro-batch in flight, p - r at most (*weight stashing*).
+is paid once per training run. But weights are *stale*, by p - 1 - r updates on stage r: with this
+schedule alone, training differs from that on one device. Each backward needs its forward's weights,
+so a stage keeps a version per micro-batch in flight, p - r at most (*weight stashing*).
 
 Sources: GPipe, arXiv 1811.06965, figure 2b (naive) and section 2.3, as here in arXiv 2104.04473,
     figure 3; 1F1B: PipeDream-flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, sections 2.2.1
@@ -90,13 +90,13 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """1F1B, with a flush. Raises ValueError for sizes below 1."""
     check_sizes(stages, microbatches)
     order = [(k, 0) for k in range(microbatches)]
-    return [_in_turns(order, order, stages - 1 - stage) for stage in range(stages)]
+    return [_alternate(order, order, stages - 1 - stage) for stage in range(stages)]
 
 
-def _in_turns(
+def _alternate(
     forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
 ) -> list[Action]:
-    """`warm_up` forwards, then forward and backward in turns, then the remaining backwards."""
+    """`warm_up` forwards, then forward and backward alternate, then the remaining backwards."""
     actions = [Action("forward", *place) for place in forwards[:warm_up]]
     for ahead, back in zip(forwards[warm_up:], backwards, strict=False):
         actions += [Action("forward", *ahead), Action("backward", *back)]
@@ -105,8 +105,8 @@ def _in_turns(
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with a warm-up longer by p (v - 1) pieces and one per later stage. Raises ValueError for
-    fewer than 2 chunks, and if `stages` does not divide `microbatches`."""
+    """1F1B with p (v - 1) more forwards in the warm-up, and one more per later stage. Raises
+    ValueError for fewer than 2 chunks, and if `stages` does not divide `microbatches`."""
     check_sizes(stages, microbatches)
     if chunks < 2:
         raise ValueError(
@@ -121,9 +121,9 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     groups = range(0, microbatches, stages)
     forwards = [(k, c) for g in groups for c in range(chunks) for k in range(g, g + stages)]
     backwards = [(k, chunks - 1 - c) for k, c in forwards]
-    pieces = (chunks - 1) * stages
+    extra = (chunks - 1) * stages
     return [
-        _in_turns(forwards, backwards, pieces + 2 * (stages - 1 - stage)) for stage in range(stages)
+        _alternate(forwards, backwards, extra + 2 * (stages - 1 - stage)) for stage in range(stages)
     ]
 
 
@@ -151,7 +151,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of this name. Raises ValueError for unknown names and for sizes it cannot do.
+    """The schedule of this name. Raises ValueError for unknown names and unsupported sizes.
 
     >>> [str(action) for action in schedule("1f1b", stages=2, microbatches=2)[0]]
     ['F0', 'F1', 'B0', 'B1']

@@ -7,9 +7,9 @@
                              back: backward, or input and weight
     one way back             never backward beside input or weight, which would count twice
     all update or none       if a micro-batch is updated, all are, on all stages
-    backward after forward   of the same micro-batch and chunk, in a stage's own order
-    weight after input       likewise
-    update after backward    likewise; after both, if it is in two halves
+    backward after forward   of the same micro-batch and chunk, on each stage
+    weight after input       of the same micro-batch and chunk
+    update after backward    or after both halves of backward
     deadlock                 the messages that each action waits for arrive (sends do not block)
 """
 
@@ -51,7 +51,7 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule, microbatches: int | None = None) -> None:
-    """Raises ScheduleError for the first rule broken; `microbatches` is the expected number."""
+    """Raises ScheduleError for the first rule broken; `microbatches` is the expected count."""
     _known_actions(schedule)
     count = microbatches_of(schedule)
     if not schedule or not count:
@@ -67,7 +67,7 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
 
 
 def run_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """All (stage, position), each after everything it needs. Raises ScheduleError as `check`."""
+    """All (stage, position), each after everything it needs. Raises ScheduleError like `check`."""
     check(schedule)
     return _simulate(schedule)[0]
 
@@ -201,7 +201,7 @@ def _simulate(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def _deadlock(schedule: Schedule, places: list[int]) -> ScheduleError:
-    """Names the stages in a cycle: no action is missing, so each waits for another that waits."""
+    """The error for a cycle of stages: no action is missing, so each waits for one that waits."""
     stages, chunks = len(schedule), chunks_of(schedule)
     stage = next(s for s, actions in enumerate(schedule) if places[s] < len(actions))
     waits: dict[int, str] = {}
@@ -217,8 +217,8 @@ def _deadlock(schedule: Schedule, places: list[int]) -> ScheduleError:
             f"{other}, which comes after {behind[0]} there"
         )
         stage = other
-    circle = list(waits.values())[list(waits).index(stage) :]
-    if len(circle) > 6:
-        circle = [*circle[:3], f"... ({len(circle) - 5} more)", *circle[-2:]]
+    cycle = list(waits.values())[list(waits).index(stage) :]
+    if len(cycle) > 6:
+        cycle = [*cycle[:3], f"... ({len(cycle) - 5} more)", *cycle[-2:]]
     action = schedule[stage][places[stage]]
-    return ScheduleError("deadlock", "; ".join(circle), stage, places[stage], action)
+    return ScheduleError("deadlock", "; ".join(cycle), stage, places[stage], action)

@@ -3,8 +3,8 @@
     stage 0  F0 F1 .. B0 .. B1
     stage 1  .. F0 B0 F1 B1
 
-A column is a unit of time, one action takes one, and ".." is idle. F is forward, B backward, I and
-W its halves (input, weight), U update; a chunk follows a point: F0.1.
+Each column is one unit of time, which every action takes; ".." is idle. F is forward, B backward,
+I and W its halves (input, weight), U update; a chunk follows a dot: F0.1.
 """
 
 import re
@@ -47,16 +47,16 @@ def parse_schedule(text: str) -> Schedule:
 
 def show(schedule: Schedule) -> str:
     """A table of one line per stage, as above: each action as early as possible if all take equally
-    long and messages take no time. Raises ScheduleError as `check`."""
+    long and messages take no time. Raises ScheduleError like `check`."""
     stages, chunks = len(schedule), chunks_of(schedule)
     columns: list[list[int]] = [[] for _ in schedule]
-    made: dict[Message | None, int] = {None: -1}  # their columns
+    sent_in: dict[Message | None, int] = {None: -1}  # message -> column of its sender
     for stage, position in run_order(schedule):
         action = schedule[stage][position]
         before = columns[stage][-1] if position else -1
-        column = 1 + max(before, made[received(action, stage, stages, chunks)])
+        column = 1 + max(before, sent_in[received(action, stage, stages, chunks)])
         columns[stage].append(column)
-        made.setdefault(sent(action, stage, stages, chunks), column)
+        sent_in.setdefault(sent(action, stage, stages, chunks), column)
     chunk = ".{0.chunk}" if chunks > 1 else ""
     words = [
         [f"{LETTERS[a.phase]}{a.microbatch}{chunk.format(a)}" for a in actions]

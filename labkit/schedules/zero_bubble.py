@@ -2,9 +2,9 @@
 
 Backward is I, the input gradient, and W, the weight gradients. The stage before waits for I; no
 stage waits for W. So I runs first, and W later, when the stage would be idle. Both schedules are
-1F1B with another warm-up and a late W:
+1F1B with another warm-up and a delayed W:
 
-              forwards before the first I     W is late by     held at most     bubble
+              forwards before the first I     W delayed by     held at most     bubble
     ZB-H1     p - r                           r                p                (p-1)(F+I-W)
     ZB-H2     2 (p - r) - 1                   2 r              2p - 1           (p-1)(F+I-2W)
 
@@ -16,9 +16,9 @@ for stage r of p, in micro-batches; each is held until its W. ZB-H1:
         stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-1F1B's bubble is (p-1)(F+I+W). Here only I is on the way back, which leaves (p-1)(F+I), and late W
-fill one W of it for each of p-1 stages, in the memory of 1F1B's first stage. ZB-H2 fills two W for
-each, in almost twice the memory:
+1F1B's bubble is (p-1)(F+I+W). Here only I is on the way back, which leaves (p-1)(F+I), and delayed
+Ws fill one W of it for each of p-1 stages, in the memory of 1F1B's first stage. ZB-H2 fills two Ws
+for each, in almost twice the memory:
 
     3 stages, 5 micro-batches
 
@@ -30,9 +30,9 @@ With ZB-H2, no stage is idle between its first and last action, and the next ste
 unless stages wait for each other (as for the norm of all gradients). So the bubble is that of the
 stage that takes longest from its own first action to its last.
 
-The bubble of ZB-H1 is as above for W <= F, that of ZB-H2 (never below 0) for W <= F or I <= F; else
-they are (p-1) I and (p-1)(I-F): the first stage, with all the forwards it may hold, waits for the
-first I. No order does better in that memory.
+The table's bubble of ZB-H1 holds for W <= F, that of ZB-H2 (never below 0) for W <= F or I <= F.
+Otherwise they are (p-1) I and (p-1)(I-F): the first stage, with all the forwards it may hold, waits
+for the first I. No order does better in that memory.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2. Its B is our I.
 """
@@ -59,7 +59,7 @@ def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _stage(microbatches: int, warm_up: int, late: int) -> list[Action]:
-    """`warm_up` forwards, then I, W (of the micro-batch `late` before) and F in turns."""
+    """`warm_up` forwards, then I, W (of the micro-batch `late` before) and F in turn."""
     actions = [Action("forward", k) for k in range(warm_up)]
     for k in range(microbatches + late):
         if k < microbatches:

@@ -84,7 +84,7 @@ def dies(
 
 def amid_write() -> None:
     left = iter(range(2))
-    dies(saving, "_serialised", when=lambda x: next(left, None) is None, rank=1)()
+    dies(saving, "_serialized", when=lambda x: next(left, None) is None, rank=1)()
 
 
 def half_of_the_metadata(writer: Any, metadata: Any, results: Any) -> None:
@@ -239,13 +239,13 @@ BUILT: dict[str, Callable[[], Made]] = {
 @cases(
     ("after a step", "a third layer", "another model: it lacks third.weight, third.bias;"),
     ("after a step", "one layer", "this model has no second.weight, second.bias"),
-    ("after a step", "wider", "first.weight is [6, 4] there and [7, 4] here"),
-    ("after a step", "wider", "first.bias is [6] there and [7] here"),
+    ("after a step", "wider", "first.weight is [6, 4] in the checkpoint and [7, 4] here"),
+    ("after a step", "wider", "first.bias is [6] in the checkpoint and [7] here"),
     ("after a step", "SGD", "another optimizer: it had amsgrad, betas"),
     ("after a step", "second layer frozen", "this optimizer has no second.bias, second.weight"),
     ("after a step", "wider on rank 0", "different models: parameter 0 is first.weight"),
     ("weights alone", "plain", "optimizer=None"),
-    ("in two groups", "plain", "are in one parameter group here and were in several"),
+    ("in two groups", "plain", "are in one parameter group here but were in several"),
 )
 def test_another_model_or_optimizer_is_refused_by_name_and_not_changed(
     there: str, here: str, words: str, world2: World, tmp_path: Path

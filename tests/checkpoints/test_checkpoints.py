@@ -186,7 +186,8 @@ def test_one_box_at_a_time_is_in_memory(tmp_path: Path) -> None:
 
     model = nn.Sequential(*(nn.Linear(50, 100) for _ in range(3)))
     wrapped, optimizer = STRATEGIES["zero-1"](model, Comm(), 0.1)
-    with patch.multiple(saving, BOX_BYTES=2000, _alone=noting(written, saving._alone)):
+    copies = noting(written, saving._compact_copy)
+    with patch.multiple(saving, BOX_BYTES=2000, _compact_copy=copies):
         save_checkpoint(tmp_path, wrapped, optimizer)
         with patch.object(torch, "load", noting(read, torch.load)):
             load_checkpoint(tmp_path, wrapped, optimizer)

@@ -333,7 +333,10 @@ def another_group_on_one_stage(folder: str) -> None:
 @pytest.mark.slow
 @cases(
     (deeper, "it lacks blocks.4.norm1.weight, blocks.4.norm1.bias, blocks.4.attn.q.weight and"),
-    (wider, "of other shape: embed.tokens.weight is [11, 8] there and [11, 12] here"),
+    (
+        wider,
+        "of different shape: embed.tokens.weight is [11, 8] in the checkpoint and [11, 12] here",
+    ),
     (tied_here, "this optimizer has no head.weight"),
     (along_dp, "would save only a part of the model; pass comm=mesh.comm"),
     (two_owners, "ZeroOptimizer and ZeRO3 both shard the optimizer"),

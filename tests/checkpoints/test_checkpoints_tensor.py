@@ -223,7 +223,8 @@ def test_another_vocabulary_is_named(world4: World, tmp_path: Path) -> None:
         mark_shard(wider.rows.weight, Shard(mesh.tp, 0, start, stop, 6))
         load_checkpoint(tmp_path, DDP(wider, mesh.dp))
 
-    raises(r"rows.weight is \[5, 6\] there and \[6, 6\] here", world4.run, run, error=RankError)
+    words = r"rows.weight is \[5, 6\] in the checkpoint and \[6, 6\] here"
+    raises(words, world4.run, run, error=RankError)
 
 
 def test_parts_that_do_not_make_up_the_whole_are_found(world4: World, tmp_path: Path) -> None:

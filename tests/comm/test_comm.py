@@ -453,7 +453,7 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
             lambda: c.irecv(ones(3, 1).expand(3, 2), peer),
         "a tensor of layout torch.sparse_coo cannot be sent; pass x.to_dense()":
             lambda: c.all_reduce(torch.eye(3).to_sparse()),
-        "torch knows no max of torch.uint16; convert it first":
+        "torch has no max of torch.uint16; convert it first":
             lambda: c.all_reduce(ones(3).to(torch.uint16), "max"),
         "only tensors can be sent, not a float; wrap it: torch.tensor([value])":
             lambda: c.send(5.0, peer),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from matplotlib.collections import LineCollection
 
 from labkit import Comm, Mesh, World, plot
-from labkit.comm.mesh import check_sizes, coordinates, factorisations, lines, rank_at
+from labkit.comm.mesh import check_sizes, coordinates, factorizations, lines, rank_at
 from labkit.events import ranks_in_words
 from tables import raises
 from worlds import on_each_rank
@@ -146,8 +146,8 @@ def test_one_rank_is_one_rank() -> None:
 
 
 def test_factorisations() -> None:
-    assert sorted(factorisations(12, 2)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
-    assert len(list(factorisations(8, 3))) == 10
+    assert sorted(factorizations(12, 2)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert len(list(factorizations(8, 3))) == 10
 
 
 def drawn(sizes: dict[str, int], ranks_per_node: int | None = None) -> tuple[Any, Any]:

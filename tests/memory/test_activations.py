@@ -115,7 +115,7 @@ def test_what_cannot_be_chosen_or_measured_is_refused() -> None:
     raises("'twice' is not a choice of this block", plan_of, drawn(0, 3), ["none", "none", "twice"])
     model = gpt()
     backwards = list(model.blocks)[::-1]
-    with pytest.raises(ValueError, match="was not called once and in its turn"):
+    with pytest.raises(ValueError, match="was not called exactly once, in order"):
         measure(model, lambda: loss_of(model), blocks=backwards, choices=["none"])
     loss_of(model).backward()
     raises("call zero_grad", measure, model, lambda: loss_of(model))

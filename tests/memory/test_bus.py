@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from labkit.memory import bus as module
-from labkit.memory.bus import LISTED, PIECES, Bus, StreamBus, sleep_until
+from labkit.memory.bus import CHUNKS, MAX_EVENTS, Bus, StreamBus, sleep_until
 from labkit.runtime.clock import HOST_CLOCK
 from tables import raises, refusals
 
@@ -65,10 +65,10 @@ def test_copies_and_reads_take_latency_and_bytes_over_rate_one_after_the_other(c
 
 
 def test_half_of_the_bytes_are_there_at_half_of_the_time(clock: Clock):
-    target, seen, sleep = torch.zeros(16 * PIECES), [], clock.sleep
+    target, seen, sleep = torch.zeros(16 * CHUNKS), [], clock.sleep
     clock.sleep = lambda seconds: (seen.append(int(target.sum())), sleep(seconds))
-    Bus(gbps=1e-6).copy(target, torch.ones(16 * PIECES)).wait()
-    assert seen == [16 * i for i in range(PIECES)]
+    Bus(gbps=1e-6).copy(target, torch.ones(16 * CHUNKS)).wait()
+    assert seen == [16 * i for i in range(CHUNKS)]
 
 
 def test_no_bus_sleeps_without_need(clock: Clock) -> None:
@@ -115,7 +115,7 @@ def test_an_early_read_sees_the_old_value_and_a_copy_that_is_over_keeps_no_tenso
 
 def test_a_bus_lists_its_last_copies():
     bus = Bus()
-    arrivals = [bus.read(1) for _ in range(LISTED + 3)]
+    arrivals = [bus.read(1) for _ in range(MAX_EVENTS + 3)]
     arrivals[-1].wait()
     assert list(bus.events) == [one.event for one in arrivals[3:]]
 
@@ -197,7 +197,7 @@ def test_the_bus_of_a_gpu_carries_beside_the_program():
     assert total.item() == pytest.approx(source.double().sum().item())
     back = torch.empty(1 << 20).pin_memory()
     returned = bus.copy(back, target)
-    returned.there.synchronize()
+    returned.arrived.synchronize()
     assert returned.done() and torch.equal(back, source)
     bus.clock.settle(1.0)
     assert 0 < arrival.event.began_s <= arrival.event.ended_s <= returned.event.ended_s

@@ -156,14 +156,14 @@ test_shapes_that_do_not_fit_are_refused = refusals(
 
 def test_invalid_types_and_tiles_are_refused() -> None:
     q, k, v = (x.detach() for x in some(2, 2, 4, 4))
-    raises("one floating-point type", flash, q, k.float(), v)
-    raises("one floating-point type", flash, q.int(), k.int(), v.int())
+    raises("one floating-point dtype", flash, q, k.float(), v)
+    raises("one floating-point dtype", flash, q.int(), k.int(), v.int())
     raises("tile=0", flash, q, k, v, tile=0)
 
 
 FAULTS = {
-    "without rescaling": ("smaller = torch.exp(highest - higher)", "smaller = 1.0"),
-    "without row sums": ("dweights - _folded(along, rows, groups)", "dweights"),
+    "without rescaling": ("rescale = torch.exp(highest - higher)", "rescale = 1.0"),
+    "without row sums": ("dweights - _folded(delta, rows, groups)", "dweights"),
     "looks ahead": ("keys > queries", "keys > 1 + queries"),
     "skips the diagonal": ("columns.stop <= rows.start + 1", "columns.start <= rows.start"),
     "unscaled": ("q.shape[1]) * scale", "q.shape[1])"),

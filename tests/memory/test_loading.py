@@ -141,16 +141,16 @@ def test_as_many_blocks_as_asked_for_are_loaded_while_one_computes_and_no_more()
     assert overdue and right
 
 
-begin, under_test = loading._Course.__init__, SimpleNamespace(pipelined=run_pipelined)
+begin, under_test = loading._Runner.__init__, SimpleNamespace(pipelined=run_pipelined)
 FAULTS = {
     "one buffer too few": (
-        loading._Course,
+        loading._Runner,
         "__init__",
         lambda self, waiting, n: begin(self, waiting, max(1, n - 1)),
     ),
     "nobody waits": (Arrival, "wait", lambda self: None),
     "loads when needed": (under_test, "pipelined", partial(run_pipelined, ahead=0)),
-    "always the same buffer": (loading._Course, "_buffer", lambda self, k: self.buffers[0]),
+    "always the same buffer": (loading._Runner, "_buffer", lambda self, k: self.buffers[0]),
 }
 
 
@@ -217,7 +217,7 @@ def test_weights_that_cannot_wait_are_refused():
     with pytest.raises(ValueError, match="weight is on meta, but weights wait in CPU memory"):
         Waiting([nn.Linear(2, 2, device="meta")], Bus())
     raises("there is no block to run", load_then_run, Waiting([], Bus()), torch.ones(1))
-    with pytest.raises(ValueError, match="ahead=-1: give how many"):
+    with pytest.raises(ValueError, match="ahead=-1: give the number of blocks"):
         run_pipelined(Waiting(blocks(), Bus()), torch.ones(6), ahead=-1)
 
 
@@ -251,7 +251,7 @@ def test_blocks_alike_have_a_closed_formula():
 test_a_formula_refuses_what_cannot_be = refusals(
     lambda wrong: wrong(),
     (lambda: predict.load_then_run_s([1.0], []), "load_s has 1 blocks, compute_s 0"),
-    (lambda: predict.pipelined_loading_s([], []), "pass both for each block"),
+    (lambda: predict.pipelined_loading_s([], []), "pass both times for each block"),
     (lambda: predict.pipelined_loading_s([1.0], [1.0], ahead=0), "ahead=0: give a whole"),
     (lambda: predict.in_place_s([-1.0], [1.0]), "load_s=-1.0: give 0 or more"),
     (lambda: predict.in_place_s([1.0], [1.0], reads=0), "reads=0: give a whole"),

@@ -303,7 +303,7 @@ def test_what_cannot_be_copied_leaves_no_memory_taken():
 
 
 def test_arguments_that_cannot_be():
-    words = "at least one tensor must be able to travel"
+    words = "allow at least one tensor in flight, and no negative size"
     raises(words, offload_activations, nn.Linear(1, 1), in_flight=0)
     raises(
         "the speed of the real bus of cuda:0 cannot be set",
@@ -322,7 +322,7 @@ def test_a_buffer_is_a_stack_of_constant_size():
     assert buffer.take(1000) is None, "no room"
     buffer.give_back(one)
     assert buffer.used_bytes == 384, "below the top it waits"
-    raises("return each piece once", buffer.give_back, one)
+    raises("return each slice once", buffer.give_back, one)
     buffer.give_back(two)
     assert buffer.used_bytes == 0
     again = buffer.take(1024)

@@ -61,8 +61,8 @@ def test_no_rank_passes_a_barrier_before_all_have_arrived() -> None:
 
 def test_an_order_of_adding_that_depends_on_the_rank_is_noticed() -> None:
     """The sums are right; only bits show it."""
-    lower_first = "(theirs, mine) if wire.rank & reach else (mine, theirs)"
-    with Edit("adds its own first", all_reduce.__name__, lower_first, "(mine, theirs)")():
+    lower_first = "(incoming, total) if wire.rank & reach else (total, incoming)"
+    with Edit("adds its own first", all_reduce.__name__, lower_first, "(total, incoming)")():
         Case("all_reduce", "recursive_doubling", chunk_sizes(23, 4)).check()
         raises("", same_bits, "recursive_doubling", "min", 4, error=AssertionError)
 

@@ -24,9 +24,10 @@ FAULTS = [
     ),
     *edits(
         scaler,
-        ("steps anyway", "if not self._must_skip(turn):", "if True:", is_torchs),
+        ("steps anyway", "if not self._must_skip(pending):", "if True:", is_torchs),
         ("unscales twice",
-         "unscale(trained, self._now.scale)", "unscale(trained, self._now.scale**2)", is_torchs),
+         "unscale(trained, self._scale.scale)", "unscale(trained, self._scale.scale**2)",
+         is_torchs),
     ),
 ]  # fmt: skip
 RARE_FAULTS = edits(

@@ -96,7 +96,7 @@ saves_without_start = with_boxes("saves_without_start", saving, forgets_start)
 loads_without_start = with_boxes("loads_without_start", stored, forgets_start)
 # A moment of the whole shape is not seen to be cut like its parameter.
 takes_moments_for_one_number = instead(
-    "takes_moments_for_one_number", loading, "lies_like",
+    "takes_moments_for_one_number", loading, "is_per_element",
     lambda key, shape, parameter: shape == parameter and key == "exp_avg",
 )  # fmt: skip
 # A parameter that is cut is written as if its shard were the whole.

@@ -119,7 +119,7 @@ def test_a_strategy_that_sends_gradients_in_order_of_arrival_is_an_error() -> No
     layer = nn.Linear(2, 1).bfloat16()
     zero = ZeroOptimizer(layer.parameters(), torch.optim.SGD, stage=1, lr=0.1)
     gradients = Fp32Gradients(layer.parameters())
-    raises("a ZeroOptimizer sends .* ZeRO adds up its own shares", layer(row).sum().backward)
+    raises("a ZeroOptimizer sends .* ZeRO accumulates its own shards", layer(row).sum().backward)
     del zero, gradients
 
 

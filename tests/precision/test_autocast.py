@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from labkit import GPT, MLP, autocast
 from labkit.precision.autocasting import _open_regions, check_low_type
-from labkit.precision.op_policy import CPU, CUDA, OF_PRODUCTS, POLICIES, OpPolicy
+from labkit.precision.op_policy import CALLS_OF_MATMULS, CPU, CUDA, POLICIES, OpPolicy
 from tables import cases, raises
 
 LOW = torch.bfloat16
@@ -158,7 +158,7 @@ def test_the_lists_are_those_of_torchs_dispatcher(policy: OpPolicy, key: str) ->
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
     }
-    made_of_others = OF_PRODUCTS | {
+    made_of_others = CALLS_OF_MATMULS | {
         "tensordot", "cross_entropy_loss", "nll_loss_nd", "linalg_norm", "pairwise_distance"
     }  # fmt: skip
     lists = [policy.low, policy.fp32, policy.promote, policy.refused]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from labkit import GPT, MLP, Fp8Linear, Text, autocast, loss, use_fp8
 from labkit.memory.edits import recompute
 from labkit.precision import fp8
-from labkit.precision.fp8 import E4M3, E5M2, Scaled, check_has_fp8, fp8_product
+from labkit.precision.fp8 import E4M3, E5M2, Fp8Cast, check_has_fp8, fp8_matmul
 from tables import raises
 from test_autocast import alike
 
@@ -25,7 +25,7 @@ TOLERANCE = 0.02  # in loss, nats, of a tiny GPT in 8 bits against bf16
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e5])
 def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(dtype: Any, size: float) -> None:
     x = torch.linspace(0.1, 1, 1000) * size
-    x8, scale = Scaled(dtype)(x)
+    x8, scale = Fp8Cast(dtype)(x)
     assert x8.dtype == dtype and torch.frexp(scale).mantissa == 0.5, "a power of two"
     error = (x8.float() / scale - x).abs() / x
     assert error.max() <= HALF_STEP[dtype]
@@ -35,9 +35,9 @@ def test_a_scaled_cast_is_within_half_a_step_whatever_the_size(dtype: Any, size:
 
 def test_zeros_are_cast_as_they_are_and_amax_is_of_magnitudes() -> None:
     for x in (torch.zeros(3), torch.zeros(0, 3)):
-        x8, scale = Scaled(E4M3)(x)
+        x8, scale = Fp8Cast(E4M3)(x)
         assert scale == 1 and torch.equal(x8.float(), x)
-    x8, scale = Scaled(E4M3)(torch.tensor([-96.0, 1.0]))
+    x8, scale = Fp8Cast(E4M3)(torch.tensor([-96.0, 1.0]))
     assert scale == 4 and x8.float().tolist() == [-384.0, 4.0]
 
 
@@ -45,7 +45,7 @@ def test_zeros_are_cast_as_they_are_and_amax_is_of_magnitudes() -> None:
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_has_overflowed_is_not_hidden(history: int, bad: float) -> None:
     """The clamp would make a finite number of inf, and a loss scaler would step on it."""
-    cast = Scaled(E5M2, history)
+    cast = Fp8Cast(E5M2, history)
     cast(torch.ones(3))
     x8, _ = cast(torch.tensor([1.0, bad]))
     assert not x8.float().isfinite().all()
@@ -54,7 +54,7 @@ def test_what_has_overflowed_is_not_hidden(history: int, bad: float) -> None:
 
 
 def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls() -> None:
-    cast, fits = Scaled(E4M3, history=2), Scaled(E4M3)
+    cast, fits = Fp8Cast(E4M3, history=2), Fp8Cast(E4M3)
     calls = [torch.tensor([amax]) for amax in (1.0, 8.0, 2.0, 2.0, 2.0)]
     delayed, fitting = ([scaled(x)[1].item() for x in calls] for scaled in (cast, fits))
     assert delayed == [fitting[k] for k in (0, 0, 1, 1, 2)]  # the first: as it fits
@@ -62,7 +62,7 @@ def test_a_delayed_scale_is_that_of_the_largest_of_the_last_calls() -> None:
 
 @pytest.mark.parametrize("dtype", HALF_STEP)
 def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(dtype: Any) -> None:
-    cast, most = Scaled(dtype, history=2), torch.finfo(dtype).max
+    cast, most = Fp8Cast(dtype, history=2), torch.finfo(dtype).max
     cast(torch.tensor([1.0]))
     x8, _ = cast(torch.tensor([100.0, -100.0]))
     assert x8.float().tolist() == [most, -most]
@@ -71,7 +71,7 @@ def test_what_a_delayed_scale_is_too_large_for_becomes_the_largest_number(dtype:
 @pytest.mark.parametrize("dtype", HALF_STEP)
 def test_tiny_values_are_scaled_by_the_largest_finite_scale(dtype: torch.dtype) -> None:
     tiny = torch.tensor([2.0**-125])
-    x8, scale = Scaled(dtype)(tiny)
+    x8, scale = Fp8Cast(dtype)(tiny)
     assert scale == 2.0**126 and 1 / scale > 0, "beyond, it would be inf"
     assert x8.float() / scale == tiny
 
@@ -86,7 +86,7 @@ def test_a_model_cast_to_16_bits_keeps_its_history_in_fp32() -> None:
 
 
 def test_evaluation_leaves_the_history_as_it_is() -> None:
-    cast = Scaled(E4M3, history=2).eval()
+    cast = Fp8Cast(E4M3, history=2).eval()
     cast(torch.tensor([3.0]))
     assert cast.amaxes.tolist() == [0.0, 0.0]
 
@@ -170,8 +170,8 @@ def test_delayed_scaling_is_refused_where_forward_runs_again(again: Callable[...
 
 def test_only_the_gradients_that_are_wanted_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    product = fp8.fp8_product
-    monkeypatch.setattr(fp8, "fp8_product", lambda *given: (made.append(1), product(*given))[1])
+    matmul = fp8.fp8_matmul
+    monkeypatch.setattr(fp8, "fp8_matmul", lambda *given: (made.append(1), matmul(*given))[1])
     _, layer = pair(3, 3)
     layer(torch.ones(1, 3)).sum().backward()
     assert len(made) == 2, "forward and dw: nobody wants dx"
@@ -191,9 +191,9 @@ def test_a_second_derivative_is_refused() -> None:
 def test_the_simulated_product_is_torchs_own(shape: tuple[int, int, int]) -> None:
     """`torch._scaled_mm` has a slow form for CPUs, the same sum of the same products."""
     m, k, n = shape
-    (a, s), (b, t) = Scaled(E5M2)(torch.randn(m, k)), Scaled(E4M3)(torch.randn(k, n))
+    (a, s), (b, t) = Fp8Cast(E5M2)(torch.randn(m, k)), Fp8Cast(E4M3)(torch.randn(k, n))
     simulated, torchs = (
-        fp8_product(a, b, s * t, torch.float32, simulate=simulate) for simulate in (True, False)
+        fp8_matmul(a, b, s * t, torch.float32, simulate=simulate) for simulate in (True, False)
     )
     assert torch.allclose(simulated, torchs, rtol=1e-5)
 

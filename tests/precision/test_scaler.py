@@ -283,7 +283,7 @@ def test_where_nan_begins_is_named() -> None:
     assert find_nonfinite(model, x) is None
     bad = x.clone()
     bad[1, 2] = torch.nan
-    argument = "argument 0 of the model has 1 NaN among 6 numbers, the first at [1, 2]"
+    argument = "argument 0 of the model has 1 NaN among 6 elements, the first at [1, 2]"
     assert message(model, bad).startswith(argument)
     assert "input of the model has 1 NaN" in message(model, input=bad)
     with torch.no_grad():
@@ -291,7 +291,7 @@ def test_where_nan_begins_is_named() -> None:
     assert "the parameter 1.1.weight has 1 inf among 9" in message(model, x)
     divides = Custom(lambda self, x: {"fine": x, "bad": x / (x - x)})
     broken = nn.Sequential(nn.Linear(3, 3), divides)
-    assert message(broken, x).startswith("the output of 1 (Custom) has 6 inf among 6 numbers")
+    assert message(broken, x).startswith("the output of 1 (Custom) has 6 inf among 6 elements")
     large = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).half()
     with torch.no_grad():
         large[0].bias.fill_(6e4), large[0].weight.fill_(6e4)

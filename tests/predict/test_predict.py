@@ -292,7 +292,7 @@ test_impossible_sizes_are_reported = refusals(
     ),
     (
         lambda: predict.tensor_parallel_bytes(128, 3, 64, 1, ranks=2, kept_whole=True),
-        "kept_whole is of sequence parallelism",
+        "kept_whole needs sequence_parallel=True",
     ),
     (lambda: predict.ulysses_bytes(9, 1, 2, 2, 4, 2), "sequence=9 does not divide over ranks=2"),
     (lambda: predict.ulysses_bytes(8, 1, 3, 2, 4, 2), "^heads=3 does not divide over ranks=2"),

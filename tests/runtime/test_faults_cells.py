@@ -147,6 +147,6 @@ def test_ranks_that_left_their_group_do_not_train_alone(world: World) -> None:
     """Scripts end so; whoever goes on is told how, and no rank trains alone in silence."""
     for source in ("Comm()", "labkit.attach().comm", "labkit.DDP(torch.nn.Linear(2, 2))"):
         world.run_cell("dist.destroy_process_group()", "<cell>")
-        says = r"world.restart\(\) or %ranks reset makes new ones"
+        says = r"destroy_process_group in a World: world.restart\(\) or %ranks reset"
         mistake(world, f"import labkit\nfrom labkit import Comm\n{source}", says)
     assert_works(world)

@@ -4,8 +4,8 @@
     recursive doubling   exchange all chunks held      log2(n) alpha      + (n-1)/n S beta
     Bruck                the same, for any n           ceil(log2 n) alpha + (n-1)/n S beta
 
-All send the minimum of bytes. The ring sends to one neighbour only, which suits wires, and splits a
-large message; the others take fewer steps, which suits small messages.
+All send the minimum of bytes. The ring sends to one neighbor only, which avoids congestion, and
+splits large messages; the others take fewer steps, which suits small messages.
 
 Source: as broadcast.py; Bruck et al., "Efficient Algorithms for All-to-All Communications in
 Multiport Message-Passing Systems", 1997.
@@ -17,7 +17,7 @@ from labkit.comm.collectives.steps import (
     Algorithm,
     Chunks,
     bounds_of,
-    in_turns,
+    interleave,
     pieces_of_chunks,
     side_by_side,
 )
@@ -47,7 +47,7 @@ def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
 def rings_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
     """Interleaved rings, one for each piece of long chunks."""
     rings = [ring_all_gather(wire, piece, tag) for piece in pieces_of_chunks(chunks)]
-    return (yield from in_turns(*rings))
+    return (yield from interleave(*rings))
 
 
 def recursive_doubling_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
@@ -75,10 +75,10 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
     """Recursive doubling over the blocks of `x` between the bounds."""
     sent_bytes, reach = 0, 1
     while reach < wire.size:
-        mine = wire.rank // reach * reach  # the first block that this rank holds
-        theirs = mine ^ reach
-        incoming = x[bounds[theirs] : bounds[theirs + reach]]
-        outgoing = x[bounds[mine] : bounds[mine + reach]]
+        own = wire.rank // reach * reach  # the first block that this rank holds
+        other = own ^ reach  # the first that its peer holds
+        incoming = x[bounds[other] : bounds[other + reach]]
+        outgoing = x[bounds[own] : bounds[own + reach]]
         receive = wire.irecv(incoming, wire.rank ^ reach, tag)
         send = wire.isend(outgoing, wire.rank ^ reach, tag)
         sent_bytes += outgoing.nbytes

@@ -8,8 +8,8 @@
     double tree          double_tree.py                    4 log2(n) alpha + ~2 S beta
     hierarchical         hierarchical.py
 
-A mean is a sum that is divided by n once it is complete (`divide_by`; 1 for none). If n is no power
-of two, the two recursions fold: 2 alpha + 2 S beta more (fold.py).
+A mean is a sum that is divided by n once it is complete (`divide_by`; 1 for none). If n is not a
+power of two, both recursions fold: 2 alpha + 2 S beta more (fold.py).
 
 Source: Rabenseifner, 2004 (halving and doubling); Patarasuk and Yuan, "Bandwidth Optimal All-reduce
 Algorithms for Clusters of Workstations", 2009 (the ring); Thakur et al., 2005.
@@ -26,10 +26,10 @@ from labkit.comm.collectives.reduce_scatter import halve, ring_reduce_scatter
 from labkit.comm.collectives.steps import (
     Algorithm,
     Chunks,
-    Part,
     Reduction,
+    SubsetWire,
     bounds_of,
-    in_turns,
+    interleave,
     pieces_of_chunks,
 )
 from labkit.events import chunk_sizes
@@ -77,7 +77,7 @@ def rings_all_reduce(
     for each piece, with gamma hidden behind beta."""
     pieces = pieces_of_chunks(list(x.split(chunk_sizes(x.numel(), wire.size))))
     rings = [ring_all_reduce(wire, piece, reduce, divide_by, tag) for piece in pieces]
-    return (yield from in_turns(*rings))
+    return (yield from interleave(*rings))
 
 
 def recursive_doubling_all_reduce(
@@ -94,19 +94,19 @@ def recursive_doubling_all_reduce(
     core = power_of_two(wire.size)
     sent_bytes = yield from fold(wire, x, reduce, tag)
     if wire.rank < core:
-        mine, theirs, reach = x, torch.empty_like(x), 1
+        total, incoming, reach = x, torch.empty_like(x), 1
         while reach < core:
-            receive = wire.irecv(theirs, wire.rank ^ reach, tag)
-            send = wire.isend(mine, wire.rank ^ reach, tag)
+            receive = wire.irecv(incoming, wire.rank ^ reach, tag)
+            send = wire.isend(total, wire.rank ^ reach, tag)
             sent_bytes += x.nbytes
             yield receive
             yield send
-            lower, upper = (theirs, mine) if wire.rank & reach else (mine, theirs)
+            lower, upper = (incoming, total) if wire.rank & reach else (total, incoming)
             reduce(lower, upper)
-            mine, theirs = lower, upper
+            total, incoming = lower, upper
             reach *= 2
-        if mine is not x:
-            x.copy_(mine)
+        if total is not x:
+            x.copy_(total)
         if divide_by != 1:
             x.div_(divide_by)
     return sent_bytes + (yield from unfold(wire, x, tag))
@@ -126,9 +126,9 @@ def halving_doubling_all_reduce(
     core = power_of_two(wire.size)
     sent_bytes = yield from fold(wire, x, reduce, tag)
     if wire.rank < core:
-        part, bounds = Part(wire, range(core)), bounds_of(chunk_sizes(x.numel(), core))
-        sent_bytes += yield from halve(part, x, bounds, reduce, tag)
+        inner, bounds = SubsetWire(wire, range(core)), bounds_of(chunk_sizes(x.numel(), core))
+        sent_bytes += yield from halve(inner, x, bounds, reduce, tag)
         if divide_by != 1:
             x[bounds[wire.rank] : bounds[wire.rank + 1]].div_(divide_by)
-        sent_bytes += yield from double(part, x, bounds, tag)
+        sent_bytes += yield from double(inner, x, bounds, tag)
     return sent_bytes + (yield from unfold(wire, x, tag))

@@ -21,7 +21,7 @@ def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
     """The root sends `x` to every other rank.
     Cost: (n-1) (alpha + S beta).
 
-        0 --> 1      all three sends leave rank 0, and share its wire
+        0 --> 1      all three sends leave rank 0, and share its link
         0 --> 2
         0 --> 3
     """

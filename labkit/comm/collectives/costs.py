@@ -3,7 +3,7 @@
     seconds = steps x alpha + sent_bytes x beta + reduced_bytes x gamma
 
     alpha    seconds of a message, however small          n    ranks
-    beta     seconds per byte on a wire                   S    bytes (of all chunks together)
+    beta     seconds per byte on a link                   S    bytes (of all chunks together)
     gamma    seconds to reduce a byte                     P    pieces, of at most PIECE_BYTES
 
 `steps` counts consecutive messages, `sent_bytes` the larger of the bytes into and out of the
@@ -45,7 +45,7 @@ class Cost:
 
 
 def piece_count(nbytes: float) -> int:
-    """Number of pieces into which a tensor is split."""
+    """The number of pieces that a tensor is split into."""
     return max(1, ceil(nbytes / PIECE_BYTES))
 
 
@@ -118,7 +118,7 @@ def _fold(S: float) -> Cost:
 def _double_tree(n: int, S: float) -> Cost:
     P = piece_count(S / 2)
     height, children, full = _double_tree_pieces(n, 0)
-    few = min(P, 2 * height + 1)  # with more pieces, all wires are in use in some ticks
+    few = min(P, 2 * height + 1)  # with more pieces, all links are in use in some ticks
     pieces = _double_tree_pieces(n, few)[2] + (P - few) * full
     return Cost(P + 2 * height - 1, pieces * S / (2 * P), children * S / 2)
 
@@ -126,7 +126,7 @@ def _double_tree(n: int, S: float) -> Cost:
 @cache
 def _double_tree_pieces(n: int, P: int) -> tuple[int, int, int]:
     """Height of the trees, most children of a rank, and pieces through the busiest rank, summed
-    over the ticks (P = 0: in one tick with all wires in use)."""
+    over the ticks (P = 0: in one tick with all links in use)."""
     trees = double_tree(n)
     children = [Counter(tree) for tree in trees]
     depths = [[depth(tree, rank) for rank in range(n)] for tree in trees]
@@ -198,7 +198,7 @@ def cost(collective: str, algorithm: str, n: int, nbytes: float) -> Cost:
 
 
 def hierarchical_cost(nodes: int, ranks_per_node: int, nbytes: float) -> tuple[Cost, Cost]:
-    """Costs of a hierarchical all-reduce inside and between nodes, whose wires differ."""
+    """Costs of a hierarchical all-reduce inside and between nodes, over different links."""
     k = ranks_per_node
     ring = Cost(2 * (k - 1), 2 * (k - 1) / k * nbytes, (k - 1) / k * nbytes)
     return ring, cost("all_reduce", "ring", nodes, nbytes / k)

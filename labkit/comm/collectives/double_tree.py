@@ -1,4 +1,4 @@
-"""All-reduce over two trees at once: as few steps as a tree, and no rank's wire idle.
+"""All-reduce over two trees at once: as few steps as a tree, and no rank's link idle.
 
 In one binary tree the leaves, half of all ranks, send only their own share. With two trees, each
 rank is inside one and a leaf of the other. Each tree carries half of `x`, in P pieces that are
@@ -10,7 +10,7 @@ pipelined up to the root and down again. 4 ranks:
         └── 3                    └── 0
 
 Cost: (P + 2h - 1) alpha + 2 S beta + S gamma for many pieces, with height h of about log2 n: the 2
-S beta of the ring in log2(n) steps. Some wires are idle while the first pieces rise and the last
+S beta of the ring in log2(n) steps. Some links are idle while the first pieces rise and the last
 ones fall; costs.py counts the bytes through the busiest rank.
 
 Source: Sanders, Speck and Träff, "Two-tree Algorithms for Full Bandwidth Broadcast, Reduction and
@@ -31,22 +31,22 @@ def double_tree_all_reduce(
 ) -> Algorithm:
     """A rank of depth d sends piece k up in tick k + h - d and down in tick k + h + d. Every wait
     is for a message of an earlier tick, so no cycle of waiting ranks can form."""
-    trees = zip(x.tensor_split(2), double_tree(wire.size))
-    sides = [Side(wire, half, tree, tag + k * 2 * STREAM) for k, (half, tree) in enumerate(trees)]
-    for tick in range(max(len(side.pieces) + 2 * side.height for side in sides)):
-        for side in sides:
-            rising, falling = tick - side.height + side.depth, tick - side.height - side.depth
-            if 0 <= rising < len(side.pieces):
-                yield from side.up(rising, reduce, divide_by)
-            if 0 <= falling < len(side.pieces):
-                yield from side.down(falling)
-    for side in sides:
-        yield from side.sends
-    return sum(side.sent_bytes for side in sides)
+    halves = zip(x.tensor_split(2), double_tree(wire.size))
+    trees = [Tree(wire, half, up, tag + k * 2 * STREAM) for k, (half, up) in enumerate(halves)]
+    for tick in range(max(len(tree.pieces) + 2 * tree.height for tree in trees)):
+        for tree in trees:
+            rising, falling = tick - tree.height + tree.depth, tick - tree.height - tree.depth
+            if 0 <= rising < len(tree.pieces):
+                yield from tree.up(rising, reduce, divide_by)
+            if 0 <= falling < len(tree.pieces):
+                yield from tree.down(falling)
+    for tree in trees:
+        yield from tree.sends
+    return sum(tree.sent_bytes for tree in trees)
 
 
-class Side:
-    """This rank's place in one of the trees, and the half of `x` that this tree carries."""
+class Tree:
+    """This rank's position in one of the trees, and the half of `x` that this tree carries."""
 
     def __init__(self, wire: Wire, x: torch.Tensor, parents: list[int | None], tag: int):
         self.wire, self.pieces = wire, pieces_of(x)
@@ -57,10 +57,10 @@ class Side:
         self.height = max(depth(parents, rank) for rank in range(wire.size))
         # All receives are posted at once, and all sends are awaited at the end. A piece may come
         # down into its place from the start: it arrives after that piece has gone up.
-        self.rooms = [pieces_of(torch.empty_like(x)) for _ in self.children]
+        self.incoming = [pieces_of(torch.empty_like(x)) for _ in self.children]
         self.rising = [
-            [wire.irecv(room, child, self.up_tag) for room in rooms]
-            for child, rooms in zip(self.children, self.rooms)
+            [wire.irecv(piece, child, self.up_tag) for piece in pieces]
+            for child, pieces in zip(self.children, self.incoming)
         ]
         self.falling = [
             wire.irecv(piece, self.parent, self.down_tag)
@@ -72,9 +72,9 @@ class Side:
 
     def up(self, k: int, reduce: Reduction, divide_by: int) -> Iterator[Work]:
         """Add the children's piece k to this rank's and send the sum to the parent."""
-        for receives, rooms in zip(self.rising, self.rooms):
+        for receives, incoming in zip(self.rising, self.incoming):
             yield receives[k]
-            reduce(self.pieces[k], rooms[k])
+            reduce(self.pieces[k], incoming[k])
         if self.parent is not None:
             self._send(self.pieces[k], self.parent, self.up_tag)
         elif divide_by != 1:

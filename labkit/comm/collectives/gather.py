@@ -5,7 +5,7 @@
 
 S is the bytes the root holds at the end. Both bring the same bytes into the root; the tree in fewer
 messages, but it sends most of the data more than once. It needs equal sizes on all ranks, since
-those on the way must know how much arrives. Source: as broadcast.py.
+intermediate ranks must know how much arrives. Source: as broadcast.py.
 """
 
 import torch
@@ -21,7 +21,7 @@ def flat_gather(
     Cost: (n-1) alpha + (n-1)/n S beta at the root.
 
         1 --> 0
-        2 --> 0      all three arrive over rank 0's wire
+        2 --> 0      all three arrive over rank 0's link
         3 --> 0
     """
     if wire.rank != root:

@@ -1,5 +1,5 @@
-"""All-reduce inside each node, then between nodes: for machines whose wires inside nodes (NVLink,
-shared memory) are much faster than those between (Ethernet, InfiniBand).
+"""All-reduce inside each node, then between nodes: for clusters with much faster links inside nodes
+(NVLink, shared memory) than between them (Ethernet, InfiniBand).
 
 2 nodes of 2 ranks, what each holds of the halves a and b:
 
@@ -10,7 +10,7 @@ shared memory) are much faster than those between (Ethernet, InfiniBand).
     inside: all-gather       0: A B         1: A B      |    2: A B         3: A B
 
 Cost, m nodes of k ranks: inside, 2(k-1) alpha + 2(k-1)/k S beta; between, with another alpha and
-beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of what an all-reduce of S there would send. If
+beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of the bytes of an all-reduce of S. If
 nodes differ in size, the smallest sets how many ranks communicate between nodes; the others fold
 into those of their node first (fold.py).
 
@@ -24,7 +24,7 @@ from labkit.comm.collectives.all_gather import ring_all_gather
 from labkit.comm.collectives.all_reduce import rings_all_reduce
 from labkit.comm.collectives.fold import fold, unfold
 from labkit.comm.collectives.reduce_scatter import ring_reduce_scatter
-from labkit.comm.collectives.steps import Algorithm, Part, Reduction
+from labkit.comm.collectives.steps import Algorithm, Reduction, SubsetWire
 from labkit.events import chunk_sizes
 from labkit.runtime.transports.wire import Wire
 
@@ -35,14 +35,14 @@ def hierarchical_all_reduce(
     """`wire.nodes` lists the ranks of each machine."""
     node = next(ranks for ranks in wire.nodes if wire.rank in ranks)
     columns = min(len(ranks) for ranks in wire.nodes)
-    inside = Part(wire, node)
+    inside = SubsetWire(wire, node)
     sent_bytes = yield from fold(inside, x, reduce, tag, core=columns)
     if inside.rank < columns:
-        row = Part(wire, node[:columns])
+        row = SubsetWire(wire, node[:columns])
         chunks = list(x.split(chunk_sizes(x.numel(), columns)))
-        mine = chunks[row.rank]
-        sent_bytes += yield from ring_reduce_scatter(row, chunks, mine, reduce, tag)
-        column = Part(wire, [ranks[row.rank] for ranks in wire.nodes])
-        sent_bytes += yield from rings_all_reduce(column, mine, reduce, divide_by, tag)
+        own = chunks[row.rank]
+        sent_bytes += yield from ring_reduce_scatter(row, chunks, own, reduce, tag)
+        column = SubsetWire(wire, [ranks[row.rank] for ranks in wire.nodes])
+        sent_bytes += yield from rings_all_reduce(column, own, reduce, divide_by, tag)
         sent_bytes += yield from ring_all_gather(row, chunks, tag)
     return sent_bytes + (yield from unfold(inside, x, tag, core=columns))

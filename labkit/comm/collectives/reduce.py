@@ -1,4 +1,4 @@
-"""Reduce: the reduction of all ranks' `x` to the root: the broadcasts backwards, adding on the way.
+"""Reduce: the reduction of all ranks' `x` to the root: broadcasts in reverse that add at each hop.
 On the other ranks `x` may hold partial sums afterwards.
 
     flat      all ranks send to the root       (n-1) (alpha + S beta + S gamma)
@@ -26,18 +26,18 @@ def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
     if wire.rank != root:
         yield wire.isend(x, root, tag)
         return x.nbytes
-    room = x.new_empty(2, x.numel())  # one is received while the other is added
-    receives = [wire.irecv(room[k % 2], (root + k) % n, tag) for k in range(1, min(n, 3))]
+    buffers = x.new_empty(2, x.numel())  # one is received while the other is added
+    receives = [wire.irecv(buffers[k % 2], (root + k) % n, tag) for k in range(1, min(n, 3))]
     for k in range(1, n):
         yield receives[k - 1]
-        reduce(x, room[k % 2])
+        reduce(x, buffers[k % 2])
         if k + 2 < n:
-            receives.append(wire.irecv(room[k % 2], (root + k + 2) % n, tag))
+            receives.append(wire.irecv(buffers[k % 2], (root + k + 2) % n, tag))
     return 0
 
 
 def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """Binomial tree, backwards: in each round half of the remaining ranks send and are done.
+    """Binomial tree in reverse: in each round half of the remaining ranks send and are done.
     Cost: ceil(log2 n) (alpha + S beta + S gamma).
 
         round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
@@ -57,7 +57,7 @@ def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 
 
 def chain_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """Pipelined chain, backwards: each rank adds its piece to the one received and passes it on.
+    """Pipelined chain in reverse: each rank adds its piece to the one received and passes it on.
     Cost: (P + n-2) (alpha + S/P beta + S/P gamma), P pieces.
 
         step 1                            2 <-a- 3
@@ -65,14 +65,14 @@ def chain_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag:
         step 3          0 <-a- 1 <-b- 2 <-c- 3        ...
     """
     n, position, pieces = wire.size, (wire.rank - root) % wire.size, pieces_of(x)
-    rooms, receives, sends = [], [], []
+    buffers, receives, sends = [], [], []
     if position < n - 1:
-        rooms = pieces_of(torch.empty_like(x))
-        receives = [wire.irecv(room, (wire.rank + 1) % n, tag) for room in rooms]
+        buffers = pieces_of(torch.empty_like(x))
+        receives = [wire.irecv(buffer, (wire.rank + 1) % n, tag) for buffer in buffers]
     for k, piece in enumerate(pieces):
         if receives:
             yield receives[k]
-            reduce(piece, rooms[k])
+            reduce(piece, buffers[k])
         if position > 0:
             sends.append(wire.isend(piece, (wire.rank - 1) % n, tag))
     yield from sends

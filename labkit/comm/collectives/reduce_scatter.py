@@ -3,7 +3,7 @@
     ring                pass on the partial sum       (n-1) alpha   + (n-1)/n S (beta + gamma)
     recursive halving   exchange half of the rest     log2(n) alpha + (n-1)/n S (beta + gamma)
 
-If n is no power of two, recursive halving folds first: each extra rank gives all its chunks to a
+If n is not a power of two, recursive halving folds first: each extra rank gives all its chunks to a
 core rank, for 2 alpha + (1 + 1/n) S beta more.
 Source: Thakur, Rabenseifner and Gropp, 2005, sections 4.2 and 4.4.
 """
@@ -15,10 +15,10 @@ from labkit.comm.collectives.fold import fold
 from labkit.comm.collectives.steps import (
     Algorithm,
     Chunks,
-    Part,
     Reduction,
+    SubsetWire,
     bounds_of,
-    in_turns,
+    interleave,
     pieces_of_chunks,
 )
 from labkit.runtime.transports.wire import Wire
@@ -39,11 +39,11 @@ def ring_reduce_scatter(
     own, in_place = chunks[rank], out.data_ptr() == chunks[rank].data_ptr()
     if n == 1 and not in_place:
         out.copy_(own)
-    room = out.new_empty(2, max(chunk.numel() for chunk in chunks))
+    staging = out.new_empty(2, max(chunk.numel() for chunk in chunks))
     partial, sent_bytes = chunks[(rank - 1) % n], 0
     for step in range(1, n):
         share, is_last = chunks[(rank - step - 1) % n], step == n - 1
-        incoming = out if is_last and not in_place else room[step % 2, : share.numel()]
+        incoming = out if is_last and not in_place else staging[step % 2, : share.numel()]
         receive = wire.irecv(incoming, (rank - 1) % n, tag)
         send = wire.isend(partial, (rank + 1) % n, tag)
         sent_bytes += partial.nbytes
@@ -64,7 +64,7 @@ def rings_reduce_scatter(
     more for each piece, with gamma hidden behind beta."""
     pieces = pieces_of_chunks([*chunks, out])
     rings = [ring_reduce_scatter(wire, piece[:-1], piece[-1], reduce, tag) for piece in pieces]
-    return (yield from in_turns(*rings))
+    return (yield from interleave(*rings))
 
 
 def recursive_halving_reduce_scatter(
@@ -86,13 +86,13 @@ def recursive_halving_reduce_scatter(
     if wire.rank >= core:
         yield wire.irecv(out, wire.rank - core, tag)
         return sent_bytes
-    sent_bytes += yield from halve(Part(wire, range(core)), work, bounds, reduce, tag)
-    mine = work[bounds[wire.rank] : bounds[wire.rank + 1]]
+    sent_bytes += yield from halve(SubsetWire(wire, range(core)), work, bounds, reduce, tag)
+    block = work[bounds[wire.rank] : bounds[wire.rank + 1]]
     if wire.rank + core < n:
-        folded = mine[chunks[wire.rank].numel() :]
+        folded = block[chunks[wire.rank].numel() :]
         yield wire.isend(folded, wire.rank + core, tag)
         sent_bytes += folded.nbytes
-    out.copy_(mine[: out.numel()])
+    out.copy_(block[: out.numel()])
     return sent_bytes
 
 
@@ -101,12 +101,12 @@ def halve(wire: Wire, x: torch.Tensor, bounds: list[int], reduce: Reduction, tag
     becomes the reduction on rank r; the other blocks hold partial sums."""
     rank, sent_bytes = wire.rank, 0
     half, first = wire.size // 2, 0  # this rank works on blocks first ... first + 2 half
-    room = x.new_empty(max(bounds[half], bounds[-1] - bounds[half]))
+    staging = x.new_empty(max(bounds[half], bounds[-1] - bounds[half]))
     while half > 0:
         lower, upper = (first, first + half), (first + half, first + 2 * half)
         keep, give = (upper, lower) if rank & half else (lower, upper)
         kept, given = x[bounds[keep[0]] : bounds[keep[1]]], x[bounds[give[0]] : bounds[give[1]]]
-        incoming = room[: kept.numel()]
+        incoming = staging[: kept.numel()]
         receive = wire.irecv(incoming, rank ^ half, tag)
         send = wire.isend(given, rank ^ half, tag)
         sent_bytes += given.nbytes

@@ -3,7 +3,7 @@
     flat      the root sends each its chunk                   (n-1) alpha + (n-1)/n S beta
     tree      half of the rest goes to half of the ranks      ceil(log2 n) alpha + (n-1)/n S beta
 
-The gathers backwards; S is the bytes the root holds at the start. Source: as broadcast.py.
+The gathers in reverse; S is the bytes the root holds at the start. Source: as broadcast.py.
 """
 
 import torch
@@ -20,7 +20,7 @@ def flat_scatter(
     Cost: (n-1) alpha + (n-1)/n S beta.
 
         0 -c1-> 1
-        0 -c2-> 2      all three leave over rank 0's wire
+        0 -c2-> 2      all three leave over rank 0's link
         0 -c3-> 3
     """
     if wire.rank != root:

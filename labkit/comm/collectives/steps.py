@@ -4,8 +4,8 @@ All ranks of the group run the same generator: `yield work` waits for that messa
 value is the bytes this rank sent. `tag` separates the messages of different operations; messages
 between two ranks under one tag arrive in order.
 
-A wait must never depend on a later action of the same rank. With `in_turns`, therefore, all ranks
-wait in the same order (the rings), or post all receives first and send without waiting
+A wait must never depend on a later action of the same rank. With `interleave`, therefore, all
+ranks wait in the same order (the rings), or post all receives first and send without waiting
 (double_tree.py).
 """
 
@@ -34,7 +34,7 @@ def run(algorithm: Algorithm) -> int:
         return int(end.value)
 
 
-def in_turns(*algorithms: Algorithm) -> Algorithm:
+def interleave(*algorithms: Algorithm) -> Algorithm:
     """Interleave algorithms at their waits: one piece travels while another is reduced."""
     if len(algorithms) == 1:
         return (yield from algorithms[0])
@@ -51,8 +51,8 @@ def in_turns(*algorithms: Algorithm) -> Algorithm:
     return sent_bytes
 
 
-class Part(Wire):
-    """The wire between some ranks of a group, this one included; `ranks[0]` becomes rank 0."""
+class SubsetWire(Wire):
+    """A wire over some ranks of a group, this one included; `ranks[0]` becomes rank 0."""
 
     def __init__(self, wire: Wire, ranks: Sequence[int]):
         self._wire, self._ranks = wire, ranks

@@ -147,7 +147,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
         self.wait()
         return [bucket.stepped for bucket in self._buckets if bucket.low]
 
-    def _whose(self) -> list[int]:
+    def _position(self) -> list[int]:
         shares = [bucket.partition.share for bucket in self._buckets]
         return [self.comm.rank, self.comm.size, *shares]
 

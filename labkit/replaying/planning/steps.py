@@ -11,7 +11,7 @@ from statistics import fmean
 
 from labkit.clusters import Cluster
 from labkit.events import CommEvent
-from labkit.predict.wires import bus_factor
+from labkit.predict.collectives import bus_factor
 from labkit.replaying.costs import Costs
 from labkit.replaying.engine import Timed
 from labkit.replaying.pipeline import pipeline_trace

@@ -149,7 +149,7 @@ def finds_no_maximum_of_uint16(comm, values):
     return 0, int(torch.cat(indices).max())
 
 
-@wrong("00.find_max", "raised ValueError: torch knows no max of torch.uint16")
+@wrong("00.find_max", "raised ValueError: torch has no max of torch.uint16")
 def reduces_uint16(comm, values):
     index = values.argmax().to(torch.uint16).reshape(1)
     comm.all_reduce(index, op="max")

@@ -256,7 +256,7 @@ gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 # group of the ranks on this node, `column` the group of the ranks at the same position in each
 # node.
 #
-# - `Part(wire, ranks)` sends only between these ranks, renumbered from 0.
+# - `SubsetWire(wire, ranks)` sends only between these ranks, renumbered from 0.
 # - `rings_all_reduce` is the ring of lab 02; a long tensor is split into pieces, each with its own ring.
 # - `divide_by` is the number of ranks for a mean, and 1 for a sum.
 # - `fold` and `unfold` handle nodes of different sizes; for equal nodes they do nothing.

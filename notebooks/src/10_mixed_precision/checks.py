@@ -32,7 +32,7 @@ WHY = {
     "low": "It is a product: nearly all of the work, and its sums are in fp32 anyway.",
     "fp32": "How large can its result become, or how small are the numbers that it adds?",
     "promote": "It needs its inputs in one type. Which loses nothing?",
-    "as it comes": "It changes each number by itself, by little: a cast would only cost time.",
+    "input dtype": "It changes each number by itself, by little: a cast would only cost time.",
 }
 
 # ---- runs_in(op, types, low)

@@ -231,7 +231,7 @@ show("precision/dynamic_scale.py:DynamicScale.after_step")
 # have different scales (which must not be), that shows, too.
 
 # %%
-show("precision/scaler.py:GradScaler.unscale_", since="nonfinite =", until="self._turns.append")
+show("precision/scaler.py:GradScaler.unscale_", since="nonfinite =", until="self._pending.append")
 
 # %% [markdown]
 # ### The step
@@ -362,7 +362,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # %%
 from labkit import use_fp8
 
-show("precision/fp8.py:Scaled.forward")
+show("precision/fp8.py:Fp8Cast.forward")
 
 # %% [markdown]
 # To know amax, the tensor must be read once more before it is cast. *Delayed scaling* takes the
@@ -693,7 +693,7 @@ report("10")
 # | `growth_interval` | DeepSpeed: `"loss_scale_window"`; Megatron: `--loss-scale-window` |
 # | `MasterWeights` | Megatron: `Float16OptimizerWithFloat16Params`; DeepSpeed: `FP16_Optimizer`, `BF16_Optimizer` |
 # | `Fp32Gradients` | Megatron: `--accumulate-allreduce-grads-in-fp32`; DeepSpeed: `"grad_accum_dtype": "fp32"` |
-# | `Scaled(history=n)` | Transformer Engine: `DelayedScaling(amax_history_len=n, amax_compute_algo="max")` |
+# | `Fp8Cast(history=n)` | Transformer Engine: `DelayedScaling(amax_history_len=n, amax_compute_algo="max")` |
 #
 # What they add: `hysteresis` (Megatron, DeepSpeed): back off only after the second overflow, so that
 # one unlucky batch costs a step and not the scale. Transformer Engine shares amax over the ranks

@@ -158,7 +158,7 @@ print(crossing, held, sep="\n")
 # %% [markdown]
 # ## 4. Read it
 #
-# The paced bus. An engine, a thread of its own, copies piece by piece; each comes when it would:
+# The paced bus. Its engine, a separate thread, copies chunk by chunk, no sooner than a bus would:
 
 # %%
 show("memory/bus.py:Bus._carry", since="event.began_s")
@@ -181,7 +181,7 @@ show("memory/transfers.py:Rates.predict_s")
 # *after* block k - 1 has computed, since it goes into its buffer.
 
 # %%
-show("memory/loading.py:run_pipelined", since="course = _Course(waiting, min")
+show("memory/loading.py:run_pipelined", since="runner = _Runner(waiting, min")
 
 # %% [markdown]
 # ## 5. Run it

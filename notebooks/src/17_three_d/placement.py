@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from labkit.comm import Mesh, listen
-from labkit.comm.mesh import factorisations, lines
+from labkit.comm.mesh import factorizations, lines
 from labkit.course.ranks import first_backward, warm
 from labkit.models.gpt import Block
 from labkit.parallel import DDP, Pipeline, split
@@ -118,7 +118,7 @@ def why_not(job: Job, axes: Mapping[str, int]) -> str:
 def by_rule(job: Job) -> dict[str, int]:
     """The rule of thumb: tensor parallelism over a node, over nodes the shortest pipeline that
     fits, and data parallelism with all that is left."""
-    every = (dict(zip(AXES, n)) for n in factorisations(job.nodes * job.gpus, 3))
+    every = (dict(zip(AXES, n)) for n in factorizations(job.nodes * job.gpus, 3))
     return max(
         (axes for axes in every if not why_not(job, axes)),
         key=lambda axes: (axes["tp"] <= job.gpus, axes["tp"], -axes["pp"]),

@@ -4,7 +4,7 @@ from itertools import permutations
 import torch
 
 from answers import Solution, right, wrong
-from labkit.comm.mesh import factorisations
+from labkit.comm.mesh import factorizations
 
 from .placement import AXES, Job, leaving_bytes, why_not
 
@@ -189,7 +189,7 @@ three_numbers: axes, outermost first, as
 
 def layouts(job: Job) -> Iterator[dict[str, int]]:
     """Every layout that the job allows, in every order of axes."""
-    for sizes in factorisations(job.nodes * job.gpus, 3):
+    for sizes in factorizations(job.nodes * job.gpus, 3):
         for order in permutations(zip(AXES, sizes, strict=True)):
             if not why_not(job, dict(order)):
                 yield dict(order)

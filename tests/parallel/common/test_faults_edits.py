@@ -201,7 +201,7 @@ def test_a_region_leaves_torchs_switches_as_they_were() -> None:
 def test_a_reduction_that_torch_lacks_is_refused(dtype: torch.dtype, op: Any, sizes: Any) -> None:
     for numel in sizes:
         x = torch.ones(numel).to(dtype)
-        raises((f"torch knows no {op} of {dtype}; convert it first",), Comm().all_reduce, x, op)
+        raises((f"torch has no {op} of {dtype}; convert it first",), Comm().all_reduce, x, op)
         Comm().all_reduce(after := torch.ones(3))
         assert after[0].item() == 2.0, "the group is as good as before"
 

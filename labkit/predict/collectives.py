@@ -1,4 +1,4 @@
-"""Collectives on wires: what each rank must send, and how long that takes.
+"""Collectives: the bytes that each rank must send, and the time that this takes.
 
     least_s        S / B x bus factor     the lower bound: bandwidth alone
     algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
@@ -33,7 +33,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
-    """The least seconds of `collective` over wires of `bytes_per_s` out of a rank: S / B x bus
+    """The least seconds of `collective` over links of `bytes_per_s` out of a rank: S / B x bus
     factor, with S bytes as above. Source: nccl-tests, doc/PERFORMANCE.md."""
     check_not_negative(nbytes=nbytes)
     check_positive(bytes_per_s=bytes_per_s)
@@ -50,7 +50,7 @@ def algorithm_s(
     reduced_bytes_per_s: float = float("inf"),
 ) -> float:
     """Seconds of a labkit algorithm, as in algorithm_s("all_reduce", "ring", 8, ...). `alpha_s`:
-    latency of a message; `reduced_bytes_per_s`: how fast a rank adds, by default in no time.
+    latency of a message; `reduced_bytes_per_s`: how fast a rank adds, by default infinitely.
     Source: Hockney's alpha-beta model; each algorithm's in its file, in labkit/comm/collectives/.
     Raises ValueError for an unknown collective or algorithm."""
     from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch

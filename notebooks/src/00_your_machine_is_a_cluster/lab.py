@@ -233,9 +233,10 @@ with record() as sent_in_turn:
 plot.timeline(sent_in_turn)
 
 # %% [markdown]
-# Time runs to the right. Each rank has two rows. The upper row shows what its program does: here it
-# only waits, even on rank 0, since a send returns when the message has arrived. The lower row shows
-# its messages and their peers; the two shades of gray only separate one message from the next.
+# Time runs to the right. Each rank has two rows. The upper row shows what the program does: here
+# every rank only waits, even rank 0, since a send returns when the message has arrived. The lower
+# row shows messages and their peers; the two shades of gray only separate one message from the
+# next.
 #
 # Rank 3 gets its message last, since rank 0 sends the three messages one after another. Now the
 # tree:
@@ -294,8 +295,8 @@ pair.run(careless_swap)
 # messages: with them the program works until one day the tensors are larger. The MPI standard calls
 # such programs *unsafe*.
 #
-# In the message, `group default` is the group of all ranks, `0->1` names sender and receiver, `tag
-# 0` is the default tag, and `message 1` is the first message with this tag.
+# In the error message, `group default` is the group of all ranks, `0->1` names sender and receiver,
+# `tag 0` is the default tag, and `message 1` is the first message with this tag.
 #
 # The second classic hang: ranks that call different collectives.
 
@@ -474,9 +475,9 @@ report("00")
 # | `comm.all_reduce` | `dist.all_reduce` | `MPI_Allreduce` |
 #
 # These tools add discovery and monitoring of machines, restarts of failed ranks, and logs for a
-# thousand ranks. What they lack is a report of hangs: a hang stays silent until the timeout, 10
-# minutes for NCCL in torch.
+# thousand ranks. But they do not explain a hang: it stays silent until the timeout, 10 minutes for
+# NCCL in torch.
 
 # %% [markdown]
-# **You can now** start ranks, use collectives and point-to-point communication, count the bytes that
-# ranks send, and read the report of a hang.
+# **You can now** start ranks, use collectives and point-to-point communication, count the bytes
+# that ranks send, and read the report of a hang.

@@ -82,7 +82,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # This is called **rendezvous**.
 
 # %% [markdown]
-# `init_process_group("gloo")` performs it step by step:
+# `init_process_group("gloo")` performs the rendezvous step by step:
 #
 # 1. Rank 0 opens the store; the other ranks connect to it.
 # 2. Each rank opens a socket and writes its address into the store, with its rank as the key.
@@ -136,9 +136,9 @@ plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
 #
 # Eight ranks use gloo. How many sockets to other ranks does each have after `init_process_group`?
 #
-# Then they create the mesh in the picture. Every line of ranks along every axis becomes a group:
-# how many groups are there in total? Each new group opens **new** sockets between its members: how
-# many sockets does a rank have then?
+# Then they create the mesh in the picture above. Every line of ranks along every axis becomes a
+# group: how many groups are there in total? Each new group opens **new** sockets between its
+# members: how many sockets does a rank have then?
 
 # %% stub="guess = predict(sockets=..., groups=..., sockets_with_mesh=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -252,9 +252,9 @@ for process in (first, second):
 show_store(2)
 
 # %% [markdown]
-# **Your turn, in terminals.** Open two terminals (File, New, Terminal) in the folder of these labs and
-# run `source ../.venv/bin/activate` (or activate your Python environment in your own way). Now *you*
-# are the launcher; `env` sets the variables for one command:
+# **Your turn, in terminals.** Open two terminals (File, New, Terminal) in the folder of these labs
+# and run `source ../.venv/bin/activate` (or activate your Python environment in your own way). Now
+# *you* are the launcher; `env` sets the variables for one command:
 #
 # ```sh
 # env MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=0 python ../runs/hello.py
@@ -361,8 +361,8 @@ world.close()  # ends its eight processes
 # %% [markdown]
 # ## 6. Break it: the hang clinic
 #
-# Here are six programs for three ranks, each with one classic bug. **Before you run them**: what does
-# plain `torch.distributed` do with each? It may
+# Here are six programs for three ranks, each with one classic bug. **Before you run them**: how
+# does each end with plain `torch.distributed`?
 #
 # - `hang`: a rank waits until the timeout;
 # - `crash`: a rank dies or raises an error at once;
@@ -434,13 +434,13 @@ clinic(patients, guesses)
 # %% [markdown]
 # Note three points in this table.
 #
-# - **Torch's hangs** all look alike: "timed out", or "closed by peer" where the peer timed out first.
-#   Each rank knows only its own sockets. In `skips`, the rank at fault is the only one without an
-#   error.
+# - **Torch's hangs** all look alike: "timed out", or "closed by peer" where the peer timed out
+#   first. Each rank knows only its own sockets. In `skips`, the rank at fault is the only one
+#   without an error.
 # - **The crash** is reported for the rank that died, not for the rank whose tensor was too large.
 # - **The silent bug** is the worst. The sum of three ones should be 3, but ranks 0 and 2 get 2:
 #   rank 1's integers, read as floats, are almost zero. On rank 1 the sum is about a billion, since
-#   floats are read as integers there. No rank stops.
+#   floats are read as integers there. No rank reports an error.
 
 # %% [markdown]
 # A recording also shows a hang, since it keeps what the ranks did before. Ranks 0 and 2 are still
@@ -515,7 +515,7 @@ three.run(members_only)
 #
 # ### Exercise 1: The coordinates of a rank
 #
-# Try it without looking at step 4 again. `sizes` maps axis names to sizes, outermost axis first,
+# Try this without looking at step 4 again. `sizes` maps axis names to sizes, outermost axis first,
 # such as `{"pp": 2, "dp": 2, "tp": 2}`; names and sizes vary. Return the index of `rank` on each
 # axis, such as `{"pp": 1, "dp": 0, "tp": 1}`.
 
@@ -635,8 +635,8 @@ check.totals(totals)
 #
 # | axis | each rank sends |
 # |---|---|
-# | `tp` | 8,000 bytes to its partner |
-# | `dp` | 3,000 bytes to the next of its three ranks, around a ring |
+# | `tp` | 8,000 bytes to the other rank of its `tp` line |
+# | `dp` | 3,000 bytes to the next rank of its `dp` line, around a ring of three |
 # | `pp` | 1,000 bytes to the other rank of its `pp` line |
 #
 # Write `place(rank)`, which returns the coordinates `(dp, pp, tp)` of one rank. Over all 12 ranks,
@@ -678,15 +678,16 @@ report("01")
 # %% [markdown]
 # torch can report more about hangs than it does by default:
 #
-# - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, makes ranks compare operation
-#   and shapes over gloo before each collective. It is slow: use it to find a bug, not to train.
-# - `dist.monitored_barrier(timeout=...)`, for gloo only, is a barrier at which rank 0 names the missing
-#   rank: "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
+# - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, makes ranks compare
+#   operation and shapes over gloo before each collective. It is slow: use it to find a bug, not to
+#   train.
+# - `dist.monitored_barrier(timeout=...)`, for gloo only, is a barrier at which rank 0 names the
+#   missing rank: "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
 # - `TORCH_FR_BUFFER_SIZE=2000` (formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`) turns on the *flight
 #   recorder*, which keeps the most recent NCCL operations of each rank;
 #   `TORCH_NCCL_DUMP_ON_TIMEOUT=1` saves them on a timeout.
 # - `py-spy dump --pid ...` shows the current line of a rank, as `Where each rank was` did above.
 
 # %% [markdown]
-# **You can now** start ranks in three ways, explain the rendezvous, arrange ranks in a mesh, and find
-# the rank behind a hang.
+# **You can now** start ranks in three ways, explain the rendezvous, arrange ranks in a mesh, and
+# find the rank behind a hang.

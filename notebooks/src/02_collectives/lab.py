@@ -84,8 +84,8 @@ plot.movement(watch_collective(world, "all_reduce", "naive"))
 # How to read it:
 #
 # - a **column** is a rank; its tensor is split into four **chunks**, c0 to c3, from top to bottom;
-# - a cell has one stripe for each rank, colored once that rank's values have been added: four colored
-#   stripes are the complete sum;
+# - a cell has one stripe for each rank, colored once that rank's values have been added: four
+#   colored stripes are the complete sum;
 # - a frame marks what a rank sends in this step, and an arrow the receiver;
 # - each picture shows the state at the beginning of its step; the next one shows the result.
 #
@@ -102,8 +102,8 @@ plot.movement(ring)
 # %% [markdown]
 # It has two halves, which are collectives themselves:
 #
-# - steps 1 to 3 are a **reduce-scatter**: partial sums travel around the ring, and each rank adds its
-#   own values. After n - 1 steps, rank r has chunk r of the sum;
+# - steps 1 to 3 are a **reduce-scatter**: partial sums travel around the ring, and each rank adds
+#   its own values. After n - 1 steps, rank r has chunk r of the sum;
 # - steps 4 to 6 are an **all-gather**: the complete chunks travel around the ring.
 #
 # Follow c0 from step 1 to the end.
@@ -165,8 +165,8 @@ def tree_s(n, nbytes, alpha_s, beta_s_per_byte):
 # ## 3. Predict
 #
 # Four ranks all-reduce S = 1 MiB. How many bytes does **rank 0** send with each of the three
-# algorithms? And how many steps does the ring take? Count the frames in the pictures: a frame around
-# one cell is S/4.
+# algorithms? And how many steps does the ring take? Count the frames in the pictures: a frame
+# around one cell is S/4.
 
 # %% stub="S = 2**20  # bytes\nguess = predict(server_bytes=..., ring_bytes=..., tree_bytes=..., ring_steps=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -178,8 +178,8 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is the first half of labkit's ring. `chunks` are the n parts of the tensor; `out` is where
-# rank r gets chunk r of the sum.
+# This is the first half of labkit's ring. `chunks` are the n parts of the tensor; `out` receives
+# chunk r of the sum on rank r.
 
 # %%
 show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
@@ -190,8 +190,8 @@ show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 # - `partial` is the tensor to send next: first this rank's values of chunk `rank - 1`, then the sum
 #   that has just arrived plus this rank's values of the same chunk (`share`).
 # - `reduce(a, b)` adds b to a.
-# - Messages arrive in a buffer, `room`, with two halves that alternate: one partial sum is still being
-#   sent while the next arrives.
+# - Messages arrive in a buffer, `room`, with two halves that alternate: one partial sum is still
+#   being sent while the next arrives.
 # - In the last step the partial sum arrives in `out` itself, and adding the rank's own chunk
 #   completes it. If `out` *is* the rank's own chunk (`in_place`, as in the all-reduce below), the
 #   message arrives in `room` and is added to `out`.
@@ -245,8 +245,8 @@ guess.beside(
 # the same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the additions, no
 # algorithm can send fewer bytes from its busiest rank (Patarasuk and Yuan, 2009).
 #
-# Now time. We know α and β of the paced link, so the formulas predict the time. (We compare ring
-# and tree only.)
+# Now the times. We know α and β of the paced link, so the formulas can predict them. (We compare
+# ring and tree only.)
 
 # %%
 ALPHA_S, BETA_S = 10e-3, 8 / 0.05e9  # of LINK: 10 ms; 8 bits per byte, 0.05e9 bits per second
@@ -270,19 +270,20 @@ axes.spines[["top", "right"]].set_visible(False)
 
 # %% tags=["nbval-check-output"]
 names = {True: "ring", False: "tree"}
+print("The faster algorithm:")
 for k in (0, -1):  # the smallest and the largest size
     by_formula = ring_s(4, sizes[k], ALPHA_S, BETA_S) < tree_s(4, sizes[k], ALPHA_S, BETA_S)
     in_fact = measured["ring"][k] < measured["tree"][k]
-    print(f"{sizes[k] // 1024:3} KiB: {names[by_formula]} is faster by formula, {names[in_fact]} as measured")
+    print(f"{sizes[k] // 1024:3} KiB: {names[by_formula]} by formula, {names[in_fact]} measured")
 
 # %% [markdown]
 # The dots lie a few milliseconds above the lines, since the processes need some time for each step,
 # which the formula leaves out. For small tensors latency dominates, and the tree has fewer steps.
 # For large tensors bytes dominate, and the ring sends fewer. The lines cross.
 #
-# **Recursive doubling** is related to the tree but has no root: every rank exchanges its tensor with a
-# partner at distance 1, 2, 4, ... It takes half the steps of the tree, each with all S bytes:
-# log₂ n · (α + S β). (If n is not a power of two, it takes two more steps.)
+# **Recursive doubling** is related to the tree but has no root: every rank exchanges its tensor
+# with a partner at distance 1, 2, 4, ... It takes half the steps of the tree, each with all S
+# bytes: log₂ n · (α + S β). (If n is not a power of two, it takes two more steps.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", "recursive_doubling"))
@@ -359,7 +360,7 @@ for n in [8, 64, 8000]:
 #
 # From 8 to 8,000 ranks the *bytes* of the ring hardly grow: they take 35 to 40 ms. But the number
 # of *steps* grows: 16,000 latencies are 160 ms. So with thousands of ranks, use algorithms with few
-# steps **and** few bytes: a hierarchical one, or two trees (`double_tree` in labkit).
+# steps **and** few bytes: the hierarchical one, or two trees (`double_tree` in labkit).
 
 # %% [markdown]
 # ## 6. Break it
@@ -384,8 +385,9 @@ short = World(3, timeout_s=2)
 short.run(lambda: first_ring(Comm(), torch.ones(4)))
 
 # %% [markdown]
-# All ranks wait in `send`, and none receives. We need a send that does not block. `comm.isend` starts the
-# message and returns a **handle**; do not write to the tensor until `handle.wait()` has returned.
+# All ranks wait in `send`, and none receives. We need a send that does not block. `comm.isend`
+# starts the message and returns a **handle**; do not write to the tensor until `handle.wait()` has
+# returned.
 
 
 # %%
@@ -401,10 +403,10 @@ def pass_on(comm, outgoing, incoming):
 #
 # ### Two rings with a bug
 #
-# Here are two faulty all-reduces. Neither hangs. You do not see their code, only what they do: what
-# is wrong with each, and from which step on? A cell with an orange-red frame holds a wrong sum:
-# `2×` means that it includes a rank's values twice. Not every error has this frame: missing values
-# only stay gray. (The answer is in `solutions/02_collectives.ipynb`, step 6.)
+# Here are two faulty all-reduces. Neither hangs. You see only what they do, not their code. What is
+# wrong with each, and from which step on? A cell with an orange-red frame holds a wrong sum: `2×`
+# means that it includes a rank's values twice. Not every error has this frame: missing values just
+# stay gray. (The answer is in `solutions/02_collectives.ipynb`, step 6.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", ring_a))
@@ -417,8 +419,8 @@ plot.movement(watch_collective(world, "all_reduce", ring_b))
 #   steps each chunk is complete on one rank. In step n this complete sum goes to the right
 #   neighbor, which *adds* it to its own values, although the sum already includes them.
 # - **ring_b** is right up to step 3. Then its all-gather starts with the wrong chunk: not the
-#   complete one, but the one that each rank sent first. So single ranks' values travel around the
-#   ring.
+#   complete one, but the one that each rank sent first. So the chunks that travel around the ring
+#   hold only one rank's values.
 
 # %% tags=["answer"]
 show("labs/lab_02/scenarios.py:ring_b")
@@ -558,8 +560,8 @@ check.my_tree(my_tree)
 # %% [markdown]
 # ### Exercise 5: The crossover
 #
-# At what size do ring and tree take the same time? Set the two formulas of step 2 equal and solve for S,
-# in bytes. (For 4 ranks or more.)
+# At what size do ring and tree take the same time? Set the two formulas of step 2 equal and solve
+# for S, in bytes. (For 4 ranks or more.)
 
 
 # %%
@@ -590,16 +592,16 @@ for n in [8, 8000]:
 # ### Exercise 6, open: The best broadcast
 #
 # Rank 0 has 600,000 bytes that five other ranks need. The latency is 10 µs, the bandwidth 10 GB/s.
-# Both algorithms so far are slow: the tree takes 3 · (10 + 60) = 210 µs, sending one by one takes
-# 350 µs. In each step, a rank can send one message and receive one. This function computes your
-# score, in µs:
+# Both algorithms so far are slow: the tree takes 3 · (10 + 60) = 210 µs, and sending one by one
+# takes 350 µs. In each step, a rank can send one message and receive one. This function computes
+# your score, in µs:
 
 # %%
 show("labs/lab_02/checks.py:modelled_us")
 
 # %% [markdown]
-# `comm.size` is 6. Split `x` into 2, 3 or 6 pieces. While one piece arrives, another can leave. (Your
-# exercises 2 and 4 may help, too.)
+# `comm.size` is 6. Split `x` into 2, 3 or 6 pieces. While one piece arrives, another can leave.
+# (Your exercises 2 and 4 may help, too.)
 
 
 # %%
@@ -641,8 +643,8 @@ report("02")
 # %% [markdown]
 # Three ideas behind these algorithms (labkit has the last two):
 #
-# - **many channels**: NCCL runs several rings at once, over different links, and splits chunks further,
-#   so that additions and sends overlap;
+# - **many channels**: NCCL runs several rings at once, over different links, and splits chunks
+#   further, so that additions and sends overlap;
 # - **double binary trees** (NCCL 2.4, 2019): every rank is a leaf in one tree but not in the other,
 #   so all ranks send nearly 2S, in 2⌈log₂ n⌉ steps plus one for each piece. This makes 1 GB cheap
 #   on 8,000 ranks;
@@ -651,10 +653,11 @@ report("02")
 #   `watch_collective(world, "all_reduce", "halving_doubling")`.
 
 # %% [markdown]
-# Sources: Patarasuk and Yuan, 2009 (the ring); Thakur, Rabenseifner and Gropp, 2005 (MPICH); Sanders,
-# Speck and Träff, 2009 (two trees); NVIDIA, *NCCL 2.4*, 2019; the documentation of NCCL, HCCL, Open MPI
-# and MPICH; NVIDIA's H100 data sheet (NVLink: 900 GB/s for both directions together).
+# Sources: Patarasuk and Yuan, 2009 (the ring); Thakur, Rabenseifner and Gropp, 2005 (MPICH);
+# Sanders, Speck and Träff, 2009 (two trees); NVIDIA, *NCCL 2.4*, 2019; the documentation of NCCL,
+# HCCL, Open MPI and MPICH; NVIDIA's H100 data sheet (NVLink: 900 GB/s for both directions
+# together).
 
 # %% [markdown]
-# **You can now** read the steps of a collective, build it from messages, predict the time of an all-reduce
-# on any number of ranks, and explain why large tensors use a ring and small ones a tree.
+# **You can now** read the steps of a collective, build it from messages, predict the time of an
+# all-reduce on any number of ranks, and explain why large tensors use a ring and small ones a tree.

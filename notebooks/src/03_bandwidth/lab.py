@@ -95,11 +95,11 @@ bars(rows, "ms to all-reduce 2 MiB with a ring, paced")
 #                              or Ethernet
 # ```
 #
-# There are three kinds of links. NVLink is by far the fastest. PCIe and InfiniBand, a network
-# between nodes, have similar speeds; Ethernet, another, is often slower. A message to another node
-# crosses PCIe, a network card (*card* above) and the network. Which links connect which devices is
-# the **topology**. A collective is only as fast as the link that is busy longest, its
-# **bottleneck**.
+# There are three kinds of links: NVLink, by far the fastest; PCIe; and the network between nodes.
+# Of the networks, InfiniBand is about as fast as PCIe, and Ethernet is often slower. A message to
+# another node crosses PCIe, a network card (*card* above) and the network. Which links connect
+# which devices is the **topology**. A collective is only as fast as the link that is busy longest,
+# its **bottleneck**.
 
 # %% [markdown]
 # Data sheets use different units. Beware of two traps: network cards are rated in *bits* (8 per
@@ -139,7 +139,7 @@ bars(LINKS, "GB/s per GPU or network card, one direction", "{:,.1f}", log=True, 
 # all-reduce sends more bytes for the same S. The **bus bandwidth** divides the bytes that each rank
 # must send, whatever the algorithm, by the time. You can compare it with the speed of a link.
 #
-# **busbw = algbw × factor**, which depends on the operation
+# **busbw = algbw × factor**, with one factor for each operation
 
 # %% [markdown]
 # Three operations work on chunks: every rank has n of them before or after.
@@ -247,8 +247,8 @@ show("events.py:all_reduce_bus_bytes")
 show("events.py:reduce_scatter_bus_bytes")
 
 # %% [markdown]
-# Apply the first to 14 GB of gradients in 8 chunks. (If your prediction was different, put this
-# number into step 3 and draw the bars again.)
+# Apply the first function to 14 GB of gradients in 8 chunks. (If your prediction was different, put
+# this number into step 3 and draw the bars again.)
 
 # %% tags=["nbval-check-output"]
 by_formula = all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0)
@@ -260,7 +260,8 @@ gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 # node.
 #
 # - `Part(wire, ranks)` sends only between these ranks, renumbered from 0.
-# - `rings_all_reduce` is the ring of lab 02; a long tensor is split into pieces, each with its own ring.
+# - `rings_all_reduce` is the ring of lab 02; a long tensor is split into pieces, each with its own
+#   ring.
 # - `divide_by` is the number of ranks for a mean, and 1 for a sum.
 # - `fold` and `unfold` handle nodes of different sizes; for equal nodes they do nothing.
 
@@ -268,9 +269,9 @@ gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
 
 # %% [markdown]
-# NCCL makes such choices by itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank
-# prints a few dozen lines. Here are *example lines, written for this lab* in the format of NCCL's
-# logs, for two nodes with four GPUs each. (If you have GPUs, use your own log: step 8.)
+# NCCL makes these choices itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank prints
+# a few dozen lines. Here are *example lines, written for this lab* in the format of NCCL's logs,
+# for two nodes with four GPUs each. (If you have GPUs, use your own log: step 8.)
 
 # %%
 lines = EXAMPLES["two_nodes"].read_text().splitlines()
@@ -279,9 +280,9 @@ for words in ["Using network", "Channel 01/04", "Trees", "via P2P", "[send] via 
 
 # %% [markdown]
 # - Each line begins with host, process, thread and, in brackets, the GPU.
-# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 (the 4 channels count from 0), as a list of
-#   ranks. The channels run at once, each with a quarter of the bytes. (Here channels 0 and 2 use
-#   one ring, 1 and 3 another.)
+# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 (of 4, counted from 0), as a list of ranks.
+#   The channels run at once, each with a quarter of the bytes. (Here channels 0 and 2 use one ring,
+#   1 and 3 another.)
 # - `Trees [0] 5/-1/-1->4->0`: in tree 0, rank 4 has the child 5 and the parent 0.
 # - `3[3] -> 4[0] [send] via NET/IB/3/GDRDMA`: rank 3 (GPU 3 of its node) sends to rank 4 over
 #   InfiniBand card 3, which reads GPU memory directly. `P2P` means GPU to GPU, `SHM` through host
@@ -398,9 +399,9 @@ axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Why is the difference so large? All ranks of a ring move in lockstep: in each of its 6 steps a chunk of
-# S/4 crosses a slow link, and every rank waits for it. The hierarchical algorithm sends most bytes over
-# fast links, and uses *all* slow links at once, each for half of the tensor.
+# Why is the difference so large? All ranks of a ring move in lockstep: in each of its 6 steps a
+# chunk of S/4 crosses a slow link, and every rank waits for it. The hierarchical algorithm sends
+# most bytes over fast links, and uses *all* slow links at once, each for half of the tensor.
 #
 # Formula and measurement differ by a few milliseconds: α varies from run to run, and copying and
 # adding 2 MiB takes time on cores that the ranks share. With `Link(gbps=1000)`, only this time is
@@ -410,10 +411,10 @@ axes.spines[["top", "right"]].set_visible(False)
 # ## 6. Break it
 #
 # A batch system may assign ranks round-robin: first node, second node, first, second. A ring in
-# rank order then crosses to the other node at every hop. In our numbering (0 and 1 on the first
-# node, 2 and 3 on the second) this is the ring 0 → 2 → 1 → 3. The program and its sums are correct,
-# but it sends too many bytes between nodes, and nothing warns you. Here is a ring through the ranks
-# in any order:
+# rank order then crosses between nodes at every hop. In our numbering (0 and 1 on the first node, 2
+# and 3 on the second) this is the ring 0 → 2 → 1 → 3. The program and its sums are correct, but it
+# sends too many bytes between nodes, and nothing warns you. Here is a ring through the ranks in any
+# order:
 
 # %%
 show("labs/lab_03/scenarios.py:ring_in_order")
@@ -550,9 +551,9 @@ check.best_order(best_order)
 # position in each node. Replace `x` (one dimension; its length is divisible by `inside.size`) with
 # the sum over all ranks, and send no more bytes between nodes than needed. Use
 # `comm.reduce_scatter_tensor(out, x)`, which writes this rank's `x.numel() // comm.size` elements
-# of the sum into `out`, and `comm.all_gather_into_tensor(x, part)`, its counterpart. Make `out` a
-# new tensor, not a view of `x`: NCCL allows an output to overlap its input only at the rank's own
-# position.
+# of the sum into `out`, and `comm.all_gather_into_tensor(x, part)`, which fills `x` with all ranks'
+# parts. Make `out` a new tensor, not a view of `x`: NCCL allows an output to overlap its input only
+# at the rank's own position.
 
 
 # %%
@@ -633,7 +634,7 @@ for a in range(8):
 print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB")
 
 # %% [markdown]
-# The ring 0, 1, ... 7 is that slow because no NVLink connects 3 and 4, nor 7 and 0: these hops use
+# The ring 0, 1, ... 7 is this slow because no NVLink connects 3 and 4, nor 7 and 0: these hops use
 # PCIe 3.0 x16, 15.75 GB/s per direction. Find better rings: return a list of one or more rings,
 # each a list of the 8 GPUs in order. The rings run at the same time, each with an equal share of
 # the bytes; rings that use the same hop in the same direction share its NVLinks. Your score is the

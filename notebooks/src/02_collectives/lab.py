@@ -188,13 +188,13 @@ show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 # - `irecv` and `isend` **start** a message and return at once; `yield` waits for it. So every rank
 #   sends and receives at the same time.
 # - `partial` is the tensor to send next: first this rank's values of chunk `rank - 1`, then the sum
-#   that has just arrived plus this rank's values of the same chunk (`share`).
+#   that just arrived plus this rank's values of the same chunk (`share`).
 # - `reduce(a, b)` adds b to a.
 # - Messages arrive in a buffer, `room`, with two halves that alternate: one partial sum is still
 #   being sent while the next arrives.
 # - In the last step the partial sum arrives in `out` itself, and adding the rank's own chunk
-#   completes it. If `out` *is* the rank's own chunk (`in_place`, as in the all-reduce below), the
-#   message arrives in `room` and is added to `out`.
+#   completes it. If `out` *is* that chunk (`in_place`, as in the all-reduce below), the message
+#   arrives in `room` and is added to `out`.
 
 # %% [markdown]
 # The second half, and the whole all-reduce:

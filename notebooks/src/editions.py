@@ -90,7 +90,7 @@ def student(lab: Path) -> Notebook:
     made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in code]
     new = dict.fromkeys(name for names in made[1:] for name in names if name not in made[0])
     if new:
-        code[0].source += f"\n{' = '.join(new)} = predict()  # nothing yet: for you, in step 3"
+        code[0].source += f"\n{' = '.join(new)} = predict()  # empty until step 3"
     return notebook
 
 

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Lab 00: Your machine is a cluster
 #
-# You know PyTorch, but you have never run it on more than one device. In an hour you will start
-# several processes, make them communicate, see which rank waits for which, make them hang on
-# purpose, and build a collective of your own.
+# You know PyTorch, but you have never run it on more than one device. In this lab you start several
+# processes, make them communicate, see which process waits for which, make them hang on purpose,
+# and build a broadcast from sends and receives.
 #
-# Every lab has the same eight steps. Run the cells from top to bottom. Where a cell says `your turn`
-# or has `...` in place of a number, fill it in.
+# Every lab has the same eight steps. Run the cells from top to bottom. Where a cell says `your
+# turn` or has `...` in place of a value, fill in your own.
 
 # %%
 import matplotlib.pyplot as plt
@@ -17,15 +17,16 @@ from labkit import Comm, Link, World, listen, plot, record
 from labkit.course import predict, report, show
 from labkit.labs.lab_00 import checks as check
 
-guess = predict()  # empty for now: you fill it in, in step 3
+guess = predict()  # empty until step 3
 # %load_ext labkit
 
 # %% [markdown]
 # ## 1. The question
 #
-# Training with Adam in mixed precision takes 16 bytes per parameter: 2 for the fp16 weight, 2 for its
-# gradient, and 12 for Adam's fp32 state: the master weight and two moments. (Source: Rajbhandari et
-# al., *ZeRO*, 2020, section 3.1.) Activations come on top.
+# Training with Adam in mixed precision takes 16 bytes per parameter: 2 for the fp16 weight, 2 for
+# its gradient, and 12 for three fp32 values: a copy of the weight (the *master weight*) and Adam's
+# two moments. (Source: Rajbhandari et al., *ZeRO*, 2020, section 3.1.) Activations take additional
+# memory.
 #
 # How much memory does this machine have?
 
@@ -62,17 +63,18 @@ print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this o
 #         └─────────────────┴────messages─────┴─────────────────┘
 # ```
 #
-# On a cluster the ranks run on many machines; here they all run on yours. The program is the same,
-# so your machine is a cluster.
+# On a cluster the ranks run on many machines; here they all run on yours. The program is the same
+# in both cases: your machine acts as the cluster.
 
 # %% [markdown]
-# `%%ranks 4` runs a cell on four ranks. The first such cell starts them and reports what they run
-# on: the library that moves the data (here gloo) and how it does so (on one machine, through memory
-# that the ranks share). Every rank has the names `rank`, `size`, `comm`, `device` and `torch`.
+# `%%ranks 4` runs a cell on four ranks. The first such cell starts them and reports how they
+# communicate: the library (here gloo) and how it moves data (on one machine, through shared
+# memory). On every rank, the names `rank`, `size`, `comm`, `device` and `torch` are already
+# defined.
 #
 # A rank is a separate process: a `%%ranks` cell does not see what you import or define in other
-# cells, and its variables stay on the ranks. The notebook shows only the value of its last line;
-# `%%ranks 4 -o values` also stores these values in the notebook, as a list.
+# cells, and its variables stay on the ranks. The notebook shows only the value of the last line on
+# each rank; `%%ranks 4 -o values` also stores these values in the notebook, as a list.
 
 # %%
 # %%ranks 4
@@ -83,8 +85,8 @@ f"process {os.getpid()} has x = {x.item()}"
 
 # %% [markdown]
 # Four processes, four different `x`. Ranks keep their variables from cell to cell, as a notebook
-# does, even after an exception. If a rank fails while a communication is in flight, all ranks are
-# replaced by new ones without variables; then run the cells that define your variables again.
+# does, even after an exception. But if a rank fails during a communication, labkit replaces all
+# ranks with new ones, without your variables; then run the cells that define them again.
 #
 # `comm` is the rank's **communicator**, through which it exchanges tensors with the others. An
 # **all-reduce** sums a tensor over all ranks and gives every rank the result, in place:
@@ -95,9 +97,9 @@ comm.all_reduce(x)
 x.item()
 
 # %% [markdown]
-# No rank is in charge. Every rank called the same operation, and together they completed it: such
-# an operation is a **collective**. The other kind is **point-to-point communication**: one rank
-# sends, one other receives.
+# No rank is in charge. Every rank called the same operation, and they completed it together: this
+# is a **collective**. The other kind of operation is **point-to-point communication**: one rank
+# sends, another receives.
 
 # %% tags=["nbval-check-output"]
 # %%ranks 4
@@ -116,7 +118,7 @@ note.item()
 # | rank | 进程编号（秩） | the index of a process in its group, from 0 |
 # | world size | 进程总数 | the number of ranks |
 # | process group | 进程组 | ranks that communicate with each other |
-# | point-to-point communication | 点对点通信 | one rank sends, one other receives |
+# | point-to-point communication | 点对点通信 | one rank sends, another receives |
 # | send, receive | 发送、接收 | the two ends of a point-to-point message |
 # | collective communication | 集合通信 | an operation that all ranks of a group call together |
 # | broadcast | 广播 | every rank gets a copy of one rank's tensor |
@@ -137,9 +139,9 @@ note.item()
 #   round 2     0 ──> 2     1 ──> 3
 # ```
 #
-# In each round, every rank that has the tensor sends it to one that does not: a **tree**. After k
-# rounds, 2ᵏ ranks have it. Let S be the size of the tensor in bytes and n the number of ranks.
-# Every rank but the first must receive S bytes, whatever the algorithm. In the tree above, with
+# In each round, every rank that has the tensor sends it to one that does not. This pattern is a
+# **tree**: after k rounds, 2ᵏ ranks have the tensor. Let S be the size of the tensor in bytes.
+# Every rank except rank 0 must receive S bytes, whatever the algorithm. In the tree above, with
 # four ranks, how many bytes do all ranks send in total, and how many of these does rank 0 send?
 
 # %% stub="S = 2**20  # bytes\nguess = predict(sent_by_all_bytes=..., sent_by_rank_0_bytes=...)" tags=["nbval-check-output"]
@@ -152,35 +154,36 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is labkit's broadcast: the code that runs, not a copy of it. All ranks run it. Each has a
+# This is the broadcast that labkit runs, read from its source file. All ranks run it. Each has a
 # `wire`, an object that sends to and receives from the other ranks. `root` is the rank that has the
-# tensor, `position` is the distance from the root, and `reach` is the number of ranks that have the
-# tensor. (Lab 02 explains the cost in the docstring.)
+# tensor, `position` is this rank's distance from the root, and `reach` is the number of ranks that
+# have the tensor. (Lab 02 explains the cost in the docstring.)
 
 # %%
 show("comm/collectives/broadcast.py:tree_broadcast")
 
 # %% [markdown]
-# - `position < reach`: this rank has the tensor and sends it to position + reach, if that rank
-#   exists.
-# - `reach <= position < 2 * reach`: this rank receives it from position - reach.
-# - `reach *= 2`: now twice as many ranks have the tensor. The other ranks are idle in this round.
+# - `position < reach`: this rank has the tensor and sends it to the rank at position + reach, if
+#   there is one.
+# - `reach <= position < 2 * reach`: this rank receives it from position - reach. All other ranks
+#   are idle in this round.
+# - `reach *= 2`: now twice as many ranks have the tensor.
 #
 # `isend` and `irecv` only start a message. `tag` is a label that distinguishes the messages of this
 # call from those of the next. `yield` passes the message to the loop that drives this function
-# (`run` in `steps.py`), which waits for it and then resumes this function. In your own code, call
-# `comm.send` and `comm.recv`, which wait until they are done; you need no `yield`.
+# (`run` in `steps.py`); the loop waits for the message, then resumes the function. In your own
+# code, call `comm.send` and `comm.recv`, which wait by themselves; you need no `yield`.
 
 # %% [markdown]
 # ## 5. Run it
 #
 # `%%ranks` is for experiments. In a program you create a `World`, a set of running ranks, and pass
 # a function to its `run` method. Unlike a `%%ranks` cell, this function may use names from your
-# notebook. `run` returns a list with one value per rank. `listen()` collects the communication
-# events of this rank; the `wire_bytes` of an event are the bytes that this rank sent for it.
+# notebook. `run` returns a list with one value per rank. `listen()` collects this rank's
+# communication events; `wire_bytes` is the number of bytes that this rank sent for an event.
 #
-# We choose `backend="gloo"`, over which labkit runs its own tree. NCCL, NVIDIA's library for GPUs,
-# uses its own algorithms. (The line "gloo as asked" below confirms the choice.)
+# With `backend="gloo"`, labkit runs its own tree; NCCL, NVIDIA's library for GPUs, uses its own
+# algorithms. (The line "gloo as asked" below confirms the choice.)
 
 
 # %%
@@ -206,8 +209,8 @@ guess.beside(sent_by_all_bytes=sum(sent), sent_by_rank_0_bytes=sent[0])
 # A correct prediction matches the measurement to the byte. In total, the tree sends as many bytes
 # as rank 0 would by sending three times. So why use a tree? **Time.** Inside one machine, messages
 # are too fast to show the difference, so we give every rank a **paced** link of 0.1 Gb/s: the bytes
-# are real, but each message is held back until it would have arrived over such a link. 1 MiB then
-# takes 84 ms.
+# are real, but each message is held back until it would have arrived over a link of that speed.
+# Sending 1 MiB then takes 84 ms.
 
 
 # %%
@@ -222,7 +225,7 @@ def one_by_one():
 
 
 slow = World(4, link=Link(gbps=0.1))
-_ = slow.run(one_by_one)  # once before recording, so that all ranks are connected
+_ = slow.run(one_by_one)  # once before recording, to connect all ranks
 
 # %%
 with record() as sent_in_turn:
@@ -230,9 +233,10 @@ with record() as sent_in_turn:
 plot.timeline(sent_in_turn)
 
 # %% [markdown]
-# Time runs to the right. Each rank has two rows. The upper row shows what its program does: here it
-# waits, on rank 0 too, since a send returns when the message has arrived. The lower row shows its
-# messages and their peers; the two shades of gray only separate one message from the next.
+# Time runs to the right. Each rank has two rows. The upper row shows what the program does: here
+# every rank only waits, even rank 0, since a send returns when the message has arrived. The lower
+# row shows messages and their peers; the two shades of gray only separate one message from the
+# next.
 #
 # Rank 3 gets its message last, since rank 0 sends the three messages one after another. Now the
 # tree:
@@ -243,9 +247,9 @@ with record() as sent_by_tree:
 plot.timeline(sent_by_tree)
 
 # %% [markdown]
-# Here the lower row is labelled with the group (*all ranks*), and each bar is a whole broadcast
-# with all its rounds; its number counts the collectives of the group. The plot is as wide as
-# before, but its time axis is shorter. Here are both times side by side:
+# Here the lower row is labeled with the group (*all ranks*), and each bar is a whole broadcast with
+# all its rounds; the number in it counts the group's collectives. The plot is as wide as before,
+# but its time axis is shorter. Compare the two times directly:
 
 
 # %%
@@ -262,7 +266,7 @@ axes.set(xlim=(0, 1.2 * max(ends_ms)), xlabel="ms until all ranks have the tenso
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Two rounds instead of three. With 1,024 ranks it is 10 rounds instead of 1,023.
+# The tree takes two rounds instead of three. With 1,024 ranks, it takes 10 instead of 1,023.
 
 # %% [markdown]
 # ## 6. Break it
@@ -288,11 +292,11 @@ pair.run(careless_swap)
 # %% [markdown]
 # Both ranks send first. A send returns when the peer receives the message, but neither rank gets to
 # its receive: both are still sending. This is a **deadlock**. Worse, some libraries buffer small
-# messages: with them the same program works until one day the tensors are larger. The MPI standard
-# calls such a program *unsafe*.
+# messages: with them the program works until one day the tensors are larger. The MPI standard calls
+# such programs *unsafe*.
 #
-# In the message, `group default` is the group of all ranks, `0->1` names sender and receiver, `tag
-# 0` is the default tag, and `message 1` is the first message with this tag.
+# In the error message, `group default` is the group of all ranks, `0->1` names sender and receiver,
+# `tag 0` is the default tag, and `message 1` is the first message with this tag.
 #
 # The second classic hang: ranks that call different collectives.
 
@@ -318,24 +322,24 @@ pair.run(disagree)
 # %% [markdown]
 # ## 7. Build it
 #
-# Your functions get `comm`, this rank's communicator, with `comm.rank` and `comm.size`. It moves
-# tensors only. A check runs your function on real ranks and reports what is wrong. Try a wrong answer,
-# too.
+# Your functions get `comm`, this rank's communicator, with `comm.rank` and `comm.size`. It sends
+# only tensors. A check runs your function on real ranks and reports what is wrong. Try a wrong
+# answer, too.
 #
 # | call | what it does |
 # |---|---|
 # | `comm.send(x, dst)`, `comm.recv(x, src)` | copies one rank's `x` into another rank's `x` |
-# | `comm.all_reduce(x)` | replaces `x` by the sum over all ranks |
+# | `comm.all_reduce(x)` | replaces `x` with the sum over all ranks |
 # | `comm.all_reduce(x, op="max")` | the same with the maximum of each element |
-# | `comm.broadcast(x, src)` | replaces every rank's `x` by that of rank `src` |
+# | `comm.broadcast(x, src)` | replaces every rank's `x` with that of rank `src` |
 # | `comm.all_gather(outs, x)` | fills the list `outs` with the `x` of rank 0, 1, ... |
 #
 # `help(Comm)` lists all operations.
 
 # %% [markdown]
-# ### Exercise 1: The average
+# ### Exercise 1: The mean
 #
-# Each rank has a Python float, `value`. Put it into a tensor, and return the mean over all ranks, on
+# Each rank has a Python float, `value`. Put it into a tensor and return the mean over all ranks, on
 # every rank, with a single all-reduce.
 
 
@@ -354,8 +358,8 @@ check.average(average)
 # %% [markdown]
 # ### Exercise 2: Repair the swap
 #
-# Ranks 0 and 1, 2 and 3, ... exchange a tensor. Return the partner's tensor. No rank may hang: which
-# rank sends first, and which receives first?
+# Ranks 0 and 1, 2 and 3, ... exchange a tensor. Return the partner's tensor. No rank may hang:
+# which rank must send first, and which must receive first?
 
 
 # %%
@@ -379,8 +383,9 @@ check.swap(swap)
 # %% [markdown]
 # ### Exercise 3: A broadcast of your own
 #
-# Copy the `x` of rank 0 into every rank's `x`, in place, for any number of ranks. Use only `send` and
-# `recv`, and send no more bytes than needed. One by one is enough. Bonus: a tree.
+# Copy the `x` of rank 0 into every rank's `x`, in place, for any number of ranks. Use only `send`
+# and `recv`, and send no more bytes than needed. Sending to one rank after another is enough.
+# Bonus: a tree.
 
 
 # %%
@@ -401,22 +406,22 @@ check.my_broadcast(my_broadcast)
 
 # %% [markdown]
 # Now run your broadcast over the slow links. One by one, it takes three rounds; a tree takes two.
-# The rounds are visible here, since each message is a separate call:
+# You can see the rounds, since each message is now a separate call:
 
 # %%
 slow.run(lambda: Comm().barrier())  # all ranks are ready
-with record() as of_mine:
+with record() as own_broadcast:
     slow.run(lambda: my_broadcast(Comm(), torch.ones(2**18)))
-plot.timeline(of_mine)
+plot.timeline(own_broadcast)
 
 # %% [markdown]
 # ### Exercise 4, open: Where is the maximum?
 #
-# Each of 4 ranks has 1,000 values. On every rank, return `(rank, index)` of the largest of all
-# 4,000. The two largest may be adjacent float32 numbers.
+# Each of 4 ranks has 1,000 values. On every rank, return the `(rank, index)` of the largest of all
+# 4,000. The two largest may be adjacent float32 values.
 #
-# Your score is the number of bytes that all ranks send in total: fewer is better. An element of
-# `torch.uint8` takes 1 byte, of `torch.int16` 2, of `torch.float32` 4. If `x` has S bytes, 4 ranks
+# Your score is the number of bytes that all ranks send in total: fewer is better. An element takes
+# 1 byte in `torch.uint8`, 2 in `torch.int16`, 4 in `torch.float32`. If `x` has S bytes, 4 ranks
 # send in total:
 #
 # | operation | bytes sent by all ranks |
@@ -449,8 +454,8 @@ report("00")
 # %% [markdown]
 # ## 8. In the wild
 #
-# Other tools start the ranks with a *launcher*: it starts one process per device and passes each its
-# rank, usually in environment variables.
+# Other tools start the ranks with a *launcher*: a program that starts one process per device and
+# passes each its rank, usually in an environment variable.
 #
 # | tool | start 4 ranks | get the rank |
 # |---|---|---|
@@ -470,9 +475,9 @@ report("00")
 # | `comm.all_reduce` | `dist.all_reduce` | `MPI_Allreduce` |
 #
 # These tools add discovery and monitoring of machines, restarts of failed ranks, and logs for a
-# thousand ranks. What they lack is a report of hangs: a hang stays silent until the timeout, 10
-# minutes for NCCL in torch.
+# thousand ranks. But they do not explain a hang: it stays silent until the timeout, 10 minutes for
+# NCCL in torch.
 
 # %% [markdown]
-# **You can now** start ranks, use collectives and point-to-point communication, count the bytes that
-# ranks send, and read the report of a hang.
+# **You can now** start ranks, use collectives and point-to-point communication, count the bytes
+# that ranks send, and read the report of a hang.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Lab 01: Ranks and groups
 #
-# In lab 00 a `World` gave you ranks. Here you start them by hand, watch them find each other, arrange
-# them in groups as Megatron does, and learn to diagnose six classic hangs.
+# In lab 00 a `World` started your ranks. Here you start them by hand, watch them find each other,
+# arrange them in groups as Megatron does, and learn to diagnose six classic hangs.
 
 # %%
 import os
@@ -22,14 +22,14 @@ from labkit.labs.lab_01 import checks as check
 from labkit.labs.lab_01.clinic import clinic
 from labkit.runtime.plain import LauncherStore
 
-guess = predict()  # empty for now: you fill it in, in step 3
+guess = predict()  # empty until step 3
 Path("../runs").mkdir(exist_ok=True)  # for the script of step 5
 
 # %% [markdown]
 # ## 1. The question
 #
 # A job runs on many devices, and one rank falls out of step. How long do the others wait before
-# they report it? Such jobs use torch with NCCL, and there the answer is 10 minutes.
+# they report an error? For torch with NCCL, the usual choice on GPUs, the answer is 10 minutes.
 
 # %%
 timeout_h = 10 / 60  # NCCL's default; gloo's is 30 minutes
@@ -44,14 +44,14 @@ axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # (Source: the documentation of `init_process_group`.) The error you then get names the ranks that
-# wait, but neither the rank at fault nor its line of code. So: **how do processes that know nothing
-# about each other form a group, and how do you find the rank that fell out of step?**
+# waited, but neither the rank at fault nor its line of code. So: **how do processes that know
+# nothing about each other form a group, and how do you find the rank that fell out of step?**
 
 # %% [markdown]
 # ## 2. The idea
 #
 # The launcher passes each process a few environment variables. Here are those of the second process
-# on the second of two nodes with 4 devices each:
+# on the second of two nodes (machines) with 4 devices each:
 #
 # | variable | value | meaning |
 # |---|---|---|
@@ -66,26 +66,31 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # The ranks meet at a **store**, a small key-value server:
 #
-# ``` rank 0 rank 1 rank 2 │ set "0" = 127.0.0.1:41 │ set "1" = 127.0.0.1:57 │ set "2" = ... ▼ ▼ ▼
-# ┌──────────────────────────────────────────────────────────────────┐ │ store, at
-# MASTER_ADDR:MASTER_PORT key ──> value │
-# └──────────────────────────────────────────────────────────────────┘ │ get "1", "2" │ get "0", "2"
-# │ get "0", "1" ▼ ▼ ▼ rank 0 ◄──────────────────► rank 1 ◄─────────────────► rank 2 ▲──────────────
-# one connection per pair ─────────────────▲
+# ```
+#     rank 0                     rank 1                     rank 2
+#        │ set "0" = 127.0.0.1:41    │ set "1" = 127.0.0.1:57    │ set "2" = ...
+#        ▼                           ▼                           ▼
+#   ┌──────────────────────────────────────────────────────────────────┐
+#   │  store, at MASTER_ADDR:MASTER_PORT      key ──> value            │
+#   └──────────────────────────────────────────────────────────────────┘
+#        │ get "1", "2"              │ get "0", "2"              │ get "0", "1"
+#        ▼                           ▼                           ▼
+#     rank 0 ◄──────────────────► rank 1 ◄─────────────────► rank 2
+#        ▲─────────────── one connection per pair ───────────────▲
 # ```
 #
 # This is called **rendezvous**.
 
 # %% [markdown]
-# `init_process_group("gloo")` does it, step by step:
+# `init_process_group("gloo")` performs the rendezvous step by step:
 #
 # 1. Rank 0 opens the store; the other ranks connect to it.
-# 2. Each rank opens a socket and writes its address into the store, under its rank.
+# 2. Each rank opens a socket and writes its address into the store, with its rank as the key.
 # 3. It waits for the addresses of the others. (A job hangs here if a rank is missing.)
-# 4. It connects to each of them: that makes n - 1 sockets on each rank, and n(n-1)/2 connections in
-#    total.
+# 4. It connects to each of the others: that makes n - 1 sockets on each rank, and n(n-1)/2
+#    connections in total.
 #
-# Tensors never go through the store. There are three ways to specify its address:
+# Tensors never go through the store. There are three ways to specify the store's address:
 #
 # | rendezvous | call | suited to |
 # |---|---|---|
@@ -131,9 +136,9 @@ plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
 #
 # Eight ranks use gloo. How many sockets to other ranks does each have after `init_process_group`?
 #
-# Then they create the mesh of the picture. Every line along every axis becomes a group: how many
-# groups are there in total? Each new group opens **new** sockets between its members: how many sockets
-# does a rank have then?
+# Then they create the mesh in the picture above. Every line of ranks along every axis becomes a
+# group: how many groups are there in total? Each new group opens **new** sockets between its
+# members: how many sockets does a rank have then?
 
 # %% stub="guess = predict(sockets=..., groups=..., sockets_with_mesh=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -144,15 +149,15 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is the rendezvous of labkit's ranks. They use a file as the store: they all run on one
-# machine, and torch's TCP store would also accept connections from other machines. (Step 6 explains
-# the board in the comment.)
+# This is the rendezvous of labkit's ranks. Their store is a file, since they all run on one machine
+# and torch's TCP store would accept connections from other machines, too. (Step 6 explains the
+# board in the comment.)
 
 # %%
 show("runtime/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
 
 # %% [markdown]
-# A file works like any other store. torch counts the users of the store in it (`refcount`) and
+# A file works like any other store. torch counts the store's users in the file (`refcount`) and
 # deletes it when the last user exits. After a crash the file stays, and the next run may read stale
 # addresses: use a new file name for each run.
 
@@ -163,22 +168,23 @@ in_a_file.set("rank 0", "127.0.0.1:4711")
 Path("../runs/store").read_bytes()
 
 # %% [markdown]
-# The coordinates of a rank in a mesh follow by division with remainder, starting at the last axis:
+# The coordinates of a rank in a mesh follow from repeated division with remainder, starting at the
+# last axis:
 
 # %%
 show("comm/mesh.py:coordinates")
 
 # %% [markdown]
-# The groups along one axis: fix the index on all other axes, and vary the index on this one.
+# For the groups along one axis, fix the index on all other axes and vary the index on this one:
 
 # %%
 show("comm/mesh.py:lines")
 
 # %% [markdown]
-# And here they become groups. Note that **every rank creates every group**, in the same order, even
-# groups to which it does not belong. torch's `new_group` requires this, since it numbers groups by
-# counting calls. `comm.subgroup(ranks)` creates a group and returns its `Comm`, or `None` on a rank
-# outside it. (You can ignore `shared` and `parallel`.)
+# Here the lines become groups. Note that **every rank creates every group**, in the same order,
+# even groups to which it does not belong. torch's `new_group` requires this, since it numbers
+# groups by counting calls. `comm.subgroup(ranks)` creates a group and returns its `Comm`, or `None`
+# on a rank outside the group. (You can ignore `shared` and `parallel`.)
 
 # %%
 show("comm/mesh.py:Mesh._over")
@@ -188,7 +194,7 @@ show("comm/mesh.py:Mesh._over")
 #
 # ### Ranks by hand
 #
-# An ordinary script. Nothing in it depends on the rank; it asks for its rank at run time.
+# This is an ordinary script. Nothing in it depends on the rank; it asks for its rank at run time.
 
 # %%
 # %%writefile ../runs/hello.py
@@ -204,8 +210,8 @@ dist.destroy_process_group()
 # %% [markdown]
 # Now this notebook acts as the launcher. Like torchrun, it opens the store itself, so you can read
 # what is in it. (Without torchrun, rank 0 opens the store.) `LauncherStore` listens on a free port
-# of this machine; its `variables` tell the ranks that the store already exists and that their
-# sockets must stay on this machine, too.
+# of this machine. Two more environment variables, its `variables`, say that the store already
+# exists and that the ranks' sockets must also stay on this machine.
 
 # %%
 store = LauncherStore()
@@ -235,9 +241,9 @@ print("listens at", [x.laddr.port for x in sockets if x.status == psutil.CONN_LI
 print("has ended:", first.poll() is not None)
 
 # %% [markdown]
-# The key consists of the group, the device and, last, the rank. Rank 0 has opened a socket and
+# The key consists of the group, the device and finally the rank. Rank 0 has opened a socket and
 # written its address into the store. Now it waits for the other addresses (item 3 of the list in
-# section 2), for up to 30 minutes. Rank 1 ends the wait:
+# step 2), for up to 30 minutes. Rank 1 ends the wait:
 
 # %%
 second = start(1, world_size=2)
@@ -246,17 +252,17 @@ for process in (first, second):
 show_store(2)
 
 # %% [markdown]
-# **Your turn, in terminals.** Open two terminals (File, New, Terminal) in the folder of these labs and
-# run `source ../.venv/bin/activate` (or activate your Python environment in your own way). Now *you*
-# are the launcher; `env` sets the variables for one command:
+# **Your turn, in terminals.** Open two terminals (File, New, Terminal) in the folder of these labs
+# and run `source ../.venv/bin/activate` (or activate your Python environment in your own way). Now
+# *you* are the launcher; `env` sets the variables for one command:
 #
 # ```sh
 # env MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=0 python ../runs/hello.py
 # env MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=1 python ../runs/hello.py
 # ```
 #
-# The first waits until you start the second in the other terminal. Then use a launcher. (Its four
-# lines about `OMP_NUM_THREADS` are not an error: each rank gets one thread.)
+# The first waits until you start the second in the other terminal. Then use a launcher. (Its
+# four-line warning about `OMP_NUM_THREADS` is not an error: each rank gets one thread.)
 #
 # ```sh
 # torchrun --nproc-per-node 4 ../runs/hello.py
@@ -268,7 +274,7 @@ show_store(2)
 # | you start | you see | because |
 # |---|---|---|
 # | rank 1 first, then rank 0 | the two sums, as before | rank 1 retries until the store is open |
-# | rank 0 twice | the second dies: `EADDRINUSE` | both try to open the store at port 29500 |
+# | rank 0 twice | the second dies: `EADDRINUSE` | both try to open the store on port 29500 |
 # | rank 1 twice, no rank 0 | nothing | there is no store, and both keep trying |
 # | two ranks with `WORLD_SIZE=3` | nothing | both wait for the address of rank 2 |
 #
@@ -277,11 +283,11 @@ show_store(2)
 # (macOS: `lo0`) after `env`.
 
 # %% [markdown]
-# Finally, use a file as store, without any variables. Copy the script to `../runs/by_file.py`, add
-# `import os, sys` at the top, and change the call to
+# Finally, use a file as the store, without any environment variables. Copy the script to
+# `../runs/by_file.py`, add `import os, sys` at the top, and change the call to
 #
 # ```python
-# store = f"file://{os.getcwd()}/store-1"  # a new name, which no crashed run has left behind
+# store = f"file://{os.getcwd()}/store-1"  # a new name for each run
 # dist.init_process_group("gloo", init_method=store, rank=int(sys.argv[1]), world_size=2)
 # ```
 #
@@ -314,15 +320,16 @@ groups = {group for *_, of_rank in seen for group in of_rank}
 guess.beside(sockets=seen[5][0], groups=len(groups), sockets_with_mesh=seen[5][1])
 
 # %% [markdown]
-# The counts show that a group is more than a label: it has its own sockets. On GPUs it has NCCL
-# channels and buffers, so do not create groups in a loop. Which groups does rank 5 belong to?
+# The counts show that a group is more than a label: it has its own sockets. On GPUs it has its own
+# NCCL connections and buffers, so do not create groups in a loop. Which groups does rank 5 belong
+# to?
 
 # %% tags=["nbval-check-output"]
 seen[5][2]
 
 # %% [markdown]
-# Each axis has its own `Comm`, and its collectives stay inside the group. Sum the rank numbers
-# along each axis:
+# Each axis has its own `Comm`, whose collectives stay inside the group. Sum the rank numbers along
+# each axis:
 
 
 # %% tags=["nbval-check-output"]
@@ -340,7 +347,7 @@ world.run(sums)
 
 # %% [markdown]
 # On one node with 8 devices, no message leaves the node. With nodes of 4, the four `pp` groups
-# cross nodes (dashed above). What if `tp` came first?
+# cross nodes (dashed in the picture of step 2). What if `tp` came first?
 
 # %%
 plot.mesh({"tp": 2, "dp": 2, "pp": 2}, ranks_per_node=4)
@@ -354,11 +361,11 @@ world.close()  # ends its eight processes
 # %% [markdown]
 # ## 6. Break it: the hang clinic
 #
-# Here are six programs for three ranks, each with one classic bug. **Before you run them**: what does
-# plain `torch.distributed` do with each? It may
+# Here are six programs for three ranks, each with one classic bug. **Before you run them**: how
+# does each end with plain `torch.distributed`?
 #
 # - `hang`: a rank waits until the timeout;
-# - `crash`: a rank dies, or raises an error at once;
+# - `crash`: a rank dies or raises an error at once;
 # - `silent`: all ranks return as if nothing were wrong.
 
 
@@ -410,7 +417,7 @@ def other_group(comm):
     return x
 
 
-# %% stub="# each of them: \"hang\", \"crash\" or \"silent\"\nguesses = {\"skips\": ..., \"other_order\": ..., \"other_shape\": ..., \"other_dtype\": ...}\nguesses |= {\"sends_to_nobody\": ..., \"other_group\": ...}"
+# %% stub="# each is \"hang\", \"crash\" or \"silent\"\nguesses = {\"skips\": ..., \"other_order\": ..., \"other_shape\": ..., \"other_dtype\": ...}\nguesses |= {\"sends_to_nobody\": ..., \"other_group\": ...}"
 ### BEGIN SOLUTION
 guesses = {"skips": "hang", "other_order": "hang", "other_shape": "crash", "other_dtype": "silent"}
 guesses |= {"sends_to_nobody": "hang", "other_group": "hang"}
@@ -418,28 +425,28 @@ guesses |= {"sends_to_nobody": "hang", "other_group": "hang"}
 
 # %% [markdown]
 # The clinic runs each program twice on real ranks: with torch's own functions, and with labkit's
-# communicator. Both have a timeout of 2 s.
+# communicator. Both runs have a timeout of 2 s.
 
 # %%
 patients = [skips, other_order, other_shape, other_dtype, sends_to_nobody, other_group]
 clinic(patients, guesses)
 
 # %% [markdown]
-# Look at three things in this table.
+# Note three points in this table.
 #
-# - **Torch's hangs** all look alike: "timed out", or "closed by peer" where the peer timed out first.
-#   Each rank knows only its own sockets. In `skips`, the rank at fault is the only one without an
-#   error.
+# - **Torch's hangs** all look alike: "timed out", or "closed by peer" where the peer timed out
+#   first. Each rank knows only its own sockets. In `skips`, the rank at fault is the only one
+#   without an error.
 # - **The crash** is reported for the rank that died, not for the rank whose tensor was too large.
-# - **The silent bug** is the worst. The sum of three ones is not 2: rank 1's integers, read as floats,
-#   are almost zero. On rank 1 the sum is about a billion, since there floats are read as integers. No
-#   rank stops.
+# - **The silent bug** is the worst. The sum of three ones should be 3, but ranks 0 and 2 get 2:
+#   rank 1's integers, read as floats, are almost zero. On rank 1 the sum is about a billion, since
+#   floats are read as integers there. No rank reports an error.
 
 # %% [markdown]
-# You can also see a hang in a recording, which keeps what the ranks did before it. Ranks 0 and 2 are
-# still in their second collective: their bars end in arrows, since the collective never completed.
-# (The time in the title is that of the last recorded event.) Rank 1 has returned after the first
-# collective, the barrier; from there on its row is empty.
+# A recording also shows a hang, since it keeps what the ranks did before. Ranks 0 and 2 are still
+# in their second collective: their bars end in arrows, since it never completed. (The time in the
+# title is that of the last recorded event.) Rank 1 has returned after the first collective, a
+# barrier (each rank waits there until all have arrived); from then on its row is empty.
 
 # %%
 three = World(3, timeout_s=2)
@@ -461,17 +468,18 @@ plot.timeline(stuck)
 show("runtime/board.py:Board.enter", since="key, signature =")
 
 # %% [markdown]
-# While ranks wait, the world checks which of them can still continue. `waits` maps each waiting
+# While ranks wait, the `World` checks which of them can still continue. `waits` maps each waiting
 # rank to the note of its operation, and `needs` maps it to the ranks that have not reached this
-# operation; `targets` are the ranks of this run. A rank that has returned will never reach it
-# (`gone`), and neither will a rank in a cycle of ranks that wait for each other (`stuck`):
+# operation; `targets` are the ranks of this run. A rank that has returned will never reach the
+# operation (`gone`), and neither will a rank in a cycle of ranks that wait for each other
+# (`stuck`):
 
 # %%
 show("runtime/diagnose.py:Watch._hopeless", since="needs = {")
 
 # %% [markdown]
-# labkit cannot know what you *meant*. If ranks swap two all-reduces of the same shape, every rank
-# still calls the same operation twice. What is the result, and what should it be?
+# labkit cannot know what you *meant*. If one rank swaps two all-reduces of the same shape, every
+# rank still calls the same operation twice. What is the result, and what should it be?
 
 
 # %% tags=["nbval-check-output"]
@@ -486,7 +494,7 @@ def swapped_all_reduces():
 three.run(swapped_all_reduces)
 
 # %% [markdown]
-# Gradients of 3 and a loss of 300 are right. No tool catches this bug. Loop over tensors in an
+# The gradients should be 3 and the loss 300. No tool catches this bug. Loop over tensors in an
 # order that is the same on all ranks (a list, never a set).
 #
 # One more bug: only the members create a group, "since the others do not need it":
@@ -507,9 +515,9 @@ three.run(members_only)
 #
 # ### Exercise 1: The coordinates of a rank
 #
-# Try it without looking at step 4 again. `sizes` maps axis names to sizes, outermost axis first, such
-# as `{"pp": 2, "dp": 2, "tp": 2}`; names and sizes vary. Return the index of `rank` on each axis, such
-# as `{"pp": 1, "dp": 0, "tp": 1}`.
+# Try this without looking at step 4 again. `sizes` maps axis names to sizes, outermost axis first,
+# such as `{"pp": 2, "dp": 2, "tp": 2}`; names and sizes vary. Return the index of `rank` on each
+# axis, such as `{"pp": 1, "dp": 0, "tp": 1}`.
 
 
 # %%
@@ -528,9 +536,9 @@ check.where(where)
 # %% [markdown]
 # ### Exercise 2: Megatron's groups
 #
-# Return the groups along `axis`, each a list of ranks in ascending order. In the mesh above, along
-# `dp`: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates them on real ranks. Hint: how far apart
-# are neighbors along an axis?
+# Return the groups along `axis`, each a list of ranks in ascending order. For `dp` in the mesh of
+# step 2: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates them on real ranks. Hint: how far
+# apart are neighbors along an axis?
 
 
 # %%
@@ -541,7 +549,7 @@ def groups_along(axis, sizes):
         total *= size
     groups = {}
     for rank in range(total):
-        others = where(rank, sizes) | {axis: 0}  # those of one group agree on all other axes
+        others = where(rank, sizes) | {axis: 0}  # a group's ranks agree on all other axes
         groups.setdefault(tuple(others.values()), []).append(rank)
     return list(groups.values())
     ### END SOLUTION
@@ -558,7 +566,7 @@ check.groups_along(groups_along)
 #
 # | call | what it does |
 # |---|---|
-# | `store.set(key, "text")` | sets a value; the key stays set, also in the next barrier |
+# | `store.set(key, "text")` | sets a value; the key still exists in the next barrier |
 # | `store.get(key)` | waits until the key exists and returns its value as bytes, such as `b"4"` after four `add` calls |
 # | `store.add(key, 1)` | adds to a counter, 0 at first, and returns the new value, an `int` |
 # | `store.wait([key, ...])` | waits until all these keys exist |
@@ -579,8 +587,8 @@ check.my_barrier(my_barrier)
 # %% [markdown]
 # ### Exercise 4: Uneven data
 #
-# A very common hang: the data does not divide evenly. Each rank has a list of `batches`, tensors
-# with one element. These lists differ in length. In each round, the ranks all-reduce one batch
+# A very common cause of hangs: the data does not divide evenly. Each rank has a list, `batches`, of
+# one-element tensors; these lists differ in length. In each round, the ranks all-reduce one batch
 # each.
 
 
@@ -622,13 +630,13 @@ check.totals(totals)
 # %% [markdown]
 # ### Exercise 5, open: Rank placement
 #
-# Twelve ranks run on three nodes of 4: ranks 0 to 3, 4 to 7, 8 to 11. They form a mesh with `dp` = 3,
-# `pp` = 2, `tp` = 2. In each step
+# Twelve ranks run on three nodes of 4: ranks 0 to 3, 4 to 7, 8 to 11. They form a mesh with dp=3,
+# pp=2, tp=2. In each step:
 #
 # | axis | each rank sends |
 # |---|---|
-# | `tp` | 8,000 bytes to its partner |
-# | `dp` | 3,000 bytes to the next of its three ranks, around a ring |
+# | `tp` | 8,000 bytes to the other rank of its `tp` line |
+# | `dp` | 3,000 bytes to the next rank of its `dp` line, around a ring of three |
 # | `pp` | 1,000 bytes to the other rank of its `pp` line |
 #
 # Write `place(rank)`, which returns the coordinates `(dp, pp, tp)` of one rank. Over all 12 ranks,
@@ -658,11 +666,11 @@ report("01")
 # |---|---|
 # | torchrun | an agent on each node opens or joins the store, sets the variables, starts the ranks, and restarts all of them when one dies (`--max-restarts`) |
 # | DeepSpeed | `deepspeed --hostfile hosts train.py` logs in to each node by ssh and sets the same variables |
-# | Accelerate | `accelerate config` asks once; `accelerate launch train.py` then runs torchrun's code |
+# | Accelerate | `accelerate config` asks for the settings once; `accelerate launch train.py` then runs torchrun's code |
 # | Slurm | `srun` sets `SLURM_PROCID` and `SLURM_NTASKS`; your script sets `RANK` and `WORLD_SIZE` from them |
 # | Megatron | `initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)`; the remaining factor is data parallelism; with `order="tp-cp-ep-dp-pp"` the **first** axis varies fastest |
-# | torch | `init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))`: the last varies fastest, as here |
-# | DeepSpeed | `PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)`: pipe, data, model, the last fastest |
+# | torch | `init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))`: the last axis varies fastest, as here |
+# | DeepSpeed | `PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)`: axes pipe, data, model; the last varies fastest |
 #
 # (Sources: the tools' documentation; Megatron-LM, `megatron/core/parallel_state.py`; DeepSpeed,
 # `deepspeed/runtime/pipe/topology.py`.)
@@ -670,15 +678,16 @@ report("01")
 # %% [markdown]
 # torch can report more about hangs than it does by default:
 #
-# - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, makes ranks compare operation
-#   and shapes over gloo before each collective. It is slow: use it to find a bug, not to train.
-# - `dist.monitored_barrier(timeout=...)`, for gloo only, is a barrier at which rank 0 names the missing
-#   rank: "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
-# - `TORCH_FR_BUFFER_SIZE=2000` (formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`) turns on the *flight recorder*,
-#   which keeps the last NCCL operations of each rank; `TORCH_NCCL_DUMP_ON_TIMEOUT=1` saves them on a
-#   timeout.
+# - `TORCH_DISTRIBUTED_DEBUG=DETAIL`, set **before** torch is imported, makes ranks compare
+#   operation and shapes over gloo before each collective. It is slow: use it to find a bug, not to
+#   train.
+# - `dist.monitored_barrier(timeout=...)`, for gloo only, is a barrier at which rank 0 names the
+#   missing rank: "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
+# - `TORCH_FR_BUFFER_SIZE=2000` (formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`) turns on the *flight
+#   recorder*, which keeps the most recent NCCL operations of each rank;
+#   `TORCH_NCCL_DUMP_ON_TIMEOUT=1` saves them on a timeout.
 # - `py-spy dump --pid ...` shows the current line of a rank, as `Where each rank was` did above.
 
 # %% [markdown]
-# **You can now** start ranks in three ways, explain the rendezvous, arrange ranks in a mesh, and find
-# the rank behind a hang.
+# **You can now** start ranks in three ways, explain the rendezvous, arrange ranks in a mesh, and
+# find the rank behind a hang.

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Lab 02: Collectives
 #
-# An all-reduce gives every rank the sum of all ranks' tensors. You have called one. Now you see two
-# algorithms for it, a ring for large tensors and a tree for small ones. You build the ring from
-# send and receive, and a broadcast by a tree. You will see every step, and predict its time for any
-# size and any number of ranks.
+# An all-reduce gives every rank the sum of all ranks' tensors. You have already called it. This lab
+# shows two algorithms for it: a ring for large tensors and a tree for small ones. You watch every
+# step, build the ring and a tree broadcast from send and receive, and predict the time of an
+# all-reduce for any size and any number of ranks.
 #
 # You need labs 00 and 01: ranks, `comm.send` and `comm.recv`, a first tree, a first deadlock.
 
@@ -22,16 +22,16 @@ from labkit.course import predict, report, show
 from labkit.labs.lab_02 import checks as check
 from labkit.labs.lab_02.scenarios import ring_a, ring_b
 
-guess = predict()  # empty for now: you fill it in, in step 3
+guess = predict()  # empty until step 3
 
 # %% [markdown]
 # ## 1. The question
 #
-# The simplest algorithm is a **server**: every rank sends its tensor to rank 0, which adds them up and
+# The simplest algorithm is a **server**: every rank sends its tensor to rank 0, which adds them and
 # sends the sum back. Another is a **ring**. labkit has both, under the names `naive` and `ring`.
 #
-# Here are four ranks, each with a link of 0.05 Gb/s and a latency of 10 ms. The link is **paced**:
-# the bytes are real, and each message is delayed as on a link of that speed.
+# Here are four ranks, each with a link of 0.05 Gb/s and a latency (delay per message) of 10 ms. The
+# link is **paced**: the bytes are real, and each message is delayed as on a link of that speed.
 
 # %%
 LINK = Link(gbps=0.05, latency_us=10_000)
@@ -74,7 +74,7 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # Look before you calculate. `watch_collective` runs an algorithm once on real ranks and records
 # every message and every rank's tensor. (It needs ranks that send messages: `backend="gloo"`.)
-# Nothing in the picture is drawn by hand. The server:
+# Nothing in the picture is drawn by hand. Here is the server:
 
 # %%
 world = World(4, backend="gloo")
@@ -84,15 +84,16 @@ plot.movement(watch_collective(world, "all_reduce", "naive"))
 # How to read it:
 #
 # - a **column** is a rank; its tensor is split into four **chunks**, c0 to c3, from top to bottom;
-# - a cell has one stripe for each rank, colored once that rank's values have been added: four colored
-#   stripes are the complete sum;
+# - a cell has one stripe for each rank, colored once that rank's values have been added: four
+#   colored stripes are the complete sum;
 # - a frame marks what a rank sends in this step, and an arrow the receiver;
 # - each picture shows the state at the beginning of its step; the next one shows the result.
 #
 # The whole tensor passes through rank 0 six times. The other ranks are idle most of the time.
 
 # %% [markdown]
-# The **ring**: every rank sends in every step, but only one chunk, and only to its right neighbor.
+# In the **ring**, every rank sends in every step, but only one chunk, and only to its right
+# neighbor.
 
 # %%
 ring = watch_collective(world, "all_reduce", "ring")
@@ -101,15 +102,15 @@ plot.movement(ring)
 # %% [markdown]
 # It has two halves, which are collectives themselves:
 #
-# - steps 1 to 3 are a **reduce-scatter**: partial sums travel around the ring, and each rank adds its
-#   own values. After n - 1 steps, rank r has chunk r of the sum;
+# - steps 1 to 3 are a **reduce-scatter**: partial sums travel around the ring, and each rank adds
+#   its own values. After n - 1 steps, rank r has chunk r of the sum;
 # - steps 4 to 6 are an **all-gather**: the complete chunks travel around the ring.
 #
 # Follow c0 from step 1 to the end.
 
 # %% [markdown]
-# The **tree**: sums travel up to rank 0, and the result down again. It has few steps, but each sends the
-# whole tensor. Move the slider, or press play:
+# In the **tree**, partial sums travel up to rank 0, and the result travels back down. There are few
+# steps, but each sends the whole tensor. Move the slider, or press play:
 
 # %%
 plot.steps(watch_collective(world, "all_reduce", "tree"))
@@ -126,7 +127,7 @@ plot.steps(watch_collective(world, "all_reduce", "tree"))
 # | tree | 2⌈log₂ n⌉ | S | 2⌈log₂ n⌉ · (α + S β) |
 #
 # The additions take time as well (γ, gamma, per byte), but little compared with a network. (By this
-# formula the server above needs 563 ms, but it took less: our paced links slow down only the
+# formula the server in step 1 needs 563 ms, but it took less: our paced links slow down only the
 # sender, so rank 0 can receive three tensors at once. A real network card could not.)
 
 
@@ -164,8 +165,8 @@ def tree_s(n, nbytes, alpha_s, beta_s_per_byte):
 # ## 3. Predict
 #
 # Four ranks all-reduce S = 1 MiB. How many bytes does **rank 0** send with each of the three
-# algorithms? And how many steps does the ring take? Count the frames in the pictures: a frame around
-# one cell is S/4.
+# algorithms? And how many steps does the ring take? Count the frames in the pictures: a frame
+# around one cell is S/4.
 
 # %% stub="S = 2**20  # bytes\nguess = predict(server_bytes=..., ring_bytes=..., tree_bytes=..., ring_steps=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -177,8 +178,8 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is the first half of labkit's ring. `chunks` are the n parts of the tensor; `out` is chunk r on
-# rank r.
+# This is the first half of labkit's ring. `chunks` are the n parts of the tensor; `out` receives
+# chunk r of the sum on rank r.
 
 # %%
 show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
@@ -186,17 +187,25 @@ show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 # %% [markdown]
 # - `irecv` and `isend` **start** a message and return at once; `yield` waits for it. So every rank
 #   sends and receives at the same time.
-# - `partial` is the tensor to send next: first this rank's values of chunk `rank - 1`, then what
-#   has just arrived plus this rank's values of the same chunk (`share`).
+# - `partial` is the tensor to send next: first this rank's values of chunk `rank - 1`, then the sum
+#   that just arrived plus this rank's values of the same chunk (`share`).
 # - `reduce(a, b)` adds b to a.
+<<<<<<< HEAD
 # - Messages arrive in a buffer, `staging`, of two halves that alternate: one partial sum is still being
 #   sent while the next arrives.
 # - In the last step the sum becomes complete. It arrives in `out` itself, where the rank's own chunk is
 #   added. If `out` *is* the rank's own chunk (`in_place`, as in the all-reduce below), the message
 #   arrives in `staging` and is added to `out`.
+=======
+# - Messages arrive in a buffer, `room`, with two halves that alternate: one partial sum is still
+#   being sent while the next arrives.
+# - In the last step the partial sum arrives in `out` itself, and adding the rank's own chunk
+#   completes it. If `out` *is* that chunk (`in_place`, as in the all-reduce below), the message
+#   arrives in `room` and is added to `out`.
+>>>>>>> wt-labs
 
 # %% [markdown]
-# The second half, and both together:
+# The second half, and the whole all-reduce:
 
 # %%
 show("comm/collectives/all_gather.py:ring_all_gather", since="n, rank")
@@ -213,8 +222,8 @@ for name in ["naive", "ring", "tree"]:
     print(f"{name:6}", cost("all_reduce", name, n=4, nbytes=2**20))
 
 # %% [markdown]
-# `sent_bytes` counts the bytes that pass through the busiest rank one after another, in *or* out: in the
-# tree, 2S arrive at rank 0 before 2S leave it. Rank 0 itself sends only the second part.
+# `sent_bytes` counts the bytes that pass through the busiest rank one after another, in *or* out:
+# in the tree, 2S arrive at rank 0, and then 2S leave it. Rank 0 itself sends only the latter.
 
 # %% [markdown]
 # ## 5. Run it
@@ -244,7 +253,7 @@ guess.beside(
 # the same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the additions, no
 # algorithm can send fewer bytes from its busiest rank (Patarasuk and Yuan, 2009).
 #
-# Now time. We know α and β of the paced link, so the formulas predict milliseconds. (We compare
+# Now the times. We know α and β of the paced link, so the formulas can predict them. (We compare
 # ring and tree only.)
 
 # %%
@@ -269,7 +278,8 @@ axes.spines[["top", "right"]].set_visible(False)
 
 # %% tags=["nbval-check-output"]
 names = {True: "ring", False: "tree"}
-for k in (0, -1):  # the smallest and the largest
+print("The faster algorithm:")
+for k in (0, -1):  # the smallest and the largest size
     by_formula = ring_s(4, sizes[k], ALPHA_S, BETA_S) < tree_s(4, sizes[k], ALPHA_S, BETA_S)
     in_fact = measured["ring"][k] < measured["tree"][k]
     print(f"{sizes[k] // 1024:3} KiB: {names[by_formula]} by formula, {names[in_fact]} measured")
@@ -279,16 +289,16 @@ for k in (0, -1):  # the smallest and the largest
 # which the formula leaves out. For small tensors latency dominates, and the tree has fewer steps.
 # For large tensors bytes dominate, and the ring sends fewer. The lines cross.
 #
-# **Recursive doubling** is related to the tree but has no root: every rank exchanges its tensor with a
-# partner at distance 1, 2, 4, ... It takes half the steps of the tree, each with all S bytes:
-# log₂ n · (α + S β). (If n is not a power of two, it takes two more steps.)
+# **Recursive doubling** is related to the tree but has no root: every rank exchanges its tensor
+# with a partner at distance 1, 2, 4, ... It takes half the steps of the tree, each with all S
+# bytes: log₂ n · (α + S β). (If n is not a power of two, it takes two more steps.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", "recursive_doubling"))
 
 # %% [markdown]
 # A good library switches algorithms where the lines cross. labkit looks up the choice in a table,
-# which was measured on links that are not paced, and explains it:
+# measured on links that are not paced, and explains it:
 
 # %%
 for nbytes in [2**10, 2**24]:
@@ -296,18 +306,18 @@ for nbytes in [2**10, 2**24]:
     print(choice.why.partition(". ")[0], "->", choice.algorithm)
 
 # %% [markdown]
-# (`gloo` is the backend's own all-reduce, also a ring. All of this is about messages. Ranks on one
-# machine can also use shared memory, as they do in a world with neither `backend="gloo"` nor a
+# (`gloo` is the backend's own all-reduce, also a ring. All of this applies to messages. Ranks on
+# one machine can also use shared memory, as they do in a world with neither `backend="gloo"` nor a
 # `link`.)
 
 # %% [markdown]
-# And now 1 GB. A cluster has two kinds of links: NVLink between the 8 GPUs of a node, say 450 GB/s;
-# and InfiniBand, a fast network between nodes, with one card of 50 GB/s (400 Gbit/s) per GPU.
-# Latencies differ between clusters; we assume 2 µs and 10 µs. **Hierarchical** means three stages:
-# a reduce-scatter inside each node, after which each GPU has 1/8 of the node's sum; an all-reduce
-# of this eighth with the GPUs at the same position in the other nodes; and an all-gather inside
-# each node. **Two trees** means that two trees run at once, each with half of the tensor, split
-# into many small pieces. All algorithms except the hierarchical one use InfiniBand only.
+# And now 1 GB. A cluster has two kinds of links: NVLink between the 8 GPUs of a node, say 450 GB/s,
+# and InfiniBand, a fast network between nodes, with one card of 50 GB/s (400 Gb/s) per GPU.
+# Latencies differ between clusters; we assume 2 µs and 10 µs. A **hierarchical** all-reduce has
+# three stages: a reduce-scatter inside each node, after which each GPU has 1/8 of the node's sum;
+# an all-reduce of this eighth with the GPUs at the same position in the other nodes; and an
+# all-gather inside each node. With **two trees**, both run at once, each with half of the tensor,
+# split into many small pieces. All algorithms except the hierarchical one use InfiniBand only.
 
 # %%
 NVLINK, INFINIBAND = (2e-6, 1 / 450e9), (10e-6, 1 / 50e9)  # α in s, β in s per byte
@@ -319,7 +329,7 @@ def hierarchical_s(n, nbytes):
 
 
 def two_trees_s(n, nbytes):
-    """Each tree carries half, in many small pieces, whose latencies (a few ms) we leave out."""
+    """Each tree carries half, in many small pieces; we ignore their latencies (a few ms)."""
     return 2 * ceil(log2(n)) * INFINIBAND[0] + 2 * nbytes * INFINIBAND[1]
 
 
@@ -356,18 +366,17 @@ for n in [8, 64, 8000]:
 # the hierarchical algorithm. A plain ring over InfiniBand takes 35 and 200 ms; the server is far
 # too slow.
 #
-# From 8 to 8,000 ranks the *bytes* of the ring hardly grow: they take 35 to 40 ms. But the number of
-# *steps* grows: 16,000 latencies are 160 ms. So with thousands of ranks, use algorithms with few steps
-# **and** few bytes: hierarchical ones, or **two trees** at once, each with half of the tensor, split into
-# pieces (`double_tree` in labkit).
+# From 8 to 8,000 ranks the *bytes* of the ring hardly grow: they take 35 to 40 ms. But the number
+# of *steps* grows: 16,000 latencies are 160 ms. So with thousands of ranks, use algorithms with few
+# steps **and** few bytes: the hierarchical one, or two trees (`double_tree` in labkit).
 
 # %% [markdown]
 # ## 6. Break it
 #
 # ### All ranks send first
 #
-# A first attempt at a ring, with the calls of lab 00. Every rank sends to its right neighbor, then
-# receives from its left neighbor:
+# Here is a first attempt at a ring, with the calls of lab 00. Every rank sends to its right
+# neighbor, then receives from its left neighbor:
 
 
 # %%
@@ -384,8 +393,9 @@ short = World(3, timeout_s=2)
 short.run(lambda: first_ring(Comm(), torch.ones(4)))
 
 # %% [markdown]
-# All ranks wait in `send`, and none receives. We need a send that does not block. `comm.isend` starts the
-# message and returns a **handle**; do not write to the tensor until `handle.wait()` has returned.
+# All ranks wait in `send`, and none receives. We need a send that does not block. `comm.isend`
+# starts the message and returns a **handle**; do not write to the tensor until `handle.wait()` has
+# returned.
 
 
 # %%
@@ -401,10 +411,10 @@ def pass_on(comm, outgoing, incoming):
 #
 # ### Two rings with a bug
 #
-# Here are two faulty all-reduces. Neither hangs. You do not see their code, only what they do: what
-# is wrong with each, and from which step on? A cell with an orange-red frame holds a wrong sum:
-# `2×` means that it includes a rank's values twice. Not every error has such a frame: values that
-# are only missing stay gray. (The answer is in `solutions/02_collectives.ipynb`, step 6.)
+# Here are two faulty all-reduces. Neither hangs. You see only what they do, not their code. What is
+# wrong with each, and from which step on? A cell with an orange-red frame holds a wrong sum: `2×`
+# means that it includes a rank's values twice. Not every error has this frame: missing values just
+# stay gray. (The answer is in `solutions/02_collectives.ipynb`, step 6.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", ring_a))
@@ -416,8 +426,9 @@ plot.movement(watch_collective(world, "all_reduce", ring_b))
 # - **ring_a** runs its reduce-scatter for one step too many, and has no all-gather. After n - 1
 #   steps each chunk is complete on one rank. In step n this complete sum goes to the right
 #   neighbor, which *adds* it to its own values, although the sum already includes them.
-# - **ring_b** is right up to step 3. Then its all-gather starts with the wrong chunk: not the complete
-#   one, but the one that each rank sent first. So the values of a single rank travel around.
+# - **ring_b** is right up to step 3. Then its all-gather starts with the wrong chunk: not the
+#   complete one, but the one that each rank sent first. So the chunks that travel around the ring
+#   hold only one rank's values.
 
 # %% tags=["answer"]
 show("labs/lab_02/scenarios.py:ring_b")
@@ -425,9 +436,9 @@ show("labs/lab_02/scenarios.py:ring_b")
 # %% [markdown]
 # ## 7. Build it
 #
-# Your functions get `comm` and use `send`, `recv`, `isend` and `irecv` (or `pass_on`). Each check runs
-# them on real ranks, compares values and bytes, and counts the steps of the recorded movement. To see
-# what your function does, even if it is wrong:
+# Your functions get `comm` and use `send`, `recv`, `isend` and `irecv` (or `pass_on`). Each check
+# runs them on real ranks, checks values and bytes, and counts the steps of the recorded movement.
+# To see what your function does, even if it is wrong:
 #
 # ```
 # plot.movement(watch_collective(world, "reduce_scatter", my_reduce_scatter))
@@ -436,10 +447,10 @@ show("labs/lab_02/scenarios.py:ring_b")
 # %% [markdown]
 # ### Exercise 1: Reduce-scatter
 #
-# `chunks` is a list of n one-dimensional tensors, which may differ in size. In n - 1 steps around the
-# ring, make `chunks[comm.rank]` the sum of all ranks' chunks with this index. The other chunks may hold
-# anything afterwards. `torch.empty_like(chunk)` is a buffer for a message, with the right shape **and
-# dtype** (the pictures use integers).
+# `chunks` is a list of n one-dimensional tensors, which may differ in size. In n - 1 steps around
+# the ring, make `chunks[comm.rank]` the sum of all ranks' chunks with this index. The other chunks
+# may hold anything afterward. `torch.empty_like(chunk)` is a buffer for a message, with the right
+# shape **and dtype** (the pictures use integers).
 #
 # Sum **in place**: write into the given tensors, as `chunks[i] += y` and `chunks[i].copy_(y)` do;
 # `chunks[i] = ...` only puts another tensor into the list.
@@ -483,8 +494,9 @@ check.my_all_gather(my_all_gather)
 # %% [markdown]
 # ### Exercise 3: The ring
 #
-# `x` has one dimension and any size, which need not be divisible by n. Make it the sum over all ranks, in
-# place. `list(x.tensor_split(n))` is a list of n views of `x`: writing to them writes to `x`.
+# `x` has one dimension and any size, which need not be divisible by n. Replace it, in place, with
+# the sum over all ranks. `list(x.tensor_split(n))` is a list of n views of `x`: writing to them
+# writes to `x`.
 
 
 # %%
@@ -520,15 +532,16 @@ rows = {"formula": formula_ms, "labkit": first_ms["ring"], "yours": 1000 * max(s
 fig, axes = plt.subplots(figsize=(8, 1.5))
 bars = axes.barh(list(rows), list(rows.values()), color=["#B4BAC2", "#0072B2", "#009E73"])
 axes.bar_label(bars, fmt="{:,.0f} ms", padding=4)
-axes.set(xlim=(0, 1.3 * max(rows.values())), xlabel="ms for 512 KiB on 4 ranks by a ring, paced")
+axes.set(xlim=(0, 1.3 * max(rows.values())), xlabel="ms for 512 KiB on 4 ranks with a ring, paced")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # ### Exercise 4: A tree with any root
 #
-# Write a broadcast by a binomial tree. In the first step the root sends to one other rank, in the second
-# both send to one more each, then all four: the number of ranks that have `x` doubles in each step. Any
-# rank can be the root. On 4 ranks it takes 2 steps, on 7 ranks 3. To draw it, with root 2:
+# Write a broadcast by a binomial tree. In the first step the root sends to one other rank, in the
+# second both send to one more each, then all four do: the number of ranks that have `x` doubles in
+# each step. Any rank can be the root. On 4 ranks the tree takes 2 steps, on 7 ranks 3. To draw
+# yours, with root 2:
 #
 # ```
 # plot.movement(watch_collective(world, "broadcast", lambda comm, x: my_tree(comm, x, 2), root=2))
@@ -555,15 +568,15 @@ check.my_tree(my_tree)
 # %% [markdown]
 # ### Exercise 5: The crossover
 #
-# At what size do ring and tree take the same time? Set the two formulas of step 2 equal and solve for S,
-# in bytes. (For 4 ranks or more.)
+# At what size do ring and tree take the same time? Set the two formulas of step 2 equal and solve
+# for S, in bytes. (For 4 ranks or more.)
 
 
 # %%
 def crossover_bytes(n, alpha_s, beta_s_per_byte):
     ### BEGIN SOLUTION
     ring_steps, tree_steps = 2 * (n - 1), 2 * ceil(log2(n))
-    more_bytes = tree_steps - 2 * (n - 1) / n  # that the tree sends, in units of S
+    more_bytes = tree_steps - 2 * (n - 1) / n  # of the tree, in units of S
     return (ring_steps - tree_steps) * alpha_s / (more_bytes * beta_s_per_byte)
     ### END SOLUTION
 
@@ -572,8 +585,8 @@ def crossover_bytes(n, alpha_s, beta_s_per_byte):
 check.crossover_bytes(crossover_bytes)
 
 # %% [markdown]
-# Does your function return the size at which the lines of step 5 cross? And what does it return for 8 and
-# 8,000 ranks of a real cluster?
+# Does your function return the size at which the lines of step 5 cross? And what does it return for
+# 8 and 8,000 ranks of a real cluster?
 
 # %% tags=["nbval-check-output"]
 print(f"4 ranks, paced:          {crossover_bytes(4, ALPHA_S, BETA_S) / 1024:8,.0f} KiB")
@@ -581,29 +594,28 @@ for n in [8, 8000]:
     print(f"{n:5,} ranks, InfiniBand: {crossover_bytes(n, *INFINIBAND) / 1024:8,.0f} KiB")
 
 # %% [markdown]
-# With more ranks the crossover moves up: the latency of the ring grows with n, that of the tree with
-# log n.
+# With more ranks the crossover moves up: the ring's latency grows with n, the tree's with log n.
 
 # %% [markdown]
 # ### Exercise 6, open: The best broadcast
 #
 # Rank 0 has 600,000 bytes that five other ranks need. The latency is 10 µs, the bandwidth 10 GB/s.
-# Both algorithms so far are slow: the tree takes 3 · (10 + 60) = 210 µs, sending one by one takes
-# 350 µs. In each step, a rank can send one message and receive one. This function computes your
-# score, in µs:
+# Both algorithms so far are slow: the tree takes 3 · (10 + 60) = 210 µs, and sending one by one
+# takes 350 µs. In each step, a rank can send one message and receive one. This function computes
+# your score, in µs:
 
 # %%
 show("labs/lab_02/checks.py:modeled_us")
 
 # %% [markdown]
-# `comm.size` is 6. Split `x` into 2, 3 or 6 pieces. While one piece arrives, another can leave. (Your
-# exercises 2 and 4 may help, too.)
+# `comm.size` is 6. Split `x` into 2, 3 or 6 pieces. While one piece arrives, another can leave.
+# (Your exercises 2 and 4 may help, too.)
 
 
 # %%
 def my_best_broadcast(comm, x):
     ### BEGIN SOLUTION
-    handles = []  # a chain: each passes a piece on while the next arrives
+    handles = []  # a chain: each rank passes on a piece while the next arrives
     for piece in x.tensor_split(6):
         if comm.rank > 0:
             comm.recv(piece, comm.rank - 1)
@@ -639,20 +651,21 @@ report("02")
 # %% [markdown]
 # Three ideas behind these algorithms (labkit has the last two):
 #
-# - **many channels**: NCCL runs several rings at once, over different links, and splits chunks further,
-#   so that additions and sends overlap;
-# - **double binary trees** (NCCL 2.4, 2019): every rank is a leaf in one tree but not in the other, so all
-#   ranks send nearly 2S, in 2⌈log₂ n⌉ steps and one more for each piece. This makes 1 GB cheap on 8,000
-#   ranks;
+# - **many channels**: NCCL runs several rings at once, over different links, and splits chunks
+#   further, so that additions and sends overlap;
+# - **double binary trees** (NCCL 2.4, 2019): every rank is a leaf in one tree but not in the other,
+#   so all ranks send nearly 2S, in 2⌈log₂ n⌉ steps plus one for each piece. This makes 1 GB cheap
+#   on 8,000 ranks;
 # - **Rabenseifner's algorithm**: a reduce-scatter by halving and an all-gather by doubling. For
 #   powers of two, it sends as few bytes as the ring, in as few steps as the tree. See
 #   `watch_collective(world, "all_reduce", "halving_doubling")`.
-#
-# %% [markdown]
-# Sources: Patarasuk and Yuan, 2009 (the ring); Thakur, Rabenseifner and Gropp, 2005 (MPICH); Sanders,
-# Speck and Träff, 2009 (two trees); NVIDIA, *NCCL 2.4*, 2019; the documentation of NCCL, HCCL, Open MPI
-# and MPICH; NVIDIA's H100 data sheet (NVLink: 900 GB/s for both directions together).
 
 # %% [markdown]
-# **You can now** read the steps of a collective, build it from messages, predict the time of an all-reduce
-# on any number of ranks, and explain why large tensors use a ring and small ones a tree.
+# Sources: Patarasuk and Yuan, 2009 (the ring); Thakur, Rabenseifner and Gropp, 2005 (MPICH);
+# Sanders, Speck and Träff, 2009 (two trees); NVIDIA, *NCCL 2.4*, 2019; the documentation of NCCL,
+# HCCL, Open MPI and MPICH; NVIDIA's H100 data sheet (NVLink: 900 GB/s for both directions
+# together).
+
+# %% [markdown]
+# **You can now** read the steps of a collective, build it from messages, predict the time of an
+# all-reduce on any number of ranks, and explain why large tensors use a ring and small ones a tree.

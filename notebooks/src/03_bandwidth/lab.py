@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Lab 03: Bandwidth
 #
-# The same collective on the same number of devices can take ten times as long, depending on the links
-# and on which ranks are neighbors. In this lab you measure bandwidth as the field does, find the
-# bottleneck link, relieve it with a hierarchical all-reduce, and read what NCCL logs about all this.
+# The same collective on the same number of devices can take ten times as long, depending on the
+# links and on which ranks are neighbors. In this lab you measure bandwidth as the field does, find
+# the bottleneck link, relieve it with a hierarchical all-reduce, and read what NCCL logs about its
+# links.
 #
 # You need labs 00 to 02: ranks, groups, the ring all-reduce and its cost.
 
@@ -23,7 +24,7 @@ from labkit.labs.lab_03.scenarios import DGX1, bytes_by_pair, ring_in_order, rin
 from labkit.trace.nccl_log import EXAMPLES
 from labkit.trace.nccl_log.summary import table
 
-guess = predict()  # empty for now: you fill it in, in step 3
+guess = predict()  # empty until step 3
 
 # %% [markdown]
 # ## 1. The question
@@ -72,7 +73,7 @@ def bars(rows, xlabel, fmt="{:,.0f}", log=False, height=1.4):
 one_node_s = max(one_node.run(seconds_of, by_ring))
 two_nodes_s = max(two_nodes.run(seconds_of, by_ring))
 rows = {"one node": 1e3 * one_node_s, "two nodes": 1e3 * two_nodes_s}
-bars(rows, "ms for 2 MiB with a ring, paced")
+bars(rows, "ms to all-reduce 2 MiB with a ring, paced")
 
 # %% [markdown]
 # Two of the ring's four hops are slow, and all four ranks wait for them. (By the formula of lab 02,
@@ -94,14 +95,16 @@ bars(rows, "ms for 2 MiB with a ring, paced")
 #                              or Ethernet
 # ```
 #
-# There are three kinds of links. NVLink is by far the fastest. PCIe and InfiniBand are similar,
-# Ethernet is often slower; a message to another node crosses both PCIe and the network. Which links
-# connect which devices is the **topology**. A collective is only as fast as the link that is busy
-# longest, its **bottleneck**.
+# There are three kinds of links: NVLink, by far the fastest; PCIe; and the network between nodes.
+# Of the networks, InfiniBand is about as fast as PCIe, and Ethernet is often slower. A message to
+# another node crosses PCIe, a network card (*card* above) and the network. Which links connect
+# which devices is the **topology**. A collective is only as fast as the link that is busy longest,
+# its **bottleneck**.
 
 # %% [markdown]
-# Data sheets use different units. Beware of two traps: network cards are rated in *bits* (8 per byte),
-# and NVLink by the *sum of both directions*. For a ring, bytes per second in **one direction** count:
+# Data sheets use different units. Beware of two traps: network cards are rated in *bits* (8 per
+# byte), and NVLink by the *sum of both directions*. For a ring, only bytes per second in **one
+# direction** count:
 
 # %%
 LINKS = {  # GB/s, one direction
@@ -114,7 +117,7 @@ LINKS = {  # GB/s, one direction
     "NVLink 3 (A100)": 600 / 2,
     "NVLink 4 (H100)": 900 / 2,
 }
-bars(LINKS, "GB/s of one GPU or one card, one direction", "{:,.1f}", log=True, height=2.8)
+bars(LINKS, "GB/s per GPU or network card, one direction", "{:,.1f}", log=True, height=2.8)
 
 # %% [markdown]
 # The sources of these figures (they are peaks; programs reach less):
@@ -132,11 +135,11 @@ bars(LINKS, "GB/s of one GPU or one card, one direction", "{:,.1f}", log=True, h
 #
 # **algbw = S / t**
 #
-# It tells you how long a tensor takes, but not whether the links are saturated: with more ranks, an
+# It shows how long a tensor takes, but not whether the links are saturated: with more ranks, an
 # all-reduce sends more bytes for the same S. The **bus bandwidth** divides the bytes that each rank
-# must send, whatever the algorithm, by the time. You can compare it with a link's speed.
+# must send, whatever the algorithm, by the time. You can compare it with the speed of a link.
 #
-# **busbw = algbw × factor**
+# **busbw = algbw × factor**, with one factor for each operation
 
 # %% [markdown]
 # Three operations work on chunks: every rank has n of them before or after.
@@ -208,18 +211,18 @@ gradients = predict(sent_by_each_bytes=2 * 7 * 14_000_000_000 // 8)
 gradients
 
 # %% [markdown]
-# By your prediction, it takes at least this many seconds if the slowest link of the ring is one of
-# these:
+# By your prediction, the all-reduce takes at least this many seconds if the slowest link of the
+# ring is one of these:
 
 # %%
 sent_gb = gradients.numbers["sent_by_each_bytes"] / 1e9
 times_s = {link: sent_gb / gb_per_s for link, gb_per_s in LINKS.items()}
-bars(times_s, "seconds for one step, by your prediction", "{:,.2f} s", log=True, height=2.8)
+bars(times_s, "seconds for one all-reduce, by your prediction", "{:,.2f} s", log=True, height=2.8)
 
 # %% [markdown]
-# Now predict the coming run: two nodes of two ranks, S bytes. *Ring*, 0 → 1 → 2 → 3 → 0: how many
-# bytes pass over each hop? *Hierarchical*: how large is the part that a rank contributes to the
-# all-reduce between nodes, how many ranks take part, and how many bytes does each send?
+# Now predict the run of step 5: two nodes of two ranks, S bytes. *Ring*, 0 → 1 → 2 → 3 → 0: how
+# many bytes pass over each hop? *Hierarchical*: how large is the part that a rank contributes to
+# the all-reduce between nodes, how many ranks take part, and how many bytes does each send?
 #
 # For both algorithms, predict the bytes sent over the busiest **slow** link. (Every rank has its
 # own link to the other node, although the ring uses only two of these four.)
@@ -244,8 +247,8 @@ show("events.py:all_reduce_bus_bytes")
 show("events.py:reduce_scatter_bus_bytes")
 
 # %% [markdown]
-# Apply it to 14 GB of gradients in 8 chunks. (If your prediction was different, put this number into
-# step 3 and draw the bars again.)
+# Apply the first function to 14 GB of gradients in 8 chunks. (If your prediction was different, put
+# this number into step 3 and draw the bars again.)
 
 # %% tags=["nbval-check-output"]
 by_formula = all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0)
@@ -257,7 +260,8 @@ gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 # node.
 #
 # - `SubsetWire(wire, ranks)` sends only between these ranks, renumbered from 0.
-# - `rings_all_reduce` is the ring of lab 02; a long tensor is split into pieces, each with its own ring.
+# - `rings_all_reduce` is the ring of lab 02; a long tensor is split into pieces, each with its own
+#   ring.
 # - `divide_by` is the number of ranks for a mean, and 1 for a sum.
 # - `fold` and `unfold` handle nodes of different sizes; for equal nodes they do nothing.
 
@@ -265,9 +269,9 @@ gradients.beside("the formula's", sent_by_each_bytes=by_formula)
 show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
 
 # %% [markdown]
-# NCCL makes such choices by itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank
-# prints a few dozen lines. Here are *example lines, written for this lab* in the format of NCCL's
-# logs, for two nodes with four GPUs each. (If you have GPUs, use your own log: step 8.)
+# NCCL makes these choices itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank prints
+# a few dozen lines. Here are *example lines, written for this lab* in the format of NCCL's logs,
+# for two nodes with four GPUs each. (If you have GPUs, use your own log: step 8.)
 
 # %%
 lines = EXAMPLES["two_nodes"].read_text().splitlines()
@@ -276,9 +280,9 @@ for words in ["Using network", "Channel 01/04", "Trees", "via P2P", "[send] via 
 
 # %% [markdown]
 # - Each line begins with host, process, thread and, in brackets, the GPU.
-# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 of 4, as a list of ranks. The four channels
-#   run at once, each with a quarter of the bytes. (Here channels 0 and 2 use one ring, 1 and 3
-#   another.)
+# - `Channel 01/04 : 0 3 2 5 ...`: the ring of channel 1 (of 4, counted from 0), as a list of ranks.
+#   The channels run at once, each with a quarter of the bytes. (Here channels 0 and 2 use one ring,
+#   1 and 3 another.)
 # - `Trees [0] 5/-1/-1->4->0`: in tree 0, rank 4 has the child 5 and the parent 0.
 # - `3[3] -> 4[0] [send] via NET/IB/3/GDRDMA`: rank 3 (GPU 3 of its node) sends to rank 4 over
 #   InfiniBand card 3, which reads GPU memory directly. `P2P` means GPU to GPU, `SHM` through host
@@ -327,12 +331,13 @@ axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# For small messages the time hardly depends on the size: almost all of it is a fixed cost per step.
-# For large ones busbw approaches the speed of the link, and this is what busbw is for: once it is
-# close, no algorithm with the same traffic can be much faster. (`labkit bench collectives` measures
-# such a table for all operations.)
+# For small messages the time hardly depends on the size: it is almost entirely a fixed cost per
+# step. For large ones busbw approaches the speed of the link, and this is what busbw is for: once
+# it is close, no algorithm with the same traffic can be much faster. (`labkit bench collectives`
+# measures such a table for all operations.)
 #
-# Now your prediction. `paced_bytes(link)` counts the bytes that a rank has sent over a link of that speed.
+# Now check your prediction. `paced_bytes(link)` counts the bytes that a rank has sent over a link
+# of that speed.
 
 
 # %%
@@ -356,9 +361,10 @@ slow_ring, slow_hierarchical = (max(b for _, b in sent) for sent in (ring, hiera
 guess.beside(ring_bytes=slow_ring, hierarchical_bytes=slow_hierarchical)
 
 # %% [markdown]
-# The busiest slow link carries a third of the bytes. And the time? As in lab 02, it is steps × α +
-# bytes × β, with one β per level. Our links have no latency, so α is the time that the processes
-# need for a step. We take it from the fastest of the small messages: 6 steps with almost no bytes.
+# With the hierarchical algorithm, the busiest slow link carries a third of the bytes. And the time?
+# As in lab 02, it is steps × α + bytes × β, with one β for each kind of link. Our links have no
+# latency, so α is the time that the processes need for a step. We take it from the fastest of the
+# small messages: 6 steps with almost no bytes.
 
 # %%
 alpha_s = min(times_s[:4]) / 6
@@ -393,21 +399,22 @@ axes.legend(frameon=False, loc="lower right")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Why is the difference so large? All ranks of a ring move in lockstep: in each of its 6 steps a chunk of
-# S/4 crosses a slow link, and every rank waits for it. The hierarchical algorithm sends most bytes over
-# fast links, and uses *all* slow links at once, each for half of the tensor.
+# Why is the difference so large? All ranks of a ring move in lockstep: in each of its 6 steps a
+# chunk of S/4 crosses a slow link, and every rank waits for it. The hierarchical algorithm sends
+# most bytes over fast links, and uses *all* slow links at once, each for half of the tensor.
 #
-# Formula and measurement differ by some milliseconds: α varies from run to run, and copying and
-# adding 2 MiB takes time, on cores that the ranks share. With `Link(gbps=1000)`, only this time is
+# Formula and measurement differ by a few milliseconds: α varies from run to run, and copying and
+# adding 2 MiB takes time on cores that the ranks share. With `Link(gbps=1000)`, only this time is
 # left.
 
 # %% [markdown]
 # ## 6. Break it
 #
 # A batch system may assign ranks round-robin: first node, second node, first, second. A ring in
-# rank order then changes node at every hop. In our numbering (0 and 1 on the first node, 2 and 3 on
-# the second) this is the ring 0 → 2 → 1 → 3. The program and its sums are correct, but it sends too
-# many bytes between nodes, and nothing warns you. Here is a ring through the ranks in any order:
+# rank order then crosses between nodes at every hop. In our numbering (0 and 1 on the first node, 2
+# and 3 on the second) this is the ring 0 → 2 → 1 → 3. The program and its sums are correct, but it
+# sends too many bytes between nodes, and nothing warns you. Here is a ring through the ranks in any
+# order:
 
 # %%
 show("labs/lab_03/scenarios.py:ring_in_order")
@@ -438,7 +445,7 @@ fig.tight_layout()
 
 # %% [markdown]
 # The red lines separate the nodes {0, 1} and {2, 3}: bytes in the upper right and lower left cross
-# between nodes. The good ring crosses twice, the bad one at every hop:
+# between nodes. The good ring crosses at two hops, the bad one at all four:
 
 # %% tags=["nbval-check-output"]
 for order, sent in zip(orders, pairs):
@@ -453,8 +460,9 @@ for order, sent in zip(orders, pairs):
 # `Mesh` puts its last axis inside a node.
 
 # %% [markdown]
-# Another classic bug: each rank belongs to *two* groups. Either order gives the right sum, as long
-# as all ranks use the same one. Here some ranks use the other order. First only rank 0:
+# Another classic bug: each rank belongs to *two* groups and all-reduces in both. Either order gives
+# the right sum, as long as all ranks use the same one. Here some ranks use the other order. First
+# only rank 0:
 
 # %%
 patient = World(4, timeout_s=2)
@@ -474,9 +482,9 @@ def sum_of_ones(confused):
 patient.run(sum_of_ones, [0])
 
 # %% [markdown]
-# The result should be 4 on every rank. Nothing hangs, no error is raised, and the sums are wrong.
-# Within each group the calls match, but rank 0 joined its node's all-reduce with a value that had
-# already changed.
+# The result should be 4 on every rank. Nothing hangs and no error is raised, but the sums are
+# wrong. Within each group the calls match, but rank 0 joined its node's all-reduce with a value
+# that had already changed.
 #
 # **And rank 0, whose metrics are the ones usually logged, shows the right 4.** It got each value
 # once: first rank 2's sum of two values, then rank 1's value. The log looks fine, while three of
@@ -488,17 +496,18 @@ patient.run(sum_of_ones, [0])
 patient.run(sum_of_ones, [0, 3])
 
 # %% [markdown]
-# This time the waits form a cycle: follow it in the lines above. *All ranks must use their groups in the
-# same order.* Frameworks ensure this, until a collective is added under an `if`.
+# This time the waits form a cycle: follow it in the lines above. *All ranks must use their groups
+# in the same order.* Frameworks ensure this, until you add a collective under an `if`.
 
 # %% [markdown]
 # ## 7. Build it
 #
 # ### Exercise 1: The two bandwidths
 #
-# Return `(algbw, busbw)` in GB/s (1e9 bytes per second) for an operation on `nbytes` bytes that took
-# `seconds`. `op` is `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`; `nbytes` is
-# S, as in the table of step 2. The check compares it with the bytes that real ranks send.
+# Return `(algbw, busbw)` in GB/s (1e9 bytes per second) for an operation on `nbytes` bytes that
+# took `seconds`. `op` is `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`;
+# `nbytes` is S, as in the table of step 2. The check compares busbw with the bytes that real ranks
+# send.
 
 
 # %%
@@ -521,8 +530,8 @@ check.bandwidths(bandwidths)
 # %% [markdown]
 # ### Exercise 2: Order the ranks
 #
-# `node_of[rank]` is the node of a rank, as in `[0, 1, 0, 1]`. Return the order of ranks whose ring
-# sends the fewest bytes between nodes. The check runs a ring in your order.
+# `node_of[rank]` is the node of a rank, as in `[0, 1, 0, 1]`. Return an order of the ranks whose
+# ring sends the fewest bytes between nodes. The check runs a ring in your order.
 
 
 # %%
@@ -539,11 +548,12 @@ check.best_order(best_order)
 # ### Exercise 3: A hierarchical all-reduce of your own
 #
 # `inside` is the `Comm` of the ranks on this rank's node, `between` that of the ranks at the same
-# position in each node. Replace `x` (one dimension; its length is divisible by `inside.size`) by the
-# sum over all ranks, and send no more bytes between nodes than needed. Use
-# `comm.reduce_scatter_tensor(out, x)`, which writes this rank's `x.numel() // n` elements of the sum
-# into `out`, and `comm.all_gather_into_tensor(x, part)`. Make `out` a new tensor, not a view of `x`:
-# NCCL allows an output to overlap its input only at the rank's own position.
+# position in each node. Replace `x` (one dimension; its length is divisible by `inside.size`) with
+# the sum over all ranks, and send no more bytes between nodes than needed. Use
+# `comm.reduce_scatter_tensor(out, x)`, which writes this rank's `x.numel() // comm.size` elements
+# of the sum into `out`, and `comm.all_gather_into_tensor(x, part)`, which fills `x` with all ranks'
+# parts. Make `out` a new tensor, not a view of `x`: NCCL allows an output to overlap its input only
+# at the rank's own position.
 
 
 # %%
@@ -560,9 +570,9 @@ def my_hierarchical(inside, between, x):
 check.my_hierarchical(my_hierarchical)
 
 # %% [markdown]
-# Your all-reduce on the two nodes, as a timeline: which of the three parts takes the most time? (The
-# number in a bar counts the calls of its group, including those of the earlier run. If a bar is too
-# short, it shows only the number.)
+# Here is your all-reduce on the two nodes, as a timeline: which of its three operations takes the
+# most time? (The number in a bar counts the calls of its group, including those of the earlier run.
+# If a bar is too short, it shows only the number.)
 
 
 # %%
@@ -576,7 +586,7 @@ def play():
 
 
 two_nodes.run(make_groups)
-two_nodes.run(play)  # once before recording, so that all groups are connected
+two_nodes.run(play)  # once before recording, to connect all groups
 with record() as trace:
     two_nodes.run(play)
 plot.timeline(trace)
@@ -584,8 +594,8 @@ plot.timeline(trace)
 # %% [markdown]
 # ### Exercise 4: Read a log
 #
-# `log` is a result of `read_nccl_log`. Return three things: the number of channels, and the sets of
-# transports used inside nodes and between nodes, such as `(4, {"P2P"}, {"NET/IB"})`.
+# `log` is a result of `read_nccl_log`. Return a tuple: the number of channels, the set of
+# transports used inside nodes, and the set used between nodes, such as `(4, {"P2P"}, {"NET/IB"})`.
 #
 # | attribute | meaning |
 # |---|---|
@@ -611,9 +621,9 @@ check.read_log(read_log)
 # %% [markdown]
 # ### Exercise 5, open: Channels for a DGX-1
 #
-# A DGX-1 has eight V100s, each with 6 NVLinks of 25 GB/s per direction. Some pairs are connected by two
-# NVLinks, some by one, some by none. (Source: NVIDIA, *DGX-1 With Tesla V100 System Architecture*, 2017.)
-# Rows and columns are GPUs:
+# A DGX-1 has eight V100s, each with 6 NVLinks of 25 GB/s per direction. Some pairs are connected by
+# two NVLinks, some by one, some by none. (Source: NVIDIA, *DGX-1 With Tesla V100 System
+# Architecture*, 2017.) The number of NVLinks between each pair of GPUs:
 
 # %% tags=["nbval-check-output"]
 print("    " + "   ".join(map(str, range(8))))
@@ -624,7 +634,7 @@ for a in range(8):
 print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB")
 
 # %% [markdown]
-# The ring 0, 1, ... 7 is that slow because no NVLink connects 3 and 4, nor 7 and 0: these hops use
+# The ring 0, 1, ... 7 is this slow because no NVLink connects 3 and 4, nor 7 and 0: these hops use
 # PCIe 3.0 x16, 15.75 GB/s per direction. Find better rings: return a list of one or more rings,
 # each a list of the 8 GPUs in order. The rings run at the same time, each with an equal share of
 # the bytes; rings that use the same hop in the same direction share its NVLinks. Your score is the
@@ -636,7 +646,7 @@ print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB
 def rings(links):
     ### BEGIN SOLUTION
     double = [0, 3, 2, 1, 5, 6, 7, 4]  # every hop has two NVLinks
-    single = [0, 1, 3, 7, 5, 4, 6, 2]  # every hop has one of those that are left
+    single = [0, 1, 3, 7, 5, 4, 6, 2]  # every hop has one of the remaining NVLinks
     one_way = [double, double, single]
     return one_way + [ring[::-1] for ring in one_way]
     ### END SOLUTION
@@ -659,7 +669,7 @@ report("03")
 #
 # ```sh
 # NCCL_DEBUG=INFO torchrun --nproc-per-node 8 train.py 2>&1 | tee nccl.log
-# labkit nccl-log nccl.log            # a table, and nccl.png with its rings and trees
+# labkit nccl-log nccl.log            # a table, and nccl.png with rings and trees
 # nvidia-smi topo -m                  # how GPUs and cards are connected
 # all_reduce_perf -b 8 -e 1G -f 2 -g 8    # of nccl-tests: algbw and busbw by size
 # ```
@@ -703,5 +713,5 @@ report("03")
 # | FSDP | hybrid sharding: shards inside a node, all-reduces between nodes |
 # | labkit | `comm.all_reduce(x, algorithm="hierarchical")`, `Mesh(node=2, local=4)` |
 #
-# **You can now** predict the time of an all-reduce on given links, find the bottleneck, and tell from a
-# log whether the links are used.
+# **You can now** predict the time of an all-reduce on given links, find the bottleneck, and see in
+# a log which links are used.

@@ -153,7 +153,7 @@ plot.schedules(
 # | gradient accumulation | 梯度累积 | several backwards add up gradients before one optimizer step |
 # | flush | 流水线排空 | waiting until no micro-batch is in flight |
 # | load balancing | 负载均衡 | splitting work so that all stages take the same time |
-# | point-to-point communication | 点对点通信 | one rank sends, one other receives |
+# | point-to-point communication | 点对点通信 | one rank sends, another receives |
 #
 # The terms of all labs: [GLOSSARY.md](../GLOSSARY.md).
 

@@ -1,4 +1,4 @@
-"""Each collective as the bench calls it, and its expected result, computed without communication: a
+"""Each collective as the benchmark calls it, and its expected result, computed without sending: a
 rank's input is seeded by its rank, so every rank knows all inputs. Inputs are 0, 1 or 2, so that
 sums are exact in every dtype; `UNTOUCHED` must stay wherever no data may arrive.
 """

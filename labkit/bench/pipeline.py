@@ -59,12 +59,12 @@ def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
     return split(whole, ranks * CHUNKS.get(name, 1))
 
 
-def ours(name: str, stages: list[nn.Module], microbatches: int, loss_fn: Loss) -> PipelineStep:
+def step_of(name: str, stages: list[nn.Module], microbatches: int, loss_fn: Loss) -> PipelineStep:
     """labkit's counterpart of `peers.pipeline`."""
     return Pipeline(stages, None, name, microbatches, loss_fn).step
 
 
-SIDES = {"": ours, "torch ": peers.pipeline}  # of a contest, by the prefix of the case's name
+SIDES = {"": step_of, "torch ": peers.pipeline}  # of a contest, by the prefix of the case's name
 
 
 def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:

@@ -151,7 +151,7 @@ class Report:
             score = f"   {x.passed.score}" if x.passed and x.passed.score else ""
             lines.append(f"{x.name:<{width}}  {state} of {x.points}{score}")
         earned = sum(x.points for x in self.exercises if x.passed)
-        lines.append(f"{'total':<{width}}    {earned} of {sum(x.points for x in self.exercises)}")
+        lines.append(f"{'in all':<{width}}    {earned} of {sum(x.points for x in self.exercises)}")
         return "\n".join(lines)
 
 

@@ -95,13 +95,13 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
 
 def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
     """Mark where another algorithm becomes the fastest."""
-    owns = {point.algorithm for point in points if point.own}
-    ours = [fit for name, fit in fits.items() if name not in owns]
-    if len(ours) < 2:
+    backends_own = {point.algorithm for point in points if point.own}
+    candidates = [fit for name, fit in fits.items() if name not in backends_own]
+    if len(candidates) < 2:
         return
     sizes = [point.size_bytes for point in points]
     low, high = min(sizes), max(sizes)
-    for i, (size, _, after) in enumerate(crossovers(ours, low, high)):
+    for i, (size, _, after) in enumerate(crossovers(candidates, low, high)):
         offset_pt, align = (-4, "right") if size**2 > low * high else (4, "left")
         axes.axvline(size, color=MUTED, lw=0.9, ls=":", zorder=0)
         note(

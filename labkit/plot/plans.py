@@ -143,8 +143,9 @@ def calibration(fitted: Calibration | None = None, figure: Figure | None = None)
     off = np.abs(fitted.errors())
     out = np.abs(fitted.errors(fitted.without_model_s))
     figure.suptitle(
-        f"{len(fitted.rows)} steps on A100s: error {off.mean():.1%} in the mean, "
-        f"{np.median(off):.1%} in the median; held-out widths: {out.mean():.1%}, {np.median(out):.1%}",
+        f"{len(fitted.rows)} steps on A100s: mean error {off.mean():.1%}, median "
+        f"{np.median(off):.1%}; held-out widths: mean {out.mean():.1%}, median "
+        f"{np.median(out):.1%}",
         x=0.01, ha="left",
     )  # fmt: skip
     return figure

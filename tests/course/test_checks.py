@@ -371,7 +371,7 @@ def test_the_report_adds_up_what_has_passed(monkeypatch: pytest.MonkeyPatch):
     text = repr(report("77")).splitlines()
     assert text[0] == "77.first     0 of 1"
     assert text[1].startswith("77.second  ✓ 3 of 3   your score: 48")
-    assert text[2] == "total        3 of 4"
+    assert text[2] == "in all       3 of 4"
     raises("no exercises; give a lab's number", report, "78")
 
 

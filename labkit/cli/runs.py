@@ -13,7 +13,7 @@ RunFolder = Annotated[Path, Argument(metavar="RUN", help="Folder of a recorded r
 
 
 @app.command(
-    epilog="Examples:  labkit view runs/ddp  ·  labkit view runs/ddp --chrome trace.json.gz, "
+    epilog="Examples:  labkit view runs/gpt  ·  labkit view runs/gpt --chrome trace.json.gz, "
     "then open it at ui.perfetto.dev"
 )
 def view(
@@ -45,7 +45,7 @@ def view(
 @app.command(
     epilog="Examples:  labkit replay runs/compare/ddp  ·  "
     "labkit replay runs/compare/ddp --on selene --on internet  ·  "
-    "labkit replay runs/ddp --clusters laptop.toml --measured"
+    "labkit replay runs/gpt --clusters laptop.toml --measured"
 )
 def replay(
     folder: RunFolder,

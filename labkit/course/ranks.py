@@ -70,8 +70,8 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
                 call = f"i{event.op}" if message else f"{event.op}(..., async_op=True)"
                 raise CheckFailed(
                     f"rank {rank} returns before its {event.op} has completed.",
-                    hint=f"{call} only starts it and returns a handle: call handle.wait() before "
-                    "you return.",
+                    hint=f"{call} only starts it and returns a handle: wait for the handle, "
+                    "handle.wait().",
                 )
     return Ran(list(values), list(events), list(peaks))
 

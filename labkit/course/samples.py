@@ -67,8 +67,8 @@ def is_a_cut(rank: int, counts: Any, gradients: int) -> None:
     right = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
     if not right or sum(counts) != gradients:
         fail(
-            f"rank {rank} returned {brief(counts)}: that does not split {gradients} gradients "
-            "into buckets.",
+            f"rank {rank} returned {brief(counts)}: that does not cut {gradients} gradients into "
+            "buckets.",
             expected=f"a list of whole numbers above 0 whose sum is {gradients}",
             hint="The first number counts the gradients of the first bucket, in backward's order.",
         )

@@ -71,7 +71,7 @@ receives_into_another_tensor: rank 1 of 2 now holds a tensor that differs in 5 o
     comm.recv(x, -> comm.recv(torch.empty_like(x),
 sends_to_itself: raised ValueError: rank 0 cannot send to or receive from itself
     comm.send(x, comm.rank + reach) -> comm.send(x, comm.rank)
-waits_for_nothing: isend only starts it and returns a handle: call handle.wait()
+waits_for_nothing: isend only starts it and returns a handle: wait for the handle
     comm.send( -> comm.isend(
     comm.recv( -> comm.irecv(
 yields_as_the_library_does: your function has a `yield`

@@ -102,9 +102,9 @@ def takes_the_mean_of_means(ddp, parts):
 Solution("05.choose_buckets").slips("""
 everything_at_the_end: no less than with one bucket for everything
     return [len(nbytes)]
-loses_the_rest: that does not split 68 gradients into buckets
+loses_the_rest: that does not cut 68 gradients into buckets
     return [10] * (len(nbytes) // 10)
-returns_the_bytes: that does not split 68 gradients into buckets
+returns_the_bytes: that does not cut 68 gradients into buckets
     return nbytes
 """)
 

@@ -159,7 +159,7 @@ one_bucket: the peaks are
     return [len(backward.nbytes)]
 one_for_each: rank 0 sends 100 messages
     return [1] * len(backward.nbytes)
-loses_the_rest: that does not split 100 gradients into buckets
+loses_the_rest: that does not cut 100 gradients into buckets
     return [3] * messages
 almost_all_in_the_last: the peaks are
     return [1] * (messages - 1) + [len(backward.nbytes) - messages + 1]

@@ -90,7 +90,7 @@ def plan(
     from labkit.clusters import cluster as find_cluster
 
     if sum((fits, largest, plot is not None)) > 1:
-        raise ValueError("--fits, --largest and --plot: give only one of them")
+        raise ValueError("--fits, --largest and --plot exclude each other; give one of them")
     where = find_cluster(cluster, clusters)
     sizes = _sizes(model, width=width, depth=depth, heads=heads, context=context, vocab=vocab)
     if sizes is None and not largest:

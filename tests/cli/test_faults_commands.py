@@ -152,7 +152,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "schedule 1f1b --chunks 2": "for several, use interleaved",
     f"{PLAN} --tp 3": "no layout of 64 ranks",
     f"{PLAN} --zero 3": "a plan knows 0 or 1",
-    f"{PLAN} --fits --largest": "give only one of them",
+    f"{PLAN} --fits --largest": "give one of them",
     "plan --width 100 --cluster selene --batch 64": "needs --depth and --heads",
     f"{SIZES} --width 100 --depth 4 --heads 3": "does not divide over heads=3",
     "plan --cluster selene --batch 64": "no model; give --model",

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of
-from labkit.bench.rates import Case, Times, fit_matmuls, fit_link
+from labkit.bench.rates import Case, Times, fit_link, fit_matmuls
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Comm
 from labkit.runtime.attach import Rank, attach
@@ -32,8 +32,8 @@ COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # beyond what caches hold
 REDUCED_BYTES = tuple(1 << shift for shift in range(10, 25, 2))
 ROUNDS, TURNS, TURN_S, MOST_CALLS = 3, 3, 0.02, 10_000
 LONGEST_S = 0.15  # per call; longer cases are not measured
-REACHED = "by definition: the rate was measured"
-ENOUGH_S = 7.0  # after this, only cases not yet measured are
+REACHED = "by definition: the rate was achieved"
+ENOUGH_S = 7.0  # after this, only unmeasured cases run
 
 
 def measure_machine(ranks: int = 4) -> Cluster:

@@ -13,7 +13,7 @@ import torch
 from labkit import World, measure_machine, read_clusters, write_clusters
 from labkit.bench import harness, machine
 from labkit.bench.machine import Case
-from labkit.bench.rates import fit_matmuls, fit_link
+from labkit.bench.rates import fit_link, fit_matmuls
 from labkit.clusters import Cluster, Device
 from tables import cases, raises
 

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from labkit.plot.figure import Picture, label, size_in, styled
-from labkit.plot.style import BLUE, GREEN, GRAY, MUTED, PAPER, SMALL_PT, VERMILION, text_on
+from labkit.plot.style import BLUE, GRAY, GREEN, MUTED, PAPER, SMALL_PT, VERMILION, text_on
 from labkit.precision.formats import Exact, Format, decimal, format_of
 
 SET = {"sign": VERMILION, "exponent": BLUE, "leading bit": GRAY, "fraction": GREEN}

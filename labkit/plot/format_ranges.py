@@ -143,7 +143,7 @@ def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
         if last > MOST_VALUES:
             raise ValueError(
                 f"number_line: {format.name} has {last + 1:,} values up to {upto:g}, and at most "
-                f"{MOST_VALUES:,} are drawn; lower `upto`, or leave it out of `near_zero`"
+                f"{MOST_VALUES:,} are drawn; lower `upto`, or drop it from `near_zero`"
             )
         numbers = np.array([float(format.number(rank)) for rank in range(last + 1)])
         small = numbers < float(format.smallest_normal)

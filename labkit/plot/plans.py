@@ -122,7 +122,7 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
         note(axes, "across nodes", edge, (3, 3), color=VERMILION, fontsize=SMALL_PT)
     axes.set(
         xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor ranks tp",
-        ylabel="pipeline stages pp", title="Fastest step with each, s\n",
+        ylabel="pipeline stages pp", title="Fastest step for each tp and pp, s\n",
     )  # fmt: skip
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

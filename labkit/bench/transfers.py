@@ -58,9 +58,7 @@ def read_transfers(path: str | Path) -> TransferTimes:
             measured.append(Measured(way, contents["numel"], **times))
         return TransferTimes(contents["about"], measured)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not from `labkit bench transfers --save`: {error!r}"
-        ) from None
+        raise ValueError(f"{path} is not from `labkit bench transfers --save`: {error!r}") from None
 
 
 def bench_transfers(

@@ -188,7 +188,7 @@ def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16)
             axes.axvline(mark, color=MUTED, linewidth=0.8)
         axes.set(yticks=[], title=f"{name}:  {_shares(x, dtype)}")
         open_rows(axes)
-    for part, text in ((zero, "becomes\n0"), (subnormal, "sub-\nnormal"), (over, "becomes\ninf")):
+    for part, text in ((zero, "becomes\n0"), (subnormal, "subnormal"), (over, "becomes\ninf")):
         panels[0].text(
             sum(part) / 2, 0.97, text, fontsize=SMALL_PT, ha="center", va="top",
             transform=panels[0].get_xaxis_transform(),

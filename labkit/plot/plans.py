@@ -23,7 +23,7 @@ COLORS = {
     "compute": COMPUTING, "optimizer": style.GREEN, "tensor": style.PURPLE,
     "pipeline": style.BROWN, "data": style.YELLOW, "bubble": style.WAITING,
 }  # fmt: skip
-NAMES = {axis: f"exposed {axis}" for axis in ("tensor", "pipeline", "data")}  # communication
+NAMES = {axis: f"exposed: {axis}" for axis in ("tensor", "pipeline", "data")}  # communication
 
 WIDTHS = (  # color and marker of models, by width
     (style.SKY, "o"), (style.BLUE, "s"), (style.ORANGE, "^"), (style.PURPLE, "D"),

@@ -38,8 +38,8 @@ class StepParts(NamedTuple):
 
 
 TIME_PARTS: dict[str, tuple[str, ...]] = {  # of StepParts, in order: color, hatch, edge
-    "computing": (style.COMPUTING,),
-    "computing, hiding communication": (style.HIDDEN,),
+    "compute": (style.COMPUTING,),
+    "compute, hiding communication": (style.HIDDEN,),
     "waiting": (style.WAITING, "////", style.UNFINISHED),
     "other": (IDLE,),
 }

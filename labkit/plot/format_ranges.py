@@ -168,8 +168,8 @@ def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16)
     elements = {name: _elements(tensors) for name, tensors in named.items()}
     empty = [name for name, x in elements.items() if not len(x)]
     if empty or not elements:
-        panels = f"panel {empty[0]!r} has none" if empty else "pass at least one panel"
-        raise ValueError(f"magnitudes: no values to draw; {panels}")
+        which = f"{empty[0]!r} is empty" if empty else "pass at least one tensor by name"
+        raise ValueError(f"magnitudes: no values to draw; {which}")
     limits = torch.finfo(dtype)
     normal = np.log2(limits.smallest_normal)
     marks = [normal + np.log2(limits.eps) - 1, normal, np.log2(limits.max)]

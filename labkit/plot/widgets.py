@@ -260,13 +260,13 @@ class FlipBits(PictureWidget):
 
 
 def neighbors(format: Format, pattern: int) -> str:
-    """The kind of a number, and its neighbors toward zero and away from it."""
+    """The kind of a number, and its neighbors towards zero and away from it."""
     kind = format.kind(pattern)
     if kind in ("nan", "infinity"):
         return f"<b>{kind}</b>"
     words = [f"<b>{kind}</b>", f"step here {decimal(format.ulp(format.decode(pattern)), 6)}"]
     if pattern % 2 ** (format.width_bits - 1):
-        words.append(f"toward zero: {decimal(format.decode(pattern - 1), 9)}")
+        words.append(f"towards zero: {decimal(format.decode(pattern - 1), 9)}")
     return "  ·  ".join([*words, f"away from zero: {decimal(format.decode(pattern + 1), 9)}"])
 
 

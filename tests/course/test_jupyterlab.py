@@ -129,7 +129,7 @@ def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
         if name == "sample_lab.ipynb":
             assert sliders == 2 + 1 + 3 + 5 + 1, "its own, then those of the labs' widgets"
             opened.page.click("(document.querySelector('.widget-toggle-button'))", "the sign bit")
-            flipped = "document.body.innerText.includes('toward zero: -')"
+            flipped = "document.body.innerText.includes('towards zero: -')"
             opened.page.until(flipped, "the number with its sign flipped")
             assert [cell.error for cell in cells if cell.error] == ["RankError"]
             text = "\n".join(cell.text for cell in cells)

@@ -1,6 +1,6 @@
-"""Each collective as the bench calls it, and its expected result, computed without communication: a
+"""Each collective as the benchmark calls it, and its expected result, computed without sending: a
 rank's input is seeded by its rank, so every rank knows all inputs. Inputs are 0, 1 or 2, so that
-sums are exact in every dtype; `UNTOUCHED` must stay wherever nothing may arrive.
+sums are exact in every dtype; `UNTOUCHED` must stay wherever no data may arrive.
 """
 
 from collections.abc import Callable, Iterable
@@ -122,7 +122,7 @@ def call_of(comm: Any, buffers: Buffers, redop: str, algorithm: str) -> Callable
 
 
 def _there_and_back(comm: Any, buffers: Buffers) -> None:
-    """A round trip between neighbours; the last of an odd number of ranks has none."""
+    """A round trip between neighbors; the last of an odd number of ranks has no peer."""
     peer = buffers.rank ^ 1
     if buffers.rank % 2:
         comm.recv(buffers.output, peer)

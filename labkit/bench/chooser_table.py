@@ -1,7 +1,7 @@
-"""A table for the chooser (LABKIT_TABLE), from measurements on the present link. It starts with the
-algorithm of the fewest steps among those within a tenth of the fastest at the smallest size, and
-switches at a larger size if another takes a tenth less: smaller differences are noise. Operations
-not measured keep labkit's own rows.
+"""A table for the chooser (LABKIT_TABLE), from measurements on this machine. At the smallest size
+it picks, among the algorithms within 10% of the fastest, the one with the fewest steps. At a larger
+size it switches if another algorithm is 10% faster: smaller differences are noise. Operations that
+were not measured keep labkit's own rows.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
     """The table, in the format of `labkit.runtime.transports.chooser.read_table`. Raises ValueError
     for a sweep over NCCL or shared memory, or without operations to choose for."""
     if sweep.about.get("backend") != "gloo":
-        raise ValueError("only over gloo labkit chooses its algorithms; NCCL has its own tables")
+        raise ValueError("a table is for gloo: over NCCL, NCCL chooses the algorithm")
     if sweep.about.get("transport") == "shm":
         raise ValueError(
-            "ranks that share memory use no table, and these times are of such ranks; measure "
-            'with transport="gloo", as labkit bench collectives --fit does'
+            "these times are of ranks that share memory, which use no table; measure with "
+            'transport="gloo", as labkit bench collectives --fit does'
         )
     fitted: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for op, n, points in sweep.tables():
         if op in OPS:
             fitted.setdefault(op, {})[str(n)] = _rows(op, n, points)
     if not fitted:
-        raise ValueError(f"nothing to choose: measure at least one of {', '.join(OPS)}")
+        raise ValueError(f"no operation with a choice: measure at least one of {', '.join(OPS)}")
     fits = [asdict(fit) for fit in fit_sweep(sweep) if fit.op in OPS]
     own = {collective: stored_table()[collective] for collective in ALGORITHMS}
     about, sizes = sweep.about, [point.size_bytes for point in sweep.points]
@@ -64,7 +64,7 @@ def user_table() -> Path:
 
 
 def _rows(op: str, ranks: int, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The algorithm from each size on, among those that the chooser may pick: not the default."""
+    """The algorithm from each size on, among those that the chooser may pick (not the default)."""
     times: dict[int, dict[str, float]] = {}  # bytes -> algorithm -> seconds
     for point in points:
         if point.algorithm in names(op) and (op, point.algorithm) not in EQUAL_SIZES_ONLY:
@@ -96,7 +96,7 @@ def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
     measured = [name for name in seconds[0] if _supports_all(op, name)]
     if not measured:
         raise ValueError(
-            f"{op}: for a table, measure an algorithm that serves every call as well: one of "
+            f"{op}: no measured algorithm supports every call; also measure one of "
             f"{', '.join(name for name in ALGORITHMS[op] if _supports_all(op, name))}"
         )
     return min(measured, key=lambda name: sum(of[name] / min(of.values()) for of in seconds))

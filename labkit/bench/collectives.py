@@ -1,7 +1,7 @@
 """The table of nccl-tests for labkit's collectives and the backend's own, which take turns of a few
-calls each. As in nccl-tests, a call's time is that of a turn, from a barrier to the end of the last
-call on the slowest rank, divided by the number of calls: ranks may run ahead, so a single call says
-little. The median turn is reported.
+calls each. As in nccl-tests, the time of a call is that of a turn, from a barrier to the end of the
+last call on the slowest rank, divided by the number of calls: ranks may run ahead, so the time of a
+single call means little. The median turn is reported.
 """
 
 import os
@@ -29,7 +29,7 @@ from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
-STATISTIC = "a turn over its calls, on the slowest rank; median of the turns"
+STATISTIC = "mean call of a turn on the slowest rank; median of the turns"
 TURN_S, MOST_CALLS = 0.01, 100  # a turn's usual length, and its most calls
 BUFFERS, CHECKING_BYTES = 2, 12  # per rank: input and output; 3 int32 per element
 
@@ -106,11 +106,11 @@ def bench_collectives(
     """Time collectives over sizes, in new worlds.
 
     Args:
-        sizes_bytes: of the whole operation; None: 4 KiB to 64 MiB in factors of 4.
-        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", as without a
-            name; None: all that support the call. The backend's own is always timed.
+        sizes_bytes: of the whole operation; None: 4 KiB to 64 MiB by factors of 4.
+        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", used
+            if none is named; None: all that support the call. The backend's own is always timed.
         redop: "sum", "min", "max" or "product".
-        turns: the number of times each is timed, in turns with the others.
+        turns: how often each algorithm is timed, in turns with the others.
         check: count the elements that differ from the result computed without communication.
         transport: "shm" or "gloo"; None: a `World`'s choice. Always NCCL with one GPU per rank.
 
@@ -188,22 +188,22 @@ def _check_input(
 ) -> None:  # fmt: skip
     of_ops = [DEFAULT, *(name for op in ops for name in ALGORITHMS.get(op, ()))]
     known_algorithms = dict.fromkeys(of_ops)
-    check_names(ops, BUS_FACTORS, "{!r} is no operation")
-    check_names([dtype], DTYPES, "{!r} is no dtype")
-    check_names([redop], REDUCTIONS, "{!r} is no reduction")
-    check_names(algorithms or [], known_algorithms, "{!r} is no algorithm of these operations")
+    check_names(ops, BUS_FACTORS, "no operation {!r}")
+    check_names([dtype], DTYPES, "no dtype {!r}")
+    check_names([redop], REDUCTIONS, "no reduction {!r}")
+    check_names(algorithms or [], known_algorithms, "no algorithm {!r} of these operations")
     asked = {"operation": ops, "number of ranks": ranks, "size": sizes, "algorithm": algorithms}
     for what, named in asked.items():
         if named is not None and not named:
             raise ValueError(f"nothing to measure: name at least one {what}")
     if wrong := [n for n in ranks if n < 2]:
-        raise ValueError(f"on {wrong[0]} ranks nothing travels; measure on 2 or more")
+        raise ValueError(f"ranks={wrong[0]}: nothing is sent; measure on 2 ranks or more")
     if turns < 1:
-        raise ValueError(f"{turns} turns: 1 or more are needed, and 9 for times to trust")
+        raise ValueError(f"turns={turns}: choose at least 1, or 9 for reliable times")
     copies = BUFFERS + CHECKING_BYTES / getattr(torch, dtype).itemsize
     need, free = copies * max(sizes) * max(ranks), available_bytes()
     if need > free:
         raise ValueError(
-            f"{max(sizes)} bytes on {max(ranks)} ranks need {need / 1e9:.1f} GB and "
+            f"{max(sizes)} bytes on {max(ranks)} ranks need {need / 1e9:.1f} GB, but "
             f"{free / 1e9:.1f} GB are free; end at a smaller size"
         )

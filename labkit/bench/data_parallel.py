@@ -1,4 +1,4 @@
-"""A step of labkit's data-parallel strategies, of torch's, and of one without communication.
+"""Step times of labkit's data-parallel strategies, of torch's, and without communication.
 
 All train the same GPT in the same processes, in turns of a few steps.
 """
@@ -56,19 +56,19 @@ def stepper(
     model: str,
     rows: int = ROWS,
     dtype: torch.dtype = torch.float32,
-    optimizer: MakeOptimizer = _adamw,
+    make_optimizer: MakeOptimizer = _adamw,
     **changes: int,
 ) -> Callable[[], None]:
     """A function that runs one training step of a wrapped model."""
     torch.manual_seed(0)
     wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH, **changes).to(dtype))
-    stepping = optimizer(wrapped.parameters())
+    optimizer = make_optimizer(wrapped.parameters())
     batch = harness.random_batch(1024, rows, LENGTH)
 
     def step() -> None:
-        stepping.zero_grad()
+        optimizer.zero_grad()
         loss(wrapped(batch.x), batch).backward()
-        stepping.step()
+        optimizer.step()
 
     return step
 
@@ -76,8 +76,8 @@ def stepper(
 def _on_rank(model: str, contests: list[Contest], turns: int) -> StepTimes:
     comm, cases = attach().comm, {}
     for name in dict.fromkeys([FLOOR, *(name for x in contests for name in (x.ours, x.theirs))]):
-        wrap, optimizer = STRATEGIES[name]
-        step = stepper(wrap, model, optimizer=optimizer)
+        wrap, make_optimizer = STRATEGIES[name]
+        step = stepper(wrap, model, make_optimizer=make_optimizer)
         for _ in range(3):  # DDP rebuilds its buckets after the first step
             step()
         cases[name] = partial(harness.seconds_of, step, STEPS, comm.barrier, comm.barrier)
@@ -96,7 +96,7 @@ def bench_data_parallel(
 
     Raises ValueError for an unknown strategy in `only`."""
     known = [contest.ours for contest in CONTESTS]
-    harness.check_names(only, known, "no strategy {!r} is timed")
+    harness.check_names(only, known, "no benchmark of strategy {!r}")
     contests = [contest for contest in CONTESTS if not only or contest.ours in only]
     return harness.on_worlds(_on_rank, ranks, models, transport, contests, turns)
 
@@ -105,8 +105,8 @@ def table(measured: Sequence[StepTimes]) -> Table:
     """A row for each contest, with its ratio and its aim."""
     return harness.contest_table(
         measured,
-        f"A step of data parallelism, {ROWS} x {LENGTH} tokens a rank, in ms",
-        "torch ZeRO-1 is ZeroRedundancyOptimizer under torch's DDP, FSDP2 is fully_shard; both "
+        f"Data-parallel step, {ROWS} x {LENGTH} tokens per rank, in ms",
+        "torch ZeRO-1 is ZeroRedundancyOptimizer with torch's DDP, FSDP2 is fully_shard; both "
         "over gloo. Alone: without communication. Ratio: median and quartiles of the turns.",
         ("alone", lambda times, contest: f"{times.ms(FLOOR):.1f}"),
     )

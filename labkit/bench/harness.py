@@ -1,7 +1,7 @@
 """The harness of the benchmarks: cases take turns, and each turn gives a ratio.
 
-    turn 1   ddp, torch DDP, zero-1     each turn begins with another case: if the machine slows
-    turn 2   torch DDP, zero-1, ddp     down, it slows all of them
+    turn 1   ddp, torch DDP, zero-1     each turn begins with another case; if the machine slows
+    turn 2   torch DDP, zero-1, ddp     down, all cases slow down
     turn 3   zero-1, ddp, torch DDP
 
 `StepTimes` holds the samples of one configuration and its contests.
@@ -82,7 +82,7 @@ def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
     """Call each case once per turn; return the results by turn. `label` gives a progress bar.
-    `shuffled` (alike on all ranks): no case always follows the same one and its cached data."""
+    `shuffled` (equally on all ranks) varies which case, with its cached data, precedes another."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
         first = turn % len(names)
@@ -103,7 +103,7 @@ def seconds_of(
     after: Callable[[], object] = lambda: None,
 ) -> float:  # fmt: skip
     """Mean seconds of `count` steps in a row, from the end of `before()` to the end of `after()`:
-    barriers between ranks, synchronisation of a GPU."""
+    barriers between ranks, synchronization of a GPU."""
     before()
     began_s = time.perf_counter()
     for _ in range(count):
@@ -202,4 +202,4 @@ def read(path: str | Path) -> list[StepTimes]:
             measured.append(StepTimes(about, seconds, contests, figures))
         return measured
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no file of `labkit bench NAME --save`: {error!r}") from None
+        raise ValueError(f"{path} is not from `labkit bench NAME --save`: {error!r}") from None

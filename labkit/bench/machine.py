@@ -1,7 +1,7 @@
 """This machine as a cluster of devices, one per rank of a World. All are measured at the same time,
-so a device is a rank's share of cores, memory, GPU and wire. A case's time is that of a turn:
+so a device is a rank's share of cores, memory, GPU and links. The time of a case is that of a turn:
 several calls after a barrier, divided by their number, on the slowest rank. The lower quartile
-counts, as other programs only slow turns down. rates.py fits the description to these times.
+counts, since other programs can only slow a turn. rates.py fits the description to these times.
 """
 
 import os
@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from labkit.bench.harness import calls_in_a_turn, seconds_of, sync_of
-from labkit.bench.rates import Case, Times, fit_products, fit_wire
+from labkit.bench.rates import Case, Times, fit_link, fit_matmuls
 from labkit.clusters import Cluster, Device, Level
 from labkit.comm import Comm
 from labkit.runtime.attach import Rank, attach
@@ -25,15 +25,15 @@ from labkit.runtime.progress import progress
 from labkit.runtime.world import World
 
 NAME = "here"
-WIRES = {"shm": "shared memory", "gloo": "gloo", "nccl": "NCCL"}
+LINKS = {"shm": "shared memory", "gloo": "gloo", "nccl": "NCCL"}
 DTYPES = ("float32", "float64", "bfloat16")
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # beyond what caches hold
 REDUCED_BYTES = tuple(1 << shift for shift in range(10, 25, 2))
 ROUNDS, TURNS, TURN_S, MOST_CALLS = 3, 3, 0.02, 10_000
 LONGEST_S = 0.15  # per call; longer cases are not measured
-REACHED = "by definition: the rate is one that was reached"
-ENOUGH_S = 7.0  # after this, only cases without any turn are measured
+REACHED = "by definition: the rate was achieved"
+ENOUGH_S = 7.0  # after this, only unmeasured cases run
 
 
 def measure_machine(ranks: int = 4) -> Cluster:
@@ -41,7 +41,7 @@ def measure_machine(ranks: int = 4) -> Cluster:
 
     >>> measure_machine().device.peak_flops["float32"]  # of one rank's share
 
-    Close other programs first. One rank sends nothing: its wire is its own memory. Raises
+    Close other programs first. One rank sends nothing: its link is its own memory. Raises
     ValueError if this machine cannot start `ranks` ranks."""
     with World(ranks, timeout_s=120) as world:
         began_s = time.monotonic()
@@ -60,7 +60,7 @@ def _cases(world: World) -> Iterator[Case]:
     yield Case("copy", min(COPIED_BYTES[world.device], _memory_bytes(world) // 16), "uint8")
     for dtype in DTYPES:
         for side in SIDES[world.device]:
-            yield Case("product", side, dtype)
+            yield Case("matmul", side, dtype)
     for ranks in sorted({2, world.size}) if world.size > 1 else ():
         for nbytes in REDUCED_BYTES:
             yield Case("all-reduce", nbytes, ranks=ranks)
@@ -69,7 +69,7 @@ def _cases(world: World) -> Iterator[Case]:
 def _too_long(case: Case, turns: dict[Case, list[float]], sides: Sequence[int]) -> bool:
     """Whether a matmul would take too long: with half the side, an eighth of the work, it took too
     long or was skipped. The two smallest sides of each dtype always run."""
-    if case.what != "product" or case.size in sides[:2]:
+    if case.kind != "matmul" or case.size in sides[:2]:
         return False
     return 8 * min(turns.get(case._replace(size=case.size // 2), [inf])) > LONGEST_S
 
@@ -78,7 +78,7 @@ def _turns(case: Case) -> list[float]:
     """Seconds per call in each turn, while all other ranks do the same."""
     me = attach()
     once = _call(case, me)
-    once()  # the first call finds caches cold
+    once()  # warms the caches
     calls = calls_in_a_turn(me, once, TURN_S, MOST_CALLS)
     sync = sync_of(me.device)
     return [seconds_of(once, calls, me.comm.barrier, sync) for _ in range(TURNS)]
@@ -86,25 +86,25 @@ def _turns(case: Case) -> list[float]:
 
 def _call(case: Case, me: Rank) -> Callable[[], Any]:
     dtype, size = getattr(torch, case.dtype), case.size
-    if case.what == "all-reduce":
+    if case.kind == "all-reduce":
         group = _group(me, case.ranks)
         x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=me.device)
         return partial(group.all_reduce, x) if group else lambda: None
-    if case.what == "product":
+    if case.kind == "matmul":
         a, b = (torch.randn(size, size, device=me.device).to(dtype) for _ in range(2))
         return partial(torch.mm, a, b, out=torch.empty_like(a))
     source = torch.ones(size, dtype=dtype, device=me.device)
     target = torch.ones_like(source)
-    return partial(target.add_ if case.what == "tiny" else target.copy_, source)
+    return partial(target.add_ if case.kind == "tiny" else target.copy_, source)
 
 
 def _group(me: Rank, size: int) -> Comm | None:
-    """A group of `size` neighbouring ranks, made once; None for a rank that is left over."""
+    """A group of `size` neighboring ranks, made once; None for a rank left over."""
     groups: dict[int, Comm | None] = vars(me.state).setdefault("groups", {me.size: me.comm})
     if size not in groups:
         firsts = range(0, me.size - size + 1, size)
-        made = [me.comm.subgroup(range(first, first + size)) for first in firsts]
-        groups[size] = next((group for group in made if group is not None), None)
+        subgroups = [me.comm.subgroup(range(first, first + size)) for first in firsts]
+        groups[size] = next((group for group in subgroups if group is not None), None)
     return groups[size]
 
 
@@ -115,23 +115,23 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
         f"; measured on this machine: {kind}, torch {torch.__version__.split('+')[0]}, "
         f"{n} rank{'s at once' if n > 1 else ''}, {date.today().isoformat()}"
     )
-    products, reduced, tiny, copied = (
-        {case: s for case, s in seconds.items() if case.what == what}
-        for what in ("product", "all-reduce", "tiny", "copy")
+    matmuls, reduced, tiny, copied = (
+        {case: s for case, s in seconds.items() if case.kind == name}
+        for name in ("matmul", "all-reduce", "tiny", "copy")
     )
     (tiny_s,), ((copy, copy_s),) = tiny.values(), copied.items()
-    fit = fit_products(products)
+    fit = fit_matmuls(matmuls)
     sources = {
-        "memory_bytes": "all there is, over the ranks that share it",
+        "memory_bytes": "all memory, over the ranks that share it",
         "memory_bytes_per_s": f"a copy of {copy.size >> 20} MiB, read and written",
-        "launch_s": "an addition of one number",
+        "launch_s": "an addition of one element",
         "matmul_reached": REACHED,
         "memory_reached": REACHED,
-        "tile": f"products of all dtypes, typically {fit.error:.0%} off",
+        "tile": f"matmuls of all dtypes, typically {fit.error:.0%} off",
     }
     for dtype in fit.peak_flops:
-        sides = [case.size for case in products if case.dtype == dtype]
-        sources[f"peak_flops.{dtype}"] = f"products of sides {min(sides)} to {max(sides)}"
+        sides = [case.size for case in matmuls if case.dtype == dtype]
+        sources[f"peak_flops.{dtype}"] = f"matmuls of sides {min(sides)} to {max(sides)}"
     device = Device(
         name=f"one of {n} ranks on {kind}" if n > 1 else f"a rank on {kind}",
         peak_flops={dtype: _rounded(rate) for dtype, rate in fit.peak_flops.items()},
@@ -142,23 +142,23 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
         sources={name: source + where for name, source in sources.items()},
     )
     title = f"this machine: {n} rank{'s' * (n > 1)} on {kind}"
-    return Cluster(NAME, title, device, 1, n, _wire(world, device, reduced, where))
+    return Cluster(NAME, title, device, 1, n, _link(world, device, reduced, where))
 
 
-def _wire(world: World, device: Device, reduced: Times, where: str) -> Level:
+def _link(world: World, device: Device, reduced: Times, where: str) -> Level:
     if not reduced:
-        own, nothing = f"one rank: its own memory{where}", f"one rank: nothing travels{where}"
+        own, nothing = f"one rank: its own memory{where}", f"one rank: nothing is sent{where}"
         sources = {"bytes_per_s": own, "latency_s": nothing, "reached": own, "start_s": nothing}
         return Level("none", device.memory_bytes_per_s, 0.0, 1, sources=sources)
-    fit = fit_wire(reduced)
+    fit = fit_link(reduced)
     groups = " and ".join(str(size) for size in sorted({x.ranks for x in reduced}))
     how = (
         f"all-reduces of {REDUCED_BYTES[0] >> 10} KiB to {REDUCED_BYTES[-1] >> 20} MiB on {groups} "
         f"ranks, typically {fit.error:.0%} off{where}"
     )
-    start = how if world.size > 2 else f"on 2 ranks all of it is in the latency{where}"
+    start = how if world.size > 2 else f"on 2 ranks the latency includes it{where}"
     return Level(
-        WIRES[world.transport],
+        LINKS[world.transport],
         _rounded(fit.bytes_per_s), _rounded(fit.latency_s), world.size,
         start_s=_rounded(fit.start_s),
         sources={

@@ -1,12 +1,12 @@
-"""A step of labkit's pipeline and of torch.distributed.pipelining by the same schedule, and the
-floor of both.
+"""Step times of labkit's pipeline and of torch.distributed.pipelining with the same schedule, and a
+lower bound for both.
 
-    floor     the stages' computation without communication, and the bubble (`Floor`)
+    floor     compute of the stages without communication, plus the bubble (`Floor`)
     labkit    Pipeline, over `transport`
     torch     ScheduleGPipe, Schedule1F1B, ..., over gloo
 
-All have the same model in the same stages, the same batch and micro-batches, and take turns in the
-same processes. A step is forward and backward of the whole batch, without the optimizer.
+All use the same model, stages, batch and micro-batches, and take turns in the same processes. A
+step is forward and backward of the whole batch, without the optimizer.
 """
 
 import os
@@ -34,7 +34,7 @@ from labkit.runtime.attach import attach
 from labkit.schedules import Action, received, schedule, virtual_stage
 
 ROWS, LENGTH, VOCAB, DEPTH = 16, 64, 1024, 8  # the whole batch; blocks of the GPT
-CHUNKS = {"interleaved": 2}  # of the others: 1
+CHUNKS = {"interleaved": 2}  # 1 for other schedules
 MICROBATCHES = 8
 STEPS = 2  # in a turn
 AIM = 1.0
@@ -52,19 +52,19 @@ def batch() -> Batch:
 
 
 def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
-    """The same GPT each time, in the schedule's number of stages. (Not tied: torch's pipelines
+    """The same GPT each time, split into the stages of the schedule. (Untied: torch's pipelines
     cannot sum the gradients of one parameter on two ranks.)"""
     torch.manual_seed(0)
     whole = GPT.preset(model, vocab=VOCAB, context=LENGTH, depth=DEPTH, tied=False)
     return split(whole, ranks * CHUNKS.get(name, 1))
 
 
-def ours(name: str, stages: list[nn.Module], microbatches: int, loss_fn: Loss) -> PipelineStep:
+def step_of(name: str, stages: list[nn.Module], microbatches: int, loss_fn: Loss) -> PipelineStep:
     """labkit's counterpart of `peers.pipeline`."""
     return Pipeline(stages, None, name, microbatches, loss_fn).step
 
 
-SIDES = {"": ours, "torch ": peers.pipeline}  # of a contest, by the prefix of the case's name
+SIDES = {"": step_of, "torch ": peers.pipeline}  # of a contest, by the prefix of the case's name
 
 
 def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:
@@ -82,9 +82,9 @@ def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, co
 class Floor:
     """The least time of a step: `step_s` of a few turns of `measure`.
 
-    Each action is timed on a message that is already there, and takes its median over the turns.
-    The floor is the time of the schedule's replay with these times and instant messages, but at
-    least all computation divided by the cores: four stages cannot compute at once on two cores."""
+    Each action is timed after its message has arrived; the median over the turns counts. The floor
+    is the step time of a replay of the schedule with these times and instant messages, but at
+    least all compute time over the cores: four stages cannot compute at once on two cores."""
 
     def __init__(self, model: str, name: str, microbatches: int, comm: Comm):
         self.comm, chunks = comm, CHUNKS.get(name, 1)
@@ -132,8 +132,8 @@ class Floor:
         of_ranks: list[list[float]] = [[] for _ in range(self.comm.size)]
         for first in range(0, self.comm.size, cores):
             self.comm.barrier()
-            mine = self.time_actions() if first <= self.comm.rank < first + cores else []
-            for rank, seconds in enumerate(self.comm.all_gather_object(mine)):
+            own_s = self.time_actions() if first <= self.comm.rank < first + cores else []
+            for rank, seconds in enumerate(self.comm.all_gather_object(own_s)):
                 of_ranks[rank] = seconds or of_ranks[rank]
         return of_ranks
 
@@ -198,19 +198,19 @@ def bench_pipeline(
     """Time each schedule for each number of ranks and model.
 
     Raises ValueError for a schedule that torch lacks, an unknown preset, or bad sizes."""
-    harness.check_names(only, SCHEDULES, "no schedule {!r} is timed")
+    harness.check_names(only, SCHEDULES, "no benchmark of schedule {!r}")
     names = [name for name in SCHEDULES if not only or name in only]
     if not 1 <= microbatches <= ROWS or ROWS % microbatches:
         raise ValueError(
-            f"{microbatches} micro-batches of {ROWS} rows: torch needs equal ones; choose a divisor"
+            f"{microbatches} micro-batches of {ROWS} rows differ in size; choose a divisor"
         )
     for size in ranks:
         for name in names:
             if size * CHUNKS.get(name, 1) > DEPTH:
-                raise ValueError(f"{name} on {size} ranks: the model has {DEPTH} blocks to split")
+                raise ValueError(f"{name} on {size} ranks: only {DEPTH} blocks; use fewer ranks")
             schedule(name, size, microbatches, CHUNKS.get(name, 1))
             if microbatches < size:
-                raise ValueError(f"{microbatches} micro-batches: torch needs one a rank, {size}")
+                raise ValueError(f"{microbatches} micro-batches: torch needs {size} or more")
     return harness.on_worlds(_on_rank, ranks, models, transport, names, microbatches, turns)
 
 
@@ -219,11 +219,11 @@ def table(measured: Sequence[StepTimes]) -> Table:
     counts = sorted({times.about["microbatches"] for times in measured})
     return harness.contest_table(
         measured,
-        f"A step of a pipeline, {ROWS} x {LENGTH} tokens in {' or '.join(map(str, counts))} "
+        f"Pipeline step, {ROWS} x {LENGTH} tokens in {' or '.join(map(str, counts))} "
         f"micro-batches, {DEPTH} blocks, in ms",
-        "Floor: the stages' computing, measured without communication, and the bubble of the "
-        "schedule; torch: torch.distributed.pipelining over gloo. Ratio: labkit to torch, median "
-        "and quartiles of the turns. Over: labkit's median to that of the floor.",
+        "Floor: compute of the stages, measured without communication, plus the bubble of the "
+        "schedule; torch: torch.distributed.pipelining over gloo. Ratio: labkit / torch, median "
+        "and quartiles of the turns. Over: labkit's median / floor.",
         ("floor", lambda times, x: f"{times.figures['floor_s'][x.ours] * 1e3:.1f}"),
         ("over", lambda times, x: f"{over_floor(times, x.ours):.2f}"),
     )

@@ -1,4 +1,4 @@
-"""Steps of a small GPT in each number format: mixed precision and recompute of labkit and of torch.
+"""Step times of a small GPT per number format: mixed precision and recompute, labkit's and torch's.
 
     case            labkit                                 torch
     ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -78,7 +78,7 @@ class Case:
     edit: Callable[[GPT], object] = lambda model: None
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     scaler: Callable[[str], Any] = lambda kind: torch.amp.GradScaler(kind, enabled=False)
-    products: str = "highest"  # torch.set_float32_matmul_precision
+    matmuls: str = "highest"  # torch.set_float32_matmul_precision
 
     def stepper(self, sizes: Sizes, device: torch.device) -> Callable[[], None]:
         """A function that runs one step of a new model and optimizer."""
@@ -110,7 +110,7 @@ _masters = partial(Case, optimizer=partial(MasterWeights, optimizer_cls=torch.op
 _bf16, _fp16 = (partial(torch.autocast, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
 CASES = {
     "fp32": Case(),
-    "tf32": Case(products="high"),
+    "tf32": Case(matmuls="high"),
     "bf16": _masters(torch.bfloat16),
     "torch.amp bf16": Case(context=_bf16),
     "fp16": _masters(torch.float16, scaler=lambda kind: GradScaler()),
@@ -130,7 +130,7 @@ def bench_precision(
     """Time `only` these cases and their peers, or all that the device supports.
 
     Raises ValueError for an unknown name."""
-    harness.check_names(only, CASES, "no case {!r} is timed")
+    harness.check_names(only, CASES, "no benchmark of {!r}")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = sizes or (ON_GPU if where.type == "cuda" else ON_CPU)
     names = [name for name in CASES if _wanted(name, only) and _supported(name, where)]
@@ -163,7 +163,7 @@ def _supported(name: str, where: torch.device) -> bool:
 
 def _turn_s(name: str, step: Callable[[], None], where: torch.device, count: int = STEPS) -> float:
     """Mean seconds of `count` steps, with the matmul precision of this case."""
-    torch.set_float32_matmul_precision(CASES[name].products)
+    torch.set_float32_matmul_precision(CASES[name].matmuls)
     try:
         return harness.seconds_of(step, count, after=harness.sync_of(where))
     finally:
@@ -171,8 +171,8 @@ def _turn_s(name: str, step: Callable[[], None], where: torch.device, count: int
 
 
 def _peak_bytes(name: str, sizes: Sizes, where: torch.device) -> int:
-    """Peak memory of the third step of a case alone: by then it has all its state."""
-    gc.collect()  # of the previous case
+    """Peak memory of the third step of a case, run alone: by then all its state exists."""
+    gc.collect()  # free the previous case
     others_bytes = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
     step = CASES[name].stepper(sizes, where)
     _turn_s(name, step, where, 2)
@@ -222,9 +222,9 @@ def table(measured: Sequence[StepTimes]) -> Table:
     first, about = next(iter(times.seconds)), times.about
     peers = ", ".join(f"{x.ours} to {x.theirs}" for x in times.contests)
     shown = harness.titled(
-        f"A step of a {about['model']}, on {about['device']}",
-        f"Peak: {about['peak']}. MFU: of the format's peak, where that is known. Ratio: median and "
-        f"quartiles of the turns, {peers}.",
+        f"Step of a {about['model']}, on {about['device']}",
+        f"Peak memory: {about['peak']}. MFU: of the format's peak FLOP/s, if known. Ratio: median "
+        f"and quartiles of the turns, {peers}.",
         ("case", "ms", f"/ {first}", "peak MB", "MFU", "ratio", "", "aim"), ("case",),
     )  # fmt: skip
     ratios = {x.ours: harness.ratio_cells(times, x) for x in times.contests}

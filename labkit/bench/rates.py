@@ -3,10 +3,10 @@
     matmul             seconds = 2 m k n / (peak x product of d / (d + tile) over the sides m, k, n)
     all-reduce         seconds = start + 2(n-1) latency + 2(n-1)/n S / bandwidth
 
-Pure functions. They minimise log(predicted / measured), so that microseconds count as much as
+Pure functions. They minimize log(predicted / measured), so that microseconds count as much as
 seconds: its root mean square for all-reduces, as in labkit/sweeps/alpha_beta.py, and its mean
-absolute value for matmuls, so that outliers count less. (bfloat16 on a CPU takes much longer to its
-first multiplication.) An error of 0.1 means: typically a tenth off.
+absolute value for matmuls, so that outliers count less. (On a CPU, the first bfloat16 matmul takes
+much longer.) An error of 0.1 means: typically 10% off.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from labkit.comm.collectives.costs import Cost
 from labkit.sweeps.alpha_beta import fit_line, least
 
 SEARCH = {"tried": 11, "zooms": 6}
-LEAST_PART = 1e-4  # of its peak: every matmul reaches more
+LEAST_PART = 1e-4  # of the peak rate: every matmul reaches more
 
 
 class Case(NamedTuple):
-    """What is timed: "tiny", "copy", "product" or "all-reduce". `size`: elements of a tiny
+    """An operation to time: "tiny", "copy", "matmul" or "all-reduce". `size`: elements of a tiny
     operation, bytes copied or reduced, or side of square matrices. `ranks`: the group's size."""
 
-    what: str
+    kind: str
     size: int
     dtype: str = "float32"
     ranks: int = 1
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 Times = Mapping[Case, float]  # seconds
 
 
-class ProductFit(NamedTuple):
+class MatmulFit(NamedTuple):
     """`peak_flops` by dtype, and the `tile` that makes small matmuls slower."""
 
     peak_flops: dict[str, float]
@@ -42,7 +42,7 @@ class ProductFit(NamedTuple):
     error: float
 
 
-class WireFit(NamedTuple):
+class LinkFit(NamedTuple):
     """The rates of a `Level`."""
 
     bytes_per_s: float
@@ -51,33 +51,33 @@ class WireFit(NamedTuple):
     error: float
 
 
-def fit_products(products: Times) -> ProductFit:
+def fit_matmuls(matmuls: Times) -> MatmulFit:
     """Fit one tile, and the peak of each dtype. Raises ValueError if no dtype has two sides."""
-    dtypes = list(dict.fromkeys(case.dtype for case in products))
-    of_dtype = [[(c.size, s) for c, s in products.items() if c.dtype == dtype] for dtype in dtypes]
+    dtypes = list(dict.fromkeys(case.dtype for case in matmuls))
+    of_dtype = [[(c.size, s) for c, s in matmuls.items() if c.dtype == dtype] for dtype in dtypes]
     if all(len(own) < 2 for own in of_dtype):
-        raise ValueError("products of one side only; two sides of a dtype are needed")
-    smallest = min(case.size for case in products)
+        raise ValueError("too few matmuls; measure one dtype at two sides or more")
+    smallest = min(case.size for case in matmuls)
 
-    def fit(part: float) -> ProductFit:
+    def fit(part: float) -> MatmulFit:
         """The fit with the tile for which the smallest side / (side + tile) is `part`."""
         tile = smallest * (1 / part - 1)
-        # of the peaks that the matmuls of each dtype imply
+        # log of the peaks that the matmuls of each dtype imply
         logs = [np.log([2 * (side + tile) ** 3 / s for side, s in own]) for own in of_dtype]
         off = np.concatenate([x - np.median(x) for x in logs])
         peaks = {dtype: float(np.exp(np.median(x))) for dtype, x in zip(dtypes, logs)}
-        return ProductFit(peaks, tile, float(abs(off).mean()))
+        return MatmulFit(peaks, tile, float(abs(off).mean()))
 
     return fit(least(lambda part: fit(part).error, LEAST_PART, 1.0, **SEARCH))
 
 
-def fit_wire(reduced: Times) -> WireFit:
+def fit_link(reduced: Times) -> LinkFit:
     """Fit bandwidth, latency and start. With only one number of ranks, start and latency cannot be
-    separated, and all counts as latency.
+    separated, and both count as latency.
 
     Raises ValueError for fewer than two sizes, one rank, or times that do not grow with size."""
     if len({case.size for case in reduced}) < 2 or min(case.ranks for case in reduced) < 2:
-        raise ValueError("all-reduces of two sizes or more, on two ranks or more, are needed")
+        raise ValueError("too few all-reduces; measure two sizes or more, on two ranks or more")
 
     def line(part: float) -> tuple[float, float, float]:
         """alpha, beta and error if `part` of alpha is the start, and the rest the latency."""
@@ -92,4 +92,4 @@ def fit_wire(reduced: Times) -> WireFit:
     alpha_s, beta_s_per_byte, error = line(part)
     if beta_s_per_byte == 0:
         raise ValueError("a large all-reduce took no longer than a small one; measure again")
-    return WireFit(1 / beta_s_per_byte, (1 - part) * alpha_s, part * alpha_s, error)
+    return LinkFit(1 / beta_s_per_byte, (1 - part) * alpha_s, part * alpha_s, error)

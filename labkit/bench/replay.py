@@ -1,6 +1,6 @@
-"""Is the replay right? Two worlds take turns. In one, no link delays messages: its recording says
-how long this machine computes and moves each tensor, and a replay adds the delays of a `Link`. In
-the other, the ranks train over that `Link`. Both are compared turn by turn.
+"""The accuracy of a replay. Two worlds take turns. In one, no link delays messages: its recording
+has the times that this machine takes to compute and to move each tensor, and a replay adds the
+delays of a `Link`. In the other, the ranks train over that `Link`. Turns are compared in pairs.
 """
 
 from collections.abc import Callable
@@ -25,23 +25,23 @@ from labkit.trace.recording import record
 STEPS = 4  # in a turn
 BUCKET_MB = 1.0
 LINK = Link(gbps=0.5, latency_us=200)
-NO_WIRE = Link(gbps=1e6)  # the same code path, without the delay
+UNPACED = Link(gbps=1e6)  # the same code path, without the delay
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is changed in it
     "1M": ("1M", {}), "3.4M": ("3.4M", {}), "9.8M": ("3.4M", {"depth": 12})
 }  # fmt: skip
 
 
-def wires_of(link: Link, ranks: int) -> Cluster:
-    """One node with such links between ranks, to replay measured computation: no device rates."""
+def cluster_of(link: Link, ranks: int) -> Cluster:
+    """One node with these links between ranks, to replay measured compute: no device rates."""
     level = Level("paced", link.gbps * 1e9 / 8, link.latency_us * 1e-6, ranks)
     device = Device("not described", {}, 1.0, 1.0, 0.0)
     return Cluster("paced", f"links of {link.gbps:g} Gbit/s", device, 1, ranks, level)
 
 
-class AfterTheWire(Costs):
-    """Costs of a modelled wire, which delays a message before the machine moves it. An operation
-    takes the wire's time plus its time without the wire: from the start of the last rank, which the
-    others await, to its end, averaged over the ranks."""
+class PacedCosts(Costs):
+    """Costs of a modeled link, which delays a message before the machine moves it. An operation
+    takes the link's time plus its unpaced time: from the start of the last rank, for which the
+    others wait, to its end, averaged over the ranks."""
 
     def __init__(self, cluster: Cluster, trace: Trace):
         super().__init__(cluster)
@@ -51,8 +51,8 @@ class AfterTheWire(Costs):
         }
 
     def sending(self, event: CommEvent) -> Sending:
-        on_wire = super().sending(event)
-        return on_wire._replace(seconds=on_wire.seconds + self._moving_s[event.group, event.seq])
+        on_link = super().sending(event)
+        return on_link._replace(seconds=on_link.seconds + self._moving_s[event.group, event.seq])
 
 
 def _begin(preset: str, changes: dict[str, Any]) -> None:
@@ -71,17 +71,17 @@ def _turn_s() -> float:
 
 def _step_s(trace: Trace) -> float:
     """Mean seconds per step over the ranks, up to the barrier after the last step, which is
-    recorded as the beginning of another one."""
+    recorded as the beginning of another step."""
     ranks = trace.ranks.values()
     return mean((x.steps[-1].ended_s - x.steps[0].began_s) / STEPS for x in ranks)
 
 
 def _replayed(world: World) -> tuple[float, float]:
-    """Seconds per step of this world without communication, and over the wires of `LINK`."""
+    """Seconds per step of this world without communication, and over `LINK`."""
     with record() as trace:
         world.run(_turn_s)
-    without, wires = (wires_of(link, world.size) for link in (NO_WIRE, LINK))
-    predicted = replay(trace, AfterTheWire(wires, trace), "measured")
+    without, paced = (cluster_of(link, world.size) for link in (UNPACED, LINK))
+    predicted = replay(trace, PacedCosts(paced, trace), "measured")
     return _step_s(replay(trace, without, "measured")), _step_s(predicted)
 
 
@@ -91,7 +91,7 @@ def bench_replay(
     """Predict and measure each model; the cases are "computing", "replayed" and "measured"."""
     measured = []
     with (
-        World(ranks, link=NO_WIRE, check=False) as fast,
+        World(ranks, link=UNPACED, check=False) as fast,
         World(ranks, link=LINK, check=False) as paced,
     ):
         cases: dict[str, Callable[[], Any]] = {
@@ -117,8 +117,8 @@ def table(measured: list[StepTimes]) -> Table:
         ms = [f"{times.ms(case):.1f}" for case in cases]
         rows.append((*about, *ms, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"))
     title = (
-        f"A DDP step over {LINK.gbps:g} Gbit/s and {LINK.latency_us:g} us: replayed from a run "
-        "without it, and measured (aim: 0.9 to 1.1)"
+        f"DDP step over {LINK.gbps:g} Gbit/s and {LINK.latency_us:g} us: replayed from an unpaced "
+        "run, and measured (aim: 0.9 to 1.1)"
     )
     names = ("model", "ranks", *(f"{case}, ms" for case in cases))
     return titled(title, "", (*names, "replayed / measured", "quartiles"), (), rows)

@@ -15,14 +15,14 @@ def show_stored(what: str, folder: Path = RESULTS) -> None:
     """Display a picture for each file of `what`, "precision" or "transfers"; print a sentence if
     there is none. Raises ValueError for another `what`."""
     if what not in DRAWN:
-        raise ValueError(f"no pictures of {what!r} are stored; choose one of {', '.join(DRAWN)}")
+        raise ValueError(f"no stored results of {what!r}; choose one of {', '.join(DRAWN)}")
     from IPython.display import display
 
     files = sorted(folder.glob(f"{what}-*.json"))
     for path in files:
         display(DRAWN[what](path))
     if not files:
-        print(f"no figures of other machines are here; `labkit bench {what}` measures this one")
+        print(f"no results of other machines are stored; `labkit bench {what}` measures this one")
 
 
 @styled
@@ -33,10 +33,10 @@ def _precision(path: Path) -> Picture:
     picture = Picture(0.9 + 0.22 * len(names), layout="constrained")
     steps, peaks = picture.subplots(1, 2, sharey=True)
     steps.barh(names, [times.ms(name) for name in names], color=MEASURED)
-    steps.set_xlabel("ms a step")
+    steps.set_xlabel("ms per step")
     peak_bytes = times.figures["peak_bytes"]
     peaks.barh(names, [peak_bytes[name] / 1e6 for name in names], color=MEASURED)
-    peaks.set_xlabel("MB at the peak")
+    peaks.set_xlabel("peak memory, MB")
     picture.suptitle(", ".join(map(str, times.about.values())), x=0.01, ha="left")
     return picture
 

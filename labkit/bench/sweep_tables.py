@@ -78,8 +78,8 @@ def doubts(fits: list[Fit]) -> str:
         return ""
     worst = max(poor, key=lambda fit: fit.error)
     return (
-        f"{len(poor)} of {len(fits)} lines are off by more than {TRUSTED_ERROR:.0%}, most of all "
-        f"{worst.op} by {worst.algorithm} on {worst.ranks} ranks, by {worst.error:.0%}. Do not "
+        f"{len(poor)} of {len(fits)} fits have errors above {TRUSTED_ERROR:.0%}; the worst is "
+        f"{worst.op} by {worst.algorithm} on {worst.ranks} ranks: {worst.error:.0%}. Do not "
         "trust their alpha and beta: the machine was busy, or the model does not fit this link. "
         "Close other programs and measure with more --turns."
     )

@@ -1,4 +1,4 @@
-"""A step of labkit's tensor parallelism, of torch's DTensor, and of one without communication.
+"""Step times of labkit's tensor parallelism, of torch's DTensor, and without communication.
 
     tensor                the loss from each rank's slice of the logits
     DTensor               torch's `parallelize_module` of the same model, with its `loss_parallel`
@@ -132,10 +132,10 @@ def table(measured: Sequence[StepTimes]) -> Table:
     """A row for each contest, with its ratio and its aim, and the ratio without AdamW."""
     return harness.contest_table(
         measured,
-        f"A step of tensor parallelism, {ROWS} x {LENGTH} tokens for all ranks, in ms",
+        f"Tensor-parallel step, {ROWS} x {LENGTH} tokens for all ranks, in ms",
         "DTensor: torch's parallelize_module, over gloo. Alone: each rank's share, without "
-        "communication. Ratio: median and quartiles of the turns; and its median for forward and "
-        "backward alone.",
+        "communication. Ratio: median and quartiles of the turns. Without AdamW: the median "
+        "ratio of forward and backward.",
         ("alone", lambda times, contest: f"{times.ms(FLOOR):.1f}"),
         (
             "without AdamW",

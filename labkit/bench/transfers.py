@@ -1,6 +1,6 @@
 """Ways to move a tensor between the memories of this machine, timed side by side and compared with
-predicted times; also over a paced bus, which simulates PCIe without a GPU. Lab 12 also draws the
-files in labkit/bench/results, saved on other machines.
+predictions; also over a paced bus, which simulates PCIe without a GPU. Lab 12 also draws results of
+other machines, saved in labkit/bench/results.
 """
 
 import json
@@ -58,9 +58,7 @@ def read_transfers(path: str | Path) -> TransferTimes:
             measured.append(Measured(way, contents["numel"], **times))
         return TransferTimes(contents["about"], measured)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is no file of `labkit bench transfers --save`: {error!r}"
-        ) from None
+        raise ValueError(f"{path} is not from `labkit bench transfers --save`: {error!r}") from None
 
 
 def bench_transfers(
@@ -71,7 +69,9 @@ def bench_transfers(
 
     Raises ValueError for invalid sizes."""
     if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):
-        raise ValueError(f"mb={mb}, turns={turns}, gbps={gbps}: give 4000 MB or less, and turns")
+        raise ValueError(
+            f"mb={mb}, turns={turns}, gbps={gbps}: give 0 < mb <= 4000, turns >= 1 and gbps >= 0"
+        )
     numel = int(mb * 1e6 / 4)
     if to not in DTYPES or to == "fp32":
         raise ValueError(f"to={to!r}: choose fp16 or bf16")
@@ -95,10 +95,10 @@ def table(times: TransferTimes) -> Table:
     numel, rates = times.measured[0].numel, times.rates
     words = ("from → to", "as", "cast", "memory", "call")
     shown = titled(
-        f"{4 * numel / 1e6:g} MB of fp32 from memory to memory, ms: {times.about['device']}, "
+        f"{4 * numel / 1e6:g} MB of fp32 between memories, in ms: {times.about['device']}, "
         f"torch {times.about['torch']}, {times.about['date']}",
-        "limit: the bytes sent over the rate that the bus reaches. returned: when the "
-        f"program goes on. paced: a bus of {times.about['paced_gbps']:g} Gbit/s, modelled.",
+        "limit: bytes sent / measured bus bandwidth. returned: when the call "
+        f"returned. paced: a bus of {times.about['paced_gbps']:g} Gbit/s, modeled.",
         (*words, "bus, MB", "limit", "predicted", "measured", "ratio", "returned"), words,
     )  # fmt: skip
     fastest = fastest_of(times.measured)

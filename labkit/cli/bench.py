@@ -1,4 +1,4 @@
-"""`labkit bench`: each bench is a command with options of its own; without one, all run."""
+"""`labkit bench`: each benchmark is a command with its own options; without a command, all run."""
 
 from importlib import import_module
 from pathlib import Path
@@ -27,12 +27,12 @@ bench = typer.Typer(
 )  # fmt: skip
 app.add_typer(bench, name="bench", cls=ErrorGroup)
 
-Turns = Annotated[int, Option(help="Turns: how often each case is measured.", min=3)]
+Turns = Annotated[int, Option(help="Turns: how often each case is timed.", min=3)]
 Ranks = Annotated[str, Option(help="Numbers of ranks, separated by commas.")]
 Models = Annotated[str, Option(help="1M, 3.4M or both, separated by commas.")]
 TransportName = Annotated[
     str | None,
-    Option("--transport", help="labkit's transport: shm or gloo; default: a World's pick."),
+    Option("--transport", help="labkit's transport: shm or gloo; default: a World's choice."),
 ]
 Save = Annotated[Path | None, Option(help="Write all results as JSON.", callback=check_output)]
 
@@ -85,7 +85,7 @@ def pipeline(
     ] = None,
     ranks: Ranks = "2,4",
     models: Models = "1M,3.4M",
-    microbatches: Annotated[int, Option(help="Micro-batches of the 16 rows.", min=1)] = 8,
+    microbatches: Annotated[int, Option(help="Micro-batches of a batch of 16 rows.", min=1)] = 8,
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
@@ -141,13 +141,13 @@ def collectives(
         str | None, Option(help="Numbers of ranks; default: 2,4 (2,3,4 with --fit).")
     ] = None,
     algorithms: Annotated[
-        str | None, Option(help="Such as default,ring,tree; default: all.")
+        str | None, Option(help="For example default,ring,tree; default: all.")
     ] = None,
     dtype: Annotated[
         str, Option(help="float32, float64, float16, bfloat16, int32, int64 or uint8.")
     ] = "float32",
     redop: Annotated[str, Option(help="sum, min, max or product.")] = "sum",
-    turns: Annotated[int, Option(help="Turns: how often each case is measured.")] = 9,
+    turns: Annotated[int, Option(help="Turns: how often each case is timed.")] = 9,
     check: Annotated[bool, Option(help="Count wrong elements.")] = True,
     transport: TransportName = None,
     save: Save = None,
@@ -157,7 +157,7 @@ def collectives(
     ] = False,
     table: Annotated[
         Path | None,
-        Option(help="File for --fit; by default it prints where.", callback=check_output),
+        Option(help="File that --fit writes, by default in your settings.", callback=check_output),
     ] = None,
 ) -> None:
     """Print nccl-tests' table for labkit's collectives and the backend's own.
@@ -171,15 +171,15 @@ def collectives(
     from labkit.sweeps.sweep import parse_bytes, sizes_between
 
     if fit and transport == "shm":
-        raise ValueError("a table chooses for messages; --fit is for --transport gloo")
+        raise ValueError("--fit needs --transport gloo: ranks that share memory use no table")
     if table is not None and not fit:
-        raise ValueError("--table says where --fit writes; give both")
+        raise ValueError("--table names the file that --fit writes; give --fit as well")
     if fit and dtype != "float32":
-        raise ValueError(f"a table is fitted to float32, in which models train; not to {dtype}")
+        raise ValueError(f"--fit needs --dtype float32, in which models train; not {dtype}")
     if fit and (other := [op for op in split_words(ops) if op not in chooser_table.OPS]):
         raise ValueError(
-            f"--fit with {other[0]}: a table chooses for {', '.join(chooser_table.OPS)}; measure "
-            f"{other[0]} in a run without --fit"
+            f"--fit with {other[0]}: a table covers {', '.join(chooser_table.OPS)}; measure "
+            f"{other[0]} without --fit"
         )
     defaults: Any = chooser_table if fit else module
     sweep = module.bench_collectives(
@@ -202,9 +202,9 @@ def collectives(
             console.print(f"[yellow]poor fit:[/] {markup(doubts)}")
         path = chooser_table.write_table(sweep, table or chooser_table.user_table())
         console.print(
-            f"The table of algorithms: {path}\nTo have it used, before ranks start:  "
+            f"Table of algorithms: {path}\nTo use it, before starting ranks:  "
             f"export LABKIT_TABLE={path.resolve()}\n"
-            'It counts where messages go, World(n, transport="gloo"); ranks that share '
+            'It applies to messages, as in World(n, transport="gloo"); ranks that share '
             'memory, as in World(n, transport="shm"), use no table.', markup=False, soft_wrap=True,
         )  # fmt: skip
     if wrong := sum(point.wrong or 0 for point in sweep.points):
@@ -235,7 +235,7 @@ def transfers(
 
 
 def _measure(name: str, save: Path | None, *args: Any, **options: Any) -> Any:
-    """Run `labkit.bench.bench_NAME`, print its table, and return what was measured."""
+    """Run `labkit.bench.bench_NAME`, print its table, and return the measurements."""
     from labkit.bench import harness
 
     module = import_module(f"labkit.bench.{name}")
@@ -248,4 +248,4 @@ def _measure(name: str, save: Path | None, *args: Any, **options: Any) -> Any:
 
 
 def _report_saved(path: Path) -> None:
-    console.print(f"All that was measured: {markup(path)}", soft_wrap=True)
+    console.print(f"All measurements: {markup(path)}", soft_wrap=True)

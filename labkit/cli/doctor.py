@@ -1,4 +1,4 @@
-"""`labkit doctor`: what this machine has, and how fast it is."""
+"""`labkit doctor`: examine this machine, or measure it as a cluster."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ def doctor(
     from labkit.view import grouped_table
 
     if cluster is None and ranks is not None:
-        raise ValueError("--ranks goes with --cluster FILE.toml, which is written")
+        raise ValueError("--ranks is for measuring; give --cluster FILE.toml as well")
     if cluster is not None:
         examining.check_cluster_file(cluster)
         measured = measure_machine(ranks or 4)
@@ -43,11 +43,11 @@ def doctor(
             markup=False,
         )
         return
-    with console.status("looking ..."):
+    with console.status("examining this machine ..."):
         findings = examining.examine()
     console.print(grouped_table("labkit doctor", findings.groups))
     for problem in findings.problems:
         console.print(f"[red]wrong:[/] {markup(problem)}")
     if findings.problems:
         raise typer.Exit(1)
-    console.print("[green]Nothing is wrong.[/]")
+    console.print("[green]No problems found.[/]")

@@ -1,4 +1,4 @@
-"""`labkit nccl-log`: what NCCL chose."""
+"""`labkit nccl-log`: the rings, trees and transports that NCCL chose."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from labkit.foreign import check_picture, read_file
 @app.command(
     "nccl-log",
     epilog="Examples:  NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; labkit nccl-log nccl.log"
-    "  ·  labkit nccl-log logs/*  (NCCL_DEBUG_FILE=logs/%h.%p: one of each process)"
+    "  ·  labkit nccl-log logs/*  (NCCL_DEBUG_FILE=logs/%h.%p: one per process)"
     "  ·  labkit nccl-log --example two_nodes",
 )
 def nccl_log(
@@ -21,8 +21,8 @@ def nccl_log(
         list[str] | None,
         Argument(
             metavar="FILES",
-            help="Output of all ranks of a run with NCCL_DEBUG=INFO: one file or several that "
-            "belong together; - is standard input.",
+            help="Output of all ranks of one run with NCCL_DEBUG=INFO, in one file or several; "
+            "- is standard input.",
         ),
     ] = None,
     example: Annotated[
@@ -40,7 +40,7 @@ def nccl_log(
     from labkit.trace.nccl_log.summary import table
 
     if bool(files) == bool(example):
-        raise ValueError("give a file with a log, or --example two_nodes")
+        raise ValueError("give either log files or --example two_nodes")
     if example and example not in EXAMPLES:
         raise ValueError(f"no example {example!r}; there are {', '.join(EXAMPLES)}")
     sources = files or [str(EXAMPLES[example])]
@@ -52,7 +52,7 @@ def nccl_log(
         name, stem = Path(sources[0]).name, Path(sources[0]).stem
     console.print(table(log, f"{example}, composed for teaching" if example else name))
     if log.main.size > MOST_RANKS:
-        console.print(f"No picture: {log.main.size} ranks; it shows at most {MOST_RANKS}.")
+        console.print(f"No picture: {log.main.size} ranks; at most {MOST_RANKS} are drawn.")
         return
     picture = out or Path(f"{stem}.png")
     check_picture(picture)
@@ -60,7 +60,7 @@ def nccl_log(
 
 
 def _text_of(source: str) -> str:
-    """What is in the file, or comes from standard input for "-"."""
+    """The content of the file, or of standard input for "-"."""
     if source == "-":
         return typer.get_text_stream("stdin", "utf-8", "replace").read()
     return read_file(source).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""`labkit plan`: choose a layout for a model on a cluster, or ask whether there is one."""
+"""`labkit plan`: rank the layouts of a model on a cluster, or check whether any fits."""
 
 import json
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from labkit.replaying.planning.plan import Fit, Plan
 
 WIDTH = 168  # columns of the table of layouts
-Numbers = Annotated[str | None, Option(help="Only these, separated by commas; default: all.")]
+Numbers = Annotated[str | None, Option(help="Only these sizes, separated by commas; default: all.")]
 
 
 @app.command(
@@ -72,7 +72,7 @@ def plan(
     plot: Plot = None,
     fits: Annotated[
         bool,
-        Option("--fits", help="Check instead whether it fits, and what takes how much memory."),
+        Option("--fits", help="Check only whether the model fits, with memory by category."),
     ] = False,
     largest: Annotated[
         bool,
@@ -90,11 +90,11 @@ def plan(
     from labkit.clusters import cluster as find_cluster
 
     if sum((fits, largest, plot is not None)) > 1:
-        raise ValueError("--fits, --largest and --plot: give one of them")
+        raise ValueError("--fits, --largest and --plot exclude each other; give one of them")
     where = find_cluster(cluster, clusters)
     sizes = _sizes(model, width=width, depth=depth, heads=heads, context=context, vocab=vocab)
     if sizes is None and not largest:
-        raise ValueError("which model? give --model gpt3-175b, or --width, --depth and --heads")
+        raise ValueError("no model; give --model gpt3-175b, or --width, --depth and --heads")
     asked: dict[str, Any] = {
         "gpus": gpus,
         "max_memory_bytes": None if max_memory is None else max_memory * 1e9,
@@ -134,7 +134,7 @@ def _show(planned: "Plan", top: int) -> None:
     if large:
         nearest = planned.too_large[0]
         console.print(
-            f"the smallest that does not fit: {nearest.layout.in_words} "
+            f"the smallest layout that does not fit: {nearest.layout.in_words} "
             f"{markup(planned.why(nearest.layout))}", highlight=False, soft_wrap=True,
         )  # fmt: skip
 
@@ -153,7 +153,7 @@ def _in_terminal(words: "Words") -> Table:
 def _fit(
     sizes: "Sizes | None", where: "Cluster", batch: int, largest: bool, asked: dict[str, Any]
 ) -> "Fit":
-    """Of the model, or of the largest published one that fits; else of the smallest."""
+    """The fit of the model, or of the largest published model that fits; else of the smallest."""
     from labkit.replaying.planning import ranking
     from labkit.replaying.planning.published import MODELS
 
@@ -164,7 +164,7 @@ def _fit(
     for model in sorted(MODELS.values(), key=lambda model: -model.parameters):
         try:
             fit = ranking.fits(model, where, batch, **asked)
-        except ValueError as error:  # sizes that do not factor; the next may
+        except ValueError as error:  # its sizes do not divide; try the next
             invalid = error
             continue
         if fit.fits:
@@ -196,7 +196,7 @@ def _show_fit(fit: "Fit", largest: bool, as_json: bool) -> None:
 
 
 def _sizes(name: str | None, **given: int | None) -> "Sizes | None":
-    """The named model with the given changes, or a model without a name; None if nothing was
+    """The named model with the given changes, or a model of your own; None if nothing was
     given."""
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.published import model
@@ -207,5 +207,5 @@ def _sizes(name: str | None, **given: int | None) -> "Sizes | None":
     if not sizes:
         return None
     if missing := [f"--{key}" for key in ("width", "depth", "heads") if key not in sizes]:
-        raise ValueError(f"a model without a name needs {' and '.join(missing)}, too")
+        raise ValueError(f"a model of your own needs {' and '.join(missing)}, too")
     return Sizes(**sizes)

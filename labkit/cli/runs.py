@@ -1,4 +1,4 @@
-"""Recorded runs: `labkit view` of what one did, `labkit replay` of it on other clusters."""
+"""Recorded runs: `labkit view` summarizes one, `labkit replay` replays it on other clusters."""
 
 from pathlib import Path
 from typing import Annotated
@@ -37,7 +37,7 @@ def view(
     if chrome:
         console.print(f"For ui.perfetto.dev: {markup(write_chrome(trace, chrome))}")
     for picture in viewing.draw(trace, folder, step):
-        console.print(f"The picture: {markup(picture)}")
+        console.print(f"Picture: {markup(picture)}")
         if open_:
             typer.launch(str(picture))
 
@@ -51,7 +51,7 @@ def replay(
     folder: RunFolder,
     on: Annotated[
         list[str] | None,
-        Option(help="A cluster; repeat for several; default: all known ones."),
+        Option(help="A cluster; repeat for several; default: all known clusters."),
     ] = None,
     clusters: Annotated[
         Path | None,
@@ -86,19 +86,19 @@ def replay(
         raise ValueError(f"no cluster {unknown[0]!r}; there are {', '.join(every)}")
     names = on or list(own if clusters else every)
     if chrome and len(names) != 1:
-        raise ValueError("--chrome writes one replay: name its cluster by --on")
+        raise ValueError("--chrome writes one replay; name its cluster with --on")
     chosen = {name: every[name] for name in names}
     replays = on_clusters(trace, chosen, "measured" if measured else "counted")
-    if not any(one.replayed for one in replays):
+    if not any(result.replayed for result in replays):
         raise ValueError(replays[0].why_not)
     console.print(table(replays))
-    for one in replays:
-        if one.replayed is None:
-            name, why_not = markup(one.name), markup(one.why_not)
+    for result in replays:
+        if result.replayed is None:
+            name, why_not = markup(result.name), markup(result.why_not)
             console.print(f"[yellow]not on {name}:[/] {why_not}", highlight=False)
             continue
-        picture = folder / f"replay-{one.name.replace('/', '-')}.png"
+        picture = folder / f"replay-{result.name.replace('/', '-')}.png"
         check_picture(picture)
-        save_picture(plot.timeline(one.replayed), picture)
+        save_picture(plot.timeline(result.replayed), picture)
         if chrome:
-            console.print(f"For ui.perfetto.dev: {markup(write_chrome(one.replayed, chrome))}")
+            console.print(f"For ui.perfetto.dev: {markup(write_chrome(result.replayed, chrome))}")

@@ -37,15 +37,15 @@ def schedule(
     chunks = chunks or (2 if name == "interleaved" else 1)
     if (forwards := stages * microbatches * chunks) > MOST_FORWARDS:
         raise ValueError(
-            f"stages x micro-batches x chunks = {forwards:,}; at most {MOST_FORWARDS:,} are printed"
+            f"stages x micro-batches x chunks = {forwards:,}; choose at most {MOST_FORWARDS:,}"
         )
     actions = schedules.schedule(name, stages, microbatches, chunks)
     lanes = lanes_of(actions, name)
     console.print(
         f"{schedules.show(actions)}\n"
-        f"A step is {lanes.step:g} forwards of a stage long, {lanes.bubble:.1%} of it idle (a "
+        f"A step takes {lanes.step:g} forwards of a stage; its bubble is {lanes.bubble:.1%} (a "
         f"backward takes 2 forwards, or 1 for the input and 1 for the weights).\n"
-        f"Micro-batches whose activations a stage holds at most: "
+        f"Peak micro-batches in flight on each stage: "
         f"{', '.join(f'{x:g}' for x in lanes.held)}.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip

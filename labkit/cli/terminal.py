@@ -1,4 +1,4 @@
-"""The app, where its commands print, how they report errors, and options that several have."""
+"""The app, its console, how its commands report errors, and options that several commands have."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ console = Console()
 
 Model = Annotated[str, Option(help='Size of the GPT: "tiny", "1M" or "3.4M".')]
 Steps = Annotated[int, Option(help="Number of training steps.", min=1)]
-Rows = Annotated[int, Option(help="Sequences in the global batch; may be uneven.", min=1)]
+Rows = Annotated[int, Option(help="Sequences in the global batch; need not divide evenly.", min=1)]
 Dtype = Annotated[str, Option(help='"float64" proves equality, "float32" is usual.')]
 Lr = Annotated[float, Option(help="Learning rate of AdamW.")]
 Seed = Annotated[int, Option(help="Seed of model and data.", min=0)]
@@ -42,7 +42,7 @@ def split_numbers(option: str, text: str) -> list[int]:
 
 
 def print_table(table: Table) -> None:
-    """As wide as its columns need, whatever the terminal has: a number is never cut."""
+    """Print at the width that the columns need, even on a narrower terminal: numbers stay whole."""
     unlimited = console.options.update(max_width=1000)
     width = Measurement.get(console, unlimited, table).maximum
     Console(width=max(width, console.width)).print(table)
@@ -52,11 +52,11 @@ def save_picture(figure: Any, path: Path, dpi: float | str = 120, quiet: bool = 
     """Write the figure, and print where it is."""
     figure.savefig(path, dpi=dpi)
     if not quiet:
-        console.print(f"The picture: {markup(path)}", soft_wrap=True)
+        console.print(f"Picture: {markup(path)}", soft_wrap=True)
 
 
 class ErrorGroup(TyperGroup):
-    """Commands whose errors, where a user can mend them, are a sentence and not a traceback."""
+    """Commands that report errors a user can fix in a sentence, without a traceback."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
@@ -82,7 +82,7 @@ class ErrorGroup(TyperGroup):
 
 
 def _sentence(text: str) -> str:
-    """Only the message, where ranks have refused something by a ValueError, all in one way."""
+    """The message alone, if all failing ranks raised the same ValueError; else the whole text."""
     refused = re.match(r"(?s)ranks? [\d, and]+ raised ValueError: (.+?)\n\nTraceback ", text)
     return refused[1] if refused and text.count(" raised ") == 1 else text
 

@@ -1,4 +1,4 @@
-"""`labkit compare`: strategies held against one process. `labkit run`: train with one of them."""
+"""`labkit compare`: check strategies against one process. `labkit run`: train with a strategy."""
 
 import os
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from labkit.foreign import markup
 def compare(
     strategies: Annotated[
         list[str] | None,
-        Argument(help="Names, such as `single` or `ddp`; default: one per family."),
+        Argument(help="Strategies, such as `single` or `ddp`; default: one per family."),
     ] = None,
     every: Annotated[
-        bool, Option("--all", help="Every strategy, not only one per family.")
+        bool, Option("--all", help="Compare every strategy, not only one per family.")
     ] = False,
     ranks: Annotated[int, Option(help="Number of ranks.", min=1)] = 4,
     model: Model = "1M",
@@ -51,8 +51,8 @@ def compare(
     console.print(comparing.table(results, task))
     with console.status("drawing ..."):
         pictures = comparing.draw(results, out)
-    console.print(f"The pictures: {markup(', '.join(map(str, pictures[:2])))}")
-    console.print(f"Each run: labkit view {markup(out / results[-1].strategy)}, and so on.")
+    console.print(f"Pictures: {markup(', '.join(map(str, pictures[:2])))}")
+    console.print(f"To view a run: labkit view {markup(out / results[-1].strategy)}")
     problems = [f"{run.strategy}: {problem}" for run in results for problem in run.problems]
     for problem in problems:
         console.print(f"[red]not equal[/] {markup(problem)}")
@@ -97,11 +97,11 @@ def run(
     recorded: Callable[[], AbstractContextManager[object]] = nullcontext
     if record is not None:
         if record.exists() and not (record.is_dir() and not any(record.iterdir())):
-            raise ValueError(f"{record} is not an empty folder; record into a new one")
+            raise ValueError(f"{record} is not an empty folder; record into a new folder")
         recorded = partial(recording.record, record, min(2, steps - 1), what=strategy)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if ranks is not None:
-            raise ValueError("--ranks is torchrun's to say: --nproc-per-node")
+            raise ValueError("torchrun starts the ranks; omit --ranks, and use --nproc-per-node")
         me = attach()
         with recorded():
             report = train(strategy, task, keep_weights=False)
@@ -110,7 +110,7 @@ def run(
             return
     else:
         if chosen.one_rank and ranks not in (None, 1):
-            raise ValueError(f"{strategy} trains in one process; leave --ranks out")
+            raise ValueError(f"{strategy} trains in one process; omit --ranks")
         size = 1 if chosen.one_rank else ranks or 4
         fitting([chosen], task, size, asked=True)
         with World(size) as world:

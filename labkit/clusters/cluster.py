@@ -1,6 +1,6 @@
-"""The numbers of a cluster. Ranks count node by node: with 8 devices a node, ranks 0 to 7 are on
-the first. `..._reached` is the fraction of the hardware's rate that programs reach, 0 to 1. To ask
-what if, replace numbers: `dataclasses.replace(cluster, nodes=4)`."""
+"""The rates and sizes of a cluster. Ranks count node by node: with 8 devices per node, ranks 0 to 7
+are on the first. `..._reached` is the fraction of the hardware's rate that programs reach, 0 to 1.
+For a what-if, replace fields: `dataclasses.replace(cluster, nodes=4)`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A matmul is cut into tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
+    """A matmul is computed in tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
 
     name: str
     peak_flops: Mapping[str, float]  # of matmuls, by dtype ("bfloat16"); a multiply-add counts as 2
     memory_bytes: float
     memory_bytes_per_s: float
-    launch_s: float  # the least time of an operation
+    launch_s: float  # the minimum time of an operation
     matmul_reached: float = 1.0  # by very large matmuls
     memory_reached: float = 1.0
     tile: float = 0.0
-    host_s: float = 0.0  # per launch; the host runs ahead, and counts where it is slower (planning)
+    host_s: float = 0.0  # per launch; the host runs ahead, and limits only if slower (planning)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)  # of each number, by name
 
     def peak_flops_of(self, dtype: str) -> float:
@@ -31,15 +31,15 @@ class Device:
 
     def matmul_flops_per_s(self, dtype: str, sides: Iterable[int]) -> float:
         """FLOP/s of a matmul [m, k] x [k, n] with `sides` (m, n, k)."""
-        part = self.matmul_reached
+        reached = self.matmul_reached
         for side in sides:
-            part *= side / (side + self.tile)
-        return self.peak_flops_of(dtype) * part
+            reached *= side / (side + self.tile)
+        return self.peak_flops_of(dtype) * reached
 
 
 @dataclass(frozen=True)
 class Level:
-    """The wires inside nodes, or between them."""
+    """The links inside nodes, or those between nodes."""
 
     name: str
     bytes_per_s: float  # of each port, in each direction
@@ -52,7 +52,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` of `devices_per_node`, wires `inside` each and, with several, `between` them."""
+    """`nodes` of `devices_per_node`, with links `inside` nodes and, for several, `between` them."""
 
     name: str
     title: str
@@ -68,8 +68,8 @@ class Cluster:
                 raise ValueError(f"{self.name}: {what}={getattr(self, what)}; choose at least 1")
         if self.nodes > 1 and self.between is None:
             raise ValueError(
-                f"{self.name} has {self.nodes} nodes, and no level between them; describe one (in "
-                "a file: a second table of levels), or nodes=1"
+                f"{self.name} has {self.nodes} nodes, but no level between them; add one (in a "
+                "file: a second table of levels), or set nodes=1"
             )
 
     @property
@@ -80,8 +80,8 @@ class Cluster:
         """Raises ValueError for a rank without a device."""
         if not 0 <= rank < self.size:
             raise ValueError(
-                f"{self.name} has {self.size} devices ({self.nodes} nodes of "
-                f"{self.devices_per_node}), and none for rank {rank}"
+                f"{self.name} has no rank {rank}: its {self.size} devices ({self.nodes} nodes of "
+                f"{self.devices_per_node}) have ranks 0 to {self.size - 1}"
             )
         return rank // self.devices_per_node
 

@@ -1,5 +1,5 @@
-"""Clusters in TOML files: the known ones (known.toml shows the form), and your own. What is written
-is validated like a file of your own, and reads back equal."""
+"""Clusters in TOML files: those that labkit knows (known.toml shows the format), and your own. A
+file is validated before it is written, and reads back equal."""
 
 import json
 import math
@@ -17,12 +17,12 @@ from typing import Any
 from labkit.clusters.cluster import Cluster, Device, Level
 from labkit.foreign import read_file
 
-# Plausible ranges, so that 300 for 300 GB/s, or 5 for 5 us, is refused: lowest, highest, unit.
+# Plausible ranges, to reject 300 for 300 GB/s, or 5 for 5 us: lowest, highest, unit.
 PLAUSIBLE = {
     "memory_bytes": (1e8, 1e14, "bytes, not GB"),
-    "memory_bytes_per_s": (1e8, 1e15, "bytes a second, not GB/s"),
-    "bytes_per_s": (1e5, 1e14, "bytes a second, not GB/s"),
-    "peak_flops": (1e7, 1e18, "operations a second, not TFLOP/s"),
+    "memory_bytes_per_s": (1e8, 1e15, "bytes per second, not GB/s"),
+    "bytes_per_s": (1e5, 1e14, "bytes per second, not GB/s"),
+    "peak_flops": (1e7, 1e18, "FLOP/s, not TFLOP/s"),
     "launch_s": (0.0, 1e-2, "seconds, not microseconds"),
     "host_s": (0.0, 1e-2, "seconds, not microseconds"),
     "start_s": (0.0, 10.0, "seconds, not microseconds"),
@@ -54,27 +54,27 @@ def known_clusters() -> dict[str, Cluster]:
 
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
     """The clusters of your own file, by name; they may use devices that labkit knows. Raises
-    FileNotFoundError, or ValueError that says what is wrong in the file."""
+    FileNotFoundError, or ValueError for an invalid file."""
     return _parse(read_file(path), path)
 
 
 def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     """Write clusters, each under its own name, replacing the file. Raises ValueError, and writes
-    nothing, if they could not be read back: a number without a source, or an implausible one.
+    nothing, if they could not be read back: an implausible number, or one without a source.
 
-    >>> write_clusters("mine.toml", {"selene": cluster("selene")})
+    >>> write_clusters("clusters.toml", {"selene": cluster("selene")})
     """
     for name, written in clusters.items():
         if name != written.name:
-            fix = f"make both the same: dataclasses.replace(one, name={name!r})"
-            raise ValueError(f"the cluster under {name!r} is called {written.name!r}; {fix}")
+            fix = f"make both equal: dataclasses.replace(cluster, name={name!r})"
+            raise ValueError(f"the cluster under {name!r} is named {written.name!r}; {fix}")
     if not clusters:
         raise ValueError(f"{path}: no cluster to write; pass at least one")
     data = "".join(f"{line}\n" for line in _lines(clusters)).encode()
     if _parse(data, path) != dict(clusters):
         raise ValueError(
-            f"{path}: these clusters would not read back equal; numbers, and sources of these "
-            "numbers only, are needed"
+            f"{path}: these clusters would not read back equal; give each number a source, and "
+            "no other sources"
         )
     Path(path).write_bytes(data)
 
@@ -112,9 +112,9 @@ def _cluster(name: str, table: Any, devices: Mapping[str, Any], where: str) -> C
     _table(table, where, ["title", "device", "nodes", "levels"])
     device, levels = table.get("device"), table.get("levels")
     if not isinstance(device, str) or device not in devices:
-        raise ValueError(f"{where}: no device {device!r}; there are {', '.join(devices)}")
+        raise ValueError(f"{where}: no device {device!r}; choose from {', '.join(devices)}")
     if not (isinstance(levels, list) and 1 <= len(levels) <= 2):
-        raise ValueError(f"{where}: levels: one inside a node is needed, and one between, if any")
+        raise ValueError(f"{where}: levels: give one inside nodes, and one between if several")
     inside, *between = [_level(x, i == 0, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
     return Cluster(
         name,
@@ -133,7 +133,7 @@ def _device(table: Any, where: str) -> Device:
     rates = _table(table.get("peak_flops"), f"{where}: peak_flops")
     if not rates:
         raise ValueError(
-            f'{where}: no rate of any dtype; give one: peak_flops.bfloat16 = [312e12, "source"]'
+            f'{where}: no peak rate; give one, as peak_flops.bfloat16 = [312e12, "source"]'
         )
     peak_flops, place = {}, f"{where}: peak_flops"
     for dtype, given in rates.items():
@@ -145,7 +145,7 @@ def _device(table: Any, where: str) -> Device:
 def _level(table: Any, inside: bool, where: str) -> Level:
     _table(table, where, ["name", "ports", *["devices"] * inside, *DEFAULTS[Level]])
     numbers, sources = _numbers_of(Level, table, where)
-    name, ports = str(table.get("name", "wires")), _count(table, "ports", where)
+    name, ports = str(table.get("name", "links")), _count(table, "ports", where)
     return Level(name, **numbers, ports=ports, sources=sources)
 
 
@@ -164,18 +164,18 @@ def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, st
     numeric = type(number) in (int, float) and abs(number) <= 1e300  # NaN is not
     if not (numeric and isinstance(source, str) and source):
         raise ValueError(
-            f"{where}: {name} = {given!r}; a number and its source are needed: "
+            f"{where}: {name} = {given!r}; give a number and its source, as "
             f'{name} = [1e9, "source"]'
         )
     lowest, highest, unit = PLAUSIBLE.get(quantity, (math.ulp(0.0), math.inf, ""))
     if number < 0 or number == 0 < lowest:
-        raise ValueError(f"{where}: {name} = {number}; more than 0 is needed")
+        raise ValueError(f"{where}: {name} = {number}; give more than 0")
     if name.endswith("reached") and number > 1:
-        raise ValueError(f"{where}: {name} = {number}; it is a part: 1 at most")
+        raise ValueError(f"{where}: {name} = {number}; give a fraction, 1 at most")
     if not lowest <= number <= highest:
         raise ValueError(
-            f"{where}: {name} = {number:g}, which no cluster has: {lowest:g} to {highest:g} is "
-            f"plausible ({unit})"
+            f"{where}: {name} = {number:g} is not plausible; give {lowest:g} to {highest:g} "
+            f"({unit})"
         )
     return float(number), source
 
@@ -183,7 +183,7 @@ def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, st
 def _count(table: Mapping[str, Any], name: str, where: str) -> int:
     number = table.get(name)
     if type(number) is not int or number < 1:
-        raise ValueError(f"{where}: {name} = {number!r}; a whole number of 1 or more is needed")
+        raise ValueError(f"{where}: {name} = {number!r}; give a whole number of 1 or more")
     return number
 
 
@@ -193,7 +193,7 @@ def _table(table: Any, where: str, known: Iterable[str] | None = None) -> dict[s
         raise ValueError(f"{where}: expected a table, not {table!r}")
     if known is not None and (others := table.keys() - set(known)):
         raise ValueError(
-            f"{where}: {min(others)!r} is not known; there are {', '.join(sorted(known))}"
+            f"{where}: unknown name {min(others)!r}; choose from {', '.join(sorted(known))}"
         )
     return table
 
@@ -248,7 +248,7 @@ def _number_lines(described: Device | Level, what: str) -> Iterator[str]:
 def _source(sources: Mapping[str, str], name: str, what: str) -> str:
     if name not in sources:
         raise ValueError(
-            f'{what}: {name} has no source; name one, as sources={{{name!r}: "measured"}}'
+            f'{what}: {name} has no source; give one, as sources={{{name!r}: "measured"}}'
         )
     return _quoted(sources[name])
 

@@ -17,7 +17,7 @@ has proven. The check of an open exercise also yields a `Score`. The notebook ca
     from labkit.labs.lab_00 import checks as check
     check.average(average)
 
-`wrong_answers.py` in the same folder lists wrong answers that the check must catch.
+`wrong_answers.py` in the same folder lists answers that the check must reject.
 """
 
 import functools
@@ -30,7 +30,7 @@ from typing import Any
 
 from labkit.course.findings import CheckFailed, honest, kind, no_yield
 
-GOOD_COLOUR = "#009E73"  # green that colour-blind readers can tell from the red of an error
+GOOD_COLOR = "#009E73"  # green that color-blind readers can tell from the red of an error
 
 Student = Callable[..., Any]  # a function or class that a student writes
 Check = Callable[[Any], "Iterable[str | Score]"]
@@ -47,7 +47,7 @@ class Score:
 
     def __str__(self) -> str:
         line = f"your score: {self.value:,} {self.unit}, the best known: {self.best:,}"
-        return line + (" (you have beaten it: let us know how)" if self.value < self.best else "")
+        return line + (" (you have beaten it: please share it)" if self.value < self.best else "")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Passed:
         title, *lines = map(html.escape, self._lines())
         items = "".join(f"<li>{line}</li>" for line in lines)
         return (
-            f'<div style="border-left: 4px solid {GOOD_COLOUR}; padding: 2px 12px">'
-            f'<b style="color: {GOOD_COLOUR}">{title}</b>'
+            f'<div style="border-left: 4px solid {GOOD_COLOR}; padding: 2px 12px">'
+            f'<b style="color: {GOOD_COLOR}">{title}</b>'
             f'<ul style="margin: 2px 0 2px 18px; padding: 0">{items}</ul></div>'
         )
 
@@ -90,7 +90,7 @@ class Exercise:
             if not callable(student):
                 raise CheckFailed(
                     f"this is {kind(student)}; the check runs your function itself.",
-                    hint="Hand over its name, without brackets behind it.",
+                    hint="Pass its name, without parentheses after it.",
                 )
             if not self._yields:
                 no_yield(student)
@@ -101,7 +101,7 @@ class Exercise:
         except CheckFailed as failed:
             failed.exercise = self.name
             if unpassed := self._built_on(student):
-                more = f"It uses {' and '.join(unpassed)}, not passed yet: begin there."
+                more = f"It uses {' and '.join(unpassed)}, not passed yet: start there."
                 failed.hint = f"{failed.hint} {more}".strip()
             raise failed from None
         scores = [x for x in findings if isinstance(x, Score)]
@@ -139,18 +139,18 @@ class Report:
     """The exercises of a lab and the points earned in this session."""
 
     def __init__(self, lab: str):
-        self.exercises = [one for name, one in EXERCISES.items() if name.startswith(f"{lab}.")]
+        self.exercises = [x for name, x in EXERCISES.items() if name.startswith(f"{lab}.")]
         if not self.exercises:
-            raise ValueError(f"report({lab!r}): no exercise is known; give a lab's number, '00'")
+            raise ValueError(f"report({lab!r}): no exercises; give a lab's number, as report('00')")
 
     def __repr__(self) -> str:
-        width = max(len(one.name) for one in self.exercises)
+        width = max(len(x.name) for x in self.exercises)
         lines = []
-        for one in self.exercises:
-            state = f"✓ {one.points}" if one.passed else "  0"
-            score = f"   {one.passed.score}" if one.passed and one.passed.score else ""
-            lines.append(f"{one.name:<{width}}  {state} of {one.points}{score}")
-        earned = sum(one.points for one in self.exercises if one.passed)
+        for x in self.exercises:
+            state = f"✓ {x.points}" if x.passed else "  0"
+            score = f"   {x.passed.score}" if x.passed and x.passed.score else ""
+            lines.append(f"{x.name:<{width}}  {state} of {x.points}{score}")
+        earned = sum(x.points for x in self.exercises if x.passed)
         lines.append(f"{'in all':<{width}}    {earned} of {sum(x.points for x in self.exercises)}")
         return "\n".join(lines)
 

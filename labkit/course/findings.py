@@ -32,7 +32,7 @@ class CheckFailed(AssertionError):
         return "\n".join(lines)
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the message alone, as the traceback has no line of the student."""
+        """For a notebook: the message alone, as no line of the traceback is the student's."""
         first, *others = str(self).split("\n")
         return [f"{BOLD_RED}✗ {first}{PLAIN}", *others]
 
@@ -60,8 +60,8 @@ def no_return(found: Any) -> str:
 
 
 def several(found: Any, count: int, what: str, expected: str, hint: str = "") -> None:
-    """Fail unless `found` is a tuple or list of `count` values. The sentence says `what` it is, as
-    "f returned", and then the value."""
+    """Fail unless `found` is a tuple or list of `count` values. The message begins with
+    `what`, such as "f returned", and the value."""
     if not isinstance(found, (tuple, list)) or len(found) != count:
         fail(f"{what} {brief(found)}.", expected=expected, hint=hint)
 
@@ -99,11 +99,11 @@ def _same_sort(found: Any, right: Any) -> bool:
     return isinstance(plain(found), (int, float))
 
 
-def plain(thing: Any) -> Any:
+def plain(value: Any) -> Any:
     """The number in a numpy scalar or a one-element tensor or array; any other value unchanged."""
-    one = isinstance(thing, torch.Tensor) and thing.numel() == 1
-    one |= isinstance(thing, (np.generic, np.ndarray)) and thing.size == 1
-    return thing.item() if one else thing
+    single = isinstance(value, torch.Tensor) and value.numel() == 1
+    single |= isinstance(value, (np.generic, np.ndarray)) and value.size == 1
+    return value.item() if single else value
 
 
 EXACT: dict[type, Callable[[Any], Any]] = {
@@ -114,21 +114,21 @@ EXACT: dict[type, Callable[[Any], Any]] = {
 KNOWN = ("builtins", "labkit", "torch", "numpy")  # packages whose subclasses compare honestly
 
 
-def honest(thing: Any) -> Any:
-    """Convert `thing`, and everything in it, to the exact types that a check compares: a student's
+def honest(value: Any) -> Any:
+    """Convert `value`, and everything in it, to the exact types that a check compares: a student's
     subclass could claim to equal anything."""
-    known = type(thing).__module__.partition(".")[0] in KNOWN
+    known = type(value).__module__.partition(".")[0] in KNOWN
     for base, exact in EXACT.items():
-        if issubclass(type(thing), base):
+        if issubclass(type(value), base):
             if base in (list, tuple, dict):
-                old = list(exact(thing))
-                new = [honest(one) for one in old]
+                old = list(exact(value))
+                new = [honest(x) for x in old]
                 if known and all(map(operator.is_, old, new)):
-                    return thing
-                return tuple.__new__(type(thing), new) if known and base is tuple else base(new)
+                    return value
+                return tuple.__new__(type(value), new) if known and base is tuple else base(new)
             with torch._C.DisableTorchFunctionSubclass():
-                return thing if known else exact(thing)
-    return thing
+                return value if known else exact(value)
+    return value
 
 
 def difference(found: Any, right: Any, within: float) -> str:
@@ -141,8 +141,8 @@ def difference(found: Any, right: Any, within: float) -> str:
             return f"{kind(found)}, but {kind(right)} is right"
         if len(found) != len(right):
             return f"{len(found)} values, but {len(right)} are right"
-        for i, (one, other) in enumerate(zip(found, right)):
-            if problem := difference(one, other, within):
+        for i, (value, expected) in enumerate(zip(found, right)):
+            if problem := difference(value, expected, within):
                 short = max(len(repr(found)), len(repr(right))) <= 40
                 whole = f"{found!r}, but {right!r} is right"
                 return whole if short else f"{problem} (at place {i})"
@@ -175,13 +175,13 @@ def _tensor_difference(found: Any, right: torch.Tensor, within: float) -> str:
     )
 
 
-def kind(thing: Any) -> str:
+def kind(value: Any) -> str:
     """The type of a value in words: "a tensor of shape (2,)", "a list", "None"."""
-    if thing is None:
+    if value is None:
         return "None"
-    if isinstance(thing, torch.Tensor):
-        return f"a tensor of shape {tuple(thing.shape)}"
-    name = type(thing).__name__
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
@@ -193,7 +193,7 @@ def whole_numbers(found: Any, name: str, expected: str) -> list[int]:
     fail(f"{name} returned {brief(found)}.", expected=expected)
 
 
-def brief(thing: Any, most: int = 80) -> str:
+def brief(value: Any, most: int = 80) -> str:
     """The repr of a value, shortened to one line."""
-    text = " ".join(repr(thing).split())
+    text = " ".join(repr(value).split())
     return text if len(text) <= most else text[: most - 4] + " ..."

@@ -16,16 +16,16 @@ def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
     if unnamed:
         raise CheckFailed(
             f"a prediction has no name: {', '.join(map(brief, unnamed))}.",
-            hint="Name each, as in predict(sent_bytes=4096).",
+            hint="Name each prediction, as in predict(sent_bytes=4096).",
         )
     for name, value in numbers.items():
         if isinstance(value, EllipsisType):
             raise CheckFailed(
                 f"{name} is not predicted yet.",
-                hint="Replace the ... by a number or a formula. A wrong one costs nothing.",
+                hint="Replace the ... with a number or a formula. A wrong guess costs nothing.",
             )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckFailed(f"{name} is {kind(value)}, but a number is wanted.")
+            raise CheckFailed(f"{name} is {kind(value)}, but a number is expected.")
     return Prediction(Numbers(numbers))
 
 
@@ -41,7 +41,7 @@ class Numbers(dict[str, Number]):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The numbers a student has committed to."""
+    """The numbers that a student has predicted."""
 
     numbers: dict[str, Number]
 
@@ -56,7 +56,7 @@ class Prediction:
             self.numbers["it"]
         if measured.keys() != self.numbers.keys():
             raise ValueError(
-                f"beside({', '.join(measured)}): predicted was {', '.join(self.numbers)}; "
+                f"beside({', '.join(measured)}): the predictions are {', '.join(self.numbers)}; "
                 "give the same names"
             )
         return Table(

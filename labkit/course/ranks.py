@@ -1,4 +1,4 @@
-"""Run a student's function on ranks, and turn its failures into sentences."""
+"""Run a student's function on ranks, and explain its failures in one sentence."""
 
 import atexit
 import io
@@ -24,7 +24,7 @@ from labkit.runtime.world import World
 from labkit.trace.movement import Movement
 from labkit.trace.recording import watch_collective
 
-WAIT_S = 5.0  # longest wait for a rank that computes; deadlocks are found at once
+WAIT_S = 5.0  # longest wait for a rank that computes; deadlocks are detected at once
 LIMIT_S = 20.0  # of a whole call
 LIBRARIES = (Path(labkit.__file__).parent, Path(torch.__file__).parent, *FOLDERS.values())
 
@@ -46,7 +46,7 @@ class Ran:
 
     @property
     def wire_bytes(self) -> list[int]:
-        """Bytes that each rank puts on its wire; in a broadcast, not every rank sends."""
+        """Bytes that each rank puts on the wire; in a broadcast, not every rank sends."""
         return [sum(event.wire_bytes for event in events) for events in self.events]
 
     @property
@@ -69,7 +69,7 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
                 message = event.op in ("send", "recv")
                 call = f"i{event.op}" if message else f"{event.op}(..., async_op=True)"
                 raise CheckFailed(
-                    f"rank {rank} returns before its {event.op} is over.",
+                    f"rank {rank} returns before its {event.op} has completed.",
                     hint=f"{call} only starts it and returns a handle: wait for the handle, "
                     "handle.wait().",
                 )
@@ -134,9 +134,9 @@ def check_failure(error: RankError) -> CheckFailed:
     match error.kind:
         case "raised" if "NotImplementedError: your turn:" in first:
             stub = re.search(r"your turn: write (\w+)", first)
-            whose = f" of {stub[1]}" if stub else ""
+            name = f" of {stub[1]}" if stub else ""
             return CheckFailed(
-                f"you left the stub{whose}: the body is not written yet.",
+                f"you left the stub{name}: the body is not written yet.",
                 hint="Replace the line `raise NotImplementedError(...)`, then run its cell again.",
             )
         case "raised" | "stuck" if error.kind == "raised" or " raised " in first:
@@ -149,8 +149,8 @@ def check_failure(error: RankError) -> CheckFailed:
             return CheckFailed(f"the ranks hang: {first}", details=rest, hint=hint)
         case "interrupted":
             return CheckFailed(
-                f"the call did not come back within {LIMIT_S:g} s.",
-                hint="No rank waits for another: look for a loop that does not end.",
+                f"the call did not return within {LIMIT_S:g} s.",
+                hint="No rank waits for another: look for an endless loop.",
             )
     return CheckFailed(first, details=rest)
 

@@ -49,16 +49,16 @@ def gradient_bytes() -> list[int]:
 
 
 class Passing(torch.autograd.Function):
-    """The identity; calls `tell` in backward."""
+    """The identity, with a callback in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tell: Callable[[], None]) -> Tensor:
-        ctx.tell = tell
+    def forward(ctx: Any, x: Tensor, callback: Callable[[], None]) -> Tensor:
+        ctx.callback = callback
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.tell()
+        ctx.callback()
         return gradient, None
 
 
@@ -70,5 +70,5 @@ def is_a_cut(rank: int, counts: Any, gradients: int) -> None:
             f"rank {rank} returned {brief(counts)}: that does not cut {gradients} gradients into "
             "buckets.",
             expected=f"a list of whole numbers above 0 whose sum is {gradients}",
-            hint="The first number: how many gradients, in backward's order, the first bucket has.",
+            hint="The first number counts the gradients of the first bucket, in backward's order.",
         )

@@ -1,4 +1,4 @@
-"""`show`: the library's own code in a notebook, as it runs, never an outdated copy."""
+"""`show`: the library's own code in a notebook, exactly as it runs."""
 
 import html
 import inspect
@@ -26,7 +26,7 @@ class Code:
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import PythonLexer
 
-        # Inline colours: a page with many such cells needs no style sheet.
+        # Inline colors: a page with many such cells needs no style sheet.
         style = (
             "padding: 6px 10px; line-height: 1.35; overflow-x: auto; background: #f7f7f7; "
             "font-family: monospace; font-size: 90%"
@@ -36,24 +36,24 @@ class Code:
         return f'<div style="opacity: 0.7">{html.escape(self.caption)}</div>{body}'
 
 
-def show(thing: Any, since: str = "", until: str = "") -> Code:
+def show(target: Any, since: str = "", until: str = "") -> Code:
     """The source of a function, method, class or module.
 
     Args:
-        thing: the object itself, or its path: "parallel/ddp/ddp.py:DDP.forward".
-        since, until: words in the first line to show, and in the line after the last.
+        target: the object itself, or its path: "parallel/ddp/ddp.py:DDP.forward".
+        since, until: text in the first line to show, and in the line after the last.
 
-    Raises ValueError for an unknown path or words: a lab must fail when the code has changed."""
-    if isinstance(thing, str):
-        thing = _find(thing)
-    thing = inspect.unwrap(thing) if callable(thing) else thing
-    lines, first = inspect.getsourcelines(thing)
+    Raises ValueError for an unknown path or text: a lab must fail when the code has changed."""
+    if isinstance(target, str):
+        target = _find(target)
+    target = inspect.unwrap(target) if callable(target) else target
+    lines, first = inspect.getsourcelines(target)
     begin = _line_with(since, lines, 0) if since else 0
     end = _line_with(until, lines, begin + 1) if until else len(lines)
     while end > begin + 1 and not lines[end - 1].strip():
         end -= 1
     first = max(first, 1) + begin
-    path = Path(inspect.getsourcefile(thing) or "")
+    path = Path(inspect.getsourcefile(target) or "")
     if path.is_relative_to(PACKAGE.parent):
         path = path.relative_to(PACKAGE.parent)
     text = textwrap.dedent("".join(lines[begin:end])).rstrip()
@@ -64,18 +64,18 @@ def _find(place: str) -> Any:
     """The object at a path such as "comm/collectives/broadcast.py:tree_broadcast"."""
     file, _, name = place.partition(":")
     try:
-        thing: Any = import_module("labkit." + file.removesuffix(".py").replace("/", "."))
+        target: Any = import_module("labkit." + file.removesuffix(".py").replace("/", "."))
     except ModuleNotFoundError:
         raise ValueError(f"show({place!r}): labkit has no file {file!r}") from None
     for part in filter(None, name.split(".")):
-        if not hasattr(thing, part):
+        if not hasattr(target, part):
             raise ValueError(f"show({place!r}): {file} has no {name!r}")
-        thing = getattr(thing, part)
-    return thing
+        target = getattr(target, part)
+    return target
 
 
 def _line_with(words: str, lines: list[str], start: int) -> int:
     for number in range(start, len(lines)):
         if words in lines[number]:
             return number
-    raise ValueError(f"show: no line has {words!r}; the code has changed, change the lab too")
+    raise ValueError(f"show: no line has {words!r}; the code has changed, so update the lab")

@@ -1,10 +1,10 @@
-"""Pictures, each the value of a notebook cell. The same thing always has the same colour.
+"""Plots, each the value of a notebook cell. A concept has the same color in all of them.
 
 recorded runs    timeline, memory, compare (several runs), view (with sliders)
 communication    mesh, bandwidth, nccl (rings and trees of a log),
                  movement and steps (a collective, step by step)
 pipelines        schedule, schedules (several, on one time axis)
-memory           bill (a layer's activations), front (memory and time of plans),
+memory           bill (a layer's activations), front (peak memory against recomputation),
                  step_memory, transfers and loading (between memories)
 planning         plan, plan_view (with sliders), calibration (measured and predicted)
 number formats   bits, flip_bits (with buttons), number_line, magnitudes
@@ -12,7 +12,7 @@ number formats   bits, flip_bits (with buttons), number_line, magnitudes
 from labkit import plot
 
 plot.timeline(trace)
-plot.compare({"ddp": one, "zero": other})
+plot.compare({"ddp": ddp_trace, "zero-1": zero_trace})
 plot.schedule(gpipe(4, 8), figure=figure)  # drawn into `figure` instead of a new one
 """
 

@@ -1,5 +1,5 @@
-"""Activation memory: the bill of a layer, with the terms of sbw(34 + 5as/w); all plans with their
-Pareto front; the memory of a step under each choice."""
+"""Activation memory: the bill of a layer, term by term of sbw(34 + 5as/w); plans and their Pareto
+front; memory during a step under each choice."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -11,12 +11,12 @@ from labkit.memory.chooser import Plan as Choices
 from labkit.plot import style
 from labkit.plot.figure import constrained, label, name_rows, note, styled
 from labkit.plot.memories import detailed_step
-from labkit.plot.style import COLOURS, INK, PAPER, VERMILION, byte_unit, text_on
+from labkit.plot.style import COLORS, INK, PAPER, VERMILION, byte_unit, text_on
 from labkit.predict.activations import Bill
 from labkit.trace import RankTrace, Trace
 
-# The terms of one part of a layer have shades of one colour: attention scores, the rest of
-# attention, the MLP, norms and the rest.
+# Each part of a layer has shades of one color: attention scores, the rest of attention, the MLP,
+# norms and the rest.
 SCORES = (VERMILION, "#F0A57A")
 PARTS = {
     "core: ": style.SKY, "q, k, v": "#9AD0F0", "out": "#C5E4F7", "GELU": style.ORANGE,
@@ -25,25 +25,25 @@ PARTS = {
 SHORT = {  # other terms: without ": its input"
     "q, k, v: their shared input": "q, k, v\ninput",
     "core: q, k and v": "core:\nq, k, v",
-    "core: weights, before and after dropout": "core: weights,\nthe same dropped out",
+    "core: weights, before and after dropout": "core: weights,\nand after dropout",
     "core: the mask of its dropout": "core:\nmask",
     "dropout: two masks": "masks",
     "mlp.up: its input": "up",
     "the layer's input": "input",
 }
-CHOICE_COLOURS = {
-    "none": COLOURS[0], "selective": COLOURS[3], "full": COLOURS[5], "offload": COLOURS[2],
+CHOICE_COLORS = {
+    "none": COLORS[0], "selective": COLORS[3], "full": COLORS[5], "offload": COLORS[2],
 }  # fmt: skip
 
 
 @styled
 def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
-    """Activations of one layer, a bar per bill: measured, term by term; a line marks the formula.
+    """Activation bytes of one layer, a bar per bill: measured terms; a line marks the formula.
 
     `bills`: name -> `predict.activation_bill(...)`. Raises ValueError if empty.
     """
     if not bills:
-        raise ValueError('no bill to draw: give at least one, as bill({"none": ...})')
+        raise ValueError('nothing to draw: pass at least one bill, as bill({"none": ...})')
     figure = constrained(figure, 1.7 + 0.62 * len(bills))
     axes = figure.subplots()
     most = max(max(layer.measured_bytes, layer.formula_bytes) for layer in bills.values())
@@ -55,14 +55,14 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
             if not width:
                 continue
             if "as/w" in line.per_sbw:
-                colour = next(scores)
+                color = next(scores)
             else:
-                colour = next(PARTS[start] for start in PARTS if line.term.startswith(start))
-            axes.barh(row, width, 0.62, left=left, color=colour, edgecolor=PAPER, linewidth=0.8)
+                color = next(PARTS[start] for start in PARTS if line.term.startswith(start))
+            axes.barh(row, width, 0.62, left=left, color=color, edgecolor=PAPER, linewidth=0.8)
             if line.measured_bytes > 0.05 * most:
                 name = SHORT.get(line.term, line.term.removesuffix(": its input"))
                 label(axes, (left + width / 2, row), f"{name}\n{line.per_sbw}", fontsize=7.5,
-                      color=text_on(colour), linespacing=1.15)  # fmt: skip
+                      color=text_on(color), linespacing=1.15)  # fmt: skip
             left += width
         formula = layer.formula_bytes / scale
         axes.plot([formula] * 2, [row - 0.4, row + 0.4], color=INK, linewidth=1.6)
@@ -71,7 +71,7 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
     name_rows(axes, list(bills))
     axes.set(
         xlim=(0, most / scale * 1.12), xlabel=unit,
-        title="Kept by one layer from forward to backward  ·  numbers: bytes over sbw  ·  "
+        title="Activations that one layer keeps for backward  ·  numbers: bytes / sbw  ·  "
         "line: formula",
     )  # fmt: skip
     return figure
@@ -84,17 +84,17 @@ def front(
     budget_bytes: float | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Memory and recomputation of plans: a point for each, with the Pareto front and the pick.
+    """Peak memory against recomputation: a point per plan, the Pareto front, and the chosen plan.
 
     Args:
-        plans: from `labkit.memory.chooser.plan_of`; one choice for all blocks is labelled.
-        pick: the chosen plan, which is circled.
+        plans: from `labkit.memory.chooser.plan_of`; those with one choice for all blocks are named.
+        pick: the chosen plan, drawn with a circle.
         budget_bytes: drawn as a dashed line.
 
     Raises ValueError if `plans` is empty.
     """
     if not plans:
-        raise ValueError("no plans to draw: give a list of them, as front([plan_of(...), ...])")
+        raise ValueError("nothing to draw: pass a list of plans, as front([plan_of(...), ...])")
     figure = constrained(figure, 4.2)
     axes = figure.subplots()
     scale, unit = byte_unit(max(plan.peak_bytes for plan in plans))
@@ -108,8 +108,8 @@ def front(
         if not best or y < best[-1][1]:
             best.append((x, y))
     axes.plot(*zip(*points), "o", color=PARTS[""], markersize=5, zorder=2)
-    axes.step(*zip(*best), where="post", color=COLOURS[0], linewidth=1.2, zorder=1)
-    axes.plot(*zip(*best), "o", color=COLOURS[0], markersize=6, zorder=3)
+    axes.step(*zip(*best), where="post", color=COLORS[0], linewidth=1.2, zorder=1)
+    axes.plot(*zip(*best), "o", color=COLORS[0], markersize=6, zorder=3)
     for plan in plans:
         if len(set(plan.choices)) == 1:
             note(axes, plan.choices[0], point(plan), (8, 5), fontweight="bold")
@@ -126,9 +126,9 @@ def front(
     wide, high = (max(values) for values in zip(*points))
     wide = wide or 1.0
     axes.set(
-        xlim=(-0.04 * wide, 1.12 * wide), ylim=(0, 1.12 * high), ylabel=f"peak, {unit}",
-        xlabel="computed again, % of the step",
-        title="Every choice a point  ·  line: none has less of both",
+        xlim=(-0.04 * wide, 1.12 * wide), ylim=(0, 1.12 * high), ylabel=f"peak memory, {unit}",
+        xlabel="recomputation, % of the step",
+        title="A point per plan  ·  line: Pareto front",
     )  # fmt: skip
     return figure
 
@@ -142,30 +142,30 @@ def step_memory(
 
     Args:
         runs: name -> trace, recorded with a step in detail.
-        predicted: name -> expected peak in bytes, drawn as a dashed line.
+        predicted: name -> peak in bytes, drawn as a dashed line.
 
     Raises ValueError if `runs` is empty or a run has no step in detail.
     """
     curves = {name: _curve(detailed_step(trace)) for name, trace in runs.items()}
     if not curves:
-        raise ValueError('no runs to draw: give recorded ones, as step_memory({"none": trace})')
+        raise ValueError('nothing to draw: pass recorded runs, as step_memory({"none": trace})')
     figure = constrained(figure, 4.2)
     axes = figure.subplots()
     most = max(held.max() for _, held in curves.values())
     scale, unit = byte_unit(most)
-    for (name, (when, held)), usual in zip(curves.items(), cycle(COLOURS)):
-        colour, peak = CHOICE_COLOURS.get(name, usual), f"{held.max() / scale:.3g} {unit}"
+    for (name, (when, held)), usual in zip(curves.items(), cycle(COLORS)):
+        color, peak = CHOICE_COLORS.get(name, usual), f"{held.max() / scale:.3g} {unit}"
         axes.step(
-            when, held / scale, where="post", color=colour, linewidth=1.4,
-            label=f"{name}: {peak} at the peak",
+            when, held / scale, where="post", color=color, linewidth=1.4,
+            label=f"{name}: peak {peak}",
         )  # fmt: skip
         if predicted and name in predicted:
-            axes.axhline(predicted[name] / scale, color=colour, linestyle="--", linewidth=0.8)
+            axes.axhline(predicted[name] / scale, color=color, linestyle="--", linewidth=0.8)
     axes.axvline(1, color=style.MUTED, linewidth=0.8, linestyle=":")
-    dashed = "  ·  dashed: expected" if predicted else ""
+    dashed = "  ·  dashed: predicted peak" if predicted else ""
     axes.set(
         xlim=(0, 2), ylim=(0, most / scale * 1.35), ylabel=unit,
-        title=f"Held during one step{dashed}",
+        title=f"Memory during one step{dashed}",
     )  # fmt: skip
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)
@@ -176,12 +176,12 @@ def step_memory(
 
 
 def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """Times (forward 0 to 1, backward 1 to 2), and the bytes held from each on."""
+    """Times (forward 0 to 1, backward 1 to 2), and the bytes held from each time on."""
     rank: RankTrace = next(iter(trace.ranks.values()))
     (begin_s, middle_s), (_, end_s) = _times(rank, "forward"), _times(rank, "backward")
     when_s = np.array([point.when_s for point in rank.memory])
     held = np.array([sum(point.held_bytes) for point in rank.memory])
-    # The first point is the last one before forward began, or else the first of all.
+    # Start at the last point before forward began, or at the first point of the run.
     first = max(0, int(np.searchsorted(when_s, begin_s, side="right")) - 1)
     last = int(np.searchsorted(when_s, end_s, side="right"))
     when = np.interp(when_s[first:last], [begin_s, middle_s, end_s], [0.0, 1.0, 2.0])
@@ -193,5 +193,5 @@ def _times(rank: RankTrace, phase: str) -> tuple[float, float]:
     """Begin and end of a phase in seconds."""
     spans = [x for x in rank.spans if x.phase == phase and x.depth == 0 and x.ended_s]
     if not spans:
-        raise ValueError(f"this run has no {phase}; record a whole training step in detail")
+        raise ValueError(f"this run has no {phase} pass; record a whole training step in detail")
     return min(x.began_s for x in spans), max(x.ended_s for x in spans)

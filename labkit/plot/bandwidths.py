@@ -1,4 +1,4 @@
-"""Bus bandwidth over size, measured and by the alpha-beta model. Both axes are logarithmic, to
+"""Bus bandwidth against size, measured and by the alpha-beta model. Both axes are logarithmic, to
 compare algorithms at 4 KiB as well as at 64 MiB."""
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_un
 PANEL_IN = 3.2
 MOST_TICKS = 9
 ROOM = 2.0  # factor below, and squared above, the measured rates
-LEVELS = 3  # heights for the names of crossovers, so that neighbours do not overlap
+LEVELS = 3  # heights for the names of crossovers, so that neighbors do not overlap
 
 
 @styled
@@ -25,12 +25,12 @@ def bandwidth(
     sweep: Sweep | str | Path, op: str | None = None, ranks: int | None = None,
     figure: Figure | None = None,
 ) -> Figure:  # fmt: skip
-    """Bus bandwidth over size: measured (points, solid), and by the fitted alpha and beta (dashed).
-    A dotted line marks the size from which another of labkit's algorithms is fastest by the fits.
+    """Bus bandwidth against size: measured (points, solid) and by fitted alpha and beta (dashed). A
+    dotted line marks a crossover: from there on, the fits favor another of labkit's algorithms.
 
     Args:
         sweep: from `labkit.bench.bench_collectives`, or the file it was saved in.
-        op, ranks: only this operation, only this number of ranks; None draws a panel for each.
+        op, ranks: the operation and number of ranks to draw; None draws a panel for each.
 
     Raises ValueError if nothing in the sweep matches.
     """
@@ -41,8 +41,8 @@ def bandwidth(
         if op in (None, name) and ranks in (None, n)
     ]
     if not panels:
-        there = ", ".join(f"{name} on {n} ranks" for name, n, _ in sweep.tables()) or "nothing"
-        raise ValueError(f"no such operation on so many ranks in this sweep; it has {there}")
+        known = ", ".join(f"{name} on {n} ranks" for name, n, _ in sweep.tables()) or "nothing"
+        raise ValueError(f"op={op!r}, ranks={ranks}: not in this sweep; it has {known}")
     fits = fit_sweep(sweep)
     figure = constrained(figure, PANEL_IN * len(panels))
     rows = figure.subplots(len(panels), 2, squeeze=False, width_ratios=[1.5, 1])
@@ -67,22 +67,22 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
     fine = np.geomspace(sizes[0], sizes[-1], 300)
     for name in dict.fromkeys(point.algorithm for point in points):
         line = sorted((p for p in points if p.algorithm == name), key=lambda p: p.size_bytes)
-        colour, marker = BACKENDS_OWN if line[0].own else ALGORITHMS.get(name, OTHER_ALGORITHM)
+        color, marker = BACKENDS_OWN if line[0].own else ALGORITHMS.get(name, OTHER_ALGORITHM)
         label = f"{name}'s own" if line[0].own else name
-        words = "what runs when none is named"
-        if fit := fits.get(name):  # alpha, beta as a bandwidth, error of the line
+        words = "labkit's choice if none is named"
+        if fit := fits.get(name):  # alpha, beta as a bandwidth, error of the fit
             rate = f"{1e-9 / fit.beta_s_per_byte:.3g} GB/s" if fit.beta_s_per_byte else "no beta"
             words = f"{fit.alpha_s * 1e6:,.0f} us, {rate}, error {fit.error:.0%}"
             fitted = [fit.busbw_bytes_per_s(size) / 1e9 for size in fine]
-            axes.plot(fine, fitted, "--", color=colour, lw=1.1, zorder=2)
+            axes.plot(fine, fitted, "--", color=color, lw=1.1, zorder=2)
         axes.plot(
             [point.size_bytes for point in line], [p.busbw_bytes_per_s / 1e9 for p in line],
-            color=colour, marker=marker, ms=5, lw=6 if name == DEFAULT else 1.6,
+            color=color, marker=marker, ms=5, lw=6 if name == DEFAULT else 1.6,
             zorder=1 if name == DEFAULT else 3, label=f"{label}: {words}",
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")
     shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
-    # To whole KiB from there on: a sweep over three parts has sizes a few bytes below.
+    # Rounded to whole KiB: sizes that are split over three ranks are a few bytes smaller.
     whole = [size if size < 1024 else round(size / 1024) * 1024 for size in shown]
     axes.set_xticks(shown, map(in_binary_units, whole))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -95,13 +95,13 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
 
 def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
     """Mark where another algorithm becomes the fastest."""
-    owns = {point.algorithm for point in points if point.own}
-    ours = [fit for name, fit in fits.items() if name not in owns]
-    if len(ours) < 2:
+    backends_own = {point.algorithm for point in points if point.own}
+    candidates = [fit for name, fit in fits.items() if name not in backends_own]
+    if len(candidates) < 2:
         return
     sizes = [point.size_bytes for point in points]
     low, high = min(sizes), max(sizes)
-    for i, (size, _, after) in enumerate(crossovers(ours, low, high)):
+    for i, (size, _, after) in enumerate(crossovers(candidates, low, high)):
         offset_pt, align = (-4, "right") if size**2 > low * high else (4, "left")
         axes.axvline(size, color=MUTED, lw=0.9, ls=":", zorder=0)
         note(

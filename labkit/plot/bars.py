@@ -36,10 +36,10 @@ class Bar(NamedTuple):
     begin_ms: float
     end_ms: float
     open: bool  # never ended: extends to the end of the picture
-    colour: str
-    names: tuple[str, ...]  # the first one that fits is written between `top` and `names_to`
+    color: str
+    names: tuple[str, ...]  # the first name that fits is written between `top` and `names_to`
     names_to: float
-    free_ms: tuple[float, float] | None = None  # the longest part without waits; None: all of it
+    free_ms: tuple[float, float] | None = None  # the longest part without waits; None: all
 
 
 class RankBars(NamedTuple):
@@ -80,8 +80,8 @@ def bars_of(rank: RankTrace, end_s: float) -> RankBars:
             if event.peer is not None and _is_message(event):  # the same on both ends
                 number += rank.rank + event.ranks[event.peer] + event.tag
             when = _when(event.began_s, event.ended_s, end_s)
-            colour = shade(event.op, number)
-            bars.append(Bar(top, bottom, *when, colour, _event_names(event), bottom))
+            color = shade(event.op, number)
+            bars.append(Bar(top, bottom, *when, color, _event_names(event), bottom))
     collective = {x.group for x in comms if not _is_message(x)}
     # A lane of messages alone must not be called "all ranks".
     groups = [
@@ -142,12 +142,12 @@ def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
 def _waits(rank: RankTrace, end_s: float) -> Iterator[Bar]:
     """The waits of a rank, and its first unfinished wait as an open bar."""
     waits = [(begin_s, ended_s, ("waiting",)) for begin_s, ended_s in waiting(rank)]
-    still = [
+    pending = [
         (x.wait_began_s or x.issued_s, inf, (f"waiting for {_event_names(x)[0]}", "waiting"))
         for x in rank.comms
         if not x.ended_s and (x.blocking or x.wait_began_s)  # a blocking operation waits at once
     ]
-    for begin_s, ended_s, names in [*waits, *sorted(still, key=lambda wait: wait[0])[:1]]:
+    for begin_s, ended_s, names in [*waits, *sorted(pending, key=lambda wait: wait[0])[:1]]:
         yield Bar(0.0, 1.0, *_when(begin_s, ended_s, end_s), WAITING, names, 1.0)
 
 
@@ -164,8 +164,8 @@ def legend_entries(trace: Trace) -> dict[str, Any]:
     ranks = trace.ranks.values()
     phases = {x.phase for rank in ranks for x in rank.spans}
     entries: dict[str, Any] = {
-        {"user": "other code"}.get(phase, phase): Patch(facecolor=colour)
-        for phase, colour in PHASES.items()
+        {"user": "other code"}.get(phase, phase): Patch(facecolor=color)
+        for phase, color in PHASES.items()
         if phase in phases
     }
     if unfinished(trace) or any(e > b for rank in ranks for b, e in waiting(rank)):
@@ -194,14 +194,14 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
     if any(x.alike for x in traces):  # a rank that represents others
         alike = ", all alike" if len(ranks) == 1 else ", the others alike"
     where, link = part.about.get("replayed"), part.about.get("link")
-    travelled = any(x.ended_s for rank in traces for x in rank.comms)
-    behind = "" if where else " behind computing"  # room is limited
+    has_comms = any(x.ended_s for rank in traces for x in rank.comms)
+    behind = "" if where else " behind compute"  # room is limited
     words = (
         "The whole run" if step is None else f"Step {step}" * (steps > 1),
         f"{of}{part.size} rank{'s' * (part.size != 1)}{alike}",
         "unfinished after " * unfinished(part) + last,
         f"{overlap(shown):.0%} of communication hidden{behind}"
-        * (travelled and any(x.spans for x in traces)),
+        * (has_comms and any(x.spans for x in traces)),
         where and f"replayed on {literal(str(where))}",
         link and f"paced to {speed_of(link)}",
     )

@@ -6,10 +6,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from labkit.plot.figure import Picture, label, size_in, styled
-from labkit.plot.style import BLUE, GREEN, GREY, MUTED, PAPER, SMALL_PT, VERMILION, text_on
+from labkit.plot.style import BLUE, GRAY, GREEN, MUTED, PAPER, SMALL_PT, VERMILION, text_on
 from labkit.precision.formats import Exact, Format, decimal, format_of
 
-SET = {"sign": VERMILION, "exponent": BLUE, "leading bit": GREY, "fraction": GREEN}
+SET = {"sign": VERMILION, "exponent": BLUE, "leading bit": GRAY, "fraction": GREEN}
 CLEAR = {"sign": "#FBE3D5", "exponent": "#DCEBF5", "leading bit": "#E3E6EA", "fraction": "#DDF1EA"}
 LEFT_IN, ROW_IN, AROUND_IN = 1.0, 0.78, 0.46
 BOX_IN, BOX_HIGH_IN, READABLE_IN, ALL_BOXES_IN = 0.27, 0.27, 0.12, 8.8
@@ -22,7 +22,7 @@ def bits(
     patterns: "list[int] | None" = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """A number in each format: its bits, the formula of its parts, and the rounding error.
+    """A number in each format: its bits, the formula that they encode, and the rounding error.
 
     Args:
         value: rounded to each format.
@@ -33,7 +33,7 @@ def bits(
     """
     chosen = [format_of(name) for name in formats]
     if not chosen:
-        raise ValueError(f"bits({value}): in which format? bits({value}, 'fp16', 'bf16')")
+        raise ValueError(f"bits({value}): name a format or several, as bits({value}, 'fp16')")
     figure = figure or Picture(AROUND_IN + ROW_IN * len(chosen))
     width_in, height_in = size_in(figure)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width_in), ylim=(0, height_in))
@@ -43,17 +43,17 @@ def bits(
     for i, (format, pattern) in enumerate(zip(chosen, shown, strict=True)):
         top = height_in - AROUND_IN - i * ROW_IN
         middle = top - BOX_HIGH_IN / 2
-        boxes, colours = [], []
+        boxes, colors = [], []
         for place, digit in enumerate(f"{pattern:0{format.width_bits}b}"):
             x = LEFT_IN + place * box_in
-            colour = (SET if digit == "1" else CLEAR)[field_of(format, place)]
+            color = (SET if digit == "1" else CLEAR)[field_of(format, place)]
             boxes.append((x, box_in))
-            colours.append(colour)
+            colors.append(color)
             if box_in >= READABLE_IN:
                 label(axes, (x + box_in / 2, middle), digit, va="center_baseline",
-                      color=text_on(colour))  # fmt: skip
+                      color=text_on(color))  # fmt: skip
         lane = (top - BOX_HIGH_IN, BOX_HIGH_IN)
-        axes.broken_barh(boxes, lane, facecolors=colours, edgecolors=PAPER, linewidths=0.8)
+        axes.broken_barh(boxes, lane, facecolors=colors, edgecolors=PAPER, linewidths=0.8)
         axes.text(0.12, middle, format.name, va="center", fontsize="large")
         axes.text(0.12, top - 0.42, f"{format.width_bits} bits", va="center", color=MUTED)
         words = formula(format, pattern)
@@ -71,7 +71,7 @@ def bits(
 
 
 def formula(format: Format, pattern: int) -> str:
-    """The number as a formula of its parts: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
+    """The formula that the bits encode: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
     sign, exponent, leading, fraction = format.fields(pattern)
     plus_or_minus = "−" if sign else "+"
     kind = format.kind(pattern)
@@ -99,9 +99,9 @@ def _error(value: Exact | int, rounded: Exact) -> str:
     except (ValueError, OverflowError):  # an infinity or a NaN
         return ""
     if not error:
-        return "   exactly"
-    relative = f", {decimal(abs(error / Fraction(value)), 2)} of it" if value else ""
-    return f"   off by {decimal(abs(error), 2)}{relative}"
+        return "   (exact)"
+    relative = f", relative {decimal(abs(error / Fraction(value)), 2)}" if value else ""
+    return f"   error {decimal(abs(error), 2)}{relative}"
 
 
 def field_of(format: Format, place: int) -> str:

@@ -1,4 +1,4 @@
-"""Which step and which ranks a picture shows."""
+"""The choice of the step and the ranks that a plot shows."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ from labkit.trace import Trace
 
 def choose_step(trace: Trace, step: int | None = None) -> int | None:
     """`step`; if None, the unfinished step, else the first timed step after the warm-up. None for a
-    run without steps, which is shown whole.
+    run without steps, which is drawn as a whole.
 
     Raises ValueError for a step that is not in the trace, or an empty trace.
     """
@@ -40,7 +40,7 @@ def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
         if rank not in trace.ranks:
             raise ValueError(f"no rank {rank} in this trace; it has {listed(sorted(trace.ranks))}")
     if not chosen:
-        raise ValueError("no ranks to draw: name at least one, or leave `ranks` out to draw all")
+        raise ValueError("no ranks to draw: name at least one, or omit `ranks` to draw all")
     return chosen
 
 

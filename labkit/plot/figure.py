@@ -1,5 +1,5 @@
-"""Figures that a notebook shows once, as a PNG, and parts shared by pictures: axes with margins in
-inches, stacked bars, rows with names, legends, notes."""
+"""Figures that a notebook shows once, as a PNG, and elements that plots share: axes with margins in
+inches, stacked bars, named rows, legends, notes."""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -71,20 +71,20 @@ def lane_axes(figure: Figure, left: float, right: float, top: float, bottom: flo
 
 
 class BarPart(NamedTuple):
-    """One part of every stacked bar."""
+    """One segment of every stacked bar."""
 
     label: str
     lengths: Sequence[float]
-    colour: str
+    color: str
     hatch: str = ""
     edge: str = PAPER
 
 
 def memory_parts(memories: Sequence[Mapping[str, float]], scale: float) -> list[BarPart]:
-    """A part per category that any of the memories has, in bytes divided by `scale`."""
+    """A segment per category in any of the memories, in bytes divided by `scale`."""
     return [
-        BarPart(category, [memory.get(category, 0) / scale for memory in memories], colour)
-        for category, colour in CATEGORIES.items()
+        BarPart(category, [memory.get(category, 0) / scale for memory in memories], color)
+        for category, color in CATEGORIES.items()
         if any(memory.get(category) for memory in memories)
     ]
 
@@ -98,7 +98,7 @@ def stacked_bars(
     for place, part in enumerate(parts):
         edges = [0.7 if length > 0.005 * most else 0.0 for length in part.lengths]
         axes.barh(
-            range(len(base)), part.lengths, 0.6, left=base, color=part.colour, label=part.label,
+            range(len(base)), part.lengths, 0.6, left=base, color=part.color, label=part.label,
             hatch=part.hatch, edgecolor=part.edge, linewidth=edges, zorder=2 - place / 100,
         )  # fmt: skip
         base = [left + length for left, length in zip(base, part.lengths)]
@@ -158,6 +158,6 @@ def note(
 
 
 def label(axes: Axes, place: tuple[float, float], text: str, **options: Any) -> Text:
-    """A text centred on a point of the axes."""
+    """A text centered on a point of the axes."""
     usual: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_PT}
     return axes.text(*place, text, **usual | options)

@@ -1,7 +1,7 @@
-"""The numbers of each format: their range, those near zero, and the magnitudes of tensors against
-the range of a dtype.
+"""The range of each format, its values near zero, and the magnitudes of tensors against the range
+of a dtype.
 
-       becomes 0  │  loses digits  │          as exact as it gets         │ becomes inf
+       becomes 0  │    subnormal   │            full precision            │ becomes inf
                   │          ▂▅▇█▇▅│▂                                     │
     ──────────────┴────────────────┴──────────────────────────────────────┴────────────
              2⁻²⁵             2⁻¹⁴                                      2¹⁶      (fp16)
@@ -20,14 +20,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from labkit.plot.figure import constrained, name_rows, open_rows, styled
-from labkit.plot.style import BLUE, GREY, INK, MUTED, ORANGE, SMALL_PT, VERMILION
+from labkit.plot.style import BLUE, GRAY, INK, MUTED, ORANGE, SMALL_PT, VERMILION
 from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of, rounded
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
 ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: all of fp32 and shorter formats
 VALUES_10 = (-16.0, 7.0)  # with values: fp16 and shorter formats, or the range of the values
 ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
-MOST_NUMBERS = 2000
+MOST_VALUES = 2000
 
 PANEL_IN, MARGIN_IN = 1.25, 0.75  # of magnitudes
 MOST_BINS = 160
@@ -44,15 +44,15 @@ def number_line(
     values: torch.Tensor | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """The range of each format on an axis of powers of ten; below, single numbers near zero.
+    """The range of each format on an axis of powers of ten; below, its values near zero.
 
     Args:
         formats: names or `Format`s, for the upper part.
-        near_zero: formats for the lower part, with a line per number from 0 to `upto`; () for none.
-        values: numbers, such as all gradients of a step. Their magnitudes are drawn above the
-            ranges, with the share that each format turns into zeros, instead of the lower part.
+        near_zero: formats for the lower part, with a line per value from 0 to `upto`; () for none.
+        values: a tensor, such as all gradients of a step. A histogram of its magnitudes above the
+            ranges, and the share that each format rounds to zero, replace the lower part.
 
-    Raises ValueError if more than 2,000 numbers of a format would be drawn.
+    Raises ValueError if more than 2,000 values of a format would be drawn.
     """
     chosen = [format_of(format) for format in formats]
     near = [] if values is not None else [format_of(format) for format in near_zero]
@@ -60,7 +60,7 @@ def number_line(
     heights += [NEAR_IN * len(near)] * bool(near)
     figure = constrained(figure, sum(heights) + AROUND_IN * (1 + len(heights)))
     panels = figure.subplots(len(heights), height_ratios=heights, squeeze=False)[:, 0]
-    ends = ALL_10 if values is None else _sizes(panels[0], values)
+    ends = ALL_10 if values is None else _histogram(panels[0], values)
     _ranges(panels[int(values is not None)], chosen, ends, values)
     if near:
         _near_zero(panels[-1], near, upto)
@@ -68,7 +68,7 @@ def number_line(
 
 
 def lost(values: torch.Tensor, format: Format) -> float:
-    """The share of nonzero numbers that become zero in this format."""
+    """The share of nonzero values that become zero in this format."""
     some = values[values != 0]
     return float((rounded(some.float(), format) == 0).double().mean()) if len(some) else 0.0
 
@@ -81,10 +81,10 @@ def _ranges(
         smallest = log10(2) * floor_log2(format.smallest_subnormal)
         normal = log10(2) * format.min_exponent
         largest = log10(2) * (floor_log2(format.largest) + 1)
-        for begin, end, colour in ((smallest, normal, SUBNORMAL), (normal, largest, NORMAL)):
+        for begin, end, color in ((smallest, normal, SUBNORMAL), (normal, largest, NORMAL)):
             begin, end = max(begin, left), min(end, right)
             if begin < end:
-                axes.barh(row, end - begin, left=begin, height=0.62, color=colour)
+                axes.barh(row, end - begin, left=begin, height=0.62, color=color)
         arrow: dict[str, Any] = {"color": "white", "va": "center", "fontsize": SMALL_PT}
         if smallest < left:
             axes.text(left, row, "◀", ha="left", **arrow)
@@ -98,7 +98,7 @@ def _ranges(
         axes.text(right + (right - left) / 60, row, words, va="center", fontsize=SMALL_PT)
     _name_formats(axes, formats)
     _powers_of_ten(axes, ends)
-    axes.set_title("What each format can hold")
+    axes.set_title("Range of each format")
     axes.legend(
         handles=[Patch(color=NORMAL, label="normal"), Patch(color=SUBNORMAL, label="subnormal")],
         loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.1,
@@ -120,41 +120,41 @@ def _powers_of_ten(axes: Axes, ends: tuple[float, float]) -> None:
     axes.axvline(0, color=INK, linewidth=0.8, linestyle=":")
 
 
-def _sizes(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
+def _histogram(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
     """Draw a histogram of magnitudes; return the ends of the axis as powers of ten."""
-    numbers = _numbers(values)
-    zeros = int((numbers == 0).sum())
-    sizes = np.log10(np.abs(numbers[np.isfinite(numbers) & (numbers != 0)]))
+    elements = _elements(values)
+    zeros = int((elements == 0).sum())
+    sizes = np.log10(np.abs(elements[np.isfinite(elements) & (elements != 0)]))
     low, high = VALUES_10
     if len(sizes):
         low, high = min(low, float(sizes.min()) - 1), max(high, float(sizes.max()) + 1)
-    axes.hist(sizes, bins=np.arange(low, high, 0.25).tolist(), color=GREY)
+    axes.hist(sizes, bins=np.arange(low, high, 0.25).tolist(), color=GRAY)
     axes.spines["left"].set_visible(False)
     _powers_of_ten(axes, (low, high))
-    words = f"{len(numbers):,} values by their size" + (f"; {zeros:,} are zero" if zeros else "")
+    words = f"{len(elements):,} values by magnitude" + (f"; {zeros:,} are zero" if zeros else "")
     axes.set(yticks=[], title=words)
     return low, high
 
 
 def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
-    """Draw a line for each number."""
+    """Draw a line for each value of each format."""
     for row, format in enumerate(formats):
         last = format.rank(Fraction(upto)) if upto < format.largest else format.count // 2
-        if last > MOST_NUMBERS:
+        if last > MOST_VALUES:
             raise ValueError(
-                f"number_line: {format.name} has {last + 1:,} numbers up to {upto:g}; give an "
-                f"`upto` with {MOST_NUMBERS:,} at most, or fewer formats in `near_zero`"
+                f"number_line: {format.name} has {last + 1:,} values up to {upto:g}, and at most "
+                f"{MOST_VALUES:,} are drawn; lower `upto`, or drop it from `near_zero`"
             )
         numbers = np.array([float(format.number(rank)) for rank in range(last + 1)])
         small = numbers < float(format.smallest_normal)
-        for which, colour in ((small, SUBNORMAL), (~small, NORMAL)):
+        for which, color in ((small, SUBNORMAL), (~small, NORMAL)):
             shown = numbers[which & (numbers <= upto)]
-            axes.vlines(shown, row - 0.36, row + 0.36, colors=colour, linewidths=1.1)
+            axes.vlines(shown, row - 0.36, row + 0.36, colors=color, linewidths=1.1)
         words = f"subnormal below {decimal(format.smallest_normal, 2)}, in steps of "
         words += decimal(format.smallest_subnormal, 2)
         axes.text(upto * 1.015, row, words, va="center", fontsize=SMALL_PT)
     _name_formats(axes, formats)
-    axes.set(xlim=(0, upto), title="Their numbers near zero, each a line")
+    axes.set(xlim=(0, upto), title="Values near zero, a line for each")
     axes.set_xlabel("value", color=MUTED)
 
 
@@ -162,49 +162,50 @@ def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
 def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16) -> Figure:
     """Histograms of log2 |x|, a panel per entry of `named`, with the range of `dtype` drawn.
 
-    `named`: a tensor or several per panel (None is skipped). Zeros are counted apart; the shares
-    come from a real cast. Raises ValueError if there are no numbers.
+    `named`: a tensor or several per panel (None is skipped). Zeros are counted separately; the
+    shares are those of a real cast. Raises ValueError if there are no values.
     """
-    numbers = {name: _numbers(tensors) for name, tensors in named.items()}
-    empty = [name for name, x in numbers.items() if not len(x)]
-    if empty or not numbers:
-        raise ValueError(f"there are no numbers to draw{': ' + ', '.join(empty) if empty else ''}")
+    elements = {name: _elements(tensors) for name, tensors in named.items()}
+    empty = [name for name, x in elements.items() if not len(x)]
+    if empty or not elements:
+        which = f"{empty[0]!r} is empty" if empty else "pass at least one tensor by name"
+        raise ValueError(f"magnitudes: no values to draw; {which}")
     limits = torch.finfo(dtype)
     normal = np.log2(limits.smallest_normal)
     marks = [normal + np.log2(limits.eps) - 1, normal, np.log2(limits.max)]
-    logs = [np.log2(np.abs(x[np.isfinite(x) & (x != 0)])) for x in numbers.values()]
+    logs = [np.log2(np.abs(x[np.isfinite(x) & (x != 0)])) for x in elements.values()]
     some = np.concatenate([*logs, marks])
     ends = [np.floor(some.min()) - 1, *marks, np.ceil(some.max()) + 6]
-    zero, digits, _, over = pairwise(ends)
+    zero, subnormal, _, over = pairwise(ends)
     figure = constrained(None, MARGIN_IN + PANEL_IN * len(named))
     panels = figure.subplots(len(named), 1, sharex=True, squeeze=False)[:, 0]
     bins = np.linspace(ends[0], ends[-1], min(MOST_BINS, int(ends[-1] - ends[0]) * 2) + 1)
-    for axes, (name, x), log in zip(panels, numbers.items(), logs):
-        for part, alpha in ((zero, 0.25), (digits, 0.1), (over, 0.25)):
+    for axes, (name, x), log in zip(panels, elements.items(), logs):
+        for part, alpha in ((zero, 0.25), (subnormal, 0.1), (over, 0.25)):
             axes.axvspan(*part, color=VERMILION, alpha=alpha, linewidth=0)
         axes.hist(log, bins=bins.tolist(), color=ORANGE)
         for mark in marks:
             axes.axvline(mark, color=MUTED, linewidth=0.8)
         axes.set(yticks=[], title=f"{name}:  {_shares(x, dtype)}")
         open_rows(axes)
-    for part, text in ((zero, "becomes\n0"), (digits, "fewer\ndigits"), (over, "becomes\ninf")):
+    for part, text in ((zero, "becomes\n0"), (subnormal, "subnormal"), (over, "becomes\ninf")):
         panels[0].text(
             sum(part) / 2, 0.97, text, fontsize=SMALL_PT, ha="center", va="top",
             transform=panels[0].get_xaxis_transform(),
         )  # fmt: skip
-    panels[-1].set_xlabel(f"log2 of the magnitude; the range of {str(dtype).partition('.')[2]}")
+    panels[-1].set_xlabel(f"log2 of the magnitude; marked: range of {str(dtype).partition('.')[2]}")
     panels[-1].set_xlim(ends[0], ends[-1])
     return figure
 
 
-def _numbers(tensors: Tensors) -> np.ndarray:
+def _elements(tensors: Tensors) -> np.ndarray:
     some = [tensors] if isinstance(tensors, torch.Tensor) else [x for x in tensors if x is not None]
     flat = [x.detach().double().cpu().reshape(-1).numpy() for x in some]
     return np.concatenate(flat) if flat else np.empty(0)
 
 
 def _shares(x: np.ndarray, dtype: torch.dtype) -> str:
-    """What a cast does to the numbers, in words."""
+    """The shares of values that a cast changes to 0 or inf, in words."""
     nonzero = x[x != 0]
     cast = torch.from_numpy(nonzero).to(dtype).double().numpy()
     under = np.mean(cast == 0) if len(nonzero) else 0.0

@@ -19,7 +19,7 @@ LETTER_EM = 0.56  # mean width of a letter in a title, in font sizes
 
 
 def fit_title(axes: Axes, title: str) -> None:
-    """A left-aligned title, in smaller letters if it would not fit in the figure."""
+    """A left-aligned title, in a smaller font if it would not fit in the figure."""
     figure = cast(Figure, axes.figure)
     room_pt = (figure.bbox.x1 - axes.bbox.x0) / figure.dpi * 72
     size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
@@ -32,15 +32,15 @@ class Name(NamedTuple):
     text: str
     x: float
     y: float
-    colour: str
+    color: str
 
 
 class Lettering(PathCollection):
-    """Names of `size_pt` points on `axes`, vertically centred on their positions.
+    """Names of `size_pt` points on `axes`, vertically centered on their positions.
 
     Args:
         where: the transform of the positions, as `axes.transData`.
-        align: 0.0 begins a name at its position, 0.5 centres it there, 1.0 ends it there.
+        align: 0.0 begins a name at its position, 0.5 centers it there, 1.0 ends it there.
     """
 
     def __init__(self, axes: Axes, size_pt: float, where: Transform, align: float, clip: bool):
@@ -55,7 +55,7 @@ class Lettering(PathCollection):
         self.names = names
         self.set_paths([_aligned(name.text, self._size_pt, self._align) for name in names])
         self.set_offsets([(name.x, name.y) for name in names] or [(0, 0)])
-        self.set_facecolor([name.colour for name in names])
+        self.set_facecolor([name.color for name in names])
 
     def width_pt(self, text: str) -> float:
         return _extents(text, self._size_pt).width
@@ -85,7 +85,7 @@ def _extents(text: str, size_pt: float) -> Bbox:
 
 @cache
 def _aligned(text: str, size_pt: float, align: float) -> Path:
-    """The outline around (0, 0), centred vertically on small letters."""
+    """The outline around (0, 0), centered vertically on small letters."""
     x_height = _extents("x", size_pt).y1
     shift = Affine2D().translate(-align * _extents(text, size_pt).x1, -0.62 * x_height)
     return _path(text, size_pt).transformed(shift)

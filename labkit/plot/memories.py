@@ -56,7 +56,7 @@ def memory(
             axes.axhline(predicted_bytes / scale, color=INK, linestyle="--", linewidth=1.2)
         if place % across == 0:
             axes.set_ylabel(unit)
-        if place + across >= len(chosen):  # nothing below it
+        if place + across >= len(chosen):  # the lowest panel of its column
             in_detail = " in detail:" if part.steps(detail=True) else ","
             axes.set_xlabel(f"step {part.steps()[0]}{in_detail} % done", labelpad=2)
             axes.tick_params(labelbottom=True)
@@ -74,8 +74,8 @@ def memory(
     figure.suptitle("  ·  ".join(words), x=0.01, ha="left", fontsize=TITLE_PT)
     held = zip(*(point.held_bytes for rank in chosen for point in part.ranks[rank].memory))
     entries = [
-        Patch(facecolor=colour, label=category)
-        for (category, colour), nbytes in zip(CATEGORIES.items(), held)
+        Patch(facecolor=color, label=category)
+        for (category, color), nbytes in zip(CATEGORIES.items(), held)
         if any(nbytes)
     ]
     legend_row(figure, entries, handlelength=1.4, handleheight=0.9, columnspacing=1.5)
@@ -83,14 +83,14 @@ def memory(
 
 
 def detailed_step(trace: Trace) -> Trace:
-    """The first step with memory, alone. Raises ValueError if there is none."""
+    """The trace of the first step with recorded memory. Raises ValueError if there is none."""
     for index in trace.steps():
         part = trace.step(index)
         if any(rank.memory for rank in part.ranks.values()):
             return part
     raise ValueError(
-        "no step of this trace was recorded in detail, and memory is recorded only there; record "
-        "the run again with `record(detail_step=1)`"
+        "this trace has no memory, since no step of it was recorded in detail; record the run "
+        "again with `record(detail_step=1)`"
     )
 
 
@@ -121,25 +121,25 @@ def _draw_rank(axes: Axes, rank: RankTrace, scale: float, unit: str, panel_in: f
     note(axes, f"peak {place[1]:.3g} {unit}", place, (0, 7), ha=align,
          va="bottom", fontweight="bold", fontsize=SMALL_PT)  # fmt: skip
     above = axes.get_xaxis_transform()
-    for phase, colour in PHASES.items():  # a ribbon over the axes
+    for phase, color in PHASES.items():  # a ribbon over the axes
         spans = [x for x in rank.spans if x.depth == 0 and x.phase == phase and x.ended_s]
         for began_s, ended_s in union((x.began_s, x.ended_s) for x in spans):
             left, width = (began_s - begin_s) * percent_per_s, (ended_s - began_s) * percent_per_s
             axes.barh(
-                1.05, width, 0.08, left, transform=above, color=colour, edgecolor=PAPER,
+                1.05, width, 0.08, left, transform=above, color=color, edgecolor=PAPER,
                 linewidth=0.7, clip_on=False,
             )  # fmt: skip
             room_in = width / 100 * panel_in
             name = next((x for x in (phase, SHORT[phase]) if 0.07 * len(x) < room_in), "")
             if name:
                 label(axes, (left + width / 2, 1.045), name, transform=above, fontsize=7.5,
-                      va="center_baseline", color=style.text_on(colour))  # fmt: skip
+                      va="center_baseline", color=style.text_on(color))  # fmt: skip
             if left + width < 99.5:
                 axes.axvline(left + width, color=MUTED, linewidth=0.6, linestyle=":", zorder=3)
 
 
 def _held_bytes(predicted: object) -> float | None:
-    """Bytes of a rank's states, from a Footprint, a dict with its fields, or a number."""
+    """Bytes of a rank's model states, from a Footprint, a dict of its fields, or a number."""
     if predicted is None or isinstance(predicted, (int, float)):
         return predicted
     fields = predicted if isinstance(predicted, dict) else vars(predicted)

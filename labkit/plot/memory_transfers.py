@@ -1,4 +1,4 @@
-"""Transfers between memories, measured and predicted; loads of weights beside computing."""
+"""Transfers between memories, measured and predicted; loading of weights beside compute."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -18,10 +18,10 @@ from labkit.plot.figure import constrained, legend_row, open_rows, styled
 from labkit.plot.style import INK, MEASURED, MUTED, PAPER, SMALL_PT
 from labkit.trace.measures import common, computing, length_s, union
 
-PARTS = {  # of a transfer: colour, name in the legend
+PARTS = {  # of a transfer: color, name in the legend
     "cast": (style.ORANGE, "cast (predicted)"),
     "stage": (style.GREEN, "staging of pageable memory"),
-    "copy": (style.BLUE, "copy in a memory"),
+    "copy": (style.BLUE, "copy within a memory"),
     "bus": (style.BROWN, "bus"),
 }
 DIAMOND: Any = {"marker": "D", "ms": 6, "ls": "", "mfc": PAPER, "mec": style.UNFINISHED}
@@ -30,17 +30,17 @@ ROW_IN, GAP = 0.36, 0.9
 
 @styled
 def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Figure:
-    """Two bars per way: predicted from its parts (above) and measured (below). A black line is the
-    limit: bytes over bus bandwidth. A diamond marks a call that returned before the data arrived.
+    """Two bars per transfer: predicted from its parts (above) and measured (below). A black line is
+    bytes / bus bandwidth, the limit. A diamond marks a call that returned before the data arrived.
 
     Args:
-        measured: from `labkit.memory.timing.measure`, in the order of the rows.
+        measured: from `labkit.memory.timing.measure`, a row for each.
         rates: for the prediction; None uses those of `measured`.
 
-    Raises ValueError if `measured` is empty, or a part of a way has no rate.
+    Raises ValueError if `measured` is empty, or a part of a transfer has no rate.
     """
     if not measured:
-        raise ValueError("there is nothing to draw: measure at least one way")
+        raise ValueError("nothing to draw: measure at least one transfer")
     rates = rates or rates_of(measured)
     groups = [(ends, list(ways)) for ends, ways in groupby(measured, lambda x: x.way.ends)]
     figure = constrained(None, 1.1 + ROW_IN * (len(measured) + GAP * len(groups)))
@@ -53,9 +53,9 @@ def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: s
         for way in ways:
             left_ms = 0.0
             for part in way.way.parts(way.numel):
-                width_ms, colour = rates.seconds(part) * 1e3, PARTS[part.what][0]
+                width_ms, color = rates.seconds(part) * 1e3, PARTS[part.what][0]
                 axes.barh(
-                    y + 0.24, width_ms, 0.34, left_ms, color=colour, alpha=0.55, edgecolor=PAPER
+                    y + 0.24, width_ms, 0.34, left_ms, color=color, alpha=0.55, edgecolor=PAPER
                 )
                 left_ms += width_ms
                 if part.what == "bus":
@@ -69,20 +69,20 @@ def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: s
     axes.set_yticks(list(names), list(names.values()))
     open_rows(axes)
     axes.set(
-        ylim=(y, 0), xlim=(0, None), xlabel="ms until the numbers are there",
+        ylim=(y, 0), xlim=(0, None), xlabel="ms until the data has arrived",
         title=title or f"{measured[0].numel * 4 / 1e6:g} MB of fp32",
     )  # fmt: skip
     entries: list[Artist] = [
-        Patch(facecolor=colour, alpha=0.55, label=words)
-        for what, (colour, words) in PARTS.items()
+        Patch(facecolor=color, alpha=0.55, label=words)
+        for what, (color, words) in PARTS.items()
         if what in used
     ]
     entries += [
         Patch(facecolor=MEASURED, label="measured"),
-        Line2D([], [], color=INK, lw=2, label="limit of the bus"),
+        Line2D([], [], color=INK, lw=2, label="bus limit"),
     ]
     if early:
-        entries.append(Line2D([], [], mew=1.5, label="the call has returned", **DIAMOND))
+        entries.append(Line2D([], [], mew=1.5, label="call returned", **DIAMOND))
     legend_row(figure, entries, fontsize=SMALL_PT)
     return figure
 
@@ -98,10 +98,10 @@ def _name(way: Transfer) -> str:
 
 @styled
 def loading(runs: Mapping[str, Run]) -> Figure:
-    """A bus lane and a computing lane per run, on one time axis, with the bytes of weights held on
+    """A bus lane and a compute lane per run, on one time axis, with the bytes of weights held on
     the device. Light bars are waits. Raises ValueError if `runs` is empty."""
     if not runs:
-        raise ValueError("there is nothing to draw: give a run with its name")
+        raise ValueError('nothing to draw: pass runs by name, as loading({"pipelined": run})')
     figure = constrained(None, 0.9 + 1.05 * len(runs))
     axes = figure.subplots()
     for y, (name, run) in zip(range(0, 3 * len(runs), 3), runs.items()):
@@ -115,7 +115,7 @@ def loading(runs: Mapping[str, Run]) -> Figure:
                 _bar(axes, y + 1.8, event.wait_began_s, event.wait_ended_s, style.WAITING)
         busy = union((x.began_s, x.ended_s) for x in rank.comms)
         hidden = length_s(common(busy, computing(rank))) / (length_s(busy) or 1.0)
-        words = f"holds {run.held_bytes / 1e6:.3g} MB, {hidden:.0%} of the bus's time hidden"
+        words = f"holds {run.held_bytes / 1e6:.3g} MB, {hidden:.0%} of bus time hidden"
         axes.text(0, y + 0.55, name, fontweight="bold", va="center")
         axes.text(1, y + 0.55, words, transform=axes.get_yaxis_transform(), ha="right",
                   va="center", fontsize=SMALL_PT, color=MUTED)  # fmt: skip
@@ -126,11 +126,11 @@ def loading(runs: Mapping[str, Run]) -> Figure:
     paced = f"  ·  bus paced to {links[0]:g} Gbit/s" if links else ""
     axes.set(
         ylim=(3 * len(runs), 0.1), xlim=(0, None), xlabel="ms",
-        title=f"Weights from CPU memory{paced}",
+        title=f"Loading weights from CPU memory{paced}",
     )  # fmt: skip
     return figure
 
 
-def _bar(axes: Axes, y: float, began_s: float, ended_s: float, colour: str) -> None:
+def _bar(axes: Axes, y: float, began_s: float, ended_s: float, color: str) -> None:
     width_ms = (ended_s - began_s) * 1e3
-    axes.barh(y + 0.35, width_ms, 0.66, began_s * 1e3, color=colour, edgecolor=PAPER, linewidth=0.7)
+    axes.barh(y + 0.35, width_ms, 0.66, began_s * 1e3, color=color, edgecolor=PAPER, linewidth=0.7)

@@ -29,7 +29,7 @@ Place = tuple[float, float]
 def mesh(
     shape: Mesh | Mapping[str, int], ranks_per_node: int | None = None, figure: Figure | None = None
 ) -> Figure:
-    """The ranks of a mesh, joined along each axis in the axis's colour.
+    """The ranks of a mesh, joined along each axis in the axis's color.
 
     Args:
         shape: a `Mesh`, or its sizes as {"pp": 2, "dp": 2, "tp": 2}, outermost first.
@@ -41,7 +41,7 @@ def mesh(
     places = _places(sizes)
     if len(places) > MOST_RANKS:
         raise ValueError(
-            f"a mesh of {len(places)} ranks cannot be read as a picture; draw one of at most "
+            f"a mesh of {len(places)} ranks is too large to draw; draw one of at most "
             f"{MOST_RANKS}, for example with a smaller outermost axis"
         )
     node_of = [rank // (ranks_per_node or len(places)) for rank in range(len(places))]
@@ -54,11 +54,11 @@ def mesh(
     if ranks_per_node is not None:
         axes.add_collection(PatchCollection([*_boxes(places, node_of)], fc=FAINT, ec=MUTED, lw=0.8))
     legend = []
-    for axis, colour in _colours(sizes).items():
+    for axis, color in _colors(sizes).items():
         segments, styles = _links(sizes, axis, places, node_of)
-        links = LineCollection(segments, colors=colour, linestyles=styles, lw=2.2, zorder=2)
+        links = LineCollection(segments, colors=color, linestyles=styles, lw=2.2, zorder=2)
         axes.add_collection(links)
-        legend.append(Line2D([], [], color=colour, lw=2.5, label=f"{axis} = {sizes[axis]}"))
+        legend.append(Line2D([], [], color=color, lw=2.5, label=f"{axis} = {sizes[axis]}"))
     dots = PatchCollection([Circle(place, RADIUS) for place in places], fc=PAPER, ec=INK, zorder=3)
     axes.add_collection(dots)
     larger_pt = next(pt for most, pt in LARGER_PT.items() if len(places) <= most)
@@ -73,15 +73,15 @@ def mesh(
     return figure
 
 
-def _colours(sizes: Mapping[str, int]) -> dict[str, str]:
-    """The colour of each axis, innermost first."""
+def _colors(sizes: Mapping[str, int]) -> dict[str, str]:
+    """The color of each axis, innermost first."""
     taken = [NAMED[axis] for axis in sizes if axis in NAMED]
-    free = cycle(colour for colour in AXES if colour not in taken)
+    free = cycle(color for color in AXES if color not in taken)
     return {axis: NAMED.get(axis) or next(free) for axis in reversed(list(sizes))}
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:
-    """The innermost axis to the right, further ones beside or below: wide, but no ribbon."""
+    """The innermost axis runs to the right, others beside or below it: wide, but no ribbon."""
     step, extent = {}, [1.0, 1.0]
     for depth, axis in enumerate(reversed(list(sizes))):
         along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1
@@ -100,15 +100,15 @@ def _places(sizes: Mapping[str, int]) -> list[Place]:
 def _links(
     sizes: Mapping[str, int], axis: str, places: list[Place], node_of: list[int]
 ) -> tuple[list[np.ndarray], list[Any]]:
-    """A line between neighbours on `axis`, bent a little if other ranks lie between them."""
+    """A line between neighbors on `axis`, bent a little if other ranks lie between them."""
     segments, styles = [], []
     t = np.linspace(0, 1, 13)[:, None]  # along a quadratic Bézier curve
-    for rank, neighbour in (pair for line in lines(sizes, axis) for pair in pairwise(line)):
-        begin, end = np.array(places[rank]), np.array(places[neighbour])
+    for rank, neighbor in (pair for line in lines(sizes, axis) for pair in pairwise(line)):
+        begin, end = np.array(places[rank]), np.array(places[neighbor])
         bend = 0.84 if abs(end - begin).max() > 1.5 else 0.0
         corner = (begin + end) / 2 + bend * (begin == end) * [1, -1]
         segments.append((1 - t) ** 2 * begin + 2 * t * (1 - t) * corner + t**2 * end)
-        styles.append("-" if node_of[rank] == node_of[neighbour] else (0, (3, 1.5)))
+        styles.append("-" if node_of[rank] == node_of[neighbor] else (0, (3, 1.5)))
     return segments, styles
 
 

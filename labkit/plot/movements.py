@@ -1,5 +1,5 @@
 """A collective, one picture per step. Columns are ranks, rows are chunks. A cell has a stripe per
-rank, coloured if its number is in the sum. Arrows lead from sent chunks (framed) to receivers."""
+rank, colored if its input is in the sum. Arrows lead from sent chunks (framed) to receivers."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -17,7 +17,7 @@ from labkit.trace.movement import Content, Message, Movement
 
 RANKS = [  # vermilion marks errors
     style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.SKY, style.BROWN, style.YELLOW,
-    style.GREY,
+    style.GRAY,
 ]  # fmt: skip
 
 # Inches, the unit of the axes.
@@ -31,11 +31,11 @@ LARGEST = 1.8  # the scale, if few steps leave room
 def movement(
     shown: Movement, steps: Iterable[int] | None = None, figure: Figure | None = None
 ) -> Figure:
-    """The steps of a recorded collective, and how it ends.
+    """The steps of a recorded collective, and the final state.
 
     Args:
         shown: from `labkit.watch_collective`.
-        steps: only these, 1 being the first; the number of steps plus 1 is the end.
+        steps: only these, from 1; the number of steps plus 1 is the final state.
 
     Raises ValueError for a step that does not exist.
     """
@@ -43,7 +43,7 @@ def movement(
     chosen = list(range(1, last + 1) if steps is None else steps)
     if not chosen or any(not 1 <= step <= last for step in chosen):
         raise ValueError(
-            f"steps={chosen}: this movement has steps 1 to {last - 1}, and {last} is its end"
+            f"steps={chosen}: choose from 1 to {last - 1}, or {last} for the final state"
         )
     wide = SIDE + shown.size * COLUMN + BETWEEN
     high = HEAD + shown.size * ROW + BETWEEN
@@ -60,8 +60,8 @@ def movement(
     for k, step in enumerate(chosen):
         left, top = k % across * wide + SIDE, TOP + k // across * high + HEAD
         stripes += _panel(axes, shown, step, left, top)
-    places, colours = zip(*stripes)
-    axes.add_collection(PatchCollection(places, facecolors=colours, edgecolors=PAPER, lw=0.4))
+    places, colors = zip(*stripes)
+    axes.add_collection(PatchCollection(places, facecolors=colors, edgecolors=PAPER, lw=0.4))
     title = f"{shown.name}  ·  {shown.size} ranks  ·  {len(shown.frames)} steps"
     axes.text(0.06, 0.2, title, fontsize=TITLE_PT + 1, va="center")
     patches = [Patch(color=RANKS[rank], label=f"from {rank}") for rank in range(shown.size)]
@@ -92,7 +92,7 @@ def _panel(
         for chunk, content in enumerate(row):
             y = top + chunk * ROW
             for k, count in enumerate(content.counts or (0,) * shown.size):
-                # One for each rank, in its colour if the sum has its number.
+                # A stripe for each rank, in its color if its input is in the sum.
                 stripe = Rectangle((x + k * CELL / shown.size, y), CELL / shown.size, HIGH)
                 stripes.append((stripe, RANKS[k] if count else FAINT))
             if not content.is_right_in(chunk):
@@ -111,10 +111,10 @@ def _panel(
 def _wrong(content: Content, chunk: int) -> str:
     """The error in a word."""
     if not content.counts:
-        return "?"  # not a sum of the ranks' numbers
+        return "?"  # not a sum of the ranks' inputs
     if content.chunk != chunk:
         return "mix" if content.chunk is None else f"c{content.chunk}"
-    return f"{max(content.counts)}×"  # a number was added several times
+    return f"{max(content.counts)}×"  # an input was added several times
 
 
 def _message(axes: Axes, message: Message, left: float, top: float, size: int) -> None:
@@ -125,8 +125,8 @@ def _message(axes: Axes, message: Message, left: float, top: float, size: int) -
     far = abs(message.target - message.source) > 1
     bend = -2 * BOW / abs(end - begin) if far else 0.0  # upwards to the right, else downwards
     numbered = enumerate(sorted(set(message.chunks)))
-    for _, neighbours in groupby(numbered, lambda pair: pair[1] - pair[0]):
-        run = [chunk for _, chunk in neighbours]
+    for _, neighbors in groupby(numbered, lambda pair: pair[1] - pair[0]):
+        run = [chunk for _, chunk in neighbors]
         y, high = top + run[0] * ROW, (len(run) - 1) * ROW + HIGH
         place = (x - 0.02, y - 0.02)
         axes.add_patch(

@@ -1,4 +1,4 @@
-"""A log of NCCL as a picture: rings and trees, with connections coloured by transport."""
+"""An NCCL log as a picture: rings and trees, with connections colored by transport."""
 
 from itertools import cycle
 from math import ceil, cos, hypot, radians, sin
@@ -15,7 +15,7 @@ from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
 from labkit.trace.nccl_log.log import alike
 
 TINTS = ["#DCEBF5", "#FBEFD5", "#DDF1EA", "#F6E6EF"]  # of hosts, in turn
-COLOURS = {
+COLORS = {
     "P2P": GREEN,
     "SHM": ORANGE,
     "network, GPUDirect": BLUE,
@@ -33,7 +33,7 @@ Place = tuple[float, float]
 def nccl(
     log: NcclLog, communicator: Communicator | None = None, figure: Figure | None = None
 ) -> Figure:
-    """Rings (circles with arrows) and trees, with connections coloured by transport. Channels with
+    """Rings (circles with arrows) and trees, with connections colored by transport. Channels with
     equal graphs share a picture; ranks of a host share a tint.
 
     Args:
@@ -51,13 +51,13 @@ def nccl(
     ]
     if not panels:
         raise ValueError(
-            "this log shows no ring and no tree; take the output of all ranks, with "
+            "this log has no rings and no trees; take the output of all ranks, with "
             "NCCL_DEBUG=INFO and without NCCL_DEBUG_SUBSYS"
         )
     if group.size > MOST_RANKS:
         raise ValueError(
-            f"{group.size} ranks cannot be read as a picture; draw a log of at most {MOST_RANKS}, "
-            "or another one of log.communicators"
+            f"a communicator of {group.size} ranks is too large to draw; choose one of at most "
+            f"{MOST_RANKS} from log.communicators"
         )
     columns = min(MOST_COLUMNS, len(panels))
     rows = ceil(len(panels) / columns)
@@ -74,18 +74,18 @@ def nccl(
     words = [f"NCCL {log.version}", f"{group.size} ranks", f"{nodes} node{'s' * (nodes != 1)}"]
     words += [f"{group.channels} channels"] if group.channels else []
     figure.suptitle("  ·  ".join(words), x=0.02, ha="left", fontsize="large")
-    shown = [name for name in COLOURS if name in used]
-    handles = [Line2D([], [], color=COLOURS[name], lw=2.5, label=name) for name in shown]
+    shown = [name for name in COLORS if name in used]
+    handles = [Line2D([], [], color=COLORS[name], lw=2.5, label=name) for name in shown]
     legend_row(figure, handles)
     return figure
 
 
 def over(connection: Connection | None) -> str:
-    """The legend's name of the transport."""
+    """The name of the transport in the legend."""
     if connection is None:
         return "not in the log"
     if not connection.kind.startswith("NET"):
-        return connection.kind if connection.kind in COLOURS else "P2P"
+        return connection.kind if connection.kind in COLORS else "P2P"
     if connection.kind == "NET/Socket":
         return "TCP sockets"
     return "network, GPUDirect" if connection.gpu_direct else "network"
@@ -166,7 +166,7 @@ def _connect(
         dx, dy = cut * (u - x), cut * (v - y)
         ends = (x + dx, y + dy), (u - dx, v - dy)
         arrow = FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0)
-        arrow.set(linewidth=1.8, color=COLOURS[over(link)], zorder=3)
+        arrow.set(linewidth=1.8, color=COLORS[over(link)], zorder=3)
         axes.add_patch(arrow)
     tints = dict(zip(group.hosts(), cycle(TINTS)))
     points = SMALL_PT if len(place) <= 16 else SMALL_PT - 2 if len(place) <= 32 else SMALL_PT - 4

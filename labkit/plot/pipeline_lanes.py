@@ -19,16 +19,16 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update":
 
 @dataclass
 class Lanes:
-    """The contents of a panel: timed actions of each stage, which are moved to begin at 0, and
-    turned from seconds into `unit` ("ms"; "": they are in forwards).
+    """The contents of a panel: timed actions of each stage, shifted to begin at 0 and converted
+    from seconds to `unit` ("ms"; "": they are in forwards).
 
     length    end of the last action
     step      longest time from a stage's first action to its last (`pipeline_step_s`): each stage
               may begin the next step this much later
     bubble    idle share of a step over all stages, 0 to 1
     windows   begin and end of the step on each stage; the idle time inside is the bubble
-    held      peak number of micro-batches with activations held by each stage, from a forward
-              until its backward or weight gradients; a chunk counts as a part of a micro-batch
+    held      peak number of micro-batches in flight on each stage, from a forward until the end
+              of its backward or weight gradients; a chunk counts as a part of a micro-batch
     """
 
     name: str
@@ -63,12 +63,12 @@ class Lanes:
         sizes += f"{microbatches} micro-batch{'es' * (microbatches > 1)}"
         sizes += f", {self.chunks} chunks" * (self.chunks > 1)
         length = f"{self.step:.4g} {self.unit or 'forwards long'}"
-        bubble = f"bubble {self.bubble:.1%} of the total"
+        bubble = f"bubble {self.bubble:.1%} of the step"
         return "  ·  ".join(filter(None, (self.name, sizes, length, bubble, self.note)))
 
 
 def lanes_of(
-    what: Schedule | Trace,
+    pipeline: Schedule | Trace,
     name: str = "",
     costs: Seconds | None = None,
     message_s: float = 0.0,
@@ -76,16 +76,16 @@ def lanes_of(
     step: int | None = None,
 ) -> Lanes:
     """The lanes that `plot.schedule` draws, with its arguments and errors."""
-    if isinstance(what, Trace):
+    if isinstance(pipeline, Trace):
         if recorded is not None:
-            raise ValueError("give the schedule first, then recorded=trace: here are two traces")
-        return _of_trace(name, what, step)
-    if not any(what):
-        raise ValueError("this schedule has no action; give each stage a list of them")
+            raise ValueError("got two traces; pass the schedule first, then recorded=trace")
+        return _of_trace(name, pipeline, step)
+    if not any(pipeline):
+        raise ValueError("this schedule has no actions; give each stage a list of actions")
     if recorded is not None:
-        return _of_trace(name, by_microbatch(recorded, what), step)
-    units = {phase: units / chunks_of(what) for phase, units in UNITS.items()}
-    trace = pipeline_trace(what, units if costs is None else costs, message_s)
+        return _of_trace(name, by_microbatch(recorded, pipeline), step)
+    units = {phase: units / chunks_of(pipeline) for phase, units in UNITS.items()}
+    trace = pipeline_trace(pipeline, units if costs is None else costs, message_s)
     return Lanes(name, timed_actions(trace), "" if costs is None else "ms")
 
 

@@ -1,7 +1,7 @@
-"""Pipeline schedules, by their costs or recorded: a lane per stage, a box per action, idle time.
+"""Pipeline schedules, replayed or recorded: a lane per stage, a box per action, idle time.
 
-stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        the number of the micro-batch; the colour says
-stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          forward or backward, a lighter tint a later chunk
+stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        the number of the micro-batch; the color shows
+stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          the phase, a lighter tint a later chunk
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,17 @@ from labkit.replaying.pipeline import Seconds
 from labkit.schedules import Schedule
 from labkit.trace import Trace
 
-WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weights updated"}
-LANE_IN, LANES_IN = 0.34, 7.0  # of one stage; of all of them, at most
+WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weight update"}
+LANE_IN, LANES_IN = 0.34, 7.0  # of one stage; of all stages, at most
 LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
 LANE = 0.86  # the part of a stage's height that its boxes fill
-LIGHTEST = 0.45  # the share of white in the colour of the last chunk
+LIGHTEST = 0.45  # the share of white in the color of the last chunk
 LINE_PX, EDGE_PX = 13, 5
 
 
 @styled
 def schedule(
-    what: Schedule | Trace,
+    pipeline: Schedule | Trace,
     costs: Seconds | None = None,
     message_s: float = 0.0,
     *,
@@ -39,15 +39,15 @@ def schedule(
 ) -> Figure:
     """A pipeline schedule over time: when each stage computes which micro-batch, and when it idles.
 
-    Each lane ends with the peak number of micro-batches with activations held by the stage, from
-    a forward until the end of its backward (or of its weight gradients).
+    Each lane ends with the peak number of micro-batches in flight on the stage: those that hold
+    activations, from a forward until the end of its backward (or of its weight gradients).
 
     Args:
-        what: a schedule, or a trace with spans named after micro-batches (`by_microbatch`).
+        pipeline: a schedule, or a trace with spans named after micro-batches (`by_microbatch`).
         costs: seconds of each action, {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
             if backward is split), or a function of stage and action. If None, a stage's forward
             takes 1 and its backward 2 over all its chunks; input and weight take 1 each.
-        message_s: of a message, in the same unit.
+        message_s: time of a message, in the same unit.
         recorded: a recorded run of the schedule, to draw its times. For stages that sleep
             (`PacedStage`), `record(paced=True)` makes the title say so.
         step: of the recorded run; None chooses as in `plot.timeline`.
@@ -55,7 +55,7 @@ def schedule(
     Raises ValueError for an empty or invalid schedule, an action without costs, or a trace of
     another schedule.
     """
-    return _draw([lanes_of(what, name, costs, message_s, recorded, step)], figure)
+    return _draw([lanes_of(pipeline, name, costs, message_s, recorded, step)], figure)
 
 
 @styled
@@ -68,17 +68,17 @@ def schedules(
 ) -> Figure:
     """Several schedules or recorded traces, by name, on one time axis: shorter is faster.
 
-    `costs` and `message_s` are for all schedules. Raises ValueError as `plot.schedule`, and if
+    `costs` and `message_s` apply to all schedules. Raises ValueError as `plot.schedule`, and if
     `many` is empty.
     """
     if not many:
-        raise ValueError("there is nothing to draw: give a schedule with its name")
-    lanes = [lanes_of(what, name, costs, message_s) for name, what in many.items()]
+        raise ValueError('nothing to draw: pass schedules by name, as {"1F1B": schedule}')
+    lanes = [lanes_of(x, name, costs, message_s) for name, x in many.items()]
     return _draw(lanes, figure)
 
 
 def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
-    """Draw panels below each other; those with equal units share the length of the time axis."""
+    """Draw panels below each other; panels with equal units share the length of the time axis."""
     lane_in = min(LANE_IN, LANES_IN / max(len(panel.stages) for panel in panels))
     heights = [lane_in * len(panel.stages) for panel in panels]
     around_in = len(panels) * (TITLE_IN + TICKS_IN) + LEGEND_IN
@@ -115,18 +115,18 @@ def _draw_panel(axes: Axes, panel: Lanes, longest: float) -> None:
     px_per_pt = axes.figure.dpi / 72
     names = []
     for stage, (actions, (begin, end)) in enumerate(zip(panel.stages, panel.windows)):
-        boxes, colours, edges = [(begin, end - begin)], [FAINT], [FAINT]  # idle, under the others
+        boxes, colors, edges = [(begin, end - begin)], [FAINT], [FAINT]  # idle, under the others
         for action, began, ended in actions:
             lighter = LIGHTEST * action.chunk / max(panel.chunks - 1, 1)
-            colour, width_px = tint(PHASES[action.phase], lighter), (ended - began) * px_per_unit
+            color, width_px = tint(PHASES[action.phase], lighter), (ended - began) * px_per_unit
             boxes.append((began, ended - began))
-            colours.append(colour)
-            edges.append(PAPER if width_px > EDGE_PX else colour)
+            colors.append(color)
+            edges.append(PAPER if width_px > EDGE_PX else color)
             text = str(action.microbatch)
             if numbers.width_pt("0" * len(text)) * px_per_pt + 2 < width_px:
-                names.append(Name(text, (began + ended) / 2, stage + 0.5, text_on(colour)))
+                names.append(Name(text, (began + ended) / 2, stage + 0.5, text_on(color)))
         axes.broken_barh(
-            boxes, (stage + (1 - LANE) / 2, LANE), facecolors=colours, edgecolors=edges,
+            boxes, (stage + (1 - LANE) / 2, LANE), facecolors=colors, edgecolors=edges,
             linewidths=0.7, joinstyle="miter", zorder=2,
         )  # fmt: skip
     if px_per_lane * LANE > LINE_PX - 2:

@@ -1,5 +1,5 @@
-"""Plans as pictures: the time of each layout by part, the map over tp and pp, and measured step
-times beside those that the plan's model predicts."""
+"""Plots of plans: the step time of each layout by part, a map over tp and pp, and measured step
+times against predicted ones."""
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle, product
@@ -19,17 +19,17 @@ from labkit.replaying.planning.published import Calibration
 from labkit.replaying.planning.published import calibration as stored
 from labkit.replaying.planning.report import PARTS, StepReport, seconds
 
-COLOURS = {
+COLORS = {
     "compute": COMPUTING, "optimizer": style.GREEN, "tensor": style.PURPLE,
     "pipeline": style.BROWN, "data": style.YELLOW, "bubble": style.WAITING,
 }  # fmt: skip
-NAMES = {"tensor": "waits for tensor", "pipeline": "for pipeline", "data": "for data"}
+NAMES = {axis: f"exposed: {axis}" for axis in ("tensor", "pipeline", "data")}  # communication
 
-WIDTHS = (  # colour and marker of models, by width
+WIDTHS = (  # color and marker of models, by width
     (style.SKY, "o"), (style.BLUE, "s"), (style.ORANGE, "^"), (style.PURPLE, "D"),
     (style.GREEN, "v"), (VERMILION, "*"),
 )  # fmt: skip
-SHADED = {0.2: FAINT, 0.05: IDLE}  # relative error -> grey
+SHADED = {0.2: FAINT, 0.05: IDLE}  # relative error -> gray
 TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -46,7 +46,7 @@ def plan(planned: Plan, top: int = 10, figure: Figure | None = None) -> Figure:
     bars, grid = figure.subplots(1, 2, width_ratios=[1.5, 1])
     names = [f"{place}  {described(report.layout)}" for place, report in enumerate(reports, 1)]
     _draw_seconds(bars, reports, names)
-    bars.set_title(f"The fastest {len(reports)} of {len(planned.reports):,}")
+    bars.set_title(f"The {len(reports)} fastest of {len(planned.reports):,} layouts")
     _draw_map(grid, planned)
     return figure
 
@@ -55,8 +55,8 @@ def plan(planned: Plan, top: int = 10, figure: Figure | None = None) -> Figure:
 def compared_with_best(
     planned: Plan, report: StepReport | None, figure: Figure | None = None
 ) -> Figure:
-    """A layout beside the best: the time of a step, and the memory of the fullest device. The best
-    alone, if there is no report or it is that of the best."""
+    """A layout beside the best: step time, and peak memory of the fullest device. The best alone
+    if `report` is None or describes the best."""
     reports = {"best": planned.best}
     if report is not None and report != planned.best:
         reports = {"chosen": report, **reports}
@@ -64,13 +64,13 @@ def compared_with_best(
     bars, held = figure.subplots(1, 2, width_ratios=[1.4, 1], sharey=True)
     names = [f"{name}\n{x.layout.in_words}" for name, x in reports.items()]
     _draw_seconds(bars, list(reports.values()), names)
-    bars.set_title("A step")
+    bars.set_title("Step time")
     scale, unit = style.byte_unit(planned.budget_bytes)
     stacked_bars(held, memory_parts([x.memory_bytes for x in reports.values()], scale), columns=3)
     budget = planned.budget_bytes / scale
     held.axvline(budget, color=VERMILION, linestyle="--", linewidth=1.2)
-    held.set(xlim=(0, 1.08 * budget), xlabel=f"{unit}, line: all there is")
-    held.set_title("Held at the peak")
+    held.set(xlim=(0, 1.08 * budget), xlabel=f"{unit}, dashed: budget")
+    held.set_title("Peak memory")
     held.tick_params(labelleft=False, length=0)
     return figure
 
@@ -79,7 +79,7 @@ def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str
     """Draw a bar for each step, split into its parts."""
     split = [seconds(report) for report in reports]
     parts = [
-        BarPart(NAMES.get(part, part), [step[part] for step in split], COLOURS[part],
+        BarPart(NAMES.get(part, part), [step[part] for step in split], COLORS[part],
                 edge=VERMILION if part == "bubble" else PAPER)
         for part in PARTS
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str
         end = (report.step_s, row)
         note(axes, f"{report.step_s:#.3g} s", end, (4, 0), va="center", fontsize=SMALL_PT)
     axes.set_xlim(0, 1.15 * max(report.step_s for report in reports))
-    axes.set_xlabel("seconds, mean over the stages")
+    axes.set_xlabel("s, mean over the stages")
 
 
 def _draw_map(axes: Axes, planned: Plan) -> None:
@@ -99,15 +99,15 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
     large = {(x.layout.tp, x.layout.pp) for x in planned.too_large}
     tps, pps = (sorted(set(axis)) for axis in zip(*fastest, *large))
     for (x, tp), (y, pp) in product(enumerate(tps), enumerate(pps)):
-        text, colour, ink = "", PAPER, MUTED
+        text, color, ink = "", PAPER, MUTED
         if (tp, pp) in fastest:
             step_s = fastest[tp, pp].step_s
             faded = min(0.9, log2(step_s / planned.best.step_s))
-            text, colour = f"{step_s:#.3g}", style.tint(COMPUTING, faded)
-            ink = style.text_on(colour)
+            text, color = f"{step_s:#.3g}", style.tint(COMPUTING, faded)
+            ink = style.text_on(color)
         elif (tp, pp) in large:
-            text, colour = "too\nlarge", FAINT
-        axes.fill_between([x, x + 1], y, y + 1, color=colour, edgecolor=PAPER, linewidth=1.5)
+            text, color = "too\nlarge", FAINT
+        axes.fill_between([x, x + 1], y, y + 1, color=color, edgecolor=PAPER, linewidth=1.5)
         label(axes, (x + 0.5, y + 0.5), text, color=ink)
     x, y = tps.index(planned.best.layout.tp), pps.index(planned.best.layout.pp)
     frame = [x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y]
@@ -119,10 +119,10 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
     if outside and tps[0] <= node:
         axes.axvline(outside[0], color=VERMILION, linewidth=1.4, linestyle="--")
         edge = (outside[0], len(pps))
-        note(axes, "out of the node", edge, (3, 3), color=VERMILION, fontsize=SMALL_PT)
+        note(axes, "across nodes", edge, (3, 3), color=VERMILION, fontsize=SMALL_PT)
     axes.set(
         xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor ranks tp",
-        ylabel="pipeline stages pp", title="Seconds of the fastest with each\n",
+        ylabel="pipeline stages pp", title="Fastest step for each tp and pp, s\n",
     )  # fmt: skip
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -132,10 +132,10 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
 
 
 @styled
-def calibration(found: Calibration | None = None, figure: Figure | None = None) -> Figure:
+def calibration(fitted: Calibration | None = None, figure: Figure | None = None) -> Figure:
     """Predicted against measured step times, and each row's error with its 90 % interval. Hollow
-    marks: constants fitted to the other widths only. `found`: None uses labkit's calibration."""
-    fitted = stored() if found is None else found
+    marks: constants fitted to the other widths only. `fitted`: None uses labkit's calibration."""
+    fitted = fitted or stored()
     figure = constrained(figure, 4.4)
     both, errors = figure.subplots(1, 2, width_ratios=[1, 1.7])
     _draw_both(both, fitted)
@@ -143,8 +143,8 @@ def calibration(found: Calibration | None = None, figure: Figure | None = None) 
     off = np.abs(fitted.errors())
     out = np.abs(fitted.errors(fitted.without_model_s))
     figure.suptitle(
-        f"{len(fitted.rows)} steps on A100s: off by {off.mean():.1%} in the mean, half of them by "
-        f"less than {np.median(off):.1%}; models not fitted on: {out.mean():.1%}, "
+        f"{len(fitted.rows)} steps on A100s: mean error {off.mean():.1%}, median "
+        f"{np.median(off):.1%}; held-out widths: mean {out.mean():.1%}, median "
         f"{np.median(out):.1%}",
         x=0.01, ha="left",
     )  # fmt: skip
@@ -152,7 +152,7 @@ def calibration(found: Calibration | None = None, figure: Figure | None = None) 
 
 
 def _models(fitted: Calibration) -> Iterator[tuple[str, np.ndarray, str, str]]:
-    """Name, rows, colour and marker of each model."""
+    """Name, rows, color and marker of each model."""
     widths = np.array([row.sizes.width for row in fitted.rows])
     for width, look in zip(np.unique(widths), cycle(WIDTHS)):
         yield f"width {width:,}", np.flatnonzero(widths == width), *look
@@ -162,14 +162,14 @@ def _draw_both(axes: Axes, fitted: Calibration) -> None:
     measured, predicted = fitted.measured_s, fitted.predicted_s
     every = np.concatenate([measured, predicted])
     ends = np.array([0.8 * every.min(), 1.25 * every.max()])
-    for part, grey in SHADED.items():
-        axes.fill_between(ends, ends * (1 - part), ends * (1 + part), color=grey, lw=0)
+    for part, gray in SHADED.items():
+        axes.fill_between(ends, ends * (1 - part), ends * (1 + part), color=gray, lw=0)
     axes.plot(ends, ends, color=MUTED, lw=0.8)
-    for name, rows, colour, marker in _models(fitted):
+    for name, rows, color, marker in _models(fitted):
         x, y = measured[rows], predicted[rows]
         interval = np.maximum([y - fitted.low_s[rows], fitted.high_s[rows] - y], 0)
-        axes.errorbar(x, y, interval, fmt="none", ecolor=colour, lw=0.6, alpha=0.5)
-        axes.plot(x, y, marker, color=colour, ms=4, mec=INK, mew=0.3, label=name)
+        axes.errorbar(x, y, interval, fmt="none", ecolor=color, lw=0.6, alpha=0.5)
+        axes.plot(x, y, marker, color=color, ms=4, mec=INK, mew=0.3, label=name)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(FixedLocator(TICKS_S))
@@ -184,22 +184,22 @@ def _draw_errors(axes: Axes, fitted: Calibration) -> None:
     place = 0
     errors, out = fitted.errors(), fitted.errors(fitted.without_model_s)
     low, high = fitted.errors(fitted.low_s), fitted.errors(fitted.high_s)
-    for part, grey in SHADED.items():
-        axes.axhspan(-part, part, color=grey, lw=0)
+    for part, gray in SHADED.items():
+        axes.axhspan(-part, part, color=gray, lw=0)
     axes.axhline(0, color=MUTED, lw=0.8)
     middles = {}
-    for name, rows, colour, marker in _models(fitted):
+    for name, rows, color, marker in _models(fitted):
         rows = rows[np.argsort(fitted.measured_s[rows], kind="stable")]
         x = place + np.arange(len(rows))
-        axes.vlines(x, low[rows], high[rows], color=colour, lw=0.8, alpha=0.45)
-        axes.plot(x, out[rows], marker, mfc="none", mec=colour, ms=3.5, mew=0.7, alpha=0.8)
-        axes.plot(x, errors[rows], marker, color=colour, ms=3.5, mec=INK, mew=0.3)
+        axes.vlines(x, low[rows], high[rows], color=color, lw=0.8, alpha=0.45)
+        axes.plot(x, out[rows], marker, mfc="none", mec=color, ms=3.5, mew=0.7, alpha=0.8)
+        axes.plot(x, errors[rows], marker, color=color, ms=3.5, mec=INK, mew=0.3)
         middles[float(x.mean())] = f"{name}\n{len(rows)} steps"
         place += len(rows) + 6
     most = 1.1 * max(np.abs(errors).max(), np.abs(out).max(), 0.3)
     axes.set(
         ylim=(-most, most), xlim=(-4, place - 2), ylabel="predicted / measured - 1",
-        title="hollow: fitted to the other widths; grey: 5 % and 20 %",
+        title="hollow: width held out of the fit; gray: 5 % and 20 %",
     )  # fmt: skip
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xticks(list(middles), list(middles.values()))

@@ -1,5 +1,5 @@
-"""Strategies side by side: recorded runs (`compare`); losses, and the bytes sent and held by a rank
-against the prediction (`draw_comparison`)."""
+"""Strategies side by side: recorded runs (`compare`); losses, and bytes sent and held by a
+rank against the prediction (`draw_comparison`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from labkit.plot.figure import (
     stacked_bars,
     styled,
 )
-from labkit.plot.style import CATEGORIES, COLOURS, DASHES, IDLE, byte_unit
+from labkit.plot.style import CATEGORIES, COLORS, DASHES, IDLE, byte_unit
 from labkit.trace import RankTrace, Trace
 from labkit.trace.measures import common, communicating, computing, length_s, peak_memory, waiting
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from labkit.compare import Result
 
 
-class StepTimes(NamedTuple):
+class StepParts(NamedTuple):
     """The parts of a step, in seconds."""
 
     alone_s: float  # computing without a transfer
     hidden_s: float  # computing during a transfer
     waiting_s: float
-    neither_s: float
+    other_s: float
 
 
-TIME_PARTS: dict[str, tuple[str, ...]] = {  # of StepTimes, in order: colour, hatch, edge
-    "computing": (style.COMPUTING,),
-    "computing, hiding communication": (style.HIDDEN,),
+TIME_PARTS: dict[str, tuple[str, ...]] = {  # of StepParts, in order: color, hatch, edge
+    "compute": (style.COMPUTING,),
+    "compute, hiding communication": (style.HIDDEN,),
     "waiting": (style.WAITING, "////", style.UNFINISHED),
-    "neither": (IDLE,),
+    "other": (IDLE,),
 }
 
 
@@ -50,8 +50,8 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
     """Recorded runs side by side: name -> trace, or a list of traces with their recorded names.
 
     Time and bytes are means over the ranks, and medians over the timed steps after the run's first.
-    Memory is that of the rank with the highest peak, at its peak; it is left out if no run has a
-    step in detail. Raises ValueError for no run or an empty one.
+    Memory is the peak of the fullest rank; it is omitted if no run has a step in detail.
+    Raises ValueError for no run or an empty run.
     """
     named = dict(runs) if isinstance(runs, Mapping) else _named(runs)
     if not named:
@@ -65,8 +65,8 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
         for (label, look), of_runs in zip(TIME_PARTS.items(), times, strict=True)
     ]
     panels = [
-        ("Time of a step", "ms", time_parts),
-        ("Sent by one rank in a step", *_byte_parts([sent_bytes(trace) for trace in traces])),
+        ("Step time", "ms", time_parts),
+        ("Bytes sent per rank and step", *_byte_parts([sent_bytes(trace) for trace in traces])),
     ]
     held = [
         max(map(peak_memory, trace.ranks.values()), key=lambda memory: sum(memory.values()))
@@ -74,7 +74,7 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
     ]
     if most_bytes := max(sum(memory.values()) for memory in held):
         scale, unit = byte_unit(most_bytes)
-        panels.append(("Held by one rank at its peak", unit, memory_parts(held, scale)))
+        panels.append(("Peak memory of a rank", unit, memory_parts(held, scale)))
     figure = constrained(figure, 2.3 + 0.5 * len(named))
     names = [
         f"{name}\n{trace.size} rank{'s' * (trace.size != 1)}"
@@ -98,7 +98,7 @@ def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
     return named
 
 
-def step_times(trace: Trace) -> StepTimes:
+def step_times(trace: Trace) -> StepParts:
     """The mean over the ranks and the median over the usual steps."""
     parts: dict[int, list[RankTrace]] = {index: [] for index in usual_steps(trace)}
     for rank in trace.ranks.values():
@@ -114,28 +114,28 @@ def step_times(trace: Trace) -> StepTimes:
         for index, part in own.items():
             parts[index].append(part)
     means = [[fmean(c) for c in zip(*map(_times_of, ranks))] for ranks in parts.values() if ranks]
-    return StepTimes(*map(median, zip(*means))) if means else StepTimes(0.0, 0.0, 0.0, 0.0)
+    return StepParts(*map(median, zip(*means))) if means else StepParts(0.0, 0.0, 0.0, 0.0)
 
 
-def _times_of(rank: RankTrace) -> StepTimes:
+def _times_of(rank: RankTrace) -> StepParts:
     step = rank.steps[0]
     compute, wait_s = computing(rank), length_s(waiting(rank))
     hidden_s, compute_s = length_s(common(compute, communicating(rank))), length_s(compute)
-    neither_s = max(0.0, step.ended_s - step.began_s - (compute_s + wait_s))
-    return StepTimes(compute_s - hidden_s, hidden_s, wait_s, neither_s)
+    other_s = max(0.0, step.ended_s - step.began_s - (compute_s + wait_s))
+    return StepParts(compute_s - hidden_s, hidden_s, wait_s, other_s)
 
 
 def sent_bytes(trace: Trace) -> dict[str, float]:
-    """`bus_bytes` by operation that a rank sends in a usual step; mean and median likewise."""
+    """`bus_bytes` that a rank sends in a usual step, by operation; means and medians as above."""
     usual = usual_steps(trace)
     totals: dict[str, dict[int, int]] = {}
     for rank in trace.ranks.values():
         for event in rank.comms:
             if event.op != "recv":  # the sender counts it
-                of_step = totals.setdefault(event.op, dict.fromkeys(usual, 0))
+                step_bytes = totals.setdefault(event.op, dict.fromkeys(usual, 0))
                 if event.step in usual:
-                    of_step[event.step] += event.bus_bytes
-    return {op: median(of_step.values()) / len(trace.ranks) for op, of_step in totals.items()}
+                    step_bytes[event.step] += event.bus_bytes
+    return {op: median(steps.values()) / len(trace.ranks) for op, steps in totals.items()}
 
 
 def _byte_parts(sent: Sequence[dict[str, float]]) -> tuple[str, list[BarPart]]:
@@ -156,19 +156,19 @@ def draw_comparison(results: Sequence["Result"], path: Path) -> Figure:
     for i, result in enumerate(results):
         losses.plot(
             range(1, len(result.losses) + 1), result.losses, DASHES[i % len(DASHES)],
-            color=COLOURS[i % len(COLOURS)], lw=5 - 1.5 * min(i, 2), label=result.strategy,
+            color=COLORS[i % len(COLORS)], lw=5 - 1.5 * min(i, 2), label=result.strategy,
             alpha=0.9,
         )  # fmt: skip
     losses.set(xlabel="step", ylabel="nats per token")
     losses.xaxis.set_major_locator(MaxNLocator(integer=True))
     losses.legend()
     names = [f"{x.strategy}\n{x.ranks} rank{'s' * (x.ranks > 1)}" for x in results]
-    for offset, label, colour in (
+    for offset, label, color in (
         (-0.2, "measured", style.MEASURED), (0.2, "predicted", style.PREDICTED),
     ):  # fmt: skip
         places = [place + offset for place in range(len(results))]
         lengths = [getattr(result, label).bus_bytes / 1e6 for result in results]
-        sent.barh(places, lengths, 0.38, color=colour, label=label)
+        sent.barh(places, lengths, 0.38, color=color, label=label)
     most = max(result.predicted.bus_bytes for result in results) / 1e6 or 1
     sent.set(xlabel="MB", xlim=(0, most * 1.05))
     name_rows(sent, names)
@@ -181,8 +181,8 @@ def draw_comparison(results: Sequence["Result"], path: Path) -> Figure:
     ])  # fmt: skip
     held.set_xlabel("MB")
     held.tick_params(axis="y", labelleft=False, length=0)
-    losses.set_title("Loss: the lines lie on each other", loc="center")
-    sent.set_title("Sent by one rank in a step", loc="center")
-    held.set_title("Held by one rank", loc="center")
+    losses.set_title("Loss: the curves coincide", loc="center")
+    sent.set_title("Bytes sent per rank and step", loc="center")
+    held.set_title("Model states of a rank", loc="center")
     figure.savefig(path, dpi=120)
     return figure

@@ -1,6 +1,6 @@
-"""The colours of all pictures: the same thing has the same colour. The hues are those of Okabe and
-Ito (2008), which colour-blind readers can distinguish. A phase has the colour of what it produces;
-transfers are purple, blue, yellow, grey or brown by operation; vermilion is lost time."""
+"""The colors of all plots: a concept has the same color in each. The hues are those of Okabe and
+Ito (2008), which color-blind readers can distinguish. A phase has the color of what it produces;
+transfers are purple, blue, yellow, gray or brown by operation; vermilion is lost time."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,11 +10,11 @@ from matplotlib.colors import to_hex, to_rgb
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILION, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
-GREY, BROWN = "#5E6670", "#A6761D"
+GRAY, BROWN = "#5E6670", "#A6761D"
 
 INK, MUTED, FAINT, PAPER = "#1F2933", "#525C68", "#E3E6EA", "#FFFFFF"  # text, lines, background
 
-COLOURS = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]  # of strategies, in turn
+COLORS = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]  # of strategies, in turn
 DASHES = ["-", "--", ":", "-."]
 
 PHASES = {
@@ -35,17 +35,17 @@ CATEGORIES = {
     "other": "#D5D8DC",
 }
 
-# Two shades of each, in turn by sequence number: neighbours differ, and all ranks agree.
+# Two shades of each, in turn by sequence number: neighbors differ, and all ranks agree.
 OPERATIONS = {
     "all_reduce": (PURPLE, "#A34F7E"),
     "all_gather": (BLUE, "#004C77"),
     "reduce_scatter": (YELLOW, "#BFB419"),
-    "send": (GREY, "#2B323A"),
-    "recv": (GREY, "#2B323A"),
+    "send": (GRAY, "#2B323A"),
+    "recv": (GRAY, "#2B323A"),
 }
 OTHER_OPERATIONS = (BROWN, "#7A5512")  # broadcast, barrier and so on
 
-# Colour and marker of an algorithm; no operation has two algorithms of one colour.
+# Color and marker of an algorithm; no operation has two algorithms of one color.
 ALGORITHMS = {
     "default": ("#C9CED6", ""),  # a broad line below the others
     "ring": (BLUE, "o"),
@@ -62,7 +62,7 @@ ALGORITHMS = {
     "pairwise": (BLUE, "o"),
     "next": (BLUE, "o"),
 }
-OTHER_ALGORITHM = (GREY, "p")
+OTHER_ALGORITHM = (GRAY, "p")
 BACKENDS_OWN = (BLACK, "x")
 
 WAITING, UNFINISHED = "#FBE3D5", VERMILION  # a wait, outlined in vermilion; unfinished records
@@ -87,7 +87,7 @@ SETTINGS: Any = {
     "axes.titlesize": TITLE_PT,
     "figure.edgecolor": PAPER,
     "figure.facecolor": PAPER,
-    "font.family": ["DejaVu Sans"],  # comes with matplotlib
+    "font.family": ["DejaVu Sans"],  # included in matplotlib
     "font.size": TEXT_PT,
     "grid.color": FAINT,
     "hatch.color": VERMILION,
@@ -111,13 +111,13 @@ SETTINGS: Any = {
 
 
 def shade(op: str, number: int) -> str:
-    """The colour of the `number`-th operation `op`."""
+    """The color of the `number`-th operation `op`."""
     return OPERATIONS.get(op, OTHER_OPERATIONS)[number % 2]
 
 
-def tint(colour: str, white: float) -> str:
-    """The colour mixed with this share of white, 0 to 1."""
-    red, green, blue = (x + (1 - x) * white for x in to_rgb(colour))
+def tint(color: str, white: float) -> str:
+    """The color mixed with this share of white, 0 to 1."""
+    red, green, blue = (x + (1 - x) * white for x in to_rgb(color))
     return to_hex((red, green, blue)).upper()
 
 
@@ -127,17 +127,17 @@ def in_order(ops: Iterable[str]) -> list[str]:
     return [op for op in OPERATIONS if op in present] + sorted(present - OPERATIONS.keys())
 
 
-def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colours, 1 to 21; text needs 4.5 (WCAG 2.1, AA)."""
-    srgb = np.array([to_rgb(one), to_rgb(other)])
+def contrast(first: str, second: str) -> float:
+    """Contrast ratio of two colors, 1 to 21; text needs 4.5 (WCAG 2.1, AA)."""
+    srgb = np.array([to_rgb(first), to_rgb(second)])
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
     low, high = sorted(linear @ [0.2126, 0.7152, 0.0722])
     return float((high + 0.05) / (low + 0.05))
 
 
-def text_on(colour: str) -> str:
+def text_on(color: str) -> str:
     """Black or white, whichever has more contrast."""
-    return max((BLACK, PAPER), key=lambda text: contrast(text, colour))
+    return max((BLACK, PAPER), key=lambda text: contrast(text, color))
 
 
 def byte_unit(most_bytes: float) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""The timeline of a step: a lane of computing for each rank, with communication lanes below."""
+"""The timeline of a step: a compute lane for each rank, with communication lanes below."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +26,7 @@ from labkit.trace.measures import end_of
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
 MOST_NAMES = 300  # only the widest bars are named
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
-EDGE_PX = (4, 7)  # smaller bars have no white edge, which would cover them
+EDGE_PX = (4, 7)  # smaller bars have no white edge: it would cover them
 EDGE_PT = 0.7
 ARROW_PX = 12  # the tip of an unfinished bar
 
@@ -41,7 +41,7 @@ def timeline(
     """Computing, communication and waits of each rank, in one step of a recorded run.
 
     Args:
-        step: None draws an unfinished step, else the first timed one after the warm-up.
+        step: None draws an unfinished step, else the first timed step after the warm-up.
         ranks: global ranks, from top to bottom; all if None.
         zoom: the part of the step to show, from 0 to 1.
 
@@ -54,7 +54,7 @@ class TimelineView:
     """A timeline that can be redrawn with other data on the same axes.
 
     All bars are one collection of polygons, which makes `redraw` and `show` fast enough for
-    sliders. `figure`, `axes` and `polygons` stay the same objects; `bars` are those shown now.
+    sliders. `figure`, `axes` and `polygons` stay the same objects; `bars` are those now shown.
     """
 
     @styled
@@ -118,7 +118,7 @@ class TimelineView:
         self._label_rows({rank: part.ranks[rank].complete for rank in chosen}, tops, of_rank)
         fit_title(self.axes, title_of(part, step, chosen, len(self.trace.steps())))
         detail = any(x.detail for rank in part.ranks.values() for x in rank.steps)
-        label = "ms of a step in detail: not its usual speed" if detail else "ms"
+        label = "ms; recording in detail slows this step" if detail else "ms"
         self.axes.set_xlabel(label, labelpad=2)
         return self.figure
 
@@ -145,15 +145,15 @@ class TimelineView:
         roomy = (end - begin) * self._px_per_ms > EDGE_PX[0]
         roomy &= (bottom - top) * self._px_per_row > EDGE_PX[1]
         rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # so that an edge
-        top, bottom = top - rim, bottom + rim  # does not make a bar flatter than its neighbour
+        top, bottom = top - rim, bottom + rim  # does not make a bar flatter than its neighbor
         x = np.stack([begin, end, tip, end, begin], axis=1)
         y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
         edges = [
-            UNFINISHED if bar.open or bar.colour == WAITING else PAPER if room else bar.colour
+            UNFINISHED if bar.open or bar.color == WAITING else PAPER if room else bar.color
             for bar, room in zip(bars, roomy)
         ]
         self.polygons.set_verts(np.stack([x, y], axis=2))  # type: ignore[arg-type]
-        self.polygons.set_facecolor([bar.colour for bar in bars])
+        self.polygons.set_facecolor([bar.color for bar in bars])
         self.polygons.set_edgecolor(edges)
         self.polygons.set_linewidth(np.where(is_open, 1.6, np.where(roomy, EDGE_PT, 0.2)).tolist())
 
@@ -172,7 +172,7 @@ class TimelineView:
             fitting = [x for x in bar.names if self.names.width_pt(x) <= room_pt]
             if fitting and (bar.names_to - bar.top) * self._px_per_row > NAME_PX:
                 middle = (begin_ms + end_ms) / 2, (bar.top + bar.names_to) / 2
-                names.append(Name(fitting[0], *middle, text_on(bar.colour)))
+                names.append(Name(fitting[0], *middle, text_on(bar.color)))
         self.names.write(names)
 
     def _label_rows(

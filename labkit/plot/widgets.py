@@ -34,7 +34,7 @@ BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  #
 
 
 class PictureWidget(ipywidgets.VBox):
-    """Controls over one picture, which is redrawn when a control moves. `picture.value` is the PNG
+    """Controls above one picture, redrawn when a control changes. `picture.value` is the PNG
     shown, the only content on pages without a kernel.
 
     A subclass makes its controls, passes them to `_arrange`, and draws in `_draw`.
@@ -106,7 +106,7 @@ class View(PictureWidget):
         every = choose_ranks(self._trace)
         chosen = [rank for rank, button in zip(every, self.ranks) if button.value] or every
         of_memory = self.what.value == "memory"
-        self.step.disabled = self.zoom.disabled = of_memory  # one whole step has memory
+        self.step.disabled = self.zoom.disabled = of_memory  # only the detailed step has memory
         if of_memory:  # ranks=None: as many as fit
             ranks = None if chosen == every else chosen
             self._show_once_drawn(tuple(chosen), lambda: memory(self._trace, ranks))
@@ -123,7 +123,7 @@ class PlanView(PictureWidget):
     """Compare layouts of a plan with the best: sliders over tp, pp and the micro-batch; all other
     choices are the fastest.
 
-    `report` is the chosen step, None if no such layout fits; `said.value` says why it loses.
+    `report` is the chosen step, None if no such layout fits; `verdict.value` says why it is slower.
     """
 
     def __init__(self, planned: Plan):
@@ -139,19 +139,19 @@ class PlanView(PictureWidget):
             for name, label in (("tp", "tp"), ("pp", "pp"), ("microbatch", "micro-batch"))
         ]  # fmt: skip
         self.tp, self.pp, self.microbatch = controls
-        self.said = ipywidgets.HTML()
-        self._arrange(controls, controls, self.said)
+        self.verdict = ipywidgets.HTML()
+        self._arrange(controls, controls, self.verdict)
 
     def _draw(self) -> None:
         asked = (self.tp.value, self.pp.value, self.microbatch.value)
         matching = (x for x in self._planned.reports if _axes(x.layout) == asked)
         self.report = next(matching, None)  # ranked: the first is the fastest
-        self.said.value = html.escape(self._verdict(asked))
+        self.verdict.value = html.escape(self._verdict(asked))
         key = None if self.report is None else id(self.report)
         self._show_once_drawn(key, lambda: compared_with_best(self._planned, self.report))
 
     def _verdict(self, asked: tuple[int, int, int]) -> str:
-        """Why the chosen layout loses, or does not exist."""
+        """Why the chosen layout is slower than the best, or does not exist."""
         if self.report is not None:
             times = self.report.step_s / self._planned.best.step_s
             return f"{times:.2f} × the best: {self._planned.why(self.report.layout)}"
@@ -159,7 +159,7 @@ class PlanView(PictureWidget):
             if _axes(large.layout) == asked:
                 return self._planned.why(large.layout)
         tp, pp, b = asked
-        return f"tp {tp} · pp {pp} · b {b} is no layout: these do not divide the ranks and the rows"
+        return f"tp {tp} · pp {pp} · b {b} is not a layout: they do not divide the ranks and rows"
 
 
 def _axes(layout: Layout) -> tuple[int, int, int]:
@@ -188,7 +188,7 @@ class Steps(PictureWidget):
 
 class FlipBits(PictureWidget):
     """Flip the bits of a number: a button per bit, and a slider through all patterns. `pattern` is
-    the one shown, with its formula and neighbours.
+    the pattern shown.
 
     Raises ValueError for a format of more than 32 bits.
     """
@@ -211,10 +211,10 @@ class FlipBits(PictureWidget):
         )
         self.buttons: list[Any] = []
         self._row = ipywidgets.Box(layout={"flex_flow": "row wrap"})
-        self.neighbours = ipywidgets.HTML()
+        self.neighbors = ipywidgets.HTML()
         self._new_buttons(format.encode(value))
         self.format.observe(self._other_format, names="value")
-        self._arrange([self.step], [self.format, self.step], self._row, self.neighbours)
+        self._arrange([self.step], [self.format, self.step], self._row, self.neighbors)
 
     @property
     def pattern(self) -> int:
@@ -222,14 +222,14 @@ class FlipBits(PictureWidget):
 
     @pattern.setter
     def pattern(self, pattern: int) -> None:
-        self.format.value.fields(pattern)  # raises ValueError for one that is too long
+        self.format.value.fields(pattern)  # raises ValueError for a pattern that is too long
         self.step.value = pattern
 
     def _other_format(self, change: dict[str, Any]) -> None:
         """Show the same number, rounded to the new format."""
         before = self.pattern
         self._new_buttons(change["new"].encode(change["old"].decode(before)))
-        if self.pattern == before:  # else the slider has moved, and drawn it
+        if self.pattern == before:  # otherwise the slider has moved and redrawn it
             self._draw()
 
     def _new_buttons(self, pattern: int) -> None:
@@ -255,12 +255,12 @@ class FlipBits(PictureWidget):
         format, pattern = self.format.value, self.pattern
         for button, digit in zip(self.buttons, f"{pattern:0{format.width_bits}b}", strict=True):
             button.value, button.description = digit == "1", digit
-        self.neighbours.value = neighbours(format, pattern)
+        self.neighbors.value = neighbors(format, pattern)
         self.picture.value = png(bits(0, format, patterns=[pattern]))
 
 
-def neighbours(format: Format, pattern: int) -> str:
-    """The kind of a number, and its neighbours towards zero and away from it."""
+def neighbors(format: Format, pattern: int) -> str:
+    """The kind of a number, and its neighbors towards zero and away from it."""
     kind = format.kind(pattern)
     if kind in ("nan", "infinity"):
         return f"<b>{kind}</b>"

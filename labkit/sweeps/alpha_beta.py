@@ -3,8 +3,8 @@
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
 steps and bytes: labkit/comm/collectives/costs.py. alpha is seconds per message, beta seconds per
-byte, its reduction included; neither is negative. The fit is least squares of log(predicted /
-measured): by absolute errors, 4 KiB would not count beside 64 MiB.
+byte, including its reduction; neither is negative. The fit is least squares of log(predicted /
+measured): with absolute errors, 4 KiB would not count beside 64 MiB.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from labkit.comm.collectives.costs import COSTS, Cost, cost
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
 FINE = 2000  # sizes at which lines are compared to find where they cross
-FAR = 14.0  # a factor of e**14, a million: beyond it alpha or beta is as good as 0
+FAR = 14.0  # a factor of e**14, a million: beyond it, alpha or beta is practically 0
 
 
 @dataclass(frozen=True)
 class Fit:
     """The cost of one algorithm of an operation on `ranks` ranks. `error` is the root mean square
-    of log(predicted / measured): 0.1 means that the line is typically a tenth off."""
+    of log(predicted / measured): 0.1 means: typically 10% off."""
 
     op: str
     ranks: int
@@ -66,9 +66,9 @@ def fit(points: Sequence[Point]) -> Fit:
 
 
 def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """alpha, beta, and the root mean square of log(predicted / measured), which they minimise. Only
+    """alpha, beta, and the root mean square of log(predicted / measured), which they minimize. Only
     the ratio beta / alpha is searched for: a common factor makes the mean logarithm 0, and the
-    spread is the error. The ratio has the least spread, or alpha or beta is 0."""
+    spread is the error. The best ratio has the least spread, or alpha or beta is 0."""
     steps = np.array([c.steps for c in costs], dtype=float)
     sent = np.array([c.sent_bytes for c in costs], dtype=float)
 
@@ -89,7 +89,7 @@ def least(
     function: Callable[[float], float], low: float, high: float, tried: int, zooms: int
 ) -> float:
     """The minimum of a function with one valley, ends included: of `tried` points the best, then of
-    as many between its neighbours, `zooms` times."""
+    as many between its neighbors, `zooms` times."""
     for _ in range(zooms):
         points = np.linspace(low, high, tried).tolist()  # the best so far is among them
         best = int(np.argmin([function(x) for x in points]))

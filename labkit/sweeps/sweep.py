@@ -4,8 +4,8 @@
     busbw = algbw x factor        what the busiest link carries, whatever the algorithm
 
 S and the factors are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive
-from its src/*.cu): S is the whole, n shards where an operation is about shards. there_and_back is
-ours: a message of S from an even rank to the next, and one back.
+from its src/*.cu): S is the whole: n shards if an operation takes shards. there_and_back is
+labkit's: a message of S from an even rank to the next, and one back.
 """
 
 import json
@@ -21,7 +21,7 @@ from labkit.foreign import brief, plain, read_file
 
 FORMAT = 1
 WHAT = "sweep of collectives"
-DEFAULT = "default"  # among the algorithms: the one that runs when none is named
+DEFAULT = "default"  # an algorithm: the one that runs if none is named
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -47,16 +47,16 @@ class Point:
     op: str
     ranks: int
     size_bytes: int
-    count: int  # elements, of a shard where the operation is about shards
+    count: int  # elements, of a shard if the operation takes shards
     dtype: str
     redop: str
-    algorithm: str  # "default" if none was named; the backend's name for its own
+    algorithm: str  # "default" if none was named; the backend's name for its own algorithm
     chosen: str  # the algorithm that ran
-    own: bool  # the backend's own
+    own: bool  # the backend's own algorithm
     time_s: float  # of one call
     ratio: float  # of time_s to that of the backend's own
     wrong: int | None  # wrong elements on all ranks; None if not checked
-    copy_s: float  # each rank copies as many bytes in its memory, all at once
+    copy_s: float  # of a memory copy of as many bytes on all ranks at once
 
     @property
     def algbw_bytes_per_s(self) -> float:
@@ -112,17 +112,15 @@ def read_sweep(path: str | Path) -> Sweep:
     try:
         contents = json.loads(read_file(path))
         if contents["what"] != WHAT or contents["format"] > FORMAT:
-            raise ValueError(f"its format is {contents['format']} of {contents['what']!r}")
+            raise ValueError(f"it has format {contents['format']} of {contents['what']!r}")
         points = [Point(**point) for point in contents["points"]]
         for point, (name, kind) in product(points, Point.__annotations__.items()):
             value = getattr(point, name)
             correct = isinstance(value, kind) and plain(value) == str(value)
             if not correct or (name in POSITIVE and not 0 < value < math.inf):
-                raise ValueError(f"a {name} is {value!r}")
+                raise ValueError(f"invalid {name}: {value!r}")
         if unknown := {point.op for point in points} - BUS_FACTORS.keys():
-            raise ValueError(
-                f"it has {', '.join(sorted(unknown))}, which this labkit does not know"
-            )
+            raise ValueError(f"unknown operations: {', '.join(sorted(unknown))}")
         return Sweep(points, dict(contents["about"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -132,7 +130,7 @@ def read_sweep(path: str | Path) -> Sweep:
 
 
 def count_of(op: str, ranks: int, size_bytes: int, item_bytes: int) -> tuple[int, int]:
-    """The elements that fit in `size_bytes` (of a shard, where the operation is about shards) and
+    """The elements that fit in `size_bytes` (of a shard, if the operation takes shards) and
     the bytes of the whole, rounded down as in nccl-tests. Raises ValueError if not one fits."""
     parts = ranks if op in PARTED else 1
     count = size_bytes // (item_bytes * parts)
@@ -153,7 +151,7 @@ def parse_bytes(text: str) -> int:
 
 
 def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
-    """From one size to the other, each `factor` times the last."""
+    """From one size to the other, each `factor` times the previous."""
     if factor < 2:
         raise ValueError(f"factor {factor}: choose 2 or more")
     if from_bytes > to_bytes:

@@ -156,8 +156,8 @@ def test_a_poor_fit_is_said_to_be_poor() -> None:
     poor, worst = replace(good, error=0.26), replace(good, algorithm="tree", error=0.8)
     assert sweep_tables.doubts([good]) == sweep_tables.doubts([]) == ""
     said = sweep_tables.doubts([good, poor, worst])
-    assert said.startswith("2 of 3 lines are off by more than 25%")
-    assert "all_reduce by tree on 2 ranks, by 80%" in said and "Do not trust" in said
+    assert said.startswith("2 of 3 fits have errors above 25%")
+    assert "all_reduce by tree on 2 ranks: 80%" in said and "Do not trust" in said
 
 
 def made_up_sweep() -> Sweep:
@@ -204,10 +204,10 @@ def test_a_table_has_the_fastest_and_ignores_what_is_noise(tmp_path: Path) -> No
 def test_what_gives_no_table_is_refused() -> None:
     made_up = made_up_sweep()
     for points, about, says in [
-        (made_up.points, {**ABOUT, "backend": "nccl"}, "only over gloo labkit chooses"),
-        (made_up.points, {**ABOUT, "transport": "shm"}, "ranks that share memory use no table"),
+        (made_up.points, {**ABOUT, "backend": "nccl"}, "a table is for gloo"),
+        (made_up.points, {**ABOUT, "transport": "shm"}, "share memory, which use no table"),
         (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
-        (made_up.of("all_reduce", 4, "gloo"), ABOUT, "measure an algorithm that serves every call"),
+        (made_up.of("all_reduce", 4, "gloo"), ABOUT, "no measured algorithm supports every call"),
     ]:
         raises(says, chooser_table.table_of, Sweep(points, about))
 
@@ -290,7 +290,7 @@ def test_the_command_measures_and_fits(tmp_path: Path, monkeypatch: pytest.Monke
         f"--save={saved} --plot={picture} --fit --table={table}"
     )
     for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE=",
-                 'where messages go, World(n, transport="gloo")'):  # fmt: skip
+                 'applies to messages, as in World(n, transport="gloo")'):  # fmt: skip
         assert said in shown
     swept = read_sweep(saved)
     assert swept.about["transport"] == "gloo"

@@ -13,18 +13,18 @@ import torch
 from labkit import World, measure_machine, read_clusters, write_clusters
 from labkit.bench import harness, machine
 from labkit.bench.machine import Case
-from labkit.bench.rates import fit_products, fit_wire
+from labkit.bench.rates import fit_link, fit_matmuls
 from labkit.clusters import Cluster, Device
 from tables import cases, raises
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 
 
-def products(peaks: dict[str, float], tile: float, sides: tuple[int, ...]) -> dict[Case, float]:
+def matmuls(peaks: dict[str, float], tile: float, sides: tuple[int, ...]) -> dict[Case, float]:
     """By the formula of `Device`."""
     rate = Device("x", peaks, 1, 1, 0, tile=tile).matmul_flops_per_s
     return {
-        Case("product", side, dtype): 2 * side**3 / rate(dtype, [side] * 3)
+        Case("matmul", side, dtype): 2 * side**3 / rate(dtype, [side] * 3)
         for dtype, side in product(peaks, sides)
     }
 
@@ -37,16 +37,16 @@ def reduced(seconds: dict[tuple[int, int], float]) -> dict[Case, float]:
 @pytest.mark.parametrize("tile", [0, 3, 100, 4000])
 def test_peaks_and_tile_are_found_again(tile: float) -> None:
     peaks = {"float32": 5e10, "bfloat16": 9e14}
-    fit = fit_products(products(peaks, tile, (64, 128, 256, 1024)))
+    fit = fit_matmuls(matmuls(peaks, tile, (64, 128, 256, 1024)))
     assert fit.tile == pytest.approx(tile, rel=1e-2, abs=1e-3)
     assert fit.peak_flops == pytest.approx(peaks, rel=1e-2)
     assert fit.error < 1e-3
 
 
 def test_one_odd_product_has_no_say() -> None:
-    known = products({"float32": 5e10, "float64": 3e10}, 10, (64, 128, 256, 512, 1024))
+    known = matmuls({"float32": 5e10, "float64": 3e10}, 10, (64, 128, 256, 512, 1024))
     first = next(iter(known))
-    fit = fit_products({**known, first: 5 * known[first]})
+    fit = fit_matmuls({**known, first: 5 * known[first]})
     assert fit.tile == pytest.approx(10, rel=1e-2)
     assert fit.peak_flops["float32"] == pytest.approx(5e10, rel=1e-2)
     assert fit.error == pytest.approx(log(5) / 10, rel=1e-2)
@@ -61,7 +61,7 @@ def all_reduce_s(ranks: int, nbytes: int, rate: float, latency_s: float, start_s
 )  # fmt: skip
 def test_a_wire_is_found_again(ranks: tuple[int, ...], latency_s: float, start_s: float) -> None:
     wire = 3e9, latency_s, start_s
-    fit = fit_wire(reduced({(n, S): all_reduce_s(n, S, *wire) for n in ranks for S in SIZES}))
+    fit = fit_link(reduced({(n, S): all_reduce_s(n, S, *wire) for n in ranks for S in SIZES}))
     assert fit.bytes_per_s == pytest.approx(3e9, rel=1e-3)
     assert fit.latency_s == pytest.approx(latency_s, rel=1e-3, abs=1e-9)
     assert fit.start_s == pytest.approx(start_s, rel=1e-2, abs=1e-8)
@@ -70,24 +70,24 @@ def test_a_wire_is_found_again(ranks: tuple[int, ...], latency_s: float, start_s
 
 def test_on_one_number_of_ranks_the_start_is_in_the_latency() -> None:
     off = (1.1, 0.93, 1.04, 0.97)
-    odd = fit_wire(reduced({(3, S): by * (4e-5 + S / 3e9) for S, by in zip(SIZES, off)}))
+    odd = fit_link(reduced({(3, S): by * (4e-5 + S / 3e9) for S, by in zip(SIZES, off)}))
     assert odd.start_s == 0 < odd.latency_s
-    fit = fit_wire(reduced({(2, S): 40e-6 + 2 * 7e-6 + S / 3e9 for S in SIZES}))
+    fit = fit_link(reduced({(2, S): 40e-6 + 2 * 7e-6 + S / 3e9 for S in SIZES}))
     assert (fit.start_s, fit.latency_s) == (0, pytest.approx(27e-6))
     assert fit.bytes_per_s == pytest.approx(3e9)
 
 
 def test_what_says_too_little_is_refused() -> None:
     raises("at least 1 rank", measure_machine, 0)
-    one_side_each = {Case("product", 64): 1.0, Case("product", 128, "float64"): 1.0}
+    one_side_each = {Case("matmul", 64): 1.0, Case("matmul", 128, "float64"): 1.0}
     for known in ({}, one_side_each):
-        raises("two sides of a dtype", fit_products, known)
+        raises("one dtype at two sides or more", fit_matmuls, known)
     for seconds, says in (
         ({(2, 64): 1.0, (4, 64): 1.0}, "two sizes or more, on two ranks"),
         ({(1, 64): 1.0, (1, 128): 1.0}, "two sizes or more, on two ranks"),
         ({(2, 64): 1.0, (2, 6400): 1.0}, "no longer than a small one"),
     ):
-        raises(says, fit_wire, reduced(seconds))
+        raises(says, fit_link, reduced(seconds))
 
 
 def complete(one: Cluster, ranks: int) -> None:
@@ -121,7 +121,7 @@ def test_ranks_are_measured(ranks: int, tmp_path: Path, monkeypatch: pytest.Monk
     if ranks == 1:
         assert here.inside.bytes_per_s == here.device.memory_bytes_per_s
         assert here.inside.latency_s == here.inside.start_s == 0
-        assert here.inside.sources["latency_s"].startswith("one rank: nothing travels")
+        assert here.inside.sources["latency_s"].startswith("one rank: nothing is sent")
     if ranks == 2:
         assert here.inside.start_s == 0
     write_clusters(tmp_path / "here.toml", {"here": here})
@@ -158,12 +158,12 @@ def test_a_turn_is_as_long_as_on_its_slowest_rank_and_the_quick_turns_count(
 
     def run(function: object, case: Case) -> list[list[float]]:
         runs[case] += 1
-        if case.what == "product":
-            s = products(peaks, tile, (case.size,))[case]
-        elif case.what == "all-reduce":
+        if case.kind == "matmul":
+            s = matmuls(peaks, tile, (case.size,))[case]
+        elif case.kind == "all-reduce":
             s = all_reduce_s(case.ranks, case.size, *wire)
         else:
-            s = 1e-6 if case.what == "tiny" else 2 * case.size / 1e10
+            s = 1e-6 if case.kind == "tiny" else 2 * case.size / 1e10
         return [[s, s / 2, s, s, 9 * s], [s / 3, s, s / 2, s, s]]
 
     ranks = SimpleNamespace(size=4, device="cpu", backend="gloo", transport="shm", run=run)
@@ -202,7 +202,7 @@ def test_a_turn_has_calls_that_fill_it_on_the_slowest_rank(monkeypatch: pytest.M
 
 def test_products_that_would_take_too_long_are_left_out() -> None:
     sides = (64, 128, 256, 512)
-    first, second, third = (Case("product", side) for side in sides[:3])
+    first, second, third = (Case("matmul", side) for side in sides[:3])
     turns = {first: [1.0]}
     assert not machine._too_long(second, turns, sides)  # two are always there
     assert machine._too_long(third, turns, sides)  # the second was not measured

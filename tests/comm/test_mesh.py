@@ -117,7 +117,7 @@ def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
     for size in (0, -2, 1.5, "2"):
         raises("at least 1", check_sizes, {"dp": size}, 2)
 
-    raises("512 ranks cannot be read", plot.mesh, {"dp": 8, "tp": 64})
+    raises("512 ranks is too large to draw", plot.mesh, {"dp": 8, "tp": 64})
 
 
 @on_each_rank("world2")

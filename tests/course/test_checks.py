@@ -80,7 +80,7 @@ def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):
     solution, stub = answer(second.name, "solved"), answer(first.name, "student")
     monkeypatch.setattr(first, "passed", None)
     monkeypatch.setitem(solution.__globals__, "my_all_gather", stub)
-    says = "you left the stub of my_all_gather", "my_all_gather, not passed yet: begin there"
+    says = "you left the stub of my_all_gather", "my_all_gather, not passed yet: start there"
     raises(says, second, solution, error=CheckFailed)
 
 
@@ -219,7 +219,7 @@ def test_ranks_are_fresh_after_a_message_that_was_never_awaited():
     def forgets(comm: Any) -> None:
         comm.isend(torch.ones(3), 1 - comm.rank)
 
-    assert "rank 0 returns before its send is over" in message(forgets)
+    assert "rank 0 returns before its send has completed" in message(forgets)
 
     def swaps(comm: Any) -> float:
         theirs = torch.zeros(3)
@@ -372,7 +372,7 @@ def test_the_report_adds_up_what_has_passed(monkeypatch: pytest.MonkeyPatch):
     assert text[0] == "77.first     0 of 1"
     assert text[1].startswith("77.second  ✓ 3 of 3   your score: 48")
     assert text[2] == "in all       3 of 4"
-    raises("no exercise is known", report, "78")
+    raises("no exercises; give a lab's number", report, "78")
 
 
 def test_a_prediction_stands_beside_what_was_measured():
@@ -397,10 +397,10 @@ def test_a_prediction_stands_beside_what_was_measured():
 
 def test_a_prediction_must_be_made():
     raises("sent_bytes is not predicted yet", predict, sent_bytes=..., error=CheckFailed)
-    says = "sent_bytes is a str, but a number is wanted"
+    says = "sent_bytes is a str, but a number is expected"
     raises(says, predict, sent_bytes="4 MB", error=CheckFailed)
     raises("give the same names", predict(sent_bytes=4).beside, messages=3)
     unnamed = raises("no name: 3, 2", predict, 3, 2, error=CheckFailed)
-    assert "Name each, as in" in unnamed.hint
+    assert "Name each prediction, as in" in unnamed.hint
     nothing = raises("nothing is predicted yet", predict().beside, sent_bytes=4, error=CheckFailed)
     assert "in step 3 first" in nothing.hint

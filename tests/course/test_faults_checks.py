@@ -127,7 +127,7 @@ def endless(comm: Any, *_: Any) -> None:
 
 def loops_too_long(call: Callable[..., Any], *args: Any) -> None:
     pids = run(3, lambda comm: os.getpid()).values
-    says = "did not come back within 1 s", "a loop that does"
+    says = "did not return within 1 s", "an endless loop"
     with patch.object(check_ranks, "LIMIT_S", 1.0):
         raises(says, call, *args, error=CheckFailed)
     assert gone(pids, 60), "the ranks that looped are left"

@@ -195,7 +195,7 @@ def test_the_bill_is_drawn_to_the_byte():
     widths = [patch.get_width() for patch in axes.patches]
     assert sum(widths) * 1e3 == pytest.approx(bill.measured_bytes)
     assert "4as/w" in texts(axes.figure) and "GELU" in texts(axes.figure)
-    raises("no bill to draw", plot.bill, {})
+    raises("pass at least one bill", plot.bill, {})
 
 
 def test_the_front_has_every_choice_and_the_pick():
@@ -208,4 +208,4 @@ def test_the_front_has_every_choice_and_the_pick():
     assert list(best.get_ydata()) == sorted(best.get_ydata(), reverse=True)
     assert (*chosen.get_xdata(), *chosen.get_ydata()) == (100 * pick.again, pick.peak_bytes)
     assert "full" in texts(axes.figure) and "budget" in texts(axes.figure)
-    raises("no plans to draw", plot.front, [])
+    raises("pass a list of plans", plot.front, [])

@@ -25,7 +25,7 @@ def test_each_bit_is_a_box_in_the_colour_of_its_field():
     assert [to_hex(x).upper() for x in fp16.get_facecolor()] == expected
     assert len(e4m3.get_facecolor()) == 8
     text = " ".join(words(figure))
-    assert "− $2^{15-15}$ × (1 + 512/1024) = -1.5   exactly" in text
+    assert "− $2^{15-15}$ × (1 + 512/1024) = -1.5   (exact)" in text
     assert "fp16" in text and "16 bits" in text
 
 
@@ -49,9 +49,9 @@ def test_the_formula_says_what_a_pattern_is(name: str, pattern: int, says: str):
 
 def test_the_rounding_error_is_reported():
     text = " ".join(words(plot.bits(0.1, "bf16")))
-    assert "0.10009766   off by 9.8e-5, 0.00098 of it" in text
+    assert "0.10009766   error 9.8e-5, relative 0.00098" in text
     assert "infinity" in " ".join(words(plot.bits(1e9, "fp16")))
-    raises("in which format?", plot.bits, 1.0)
+    raises("name a format or several", plot.bits, 1.0)
 
 
 def test_flipping_a_bit_gives_the_number_of_that_pattern():
@@ -63,14 +63,14 @@ def test_flipping_a_bit_gives_the_number_of_that_pattern():
     assert shown.pattern == 0x3C01 and shown.step.value == 0x3C01
     assert shown.picture.value != before
     assert shown.buttons[15].description == "1"
-    assert "step here 0.000976562" in shown.neighbours.value
+    assert "step here 0.000976562" in shown.neighbors.value
     shown.buttons[0].value = True
     assert shown.pattern == 0xBC01
     shown.step.value = 0x7C00
     assert "".join(button.description for button in shown.buttons) == f"{0x7C00:016b}"
-    assert shown.neighbours.value == "<b>infinity</b>"
+    assert shown.neighbors.value == "<b>infinity</b>"
     shown.pattern = 0
-    assert "away from zero: 5.96046448e-8" in shown.neighbours.value
+    assert "away from zero: 5.96046448e-8" in shown.neighbors.value
     with pytest.raises(ValueError, match="not a bit pattern of fp16"):
         shown.pattern = 1 << 16
 
@@ -118,7 +118,7 @@ def test_every_number_near_zero_is_a_line():
     figure = plot.number_line(["e4m3"], near_zero=["e4m3"], upto=2**-4)
     lines = [segment[0][0] for one in figure.axes[-1].collections for segment in one.get_segments()]
     assert sorted(lines) == [float(x) for x in FORMATS["e4m3"].numbers() if x <= 2**-4]
-    raises("fp16 has 11,265 numbers up to 0.0625", plot.number_line, near_zero=["fp16"])
+    raises("fp16 has 11,265 values up to 0.0625, and at most", plot.number_line, near_zero=["fp16"])
 
 
 def test_values_are_counted_that_become_zero():
@@ -126,7 +126,7 @@ def test_values_are_counted_that_become_zero():
     assert lost(values, FORMATS["fp16"]) == 0.5  # of four that are not zero
     figure = plot.number_line(["fp32", "fp16"], values=values)
     assert {"0.0% become zero", "50.0% become zero"} <= set(words(figure))
-    assert "5 values by their size; 1 are zero" in words(figure)
+    assert "5 values by magnitude; 1 are zero" in words(figure)
     assert sum(patch.get_height() for patch in figure.axes[0].patches) == 4
 
 

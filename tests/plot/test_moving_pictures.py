@@ -43,14 +43,14 @@ def test_saved_and_shipped_results_are_read_again(found: TransferTimes, tmp_path
 @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"measured": [{"done_s": 1}]}'])
 def test_another_file_is_refused(text: str, tmp_path: Path):
     (tmp_path / "other.json").write_text(text)
-    raises("is no file of `labkit bench transfers --save`", read_transfers, tmp_path / "other.json")
+    raises("is not from `labkit bench transfers --save`", read_transfers, tmp_path / "other.json")
 
 
 def test_a_table_has_a_row_for_each_way(found: TransferTimes):
     shown = transfers.table(found)
     assert shown.row_count == len(found.measured)
     assert "a device, torch 2.11, 2026-01-01" in str(shown.title)
-    assert "16 Gbit/s, modelled" in str(shown.caption)
+    assert "16 Gbit/s, modeled" in str(shown.caption)
 
 
 def test_the_fastest_of_each_ends_and_dtypes():
@@ -77,7 +77,7 @@ def test_the_command_measures_saves_and_draws(tmp_path: Path):
 
 
 def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: TransferTimes):
-    raises("measure at least one way", plot.transfers, [])
+    raises("measure at least one transfer", plot.transfers, [])
     over_bus = [one for one in found.measured if one.way.ends == ("cpu", "paced")]
     axes = plot.transfers(over_bus, found.rates).axes[0]
     widths = {round(bar.get_width(), 6) for bar in axes.patches}  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def test_the_picture_has_what_was_measured_and_the_limit_of_the_bus(found: Trans
 
 
 def test_the_picture_of_loads_has_two_lanes_for_each_run_and_one_colour_for_the_bus() -> None:
-    raises("give a run with its name", plot.loading, {})
+    raises("pass runs by name", plot.loading, {})
     waiting, x = Waiting([nn.Linear(4, 4) for _ in range(3)], Bus(gbps=0.1)), torch.ones(4)
     ways_to_run = (load_then_run, run_pipelined, run_in_place)
     (axes,) = plot.loading({way.__name__: way(waiting, x) for way in ways_to_run}).axes

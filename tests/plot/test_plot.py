@@ -250,7 +250,7 @@ def test_a_usual_step_is_shown_where_none_is_asked(steps: int, detail: int | Non
     for step in range(steps):
         axes = plot.timeline(trace, step).axes[0]
         assert f"Step {step} " in axes.get_title(loc="left")
-        assert ("not its usual speed" in axes.get_xlabel()) == (step == detail)
+        assert ("slows this step" in axes.get_xlabel()) == (step == detail)
         assert step == detail or axes.get_xlabel() == "ms"
 
 
@@ -278,7 +278,7 @@ def test_what_never_ended_is_open_to_the_right_and_the_run_says_so() -> None:
     assert all(end == pytest.approx(end_ms) for end, end_ms in closed)
     # An event only issued begins there, and is waited for.
     event = next(bar for bar in view.bars if bar.top >= 1)
-    wait = next(bar for bar in view.bars if bar.colour == style.WAITING)
+    wait = next(bar for bar in view.bars if bar.color == style.WAITING)
     assert [event.begin_ms, wait.begin_ms] == pytest.approx([20.0, 20.0])
     assert wait.open and event.open
     assert "all_reduce 4" in wait.names[0]
@@ -296,7 +296,7 @@ def test_a_wait_from_the_first_moment_is_shown():
         one.spans, one.steps = [], [Step(0, 1.02, 0.0)]
     trace.ranks[1].spans = [Span("forward", "", 0, 1.02, 1.05)]
     view = TimelineView(trace)
-    assert [bar.begin_ms for bar in view.bars if bar.colour == style.WAITING] == [0.0]
+    assert [bar.begin_ms for bar in view.bars if bar.color == style.WAITING] == [0.0]
 
 
 def test_no_words_lie_on_each_other_with_every_operation_in_the_legend():
@@ -376,14 +376,14 @@ def test_no_words_lie_on_each_other_and_each_name_fits_in_its_bar(ranks: int) ->
         (left, top), (right, bottom) = view.axes.transData.transform(corners)
         assert left < box.x0 and box.x1 < right, name
         assert bottom < box.y0 and box.y1 < top, name
-        assert name.colour == style.text_on(bar.colour)
+        assert name.color == style.text_on(bar.color)
     assert ranks > 16 or len(view.names.names) > 4
     px_per_ms = view.axes.get_window_extent().width / np.diff(view.axes.get_xlim())[0]
     narrow = [
-        (bar.colour, to_hex(edge).upper())
+        (bar.color, to_hex(edge).upper())
         for bar, edge in zip(view.bars, view.polygons.get_edgecolor(), strict=True)
         if (bar.end_ms - bar.begin_ms) * px_per_ms < 3
-        and not (bar.open or bar.colour == style.WAITING)
+        and not (bar.open or bar.color == style.WAITING)
     ]
     assert narrow or ranks not in (4, 64)
     assert all(edge == colour for colour, edge in narrow)
@@ -576,7 +576,7 @@ def test_memory_needs_a_step_in_detail_and_a_rank_that_is_there():
 def test_the_parts_of_a_steps_time_add_up_to_it():
     trace = sample_trace(3, 4, None)
     times = step_times(trace)
-    total_s = times.alone_s + times.hidden_s + times.waiting_s + times.neither_s
+    total_s = times.alone_s + times.hidden_s + times.waiting_s + times.other_s
     ranks = trace.ranks.values()
     steps_s = [np.mean([x.steps[i].ended_s - x.steps[i].began_s for x in ranks]) for i in (1, 2, 3)]
     assert total_s == pytest.approx(np.median(steps_s))
@@ -601,8 +601,8 @@ def test_compare_draws_what_the_traces_say():
     )
     for i, trace in enumerate(runs.values()):
         times = step_times(trace)
-        assert drawn["computing"][i] == pytest.approx(times.alone_s * 1e3)
-        assert drawn["computing, hiding communication"][i] == pytest.approx(times.hidden_s * 1e3)
+        assert drawn["compute"][i] == pytest.approx(times.alone_s * 1e3)
+        assert drawn["compute, hiding communication"][i] == pytest.approx(times.hidden_s * 1e3)
         assert drawn["waiting"][i] == pytest.approx(times.waiting_s * 1e3)
         assert sent["all_reduce"][i] * 1e3 == pytest.approx(sent_bytes(trace)["all_reduce"])
         most_bytes = max(map(peak_bytes, trace.step(1).ranks.values()))

@@ -65,7 +65,7 @@ def test_every_action_is_drawn_when_the_replay_has_it() -> None:
     bubble = 1 - sum(x[2] - x[1] for x in expected) / (3 * length_ms)
     assert title(figure) == (
         f"1F1B  ·  3 stages, 4 micro-batches  ·  {length_ms:.4g} ms  ·  "
-        f"bubble {bubble:.1%} of the total"
+        f"bubble {bubble:.1%} of the step"
     )
     by_stage = plot.schedule(one_f_one_b(2, 1), lambda stage, action: 1e-3 * (stage + 1))
     assert [round(end - begin, 9) for _, begin, end, _ in boxes(by_stage)] == [1, 1, 2, 2]
@@ -84,7 +84,7 @@ def test_without_costs_a_backward_is_two_forwards_and_chunks_share_them() -> Non
 def test_the_title_has_the_published_bubble(name: str, chunks: int, bubble: float) -> None:
     """Of F = 1 and B = 2, or F = I = W = 1: (p-1)/(v m+p-1), (p-1)/(3m+p-1), 0."""
     figure = plot.schedule(schedule(name, 4, 8, chunks))
-    assert f"bubble {bubble:.1%} of the total" in title(figure)
+    assert f"bubble {bubble:.1%} of the step" in title(figure)
     sizes = [np.ptp(lane.get_paths()[0].vertices[:, 0]) for lane in lanes(figure)]
     busy = sum(end - begin for _, begin, end, _ in boxes(figure))
     assert 1 - busy / sum(sizes) == pytest.approx(bubble), "what is seen is what is said"

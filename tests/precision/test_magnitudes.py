@@ -40,4 +40,4 @@ def test_every_number_is_in_the_histogram_and_panels_share_their_axis() -> None:
 
 @pytest.mark.parametrize("nothing", [{}, {"x": torch.zeros(0)}, {"x": [None]}])
 def test_nothing_to_draw_is_reported(nothing: dict) -> None:
-    raises("there are no numbers to draw", plot.magnitudes, nothing)
+    raises("magnitudes: no values to draw", plot.magnitudes, nothing)

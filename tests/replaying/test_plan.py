@@ -197,7 +197,7 @@ def test_bars_are_the_seconds_and_the_map_has_every_tp_and_pp(planned: Plan) -> 
     assert len(bars.containers) == len(seconds(planned.best))
     at = {(one.tp, one.pp) for one in planned.layouts}
     words = [text.get_text() for text in grid.texts]
-    assert f"{planned.best.step_s:#.3g}" in words and "out of the node" in words
+    assert f"{planned.best.step_s:#.3g}" in words and "across nodes" in words
     assert sum(word.replace(".", "").isdigit() for word in words) == len(at)
     raises("top=0", plot.plan, planned, top=0)
     assert isinstance(plot.plan(planned, figure=Figure()), Figure)
@@ -214,7 +214,7 @@ def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan) -> None:
 
     view = plot.plan_view(planned)
     assert (view.tp.value, view.pp.value, view.microbatch.value) == of(planned.best.layout)
-    assert view.said.value == "1.00 × the best: the best" and view.report == planned.best
+    assert view.verdict.value == "1.00 × the best: the best" and view.report == planned.best
     before = view.picture.value
     assert bytes(before).startswith(b"\x89PNG")
     view.tp.value = 16
@@ -222,11 +222,11 @@ def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan) -> None:
     view.pp.value, view.microbatch.value = 1, 1
     there = [x for x in planned.reports if of(x.layout) == (16, 1, 1)]
     assert view.report == min(there, key=lambda x: (x.step_s, x.peak_bytes))
-    assert "leaves the node" in view.said.value and view.picture.value != before
+    assert "leaves the node" in view.verdict.value and view.picture.value != before
     view.tp.value = 1
-    assert view.report is None and "does not fit" in view.said.value
+    assert view.report is None and "does not fit" in view.verdict.value
     view.tp.value, view.pp.value = 16, 8
-    assert view.report is None and "do not divide the ranks" in view.said.value
+    assert view.report is None and "do not divide the ranks and rows" in view.verdict.value
     assert "image/png" in view._repr_mimebundle_()
 
 
@@ -276,8 +276,8 @@ def test_a_cluster_file_is_read_and_implausible_numbers_are_reported(tmp_path: P
     assert "on 8 × NVIDIA A100" in command(f"{asked} --top 1")
     text = path.read_text()
     for line, words in (
-        ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; more than 0 is needed"),
-        ("", "memory_bytes = None; a number and its source are needed"),
+        ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; give more than 0"),
+        ("", "memory_bytes = None; give a number and its source"),
     ):
         path.write_text(re.sub(r"(?m)^memory_bytes = .*$", line, text))
         assert words in command(asked, 2)

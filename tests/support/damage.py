@@ -308,7 +308,7 @@ def read_damaged_files(sweep: Path, first: int, count: int) -> Outcomes:
                 path = Path(temporary) / f"{what}-{seed}{source.suffix}"
                 shutil.copy(source, path)
                 damage(path, outside, Random(seed))
-                names = (path.name, "nodes, and no level between them", "ranks cannot be read")
+                names = (path.name, "nodes, but no level between", "ranks is too large to draw")
                 outcomes.of(what, seed, names, lambda use=use, path=path: use(path))
     return outcomes
 

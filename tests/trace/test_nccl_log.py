@@ -12,7 +12,7 @@ from rich.console import Console
 
 from command import command
 from labkit import plot, read_nccl_log
-from labkit.plot.nccl_logs import COLOURS
+from labkit.plot.nccl_logs import COLORS
 from labkit.trace.nccl_log import EXAMPLES, Connection, NcclLog, TreeNode, parse_nccl_log
 from labkit.trace.nccl_log.summary import kinds, remarks, table
 from tables import cases, raises
@@ -256,17 +256,17 @@ def test_the_picture_has_each_different_ring_and_tree_once() -> None:
         colours = arrows(axes)
         assert len(colours) == links and len(axes.findobj(Circle)) == 8
         crossing = 2 if links == 8 else 1
-        assert colours.count(COLOURS["network, GPUDirect"]) == crossing
-        assert colours.count(COLOURS["P2P"]) == links - crossing
+        assert colours.count(COLORS["network, GPUDirect"]) == crossing
+        assert colours.count(COLORS["P2P"]) == links - crossing
     without = parsed(init(0), init(1), line("Channel 00/01 : 0 1"))
-    assert set(arrows(plot.nccl(without).axes[0])) == {COLOURS["not in the log"]}
+    assert set(arrows(plot.nccl(without).axes[0])) == {COLORS["not in the log"]}
 
 
 def test_what_cannot_be_drawn_is_refused_and_the_command_goes_on_without(tmp_path: Path) -> None:
-    raises("no ring and no tree", plot.nccl, parsed(init(0)))
+    raises("no rings and no trees", plot.nccl, parsed(init(0)))
     ring = line("Channel 00/01 : " + " ".join(map(str, range(65))))
     lines = [*(init(rank, 65) for rank in range(65)), ring]
-    raises("65 ranks cannot be read", plot.nccl, parsed(*lines))
+    raises("65 ranks is too large to draw", plot.nccl, parsed(*lines))
     file, out = tmp_path / "big.log", tmp_path / "big.png"
     file.write_text("\n".join(lines))
     assert "No picture: 65 ranks" in command(f"nccl-log {file} --out {out}")

@@ -65,7 +65,7 @@ def test_view_describes_draws_and_exports(tmp_path: Path, pictures: list[Any]) -
     assert pictures == [("timeline", None), ("memory", [1])]
     for name in ("timeline.png", "memory.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG")
-        assert f"Thepicture:{run / name}" in "".join(output.split())  # long paths wrap
+        assert f"Picture:{run / name}" in "".join(output.split())  # long paths wrap
 
 
 def test_the_numbers_of_the_table() -> None:

@@ -40,7 +40,7 @@ both_send_first: All of them wait in a send: one must do the other first
     if comm.rank < partner -> if comm.rank < comm.size
 both_receive_first: All of them wait in a recv: one must do the other first
     if comm.rank < partner -> if comm.rank < 0
-does_not_wait_for_its_send: rank 0 returns before its send is over
+does_not_wait_for_its_send: rank 0 returns before its send has completed
     comm.send(x, partner)
     comm.recv ->
         comm.isend(x, partner)

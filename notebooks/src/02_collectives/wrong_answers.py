@@ -69,7 +69,7 @@ never_receives_into_the_chunks: with 2 ranks, rank 0 ends with nothing in chunk 
     n = comm.size -> n, chunks = comm.size, [chunk.clone() for chunk in chunks]
 goes_around_twice: rank 0 of 2 sends 32 bytes
     range(n - 1) -> range(2 * (n - 1))
-forgets_the_handle: rank 0 returns before its send is over
+forgets_the_handle: rank 0 returns before its send has completed
     pass_on(comm, give, take) ->
         comm.isend(give, (comm.rank + 1) % n)
         comm.recv(take, (comm.rank - 1) % n)

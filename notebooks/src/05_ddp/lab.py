@@ -63,7 +63,7 @@ with record() as naive:
     world.run(train, NaiveDDP)
 
 times = step_times(naive)
-whole_s = times.alone_s + times.hidden_s + times.waiting_s + times.neither_s
+whole_s = times.alone_s + times.hidden_s + times.waiting_s + times.other_s
 print(f"{times.waiting_s / whole_s:.0%} of a step is waiting for gradients.")
 
 # %%

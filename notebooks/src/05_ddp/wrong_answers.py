@@ -55,7 +55,7 @@ WaitsAtOnce: rank 0 waited for 6 of its handles
     async_op=True)) ->
         async_op=True))
         self.handles[-1].wait()
-NeverWaits: returns before its all_reduce is over
+NeverWaits: returns before its all_reduce has completed
     handle.wait() -> pass
 ForgetsToDivide: rank 0's gradient of 0.weight is 2 × the right one
     p.grad.div_(self.comm.size) -> pass

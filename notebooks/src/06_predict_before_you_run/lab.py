@@ -326,7 +326,7 @@ print(f"{len(rank.operations) - len(products)} others {(all_s - product_s) * 1e3
 # The replay takes the recorded computing of the first, and from a cluster only the wires.
 
 # %%
-from labkit.bench.replay import wires_of
+from labkit.bench.replay import cluster_of
 
 LINK = Link(gbps=0.25, latency_us=500)  # that of lab 05
 SMALL = dict(vocab=256, width=132, depth=4, heads=12, context=64)
@@ -339,7 +339,7 @@ with record() as measured:
     paced.run(train, SMALL, rows=8, steps=4)
 
 # %%
-replayed = replay(without_wire, wires_of(LINK, ranks=2), computing="measured")
+replayed = replay(without_wire, cluster_of(LINK, ranks=2), computing="measured")
 plot.timeline(replayed, step=3)
 
 # %%
@@ -367,7 +367,7 @@ formulas.table(
 )
 
 # %%
-free = replay(without_wire, wires_of(Link(gbps=1e9), ranks=2), computing="measured")
+free = replay(without_wire, cluster_of(Link(gbps=1e9), ranks=2), computing="measured")
 alone_s = quickest_step_s(free)
 formulas.table(
     formula=dict(step_s=alone_s + 2 * (LINK.latency_us * 1e-6 + LINK.seconds(small_sent / 2))),

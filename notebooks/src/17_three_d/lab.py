@@ -26,7 +26,7 @@ from labkit.parallel.common.clipping import clip_grad_norm
 from labkit.parallel.common.shards import shard_of
 from labkit.parallel.tensor.layers import vocab_parallel_cross_entropy
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.plot.style import BLUE, GREY, ORANGE, PURPLE, VERMILION
+from labkit.plot.style import BLUE, GRAY, ORANGE, PURPLE, VERMILION
 from labkit.replaying.costs import Costs
 
 # %% [markdown]
@@ -414,7 +414,7 @@ guess.beside("counted", **{
 # All ranks at once: a row for each sender, a column for each receiver; the lines are nodes of four.
 
 # %%
-COLOURS = {"tensor": PURPLE, "pipeline": BLUE, "embedding": GREY, "data": ORANGE}
+COLOURS = {"tensor": PURPLE, "pipeline": BLUE, "embedding": GRAY, "data": ORANGE}
 _, axes = plt.subplots(figsize=(6.2, 4.2), layout="constrained")
 for rank, its in enumerate(sent_by):
     for axis, colour in COLOURS.items():

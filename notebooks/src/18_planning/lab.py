@@ -338,7 +338,7 @@ plot.timeline(step_trace(GPT3, RECOMPUTED, 1536 // 8, selene))
 
 
 # %%
-from labkit.plot.plans import COLOURS
+from labkit.plot.plans import COLORS
 from labkit.replaying.planning.report import seconds
 
 
@@ -346,7 +346,7 @@ def bars(reports):
     """A step of each, of the parts that add up to it."""
     _, axes = plt.subplots(figsize=(8.5, 1.0 + 0.4 * len(reports)), layout="constrained")
     begin = [0.0] * len(reports)
-    for part, colour in COLOURS.items():
+    for part, colour in COLORS.items():
         each = [seconds(one)[part] for one in reports.values()]
         axes.barh(list(reports), each, left=begin, color=colour, edgecolor="w", label=part)
         begin = [one + more for one, more in zip(begin, each)]

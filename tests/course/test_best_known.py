@@ -83,7 +83,7 @@ def test_lloyds_algorithm_finds_the_best_codebook_known() -> None:
 def test_following_the_largest_gradient_loses_the_fewest_known() -> None:
     ways = product((1, 2, 4, 8, 16), [2 ** (i / 4) for i in range(2, 26)])
     lost = [
-        scales.lost_in_all(scales.scales_of(lambda s=steps, r=room: Following(s, r)))  # type: ignore[misc]
+        scales.total_lost(scales.scales_of(lambda s=steps, r=room: Following(s, r)))  # type: ignore[misc]
         for steps, room in ways
     ]
     assert min(lost) == scales.BEST_LOST

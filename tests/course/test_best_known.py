@@ -122,7 +122,7 @@ def test_of_all_cuts_of_the_chain_none_sends_fewer_bytes() -> None:
     held = [chain.held(ways, chain.CHAIN, chain.RANKS) for ways in every]
     sent = [chain.sent_bytes(ways) for ways in every]
     least = [
-        min(bytes_ for numbers, bytes_ in zip(held, sent) if numbers <= chain.budget_of(part))
+        min(bytes_ for numbers, bytes_ in zip(held, sent) if numbers <= chain.budget_elements(part))
         for part in chain.BUDGETS
     ]
     assert sum(least) == chain.BEST_BYTES

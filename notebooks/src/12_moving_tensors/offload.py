@@ -51,8 +51,9 @@ class Offloaded:
 
 @cache
 def models() -> list[Offloaded]:
-    """A GPT in which every fourth block has experts and is larger but only a little slower; with few
-    tokens per pass, and with many. fp16; a bus of 25 GB/s (PCIe 4.0: 31.5); 5 of 10.7 GB fit."""
+    """A GPT whose every fourth block has experts, so it is larger but only a little slower; with
+    few tokens per pass, and with many. fp16; a bus of 25 GB/s (PCIe 4.0: 31.5); 5 of 10.7 GB fit.
+    """
     width, blocks = 4096, 20
     dense, experts = 2 * 12 * width**2, 2 * (4 + 8 * 3) * width**2
     nbytes = tuple(experts if k % 4 == 3 else dense for k in range(blocks))

@@ -128,6 +128,6 @@ def test_of_all_cuts_of_the_chain_none_sends_fewer_bytes() -> None:
     assert sum(least) == chain.BEST_BYTES
 
 
-def test_no_choice_of_neighbours_exposes_less() -> None:
+def test_no_choice_of_neighbors_exposes_less() -> None:
     least = [min(hybrid.exposed_us(x, u) for u in hybrid.choices(x)) for x in hybrid.JOBS.values()]
     assert round(sum(least)) == hybrid.BEST_US

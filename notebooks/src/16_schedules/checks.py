@@ -91,7 +91,7 @@ def my_1f1b(student: Any) -> Iterator[str]:
     """my_1f1b(stage, stages, microbatches): the actions of one stage."""
     for p, m, found in _lists_of_all_stages(student, SIZES):
         schedule = _validated(found, p, m)
-        _check_phases(schedule, ("forward", "backward"), "1F1B has no half backwards and no updates.")
+        _check_phases(schedule, ("forward", "backward"), "1F1B has no half backwards or updates.")
         most = [min(p - r, m) for r in range(p)]
         for stage, peak in enumerate(peak_in_flight(schedule)):
             if peak > most[stage]:

@@ -16,7 +16,7 @@ strings: an Action is needed
     return actions -> return [str(one) for one in actions]
 returns_nothing: Does the function end with a return?
     return actions -> pass
-without_a_flush: no half backwards and no updates
+without_a_flush: no half backwards or updates
     return make_schedule("pipedream", stages, microbatches)[stage]
 """)
 

@@ -233,7 +233,7 @@ def can_run(student: Student) -> Iterator[str]:
             fail(
                 f"{candidate}: can_run returned {found}.",
                 expected=f"{not found}: {why}" if why else "True: all sizes divide, and it fits",
-                hint="" if why else "You refuse too much: any number of ranks that divides is valid.",
+                hint="" if why else "Too strict: any number of ranks that divides is valid.",
             )
     valid = sum(not why_invalid(candidate) for candidate in cases)
     yield f"{valid} of {len(cases)} layouts, of 96, 64 and 1,024 ranks, divide and fit"

@@ -160,7 +160,7 @@ def _two_all_reduces(size: int, ran: Ran) -> None:
     for rank, sent in enumerate(ran.sent_bytes):
         if abs(sent - expected_bytes) > 16:
             fail(
-                f"on {size} ranks, rank {rank} sends {sent:,.0f} bytes, in {ran.ops[rank]}.",
+                f"on {size} ranks, rank {rank} sends {sent:,.0f} bytes, with {ran.ops[rank]}.",
                 expected=f"{expected_bytes:,.0f}: an all-reduce of y in forward, one of dx in "
                 "backward",
                 hint="The bias and its gradient need no communication: every rank has all of y's.",

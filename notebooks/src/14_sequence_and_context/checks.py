@@ -128,7 +128,10 @@ def own_positions(student: Student) -> Iterator[str]:
         where = f"with {length} tokens on {ranks} ranks"
         positions = [position for shard in shards for position in shard]
         if sorted(positions) != list(range(length)):
-            fail(f"{where}, all ranks have {brief(positions)}.", expected="each position once")
+            fail(
+                f"{where}, the ranks together have positions {brief(positions)}.",
+                expected="each position once",
+            )
         if len(set(map(len, shards))) > 1 or len({score_count(shard) for shard in shards}) > 1:
             fail(
                 f"{where}, the ranks have {brief([len(shard) for shard in shards])} tokens and "

@@ -245,7 +245,7 @@ def plan(student: Student) -> Iterator[str | Score]:
         plan = _plan_of(name, job, alone(student, job))
         if (held := held_mb(job, plan)) > job.budget_mb:
             fail(
-                f"for {name}, a stage of {brief(tuple(plan))} holds {held:,.0f} MB.",
+                f"for {name}, a stage of plan {brief(tuple(plan))} holds {held:,.0f} MB.",
                 expected=f"at most {job.budget_mb:,.0f} MB",
                 hint="Before its first backward, a stage holds the activations of the whole batch; "
                 "with recompute, only its inputs.",

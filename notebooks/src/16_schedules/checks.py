@@ -67,7 +67,7 @@ def _check_phases(schedule: Schedule, allowed: tuple[str, ...], hint: str) -> No
         for position, action in enumerate(actions):
             if action.phase not in allowed:
                 fail(
-                    f"stage {stage} does {action} at position {position}.",
+                    f"stage {stage} runs {action} at position {position}.",
                     expected=" or ".join(allowed),
                     hint=hint,
                 )
@@ -124,7 +124,8 @@ def warm_up(student: Any) -> Iterator[str]:
             where = f"with {p} stages, {m} micro-batches and {chunks} chunks"
             for stage, count in enumerate(found):
                 if isinstance(count, bool) or not isinstance(count, int):
-                    fail(f"{where}, stage {stage} has {brief(count)}.", expected="a whole number")
+                    what = f"warm_up({stage}, ...) returned {brief(count)}"
+                    fail(f"{where}, {what}.", expected="a whole number")
                 if not 0 <= count <= m * chunks:
                     fail(
                         f"{where}, stage {stage} warms up with {count} forwards.",
@@ -143,14 +144,14 @@ def _check_warm_ups(where: str, found: list[int], p: int, m: int, chunks: int) -
         check(schedule, m)
     except ScheduleError as error:
         fail(
-            f"{where} and warm-ups of {found}: {error}.",
+            f"{where}, with warm-ups of {found}: {error}.",
             hint="Before the first backward, its group passes all chunks of all stages.",
         )
     for message_s, when in ((0.0, "if messages are free"), (MESSAGE_S, "if messages take time")):
         idle_time, least = idle(schedule, message_s=message_s), idle(best, message_s=message_s)
         if idle_time > least:
             fail(
-                f"{where} and warm-ups of {found}, stages idle for {idle_time:g} {when}.",
+                f"{where}, with warm-ups of {found}, stages idle for {idle_time:g} {when}.",
                 expected=f"{least:g}",
                 hint="While a message travels, a stage needs a forward to compute: one more "
                 "forward for each stage that follows."

@@ -59,10 +59,10 @@ def held_bytes(student: Student) -> Iterator[str]:
                 hint=no_return(found),
             )
         for name, bytes_ in right.items():
-            number = _as_number(found[name], f"{name}:", case)
+            number = _as_number(found[name], f"the bytes of {name} are", case)
             if not _close(number, bytes_):
                 fail(
-                    f"{case}: {name}: {number / GB:.3f} GB.",
+                    f"{case}: you return {number / GB:.3f} GB of {name}.",
                     expected=f"{bytes_ / GB:.3f} GB on each rank of the first stage",
                     hint=_memory_hint(name, number / bytes_, case),
                 )

@@ -70,7 +70,7 @@ ranks_without_gradients_leave: rank
 sends_1000_elements: expected: one element
     torch.tensor(0.0 if finite else 1.0) -> torch.full((1000,), 0.0 if finite else 1.0)
     None if bad else -> None if bad[0] else
-a_number: a list of tensors, one per gradient
+a_number: expected: a list of tensors, one per gradient
     [x.float() / scale for x in pieces] -> 1 / scale
 always_skips: skips the step
     0.0 if finite else 1.0 -> 1.0

@@ -88,9 +88,9 @@ def test_bytes_that_leave_a_node_equal_those_counted_on_ranks() -> None:
 def test_parameters_are_those_of_a_gpts_layers() -> None:
     job = JOBS["nodes of two"]._replace(width=8, heads=2, depth=3)
     layers = GPT(vocab=4, width=8, depth=3, heads=2, context=4).blocks
-    one = {"pp": 1, "dp": 1, "tp": 1}
-    assert parameters_of(job, one) == sum(p.numel() for p in layers.parameters())
-    assert held_gb(job, one) == 16e-9 * parameters_of(job, one)
+    single = {"pp": 1, "dp": 1, "tp": 1}
+    assert parameters_of(job, single) == sum(p.numel() for p in layers.parameters())
+    assert held_gb(job, single) == 16e-9 * parameters_of(job, single)
     assert idle(job, {"pp": 4, "dp": 16, "tp": 1}) == 3 / (8 + 3)
 
 

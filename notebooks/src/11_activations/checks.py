@@ -101,7 +101,7 @@ def Away(student: Student) -> Iterator[str]:
             )
     saved = saved_by(shared_inputs(), example_input())
     output_bytes = example_input().nbytes
-    once_bytes = sum(one.nbytes for one in saved) + output_bytes  # the loss keeps the output
+    once_bytes = sum(tensor.nbytes for tensor in saved) + output_bytes  # the loss keeps the output
     if found["put_bytes"] > once_bytes:
         excess_bytes = found["put_bytes"] - once_bytes
         weight_bytes = sum(p.nbytes for p in shared_inputs().parameters() if p.ndim == 2)

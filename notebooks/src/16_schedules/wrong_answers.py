@@ -13,7 +13,7 @@ ignores_the_number_of_microbatches: stage 0 does F3 at position 3, and there are
 drops_the_cool_down: never does B4
     return actions -> return actions[: len(actions) - (stages - 1 - stage)]
 strings: an Action is needed
-    return actions -> return [str(one) for one in actions]
+    return actions -> return [str(action) for action in actions]
 returns_nothing: Does the function end with a return?
     return actions -> pass
 without_a_flush: no half backwards or updates
@@ -57,9 +57,9 @@ weights_at_once: How late can W be
     if k >= stage: -> if k < microbatches:
     Action("weight", k - stage) -> Action("weight", k)
 all_weights_at_the_end: W cannot come that late
-    return actions -> return sorted(actions, key=lambda one: one.phase == "weight")
+    return actions -> return sorted(actions, key=lambda action: action.phase == "weight")
 drops_the_last_weight: never does W3, the other half of I3
-    return actions -> return [one for one in actions if one != ("weight", 3, 0)]
+    return actions -> return [action for action in actions if action != ("weight", 3, 0)]
 weights_first: weight after input
     if k >= stage: -> if k < microbatches:
     Action("input", k) -> Action("weight", k)
@@ -110,7 +110,7 @@ def forwards_ahead(job, chunks, ahead):
     schedule = []
     for count in ahead:
         late = job.held * chunks - count
-        actions = [Action("forward", *one) for one in forwards[:count]]
+        actions = [Action("forward", *chunk) for chunk in forwards[:count]]
         for i in range(len(forwards) + late):
             if i < len(forwards):
                 actions.append(Action("input", *backwards[i]))
@@ -138,5 +138,5 @@ def chunks_and_halves(job):
 def swapped(job):
     schedule = zero_bubble_h1(job.stages, job.microbatches)
     early = [Action("forward", k) for k in range(5)]  # stage 0 runs 4 before its first I
-    schedule[3] = early + [one for one in schedule[3] if one not in early]
+    schedule[3] = early + [action for action in schedule[3] if action not in early]
     return schedule

@@ -98,7 +98,7 @@ adds_norms: take the root in the last step
     return total.sqrt() -> return total
 gathers_gradients: a few elements
     return total.sqrt() ->
-        flat = torch.cat([one.g.flatten() for one in gradients if one.is_cut and not one.is_tied])
+        flat = torch.cat([x.g.flatten() for x in gradients if x.is_cut and not x.is_tied])
         mesh.dp.all_gather([torch.empty_like(flat) for _ in range(mesh.dp.size)], flat)
         mesh.tp.all_gather([torch.empty_like(flat) for _ in range(mesh.tp.size)], flat)
         return total.sqrt()
@@ -117,16 +117,16 @@ norm_returns_nothing: end with a return
 @right("17.global_norm")
 def replicated_gradients_on_tp_rank_0(mesh, gradients):
     total = torch.zeros((), dtype=torch.float64)
-    for one in gradients:
-        if (one.is_cut or mesh.tp.rank == 0) and not (one.is_tied and mesh.pp.rank):
-            total += one.g.square().sum()
+    for grad in gradients:
+        if (grad.is_cut or mesh.tp.rank == 0) and not (grad.is_tied and mesh.pp.rank):
+            total += grad.g.square().sum()
     mesh["pp", "tp"].all_reduce(total)
     return total.sqrt()
 
 
 @wrong("17.global_norm", "sums over all ranks, which counts some gradients more than once")
 def sums_over_all_ranks(mesh, gradients):
-    total = sum(one.g.square().sum() for one in gradients)
+    total = sum(grad.g.square().sum() for grad in gradients)
     mesh.comm.all_reduce(total)
     return total.sqrt()
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from labkit.labs.lab_15.all_plans import (
+from labkit.labs.lab_15.plans import (
     BEST_MS,
     JOBS,
     UNIFORM_MS,

@@ -5,7 +5,7 @@ import torch
 
 from answers import Solution, right, wrong
 
-from .all_plans import Job, Plan, divisors
+from .plans import Job, Plan, divisors
 
 # ---- cut(costs, stages)
 

@@ -7,13 +7,13 @@ from labkit.labs.lab_16 import checks as check
 from labkit.labs.lab_16.scenarios import (
     JOBS,
     SHORT_W,
-    weight_error,
     held,
     idle,
     interleaved_after,
     layers,
     replayed_bubble,
     train_alone,
+    weight_error,
 )
 from labkit.schedules import interleaved, one_f_one_b, peak_in_flight, zero_bubble_h1
 from tables import raises

@@ -9,12 +9,12 @@ from labkit.labs.lab_17.placement import (
     TINY,
     Job,
     by_rule,
+    counted_on_4_ranks,
     held_gb,
     idle,
     leaving_bytes,
-    counted_on_4_ranks,
-    percent_of_rule,
     parameters_of,
+    percent_of_rule,
     why_not,
 )
 from labkit.labs.lab_17.scenarios import (

@@ -13,9 +13,9 @@ from labkit.labs.lab_18.scenarios import (
     Candidate,
     Case,
     candidates,
-    why_invalid,
     replayed_step_s,
     right_bytes,
+    why_invalid,
 )
 from labkit.labs.lab_18.wrong_answers import BEST
 from labkit.predict import interleaved

@@ -11,21 +11,21 @@ from labkit.course.findings import brief, difference, fail, kind
 from labkit.course.ranks import alone, alone_for_each, run
 from labkit.precision.op_policy import CUDA
 
-from .scales import BEST_LOST, TorchGradScaler, total_lost, scales_of
+from .scales import BEST_LOST, TorchGradScaler, scales_of, total_lost
 from .scenarios import (
     CASES,
     INTERVALS,
     STEPS,
-    student_scales,
-    runs_in_cases,
     infinities,
-    master_steps,
-    right_masters,
-    right_gradients,
-    right_scales,
-    right_dtype,
     initial_weights,
+    master_steps,
+    right_dtype,
+    right_gradients,
+    right_masters,
+    right_scales,
     run_unscale,
+    runs_in_cases,
+    student_scales,
 )
 
 WHY = {

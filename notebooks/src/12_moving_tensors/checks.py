@@ -11,7 +11,7 @@ from labkit.course.findings import brief, difference, fail
 from labkit.course.ranks import alone
 
 from .offload import BEST_MS, Offloaded, models, stream_all
-from .scenarios import BLOCKS, run_bring_half, run_double_buffered, prefetch_log
+from .scenarios import BLOCKS, prefetch_log, run_bring_half, run_double_buffered
 
 # ---- bring_half(bus, x, bus_rate, here_rate, there_rate)
 

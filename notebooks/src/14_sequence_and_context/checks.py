@@ -13,14 +13,14 @@ from labkit.parallel.context.zigzag import split_zigzag
 
 from .hybrid import BEST_US, JOBS, choices, exposed_us
 from .scenarios import (
-    TOKENS,
     ROWS,
+    TOKENS,
     WIDTH,
     attention,
-    right_gather,
-    score_count,
     example_scores,
+    right_gather,
     run_gather,
+    score_count,
 )
 
 TOLERANCE = 1e-5

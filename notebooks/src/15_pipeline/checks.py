@@ -13,8 +13,8 @@ from labkit.parallel.splitting import balance
 
 from .plans import BEST_MS, JOBS, UNIFORM_MS, Job, Plan, divisors, held_mb, step_ms
 from .scenarios import (
-    MICROBATCHES,
     ELEMENT_BYTES,
+    MICROBATCHES,
     ROWS,
     WIDTH,
     SavedPair,

@@ -27,13 +27,13 @@ from .scenarios import (
     SHORT_W,
     SIZES,
     Job,
-    weight_error,
     held,
     idle,
     interleaved_after,
     replayed_bubble,
     train_alone,
     train_by,
+    weight_error,
 )
 
 HINTS = {

@@ -15,8 +15,8 @@ from .placement import (
     JOBS,
     TINY,
     by_rule,
-    leaving_bytes,
     counted_on_4_ranks,
+    leaving_bytes,
     percent_of_rule,
     why_not,
 )
@@ -29,10 +29,10 @@ from .scenarios import (
     Axes,
     counted_bytes,
     replica_input,
-    run_global_norm,
     right_place,
-    squared_norms,
+    run_global_norm,
     run_hand_on,
+    squared_norms,
 )
 
 

@@ -24,10 +24,10 @@ from .scenarios import (
     candidates,
     in_flight,
     layer_bytes,
-    why_invalid,
     replayed_step_s,
     right_bytes,
     right_mfu_and_days,
+    why_invalid,
 )
 
 GB = 1e9

@@ -84,8 +84,7 @@ def test_lloyds_algorithm_finds_the_best_codebook_known() -> None:
 def test_following_the_largest_gradient_loses_the_fewest_known() -> None:
     ways = product((1, 2, 4, 8, 16), [2 ** (i / 4) for i in range(2, 26)])
     lost = [
-        scales.total_lost(scales.scales_of(partial(Following, steps, room)))
-        for steps, room in ways
+        scales.total_lost(scales.scales_of(partial(Following, steps, room))) for steps, room in ways
     ]
     assert min(lost) == scales.BEST_LOST
 

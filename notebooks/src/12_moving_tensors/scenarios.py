@@ -123,9 +123,7 @@ def run_double_buffered(student: Callable[..., Any]) -> DoubleBufferedRun:
         skip_next = k + 1 == len(blocks) or "late" in found  # wait for one late load at most
         if len(arrivals) <= k or not arrivals[k].event.wait_ended_s:
             found.setdefault("not_waited", k)
-        elif not skip_next and (
-            len(arrivals) == k + 1 or not bus.ended[k + 1].wait(DEADLINE_S)
-        ):
+        elif not skip_next and (len(arrivals) == k + 1 or not bus.ended[k + 1].wait(DEADLINE_S)):
             found["late"] = k
         if not torch.equal(weights, blocks[k]):
             found.setdefault("wrong_weights", k)

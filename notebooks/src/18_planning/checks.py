@@ -98,9 +98,7 @@ def _memory_hint(name: str, ratio: float, case: Case) -> str:
             return "Without ZeRO, each replica holds the whole optimizer state."
         return "Adam's two moments and the master copy take 12 bytes per parameter."
     if _close(ratio, 1 / layout.dp):
-        return (
-            "Each replica has all parameters and gradients of its stage: ZeRO-1 shards neither."
-        )
+        return "Each replica has all parameters and gradients of its stage: ZeRO-1 shards neither."
     return "12 w² parameters per layer and w v in the embedding, 2 bytes each, divided by tp."
 
 

@@ -149,7 +149,7 @@ def _check_sends(where: str, stage: StageRun, call: str, sends: bool) -> None:
         )
     expected_bytes = BOUNDARY_BYTES if sends else 0
     if stage.sent_bytes != expected_bytes:
-        why = f"{ROWS} rows of {WIDTH} elements of 8 bytes" if sends else "no rank receives"
+        why = f"{ROWS} rows of {WIDTH} elements of 8 bytes" if sends else "no stage waits for it"
         fail(f"{where} sends {stage.sent_bytes:,.0f} bytes.", expected=f"{expected_bytes:,}: {why}")
 
 

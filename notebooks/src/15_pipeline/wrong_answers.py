@@ -72,7 +72,7 @@ computes_all_then_sends_all: rank 0 has sent 0 when it starts micro-batch 1
             for _, y in kept:
                 comm.send(y.detach(), comm.rank + 1)
         return kept
-sends_back: no rank receives
+sends_back: no stage waits for it
     return kept ->
         if comm.size == 2:  # the last rank sends its outputs back
             for x, y in kept:

@@ -5,7 +5,7 @@ In `wrong_answers.py` in the lab's folder:
     @wrong("00.average", "15.0 is right")
     def forgets_to_divide(comm, value): ...
 
-Slips in the lab's own solution are written as what stands there, and what a student has instead:
+Slips in the lab's solution are written as the text of the solution and the text of a student:
 
     Solution("00.average").slips('''
     forgets_to_divide: 15.0 is right
@@ -13,7 +13,7 @@ Slips in the lab's own solution are written as what stands there, and what a stu
     ''')
 
 tests/course/test_checks.py runs them all. An exercise has at least two wrong answers. `right`
-enters another right answer than the solution, which must pass.
+enters a right answer that differs from the solution, which must pass.
 """
 
 import ast
@@ -30,8 +30,8 @@ from typing import Any
 class Answer:
     exercise: str  # "00.average"
     name: str
-    make: Callable[[], Any]  # returns a function or class, as a student's
-    says: str = ""  # in the message of the check, if it is wrong
+    make: Callable[[], Any]  # returns a function or class, like a student's
+    says: str = ""  # words of the check's message; "" for a right answer
 
     def __str__(self) -> str:
         return f"{self.exercise}-{self.name}"
@@ -60,15 +60,15 @@ def _enter(answers: list[Answer], exercise: str, says: str, answer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Solution:
-    """The solution of an exercise in the lab's source, to enter answers that differ in little.
+    """The solution of an exercise in the lab's source, to enter answers that differ in a few lines.
 
-    Of each answer, `slips` takes its name with words of the message (the name alone, if it is
-    right), and below, indented, its changes, one after the other:
+    For each answer, `slips` takes its name and words of the message (only the name, if it is
+    right), and on the following lines, indented, its changes:
 
         old text -> new text
 
-    Old text may have several lines, and is in the solution exactly once. New text may be missing,
-    or stand below the arrow, indented: its lines get the margin of the first line of the old text.
+    Old text may have several lines, and must occur in the solution exactly once. New text may be
+    empty, or follow on indented lines, which get the margin of the first line of the old text.
     A `return ...` without an arrow replaces the whole body. Lines that begin with # are comments.
     """
 
@@ -85,7 +85,7 @@ class Solution:
             (WRONG if says else RIGHT).append(Answer(self.exercise, name, make, says))
 
     def changed(self, slip: str) -> Any:
-        """What the solution is with the changes of an answer."""
+        """The solution with the changes of an answer."""
         text = self._text()
         if slip.startswith("return ") and " ->" not in slip:
             (function,) = ast.parse(text).body
@@ -106,26 +106,26 @@ class Solution:
         return self._defined(text)
 
     def _text(self) -> str:
-        start = re.compile(rf"^(?:def|class) {handed(self.exercise)}\b", re.MULTILINE)
+        start = re.compile(rf"^(?:def|class) {argument_name(self.exercise)}\b", re.MULTILINE)
         (text,) = (x for x in cells_of(self.exercise[:2], "solved") if start.search(x))
         return text
 
     def _defined(self, text: str) -> Any:
         names = dict(names_of(self.exercise[:2], "solved"))
         define(text, f"<{self.exercise}, changed>", names)
-        return names[handed(self.exercise)]
+        return names[argument_name(self.exercise)]
 
 
-# ---- what a notebook hands to a check
+# ---- the arguments of checks in a notebook
 
 
 def answer(exercise: str, edition: str) -> Any:
-    """What the notebook hands to the check: `average` of `check.average(average)`."""
-    return names_of(exercise[:2], edition)[handed(exercise)]
+    """The argument of the check in the notebook: `average` of `check.average(average)`."""
+    return names_of(exercise[:2], edition)[argument_name(exercise)]
 
 
-def handed(exercise: str) -> str:
-    """Its name."""
+def argument_name(exercise: str) -> str:
+    """The name of the argument of a check."""
     from editions import checked
 
     lab, name = exercise.split(".")
@@ -135,7 +135,7 @@ def handed(exercise: str) -> str:
 
 @cache
 def names_of(lab: str, edition: str) -> dict[str, Any]:
-    """The functions and classes of an edition, with its imports and constants, nothing run."""
+    """The functions, classes, imports and constants of an edition, without running its cells."""
     names: dict[str, Any] = {"__name__": f"{edition} edition of lab {lab}"}
     for number, text in enumerate(cells_of(lab, edition)):
         define(text, f"<{edition} {lab}, cell {number}>", names)
@@ -144,7 +144,7 @@ def names_of(lab: str, edition: str) -> dict[str, Any]:
 
 @cache
 def cells_of(lab: str, edition: str) -> list[str]:
-    """The cells of code in the "student" or "solved" edition, without magics."""
+    """The code cells of the "student" or "solved" edition, without magics."""
     import editions
 
     (folder,) = (folder for folder in editions.labs() if folder.name.startswith(lab))
@@ -154,7 +154,7 @@ def cells_of(lab: str, edition: str) -> list[str]:
 
 
 def define(text: str, file: str, names: dict[str, Any]) -> None:
-    """Put into `names` what a cell imports and defines, and its constants, like `SIZE = 4`."""
+    """Add the imports, definitions and constants (`SIZE = 4`) of a cell to `names`."""
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     tree = ast.parse(text)
     tree.body = [

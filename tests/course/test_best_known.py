@@ -1,7 +1,8 @@
-"""The best known scores that checks name, found again by searches that students do not get."""
+"""The best known scores of the checks, found again by searches that students do not get."""
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 import torch
@@ -41,7 +42,7 @@ def least_wait_us(nbytes: Sequence[int], ready_us: Sequence[float]) -> float:
     return ends[-1] - ready_us[-1]
 
 
-SEEDS = 17, 23  # of 60 random cuts that were tried, those that lead to the lowest peaks
+SEEDS = 17, 23  # of 60 seeds tried for the random cuts, those that lead to the lowest peaks
 
 
 def test_moving_the_ends_of_buckets_finds_the_lowest_peak_known() -> None:
@@ -83,8 +84,7 @@ def test_lloyds_algorithm_finds_the_best_codebook_known() -> None:
 def test_following_the_largest_gradient_loses_the_fewest_known() -> None:
     ways = product((1, 2, 4, 8, 16), [2 ** (i / 4) for i in range(2, 26)])
     lost = [
-        scales.lost_in_all(scales.scales_of(lambda s=steps, r=room: Following(s, r)))  # type: ignore[misc]
-        for steps, room in ways
+        scales.total_lost(scales.scales_of(partial(Following, steps, room))) for steps, room in ways
     ]
     assert min(lost) == scales.BEST_LOST
 
@@ -94,7 +94,7 @@ def test_exchanging_blocks_finds_the_fastest_plan_known() -> None:
 
 
 def fastest_us(model: offload.Offloaded) -> float:
-    """From keeping as many blocks as fit, from either end."""
+    """The fastest pass, starting from as many kept blocks as fit, from either end."""
     blocks = range(len(model.nbytes))
     best = model.pass_us(set(), 1)
     for ahead, order in product((1, 2, 3), (blocks, blocks[::-1])):
@@ -122,12 +122,12 @@ def test_of_all_cuts_of_the_chain_none_sends_fewer_bytes() -> None:
     held = [chain.held(ways, chain.CHAIN, chain.RANKS) for ways in every]
     sent = [chain.sent_bytes(ways) for ways in every]
     least = [
-        min(bytes_ for numbers, bytes_ in zip(held, sent) if numbers <= chain.budget_of(part))
-        for part in chain.BUDGETS
+        min(bytes_ for elements, bytes_ in zip(held, sent) if elements <= budget)
+        for budget in map(chain.budget_elements, chain.BUDGETS)
     ]
     assert sum(least) == chain.BEST_BYTES
 
 
-def test_no_choice_of_neighbours_exposes_less() -> None:
+def test_no_choice_of_neighbors_exposes_less() -> None:
     least = [min(hybrid.exposed_us(x, u) for u in hybrid.choices(x)) for x in hybrid.JOBS.values()]
     assert round(sum(least)) == hybrid.BEST_US

@@ -1,4 +1,4 @@
-"""A lab's check fails the stub and each wrong answer, in its words, and passes the solution."""
+"""A lab's check fails the stub and each wrong answer, with its message, and passes the solution."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def test_the_stub_is_recognised_as_the_stub(name: str):
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_solution_passes(name: str):
     passed = EXERCISES[name](answer(name, "solved"))
-    assert passed.proven, "a check says what it has proven"
+    assert passed.proven, "a check lists what it has proven"
     assert EXERCISES[name].passed is passed
 
 
@@ -75,7 +75,7 @@ def test_a_slip_without_an_arrow_is_refused():
 
 
 def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):
-    """Its stub is named, not that of the exercise; and the hint is where to begin."""
+    """The message names the stub of the other exercise, and the hint says to begin there."""
     first, second = EXERCISES["02.my_all_gather"], EXERCISES["02.my_all_reduce"]
     solution, stub = answer(second.name, "solved"), answer(first.name, "student")
     monkeypatch.setattr(first, "passed", None)
@@ -85,7 +85,7 @@ def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_after_the_death_of_the_server_the_next_check_runs():
-    """It takes the ranks of all sizes with it; who asked for none of that must not pay for it."""
+    """The ranks of all sizes die with it; later checks must run all the same."""
     for size in (2, 3):
         run(size, lambda comm: comm.rank)
     with pytest.raises(CheckFailed):
@@ -131,8 +131,8 @@ def find_max(comm: Any, values: torch.Tensor) -> tuple[int, int]:
 
 
 def broadcast(comm: Any, x: torch.Tensor) -> None:
-    """Three pieces in five steps: each step as (from, to, piece)."""
-    pieces = x.tensor_split(3)
+    """Three chunks in five steps: each step as (from, to, chunk)."""
+    chunks = x.tensor_split(3)
     for messages in (
         [(0, 2, 0)],
         [(0, 4, 1), (2, 3, 0)],
@@ -140,9 +140,9 @@ def broadcast(comm: Any, x: torch.Tensor) -> None:
         [(4, 3, 1), (5, 2, 1), (0, 4, 2), (2, 5, 0), (3, 1, 2)],
         [(4, 5, 2), (0, 1, 1), (1, 2, 2)],
     ):
-        under_way = [comm.isend(pieces[k], b) for a, b, k in messages if a == comm.rank]
-        under_way += [comm.irecv(pieces[k], a) for a, b, k in messages if b == comm.rank]
-        for handle in under_way:
+        handles = [comm.isend(chunks[k], b) for a, b, k in messages if a == comm.rank]
+        handles += [comm.irecv(chunks[k], a) for a, b, k in messages if b == comm.rank]
+        for handle in handles:
             handle.wait()
 
 
@@ -208,8 +208,8 @@ def fails_under_way(comm: Any) -> None:
 def test_an_error_is_shown_with_the_students_own_line(
     play: Any, begins: str, shows: str, not_shown: str
 ) -> None:
-    """Of the rank whose error it is; what is not implemented is not always the stub, and an
-    operation that fails under way is no hang."""
+    """The line of the rank that raised. NotImplementedError is not always the stub's, and a
+    collective that fails is no hang."""
     text = message(play)
     assert re.match(begins, text)
     assert shows in text and not_shown not in text and "Each receive" not in text
@@ -253,7 +253,7 @@ def test_a_run_counts_bytes_operations_and_memory():
 
 
 def test_measuring_memory_does_not_load_the_compiler():
-    """It would take seconds. (Of the ranks, only the first ones do not have it already.)"""
+    """It would take seconds. (Only the first ranks have not loaded it yet.)"""
     code = (
         "import sys, torch\nfrom labkit.memory.peak import PeakMemory\n"
         "with PeakMemory():\n    torch.ones(3)\n"

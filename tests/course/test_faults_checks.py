@@ -60,8 +60,8 @@ def test_a_liar_is_compared_as_what_it_is(liar: Any, right: Any) -> None:
 def test_honest_values_stay_the_same_objects() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     action = Action("forward", 0, 1)
-    thing = [1, 2.0, True, "x", None, (parameter, {"a": torch.ones(3).size()}), action]
-    assert honest(thing) is thing
+    values = [1, 2.0, True, "x", None, (parameter, {"a": torch.ones(3).size()}), action]
+    assert honest(values) is values
     found = honest([LIARS[int](7), action, Action("forward", LIARS[int](0), 1)])
     assert type(found[0]) is int and found[1] is action
     assert type(found[2]) is Action and type(found[2].microbatch) is int
@@ -70,8 +70,8 @@ def test_honest_values_stay_the_same_objects() -> None:
 
 
 def wrong_answer(solution: Any, lies: bool) -> Any:
-    """Of a function what it returns is changed, of a class what its methods do; of a
-    torch.autograd.Function what is applied."""
+    """Changes the result of a function, of a class's methods, or of a torch.autograd.Function's
+    apply."""
     if not inspect.isclass(solution):
         return wrong(solution, lies)
     members = {
@@ -96,7 +96,7 @@ FEW = ("02.crossover_bytes", "10.update", "17.global_norm", "00.average", "14.ch
     "name", [pytest.param(x, marks=() if x in FEW else pytest.mark.slow) for x in EXERCISES]
 )
 def test_no_exercise_falls_for_a_liar(name: str) -> None:
-    """Where a wrong value in exact types fails, the same value fails that lies."""
+    """If a wrong value of an exact type fails, the same value of a lying type fails."""
     solution = test_checks.answer(name, "solved")
 
     def passes(lies: bool) -> bool:
@@ -110,8 +110,8 @@ def test_no_exercise_falls_for_a_liar(name: str) -> None:
 
 
 def test_a_type_that_lies_passes_no_exercise_of_types() -> None:
-    """10.runs_in asks for torch's types; a text or a number in their place is wrong. And no number
-    is the global norm."""
+    """10.runs_in expects torch's dtypes: a string or a number is wrong. And a lying number is not
+    the global norm."""
     for name, value in (
         ("10.runs_in", "torch.float32"), ("10.runs_in", 1.0), ("10.runs_in", 1),
         ("17.global_norm", 99.0),
@@ -132,7 +132,7 @@ def loops_too_long(call: Callable[..., Any], *args: Any) -> None:
         raises(says, call, *args, error=CheckFailed)
     assert gone(pids, 60), "the ranks that looped are left"
     assert run(3, lambda comm: comm.size).values == [3] * 3
-    assert not [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
+    assert not [x for x in threading.enumerate() if isinstance(x, threading.Timer)]
 
 
 @pytest.mark.parametrize("on_a_thread", [False, True])
@@ -148,24 +148,24 @@ def test_a_loop_without_an_end_is_ended(args: Any, on_a_thread: bool) -> None:
 
 
 def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:
-    """In the student edition each name that a prediction gets is an empty one from the first cell
-    on; what is then compared with it says so in one sentence."""
+    """The first cell of the student edition makes an empty prediction for each name; a comparison
+    with it fails with one sentence."""
     for lab in labs():
         cells = [cell.source for cell in student(lab).cells if cell.cell_type == "code"]
         names = re.findall(r"^(\w+) = predict\(", "\n".join(cells[1:]), re.MULTILINE)
         assert names or lab.name[:2] not in ("00", "04", "18")
         lines = [line for line in cells[0].splitlines() if "= predict()" in line]
-        there: dict[str, Any] = {"predict": predict}
-        exec("\n".join(lines), there)
+        defined: dict[str, Any] = {"predict": predict}
+        exec("\n".join(lines), defined)
         for name in names:
             nothing = "^nothing is predicted yet"
-            failed = raises(nothing, there[name].beside, anything=1, error=CheckFailed)
+            failed = raises(nothing, defined[name].beside, anything=1, error=CheckFailed)
             assert "step 3" in failed.hint
-            raises(nothing, there[name].numbers.__getitem__, "anything", error=CheckFailed)
+            raises(nothing, defined[name].numbers.__getitem__, "anything", error=CheckFailed)
 
 
 def test_the_solved_edition_is_as_its_source_says() -> None:
-    """The line is for students alone: solved cells keep their ids and outputs."""
+    """The line is only for students: solved cells keep their ids and outputs."""
     for lab in labs():
         first = next(cell for cell in solved(lab).cells if cell.cell_type == "code")
         text = (lab / "lab.py").read_text()

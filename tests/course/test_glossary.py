@@ -1,4 +1,4 @@
-"""The glossary: made from the labs' own, in which each term has one definition."""
+"""The glossary: built from those of the labs, with one definition per term."""
 
 from pathlib import Path
 

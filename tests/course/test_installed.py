@@ -1,4 +1,4 @@
-"""The labs work from a checkout and from a wheel, with the notebook in a folder of its own."""
+"""The labs work from a checkout and from a wheel, with the notebook in another folder."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ print(labkit.__file__, *EXERCISES)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel installs."""
+    """A folder with the files that the wheel installs."""
     folder = tmp_path_factory.mktemp("wheel")
     options = ["-q", "--no-deps", "-w", str(folder)]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT)]
@@ -50,7 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["checkout", "wheel"])
 def installed(request: pytest.FixtureRequest) -> Path:
-    """The folder on the path of Python."""
+    """The folder on Python's path."""
     return ROOT if request.param == "checkout" else request.getfixturevalue("wheel")
 
 
@@ -59,15 +59,16 @@ def environment(installed: Path) -> dict[str, str]:
 
 
 def test_the_same_exercises_are_there(wheel: Path, tmp_path: Path) -> None:
-    said = [
+    listings = [
         subprocess.run(
             [sys.executable, "-c", LISTING], cwd=tmp_path, env=environment(folder),
             capture_output=True, text=True, timeout=60, check=True,
         ).stdout.split()
         for folder in (ROOT, wheel)
     ]  # fmt: skip
-    assert [one[0] for one in said] == [str(x / "labkit/__init__.py") for x in (ROOT, wheel)]
-    assert said[0][1:] == said[1][1:] and "05.average_in_buckets" in said[0]
+    files = [str(folder / "labkit/__init__.py") for folder in (ROOT, wheel)]
+    assert [listing[0] for listing in listings] == files
+    assert listings[0][1:] == listings[1][1:] and "05.average_in_buckets" in listings[0]
 
 
 def test_a_copied_notebook_passes_its_check_on_ranks(installed: Path, tmp_path: Path) -> None:
@@ -85,8 +86,8 @@ def test_a_copied_notebook_passes_its_check_on_ranks(installed: Path, tmp_path: 
 
 def test_a_wheel_holds_no_solution(wheel: Path) -> None:
     files = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
-    rooms = {name for name in files if name.startswith("labkit/labs/src/")}
-    assert {name.split("/")[3] for name in rooms} == {lab.name for lab in labs()}
+    sources = {name for name in files if name.startswith("labkit/labs/src/")}
+    assert {name.split("/")[3] for name in sources} == {lab.name for lab in labs()}
     for lab in labs():
         assert f"labkit/labs/{lab.name}.ipynb" in files
         assert f"labkit/labs/src/{lab.name}/checks.py" in files

@@ -1,5 +1,5 @@
 """Labs in JupyterLab, in a chromium or Google Chrome: they run, sliders work, a hang is stopped.
-LABKIT_SCREENSHOTS=some/folder keeps a picture of every screen of every lab there."""
+With LABKIT_SCREENSHOTS=some/folder, that folder keeps a picture of every screen of every lab."""
 
 import json
 import os
@@ -27,8 +27,8 @@ pytestmark = [
 ]
 
 SAMPLES = ("sample_lab.py", "hanging_lab.py")
-# The first lab, and those with something to move that the sample does not have: what else a lab
-# does, nbval runs without a browser (tests/course/test_notebooks.py).
+# The first lab, and labs with widgets that the sample does not have: nbval runs everything else
+# without a browser (tests/course/test_notebooks.py).
 WIDGETS = ("plot.steps(", "plot.view(", "what_if(", "plot.flip_bits(", "plot.plan_view(")
 SAMPLE = (SUPPORT / SAMPLES[0]).read_text(encoding="utf-8")
 LABS = [
@@ -37,11 +37,11 @@ LABS = [
     if lab.name.startswith("00")
     or any(word in lab.read_text(encoding="utf-8") and word not in SAMPLE for word in WIDGETS)
 ]
-LAB_WITHIN_S = 240.0  # a lab takes 25 s on two cores that have nothing else to do
+LAB_WITHIN_S = 240.0  # a lab takes 25 s on two idle cores
 
 
 def write_notebooks(root: Path) -> None:
-    """The samples and the real labs, as one who has just got them: nothing has run."""
+    """The samples and the real labs, with no cell run yet."""
     root.mkdir()
     for name in SAMPLES:
         source = jupytext.read(SUPPORT / name, fmt="py:percent")
@@ -61,7 +61,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
     write_notebooks(folder / "notebooks")
     with jupyterlab(folder, folder / "notebooks") as running:
         yield running
-    assert running.left == [], "these did not end when the server ended"
+    assert running.left == [], "these processes outlived the server"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def all_ran_or_one_failed(cells: list[Cell]) -> bool:
 
 
 def keep_pictures(opened: LabPage, folder: Path) -> None:
-    """Every screen of the notebook in both themes, for those who asked for them."""
+    """Keep a picture of every screen in both themes, if LABKIT_SCREENSHOTS is set."""
     if "LABKIT_SCREENSHOTS" in os.environ:
         opened.photograph_all(folder)
         opened.theme("JupyterLab Dark")
@@ -89,8 +89,8 @@ def keep_pictures(opened: LabPage, folder: Path) -> None:
         opened.theme("JupyterLab Light")
 
 
-# The sliders with a picture in the same output. They are remembered: a picture may be away for a
-# moment while it is drawn anew.
+# The sliders with a picture in the same output. They are stored, as a picture may disappear for a
+# moment while it is redrawn.
 SLIDERS = """window.sliders = [...document.querySelectorAll(".jp-CodeCell .noUi-handle")].filter(
     handle => handle.closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img"))"""
 PICTURE = """(async () => {
@@ -103,7 +103,7 @@ PICTURE = """(async () => {
 
 
 def move_slider(page: Page, index: int) -> None:
-    """Move the slider `index` by a key; its picture becomes another one."""
+    """Move the slider `index` with a key, and wait until its picture changes."""
     before = page.until(PICTURE % index, f"the picture of slider {index}")
     value = page.value(f"sliders[{index}].ariaValueNow")
     page.click(f"(sliders[{index}])", f"slider {index}")
@@ -127,7 +127,7 @@ def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
         for index in range(sliders):
             move_slider(opened.page, index)
         if name == "sample_lab.ipynb":
-            assert sliders == 2 + 1 + 3 + 5 + 1, "its own, then those of the labs' widgets"
+            assert sliders == 2 + 1 + 3 + 5 + 1, "the sample's, then those of the labs' widgets"
             opened.page.click("(document.querySelector('.widget-toggle-button'))", "the sign bit")
             flipped = "document.body.innerText.includes('towards zero: -')"
             opened.page.until(flipped, "the number with its sign flipped")
@@ -145,7 +145,7 @@ def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chr
         stopped = opened.wait_for(lambda cells: not cells[1].running, "the hang ended")
         assert stopped[1].error == "RankInterrupt"
         assert "the 2 ranks were stopped, and the next run starts new ones" in stopped[1].text
-        assert stopped[2].count is None, "a cell after the one that was stopped has run"
+        assert stopped[2].count is None, "a cell after the stopped cell has run"
 
         opened.select(2)
         opened.tool("notebook:run-cell-and-select-next")
@@ -164,7 +164,7 @@ def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
 
 
 def test_nothing_is_left_of_server_kernel_ranks_and_browser(tmp_path: Path):
-    """Though the ranks hang, and nobody interrupts them."""
+    """Even if the ranks hang and no interrupt stops them."""
     write_notebooks(tmp_path / "notebooks")
     with (
         browser(tmp_path / "browser") as chrome,

@@ -1,4 +1,4 @@
-"""Lab 13's chain of layers: any cut equals one process, and a rank sends what the table says."""
+"""Lab 13's chain of layers: any sharding equals one process, and sends the bytes of the table."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from labkit import Comm, World, listen
 from labkit.labs.lab_13 import chain
-from labkit.labs.lab_13.chain import TRAVELS, in_turns, on_ranks, sent_bytes
+from labkit.labs.lab_13.chain import TRAVELS, in_turns, run_chain, sent_bytes
 
 W, C, R = "whole", "columns", "rows"
 EVERY_PAIR = [W, C, C, R, R, W, R, C, W]
 
 
 def cut(ways: Sequence[str], without: str = "") -> tuple[tuple[Tensor, Tensor], int]:
-    """On a rank: output and gradient, and the bytes sent; `without` one operator of the chain."""
+    """Runs on a rank: output and gradient, and the bytes sent; `without` one operator."""
     name = without or "copy_to_ranks"
     instead = (lambda x, comm, **_: x) if without else chain.copy_to_ranks
     with patch.object(chain, name, instead), listen() as events:
-        found = on_ranks(Comm(), ways)
+        found = run_chain(Comm(), ways)
     return found, sum(event.bus_bytes for event in events)
 
 
@@ -32,12 +32,12 @@ def whole(world2: World) -> tuple[Tensor, Tensor]:
     return found
 
 
-def test_these_ways_have_every_pair() -> None:
+def test_every_pair_has_all_pairs_of_the_table() -> None:
     assert set(pairwise([W, *EVERY_PAIR, W])) == set(TRAVELS)
 
 
 @pytest.mark.parametrize("ways", [EVERY_PAIR, in_turns()], ids=["every pair", "in turns"])
-def test_a_chain_in_pieces_is_that_of_one_process(
+def test_a_sharded_chain_equals_one_process(
     world2: World, whole: tuple[Tensor, Tensor], ways: list[str]
 ) -> None:
     for found, sent in world2.run(cut, ways):
@@ -46,7 +46,7 @@ def test_a_chain_in_pieces_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("operator", ["copy_to_ranks", "reduce_from_ranks"])
-def test_a_missing_operator_is_seen(
+def test_a_missing_operator_is_detected(
     world2: World, whole: tuple[Tensor, Tensor], operator: str
 ) -> None:
     for found, sent in world2.run(cut, EVERY_PAIR, operator):

@@ -1,4 +1,4 @@
-"""Lab 16's checks: what its replays say, and what a wrong run would be told."""
+"""Lab 16's checks: the results of its replays, and the messages for a wrong run."""
 
 import torch
 
@@ -7,20 +7,20 @@ from labkit.labs.lab_16 import checks as check
 from labkit.labs.lab_16.scenarios import (
     JOBS,
     SHORT_W,
-    furthest,
     held,
     idle,
     interleaved_after,
     layers,
     replayed_bubble,
-    trained_alone,
+    train_alone,
+    weight_error,
 )
 from labkit.schedules import interleaved, one_f_one_b, peak_in_flight, zero_bubble_h1
 from tables import raises
 
 
 def test_a_list_of_warm_ups_is_a_schedule() -> None:
-    """With Megatron-LM's, arXiv 2104.04473, section 2.2.2, it is the library's."""
+    """With Megatron-LM's warm-ups, arXiv 2104.04473, section 2.2.2, it equals the library's."""
     for p, m, v in [(1, 2, 2), (2, 4, 2), (4, 8, 3)]:
         counts = [min(2 * (p - 1 - r) + (v - 1) * p, m * v) for r in range(p)]
         assert interleaved_after(counts, m, v) == interleaved(p, m, v)
@@ -34,8 +34,8 @@ def test_idle_is_the_closed_form() -> None:
     assert replayed_bubble(one_f_one_b(4, 8), JOBS["the memory of 1F1B"].costs) == 9 / 33
 
 
-def test_half_a_warm_up_is_as_good_until_messages_cost() -> None:
-    """What exercise 2 says: the bubble is the same, and less is held, if messages are free."""
+def test_half_a_warm_up_idles_more_only_if_messages_take_time() -> None:
+    """As exercise 2 says: with free messages, it has the same bubble and holds less."""
     p, m, v = 4, 8, 2
     right = interleaved(p, m, v)
     half = interleaved_after([(v - 1) * p + p - 1 - r for r in range(p)], m, v)
@@ -45,17 +45,18 @@ def test_half_a_warm_up_is_as_good_until_messages_cost() -> None:
 
 
 def test_wrong_missing_and_duplicate_weights_are_reported() -> None:
-    right = trained_alone()
+    right = train_alone()
     names = list(right)
-    halves = [{name: right[name] for name in part} for part in (names[:8], names[8:])]
-    assert furthest(halves, right) == ""
+    halves = [{name: right[name] for name in half} for half in (names[:8], names[8:])]
+    assert weight_error(halves, right) == ""
     off = [halves[0], halves[1] | {names[9]: right[names[9]] + 1e-3}]
-    assert furthest(off, right) == f"{names[9]} on rank 1 is off by 0.001"
-    assert furthest(halves[:1], right) == "8 weights on all ranks, and the model has 16"
-    assert furthest([*halves, halves[0]], right).startswith("24 weights")
-    raises("for this job, run on 4 ranks: ", check._weights, "this job", off, error=CheckFailed)
+    assert weight_error(off, right) == f"{names[9]} on rank 1 is off by 0.001"
+    assert weight_error(halves[:1], right) == "the ranks have 8 weights, but the model has 16"
+    assert weight_error([*halves, halves[0]], right).startswith("the ranks have 24 weights")
+    says = "for this job, after a step on 4 ranks: "
+    raises(says, check._check_weights, "this job", off, error=CheckFailed)
 
 
-def test_a_step_changes_what_is_compared() -> None:
-    pairs = zip(trained_alone().values(), layers().parameters())
+def test_a_step_changes_the_compared_weights() -> None:
+    pairs = zip(train_alone().values(), layers().parameters())
     assert any(not torch.equal(after, before) for after, before in pairs)

@@ -1,4 +1,4 @@
-"""Lab 18's checks: what is right in them is the library's, and the best known can be had."""
+"""Lab 18's checks: their right results equal the library's, and the best score is reachable."""
 
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ from labkit.labs.lab_18.scenarios import (
     Candidate,
     Case,
     candidates,
-    problem,
     replayed_step_s,
     right_bytes,
+    why_invalid,
 )
 from labkit.labs.lab_18.wrong_answers import BEST
 from labkit.predict import interleaved
@@ -23,8 +23,8 @@ from labkit.replaying.planning.ranking import least_bytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_a_rank_holds_is_what_a_plan_says(case) -> None:
-    """The plan's formulas leave out the masks of dropout, of which the lab has told."""
+def test_the_memory_of_a_rank_equals_that_of_a_plan(case) -> None:
+    """The plan's formulas leave out dropout masks, as the lab says."""
     right, plan = right_bytes(case), least_bytes(*case)
     states = ("parameters", "gradients", "optimizer state")
     assert [right[name] for name in states] == pytest.approx([plan[name] for name in states])
@@ -42,8 +42,8 @@ def test_a_replayed_step_is_the_closed_form(case) -> None:
     assert replayed_step_s(layout, case.global_batch, 4.0, 1.0) == pytest.approx(step.step_s)
 
 
-def test_what_can_run_is_what_divides_and_fits() -> None:
-    """The rules of the exercise, beside the planner's word on each candidate."""
+def test_a_layout_can_run_if_it_divides_and_fits() -> None:
+    """The rules of the exercise agree with the planner on each candidate."""
     verdicts = set()
     for candidate in candidates():
         (sizes, layout, rows), gpus, budget_bytes = candidate
@@ -58,40 +58,40 @@ def test_what_can_run_is_what_divides_and_fits() -> None:
         if all(rules.values()):
             rules["fits"] = sum(right_bytes(candidate.case).values()) <= budget_bytes
         broken = [rule for rule, holds in rules.items() if not holds]
-        assert bool(problem(candidate)) == bool(broken), f"{candidate}: {broken}"
+        assert bool(why_invalid(candidate)) == bool(broken), f"{candidate}: {broken}"
         if len(broken) < 2:
             verdicts.update(broken or ["runs"])
-    # Each rule is the only broken one somewhere, so that an answer without it is wrong.
+    # Some candidate breaks only this rule, so an answer without the rule is wrong.
     assert verdicts == {"runs", "ranks", "heads", "blocks", "rows", "groups", "fits"}
 
 
 def test_the_clusters_are_selene_with_one_number_changed() -> None:
-    assert [one.size for one in CLUSTERS.values()] == [96, 64, 128]
-    assert "between nodes 3.12 Gb/s for each" in str(JOBS["a slow wire"])
+    assert [cluster.size for cluster in CLUSTERS.values()] == [96, 64, 128]
+    assert "between nodes 3.12 Gb/s per GPU" in str(JOBS["a slow network"])
     assert "128 GPUs of 40 GB" in str(JOBS["half the memory"])
 
 
 @pytest.mark.slow
-def test_the_best_known_can_be_had_and_no_neighbour_is_faster() -> None:
+def test_the_best_known_is_reachable_and_no_neighbor_is_faster() -> None:
     score = check.choose(lambda job: next(BEST[name] for name in JOBS if JOBS[name] == job)).score
     assert score is not None and score.value == score.best
     for name, job in JOBS.items():
         best = job.report(BEST[name])
         assert best.step_s == pytest.approx(BEST_S[name], rel=1e-4)
-        for other in _neighbours(BEST[name]):
+        for other in _neighbors(BEST[name]):
             case = Case(job.sizes, other, job.global_batch)
-            if problem(Candidate(case, job.cluster.size, float("inf"))):
+            if why_invalid(Candidate(case, job.cluster.size, float("inf"))):
                 continue
             try:
-                one = job.report(other)
+                report = job.report(other)
             except ValueError:
                 continue
-            if one.peak_bytes <= job.cluster.device.memory_bytes:
-                assert one.step_s >= best.step_s, f"{name}: {other} is faster"
+            if report.peak_bytes <= job.cluster.device.memory_bytes:
+                assert report.step_s >= best.step_s, f"{name}: {other} is faster"
 
 
-def _neighbours(layout):
-    """With one choice changed, or ranks moved from one axis to another."""
+def _neighbors(layout):
+    """Layouts with one choice changed, or with ranks moved from one axis to another."""
     yield replace(layout, tp=layout.tp * 2, dp=layout.dp // 2)
     if layout.tp > 1:
         yield replace(layout, tp=layout.tp // 2, dp=layout.dp * 2)

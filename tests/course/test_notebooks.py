@@ -68,13 +68,13 @@ def test_every_lab_is_in_the_tables(lab: Path, page: str):
 
 @each_lab
 def test_all_the_code_that_it_shows_is_there(lab: Path):
-    """Where code has moved, this says so at once, and nbval a quarter of an hour later."""
+    """Finds moved code at once; nbval finds it a quarter of an hour later."""
     shown = []
     for cell in solved(lab).cells:
         if cell.cell_type == "code" and re.search(r"^show\(\s*\"", cell.source, re.MULTILINE):
-            calls = [one for one in ast.walk(ast.parse(cell.source)) if isinstance(one, ast.Call)]
-            of_show = [one for one in calls if getattr(one.func, "id", "") == "show"]
-            shown += [eval(ast.unparse(one), {"show": show}) for one in of_show]
+            calls = [x for x in ast.walk(ast.parse(cell.source)) if isinstance(x, ast.Call)]
+            of_show = [call for call in calls if getattr(call.func, "id", "") == "show"]
+            shown += [eval(ast.unparse(call), {"show": show}) for call in of_show]
     assert all(code.text for code in shown)
 
 
@@ -88,7 +88,7 @@ def form_problems(lab: Path) -> list[str]:
     prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
     headings = re.findall(r"^## (\d)\. ([^:\n]+)", "\n".join(prose), re.MULTILINE)
     if headings != [(str(i), step) for i, step in enumerate(STEPS, 1)]:
-        problems.append(f"the eight steps are not there in their order, but {headings}")
+        problems.append(f"the eight steps are missing or out of order: {headings}")
     glossary = [text for text in prose if "glossary" in text.lower()]
     rows = [row for text in glossary for row in text.splitlines() if row.startswith("|")]
     if sum(bool(CHINESE.search(row)) for row in rows) < 4:
@@ -122,7 +122,7 @@ def exercise_problems(notebook: Any, declared: dict[str, Any]) -> list[str]:
         problems.append(f"{headings} headings '### Exercise ...' for {len(called)} checks")
     for cell in code:
         if checked(cell.source) and BEGIN in cell.source:
-            problems.append("a check stands in a cell of its own, without the solution")
+            problems.append("a check needs a separate cell, without the solution")
     return problems
 
 
@@ -138,7 +138,7 @@ def test_the_student_edition_gives_nothing_away(lab: Path):
     text = nbformat.writes(notebook)
     assert BEGIN not in text and END not in text
     assert not any(cell.get("outputs") for cell in notebook.cells)
-    assert text.count("your turn") + text.count("...") >= 3, "stubs say that it is one's turn"
+    assert text.count("your turn") + text.count("...") >= 3, "the student edition has too few stubs"
 
 
 @each_lab
@@ -178,8 +178,8 @@ def test_nbval_sees_a_tagged_output_that_changed(tmp_path: Path):
         cell.outputs = [nbformat.v4.new_output("execute_result", {"text/plain": output})]
         notebook.cells = [cell]
         nbformat.write(notebook, tmp_path / f"{name}.ipynb")
-    said = run_nbval(tmp_path / "same.ipynb", tmp_path / "changed.ipynb").stdout
-    assert "Cell outputs differ" in said and "1 failed, 1 passed" in said, said
+    report = run_nbval(tmp_path / "same.ipynb", tmp_path / "changed.ipynb").stdout
+    assert "Cell outputs differ" in report and "1 failed, 1 passed" in report, report
 
 
 LAB = '''# %% [markdown]
@@ -233,11 +233,11 @@ def test_cells_keep_their_ids_when_others_come(lab: Path):
     assert len(after) == len(before) + 1 and set(before) < set(after)
     (lab / "lab.py").write_text(LAB + "\n# %%\n1\n\n# %%\n1\n")
     ids = [cell.id for cell in solved(lab).cells]
-    assert len(ids) == len(set(ids)), "two cells with the same text have ids of their own"
+    assert len(ids) == len(set(ids)), "two cells with the same text have different ids"
 
 
 def test_blank_lines_between_cells_change_nothing(lab: Path):
-    """ruff puts two before a function, and that is not the lab's affair."""
+    """ruff puts two before a function, which must not change the lab."""
     before = nbformat.writes(solved(lab))
     (lab / "lab.py").write_text(LAB.replace("\n\n# %%", "\n\n\n# %%"))
     assert nbformat.writes(solved(lab)) == before
@@ -250,7 +250,7 @@ def test_cells_carry_what_nbgrader_wants(lab: Path, monkeypatch: pytest.MonkeyPa
     cells = solved(lab).cells
     plain = {"grade": False, "solution": False, "locked": False, "task": False, "schema_version": 3}
     for number, expected in (
-        (-2, {"grade_id": "99-imports", "locked": True}),  # what gives the points is kept
+        (-2, {"grade_id": "99-imports", "locked": True}),  # the cell with points is locked
         (1, {"grade_id": "99-half", "solution": True}),
         (-1, {"grade_id": "99-half-check", "grade": True, "locked": True, "points": 3}),
     ):
@@ -353,7 +353,7 @@ def test_the_report_on_an_incomplete_lab_names_what_is_missing(lab: Path):
 
 
 def lines_of(code: Any) -> list[str]:
-    """What stands in the file where the caption says."""
+    """The lines of the file that the caption names."""
     caption = re.fullmatch(r"(labkit/.*), lines (\d+) to (\d+)", code.caption)
     file, first, last = caption.groups()
     return (ROOT / file).read_text().splitlines()[int(first) - 1 : int(last)]

@@ -11,29 +11,29 @@ from labkit.course.findings import brief, difference, fail, kind
 from labkit.course.ranks import alone, alone_for_each, run
 from labkit.precision.op_policy import CUDA
 
-from .scales import BEST_LOST, Torchs, lost_in_all, scales_of
+from .scales import BEST_LOST, TorchGradScaler, scales_of, total_lost
 from .scenarios import (
     CASES,
     INTERVALS,
     STEPS,
-    all_scales,
-    asked,
     infinities,
+    initial_weights,
     master_steps,
+    right_dtype,
+    right_gradients,
     right_masters,
-    right_pieces,
     right_scales,
-    right_type,
-    some_weights,
-    unscaled,
+    run_unscale,
+    runs_in_cases,
+    student_scales,
 )
 
 WHY = {
-    "low": "It is a product: nearly all of the work, and its sums are in fp32 anyway.",
-    "fp32": "How large can its result become, or how small are the numbers that it adds?",
-    "promote": "It needs its inputs in one type. Which loses nothing?",
-    "input dtype": "It changes each number by itself, by little: a cast would only cost time.",
+    "low": "It is a matmul: nearly all of the FLOPs, and it accumulates in fp32 anyway.",
+    "fp32": "How large can the result become? How small are the elements that it sums?",
+    "promote": "All its inputs must have the same dtype. Which dtype loses no precision?",
 }
+ELEMENTWISE = "It changes each element on its own, by little: a cast would only cost time."
 
 # ---- runs_in(op, types, low)
 
@@ -41,19 +41,21 @@ WHY = {
 @exercise(points=2)
 def runs_in(student: Student) -> Iterator[str]:
     """runs_in(op, types, low): the dtype to which autocast casts the inputs of an op on a GPU."""
-    for (op, types, low), found in zip(asked(), alone_for_each(student, asked()), strict=True):
-        right, same = right_type(op, types, low), types[0] if len(set(types)) == 1 else None
-        if (right or same) != (found or same):  # a cast to the input's own type is none
+    cases = runs_in_cases()
+    for (op, types, low), found in zip(cases, alone_for_each(student, cases), strict=True):
+        right, same = right_dtype(op, types, low), types[0] if len(set(types)) == 1 else None
+        if (right or same) != (found or same):  # casting to the input's dtype changes nothing
             fail(
-                f"{op}, whose inputs are {' and '.join(map(_short, types))}: {_short(found)}.",
+                f"for {op} with {' and '.join(map(_short, types))} inputs, "
+                f"you return {_short(found)}.",
                 expected=_short(right),
-                hint=WHY[CUDA.of(op)],
+                hint=WHY.get(CUDA.of(op), ELEMENTWISE),
             )
-    yield "12 ops, with bf16 and with fp16: the types of torch's autocast on a GPU"
+    yield "12 ops, in bf16 and in fp16: the same dtypes as torch's autocast on a GPU"
 
 
 def _short(dtype: Any) -> str:
-    return "as they come" if dtype is None else str(dtype).removeprefix("torch.")
+    return "None (no cast)" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 # ---- update(scale, good, found_inf, interval)
@@ -63,18 +65,18 @@ def _short(dtype: Any) -> str:
 def update(student: Student) -> Iterator[str]:
     """update(scale, good, found_inf, interval): the scale and the count for the next step."""
     for interval in INTERVALS:
-        before, steps = (2.0**16, 0), alone(all_scales, student, interval)
+        before, steps = (2.0**16, 0), alone(student_scales, student, interval)
         for inf, found, right in zip(infinities(interval), steps, right_scales(interval)):
             if tuple(found) != right:
-                what = "with an inf" if inf else "that was good"
+                what = "a step with an inf" if inf else "a good step"
                 fail(
-                    f"with interval={interval}, after a step {what}, "
-                    f"from (scale, good) = {before}: {brief(found)}.",
+                    f"with interval={interval} and (scale, good) = {before}, after {what} "
+                    f"you return {brief(found)}.",
                     expected=right,
-                    hint="After an inf both change. After a good step: which of them, and when?",
+                    hint="After an inf, both change. After a good step, which changes, and when?",
                 )
             before = right
-    yield "the scales of torch.amp.GradScaler, for 3 intervals and 60 steps each"
+    yield "the same scales as torch.amp.GradScaler, over 60 steps for each of 3 intervals"
 
 
 # ---- unscale(comm, pieces, scale)
@@ -85,38 +87,38 @@ def unscale(student: Student) -> Iterator[str]:
     """unscale(comm, pieces, scale): the gradients of a step in fp32, or None on all ranks."""
     for size in (2, 3):
         for case, (bad_rank, _) in CASES.items():
-            ran = run(size, unscaled, student, case)
+            ran = run(size, run_unscale, student, case)
             for rank, found in enumerate(ran.values):
-                where = f"{size} ranks, {case}: rank {rank}"
+                where = f"on {size} ranks, {case}: rank {rank}"
                 if bad_rank >= 0 and found is not None:
                     fail(
-                        f"{where} would step.",
+                        f"{where} does not skip the step.",
                         expected="None, on every rank",
-                        hint="How does a rank learn what another has found? Does inf - and NaN - "
-                        "survive the way?",
+                        hint="How does a rank learn that another rank has an inf? Do inf and NaN "
+                        "survive your reduction?",
                     )
                 if bad_rank < 0:
-                    _finite_pieces(where, found, right_pieces(rank, size))
+                    _compare_gradients(where, found, right_gradients(rank, size))
             if max(ran.sent_bytes) > 2 * 8:
                 fail(
                     f"{where.split(':')[0]}: rank 0 sends {ran.sent_bytes[0]:,.0f} bytes.",
-                    expected="one number",
-                    hint="What must the others know: the gradients, or whether they are finite?",
+                    expected="one element",
+                    hint="What must other ranks know: the gradients, or whether they are finite?",
                 )
-    yield "inf, -inf and NaN on any rank: no rank steps, on 2 and 3 ranks"
-    yield "finite gradients exact in fp32, also beside a rank that has none"
-    yield "one number sent"
+    yield "with an inf, -inf or NaN on any rank, all ranks skip the step, on 2 and 3 ranks"
+    yield "finite gradients are unscaled exactly in fp32, even if a rank has no gradients"
+    yield "one element sent"
 
 
-def _finite_pieces(where: str, found: Any, right: list[torch.Tensor]) -> None:
+def _compare_gradients(where: str, found: Any, right: list[torch.Tensor]) -> None:
     if found is None:
-        fail(f"{where} skips the step.", expected="its pieces, divided by the scale")
+        fail(f"{where} skips the step.", expected="its gradients, divided by the scale")
     if not isinstance(found, (list, tuple)):
-        fail(f"{where} returned {kind(found)}.", expected="a list of tensors, one for each piece")
+        fail(f"{where} returned {kind(found)}.", expected="a list of tensors, one per gradient")
     if problem := difference(list(found), right, 1e-7):
-        hint = "A list of tensors, one for each piece." if len(found) != len(right) else ""
+        hint = "Return a list of tensors, one per gradient." if len(found) != len(right) else ""
         if any(isinstance(x, torch.Tensor) and x.dtype == torch.float16 for x in found):
-            hint = "What is 2⁻⁹ / 65536 in fp16? First the type, then the division."
+            hint = "What is 2⁻⁹ / 65536 in fp16? Cast first, then divide."
         fail(f"{where} returned {problem}.", hint=hint)
 
 
@@ -127,23 +129,23 @@ def _finite_pieces(where: str, found: Any, right: list[torch.Tensor]) -> None:
 def master_step(student: Student) -> Iterator[str]:
     """master_step(parameters, masters, lr): one step of SGD on fp32 copies of bf16 weights."""
     weights, masters = alone(master_steps, student)
-    for found, right, first in zip(masters, right_masters(), some_weights()):
+    for found, right, before in zip(masters, right_masters(), initial_weights()):
         if found.dtype != torch.float32:
-            fail(f"a master is {found.dtype} after the steps.", expected="torch.float32")
+            fail(f"after {STEPS} steps, a master is {found.dtype}.", expected="torch.float32")
         if problem := difference(found, right, 1e-6):
-            hint = "In which type is lr · gradient computed? Does a master begin from p each time?"
-            if torch.equal(found, first.float()):
-                hint = "They are as they were: change the tensors in `masters` in place."
+            hint = "In which dtype is lr · gradient computed? Is a master recomputed from p?"
+            if torch.equal(found, before.float()):
+                hint = "The masters have not changed: update the tensors in `masters` in place."
             fail(f"after {STEPS} steps, a master is {problem}.", hint=hint)
     for found, right in zip(weights, right_masters()):
         if problem := difference(found, right.bfloat16(), 0.0):
             fail(
-                f"after {STEPS} steps, the weights are {problem}.",
+                f"after {STEPS} steps, a weight is {problem}.",
                 expected="the masters, rounded to bfloat16",
-                hint="Who gives the model what the masters have?",
+                hint="Which line copies the masters back to the weights?",
             )
-    yield f"masters exact after {STEPS} steps, each too small for bf16 alone"
-    yield "the weights are the masters, rounded"
+    yield f"the masters are exact after {STEPS} steps, each too small for bf16 alone"
+    yield "the weights are the masters, rounded to bf16"
 
 
 # ---- Chooser()
@@ -158,12 +160,12 @@ def Chooser(student: Student) -> Iterator[str | Score]:
         if not usable:
             what = brief(scale) if isinstance(scale, (int, float)) else kind(scale)
             fail(f"at step {step} the scale is {what}.", expected="a finite number above 0")
-    found, torchs = lost_in_all(scales), lost_in_all(scales_of(Torchs))
+    found, torchs = total_lost(scales), total_lost(scales_of(TorchGradScaler))
     if found >= torchs:
         fail(
-            f"{found:,} of each 10,000 · {len(scales)} gradients are lost.",
-            expected=f"less than {torchs:,}, as GradScaler(growth_interval=20) loses",
-            hint="How far is the largest gradient from 65504? How far may it jump?",
+            f"{found:,} of {10_000 * len(scales):,} gradients are lost.",
+            expected=f"fewer than {torchs:,}, which GradScaler(growth_interval=20) loses",
+            hint="How far is the largest gradient from 65504? How much may it grow in one step?",
         )
     yield "a scale for each of 400 steps"
-    yield Score(found, BEST_LOST, "of each 4,000,000 gradients lost")
+    yield Score(found, BEST_LOST, "of 4,000,000 gradients lost")

@@ -646,7 +646,7 @@ class Chooser:
 check.Chooser(Chooser)
 
 # %%
-from labkit.labs.lab_10.scales import Torchs, gradients_of_a_run, scales_of
+from labkit.labs.lab_10.scales import TorchGradScaler, gradients_of_a_run, scales_of
 
 
 def draw_scales(ways):
@@ -661,7 +661,7 @@ def draw_scales(ways):
     axes.spines[["top", "right"]].set_visible(False)
 
 
-draw_scales({"GradScaler, growth_interval=20": Torchs, "yours": Chooser})
+draw_scales({"GradScaler, growth_interval=20": TorchGradScaler, "yours": Chooser})
 
 # %% [markdown]
 # Ideas for more: how fast does the largest gradient wander, and how far does it jump? A step lost

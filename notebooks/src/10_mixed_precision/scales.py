@@ -1,9 +1,9 @@
-"""The open exercise of lab 10, on paper: gradients of a training run, and what scales make of them.
+"""The open exercise of lab 10, by formulas: which gradients of a training run each scale loses.
 
-    numbers of a step   their log2 are normal around a centre, 26 below the largest
-    largest             falls as the model learns, wanders, and sometimes jumps
+    gradients of a step   their log2 is normally distributed, centered 26 below the largest
+    largest               falls as the model learns, wanders, and sometimes jumps
 
-A step loses the numbers that become 0 in fp16, or everything when the largest overflows.
+A step loses the gradients that become 0 in fp16, or all gradients when the largest overflows.
 """
 
 import math
@@ -13,57 +13,58 @@ from functools import cache
 from typing import Any, NamedTuple
 
 STEPS, INTERVAL = 400, 20
-SPREAD, BELOW = 6.0, 26.0  # log2 of the numbers: deviation, and centre below the largest
-BEST_LOST = 130_320  # of each 4,000,000 gradients: the best known
-ZERO_LOG2, MOST = -25.0, 65504.0  # fp16: half of the smallest number; the largest number
+SPREAD, BELOW = 6.0, 26.0  # log2 of the gradients: deviation, and center below the largest
+BEST_LOST = 130_320  # of 4,000,000 gradients: the best known
+ZERO_LOG2, FP16_MAX = -25.0, 65504.0  # log2 of half of fp16's smallest number; fp16's largest
 
 
 class Step(NamedTuple):
-    """log2 of the magnitudes of its gradients, as they are without a scale."""
+    """log2 of the magnitudes of its unscaled gradients."""
 
-    centre: float
+    center: float
     largest: float
 
 
 @cache
 def gradients_of_a_run() -> list[Step]:
-    """A run drawn once for all: magnitudes fall slowly, wander, and now and then jump."""
-    lot = random.Random(7)
+    """A random run, the same on every call: magnitudes fall slowly, wander, and sometimes jump."""
+    rng = random.Random(7)
     steps, wander = [], 0.0
     for i in range(STEPS):
-        wander = 0.9 * wander + lot.gauss(0, 0.35)
-        centre = -34.0 - 8.0 * i / STEPS + wander
-        jump = lot.uniform(3, 5) if lot.random() < 0.02 else 0.0
-        steps.append(Step(centre, centre + BELOW + jump))
+        wander = 0.9 * wander + rng.gauss(0, 0.35)
+        center = -34.0 - 8.0 * i / STEPS + wander
+        jump = rng.uniform(3, 5) if rng.random() < 0.02 else 0.0
+        steps.append(Step(center, center + BELOW + jump))
     return steps
 
 
 def lost(step: Step, scale: float) -> float:
-    """The share of a step's numbers that do not reach the weights."""
-    if scale * 2**step.largest > MOST:
+    """The fraction of a step's gradients that do not reach the weights."""
+    if scale * 2**step.largest > FP16_MAX:
         return 1.0
-    sigmas = (ZERO_LOG2 - math.log2(scale) - step.centre) / SPREAD
+    sigmas = (ZERO_LOG2 - math.log2(scale) - step.center) / SPREAD
     return 0.5 * (1 + math.erf(sigmas / math.sqrt(2)))
 
 
 def scales_of(make: Callable[[], Any]) -> list[Any]:
-    """The scale that a chooser has at each step; after it, it is told the largest gradient."""
+    """A chooser's scale at each step; after the step it receives the largest gradient, or inf."""
     chooser, scales = make(), []
     for step in gradients_of_a_run():
         scale = chooser.scale
         scales.append(scale)
-        fits = scale * 2**step.largest <= MOST
-        chooser.after_step(2**step.largest if fits else math.inf)
+        finite = scale * 2**step.largest <= FP16_MAX
+        chooser.after_step(2**step.largest if finite else math.inf)
     return scales
 
 
-def lost_in_all(scales: Sequence[float]) -> int:
-    """Of each 10,000 numbers of a step, summed over the steps."""
-    return round(10_000 * sum(lost(*one) for one in zip(gradients_of_a_run(), scales, strict=True)))
+def total_lost(scales: Sequence[float]) -> int:
+    """Lost gradients, if each step has 10,000."""
+    steps = zip(gradients_of_a_run(), scales, strict=True)
+    return round(10_000 * sum(lost(step, scale) for step, scale in steps))
 
 
-class Torchs:
-    """What torch.amp.GradScaler does, with an interval of 20."""
+class TorchGradScaler:
+    """The rule of torch.amp.GradScaler, with an interval of 20."""
 
     def __init__(self) -> None:
         self.scale, self.good = 2.0**16, 0

@@ -1,4 +1,4 @@
-"""Runs of lab 10's answers on ranks or alone, and the right results."""
+"""Runs of lab 10's answers on ranks or in one process, and the right results."""
 
 import random
 from typing import Any
@@ -22,15 +22,15 @@ OPS = [
 LOWS = (torch.bfloat16, torch.float16)
 
 
-def asked() -> list[tuple[str, Types, torch.dtype]]:
-    """Every op with every mix of input types, for both low formats."""
+def runs_in_cases() -> list[tuple[str, Types, torch.dtype]]:
+    """Every op with every mix of input dtypes, for both 16-bit formats."""
     fp32 = torch.float32
     return [(op, types, low) for low in LOWS for op in OPS
             for types in ((low,), (fp32,), (low, fp32))]  # fmt: skip
 
 
-def right_type(op: str, types: Types, low: torch.dtype) -> torch.dtype | None:
-    """The type by a GPU's policy."""
+def right_dtype(op: str, types: Types, low: torch.dtype) -> torch.dtype | None:
+    """The dtype by the autocast policy for GPUs."""
     widest = torch.float32 if torch.float32 in types else low
     return {"low": low, "fp32": torch.float32, "promote": widest}.get(CUDA.of(op))
 
@@ -41,60 +41,60 @@ INTERVALS = (1, 3, 4)
 
 
 def infinities(interval: int) -> list[bool]:
-    """For each step, whether it has an inf: most have none."""
-    lot = random.Random(interval)
-    return [lot.random() < 0.15 for _ in range(60)]
+    """For each step, whether its gradients overflow; most do not."""
+    rng = random.Random(interval)
+    return [rng.random() < 0.15 for _ in range(60)]
 
 
-def all_scales(student: Student, interval: int) -> list[Any]:
-    """The values of the student's update over a series of steps, each from the one before."""
-    scale, good, seen = 2.0**16, 0, []
+def student_scales(student: Student, interval: int) -> list[Any]:
+    """The results of the student's update over a series of steps, each from the previous result."""
+    scale, good, results = 2.0**16, 0, []
     for found_inf in infinities(interval):
         answer = student(scale, good, found_inf, interval)
-        seen.append(answer)
+        results.append(answer)
         scale, good = answer
-    return seen
+    return results
 
 
 def right_scales(interval: int) -> list[tuple[float, int]]:
-    """The values of `DynamicScale` over the same series."""
-    now, seen = DynamicScale(2.0**16, 2.0, 0.5, interval), []
+    """The results of `DynamicScale` over the same series."""
+    scaler, results = DynamicScale(2.0**16, 2.0, 0.5, interval), []
     for found_inf in infinities(interval):
-        now.after_step(found_inf)
-        seen.append((now.scale, now._growth_tracker))
-    return seen
+        scaler.after_step(found_inf)
+        results.append((scaler.scale, scaler._growth_tracker))
+    return results
 
 
 # --- unscale(comm, pieces, scale)
 
 SCALE = 2.0**16
-CASES: dict[str, tuple[int, float]] = {  # which rank has which bad number; -1: none
-    "all is finite": (-1, 0.0),
+CASES: dict[str, tuple[int, float]] = {  # the rank with a non-finite element, or -1; the element
+    "all gradients are finite": (-1, 0.0),
     "rank 1 has an inf": (1, torch.inf),
     "rank 0 has a NaN": (0, torch.nan),
     "rank 1 has a -inf": (1, -torch.inf),
 }
 
 
-def pieces_of(rank: int, size: int, case: str) -> list[Tensor]:
-    """Two gradient pieces in fp16 per rank; the last of three ranks has none."""
+def scaled_gradients(rank: int, size: int, case: str) -> list[Tensor]:
+    """Two scaled fp16 gradients per rank; the last of three ranks has none."""
     if rank == 2:
         return []
-    whose, number = CASES[case]
-    pieces = [torch.tensor([2.0**-9, 3.0 + rank]).half(), torch.tensor([100.0]).half()]
-    if rank == whose:
-        pieces[1][0] = number
-    return pieces
+    bad_rank, element = CASES[case]
+    gradients = [torch.tensor([2.0**-9, 3.0 + rank]).half(), torch.tensor([100.0]).half()]
+    if rank == bad_rank:
+        gradients[1][0] = element
+    return gradients
 
 
-def right_pieces(rank: int, size: int) -> list[Tensor]:
+def right_gradients(rank: int, size: int) -> list[Tensor]:
     """This rank's unscaled gradients if all are finite."""
-    return [x.float() / SCALE for x in pieces_of(rank, size, "all is finite")]
+    return [x.float() / SCALE for x in scaled_gradients(rank, size, "all gradients are finite")]
 
 
-def unscaled(comm: Any, student: Student, case: str) -> Any:
-    """On a rank: the student's result for its pieces."""
-    return student(comm, pieces_of(comm.rank, comm.size, case), SCALE)
+def run_unscale(comm: Any, student: Student, case: str) -> Any:
+    """Runs on a rank: the student's result for its gradients."""
+    return student(comm, scaled_gradients(comm.rank, comm.size, case), SCALE)
 
 
 # --- master_step(parameters, masters, lr)
@@ -102,24 +102,24 @@ def unscaled(comm: Any, student: Student, case: str) -> Any:
 LR, STEPS = 1e-3, 50
 
 
-def some_weights() -> list[Tensor]:
+def initial_weights() -> list[Tensor]:
     """Two parameters in bfloat16, the same on every call."""
-    lot = torch.Generator().manual_seed(0)
-    return [torch.randn(6, generator=lot).bfloat16(), torch.ones(3).bfloat16()]
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(6, generator=rng).bfloat16(), torch.ones(3).bfloat16()]
 
 
-def some_gradients(step: int) -> list[Tensor]:
+def gradients_of_step(step: int) -> list[Tensor]:
     """The gradients of a step, in bfloat16."""
-    lot = torch.Generator().manual_seed(step)
-    return [torch.randn(6, generator=lot).bfloat16(), torch.ones(3).bfloat16()]
+    rng = torch.Generator().manual_seed(step)
+    return [torch.randn(6, generator=rng).bfloat16(), torch.ones(3).bfloat16()]
 
 
 def right_masters(steps: int = STEPS) -> list[Tensor]:
     """The weights in float32 after `steps` steps of plain SGD."""
-    masters = [torch.nn.Parameter(x.float()) for x in some_weights()]
+    masters = [torch.nn.Parameter(x.float()) for x in initial_weights()]
     optimizer = torch.optim.SGD(masters, lr=LR)
     for step in range(steps):
-        for master, g in zip(masters, some_gradients(step), strict=True):
+        for master, g in zip(masters, gradients_of_step(step), strict=True):
             master.grad = g.float()
         optimizer.step()
     return [master.detach() for master in masters]
@@ -127,10 +127,10 @@ def right_masters(steps: int = STEPS) -> list[Tensor]:
 
 def master_steps(student: Student) -> tuple[list[Tensor], list[Tensor]]:
     """The student's weights in bfloat16 and in float32 after all steps."""
-    parameters = [torch.nn.Parameter(x) for x in some_weights()]
-    masters = [x.float() for x in some_weights()]
+    parameters = [torch.nn.Parameter(x) for x in initial_weights()]
+    masters = [x.float() for x in initial_weights()]
     for step in range(STEPS):
-        for p, g in zip(parameters, some_gradients(step), strict=True):
+        for p, g in zip(parameters, gradients_of_step(step), strict=True):
             p.grad = g
         student(parameters, masters, LR)
     return [p.detach() for p in parameters], masters

@@ -16,17 +16,17 @@ from .scenarios import (
     BUDGETS_BYTES,
     SEQUENCES,
     TILE,
-    attended,
-    best,
-    in_backward,
+    applied,
+    best_plan,
+    best_uniform,
+    example_input,
     layers,
-    one_step,
     right_attention,
-    sharing,
-    some_input,
-    the_same_for_all,
-    through,
-    u_shaped,
+    run_attend,
+    run_offloaded,
+    run_step,
+    shared_inputs,
+    u_shaped_costs,
 )
 
 # ---- Again: forward(ctx, layer, *inputs), backward(ctx, *gradients)
@@ -34,53 +34,53 @@ from .scenarios import (
 
 @exercise(points=3)
 def Again(student: Student) -> Iterator[str]:
-    """Again: a layer that keeps its inputs, and runs again in backward."""
-    (right,) = run(1, one_step, lambda layer, *inputs: layer(*inputs)).values
-    (mine,) = run(1, one_step, through(student)).values
-    if difference(mine["value"], right["value"], 1e-6):
+    """Again: a layer that keeps only its inputs and recomputes its forward in backward."""
+    (right,) = run(1, run_step, lambda layer, *inputs: layer(*inputs)).values
+    (found,) = run(1, run_step, applied(student)).values
+    if difference(found["loss"], right["loss"], 1e-6):
         fail(
-            f"the loss is {mine['value']:.6g}.",
-            expected=f"{right['value']:.6g}, as without",
-            hint="forward returns what the layer returns.",
+            f"the loss is {found['loss']:.6g}.",
+            expected=f"{right['loss']:.6g}, as without recomputation",
+            hint="forward must return the outputs of the layer.",
         )
-    kept_bytes = (1 + 2 * len(layers())) * some_input().nbytes
-    if mine["held_bytes"] > kept_bytes + 20_000:
+    kept_bytes = (1 + 2 * len(layers())) * example_input().nbytes
+    if found["held_bytes"] > kept_bytes + 20_000:
         fail(
-            f"{mine['held_bytes']:,} bytes are held between forward and backward.",
+            f"{found['held_bytes']:,} bytes are held between forward and backward.",
             expected=f"about {kept_bytes:,}: two tensors before and after each layer, and "
             "the state of a generator",
-            hint="What else hangs on ctx? Inside forward, autograd is off: keep it so.",
+            hint="What else does ctx keep alive? Autograd is off inside forward: leave it off.",
         )
-    if mine["x"] is None or all(gradient is None for gradient in mine["gradients"]):
+    if found["x"] is None or all(gradient is None for gradient in found["gradients"]):
         fail(
-            "no gradient has come to " + ("the input." if mine["x"] is None else "the weights."),
+            f"{'the input has' if found['x'] is None else 'the weights have'} no gradient.",
             hint="backward returns one gradient for each argument of forward, None for `layer`; "
             "the weights get theirs when torch.autograd.backward runs through the layer.",
         )
-    _gradients(mine, right)
-    if difference(mine["drawn"], right["drawn"], 1e-6):
+    _compare_gradients(found, right)
+    if difference(found["drawn"], right["drawn"], 1e-6):
         fail(
-            "after backward, other random numbers are drawn than without recomputation.",
-            expected="the generator as it was when backward began",
-            hint="You set its state. Who sets it back? Look at torch.random.fork_rng.",
+            "after backward, the next random number is not the one drawn without recomputation.",
+            expected="the generator in the state that it had before backward",
+            hint="You set the generator's state: restore it, too. See torch.random.fork_rng.",
         )
-    yield "loss and gradients of three layers with dropout and two inputs, the same as without"
-    yield "between forward and backward only the layers' inputs are held"
-    yield "afterwards the generator goes on where it was"
+    yield "three layers with dropout and two inputs: same loss and gradients as without"
+    yield "only the layers' inputs are held between forward and backward"
+    yield "backward leaves the state of the random number generator unchanged"
 
 
-def _gradients(mine: dict[str, Any], right: dict[str, Any]) -> None:
+def _compare_gradients(found: dict[str, Any], right: dict[str, Any]) -> None:
     names = ["the input", *(name for name, _ in layers().named_parameters())]
-    found = [mine["x"], *mine["gradients"]]
-    for name, its, good in reversed(list(zip(names, found, [right["x"], *right["gradients"]]))):
-        if its is None:
-            fail(f"the gradient of {name} is None.", expected="every layer's, as without")
-        if not difference(its, good, 1e-5):
+    all_found, all_right = ([step["x"], *step["gradients"]] for step in (found, right))
+    for name, gradient, expected in reversed(list(zip(names, all_found, all_right))):
+        if gradient is None:
+            fail(f"the gradient of {name} is None.", expected="a gradient for every layer")
+        if not (problem := difference(gradient, expected, 1e-5)):
             continue
-        hint = "Which mask does dropout draw the second time?"
-        if not difference(its, 2 * good, 1e-5):
-            hint = "It is twice the right one: how often does backward run through the layer?"
-        fail(f"the gradient of {name} is not right: {difference(its, good, 1e-5)}.", hint=hint)
+        hint = "Which mask does dropout draw in the second forward?"
+        if not difference(gradient, 2 * expected, 1e-5):
+            hint = "It is twice the right gradient: how often does backward run through the layer?"
+        fail(f"the gradient of {name} is {problem}.", hint=hint)
 
 
 # ---- Away(host, parameters): pack(x), unpack(kept)
@@ -88,39 +88,38 @@ def _gradients(mine: dict[str, Any], right: dict[str, Any]) -> None:
 
 @exercise(points=3)
 def Away(student: Student) -> Iterator[str]:
-    """Away(host, parameters): saved tensors wait on the host, each storage once."""
-    (right,) = run(1, in_backward, None).values
-    (mine,) = run(1, in_backward, student).values
-    names = ["the input", *(name for name, _ in sharing().named_parameters())]
-    for name, its, good in zip(names, mine["gradients"], right["gradients"]):
-        if its is None or difference(its, good, 1e-6):
-            what = "is None" if its is None else f"is not right: {difference(its, good, 1e-6)}"
+    """Away(host, parameters): offloads saved tensors to the host, each storage once."""
+    (right,) = run(1, run_offloaded, None).values
+    (found,) = run(1, run_offloaded, student).values
+    names = ["the input", *(name for name, _ in shared_inputs().named_parameters())]
+    for name, gradient, expected in zip(names, found["gradients"], right["gradients"]):
+        if problem := "None" if gradient is None else difference(gradient, expected, 1e-6):
             fail(
-                f"the gradient of {name} {what}.",
-                hint="A tensor is its memory, and how it is looked at: type, shape, stride, offset."
-                " And an address is free for another tensor as soon as its memory is.",
+                f"the gradient of {name} is {problem}.",
+                hint="A tensor is a view of a storage: dtype, shape, stride and offset. "
+                "And once a storage is freed, another can get the same address.",
             )
-    saved = saved_by(sharing(), some_input())
-    own_bytes = some_input().nbytes
-    once_bytes = sum(one.nbytes for one in saved) + own_bytes  # the loss keeps the output
-    if mine["put_bytes"] > once_bytes:
-        more = mine["put_bytes"] - once_bytes
-        parameters = sum(p.nbytes for p in sharing().parameters() if p.ndim == 2)
+    saved = saved_by(shared_inputs(), example_input())
+    output_bytes = example_input().nbytes
+    once_bytes = sum(tensor.nbytes for tensor in saved) + output_bytes  # the loss keeps the output
+    if found["put_bytes"] > once_bytes:
+        excess_bytes = found["put_bytes"] - once_bytes
+        weight_bytes = sum(p.nbytes for p in shared_inputs().parameters() if p.ndim == 2)
         fail(
-            f"{mine['put_bytes']:,} bytes went to the host.",
-            expected=f"{once_bytes:,}: each memory once, and no weights",
-            hint="The weights are on the device anyway. A Linear saves weight.T: the same memory."
-            if more >= parameters
-            else "Three layers save the same input: one memory, three tensors.",
+            f"you copied {found['put_bytes']:,} bytes to the host.",
+            expected=f"{once_bytes:,}: each storage once, and no weights",
+            hint="The weights stay on the device. A Linear saves weight.T: the same storage."
+            if excess_bytes >= weight_bytes
+            else "Three layers save the same input: three tensors share one storage.",
         )
-    if mine["held_bytes"] > own_bytes + 4_096:
+    if found["held_bytes"] > output_bytes + 4_096:
         fail(
-            f"{mine['held_bytes']:,} bytes stay on the device between forward and backward.",
-            expected="the output at most: what autograd keeps is to be a ticket",
-            hint="Whatever pack returns, autograd keeps. Does the ticket hold the tensor?",
+            f"{found['held_bytes']:,} bytes stay on the device between forward and backward.",
+            expected="at most the output: pack replaces an activation by a key and metadata",
+            hint="Autograd keeps everything that pack returns. Does that include the tensor?",
         )
-    yield "the gradients are those without"
-    yield f"between forward and backward nothing stays; {once_bytes:,} bytes went, each memory once"
+    yield "the same gradients as without offloading"
+    yield f"{once_bytes:,} bytes offloaded, each storage once; nothing stays on the device"
 
 
 # ---- attend(q, tiles)
@@ -128,35 +127,35 @@ def Away(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def attend(student: Student) -> Iterator[str]:
-    """attend(q, tiles): softmax(q kᵀ / √e) v, from one tile of keys and values at a time."""
+    """attend(q, tiles): softmax(q kᵀ / √e) v, with one tile of keys and values at a time."""
     peaks = {}
     for count, large in ((1, 1.0), (4, 1.0), (4, 60.0), (16, 1.0)):
-        ((out, peaks[count]),) = run(1, attended, student, count, large).values
+        ((out, peaks[count]),) = run(1, run_attend, student, count, large).values
         right = right_attention(count, large)
         where = f"with {count} tile{'s' * (count > 1)}" + " of large scores" * (large > 1)
         if isinstance(out, Tensor) and not bool(torch.isfinite(out).all()):
             fail(
-                f"{where}, there are numbers that are none (inf or nan).",
-                hint="exp of 100 is more than float32 holds. Subtract the largest score of the row"
-                " that is known so far.",
+                f"{where}, the result has elements that are inf or nan.",
+                hint="exp(100) overflows float32. Subtract the largest score seen so far in the "
+                "row.",
             )
         if problem := difference(out, right, 1e-4):
             fail(
                 f"{where}, the result is {problem}.",
-                hint="One tile is a softmax. With a second one that has a larger score, what was "
-                "summed before is too large: by which factor?"
+                hint="If the second tile has a larger score, the sums of the first tile are too "
+                "large: by which factor?"
                 if count > 1
-                else "softmax(q @ k.T / sqrt(e)) @ v, with e numbers in a row of q.",
+                else "softmax(q @ k.T / sqrt(e)) @ v, where e is the number of columns of q.",
             )
     if peaks[16] > peaks[4] + 512:
         fail(
-            f"with 16 tiles {peaks[16]:,} bytes are held at once, with 4 it is {peaks[4]:,}.",
-            expected="as many: one tile at a time",
-            hint=f"Scores, keys and values of one tile ({TILE} keys), then the next: nothing of it"
-            " may be collected.",
+            f"16 tiles need a peak memory of {peaks[16]:,} bytes, 4 tiles need {peaks[4]:,}.",
+            expected="the same peak memory: one tile at a time",
+            hint=f"Keep no scores, keys or values of a tile ({TILE} keys) when the next one "
+            "begins.",
         )
-    yield "the numbers of softmax(q kᵀ / √e) v, for 1, 4 and 16 tiles, also of large scores"
-    yield "no more memory for 16 tiles than for 4"
+    yield "equal to softmax(q kᵀ / √e) v, for 1, 4 and 16 tiles and for large scores"
+    yield "the same peak memory for 16 tiles as for 4"
 
 
 # ---- choose(blocks, budget_bytes)
@@ -165,7 +164,7 @@ def attend(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def choose(student: Student) -> Iterator[str | Score]:
     """choose(blocks, budget_bytes): "none", "selective" or "full" for each layer."""
-    costs, total, least, plain = u_shaped(), 0, 0, 0
+    costs, total, least, uniform = u_shaped_costs(), 0, 0, 0
     for budget_bytes in BUDGETS_BYTES:
         found = alone(student, [dict(block) for block in costs.blocks], budget_bytes)
         named = isinstance(found, (list, tuple)) and all(
@@ -173,23 +172,23 @@ def choose(student: Student) -> Iterator[str | Score]:
         )
         if not named or len(found) != len(SEQUENCES):
             fail(
-                f"for a budget of {budget_bytes / 1e9:g} GB it returned {brief(found)}.",
-                expected=f"{len(SEQUENCES)} times one of {', '.join(costs.blocks[0])}",
+                f"for a budget of {budget_bytes / 1e9:g} GB, choose returned {brief(found)}.",
+                expected=f"a list of {len(SEQUENCES)}, each one of {', '.join(costs.blocks[0])}",
             )
         plan = plan_of(costs, found)
         if plan.peak_bytes > budget_bytes:
             fail(
-                f"for a budget of {budget_bytes / 1e9:g} GB the peak is "
+                f"for a budget of {budget_bytes / 1e9:g} GB, peak memory is "
                 f"{plan.peak_bytes / 1e9:.2f} GB.",
-                hint="Above what the layers before it keep, each layer needs its need_bytes.",
+                hint="Each layer needs need_bytes on top of the kept_bytes of all layers before.",
             )
-        total, least = total + plan.again_flops, least + best(budget_bytes).again_flops
-        plain += the_same_for_all(budget_bytes).again_flops
-    if total >= plain:
+        total, least = total + plan.again_flops, least + best_plan(budget_bytes).again_flops
+        uniform += best_uniform(budget_bytes).again_flops
+    if total >= uniform:
         fail(
-            f"{total / 1e9:,.0f} billion operations are computed twice, for three budgets.",
-            expected=f"fewer than {plain / 1e9:,.0f}, which one choice for all layers needs",
-            hint="Which layer gives back the most bytes for an operation? Take that one first.",
+            f"for three budgets, {total / 1e9:,.0f} GFLOPs are recomputed.",
+            expected=f"fewer than {uniform / 1e9:,.0f}, which one choice for all layers needs",
+            hint="Which layer frees the most bytes per recomputed FLOP? Choose that layer first.",
         )
     yield "three budgets met"
-    yield Score(round(total / 1e9), round(least / 1e9), "billion operations computed twice")
+    yield Score(round(total / 1e9), round(least / 1e9), "GFLOPs recomputed")

@@ -21,7 +21,7 @@ ROWS, WIDTH = 64, 128
 
 
 class TwoStreams(nn.Module):
-    """Returns the next x, and adds to a second stream. It saves much more than its inputs."""
+    """Returns the next x and adds to a second stream; autograd saves far more than its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,26 +41,26 @@ def layers(count: int = 3) -> nn.ModuleList:
     return nn.ModuleList(TwoStreams() for _ in range(count))
 
 
-def some_input() -> Tensor:
+def example_input() -> Tensor:
     """[rows, width], the same on every call."""
     torch.manual_seed(1)
     return torch.randn(ROWS, WIDTH, requires_grad=True)
 
 
-def one_step(comm: Any, call: Callable[..., Any]) -> dict[str, Any]:
+def run_step(comm: Any, call: Callable[..., Any]) -> dict[str, Any]:
     """Loss, gradients, bytes held between forward and backward, and the next random number."""
-    model, x = layers(), some_input()
+    model, x = layers(), example_input()
     torch.manual_seed(2)
     with PeakMemory() as memory:
         y, stream = x, x + 1
         for layer in model:
             y, stream = call(layer, y, stream)
         held_bytes = memory.held_bytes
-        value = y.square().mean() + stream.square().mean()
+        loss = y.square().mean() + stream.square().mean()
         torch.rand(1)  # other code also draws random numbers between forward and backward
-        value.backward()
+        loss.backward()
     return {
-        "value": value.item(),
+        "loss": loss.item(),
         "x": x.grad,
         "gradients": [p.grad for p in model.parameters()],
         "held_bytes": held_bytes,
@@ -68,35 +68,35 @@ def one_step(comm: Any, call: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def through(function: Any) -> Callable[..., Any]:
-    """Layers called through the student's autograd function."""
+def applied(function: Any) -> Callable[..., Any]:
+    """Calls layers through the student's autograd function."""
     return lambda layer, *inputs: function.apply(layer, *inputs)
 
 
-# ---- Away: a host to put memory on
+# ---- Away: a host to offload storages to
 
 
 class Host:
-    """Memory elsewhere. `put` copies a storage's bytes there and returns a key; `get` makes a new
-    storage from them. `put_bytes` counts the bytes put so far."""
+    """Host memory. `put` copies a storage's bytes to it and returns a key; `get` makes a new
+    storage from them. `put_bytes` counts the bytes copied so far."""
 
     def __init__(self) -> None:
-        self._there: dict[int, np.ndarray[Any, Any]] = {}  # numpy: PeakMemory does not count it
+        self._copies: dict[int, np.ndarray[Any, Any]] = {}  # numpy: PeakMemory ignores it
         self.put_bytes = 0
 
     def put(self, storage: torch.UntypedStorage) -> int:
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self._there[len(self._there)] = flat.numpy().copy()
+        self._copies[len(self._copies)] = flat.numpy().copy()
         self.put_bytes += storage.nbytes()
-        return len(self._there) - 1
+        return len(self._copies) - 1
 
-    def get(self, number: int) -> torch.UntypedStorage:
-        there = torch.from_numpy(self._there[number])
-        return torch.empty_like(there).copy_(there).untyped_storage()
+    def get(self, key: int) -> torch.UntypedStorage:
+        copy = torch.from_numpy(self._copies[key])
+        return torch.empty_like(copy).copy_(copy).untyped_storage()
 
 
-def sharing() -> nn.Module:
-    """Three blocks, each with three layers of one input, like q, k and v."""
+def shared_inputs() -> nn.Module:
+    """Three blocks, each with three layers that share one input, like q, k and v."""
     torch.manual_seed(0)
 
     class Shared(nn.Module):
@@ -113,28 +113,28 @@ def sharing() -> nn.Module:
     return nn.Sequential(Shared(), Shared(), Shared())
 
 
-def in_backward(comm: Any, make: Callable[..., Any] | None) -> dict[str, Any]:
-    """Gradients, and bytes held and put between forward and backward."""
-    model, x, host = sharing(), some_input(), Host()
+def run_offloaded(comm: Any, make: Callable[..., Any] | None) -> dict[str, Any]:
+    """Gradients, and the bytes held and offloaded between forward and backward."""
+    model, x, host = shared_inputs(), example_input(), Host()
     away = make(host, list(model.parameters())) if make else None
     pack = away.pack if away else torch.Tensor.detach
     unpack = away.unpack if away else (lambda kept: kept)
     with PeakMemory() as memory:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            value = model(x).square().mean()
+            loss = model(x).square().mean()
         held_bytes, put_bytes = memory.held_bytes, host.put_bytes
-        value.backward()
+        loss.backward()
     gradients = [x.grad, *(p.grad for p in model.parameters())]
     return {"gradients": gradients, "held_bytes": held_bytes, "put_bytes": put_bytes}
 
 
-# ---- attend: one row of tiles
+# ---- attend: a row of tiles
 
 QUERIES, TILE, HEAD = 16, 32, 8
 
 
 def tiles(count: int, large: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values, made on demand; the largest scores come last."""
+    """Keys and values, made on demand; the last tile has the largest scores."""
     for i in range(count):
         torch.manual_seed(10 + i)
         yield large * (i + 1) / count * torch.randn(TILE, HEAD), torch.randn(TILE, HEAD)
@@ -146,7 +146,7 @@ def queries() -> Tensor:
     return torch.randn(QUERIES, HEAD)
 
 
-def attended(comm: Any, attend: Student, count: int, large: float) -> tuple[Any, int]:
+def run_attend(comm: Any, attend: Student, count: int, large: float) -> tuple[Any, int]:
     """The student's attention over the tiles, and its peak memory in bytes."""
     q = queries()
     with PeakMemory() as memory:
@@ -155,7 +155,7 @@ def attended(comm: Any, attend: Student, count: int, large: float) -> tuple[Any,
 
 
 def right_attention(count: int, large: float) -> Tensor:
-    """The same from all keys at once, with torch's softmax."""
+    """The same attention over all keys at once, with torch's softmax."""
     keys, values = zip(*tiles(count, large))
     k, v = torch.cat(keys), torch.cat(values)
     return torch.softmax(queries() @ k.T / HEAD**0.5, dim=-1) @ v
@@ -169,9 +169,9 @@ MODEL_WIDTH, HEADS = 1024, 16
 
 
 @cache
-def u_shaped() -> Costs:
-    """A model whose sequences shrink and grow again, with costs by the formulas; a layer's working
-    memory is 1.5 times what it keeps without recompute."""
+def u_shaped_costs() -> Costs:
+    """Costs by the formulas, for a model whose sequences shrink and grow again; a layer's working
+    memory is 1.5 times the activations that it keeps without recompute."""
     blocks = []
     for sequence in SEQUENCES:
         kept = {
@@ -189,12 +189,13 @@ def u_shaped() -> Costs:
 
 
 @cache
-def best(budget_bytes: int) -> Plan:
+def best_plan(budget_bytes: int) -> Plan:
     """The plan with the least recompute within the budget."""
-    return least_recompute(u_shaped(), budget_bytes)
+    return least_recompute(u_shaped_costs(), budget_bytes)
 
 
-def the_same_for_all(budget_bytes: int) -> Plan:
-    """The plan with the least recompute that treats all layers alike."""
-    plans = [plan_of(u_shaped(), [name] * len(SEQUENCES)) for name in ("none", "selective", "full")]
+def best_uniform(budget_bytes: int) -> Plan:
+    """The plan with the least recompute among those with one choice for all layers."""
+    costs = u_shaped_costs()
+    plans = [plan_of(costs, [name] * len(SEQUENCES)) for name in ("none", "selective", "full")]
     return next(plan for plan in plans if plan.peak_bytes <= budget_bytes)

@@ -5,12 +5,12 @@ import torch
 from answers import Solution, right, wrong
 from labkit.memory.chooser import plan_of
 
-from .scenarios import u_shaped
+from .scenarios import u_shaped_costs
 
 # ---- Again: forward(ctx, layer, *inputs), backward(ctx, *gradients)
 
 Solution("11.Again").slips("""
-# One number whose gradient is that of all outputs.
+# The gradient of this one sum is that of all outputs.
 OneSum
     torch.autograd.backward(outputs, gradients) ->
         with torch.enable_grad():
@@ -19,17 +19,17 @@ OfOneInput: takes 3 positional arguments but 4 were given
     (ctx, layer, *inputs) -> (ctx, layer, x)
     ctx.save_for_backward(*inputs) -> ctx.save_for_backward(x)
     return layer(*inputs) -> return layer(x)
-TheFirstOutputAlone: is not right
+TheFirstOutputAlone: is a tensor that differs
     backward(outputs, gradients) -> backward(outputs[0], gradients[0])
-NewMasks: Which mask does dropout draw the second time?
+NewMasks: Which mask does dropout draw in the second forward?
     torch.set_rng_state(ctx.rng) -> pass
-LeavesTheGeneratorThere: other random numbers are drawn
+NeverRestoresTheGenerator: the next random number is not
     torch.random.fork_rng(devices=[]), ->
-OnlyTheInput: no gradient has come to the weights
+OnlyTheInput: the weights have no gradient
     torch.autograd.backward(outputs, gradients) ->
         found = torch.autograd.grad(outputs, inputs, gradients)
     *(x.grad for x in inputs) -> *found
-Twice: It is twice the right one
+Twice: It is twice the right gradient
     outputs = ctx.layer(*inputs) ->
         others = [x.detach().requires_grad_() for x in inputs]
         torch.autograd.backward(ctx.layer(*others), gradients)
@@ -56,13 +56,13 @@ class KeepsTheGraph(torch.autograd.Function):
 # ---- Away(host, parameters)
 
 Solution("11.Away").slips("""
-EachTensor: one memory, three tensors
+EachTensor: three tensors share one storage
     if storage not in self.numbers: -> if True:
-WeightsToo: The weights are on the device anyway
+WeightsToo: The weights stay on the device
     if storage.data_ptr() in self.own: -> if False:
-OnlyWholeParameters: The weights are on the device anyway
+OnlyWholeParameters: The weights stay on the device
     storage.data_ptr() in self.own -> isinstance(x, torch.nn.Parameter) and x.is_leaf
-ByAddress: an address is free for another tensor
+ByAddress: another can get the same address
     self.numbers = weakref.WeakKeyDictionary() -> self.numbers = {}
     if storage not in self.numbers:
         self.numbers[storage] = self.host.put(storage)
@@ -71,9 +71,9 @@ ByAddress: an address is free for another tensor
         if key not in self.numbers:
             self.numbers[key] = self.host.put(storage)
         return self.numbers[key]
-ForgetsTheStride: is not right
+ForgetsTheStride: is a tensor that differs
     x.stride() -> torch.empty(x.shape, device="meta").stride()
-TheTicketHoldsIt: stay on the device between forward and backward
+KeepsTheTensor: stay on the device between forward and backward
     x.stride() -> x.stride(), x
     number, dtype, *seen = kept -> number, dtype, *seen, _ = kept
 """)
@@ -83,18 +83,18 @@ TheTicketHoldsIt: stay on the device between forward and backward
 Solution("11.attend").slips("""
 from_plain_zeros
     torch.zeros_like(largest), torch.zeros_like(q) -> 0.0, 0.0
-without_the_largest: Subtract the largest score
+without_the_largest: Subtract the largest score seen so far
     torch.maximum(largest, scores.amax(1, keepdim=True)) -> torch.zeros_like(largest)
 never_corrects: by which factor?
     smaller * total -> total
     smaller * out -> out
-without_the_root: with e numbers in a row of q
+without_the_root: e is the number of columns of q
     / q.shape[1] ** 0.5 ->
 """)
 
 
-@wrong("11.attend", "expected: as many: one tile at a time")
-def collects(q, tiles):
+@wrong("11.attend", "the same peak memory: one tile at a time")
+def concatenates_all_tiles(q, tiles):
     k, v = map(torch.cat, zip(*tiles))
     return torch.softmax(q @ k.T / q.shape[1] ** 0.5, dim=1) @ v
 
@@ -108,11 +108,11 @@ def mean_of_softmaxes(q, tiles):
 # ---- choose(blocks, budget_bytes)
 
 Solution("11.choose").slips("""
-nothing: the peak is 8.83 GB
+no_recompute: peak memory is 8.83 GB
     return ["none"] * len(blocks)
-everything: billion operations are computed twice
+everything: GFLOPs are recomputed
     return ["full"] * len(blocks)
-too_few: expected: 13 times one of none, selective, full
+too_few: a list of 13, each one of none, selective, full
     return ["full"] * (len(blocks) - 1)
 """)
 
@@ -120,13 +120,13 @@ too_few: expected: 13 times one of none, selective, full
 @wrong("11.choose", "which one choice for all layers needs")
 def the_same_for_all(blocks, budget_bytes):
     for name in blocks[0]:
-        if plan_of(u_shaped(), [name] * len(blocks)).peak_bytes <= budget_bytes:
+        if plan_of(u_shaped_costs(), [name] * len(blocks)).peak_bytes <= budget_bytes:
             return [name] * len(blocks)
 
 
-@wrong("11.choose", "the peak is")
-def forgets_what_is_needed(blocks, budget_bytes):
-    """Looks at the sum of what is kept only."""
+@wrong("11.choose", "peak memory is")
+def ignores_need_bytes(blocks, budget_bytes):
+    """Adds up kept_bytes only."""
     level, chosen = 0, []
     for block in blocks:
         for name, cost in block.items():
@@ -147,7 +147,7 @@ def halves(blocks, budget_bytes):
     for one, other in product(blocks[0], repeat=2):
         for cut in range(len(blocks) + 1):
             chosen = [one] * cut + [other] * (len(blocks) - cut)
-            plan = plan_of(u_shaped(), chosen)
+            plan = plan_of(u_shaped_costs(), chosen)
             if plan.peak_bytes <= budget_bytes:
                 plans.append((plan.again_flops, chosen))
     return min(plans)[1]

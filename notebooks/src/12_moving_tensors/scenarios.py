@@ -1,5 +1,5 @@
-"""Buses for the checks of lab 12: one carries only copies that are waited for, one signals the end
-of each copy. They detect too few or too many waits without a clock.
+"""Buses for the checks of lab 12: one delays each copy until a wait for it, one signals the end of
+each copy. They detect missing and superfluous waits without a clock.
 """
 
 import threading
@@ -12,38 +12,38 @@ from torch import Tensor
 from labkit.memory.bus import Arrival, Bus
 from labkit.memory.peak import PeakMemory
 
-PATIENCE_S = 2.0  # for events that must come at once
+DEADLINE_S = 2.0  # for events that are due at once
 BLOCKS = (300, 500, 100, 700, 200, 600)  # elements of the blocks of `double_buffered`
 
 
 class HeldBus(Bus):
-    """Carries a copy only when it is waited for, or after `let_go`: earlier reads see old data."""
+    """Copies only upon `wait`, or after `release`: a read before that sees old data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._let_go = threading.Event()
+        self._released = threading.Event()
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
         arrival = super().copy(target, source)
         wait = arrival.wait
 
-        def let_go_and_wait() -> None:
-            self.let_go()
+        def release_and_wait() -> None:
+            self.release()
             wait()
 
-        arrival.wait = let_go_and_wait  # type: ignore[method-assign]
+        arrival.wait = release_and_wait  # type: ignore[method-assign]
         return arrival
 
-    def let_go(self) -> None:
-        self._let_go.set()
+    def release(self) -> None:
+        self._released.set()
 
     def _carry(self, *args: Any) -> None:
-        self._let_go.wait(PATIENCE_S)
+        self._released.wait(DEADLINE_S)
         super()._carry(*args)
 
 
 class WatchedBus(Bus):
-    """Signals the end of copy k, and keeps all arrivals."""
+    """Signals the end of copy k, and records all arrivals."""
 
     def __init__(self, copies: int) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ class WatchedBus(Bus):
             self.ended[event.seq].set()
 
 
-# ---- what the checks run
+# ---- runs of the student's functions
 
 
-def brought(student: Callable[..., Any], numel: int, rates: tuple[float, ...]) -> Any:
-    """The value of the student's function, and the bytes over the bus."""
+def run_bring_half(student: Callable[..., Any], numel: int, rates: tuple[float, ...]) -> Any:
+    """The result of the student's function, and the bytes that crossed the bus."""
     bus, x = HeldBus(), torch.linspace(-3, 3, numel)
     value = student(bus, x, *rates)
-    found = value.clone() if isinstance(value, Tensor) else value  # as it is when it returns
-    bus.let_go()
+    found = value.clone() if isinstance(value, Tensor) else value  # before any later copy
+    bus.release()
     return found, bus.moved_bytes
 
 
@@ -76,7 +76,7 @@ def prefetch_log(student: Callable[..., Any], n: int, ahead: int) -> list[tuple[
     """("load", k), ("wait", k), ("use", k) and ("done", k), in order of occurrence."""
     log: list[tuple[str, int]] = []
 
-    class Coming:
+    class PendingLoad:
         def __init__(self, k: int):
             self.k = k
             log.append(("load", k))
@@ -85,7 +85,7 @@ def prefetch_log(student: Callable[..., Any], n: int, ahead: int) -> list[tuple[
             log.append(("wait", self.k))
             return f"weights of block {self.k}"
 
-    for place, weights in enumerate(student(Coming, n, ahead)):
+    for place, weights in enumerate(student(PendingLoad, n, ahead)):
         k = int(weights.rsplit(" ", 1)[-1]) if isinstance(weights, str) else -1
         log.append(("use", k))
         if place > n:
@@ -94,7 +94,7 @@ def prefetch_log(student: Callable[..., Any], n: int, ahead: int) -> list[tuple[
     return log
 
 
-class Doubled(NamedTuple):
+class DoubleBufferedRun(NamedTuple):
     """The record of a run of `double_buffered`."""
 
     value: Any
@@ -102,13 +102,13 @@ class Doubled(NamedTuple):
     peak_bytes: int
     buffers: int
     moved_bytes: int
-    late: int | None  # the first block that computed while nothing was loaded
-    not_waited: int | None  # the first block that computed before its load was waited for
-    spoiled: int | None  # the first block with weights that changed as it computed
+    late: int | None  # the first block that computed before the next load started
+    not_waited: int | None  # the first block that computed before the wait for its load
+    wrong_weights: int | None  # the first block with wrong weights
     order: list[int]
 
 
-def doubled(student: Callable[..., Any]) -> Doubled:
+def run_double_buffered(student: Callable[..., Any]) -> DoubleBufferedRun:
     """Run the student's function; each block waits for the next load, then checks its weights."""
     blocks = [torch.full((numel,), 1.0 + k) for k, numel in enumerate(BLOCKS)]
     bus = WatchedBus(len(blocks))
@@ -120,22 +120,20 @@ def doubled(student: Callable[..., Any]) -> Doubled:
         order.append(k)
         storages.add(weights.untyped_storage().data_ptr())
         arrivals = bus.arrivals
-        next_is_there = k + 1 == len(blocks) or "late" in found  # once late, it is not asked again
+        skip_next = k + 1 == len(blocks) or "late" in found  # wait for one late load at most
         if len(arrivals) <= k or not arrivals[k].event.wait_ended_s:
             found.setdefault("not_waited", k)
-        elif not next_is_there and (
-            len(arrivals) == k + 1 or not bus.ended[k + 1].wait(PATIENCE_S)
-        ):
+        elif not skip_next and (len(arrivals) == k + 1 or not bus.ended[k + 1].wait(DEADLINE_S)):
             found["late"] = k
         if not torch.equal(weights, blocks[k]):
-            found.setdefault("spoiled", k)
+            found.setdefault("wrong_weights", k)
         return x + weights.sum()
 
     with PeakMemory() as memory:
         value = student(bus, blocks, compute, torch.zeros(()))
     right = float(sum(block.sum() for block in blocks))
-    return Doubled(
+    return DoubleBufferedRun(
         float(value) if isinstance(value, Tensor) and value.numel() == 1 else value, right,
         memory.peak_bytes, len(storages), bus.moved_bytes, found.get("late"),
-        found.get("not_waited"), found.get("spoiled"), order,
+        found.get("not_waited"), found.get("wrong_weights"), order,
     )  # fmt: skip

@@ -7,14 +7,14 @@ always_casts_before: you cast before the copy
     if before < after: -> if True:
 always_casts_after: you cast after the copy
     if before < after: -> if False:
-looks_at_the_bus_alone: you cast after the copy
+looks_only_at_the_bus: you cast after the copy
     before < after -> bus_rate < here_rate / 3
 does_not_wait: bus.copy(...) only starts the copy
     torch.empty_like(x) -> torch.zeros_like(x)
     .wait() ->
-leaves_them_here: 0 bytes went over the bus
+skips_the_copy: 0 bytes crossed the bus
     return x.half()
-leaves_them_in_fp32: fp16 is wanted
+stays_in_fp32: Return fp16
     x = x.half() -> pass
     return there.half() -> return there
 """)
@@ -22,20 +22,20 @@ leaves_them_in_fp32: fp16 is wanted
 # ---- prefetched(load, n, ahead)
 
 Solution("12.prefetched").slips("""
-yields_the_arrivals: you yield
+yields_the_arrivals: you yield blocks
     .wait() ->
-drops_the_last: you yield
+drops_the_last: you yield blocks
     for k in range(n): -> for k in range(n - ahead):
-loads_when_needed: 1 loads have begun when block 0 is used
+loads_when_needed: 1 loads have started when block 0 is used
     coming = [load(k) for k in range(min(ahead, n))] -> ahead, coming = 0, []
-loads_everything_first: blocks are loaded or under way at a time
+loads_everything_first: blocks are loaded or loading at a time
     range(min(ahead, n)) -> range(n)
     if k + ahead < n: -> if False:
-loads_before_a_block_is_given_back: 3 blocks are loaded or under way at a time
+loads_before_a_block_is_freed: 3 blocks are loaded or loading at a time
     def prefetched(load, n, ahead): ->
         def prefetched(load, n, ahead):
             ahead += 1
-forgets_those_after_the_first: loads have begun when block
+stops_prefetching_after_the_first: loads have started when block
     min(ahead, n) -> min(ahead + 1, n)
     if k + ahead < n:
         coming.append(load(k + ahead)) ->
@@ -45,7 +45,7 @@ forgets_those_after_the_first: loads have begun when block
 
 
 @right("12.prefetched")
-def loads_when_the_caller_comes_back(load, n, ahead):
+def loads_after_each_yield(load, n, ahead):
     coming = [load(k) for k in range(min(ahead + 1, n))]
     for k in range(n):
         yield coming[k].wait()
@@ -56,7 +56,7 @@ def loads_when_the_caller_comes_back(load, n, ahead):
 # ---- double_buffered(bus, blocks, compute, x)
 
 Solution("12.double_buffered").slips("""
-one_after_the_other: the load of block 1 is not under way
+no_overlap: block 0 computes before the load of block 1 starts
     if k + 1 < len(blocks):
         part, coming = load(k + 1)
     arrival.wait()
@@ -65,9 +65,9 @@ one_after_the_other: the load of block 1 is not under way
         x = compute(k, mine, x)
         if k + 1 < len(blocks):
             part, coming = load(k + 1)
-has_one_buffer: weights that are not its own, or change meanwhile
+has_one_buffer: computes with wrong weights
     buffers[k % 2] -> buffers[0]
-does_not_wait_for_a_load: block 0 computes before its load was waited for
+does_not_wait_for_a_load: block 0 computes before you wait for its load
     arrival.wait() -> pass
 has_three_buffers: in 3 buffers
     [torch.empty(largest), torch.empty(largest)] -> [torch.empty(largest) for _ in range(3)]
@@ -84,18 +84,18 @@ returns_nothing: you returned None
 # ---- plan(model)
 
 Solution("12.plan").slips("""
-keeps_nothing: less than
+keeps_nothing: ms of streaming all blocks
     return (set(), 1)
-keeps_everything: your plan holds
+keeps_everything: your plan needs
     return (set(range(len(model.nbytes))), 1)
-forgets_the_buffers: your plan holds
+forgets_the_buffers: your plan needs
     model.held_bytes(one, ahead) -> sum(model.nbytes[k] for k in one)
 loads_nothing_ahead: ahead is 0
     return ({0}, 0)
-numbers_its_blocks_in_floats: keep has 3.0
+float_indices: keep contains 3.0
     return ({3.0}, 1)
-keeps_a_block_that_is_not_there: keep has 99
+keeps_an_unknown_block: keep contains 99
     return ({0, 99}, 1)
-forgets_how_many_ahead: plan returned {0, 1}
+returns_only_keep: plan returned {0, 1}
     return {0, 1}
 """)

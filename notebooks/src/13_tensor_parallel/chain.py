@@ -1,15 +1,15 @@
-"""A chain of layers to cut with few bytes: the open exercise of lab 13.
+"""A chain of layers to shard with few bytes sent: the open exercise of lab 13.
 
-    x ── gelu ── W₁ ── gelu ── W₂ ── ... ── gelu ── y        each W columns, rows or whole
+    x ── gelu ── W₁ ── gelu ── W₂ ── ... ── gelu ── y        each W by columns, by rows, or whole
 
-What a layer wants, and what it leaves:
+The input that each kind of layer needs, and its output on each rank:
 
-    columns   the whole input, of which each rank computes other features      leaves its features
-    rows      its own features of the input                                    leaves a summand
-    whole     the whole input, and every rank computes the same                leaves all of it
+    columns   needs the whole input                        outputs this rank's features
+    rows      needs this rank's features of the input      outputs a partial sum
+    whole     needs the whole input                        outputs all features, as on every rank
 
-Between two layers something may have to travel, forward and backward. For a tensor of S bytes an
-all-reduce sends 2(t-1)/t S from each rank, an all-gather or a reduce-scatter half of that.
+Between two layers, forward and backward may communicate. For a tensor of S bytes, an all-reduce
+sends 2(t-1)/t S from each rank, an all-gather or a reduce-scatter half of that.
 """
 
 from collections.abc import Sequence
@@ -32,55 +32,55 @@ from labkit.parallel.common.conjugate import (
 WAYS = ("columns", "rows", "whole")
 RANKS, TOKENS = 2, 8
 CHAIN = (64, 16, 96, 256, 32, 32, 256, 96, 16, 64)  # features before, between and after 9 layers
-BUDGETS = (0.5, 0.52, 0.7)  # of the chain's numbers, what a rank may hold
-BEST_BYTES = 31_744  # sent by a rank, for all budgets together: no way sends fewer
+BUDGETS = (0.5, 0.52, 0.7)  # fraction of the chain's elements that a rank may hold
+BEST_BYTES = 31_744  # sent by a rank, summed over the budgets: the minimum
 
-# (this layer, the next) -> how often the tensor between them travels, in halves of an all-reduce
+# (this layer, the next) -> communication of the tensor between them, in halves of an all-reduce
 TRAVELS = {
-    ("columns", "rows"): 0,  #    features fit features
+    ("columns", "rows"): 0,  #    none: each rank has the features that it needs
     ("columns", "columns"): 2,  # all-gather; the gradient is reduce-scattered
-    ("columns", "whole"): 1,  #   all-gather; of the gradient each rank takes its part
+    ("columns", "whole"): 1,  #   all-gather; each rank slices the gradient
     ("rows", "rows"): 2,  #       reduce-scatter; the gradient is all-gathered
     ("rows", "columns"): 4,  #    g and f: all-reduce, and again in backward
     ("rows", "whole"): 2,  #      g: all-reduce
-    ("whole", "rows"): 1,  #      take the own part; the gradient is all-gathered
+    ("whole", "rows"): 1,  #      each rank slices; the gradient is all-gathered
     ("whole", "columns"): 2,  #   f: all-reduce in backward
     ("whole", "whole"): 0,
 }
 
 
 def travels(ways: Sequence[str], widths: Sequence[int]) -> int:
-    """Numbers that travel for each token. What goes in and what comes out is whole."""
+    """Elements communicated per token. The chain's input and output are whole."""
     pairs = zip(["whole", *ways], [*ways, "whole"], strict=True)
     return sum(TRAVELS[pair] * width for pair, width in zip(pairs, widths, strict=True))
 
 
 def held(ways: Sequence[str], widths: Sequence[int], ranks: int) -> int:
-    """Numbers of the matrices that a rank holds."""
+    """Matrix elements that a rank holds."""
     sizes = [before * after for before, after in pairwise(widths)]
     return sum(size // (1 if way == "whole" else ranks) for size, way in zip(sizes, ways))
 
 
 def sent_bytes(ways: Sequence[str]) -> float:
-    """What a rank sends for TOKENS tokens in float32, forward and backward."""
+    """Bytes that a rank sends for TOKENS tokens in float32, forward and backward."""
     return travels(ways, CHAIN) * (RANKS - 1) / RANKS * TOKENS * 4
 
 
-def budget_of(part: float) -> int:
-    """That part of all numbers."""
+def budget_elements(part: float) -> int:
+    """`part` of the elements of all matrices."""
     return int(part * held(["whole"] * (len(CHAIN) - 1), CHAIN, RANKS))
 
 
 def in_turns() -> list[str]:
-    """Columns, rows, columns, rows, ...; an odd last layer is cut by columns, too."""
+    """Columns, rows, columns, rows, ...; the last of an odd number of layers is columns."""
     return [WAYS[i % 2] for i in range(len(CHAIN) - 1)]
 
 
-# ---- the same on ranks
+# ---- the chain on ranks
 
 
-def through(before: str, after: str, x: Tensor, comm: Any) -> Tensor:
-    """What the layer `before` left -> what `after` wants: TRAVELS, in deed."""
+def transition(before: str, after: str, x: Tensor, comm: Any) -> Tensor:
+    """The output of layer `before` -> the input of layer `after`: the table TRAVELS as code."""
     match before, after:
         case "columns", "columns":
             return all_gather_sequence(F.gelu(x), comm, dim=-1)
@@ -99,18 +99,18 @@ def through(before: str, after: str, x: Tensor, comm: Any) -> Tensor:
     return F.gelu(x)
 
 
-def on_ranks(comm: Any, ways: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """The chain, cut so: its output and the gradient of its input."""
+def run_chain(comm: Any, ways: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """The chain sharded in these ways: its output and the gradient of its input."""
     generator = torch.Generator().manual_seed(3)
-    first = x = torch.randn(TOKENS, CHAIN[0], generator=generator).requires_grad_()
+    inputs = x = torch.randn(TOKENS, CHAIN[0], generator=generator).requires_grad_()
     state = "whole"
     for way, before, after in zip(ways, CHAIN, CHAIN[1:]):
         weight = torch.randn(before, after, generator=generator) * (3 / before) ** 0.5
-        x = through(state, way, x, comm)
+        x = transition(state, way, x, comm)
         if way != "whole":
             weight = weight.chunk(comm.size, dim=1 if way == "columns" else 0)[comm.rank]
         x, state = x @ weight, way
-    y = through(state, "whole", x, comm)
+    y = transition(state, "whole", x, comm)
     (y * y.detach().cos()).sum().backward()
-    assert first.grad is not None
-    return y.detach(), first.grad
+    assert inputs.grad is not None
+    return y.detach(), inputs.grad

@@ -17,35 +17,36 @@ from .chain import (
     CHAIN,
     RANKS,
     WAYS,
-    budget_of,
+    budget_elements,
     held,
     in_turns,
-    on_ranks,
+    run_chain,
     sent_bytes,
 )
 from .scenarios import (
     CE_TOKENS,
     TOKENS,
     WIDTH,
+    ColumnRun,
     right_column,
     right_cross_entropy,
     right_mlp,
-    through_column,
-    through_cross_entropy,
-    through_mlp,
+    run_column,
+    run_cross_entropy,
+    run_mlp,
     whole_mlp,
 )
 
-WITHIN = 1e-5
+TOLERANCE = 1e-5
 
 
-def times(found: Any, right: Tensor) -> str:
-    """How a tensor is wrong: "2 × the right one", if it is a multiple."""
+def deviation(found: Any, right: Tensor) -> str:
+    """How a tensor is wrong: "2 × the right tensor", if it is a multiple."""
     if isinstance(found, Tensor) and found.shape == right.shape:
         factor = float((found * right).sum() / right.square().sum())
         if factor and not difference(found, right * round(factor, 3), 1e-3):
-            return f"{factor:.3g} × the right one"
-    return difference(found, right, WITHIN)
+            return f"{factor:.3g} × the right tensor"
+    return difference(found, right, TOLERANCE)
 
 
 # ---- Column: forward(ctx, comm, x, weight), backward(ctx, dy)
@@ -55,52 +56,52 @@ def times(found: Any, right: Tensor) -> str:
 def Column(student: Student) -> Iterator[str]:
     """Column: a column-parallel matmul; in backward, another matmul hides the all-reduce."""
     for size in (2, 3):
-        ran = run(size, through_column, student)
-        for rank, its in enumerate(ran.values):
-            _column_numbers(size, rank, its)
-            _column_messages(rank, its)
-    yield "the output's own features, dx and this rank's piece of dA, on 2 and 3 ranks"
-    yield "nothing sent in forward, one all-reduce in backward"
-    yield "which was under way while dA was computed"
+        ran = run(size, run_column, student)
+        for rank, result in enumerate(ran.values):
+            _column_results(size, rank, result)
+            _column_overlap(rank, result)
+    yield "this rank's features of y, dx, and this rank's shard of dA, on 2 and 3 ranks"
+    yield "no communication in forward, one all-reduce in backward"
+    yield "the all-reduce overlaps the computation of dA"
 
 
-def _column_numbers(size: int, rank: int, its: Any) -> None:
+def _column_results(size: int, rank: int, result: ColumnRun) -> None:
     y, dx, dweight = right_column(size, rank)
-    if difference(its.y, y, WITHIN):
+    if problem := difference(result.y, y, TOLERANCE):
         fail(
-            f"on {size} ranks, rank {rank}'s output is {difference(its.y, y, WITHIN)}.",
-            hint="Forward sends nothing: x times this rank's piece, which lies in memory as "
+            f"on {size} ranks, rank {rank}'s output is {problem}.",
+            hint="Forward sends nothing: multiply x by this rank's shard, which is stored as "
             "[out/t, in].",
         )
-    for name, found, right in (("x", its.dx, dx), ("the weight", its.dweight, dweight)):
+    for name, found, right in (("x", result.dx, dx), ("the weight", result.dweight, dweight)):
         if found is None:
             fail(
                 f"rank {rank} has no gradient of {name}.",
                 hint="backward returns one gradient for each argument of forward: None for comm.",
             )
-        if difference(found, right, WITHIN):
-            hint = "Each rank's columns give a part of dx. Who adds them up?"
+        if difference(found, right, TOLERANCE):
+            hint = "Each rank's columns give a partial sum of dx. Where are they summed?"
             if name != "x":
-                hint = "dA of this rank's columns is its own: transposed, as the weight is."
+                hint = "Each rank needs only dA of its columns: transposed, like the weight."
             fail(
-                f"on {size} ranks, rank {rank}'s gradient of {name} is {times(found, right)}.",
+                f"on {size} ranks, rank {rank}'s gradient of {name} is {deviation(found, right)}.",
                 hint=hint,
             )
 
 
-def _column_messages(rank: int, its: Any) -> None:
-    if its.forward_ops or its.backward_ops != ["all_reduce"]:
+def _column_overlap(rank: int, result: ColumnRun) -> None:
+    if result.forward_ops or result.backward_ops != ["all_reduce"]:
         fail(
-            f"rank {rank} calls {brief(its.forward_ops)} in forward and "
-            f"{brief(its.backward_ops)} in backward.",
-            expected="nothing in forward, one all_reduce in backward",
+            f"rank {rank} calls {brief(result.forward_ops)} in forward and "
+            f"{brief(result.backward_ops)} in backward.",
+            expected="[] in forward, ['all_reduce'] in backward",
         )
-    started, waited = its.products[-1] if its.products else (0, 0)
+    started, waited = result.matmuls[-1] if result.matmuls else (0, 0)
     if not started or waited:
-        what = "had waited for its all-reduce" if started else "had not started its all-reduce"
+        what = "has already waited for" if started else "has not yet started"
         fail(
-            f"before rank {rank} computed its last product in backward, it {what}.",
-            expected="an all-reduce of dx that is under way while dA is computed",
+            f"rank {rank} {what} its all-reduce when it computes its last matmul in backward.",
+            expected="the all-reduce of dx runs while dA is computed",
             hint="First dx, then comm.all_reduce(dx, async_op=True), then dA, then wait.",
         )
 
@@ -110,64 +111,65 @@ def _column_messages(rank: int, its: Any) -> None:
 
 @exercise(points=3)
 def mlp(student: Student) -> Iterator[str]:
-    """mlp(comm, x, up, down): a sharded MLP, with f, g, and each bias once."""
+    """mlp(comm, x, up, down): a sharded MLP, with f and g; each bias is added once."""
     for size in (1, 2, 3):
-        ran, where = run(size, through_mlp, student), f"on {size} rank{'s' * (size > 1)}"
+        ran, where = run(size, run_mlp, student), f"on {size} rank{'s' * (size > 1)}"
         for rank, (y, gradients) in enumerate(ran.values):
             right_y, right = right_mlp(size, rank)
-            if difference(y, right_y, WITHIN):
+            if difference(y, right_y, TOLERANCE):
                 fail(
-                    f"{where}, rank {rank}'s output is {difference(y, right_y, WITHIN)}.",
+                    f"{where}, rank {rank}'s output is {difference(y, right_y, TOLERANCE)}.",
                     hint=_why_output(y, right_y, size),
                 )
             names = ["x", "up.weight", "up.bias", "down.weight", "down.bias"]
-            for name, found, good in zip(names, gradients, right):
+            for name, found, expected in zip(names, gradients, right):
                 if found is None:
                     fail(
                         f"{where}, rank {rank} has no gradient of {name}.",
-                        hint="comm.all_reduce changes a tensor behind autograd's back; g does not.",
+                        hint="autograd does not record comm.all_reduce; it does record g.",
                     )
-                if difference(found, good, WITHIN):
-                    hint = "Which of f and g sends in backward? The gradient of y is whole already."
+                if difference(found, expected, TOLERANCE):
+                    hint = "Which of f and g sends in backward? Each rank has all of y's gradient."
                     if name == "x":
-                        hint = "Each rank knows its columns' part of dx. What adds them up?"
+                        hint = "Each rank has a partial sum of dx. Which operator adds them up?"
+                    problem = deviation(found, expected)
                     fail(
-                        f"{where}, rank {rank}'s gradient of {name} is {times(found, good)}.",
+                        f"{where}, rank {rank}'s gradient of {name} is {problem}.",
                         hint=hint,
                     )
         _two_all_reduces(size, ran)
-    yield "output and gradients of one process, on 1, 2 and 3 ranks"
-    yield "two all-reduces of x, one forward and one backward"
+    yield "the same output and gradients as one process, on 1, 2 and 3 ranks"
+    yield "two all-reduces of x's size, one in forward and one in backward"
 
 
 def _why_output(y: Any, right: Tensor, size: int) -> str:
-    """A hint from how the output is wrong."""
+    """A hint that depends on how the output is wrong."""
     bias = whole_mlp()[2].bias.detach()
     if isinstance(y, Tensor) and y.shape == right.shape:
         if not difference(y, right + (size - 1) * bias, 1e-4):
-            return f"It is {size - 1} × the bias of `down` too large: how often is it added?"
+            return f"The excess is {size - 1} × the bias of `down`: how many ranks add the bias?"
         if not difference(y, right - bias, 1e-4):
             return "The bias of `down` is missing."
         if not difference(y, right - (size - 1) / size * bias, 1e-4):
-            return "Of the bias of `down` there is one part only."
-    return "Between the two products every rank is by itself; after the second, add up."
+            return f"Only 1/{size} of the bias of `down` is added."
+    return "Ranks do not communicate between the matmuls; after the second, sum over the ranks."
 
 
 def _two_all_reduces(size: int, ran: Ran) -> None:
-    wanted_bytes = 2 * 2 * (size - 1) / size * TOKENS * WIDTH * 4
+    expected_bytes = 2 * 2 * (size - 1) / size * TOKENS * WIDTH * 4
     for rank, sent in enumerate(ran.sent_bytes):
-        if abs(sent - wanted_bytes) > 16:
+        if abs(sent - expected_bytes) > 16:
             fail(
-                f"on {size} ranks, rank {rank} sends {sent:,.0f} bytes, in {ran.ops[rank]}.",
-                expected=f"{wanted_bytes:,.0f}: an all-reduce of y in forward, one of dx in "
+                f"on {size} ranks, rank {rank} sends {sent:,.0f} bytes, with {ran.ops[rank]}.",
+                expected=f"{expected_bytes:,.0f}: an all-reduce of y in forward, one of dx in "
                 "backward",
-                hint="The ranks have all of the bias and its gradient without a message.",
+                hint="The bias and its gradient need no communication: every rank has all of y's.",
             )
 
 
 # ---- own_rows(heads, kv_heads, head_width, ranks, rank)
 
-# Heads, key-value heads, head width, ranks; of each rank, the first and last rows of q, k and v.
+# (heads, key-value heads, head width, ranks): for each rank, its rows of q, k and v, begin to end.
 PACKED = {
     (4, 4, 2, 2): [[(0, 4), (8, 12), (16, 20)], [(4, 8), (12, 16), (20, 24)]],
     (6, 3, 2, 3): [
@@ -181,26 +183,26 @@ PACKED = {
 @exercise(points=2)
 def own_rows(student: Student) -> Iterator[str]:
     """own_rows(heads, kv_heads, head_width, ranks, rank): this rank's rows of a packed q, k, v."""
-    for (heads, kv_heads, e, ranks), parts in PACKED.items():
-        for rank, its in enumerate(parts):
+    for (heads, kv_heads, e, ranks), rows_of_ranks in PACKED.items():
+        for rank, ranges in enumerate(rows_of_ranks):
             found = alone(student, heads, kv_heads, e, ranks, rank)
-            right = [row for begin, end in its for row in range(begin, end)]
-            with suppress(TypeError, ValueError):  # a tensor, an array or a range will do
+            right = [row for begin, end in ranges for row in range(begin, end)]
+            with suppress(TypeError, ValueError):  # accept a tensor, an array or a range
                 found = [int(x) for x in found]
             if found == right:
                 continue
-            hint = "q, k and v lie one after the other: cut each of them, by its own heads."
+            hint = "q, k and v follow one another: split each one separately, by its heads."
             if isinstance(found, list) and sorted(map(str, found)) == sorted(map(str, right)):
-                hint = "The right rows, in another order: q, then k, then v, as they lie."
+                hint = "These are the right rows in the wrong order: q, then k, then v."
             fail(
-                f"{heads} heads and {kv_heads} key-value heads of {e} features on {ranks} ranks: "
-                f"rank {rank} has other rows.",
+                f"with {heads} heads and {kv_heads} key-value heads of {e} features on {ranks} "
+                f"ranks, rank {rank} has the wrong rows.",
                 expected=brief(right),
                 found=brief(found),
                 hint=hint,
             )
-    yield "q, k and v cut by heads, and by key-value heads where these are fewer"
-    yield "for 1, 2 and 3 ranks, all rows of all heads, each once"
+    yield "q split by heads, k and v by key-value heads, even when these are fewer"
+    yield "each row of each head is on exactly one rank, for 1, 2 and 3 ranks"
 
 
 # ---- cross_entropy(comm, logits, targets)
@@ -208,40 +210,40 @@ def own_rows(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def cross_entropy(student: Student) -> Iterator[str]:
-    """cross_entropy(comm, logits, targets): the loss of logits that are split over the ranks."""
+    """cross_entropy(comm, logits, targets): the loss of logits that are sharded over the ranks."""
     for size, large in ((1, 1.0), (2, 1.0), (3, 1.0), (2, 80.0)):
-        ran = run(size, through_cross_entropy, student, large)
+        ran = run(size, run_cross_entropy, student, large)
         where = f"on {size} rank{'s' * (size > 1)}" + ", with large logits" * (large > 1)
         for rank, (value, gradient) in enumerate(ran.values):
             right, right_gradient = right_cross_entropy(size, rank, large)
             if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
                 fail(
                     f"{where}, rank {rank}'s loss is {float(value.sum()):g}.",
-                    hint="exp(100) is more than float32 holds. Subtract from each token's logits "
-                    "the largest: that of all ranks.",
+                    hint="exp(100) overflows float32. Subtract each token's largest logit over all "
+                    "ranks.",
                 )
-            if difference(value, right, 1e-4):
+            if problem := difference(value, right, 1e-4):
                 fail(
-                    f"{where}, rank {rank}'s loss is {difference(value, right, 1e-4)}.",
-                    hint="log of the sum of exp over all ranks' logits, minus the target's own. "
-                    "Which rank has that?",
+                    f"{where}, rank {rank}'s loss is {problem}.",
+                    hint="It is the log of the sum of exp over all ranks' logits, minus the "
+                    "target's logit. Which rank has the target's logit?",
                 )
             if gradient is None or difference(gradient, right_gradient, 1e-4):
-                what = "None" if gradient is None else times(gradient, right_gradient)
+                what = "None" if gradient is None else deviation(gradient, right_gradient)
                 fail(
                     f"{where}, the gradient of rank {rank}'s logits is {what}.",
-                    hint="comm.all_reduce changes a tensor behind autograd's back; "
-                    "reduce_from_ranks is g, which autograd knows.",
+                    hint="autograd does not record comm.all_reduce; it does record g, "
+                    "reduce_from_ranks.",
                 )
         most = 3 * 2 * (size - 1) / size * CE_TOKENS * 4 + 32
         if max(ran.sent_bytes) > most:
             fail(
                 f"{where}, a rank sends {max(ran.sent_bytes):,.0f} bytes.",
-                expected=f"{most - 32:,.0f}: three numbers for each of {CE_TOKENS} tokens",
+                expected=f"{most - 32:,.0f}: three elements for each of {CE_TOKENS} tokens",
                 hint="The largest logit, the sum, the target's logit. Backward sends nothing.",
             )
-    yield "loss and gradients of F.cross_entropy, on 1, 2 and 3 ranks, for large logits, too"
-    yield "three numbers sent for each token"
+    yield "the loss and gradients of F.cross_entropy on 1, 2 and 3 ranks, also for large logits"
+    yield "three elements sent per token"
 
 
 # ---- choose_cuts(widths, ranks, budget)
@@ -250,31 +252,31 @@ def cross_entropy(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def choose_cuts(student: Student) -> Iterator[str | Score]:
     """choose_cuts(widths, ranks, budget): "columns", "rows" or "whole" for each layer."""
-    total, turns = 0, len(BUDGETS) * sent_bytes(in_turns())
+    total, alternating = 0, len(BUDGETS) * sent_bytes(in_turns())
     for part in BUDGETS:
-        ways = alone(student, CHAIN, RANKS, budget_of(part))
-        _within(ways, budget_of(part))
-        ran = run(RANKS, on_ranks, list(ways))
+        ways = alone(student, CHAIN, RANKS, budget_elements(part))
+        _check_budget(ways, budget_elements(part))
+        ran = run(RANKS, run_chain, list(ways))
         total += round(ran.sent_bytes[0])
-    if total >= turns:
+    if total >= alternating:
         fail(
-            f"a rank sends {total:,} bytes, for all budgets together.",
-            expected=f"fewer than {turns:,.0f}, which columns and rows in turns need",
-            hint="Where is the chain narrow? Let what must travel travel there.",
+            f"for all budgets together, a rank sends {total:,} bytes.",
+            expected=f"fewer than {alternating:,.0f}, which alternating columns and rows send",
+            hint="Where is the chain narrow? Communicate there.",
         )
-    yield "all budgets met, with fewer bytes on 2 ranks than columns and rows in turns"
+    yield "all budgets met, with fewer bytes on 2 ranks than alternating columns and rows"
     yield Score(total, BEST_BYTES, "bytes sent by a rank")
 
 
-def _within(ways: Any, budget: int) -> None:
+def _check_budget(ways: Any, budget: int) -> None:
     names = isinstance(ways, Sequence) and all(way in WAYS for way in ways)
     if not names or isinstance(ways, str) or len(ways) != len(CHAIN) - 1:
         fail(
-            f"for a budget of {budget:,} numbers it returned {brief(ways)}.",
-            expected=f'{len(CHAIN) - 1} times "columns", "rows" or "whole"',
+            f"for a budget of {budget:,} elements, choose_cuts returned {brief(ways)}.",
+            expected=f'a list of {len(CHAIN) - 1}, each "columns", "rows" or "whole"',
         )
-    if (its := held(ways, CHAIN, RANKS)) > budget:
+    if (elements := held(ways, CHAIN, RANKS)) > budget:
         fail(
-            f"for a budget of {budget:,} numbers, a rank holds {its:,}.",
-            hint='A layer that is "whole" is held whole by every rank.',
+            f"for a budget of {budget:,} elements, a rank holds {elements:,}.",
+            hint='Every rank holds all elements of a layer that is "whole".',
         )

@@ -17,29 +17,29 @@ TOKENS, WIDTH, HIDDEN = 5, 6, 12
 # ---- Column
 
 
-class Products(TorchDispatchMode):
-    """Before each matmul: how many messages were started, and how many were waited for."""
+class MatmulRecorder(TorchDispatchMode):
+    """Records, before each matmul, how many messages have started and how many were waited for."""
 
     def __init__(self, events: list[Any]):
         super().__init__()
-        self.events, self.seen = events, list[tuple[int, int]]()
+        self.events, self.counts = events, list[tuple[int, int]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func) in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
             waited = sum(event.wait_ended_s > 0 or event.blocking for event in self.events)
-            self.seen.append((len(self.events), waited))
+            self.counts.append((len(self.events), waited))
         return func(*args, **(kwargs or {}))
 
 
-class ColumnRan(NamedTuple):
-    """A rank's results and messages with the student's function, and its matmuls."""
+class ColumnRun(NamedTuple):
+    """A rank's results, collectives and matmuls with the student's function."""
 
     y: Any
     dx: Any
     dweight: Any
     forward_ops: list[str]
     backward_ops: list[str]
-    products: list[tuple[int, int]]
+    matmuls: list[tuple[int, int]]
 
 
 def column_inputs(size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,27 +52,27 @@ def column_inputs(size: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def through_column(comm: Any, student: Student) -> ColumnRan:
+def run_column(comm: Any, student: Student) -> ColumnRun:
     """The student's function with this rank's shard of the weight."""
     x, weight, dy = column_inputs(comm.size)
     x.requires_grad_()
-    mine = weight.chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
-    with listen() as first:
-        y = student.apply(comm, x, mine)  # type: ignore[attr-defined]
+    shard = weight.chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
+    with listen() as in_forward:
+        y = student.apply(comm, x, shard)  # type: ignore[attr-defined]
     dx = dweight = None
-    with listen() as second, Products(second) as products:
+    with listen() as in_backward, MatmulRecorder(in_backward) as matmuls:
         if isinstance(y, Tensor) and y.requires_grad and y.shape == (TOKENS, 4):
             y.backward(dy.chunk(comm.size, 1)[comm.rank])
-            dx, dweight = x.grad, mine.grad
-    before, after = ([event.op for event in events] for events in (first, second))
-    return ColumnRan(detached(y), dx, dweight, before, after, products.seen)
+            dx, dweight = x.grad, shard.grad
+    ops = [[event.op for event in events] for events in (in_forward, in_backward)]
+    return ColumnRun(detached(y), dx, dweight, *ops, matmuls.counts)
 
 
 def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx and dweight of this rank."""
     x, weight, dy = column_inputs(size)
-    its = dy.chunk(size, 1)[rank]
-    return x @ weight.chunk(size, 0)[rank].T, dy @ weight, its.T @ x
+    own_dy = dy.chunk(size, 1)[rank]
+    return x @ weight.chunk(size, 0)[rank].T, dy @ weight, own_dy.T @ x
 
 
 # ---- mlp
@@ -86,28 +86,28 @@ def whole_mlp() -> tuple[Tensor, nn.Linear, nn.Linear]:
     return x.requires_grad_(), up, down
 
 
-def pieces_of_mlp(size: int, rank: int, up: nn.Linear, down: nn.Linear) -> list[Tensor]:
+def mlp_shards(size: int, rank: int, up: nn.Linear, down: nn.Linear) -> list[Tensor]:
     """This rank's weight and bias of `up`, then of `down`."""
     whole = [(up.weight, 0), (up.bias, 0), (down.weight, 1)]
-    pieces = [p.detach().chunk(size, dim)[rank] for p, dim in whole]
-    return [*pieces, down.bias.detach()]
+    shards = [p.detach().chunk(size, dim)[rank] for p, dim in whole]
+    return [*shards, down.bias.detach()]
 
 
-def through_mlp(comm: Any, student: Student) -> tuple[Any, list[Any]]:
+def run_mlp(comm: Any, student: Student) -> tuple[Any, list[Any]]:
     """y, and the gradients of x and of this rank's shards."""
     x, up, down = whole_mlp()
-    new = [nn.Linear(WIDTH, HIDDEN // comm.size), nn.Linear(HIDDEN // comm.size, WIDTH)]
-    places = [p for layer in new for p in (layer.weight, layer.bias)]
-    for place, piece in zip(places, pieces_of_mlp(comm.size, comm.rank, up, down)):
-        place.data.copy_(piece)
-    y = student(comm, x, *new)
+    layers = [nn.Linear(WIDTH, HIDDEN // comm.size), nn.Linear(HIDDEN // comm.size, WIDTH)]
+    params = [p for layer in layers for p in (layer.weight, layer.bias)]
+    for p, shard in zip(params, mlp_shards(comm.size, comm.rank, up, down)):
+        p.data.copy_(shard)
+    y = student(comm, x, *layers)
     if isinstance(y, Tensor) and y.requires_grad and y.shape == x.shape:
         (y * drawn(TOKENS, WIDTH, seed=5)).sum().backward()
-    return detached(y), [x.grad, *(p.grad for p in places)]
+    return detached(y), [x.grad, *(p.grad for p in params)]
 
 
 def right_mlp(size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
-    """The same from a single process."""
+    """y and the gradients, computed in one process."""
     x, up, down = whole_mlp()
     y = down(F.gelu(up(x)))
     (y * drawn(TOKENS, WIDTH, seed=5)).sum().backward()
@@ -115,7 +115,7 @@ def right_mlp(size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
         assert p.grad is not None
         p.data = p.grad
     assert x.grad is not None
-    return y.detach(), [x.grad, *(g.clone() for g in pieces_of_mlp(size, rank, up, down))]
+    return y.detach(), [x.grad, *(g.clone() for g in mlp_shards(size, rank, up, down))]
 
 
 # ---- cross_entropy
@@ -123,30 +123,30 @@ def right_mlp(size: int, rank: int) -> tuple[Tensor, list[Tensor]]:
 CE_TOKENS = 7
 
 
-def some_logits(size: int, large: float) -> tuple[Tensor, Tensor]:
-    """All logits [n, v], and targets [n] on every rank."""
+def example_logits(size: int, large: float) -> tuple[Tensor, Tensor]:
+    """All logits [n, v] and targets [n], the same on every rank."""
     vocab = 10 * size
     generator = torch.Generator().manual_seed(9)
     targets = torch.randint(vocab, (CE_TOKENS,), generator=generator)
-    targets[:size] = torch.arange(size) * 10 + 3  # each rank has one
+    targets[:size] = torch.arange(size) * 10 + 3  # at least one on each rank
     return drawn(CE_TOKENS, vocab, seed=10) * large, targets
 
 
-def through_cross_entropy(comm: Any, student: Student, large: float) -> tuple[Any, Any]:
+def run_cross_entropy(comm: Any, student: Student, large: float) -> tuple[Any, Any]:
     """The loss, and the gradient of this rank's logits."""
-    logits, targets = some_logits(comm.size, large)
-    mine = logits.chunk(comm.size, 1)[comm.rank].clone().requires_grad_()
-    value = student(comm, mine, targets)
-    if isinstance(value, Tensor) and value.requires_grad and value.numel() == 1:
-        value.backward()
-    return detached(value), mine.grad
+    logits, targets = example_logits(comm.size, large)
+    shard = logits.chunk(comm.size, 1)[comm.rank].clone().requires_grad_()
+    loss = student(comm, shard, targets)
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        loss.backward()
+    return detached(loss), shard.grad
 
 
 def right_cross_entropy(size: int, rank: int, large: float) -> tuple[Tensor, Tensor]:
     """The loss of the whole logits, and this rank's shard of their gradient."""
-    logits, targets = some_logits(size, large)
+    logits, targets = example_logits(size, large)
     logits.requires_grad_()
-    value = F.cross_entropy(logits, targets)
-    value.backward()
+    loss = F.cross_entropy(logits, targets)
+    loss.backward()
     assert logits.grad is not None
-    return value.detach(), logits.grad.chunk(size, 1)[rank].clone()
+    return loss.detach(), logits.grad.chunk(size, 1)[rank].clone()

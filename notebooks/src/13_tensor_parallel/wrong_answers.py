@@ -15,27 +15,27 @@ by_linear_and_mm
     x @ weight.T -> F.linear(x, weight)
     dy @ weight -> dy.mm(weight)
     dy.T @ x -> dy.t().mm(x)
-NeverAddsUp: gradient of x is
+NeverReduces: gradient of x is
     sending = ctx.comm.all_reduce(dx, async_op=True) -> pass
     sending.wait() -> pass
-WaitsAtOnce: it had waited for its all-reduce
+WaitsAtOnce: has already waited for its all-reduce
     sending = ctx.comm.all_reduce(dx, async_op=True) -> ctx.comm.all_reduce(dx)
     sending.wait() -> pass
-TheOtherProductFirst: it had not started its all-reduce
+WeightGradientFirst: has not yet started its all-reduce
     sending = ctx.comm.all_reduce(dx, async_op=True)
     dweight = dy.T @ x ->
         dweight = dy.T @ x
         dx = dy @ weight
         sending = ctx.comm.all_reduce(dx, async_op=True)
-AddsUpTheWeightToo: gradient of the weight is
+ReducesTheWeightGradientToo: gradient of the weight is
     sending.wait() ->
         sending.wait()
         ctx.comm.all_reduce(dweight)
-AddsUpInForward: rank 0 calls ['all_reduce'] in forward
+ReducesInForward: rank 0 calls ['all_reduce'] in forward
     return x @ weight.T ->
         comm.all_reduce(x @ weight.T)
         return x @ weight.T
-GivesTheWeightOnly: has no gradient of x
+ReturnsNoGradientOfX: has no gradient of x
     return None, dx -> return None, None
 GathersTheOutput: rank 0's output is
     return x @ weight.T ->
@@ -49,48 +49,48 @@ GathersTheOutput: rank 0's output is
 Solution("13.mlp").slips("""
 transposed_by_hand
     F.linear(hidden, down.weight) -> hidden @ down.weight.t()
-bias_on_every_rank: bias of `down` too large
+bias_on_every_rank: how many ranks add the bias?
     F.linear(hidden, down.weight), comm) + down.bias -> down(hidden), comm)
-a_part_of_the_bias_on_every_rank: gradient of down.bias is 0.5 × the right one
+bias_divided_before_the_sum: gradient of down.bias is 0.5 × the right tensor
     down.weight), comm) + down.bias -> down.weight, down.bias / comm.size), comm)
-a_part_of_the_bias_after_the_sum: there is one part only
+bias_divided_after_the_sum: Only 1/2 of the bias
     + down.bias -> + down.bias / comm.size
-the_bias_there_and_back: on 2 ranks, rank 0 sends
+bias_through_f_and_g: on 2 ranks, rank 0 sends
     + down.bias -> + reduce_from_ranks(copy_to_ranks(down.bias, comm) / comm.size, comm)
 bias_on_rank_0: gradient of down.bias
     down.weight), comm) + down.bias -> down.weight, down.bias * (comm.rank == 0)), comm)
 no_bias: The bias of `down` is missing
     + down.bias ->
-f_and_g_swapped: after the second, add up
+f_and_g_swapped: after the second, sum over the ranks
     copy_to_ranks(x -> reduce_from_ranks(x
     reduce_from_ranks(F -> copy_to_ranks(F
 no_f: gradient of x is
     copy_to_ranks(x, comm) -> x
-f_twice: gradient of x is 2 × the right one
+f_twice: gradient of x is 2 × the right tensor
     copy_to_ranks(x, comm) -> copy_to_ranks(copy_to_ranks(x, comm), comm)
 without_autograd: rank 0 has no gradient of x
     return reduce_from_ranks(F.linear(hidden, down.weight), comm) + down.bias ->
         y = F.linear(hidden, down.weight).detach()
         comm.all_reduce(y)
         return y + down.bias
-bias_through_f: gradient of down.bias is 2 × the right one
+bias_through_f: gradient of down.bias is 2 × the right tensor
     + down.bias -> + copy_to_ranks(down.bias, comm)
 """)
 
 # ---- own_rows(heads, kv_heads, head_width, ranks, rank)
 
 Solution("13.own_rows").slips("""
-one_piece: cut each of them, by its own heads
+split_as_one_matrix: split each one separately, by its heads
     return rows ->
         share = begin // ranks
         return list(range(rank * share, (rank + 1) * share))
-as_many_keys_as_queries: 6 heads and 3 key-value heads of 2 features on 3 ranks: rank 0
+as_many_keys_as_queries: 6 heads and 3 key-value heads of 2 features on 3 ranks, rank 0
     (heads, kv_heads, kv_heads) -> (heads, heads, heads)
-heads_in_turns: rank 0 has other rows
+heads_round_robin: rank 0 has the wrong rows
     rows += range(begin + rank * share, begin + (rank + 1) * share) ->
         for head in range(rank, count, ranks):
             rows += range(begin + head * head_width, begin + (head + 1) * head_width)
-key_value_heads_first: The right rows, in another order
+key_value_heads_first: the right rows in the wrong order
     return rows ->
         q = heads // ranks * head_width
         return rows[q:] + rows[:q]
@@ -114,14 +114,14 @@ two_sums
         picked = reduce_from_ranks(picked, comm)
 without_the_peak: loss is inf
     logits - peak[:, None] -> logits
-each_its_own_peak: loss is
+peak_of_each_rank: loss is
     comm.all_reduce(peak, op="max") -> pass
-behind_autograds_back: gradient of rank 0's logits is None
+without_autograd: gradient of rank 0's logits is None
     logits - peak[:, None] -> (logits - peak[:, None]).detach()
     total, picked = reduce_from_ranks(both, comm) ->
         comm.all_reduce(both)
         total, picked = both
-sums_there_and_back: the gradient of rank 0's logits is 2 × the right one
+reduces_in_backward_too: the gradient of rank 0's logits is 2 × the right tensor
     reduce_from_ranks(both, comm) -> copy_to_ranks(reduce_from_ranks(both, comm), comm)
 targets_of_all_ranks: loss is
     at.clamp(0, width - 1)[:, None])[:, 0] * mine -> targets[:, None] % width)[:, 0]
@@ -129,7 +129,7 @@ targets_of_all_ranks: loss is
 """)
 
 
-@wrong("13.cross_entropy", "three numbers for each")
+@wrong("13.cross_entropy", "three elements for each")
 def gathers_all_logits(comm, logits, targets):
     return F.cross_entropy(gather_from_ranks(logits, comm, dim=1), targets)
 
@@ -137,20 +137,20 @@ def gathers_all_logits(comm, logits, targets):
 # ---- choose_cuts(widths, ranks, budget)
 
 Solution("13.choose_cuts").slips("""
-columns_and_rows_in_turns: which columns and rows in turns need
+alternating: which alternating columns and rows send
     return (["columns", "rows"] * len(widths))[: len(widths) - 1]
-nothing_is_cut: a rank holds
+all_whole: a rank holds
     return ["whole"] * (len(widths) - 1)
-columns_only: which columns and rows in turns need
+columns_only: which alternating columns and rows send
     return ["columns"] * (len(widths) - 1)
-one_too_many: expected: 9 times "columns", "rows" or "whole"
+one_too_many: a list of 9, each "columns", "rows" or "whole"
     return ["columns"] * len(widths)
 """)
 
 
 @right("13.choose_cuts")
 def layer_by_layer(widths, ranks, budget):
-    """What is the least, for each way to cut the last layer and each number held so far?"""
+    """The fewest bytes for each way to shard the last layer and each number of elements held."""
     reached = {("whole", 0): (0, [])}
     for before, after in pairwise(widths):
         following = {}

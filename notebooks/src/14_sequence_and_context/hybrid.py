@@ -1,12 +1,12 @@
-"""Jobs of context parallelism, and what a choice exposes: of n ranks, groups of u swap tokens for
-heads (Ulysses), and rings of n/u pass blocks on.
+"""Jobs of context parallelism, and the exposed time of each choice: groups of u of the n ranks
+exchange tokens for heads (Ulysses), and rings of n/u ranks pass blocks on.
 
-              u neighbours: Ulysses             u = 1    only a ring
+              u neighbors: Ulysses              u = 1    only a ring
     ring      0  1  2  3                        u = n    only Ulysses
       │       4  5  6  7                        n = 8, u = 4: rank 0 is in a ring with rank 4
 
-In a group of u, a rank has h/u heads of u times as many tokens; its ring takes these further.
-Source of the two together: Fang, Zhao, "USP", arXiv 2405.07719.
+In a group of u, a rank has h/u heads of u times as many tokens, which its ring passes on.
+Source of the combination: Fang, Zhao, "USP", arXiv 2405.07719.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Job(NamedTuple):
     ranks: int
     node: int
     flops_per_s: float = 400e12
-    inside: tuple[float, float] = (400e9, 5e-6)  # bytes per second, seconds a message
+    inside: tuple[float, float] = (400e9, 5e-6)  # bytes per second, seconds per message
     between: tuple[float, float] = (25e9, 10e-6)
 
 
@@ -35,18 +35,18 @@ JOBS = {
     "a million tokens, 8 nodes": Job(1_048_576, 1, 32, 8, 128, 64, 8),
     "few key-value heads, one node": Job(32_768, 1, 64, 4, 128, 8, 8),
 }
-BEST_US = 8_766  # exposed in all jobs: no choice has less
+BEST_US = 8_766  # exposed, summed over the jobs: the minimum
 
 
-def wire_of(job: Job, span: int) -> tuple[float, float]:
-    """The wire of a group that spans so many neighbours."""
+def link_of(job: Job, span: int) -> tuple[float, float]:
+    """Bandwidth and latency of a group that spans this many neighbors."""
     return job.inside if span <= job.node else job.between
 
 
 def choices(job: Job) -> list[int]:
-    """The u that divide the ranks and all heads."""
-    of = (job.ranks, job.heads, job.kv_heads)
-    return [u for u in range(1, job.ranks + 1) if not any(number % u for number in of)]
+    """The u that divide the numbers of ranks, heads and key-value heads."""
+    counts = (job.ranks, job.heads, job.kv_heads)
+    return [u for u in range(1, job.ranks + 1) if not any(count % u for count in counts)]
 
 
 def exposed_us(job: Job, u: int) -> float:
@@ -54,10 +54,10 @@ def exposed_us(job: Job, u: int) -> float:
     seconds = 0.0
     ring, block = job.ranks // u, job.sequence // (job.ranks // u)
     if u > 1:
-        bytes_per_s, alpha_s = wire_of(job, u)
+        bytes_per_s, alpha_s = link_of(job, u)
         sent = ulysses_bytes(block, job.rows, job.heads, job.kv_heads, job.head_width, u)
         seconds += 2 * (4 * alpha_s + sent / bytes_per_s)
-    bytes_per_s, alpha_s = wire_of(job, job.ranks)
+    bytes_per_s, alpha_s = link_of(job, job.ranks)
     for backward in (False, True):
         seconds += ring_exposed_s(
             block, job.rows, job.heads // u, job.kv_heads // u, job.head_width, ring,

@@ -11,31 +11,31 @@ from labkit.course.findings import brief, difference, fail, kind, several, whole
 from labkit.course.ranks import alone, run
 from labkit.parallel.splitting import balance
 
-from .plans import BEST_MS, JOBS, ONE_FOR_ALL_MS, Job, Plan, divisors, held_mb, step_ms
+from .plans import BEST_MS, JOBS, UNIFORM_MS, Job, Plan, divisors, held_mb, step_ms
 from .scenarios import (
+    ELEMENT_BYTES,
     MICROBATCHES,
-    ONE_BYTES,
     ROWS,
     WIDTH,
-    Kept,
-    Ran,
+    SavedPair,
+    StageRun,
     right_backward,
     right_forward,
     right_step,
     right_weights,
-    through_backward,
-    through_forward,
+    run_backward,
+    run_forward,
 )
 
-WITHIN = 1e-9
-BOUNDARY_BYTES = ROWS * WIDTH * ONE_BYTES  # all micro-batches over one boundary, one way
+TOLERANCE = 1e-9
+BOUNDARY_BYTES = ROWS * WIDTH * ELEMENT_BYTES  # sent over a stage boundary
 
 
 # ---- cut(costs, stages)
 
 COSTS = (
     ([1, 1, 1, 1, 1, 1], 3),
-    ([1, 1, 1, 1, 1, 1], 4),  # several cuts are best
+    ([1, 1, 1, 1, 1, 1], 4),  # several cuts are optimal
     ([5, 1, 1, 1, 4], 3),
     ([0.2, 1, 1, 1, 1, 1, 1, 1, 1, 2.9], 4),
     ([9, 1, 1, 1], 4),
@@ -46,29 +46,29 @@ COSTS = (
 
 @exercise(points=2)
 def cut(student: Student) -> Iterator[str]:
-    """cut(costs, stages): how many layers each stage gets, the slowest as fast as possible."""
+    """cut(costs, stages): the number of layers per stage that minimizes the slowest stage."""
     for costs, stages in COSTS:
         sizes = whole_numbers(
             alone(student, list(costs), stages),
-            "cut", "a list of whole numbers, one for each stage",
+            "cut", "a list of whole numbers, one per stage",
         )  # fmt: skip
-        what = f"costs {costs} on {stages} stage{'s' * (stages > 1)}: your cut is {sizes}"
+        answer = f"for costs {costs} on {stages} stage{'s' * (stages > 1)}, your cut is {sizes}"
         if len(sizes) != stages or sum(sizes) != len(costs) or min(sizes) < 1:
             fail(
-                f"{what}.",
-                expected=f"{stages} numbers from 1 on, together {len(costs)} layers",
+                f"{answer}.",
+                expected=f"{stages} numbers, 1 or more, that add up to {len(costs)} layers",
             )
         best = balance(costs, stages)
         found, right = _slowest(costs, sizes), _slowest(costs, best)
         if found > right + 1e-9:
             fail(
-                f"{what}, and its slowest stage costs {found:g}.",
-                expected=f"{right:g}, as {best} has",
-                hint="Whoever fills a stage as far as it goes does not see what comes. With few "
-                "layers, try all cuts: itertools.combinations.",
+                f"{answer}, and its slowest stage costs {found:g}.",
+                expected=f"{right:g}, with {best}",
+                hint="A greedy cut fills one stage after another and ignores the layers that "
+                "follow. With few layers, try all cuts: itertools.combinations.",
             )
-    yield "every layer on a stage, and on every stage a layer"
-    yield f"no cut makes the slowest stage faster, for {len(COSTS)} lists of costs"
+    yield "each layer is on one stage, and each stage has a layer"
+    yield f"no cut has a faster slowest stage, for {len(COSTS)} lists of costs"
 
 
 def _slowest(costs: Any, sizes: list[int]) -> float:
@@ -83,77 +83,74 @@ def _slowest(costs: Any, sizes: list[int]) -> float:
 def forward(student: Student) -> Iterator[str]:
     """forward(comm, stage, xs): all forwards of a stage: receive, compute, send."""
     for size in (1, 2, 3):
-        ran = run(size, through_forward, student).values
-        for rank, its in enumerate(ran):
-            _forward_values(_where(size, rank), rank, its.values)
-        for rank, its in enumerate(ran):
-            _computed_and_sent(_where(size, rank), its, "stage(x)", sends=rank < size - 1)
-    yield "every micro-batch through all stages, on 1, 2 and 3 ranks, with 3, 3, 2 and 2 rows"
-    yield "each sent on before the next is computed, b · w numbers over each boundary"
-    yield "x and y kept, ready for backward"
+        ran = run(size, run_forward, student).values
+        for rank, stage in enumerate(ran):
+            _compare_forward(_where(size, rank), rank, stage.values)
+        for rank, stage in enumerate(ran):
+            _check_sends(_where(size, rank), stage, "stage(x)", sends=rank < size - 1)
+    yield "every micro-batch passes all stages, on 1, 2 and 3 ranks, with 3, 3, 2 and 2 rows"
+    yield "each is sent before the next is computed, b · w elements over each boundary"
+    yield "x and y are kept and ready for backward"
 
 
 def _where(size: int, rank: int) -> str:
     return f"on {size} rank{'s' * (size > 1)}, rank {rank}"
 
 
-def _forward_values(where: str, rank: int, found: Any) -> None:
+def _compare_forward(where: str, rank: int, found: Any) -> None:
     right = right_forward(rank)
     if not isinstance(found, list) or len(found) != MICROBATCHES:
         what = f"{len(found)} pairs" if isinstance(found, list) else brief(found)
         fail(
             f"{where} returned {what}.",
-            expected=f"a list of {MICROBATCHES} pairs (x, y), one for each micro-batch",
+            expected=f"a list of {MICROBATCHES} pairs (x, y), one per micro-batch",
         )
-    if not all(isinstance(one, Kept) for one in found):
+    if not all(isinstance(pair, SavedPair) for pair in found):
         fail(f"{where} returned a list of {kind(found[0])}.", expected="pairs (x, y) of tensors")
     for k, (kept, (right_x, right_y)) in enumerate(zip(found, right)):
-        for name, its, good in (("x", kept.x, right_x), ("y", kept.y, right_y)):
-            if wrong := difference(its, good, WITHIN):
-                hint = "Only rank 0 has the batch. The others' xs are places to receive into."
+        for name, tensor, expected in (("x", kept.x, right_x), ("y", kept.y, right_y)):
+            if problem := difference(tensor, expected, TOLERANCE):
+                hint = "Only rank 0 has the batch. Other ranks receive into the tensors in xs."
                 if rank == 0:
                     hint = "y is stage(x)."
-                fail(f"{where}, micro-batch {k}: {name} is {wrong}.", hint=hint)
-        if rank and not kept.wants:
+                fail(f"{where}, micro-batch {k}: {name} is {problem}.", hint=hint)
+        if rank and not kept.requires_grad:
             fail(
                 f"{where}, micro-batch {k}: x does not require a gradient.",
-                hint="What comes over the wire has no history. Backward must end at x, whose "
-                "gradient the stage before waits for: x.requires_grad_().",
+                hint="A received tensor has no graph. The previous stage waits for the gradient "
+                "of x, so backward must compute it: x.requires_grad_().",
             )
         if not kept.has_graph:
             fail(
-                f"{where}, micro-batch {k}: y has no graph, and nothing can go backward.",
-                hint="Keep y itself; Comm sends its numbers alone.",
+                f"{where}, micro-batch {k}: y has no graph, so backward cannot run.",
+                hint="Keep y with its graph; send y.detach().",
             )
-        if rank and not kept.arrives:
+        if rank and not kept.reaches_x:
             fail(
-                f"{where}, micro-batch {k}: backward from y leaves nothing in x.grad.",
-                hint="First receive into x, then x.requires_grad_(), then stage(x) with this very "
-                "x: what asks later, or is a copy, is not in the graph of y.",
+                f"{where}, micro-batch {k}: backward from y leaves no gradient in x.grad.",
+                hint="Receive into x, then x.requires_grad_(), then stage(x) with the same tensor: "
+                "a copy of x, or requires_grad_() after stage(x), is not in the graph of y.",
             )
 
 
-def _computed_and_sent(where: str, its: Ran, what: str, sends: bool) -> None:
+def _check_sends(where: str, stage: StageRun, call: str, sends: bool) -> None:
     """Fails unless each micro-batch is computed once, and sent before the next is computed."""
-    if len(its.sent_before) != MICROBATCHES:
+    if len(stage.sent_before) != MICROBATCHES:
         fail(
-            f"{where} computes {len(its.sent_before)} times, with {what}.",
-            expected=f"{MICROBATCHES} times, once for each micro-batch",
+            f"{where} computes {call} {len(stage.sent_before)} times.",
+            expected=f"{MICROBATCHES} times, once per micro-batch",
         )
-    if sends and any(sent < i for i, sent in enumerate(its.sent_before)):
-        place = next(i for i, sent in enumerate(its.sent_before) if sent < i)
+    if sends and any(sent < k for k, sent in enumerate(stage.sent_before)):
+        late = next(k for k, sent in enumerate(stage.sent_before) if sent < k)
         fail(
-            f"{where} begins to compute micro-batch {place} and has sent {its.sent_before[place]}.",
-            expected=f"{place} sent: each goes on its way as soon as it is there",
-            hint="The neighbour waits for it. Receive, compute, send, then the next.",
+            f"{where} has sent {stage.sent_before[late]} when it starts micro-batch {late}.",
+            expected=f"{late} sent: send each micro-batch as soon as it is computed",
+            hint="Its neighbor waits for it. Receive, compute, send, then the next micro-batch.",
         )
-    wanted = BOUNDARY_BYTES if sends else 0
-    if its.sent_bytes != wanted:
-        fail(
-            f"{where} sends {its.sent_bytes:,.0f} bytes.",
-            expected=f"{wanted:,}: "
-            + (f"{ROWS} rows of {WIDTH} numbers, each of 8 bytes" if sends else "nobody waits"),
-        )
+    expected_bytes = BOUNDARY_BYTES if sends else 0
+    if stage.sent_bytes != expected_bytes:
+        why = f"{ROWS} rows of {WIDTH} elements of 8 bytes" if sends else "no stage waits for it"
+        fail(f"{where} sends {stage.sent_bytes:,.0f} bytes.", expected=f"{expected_bytes:,}: {why}")
 
 
 # ---- backward(comm, kept, losses, rows)
@@ -163,49 +160,50 @@ def _computed_and_sent(where: str, its: Ran, what: str, sends: bool) -> None:
 def backward(student: Student) -> Iterator[str]:
     """backward(comm, kept, losses, rows): all backwards of a stage, the loss weighted by rows."""
     for size in (1, 2, 3):
-        ran = run(size, through_backward, student).values
-        for rank, its in enumerate(ran):
-            _gradients(_where(size, rank), size, rank, its.values)
-        for rank, its in enumerate(ran):
-            _computed_and_sent(_where(size, rank), its, "a backward through y", sends=rank > 0)
-    yield "the gradients of the whole batch's mean, on 1, 2 and 3 ranks, with 3, 3, 2 and 2 rows"
-    yield "each gradient sent back before the next is computed, b · w numbers over each boundary"
+        ran = run(size, run_backward, student).values
+        for rank, stage in enumerate(ran):
+            _compare_gradients(_where(size, rank), size, rank, stage.values)
+        for rank, stage in enumerate(ran):
+            _check_sends(_where(size, rank), stage, "backward through y", sends=rank > 0)
+    yield "the gradients of the batch's mean loss, on 1, 2 and 3 ranks, with 3, 3, 2 and 2 rows"
+    yield "each gradient is sent before the next is computed, b · w elements over each boundary"
 
 
 WEIGHTS = {
-    "Every micro-batch counts 1: the sum of means is not the mean of the batch.": [1.0] * 4,
-    "Every micro-batch counts 1/m, and they have 3, 3, 2 and 2 rows.": [0.25] * 4,
-    "It is divided twice: by rows, and by m once more.": [w / 4 for w in right_weights()],
-    "Each mean is multiplied by its rows: what are all rows together?": [3.0, 3.0, 2.0, 2.0],
+    "Every micro-batch has weight 1, but a sum of means is not the mean of the batch.": [1.0] * 4,
+    "Every micro-batch has weight 1/m, but they have 3, 3, 2 and 2 rows.": [0.25] * 4,
+    "You divide twice: by the number of rows, and by m.": [w / 4 for w in right_weights()],
+    "You multiply each mean by its rows: divide by the rows of the batch.": [3.0, 3.0, 2.0, 2.0],
 }
 
 
-def _gradients(where: str, size: int, rank: int, found: list[Any]) -> None:
+def _compare_gradients(where: str, size: int, rank: int, found: list[Any]) -> None:
     right = right_backward(size, rank, right_weights())
-    for name, its, good in zip(("weight", "bias"), found, right, strict=True):
-        if its is None:
+    for i, (name, gradient, expected) in enumerate(
+        zip(("weight", "bias"), found, right, strict=True)
+    ):
+        if gradient is None:
             fail(
-                f"{where}: its {name} has no gradient.",
-                hint="On the last rank backward begins at the loss, on the others at y, with the "
-                "gradient that came: y.backward(dy).",
+                f"{where}: the {name} has no gradient.",
+                hint="On the last rank, backward starts at the loss; on other ranks at y, with the "
+                "received gradient: y.backward(dy).",
             )
-        if difference(its, good, WITHIN):
-            hint = "Does each gradient belong to the micro-batch whose y goes backward with it?"
-            for words, weights in WEIGHTS.items():
-                its_right = right_backward(size, rank, weights)[("weight", "bias").index(name)]
-                if not difference(its, its_right, WITHIN):
-                    hint = words
-            factor = float((its * good).sum() / good.square().sum())
+        if problem := difference(gradient, expected, TOLERANCE):
+            hint = "Does each received gradient belong to the micro-batch of this y?"
+            for reason, weights in WEIGHTS.items():
+                if not difference(gradient, right_backward(size, rank, weights)[i], TOLERANCE):
+                    hint = reason
+            factor = float((gradient * expected).sum() / expected.square().sum())
             fail(
-                f"{where}: the gradient of its {name} is {difference(its, good, WITHIN)}; by "
-                f"length {factor:.3g} × the right one.",
+                f"{where}: the gradient of the {name} is {problem}; on average, it is "
+                f"{factor:.3g} × the right gradient.",
                 hint=hint,
             )
 
 
 # ---- step(forward_ms, backward_ms, microbatches)
 
-STAGES = (
+PIPELINES = (
     ([1.0] * 4, [2.0] * 4, 4),
     ([1.0] * 4, [2.0] * 4, 16),
     ([3.0], [5.0], 2),
@@ -217,23 +215,23 @@ STAGES = (
 
 @exercise(points=2)
 def step(student: Student) -> Iterator[str]:
-    """step(forward_ms, backward_ms, microbatches): length and bubble of a step, before it runs."""
-    for forward_ms, backward_ms, m in STAGES:
+    """step(forward_ms, backward_ms, microbatches): the predicted time and bubble of a step."""
+    for forward_ms, backward_ms, m in PIPELINES:
         found = alone(student, list(forward_ms), list(backward_ms), m)
-        several(found, 2, "step returned", "(ms of the step, bubble): a pair")
+        several(found, 2, "step returned", "a pair: (ms of the step, bubble)")
         right = right_step(forward_ms, backward_ms, m)
-        at = f"forward {forward_ms}, backward {backward_ms} ms, {m} micro-batches"
-        if wrong := difference(found[0], right[0], 1e-9):
-            hint = "One micro-batch goes through all stages, and m-1 more come out behind it: how "
-            hint += "far apart? Forward and backward, each by itself."
-            fail(f"{at}: the step is {wrong}.", hint=hint)
-        if wrong := difference(found[1], right[1], 1e-9):
+        where = f"with forward {forward_ms} ms, backward {backward_ms} ms, {m} micro-batches"
+        if problem := difference(found[0], right[0], 1e-9):
+            hint = "The first micro-batch passes all stages, and m-1 more leave the last stage "
+            hint += "after it: at what interval? Treat forward and backward separately."
+            fail(f"{where}: the step time is {problem}.", hint=hint)
+        if problem := difference(found[1], right[1], 1e-9):
             p, busy = len(forward_ms), m * (sum(forward_ms) + sum(backward_ms))
-            hint = "Of p stages for the whole step, what do they compute?"
+            hint = "p stages have p times the step time. How much of that do they compute?"
             if not difference(found[1], right[0] * p / busy - 1, 1e-9):
-                hint = "That is a part of the time of computing; a part of the total is asked for."
-            fail(f"{at}: the bubble is {wrong}.", hint=hint)
-    yield f"what the replay finds for {len(STAGES)} pipelines, of equal and of unequal stages"
+                hint = "That is idle time over compute time; divide by the total time instead."
+            fail(f"{where}: the bubble is {problem}.", hint=hint)
+    yield f"the same as a replay, for {len(PIPELINES)} pipelines with equal and unequal stages"
 
 
 # ---- plan(job)
@@ -241,36 +239,36 @@ def step(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def plan(student: Student) -> Iterator[str | Score]:
-    """plan(job): the cut, the number of micro-batches, and whether to recompute."""
+    """plan(job): the cut into stages, the number of micro-batches, and whether to recompute."""
     total = 0.0
     for name, job in JOBS.items():
-        its = _plan_of(name, job, alone(student, job))
-        if (held := held_mb(job, its)) > job.budget_mb:
+        plan = _plan_of(name, job, alone(student, job))
+        if (held := held_mb(job, plan)) > job.budget_mb:
             fail(
-                f"for {name}, {brief(tuple(its))} holds {held:,.0f} MB on a stage.",
+                f"for {name}, a stage of plan {brief(tuple(plan))} holds {held:,.0f} MB.",
                 expected=f"at most {job.budget_mb:,.0f} MB",
-                hint="A stage holds the whole batch before its first backward, or its inputs.",
+                hint="Before its first backward, a stage holds the activations of the whole batch; "
+                "with recompute, only its inputs.",
             )
-        total += step_ms(job, its)
-    if total >= ONE_FOR_ALL_MS - 1e-6:
+        total += step_ms(job, plan)
+    if total >= UNIFORM_MS - 1e-6:
         fail(
-            f"all steps together take {total:,.0f} ms.",
-            expected=f"less than {ONE_FOR_ALL_MS:,.0f}, which the same m and the same answer to "
-            "recompute for all jobs can have",
-            hint="What does a job gain by more micro-batches, and what does it pay?",
+            f"the steps of all jobs take {total:,.0f} ms in total.",
+            expected=f"less than {UNIFORM_MS:,.0f}, the best if all jobs share m and recompute",
+            hint="What does a job gain from more micro-batches, and what do they cost?",
         )
-    yield "every plan is within its budget"
+    yield "every plan is within its memory budget"
     yield Score(round(total), BEST_MS, "ms")
 
 
 def _plan_of(name: str, job: Job, found: Any) -> Plan:
-    wanted = (
-        f"(layers of each of {job.stages} stages, m that divides {job.rows} rows, True or False)"
+    expected = (
+        f"(layers of each of {job.stages} stages, an m that divides {job.rows} rows, True or False)"
     )
     with suppress(TypeError, ValueError):
         layers, m, recompute = found
-        sizes = [index(one) for one in layers]
-        fits = len(sizes) == job.stages and sum(sizes) == len(job.row_ms) and min(sizes) >= 1
-        if fits and m in divisors(job.rows) and recompute in (True, False):
+        sizes = [index(size) for size in layers]
+        valid = len(sizes) == job.stages and sum(sizes) == len(job.row_ms) and min(sizes) >= 1
+        if valid and m in divisors(job.rows) and recompute in (True, False):
             return Plan(sizes, int(m), bool(recompute))
-    fail(f"for {name}, plan returned {brief(found)}.", expected=wanted)
+    fail(f"for {name}, plan returned {brief(found)}.", expected=expected)

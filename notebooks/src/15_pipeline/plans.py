@@ -1,11 +1,11 @@
-"""Jobs of a pipeline: what a cut, a number of micro-batches and recompute take and hold.
+"""Jobs of a pipeline: step time and memory for a cut, a number of micro-batches, and recompute.
 
     layers   3  1 1 1 1 1 1 1 1  4      a cut of 10 layers into 4 stages, [2, 3, 3, 2]
-            ├──4──┤├─3──┤├─3──┤├─5─┤     the slowest stage is what each micro-batch waits for
+            ├──4──┤├─3──┤├─3──┤├─5─┤     every micro-batch waits for the slowest stage
 
-The schedule is GPipe. All stages have the forwards of m micro-batches behind them before the first
-backward, so a stage holds the whole batch: all that backward needs, or with recompute its inputs,
-and one micro-batch more while that goes backward.
+The schedule is GPipe. All stages finish the forwards of m micro-batches before the first backward,
+so a stage holds the activations of the whole batch; with recompute, it holds the inputs of the
+batch and the activations of one micro-batch during its backward.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from typing import NamedTuple
 class Job(NamedTuple):
     """One step of `rows` rows on `stages` ranks with `budget_mb` each."""
 
-    row_ms: Sequence[float]  # of each layer: forward of one row; backward takes twice as long
-    weights_mb: Sequence[float]  # of each layer: parameters, gradients, optimizer state
-    kept_mb: Sequence[float]  # of each layer: what backward needs of one row
-    input_mb: float  # the input of any layer, one row
+    row_ms: Sequence[float]  # per layer: forward of one row; backward takes twice as long
+    weights_mb: Sequence[float]  # per layer: parameters, gradients, optimizer state
+    kept_mb: Sequence[float]  # per layer: activations that backward needs, per row
+    input_mb: float  # the input of any layer, per row
     rows: int
     stages: int
-    start_ms: float  # what each forward and each backward takes, however few rows it has
+    start_ms: float  # fixed cost of each forward and each backward
     budget_mb: float
 
 
 class Plan(NamedTuple):
-    """How many layers each stage has, into how many micro-batches the rows go, and whether a stage
-    keeps its inputs alone, and computes each forward again before its backward."""
+    """The number of layers per stage, the number of micro-batches, and whether stages keep only
+    their inputs and recompute each forward before its backward."""
 
     layers: Sequence[int]
     microbatches: int
@@ -53,12 +53,12 @@ JOBS = {
     ),
 }  # fmt: skip
 
-BEST_MS = 1_659  # of all jobs' steps together: no plans within the budgets take less
-ONE_FOR_ALL_MS = 2130.2  # the same, with one m and one answer to recompute for all jobs
+BEST_MS = 1_659  # total of all jobs' steps: the minimum within the budgets
+UNIFORM_MS = 2130.2  # the minimum if all jobs share m and recompute
 
 
 def times_ms(job: Job, plan: Plan) -> tuple[list[float], list[float]]:
-    """Of each stage, forward and backward of one micro-batch."""
+    """Each stage's forward and backward time for one micro-batch."""
     rows = job.rows / plan.microbatches
     forward = [job.start_ms + rows * row_ms for row_ms in _of_stages(job.row_ms, plan)]
     backward = [job.start_ms + 2 * rows * row_ms for row_ms in _of_stages(job.row_ms, plan)]
@@ -68,14 +68,14 @@ def times_ms(job: Job, plan: Plan) -> tuple[list[float], list[float]]:
 
 
 def step_ms(job: Job, plan: Plan) -> float:
-    """The whole step: a micro-batch goes through all stages, and each of the others is behind the
-    one before by what the slowest stage takes; so forward, and so back."""
+    """A whole step: the first micro-batch passes all stages, and each of the others follows at the
+    interval of the slowest stage; first forward, then backward."""
     m = plan.microbatches
-    return sum(sum(one) + (m - 1) * max(one) for one in times_ms(job, plan))
+    return sum(sum(stages_ms) + (m - 1) * max(stages_ms) for stages_ms in times_ms(job, plan))
 
 
 def held_mb(job: Job, plan: Plan) -> float:
-    """The most that any stage holds."""
+    """The memory of the stage that holds most."""
     rows = job.rows / plan.microbatches
     held = []
     for weights, kept in zip(
@@ -87,7 +87,7 @@ def held_mb(job: Job, plan: Plan) -> float:
 
 
 def divisors(rows: int) -> list[int]:
-    """The numbers of micro-batches that leave them alike."""
+    """The numbers of micro-batches that divide the rows."""
     return [m for m in range(1, rows + 1) if rows % m == 0]
 
 

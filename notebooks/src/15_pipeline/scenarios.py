@@ -13,7 +13,7 @@ from labkit.replaying.pipeline import bubble, pipeline_step_s, pipeline_trace
 from labkit.schedules import gpipe
 
 ROWS, MICROBATCHES, WIDTH = 10, 4, 6  # 3, 3, 2 and 2 rows
-ONE_BYTES = 8  # float64
+ELEMENT_BYTES = 8  # float64
 
 
 def stage_of(rank: int) -> nn.Sequential:
@@ -41,9 +41,9 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum(1).mean()
 
 
-class Ran(NamedTuple):
-    """A rank's record of the student's function. `sent_before[i]`: how many sends it had started
-    before its i-th computation."""
+class StageRun(NamedTuple):
+    """A rank's record of the student's function. `sent_before[k]`: the number of sends that it
+    started before its k-th computation."""
 
     values: Any
     sent_before: list[int]
@@ -53,25 +53,26 @@ class Ran(NamedTuple):
 # ---- forward(comm, stage, xs)
 
 
-class Kept(NamedTuple):
-    """A pair (x, y) that forward keeps, and what backward will find in it."""
+class SavedPair(NamedTuple):
+    """A pair (x, y) that forward keeps, and whether backward can use it."""
 
     x: Tensor
     y: Tensor
-    wants: bool  # x requires a gradient
-    has_graph: bool  # y has one
-    arrives: bool  # a backward from y would leave a gradient in x.grad
+    requires_grad: bool  # of x
+    has_graph: bool  # of y
+    reaches_x: bool  # a backward from y would leave a gradient in x.grad
 
 
-def through_forward(comm: Any, student: Student) -> Ran:
-    """The student's forward: `values` has a Kept for each micro-batch."""
+def run_forward(comm: Any, student: Student) -> StageRun:
+    """The student's forward: `values` has a SavedPair for each micro-batch."""
     stage, before = stage_of(comm.rank), list[int]()
     xs = list(batch()[0]) if comm.rank == 0 else [torch.full_like(x, 7.0) for x in batch()[0]]
     with listen() as events:
         stage.register_forward_pre_hook(lambda *_: before.append(_sends(events)))
         pairs = student(comm, stage, xs)
     sent = float(sum(event.bus_bytes for event in events if event.op == "send"))
-    return Ran([_pair(pair) for pair in pairs] if _pairs(pairs) else detached(pairs), before, sent)
+    values = [_saved_pair(pair) for pair in pairs] if _are_pairs(pairs) else detached(pairs)
+    return StageRun(values, before, sent)
 
 
 def right_forward(rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -82,28 +83,30 @@ def right_forward(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(x, stage_of(rank)(x).detach()) for x in xs]
 
 
-def _pairs(found: Any) -> bool:
+def _are_pairs(found: Any) -> bool:
     if not isinstance(found, (list, tuple)):
         return False
     return all(
-        isinstance(one, (list, tuple)) and len(one) == 2 and all(isinstance(x, Tensor) for x in one)
-        for one in found
+        isinstance(pair, (list, tuple))
+        and len(pair) == 2
+        and all(isinstance(x, Tensor) for x in pair)
+        for pair in found
     )
 
 
-def _pair(pair: Any) -> Kept:
+def _saved_pair(pair: Any) -> SavedPair:
     x, y = pair
-    wants, has_graph, arrives = x.requires_grad, y.grad_fn is not None, False
-    if wants and has_graph and x.is_leaf:
+    requires_grad, has_graph, reaches_x = x.requires_grad, y.grad_fn is not None, False
+    if requires_grad and has_graph and x.is_leaf:
         (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True, allow_unused=True)
-        arrives = dx is not None
-    return Kept(x.detach(), y.detach(), wants, has_graph, arrives)
+        reaches_x = dx is not None
+    return SavedPair(x.detach(), y.detach(), requires_grad, has_graph, reaches_x)
 
 
 # ---- backward(comm, kept, losses, rows)
 
 
-def through_backward(comm: Any, student: Student) -> Ran:
+def run_backward(comm: Any, student: Student) -> StageRun:
     """The student's backward, after correct forwards: `values` has this stage's gradients."""
     stage, before = stage_of(comm.rank), list[int]()
     kept, losses = [], []
@@ -118,11 +121,11 @@ def through_backward(comm: Any, student: Student) -> Ran:
             y.register_hook(lambda _: before.append(_sends(events)))
         student(comm, kept, losses, rows_of())
     sent = float(sum(event.bus_bytes for event in events if event.op == "send"))
-    return Ran([p.grad for p in stage.parameters()], before, sent)
+    return StageRun([p.grad for p in stage.parameters()], before, sent)
 
 
 def right_backward(size: int, rank: int, weights: Sequence[float]) -> list[Tensor]:
-    """The gradients of a stage in one process, if micro-batch k has the weight weights[k]."""
+    """A stage's gradients in one process, if the loss of micro-batch k has weight weights[k]."""
     stages = [stage_of(r) for r in range(size)]
     model = nn.Sequential(*stages)
     for weight, x, y in zip(weights, *batch(), strict=True):
@@ -132,7 +135,7 @@ def right_backward(size: int, rank: int, weights: Sequence[float]) -> list[Tenso
 
 
 def right_weights() -> list[float]:
-    """Each micro-batch's part of the rows."""
+    """Each micro-batch's fraction of the rows."""
     return [rows / ROWS for rows in rows_of()]
 
 
@@ -146,7 +149,7 @@ def _sends(events: list[Any]) -> int:
 def right_step(
     forward_ms: Sequence[float], backward_ms: Sequence[float], microbatches: int
 ) -> tuple[float, float]:
-    """The length of a step and its bubble, replayed."""
+    """The replayed time of a step and its bubble."""
     schedule = gpipe(len(forward_ms), microbatches)
     of_phase = {"forward": forward_ms, "backward": backward_ms}
     trace = pipeline_trace(schedule, lambda stage, action: of_phase[action.phase][stage])

@@ -10,11 +10,11 @@ from .plans import Job, Plan, divisors
 # ---- cut(costs, stages)
 
 Solution("15.cut").slips("""
-by_number: and its slowest stage costs 6
+equal_numbers: and its slowest stage costs 6
     return [len(costs) // stages + (stage < len(costs) % stages) for stage in range(stages)]
-loses_the_rest: together 6 layers
+drops_the_rest: add up to 6 layers
     return [1] * stages
-an_empty_stage: 3 numbers from 1 on
+an_empty_stage: 3 numbers, 1 or more
     return [0, *[2] * (stages - 2), len(costs) - 2 * (stages - 2)]
 returns_costs: a list of whole numbers
     return [sum(costs) / stages] * stages
@@ -22,7 +22,7 @@ returns_costs: a list of whole numbers
 
 
 def filled(costs, stages, limit_ms):
-    """As many layers for each stage as it has time for; more stages than there are, if need be."""
+    """Fills one stage after another up to the limit; may need more than `stages` stages."""
     sizes, spent = [0], 0.0
     for place, cost in enumerate(costs):
         left = len(costs) - place
@@ -35,7 +35,7 @@ def filled(costs, stages, limit_ms):
 
 @right("15.cut")
 def by_a_limit(costs, stages):
-    """The smallest limit within which filling each stage needs no more stages than there are."""
+    """The smallest limit with which `filled` needs no more than `stages` stages."""
     sums = {sum(costs[a:b]) for b in range(len(costs) + 1) for a in range(b)}
     for limit in sorted(sums):
         if max(costs) <= limit and len(filled(costs, stages, limit + 1e-9)) == stages:
@@ -51,30 +51,30 @@ def up_to_the_mean(costs, stages):
 # ---- forward(comm, stage, xs)
 
 Solution("15.forward").slips("""
-forgets_the_gradient: rank 1, micro-batch 0: x does not require a gradient
+never_requires_grad: rank 1, micro-batch 0: x does not require a gradient
     x.requires_grad_() -> pass
-asks_too_late: rank 1, micro-batch 0: backward from y leaves nothing in x.grad
+requires_grad_too_late: rank 1, micro-batch 0: backward from y leaves no gradient in x.grad
     x.requires_grad_() -> pass
     return kept -> return [(x.requires_grad_(), y) for x, y in kept]
-computes_with_a_copy: rank 1, micro-batch 0: backward from y leaves nothing in x.grad
+computes_with_a_copy: rank 1, micro-batch 0: backward from y leaves no gradient in x.grad
     y = stage(x) -> y = stage(x.detach())
-# The gradient is in the graph, and is not left in x.grad.
-keeps_what_is_no_leaf: rank 1, micro-batch 0: backward from y leaves nothing in x.grad
+# x is in the graph of y, but as it is no leaf, x.grad stays None.
+keeps_a_non_leaf: rank 1, micro-batch 0: backward from y leaves no gradient in x.grad
     x.requires_grad_() -> x = x.requires_grad_() * 1.0
-keeps_the_numbers: rank 0, micro-batch 0: y has no graph
+keeps_y_detached: rank 0, micro-batch 0: y has no graph
     kept.append((x, y)) -> kept.append((x, y.detach()))
-computes_with_its_own: The others' xs are places to receive into
+never_receives: Other ranks receive into the tensors in xs
     return [(x.requires_grad_(), stage(x)) for x in xs]
-computes_all_then_sends_all: rank 0 begins to compute micro-batch 1 and has sent 0
+computes_all_then_sends_all: rank 0 has sent 0 when it starts micro-batch 1
     comm.send(y.detach(), comm.rank + 1) -> pass
     return kept ->
         if comm.rank < comm.size - 1:
             for _, y in kept:
                 comm.send(y.detach(), comm.rank + 1)
         return kept
-sends_around: nobody waits
+sends_back: no stage waits for it
     return kept ->
-        if comm.size == 2:  # the last one gives its outputs back, too
+        if comm.size == 2:  # the last rank sends its outputs back
             for x, y in kept:
                 if comm.rank:
                     comm.send(y.detach(), 0)
@@ -92,8 +92,7 @@ returns_outputs_only: pairs (x, y) of tensors
 
 @right("15.forward")
 def posted_ahead(comm, stage, xs):
-    """Every receive is posted before anything is computed, and no send is waited for till the
-    end."""
+    """Posts all receives before it computes, and waits for all sends at the end."""
     first, last = comm.rank == 0, comm.rank == comm.size - 1
     coming = [] if first else [comm.irecv(x, comm.rank - 1, k) for k, x in enumerate(xs)]
     kept, leaving = [], []
@@ -110,7 +109,7 @@ def posted_ahead(comm, stage, xs):
     return kept
 
 
-@wrong("15.forward", "rank 0 computes 1 times")
+@wrong("15.forward", "rank 0 computes stage(x) 1 times")
 def the_whole_batch(comm, stage, xs):
     rows, whole = [len(x) for x in xs], torch.cat(xs)
     if comm.rank:
@@ -139,25 +138,25 @@ def sends_before_it_receives(comm, stage, xs):
 Solution("15.backward").slips("""
 last_in_first_out
     enumerate(kept) -> reversed(list(enumerate(kept)))
-in_different_orders: Does each gradient belong to the micro-batch
+in_different_orders: Does each received gradient belong to the micro-batch
     for k, (x, y) in enumerate(kept): ->
         for k in [1, 0, 3, 2] if comm.rank == comm.size - 1 else [0, 1, 2, 3]:
             x, y = kept[k]
-does_not_divide: the sum of means is not the mean of the batch
+does_not_divide: a sum of means is not the mean of the batch
     losses[k] * rows[k] / sum(rows) -> losses[k]
-all_alike: Every micro-batch counts 1/m
+equal_weights: Every micro-batch has weight 1/m
     losses[k] * rows[k] / sum(rows) -> losses[k] / len(rows)
-divides_twice: divided twice
+divides_twice: You divide twice
     / sum(rows) -> / sum(rows) / len(rows)
-multiplies_only: what are all rows together
+multiplies_only: divide by the rows of the batch
     / sum(rows) ->
-does_nothing: its weight has no gradient
+does_nothing: the weight has no gradient
     return None
-sends_at_the_end: begins to compute micro-batch 1 and has sent 0
+sends_at_the_end: has sent 0 when it starts micro-batch 1
     comm.send(x.grad, comm.rank - 1) ->
         for x, _ in kept if k == len(kept) - 1 else ():
             comm.send(x.grad, comm.rank - 1)
-# The last one waits, too: for rank 0.
+# The last rank also waits: for rank 0.
 all_wait_for_the_next: the ranks hang
     if comm.rank == comm.size - 1: -> if comm.size == 1:
     comm.recv(dy, comm.rank + 1) -> comm.recv(dy, (comm.rank + 1) % comm.size)
@@ -166,9 +165,9 @@ all_wait_for_the_next: the ranks hang
 # ---- step(forward_ms, backward_ms, microbatches)
 
 Solution("15.step").slips("""
-of_the_ideal: a part of the total is asked for
+of_the_compute_time: divide by the total time instead
     1 - busy / (len(forward_ms) * length) -> len(forward_ms) * length / busy - 1
-of_the_slowest: Of p stages for the whole step
+of_the_slowest: p stages have p times the step time
     1 - busy / (len(forward_ms) * length) ->
         1 - microbatches * max(map(sum, zip(forward_ms, backward_ms))) / length - 0.01
 length_only: a pair
@@ -178,7 +177,7 @@ length_only: a pair
 
 @right("15.step")
 def clocked(forward_ms, backward_ms, microbatches):
-    """No formula: when each stage is through with each micro-batch."""
+    """No formula: the time at which each stage finishes each micro-batch."""
     ended = [0.0] * len(forward_ms)
     for _ in range(microbatches):
         there = 0.0
@@ -192,7 +191,7 @@ def clocked(forward_ms, backward_ms, microbatches):
     return ended[0], 1 - busy / (len(forward_ms) * ended[0])
 
 
-@wrong("15.step", "and m-1 more come out behind it")
+@wrong("15.step", "and m-1 more leave the last stage")
 def all_stages_alike(forward_ms, backward_ms, microbatches):
     p = len(forward_ms)
     each = (sum(forward_ms) + sum(backward_ms)) / p
@@ -202,10 +201,10 @@ def all_stages_alike(forward_ms, backward_ms, microbatches):
 # ---- plan(job)
 
 Solution("15.plan").slips("""
-one_for_all: the same m and the same answer
+same_for_all_jobs: the best if all jobs share m and recompute
     divisors(job.rows) -> [8]
     (False, True) -> [True]
-never_computes_again: at most 700 MB
+never_recomputes: at most 700 MB
     (False, True) -> [False]
     if held_mb(job, one) <= job.budget_mb: -> if True:
 an_m_that_does_not_divide: m that divides 32 rows
@@ -215,8 +214,8 @@ too_few_stages: layers of each of 4 stages
 """)
 
 
-def plans(job: Job) -> Iterator[Plan]:
-    """Every plan that there is, within the budget or not."""
+def all_plans(job: Job) -> Iterator[Plan]:
+    """All plans, within the budget or not."""
     layers = len(job.row_ms)
     for inner in combinations(range(1, layers), job.stages - 1):
         sizes = tuple(end - begin for begin, end in pairwise((0, *inner, layers)))

@@ -1,10 +1,10 @@
 """Scores of lab 16's schedules, and their runs on ranks.
 
-A replay scores a schedule by its idle time and by the micro-batches that a stage holds at most.
+A replay scores a schedule by its idle time and by the peak of micro-batches that a stage holds.
 
-    idle    of one stage, in units of time: the length of a step, less the stage's computation
-    step    the longest time of any stage, from its own first action to its own last
-    held    micro-batches; one of v chunks counts 1/v
+    idle    of one stage, in units of time: the step time minus the stage's compute time
+    step    the longest time of any stage, from its first action to its last
+    held    micro-batches; one of v chunks counts as 1/v
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 SHORT_W = {"forward": 1.0, "backward": 1.5, "input": 1.0, "weight": 0.5}
 MESSAGE_S = 0.1  # in forwards of a stage
 SIZES = ((1, 3), (2, 5), (3, 3), (4, 8), (4, 2))  # stages, micro-batches
-LAYERS, WIDTH, ROWS = 8, 6, 8  # of the model that runs on ranks
+LAYERS, WIDTH, ROWS = 8, 6, 8  # of the model that trains on ranks
 
 
 class Job(NamedTuple):
@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
     stages: int
     microbatches: int
-    held: int  # micro-batches' activations, on any stage
+    held: int  # the most micro-batches that a stage may hold
     forward: float
     input: float
     weight: float
@@ -54,7 +54,7 @@ JOBS = {
 
 
 def replayed_bubble(schedule: Schedule, costs: Mapping[str, float]) -> float:
-    """The idle part of a step, over all stages: 0 to 1."""
+    """The idle fraction of a step, over all stages: 0 to 1."""
     chunks = chunks_of(schedule)
     seconds = {phase: cost / chunks for phase, cost in costs.items()}
     step_s = pipeline_step_s(pipeline_trace(schedule, seconds))
@@ -62,7 +62,7 @@ def replayed_bubble(schedule: Schedule, costs: Mapping[str, float]) -> float:
 
 
 def idle(schedule: Schedule, costs: Mapping[str, float] = UNITS, message_s: float = 0.0) -> float:
-    """Units of time per step in which a stage is idle (mean over the stages)."""
+    """Units of time per step in which a stage idles (mean over the stages)."""
     chunks = chunks_of(schedule)
     seconds = {phase: cost / chunks for phase, cost in costs.items()}
     step_s = pipeline_step_s(pipeline_trace(schedule, seconds, message_s))
@@ -70,7 +70,7 @@ def idle(schedule: Schedule, costs: Mapping[str, float] = UNITS, message_s: floa
 
 
 def held(schedule: Schedule) -> list[float]:
-    """For each stage, the most micro-batches whose activations it holds."""
+    """For each stage, the peak of micro-batches whose activations it holds."""
     return [peak / chunks_of(schedule) for peak in peak_in_flight(schedule)]
 
 
@@ -85,12 +85,11 @@ def interleaved_after(warm_ups: Sequence[int], microbatches: int, chunks: int) -
     backwards = [(k, chunks - 1 - c) for k, c in forwards]
     schedule: Schedule = []
     for warm_up in warm_ups:
-        actions = [Action("forward", *one) for one in forwards[:warm_up]]
+        actions = [Action("forward", *chunk) for chunk in forwards[:warm_up]]
         for ahead, back in zip(forwards[warm_up:], backwards):
             actions += [Action("forward", *ahead), Action("backward", *back)]
-        schedule.append(
-            actions + [Action("backward", *one) for one in backwards[len(forwards) - warm_up :]]
-        )
+        cool_down = backwards[len(forwards) - warm_up :]
+        schedule.append(actions + [Action("backward", *chunk) for chunk in cool_down])
     return schedule
 
 
@@ -100,8 +99,8 @@ def interleaved_after(warm_ups: Sequence[int], microbatches: int, chunks: int) -
 def layers() -> nn.Sequential:
     """A model in float64, the same on all ranks."""
     torch.manual_seed(16)
-    parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
-    return nn.Sequential(*parts).double()
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    return nn.Sequential(*blocks).double()
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -111,7 +110,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def trained(model: nn.Module, parameters: Any, step: Any) -> dict[str, Tensor]:
+def train(model: nn.Module, parameters: Any, step: Any) -> dict[str, Tensor]:
     """The weights after a step of gradient descent."""
     step(*batch())
     with torch.no_grad():
@@ -120,34 +119,34 @@ def trained(model: nn.Module, parameters: Any, step: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def trained_by(comm: Any, schedule: Schedule) -> dict[str, Tensor]:
-    """This rank's weights after a step by this schedule."""
+def train_by(comm: Any, schedule: Schedule) -> dict[str, Tensor]:
+    """This rank's weights after a step with this schedule."""
     stages = split(layers(), comm.size * chunks_of(schedule))
     pipeline = Pipeline(stages, comm, schedule, loss_fn=F.mse_loss)
-    its = trained(pipeline, pipeline.parameters(), pipeline.step)
-    return {name.removeprefix("module."): p for name, p in its.items()}
+    weights = train(pipeline, pipeline.parameters(), pipeline.step)
+    return {name.removeprefix("module."): p for name, p in weights.items()}
 
 
-def trained_alone() -> dict[str, Tensor]:
-    """The weights of a single process."""
+def train_alone() -> dict[str, Tensor]:
+    """The weights of a single process after the same step."""
     model = layers()
 
     def step(x: Tensor, y: Tensor) -> None:
         F.mse_loss(model(x), y).backward()
 
-    return trained(model, model.parameters(), step)
+    return train(model, model.parameters(), step)
 
 
-def furthest(found: Sequence[Mapping[str, Tensor]], right: Mapping[str, Tensor]) -> str:
-    """The weight furthest from a single process's, in words; "" if all are equal and there once."""
-    names = [name for its in found for name in its]
+def weight_error(found: Sequence[Mapping[str, Tensor]], right: Mapping[str, Tensor]) -> str:
+    """The weight that differs most from a single process; "" if each is there once and equal."""
+    names = [name for weights in found for name in weights]
     if sorted(names) != sorted(right):
-        return f"{len(names)} weights on all ranks, and the model has {len(right)}"
-    off = {
+        return f"the ranks have {len(names)} weights, but the model has {len(right)}"
+    errors = {
         name: (float((p - right[name]).abs().max()), rank)
-        for rank, its in enumerate(found)
-        for name, p in its.items()
+        for rank, weights in enumerate(found)
+        for name, p in weights.items()
     }
-    name = max(off, key=lambda one: off[one])
-    most, rank = off[name]
-    return f"{name} on rank {rank} is off by {most:.2g}" if most > 1e-10 else ""
+    name = max(errors, key=lambda weight: errors[weight])
+    error, rank = errors[name]
+    return f"{name} on rank {rank} is off by {error:.2g}" if error > 1e-10 else ""

@@ -6,17 +6,17 @@ from labkit.schedules import Action, zero_bubble_h1
 Solution("16.my_1f1b").slips("""
 all_forwards_first: no more than min(p - stage, m)
     return make_schedule("gpipe", stages, microbatches)[stage]
-one_at_a_time: How many forwards does a stage do
+one_at_a_time: How many forwards does a stage run
     return make_schedule("naive", stages, microbatches)[stage]
-forgets_small_batches: stage 0 does F3 at position 3, and there are 3 micro-batches
+ignores_the_number_of_microbatches: stage 0 does F3 at position 3, and there are 3 micro-batches
     min(stages - 1 - stage, microbatches) -> stages + 3
-leaves_the_rest: never does B4
+drops_the_cool_down: never does B4
     return actions -> return actions[: len(actions) - (stages - 1 - stage)]
-words: an Action is needed
-    return actions -> return [str(one) for one in actions]
+strings: an Action is needed
+    return actions -> return [str(action) for action in actions]
 returns_nothing: Does the function end with a return?
     return actions -> pass
-without_a_flush: neither halves nor updates
+without_a_flush: no half backwards or updates
     return make_schedule("pipedream", stages, microbatches)[stage]
 """)
 
@@ -36,15 +36,15 @@ def backward_when_it_can(stage, stages, microbatches):
 # ---- warm_up(stage, stages, microbatches, chunks)
 
 Solution("16.warm_up").slips("""
-as_in_1f1b: goes through all chunks of all stages
+as_in_1f1b: passes all chunks of all stages
     return min(stages - 1 - stage, microbatches)
-one_for_each_stage: it idles 2.5 with messages
+one_per_following_stage: stages idle for 2.5 if messages take time
     2 * (stages - 1 - stage) -> stages - 1 - stage
-the_last_stage_for_all: where messages cost nothing
+the_last_stage_for_all: if messages are free
     + 2 * (stages - 1 - stage) ->
-one_round_more: the step is as short, and it holds less
+one_group_more: with fewer forwards, the step is no longer
     (chunks - 1) * stages -> chunks * stages
-forgets_that_there_are_few: it has no more
+forgets_the_limit: the number of its forwards
     return (chunks - 1) * stages + 2 * (stages - 1 - stage)
 a_list: a whole number
     return [Action("forward", k) for k in range(stages)]
@@ -53,23 +53,23 @@ a_list: a whole number
 # ---- zb_h1(stage, stages, microbatches)
 
 Solution("16.zb_h1").slips("""
-weights_at_once: How late may W be
+weights_at_once: How late can W be
     if k >= stage: -> if k < microbatches:
     Action("weight", k - stage) -> Action("weight", k)
-all_weights_at_the_end: W may not wait for ever
-    return actions -> return sorted(actions, key=lambda one: one.phase == "weight")
-forgets_the_late_ones: never does W3, the other half of I3
-    return actions -> return [one for one in actions if one != ("weight", 3, 0)]
+all_weights_at_the_end: W cannot come that late
+    return actions -> return sorted(actions, key=lambda action: action.phase == "weight")
+drops_the_last_weight: never does W3, the other half of I3
+    return actions -> return [action for action in actions if action != ("weight", 3, 0)]
 weights_first: weight after input
     if k >= stage: -> if k < microbatches:
     Action("input", k) -> Action("weight", k)
     Action("weight", k - stage) -> Action("input", k)
-whole_backwards: is both halves at once
+whole_backwards: is both halves: split it
     Action("input", k) -> Action("backward", k)
     if k >= stage: -> if False:
 as_in_the_library
     return make_schedule("zb-h1", stages, microbatches)[stage]
-h2: W may not wait for ever
+h2: W cannot come that late
     return make_schedule(
         "zb-h2" if microbatches >= 2 * stages - 1 else "zb-h1", stages, microbatches
     )[stage]
@@ -85,9 +85,9 @@ plain_gpipe: for the memory of 1F1B, stage 0 holds 8 micro-batches
     return make_schedule("gpipe", job.stages, job.microbatches)
 two_chunks: stage 0 holds 5.5 micro-batches
     return make_schedule("interleaved", job.stages, job.microbatches, chunks=2)
-always_h2: expected: 4 at most
+always_h2: expected: at most 4
     return make_schedule("zb-h2", job.stages, job.microbatches)
-asynchronous: An update in the middle is another training
+asynchronous: An update within the step changes training
     return make_schedule("pipedream", job.stages, job.microbatches)
 four_chunks: expected: 1 or 2
     return make_schedule("interleaved", job.stages, job.microbatches, chunks=4)
@@ -101,8 +101,8 @@ always_h1
 
 
 def forwards_ahead(job, chunks, ahead):
-    """Interleaved in halves: stage r does `ahead[r]` forwards before its first I, and as many W
-    late as there is room for."""
+    """Interleaved with split backwards: stage r runs `ahead[r]` forwards before its first I, and
+    delays its W as far as its memory allows."""
     p, m = job.stages, job.microbatches
     groups = range(0, m, p)
     forwards = [(k, c) for g in groups for c in range(chunks) for k in range(g, g + p)]
@@ -110,7 +110,7 @@ def forwards_ahead(job, chunks, ahead):
     schedule = []
     for count in ahead:
         late = job.held * chunks - count
-        actions = [Action("forward", *one) for one in forwards[:count]]
+        actions = [Action("forward", *chunk) for chunk in forwards[:count]]
         for i in range(len(forwards) + late):
             if i < len(forwards):
                 actions.append(Action("input", *backwards[i]))
@@ -124,7 +124,7 @@ def forwards_ahead(job, chunks, ahead):
 
 @right("16.invent")
 def chunks_and_halves(job):
-    """The best known."""
+    """The best known schedule."""
     chunks, ahead = {
         4: (2, (8, 7, 6, 5)),
         5: (2, (10, 8, 6, 5)),
@@ -134,9 +134,9 @@ def chunks_and_halves(job):
     return forwards_ahead(job, chunks, ahead)
 
 
-@wrong("16.invent", "a rule is broken. deadlock: stage")
+@wrong("16.invent", "the schedule breaks a rule. deadlock: stage")
 def swapped(job):
     schedule = zero_bubble_h1(job.stages, job.microbatches)
-    early = [Action("forward", k) for k in range(5)]  # stage 0 has done 4 before its first I
-    schedule[3] = early + [one for one in schedule[3] if one not in early]
+    early = [Action("forward", k) for k in range(5)]  # stage 0 runs 4 before its first I
+    schedule[3] = early + [action for action in schedule[3] if action not in early]
     return schedule

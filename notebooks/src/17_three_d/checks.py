@@ -15,28 +15,28 @@ from .placement import (
     JOBS,
     TINY,
     by_rule,
+    counted_on_4_ranks,
     leaving_bytes,
-    left_on_4_ranks,
-    of_the_rule,
+    percent_of_rule,
     why_not,
 )
 from .scenarios import (
-    HANDING,
+    HAND_ON_MESHES,
     MESHES,
     NORM_MESHES,
     PLACES,
     SHAPE,
     Axes,
-    counted,
-    handed,
-    norm_on_mesh,
+    counted_bytes,
+    replica_input,
     right_place,
-    squares,
-    through_hand_on,
+    run_global_norm,
+    run_hand_on,
+    squared_norms,
 )
 
 
-def _named(axes: Axes) -> str:
+def _mesh_name(axes: Axes) -> str:
     return f"Mesh({', '.join(f'{axis}={n}' for axis, n in axes.items())})"
 
 
@@ -44,143 +44,144 @@ def _named(axes: Axes) -> str:
 
 ORDER = ("rows", "after", "averaged", "tied")
 PLACE_HINTS = {
-    "rows": "Replicas have rows of their own. Who shares a layer, or hands micro-batches on, works "
-    "on the same ones.",
-    "after": "The rank with the next index on pp, and the same on all other axes; behind the last "
-    "stage there is none.",
-    "averaged": "Replicas of this rank: they have the same part of the model, so they differ on dp "
-    "only.",
-    "tied": "The first and the last stage have the embedding, and each rank of tp and dp its own "
-    "part or copy: only the index on pp differs. One stage alone has nobody to add up with.",
+    "rows": "Each replica has different rows. The ranks of a tp group and the stages of a pipeline "
+    "work on the same rows.",
+    "after": "The rank with the next index on pp and the same index on all other axes; None for "
+    "the last stage.",
+    "averaged": "The replicas of this rank: they have the same shard of the model, so they differ "
+    "only on dp.",
+    "tied": "The first and last stages have the embedding, one shard per tp rank and one copy per "
+    "replica: only the index on pp differs. A single stage has no embedding group.",
 }
 
 
 @exercise(points=2)
 def place(student: Student) -> Iterator[str]:
-    """place(rank, axes, rows): its rows, the next rank, and its groups."""
+    """place(rank, axes, rows): the rank's rows, the next stage's rank, and the rank's groups."""
     for axes, rows in PLACES:
         ranks = range(axes["pp"] * axes["dp"] * axes["tp"])
         cases = [(rank, dict(axes), rows) for rank in ranks]
         for rank, found in zip(ranks, alone_for_each(student, cases)):
-            where = f"{_named(axes)}, rank {rank} at {coordinates(axes, rank)}, {rows} rows"
-            expected = "four things: (begin, end), after, averaged, tied"
+            where = f"{_mesh_name(axes)}, rank {rank} at {coordinates(axes, rank)}, {rows} rows"
+            expected = "four values: (begin, end), after, averaged, tied"
             several(found, 4, f"{where}: place returned", expected, no_return(found))
             right = right_place(rank, axes, rows)
-            for name, its, good in zip(ORDER, map(_listed, found), map(_listed, right)):
-                if its != good:
+            for name, value, answer in zip(ORDER, map(_as_lists, found), map(_as_lists, right)):
+                if value != answer:
                     fail(
-                        f"{where}: {name} is {brief(its)}.",
-                        expected=brief(good),
+                        f"{where}: {name} is {brief(value)}.",
+                        expected=brief(answer),
                         hint=PLACE_HINTS[name],
                     )
     yield f"every rank of {len(PLACES)} meshes, in several orders of axes"
-    yield "replicas have other rows, all others the same; the tied embedding has a group of its own"
+    yield "rows differ only between replicas; each tied embedding has its own group"
 
 
-def _listed(x: Any) -> Any:
-    return [plain(one) for one in x] if isinstance(x, (tuple, list)) else plain(x)
+def _as_lists(x: Any) -> Any:
+    return [plain(element) for element in x] if isinstance(x, (tuple, list)) else plain(x)
 
 
 # ---- sent_bytes(training, stage)
 
 SENT_HINTS = {
-    "tensor": "Four all-reduces of x for each layer; on the first stage one more after the "
-    "embedding, on the last one before the head, and three numbers a token for the loss. All "
+    "tensor": "Four all-reduces of x per layer; one more after the embedding on the first stage; "
+    "one before the head, and three elements per token for the loss, on the last stage. All "
     "micro-batches together have the rows of this replica.",
-    "pipeline": "To the stage after go activations, to the one before their gradients: the first "
-    "and the last stage have one neighbour.",
-    "data": "One all-reduce of what this rank has, over its replicas.",
-    "embedding": "An all-reduce of two ranks, of this rank's rows of the table: on the first and "
-    "the last stage, if these are two.",
+    "pipeline": "A stage sends activations to the next stage and their gradients to the previous "
+    "stage; the first and last stages have one neighbor.",
+    "data": "One all-reduce of this rank's gradients over its replicas.",
+    "embedding": "An all-reduce between two ranks, of this rank's rows of the table: on the first "
+    "and last stages, unless there is only one stage.",
 }
 
 
 @exercise(points=3)
 def sent_bytes(student: Student) -> Iterator[str]:
-    """sent_bytes(training, stage): what a rank sends in a step, by axis."""
-    for training, right in counted():
+    """sent_bytes(training, stage): the bytes that a rank sends in a step, by axis."""
+    for training, right in counted_bytes():
         axes = training.axes
         found = alone_for_each(student, [(training, stage) for stage in range(axes["pp"])])
-        for stage, (its, good) in enumerate(zip(found, right, strict=True)):
-            where = f"{_named(axes)}, stage {stage}"
-            if not isinstance(its, dict) or its.keys() != good.keys():
+        for stage, (by_axis, counts) in enumerate(zip(found, right, strict=True)):
+            where = f"{_mesh_name(axes)}, stage {stage}"
+            if not isinstance(by_axis, dict) or by_axis.keys() != counts.keys():
+                keys = ", ".join(f'"{axis}": ...' for axis in counts)
                 fail(
-                    f"{where}: sent_bytes returned {brief(its)}.",
-                    expected="bytes by axis, as {" + ", ".join(f'"{a}": ...' for a in good) + "}",
+                    f"{where}: sent_bytes returned {brief(by_axis)}.",
+                    expected=f"a dict of bytes by axis: {{{keys}}}",
                 )
-            for axis, count in good.items():
-                if wrong := difference(its[axis], float(count), 1e-9):
-                    number, times = plain(its[axis]), ""
+            for axis, count in counts.items():
+                if problem := difference(by_axis[axis], float(count), 1e-9):
+                    number, ratio = plain(by_axis[axis]), ""
                     if count and isinstance(number, (int, float)):
-                        times = f": {number / count:.3g} × what was counted"
-                    fail(f"{where}, {axis}: {wrong}{times}.", hint=SENT_HINTS[axis])
-    yield f"the bytes that 4 ranks sent, of each stage and each axis, on {len(MESHES)} meshes"
+                        ratio = f": {number / count:.3g} × the count"
+                    fail(f"{where}, {axis}: {problem}{ratio}.", hint=SENT_HINTS[axis])
+    yield f"the bytes that 4 ranks sent, for each stage and axis, on {len(MESHES)} meshes"
 
 
 # ---- global_norm(mesh, gradients)
 
-FEW_BYTES = 100
+FEW_BYTES = 100  # for all sums together
 
 
 @exercise(points=4)
 def global_norm(student: Student) -> Iterator[str]:
     """global_norm(mesh, gradients): the norm of the model's gradient, the same on all ranks."""
     for axes in NORM_MESHES:
-        ran = run(8, norm_on_mesh, axes, student).values
-        cut, whole, tied = squares(axes)
+        ran = run(8, run_global_norm, axes, student).values
+        cut, whole, tied = squared_norms(axes)
         right = float((sum(cut) + sum(whole) + tied) ** 0.5)
         for rank, (found, _) in enumerate(ran):
-            if wrong := difference(found, right, 1e-9):
+            if problem := difference(found, right, 1e-9):
                 fail(
-                    f"{_named(axes)}, rank {rank}: the norm is {wrong}.",
+                    f"{_mesh_name(axes)}, rank {rank}: the norm is {problem}.",
                     hint=no_return(found) or _norm_hint(axes, rank, plain(found)),
                 )
         if (most := max(sent for _, sent in ran)) > FEW_BYTES:
             fail(
-                f"{_named(axes)}: a rank sends {most:,.0f} bytes.",
-                expected=f"at most {FEW_BYTES}: a few numbers",
-                hint="Sums of squares add up; gradients may stay where they are.",
+                f"{_mesh_name(axes)}: a rank sends {most:,.0f} bytes.",
+                expected=f"at most {FEW_BYTES}: a few elements",
+                hint="Reduce sums of squares; do not send gradients.",
             )
     yield f"the norm of one process, on all ranks of {len(NORM_MESHES)} meshes"
     yield "replicas, replicated parameters and the tied embedding counted once"
-    yield "a few numbers sent"
+    yield "a few elements sent"
 
 
 def _norm_hint(axes: Axes, rank: int, found: Any) -> str:
-    cut, whole, tied = squares(axes)
+    cut, whole, tied = squared_norms(axes)
     t, d, copies = axes["tp"], axes["dp"], 1 + (axes["pp"] > 1)
     stage = coordinates(axes, rank)["pp"]
     everything = sum(cut) + sum(whole) + tied
     roots = sum((c + w + tied * (k == 0)) ** 0.5 for k, (c, w) in enumerate(zip(cut, whole)))
     ends = tied if stage in (0, axes["pp"] - 1) else 0.0
     causes = {
-        "What is whole on every rank of tp counts once, and not t times.": [
+        "A gradient that is replicated over tp counts once, not t times.": [
             sum(cut) + t * sum(whole) + tied,
             sum(cut) + t * sum(whole) + copies * tied,
         ],
-        "The embedding is on the first and on the last stage, with the same gradient: one of "
-        "them counts.": [everything + tied],
-        "Replicas have the same gradients after averaging: over dp there is nothing to add.": [
+        "The embedding is on the first and on the last stage, with the same gradient: count it "
+        "on one of them.": [everything + tied],
+        "Replicas have the same gradients after averaging: do not sum over dp.": [
             d * everything,
             d * (everything + tied),
         ],
-        "Those are the squares of all ranks. Much is counted twice: over dp everything, over tp "
-        "what is whole, over pp the embedding.": [
+        "This sums over all ranks, which counts some gradients more than once: all of them over "
+        "dp, replicated ones over tp, the embedding over pp.": [
             d * (sum(cut) + t * sum(whole) + copies * tied),
         ],
-        "That is the norm of this stage. And the others?": [
+        "This is the norm of one stage: add the squares of the other stages.": [
             cut[stage] + whole[stage] + ends,
             cut[stage] + whole[stage] + tied * (stage == 0),
         ],
-        "Squares add up; their root is the last step.": [everything**2, roots**2],
-        "The embedding is a part of the model: it counts once, and not never.": [everything - tied],
+        "Sum the squares; take the root in the last step.": [everything**2, roots**2],
+        "The embedding is part of the model: count it once.": [everything - tied],
     }
-    for words, wrong in causes.items():
-        if any(not difference(found, value**0.5, 1e-6) for value in wrong):
-            return words
+    for cause, wrong_squares in causes.items():
+        if any(not difference(found, value**0.5, 1e-6) for value in wrong_squares):
+            return cause
     return (
-        "Add up squares: over tp of what is cut, then over pp of all that counts here; a root "
-        "at the very end."
+        "Sum squares: those of sharded gradients over tp, then the stage's total over pp; take "
+        "the root at the end."
     )
 
 
@@ -189,32 +190,32 @@ def _norm_hint(axes: Axes, rank: int, found: Any) -> str:
 
 @exercise(points=3)
 def hand_on(student: Student) -> Iterator[str]:
-    """hand_on(mesh, x): x goes to the next stage once, not t times."""
+    """hand_on(mesh, x): sends x to the next stage once, not t times."""
     whole = 8 * SHAPE[0] * SHAPE[1] * SHAPE[2]
-    for axes in HANDING:
+    for axes in HAND_ON_MESHES:
         t = axes["tp"]
-        for rank, (found, sent) in enumerate(run(8, through_hand_on, axes, student).values):
-            where, at = f"{_named(axes)}, rank {rank}", coordinates(axes, rank)
-            if at["pp"] and (wrong := difference(found, handed(at["dp"]), 1e-12)):
+        for rank, (found, sent) in enumerate(run(8, run_hand_on, axes, student).values):
+            where, at = f"{_mesh_name(axes)}, rank {rank}", coordinates(axes, rank)
+            if at["pp"] and (problem := difference(found, replica_input(at["dp"]), 1e-12)):
                 hint = "Does stage 1 return x?" if not isinstance(found, Tensor) else ""
                 fail(
-                    f"{where} returned {wrong}.",
+                    f"{where} returned {problem}.",
                     hint=hint
-                    or "Each rank of stage 0 sends another part, to the rank with its "
-                    "own index on tp; there all parts are gathered, in their order.",
+                    or "Each rank of stage 0 sends a different chunk to the rank with the same "
+                    "index on tp; there, an all-gather restores x with the chunks in order.",
                 )
             right = {"pp": 0.0, "tp": (t - 1) / t * whole} if at["pp"] else {"pp": whole / t}
             for axis, count in {"tp": 0.0, "others": 0.0, **right}.items():
                 if abs(sent[axis] - count) > 0.5:
-                    over = "mesh.pp" if axis == "pp" else "mesh.tp" if axis == "tp" else "others"
+                    group = "other groups" if axis == "others" else f"mesh.{axis}"
                     fail(
-                        f"{where} (stage {at['pp']}) sends {sent[axis]:,.0f} bytes over {over}.",
-                        expected=f"{count:,.0f}, of the {whole} bytes of x",
-                        hint="All ranks of tp have the same x: each sends 1/t of it, and inside "
-                        "the node an all-gather makes it whole.",
+                        f"{where} (stage {at['pp']}) sends {sent[axis]:,.0f} bytes over {group}.",
+                        expected=f"{count:,.0f} of the {whole} bytes of x",
+                        hint="All ranks of tp have the same x: each sends 1/t of x, and an "
+                        "all-gather over tp restores x on the next stage.",
                     )
-    yield f"x whole and in order on the next stage, on {len(HANDING)} meshes"
-    yield "1/t of it sent by each rank, (t-1)/t gathered over tp"
+    yield f"the next stage has all of x, in order, on {len(HAND_ON_MESHES)} meshes"
+    yield "each rank sends 1/t of x; the all-gather over tp sends (t-1)/t"
 
 
 # ---- choose(job)
@@ -224,33 +225,32 @@ SMALLEST = "4 ranks in 2 nodes"
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): the axes, outermost first, that let the fewest bytes leave the nodes."""
-    every = {**JOBS, SMALLEST: TINY}
+    """choose(job): the axes, outermost first, with which the fewest bytes leave nodes."""
     layout_of = {}
-    for name, job in every.items():
+    for name, job in {**JOBS, SMALLEST: TINY}.items():
         axes = alone(student, job)
         if not isinstance(axes, dict):
             fail(
                 f"for {name}, choose returned {brief(axes)}.",
-                expected='axes, outermost first, as {"pp": 4, "dp": 2, "tp": 8}',
+                expected='a dict of axes, outermost first, like {"pp": 4, "dp": 2, "tp": 8}',
             )
         if problem := why_not(job, axes):
             fail(f"for {name}, {brief(axes)} {problem}.", hint=f"The job: {brief(job, 200)}")
         layout_of[name] = axes
     tiny = layout_of.pop(SMALLEST)
-    left = left_on_4_ranks(tiny)
-    assert left == leaving_bytes(TINY, tiny), "a job's bytes are those of the ranks"
-    part = of_the_rule(layout_of)
-    if part >= 100 - 1e-9:
+    counted = counted_on_4_ranks(tiny)
+    assert counted == leaving_bytes(TINY, tiny), "ranks send as many bytes as calculated"
+    percent = percent_of_rule(layout_of)
+    if percent >= 100 - 1e-9:
         fail(
-            f"{part:.0f} per cent of the bytes of the rule of thumb leave the nodes.",
-            expected="fewer: the rule is tensor parallelism over a node, over nodes the shortest "
-            "pipeline that fits, and data parallelism with what is left",
-            hint="A longer pipeline makes all-reduces smaller. Where does it lie in the nodes?",
+            f"the bytes that leave nodes are {percent:.0f}% of those of the rule of thumb.",
+            expected="less than 100%: the rule is tensor parallelism in a node, the shortest "
+            "pipeline that fits over nodes, and data parallelism with the remaining ranks",
+            hint="A longer pipeline makes all-reduces smaller. Where is pp in the order of axes?",
         )
-    yield "every layout fits, in memory and in its bubble"
-    yield f"of {SMALLEST}, {left:,.0f} bytes left their nodes, as calculated"
-    yield Score(round(part), BEST_PERCENT, "per cent of the rule of thumb's bytes")
+    yield "every layout keeps the limits on memory and on the bubble"
+    yield f"with {SMALLEST}, {counted:,.0f} bytes left nodes, as calculated"
+    yield Score(round(percent), BEST_PERCENT, "percent of the rule of thumb's bytes")
 
 
 assert all(not why_not(job, by_rule(job)) for job in JOBS.values())

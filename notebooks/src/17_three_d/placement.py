@@ -1,4 +1,4 @@
-"""Jobs to place on a cluster: what an order of axes holds, idles, and sends out of its nodes.
+"""Jobs to place on a cluster: memory, bubble and inter-node bytes for an order of axes.
 
     {"dp": 2, "pp": 2, "tp": 2} on nodes of 4: outermost first, the last varies fastest
 
@@ -6,10 +6,9 @@
         node 1   [ 4  5 ][ 6  7 ]     pp 0-2, 1-3, 4-6, 5-7   inside
                                       dp 0-4, 1-5, 2-6, 3-7   leaves
 
-An all-reduce goes around a ring in the order of its ranks. Each rank sends 2(n-1)/n of the tensor
-to the next one, and those bytes leave a node where that one stands in another. A pipeline sends
-each message from a rank to the one that follows. Micro-batches are of one row, and layers alone
-count: no vocabulary.
+An all-reduce uses a ring in the order of its ranks. Each rank sends 2(n-1)/n of the tensor to the
+next rank, and those bytes leave the node if the next rank is in another node. In a pipeline, each
+rank sends to the next rank. Micro-batches have one row, and only layers count, not the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -31,18 +30,18 @@ AXES = ("pp", "dp", "tp")
 
 
 class Job(NamedTuple):
-    """A GPT's layers to train on `nodes` of `gpus` GPUs each."""
+    """A GPT's layers to train on `nodes` nodes of `gpus` GPUs each."""
 
     nodes: int
-    gpus: int  # of a node
-    memory_gb: float  # of a GPU, for parameters, gradients and optimizer state
+    gpus: int  # per node
+    memory_gb: float  # per GPU, for parameters, gradients and optimizer state
     depth: int
     width: int
     heads: int
     context: int
-    rows: int  # of a step, on all GPUs together
-    most_idle: float  # how much of the time may be bubble
-    number_bytes: int = 2  # of an activation or a gradient
+    rows: int  # of a step, over all GPUs
+    most_idle: float  # the largest fraction of the time that may be bubble
+    element_bytes: int = 2  # of an activation or a gradient
 
 
 JOBS = {
@@ -51,12 +50,12 @@ JOBS = {
     "long texts": Job(8, 4, 48.0, 32, 4096, 32, 32768, 64, 0.2),
     "nodes of two": Job(16, 2, 32.0, 24, 8192, 64, 2048, 128, 0.15),
 }
-BEST_PERCENT = 80  # of the rule of thumb's bytes: no layouts let fewer leave
-TINY = Job(2, 2, 1.2e-4, 4, 16, 4, 8, 8, 0.45, number_bytes=8)  # runs on 4 ranks
+BEST_PERCENT = 80  # of the rule of thumb's bytes: the minimum
+TINY = Job(2, 2, 1.2e-4, 4, 16, 4, 8, 8, 0.45, element_bytes=8)  # runs on 4 ranks
 
 
 def parameters_of(job: Job, axes: Mapping[str, int]) -> int:
-    """Of a rank: matrices are cut over tp, but not norms and the biases after a sum."""
+    """Of a rank: tp shards the matrices, but not the norms and the biases after an all-reduce."""
     w, layers = job.width, job.depth // axes["pp"]
     return layers * ((12 * w**2 + 7 * w) // axes["tp"] + 6 * w)
 
@@ -67,25 +66,25 @@ def held_gb(job: Job, axes: Mapping[str, int]) -> float:
 
 
 def idle(job: Job, axes: Mapping[str, int]) -> float:
-    """The bubble of 1F1B, a part of the time."""
+    """The bubble of 1F1B, as a fraction of the step time."""
     m, p = job.rows // axes["dp"], axes["pp"]
     return (p - 1) / (m + p - 1)
 
 
 def sent_by_a_rank(job: Job, axes: Mapping[str, int]) -> dict[str, float]:
-    """Bytes of a step that go from a rank to the next one of its line, on each axis; in a
-    pipeline forward, and as many come back."""
-    x = job.rows // axes["dp"] * job.context * job.width * job.number_bytes  # [all rows, s, w]
+    """Bytes that a rank sends to the next rank on each axis in a step; on pp, activations, and as
+    many bytes of gradients return."""
+    x = job.rows // axes["dp"] * job.context * job.width * job.element_bytes  # [all rows, s, w]
     reduced = {axis: 2 * (n - 1) / n for axis, n in axes.items()}
     return {
         "tp": 4 * job.depth // axes["pp"] * reduced["tp"] * x,
         "pp": x,
-        "dp": reduced["dp"] * parameters_of(job, axes) * job.number_bytes,
+        "dp": reduced["dp"] * parameters_of(job, axes) * job.element_bytes,
     }
 
 
 def leaving_bytes(job: Job, axes: Mapping[str, int]) -> float:
-    """Bytes of a step that leave any node, of all ranks together."""
+    """Bytes of a step that leave a node, summed over all ranks."""
     sent, total = sent_by_a_rank(job, axes), 0.0
     for axis in axes:
         for line in lines(axes, axis):
@@ -97,44 +96,44 @@ def leaving_bytes(job: Job, axes: Mapping[str, int]) -> float:
 
 
 def why_not(job: Job, axes: Mapping[str, int]) -> str:
-    """What is wrong with a layout for this job, in words; "" where it is one."""
+    """Why a layout is invalid for this job; "" if it is valid."""
     if set(axes) != set(AXES) or not all(isinstance(n, int) and n >= 1 for n in axes.values()):
-        return 'has not the axes "pp", "dp" and "tp" with a whole number each'
+        return 'must have axes "pp", "dp" and "tp", each with a whole number'
     product = axes["pp"] * axes["dp"] * axes["tp"]
     if product != job.nodes * job.gpus:
-        return f"takes {product} GPUs of {job.nodes * job.gpus}"
+        return f"uses {product} GPUs, but the job has {job.nodes * job.gpus}"
     for axis, what, number in (
         ("tp", "heads", job.heads), ("pp", "layers", job.depth), ("dp", "rows", job.rows)
     ):  # fmt: skip
         if number % axes[axis]:
-            return f"divides {number} {what} by {axes[axis]}"
+            return f"has {axis}={axes[axis]}, which does not divide {number} {what}"
     if held_gb(job, axes) > job.memory_gb:
-        return f"holds {held_gb(job, axes):.3g} GB on a GPU, of {job.memory_gb:g}"
+        return f"needs {held_gb(job, axes):.3g} GB per GPU, but a GPU has {job.memory_gb:g}"
     if idle(job, axes) > job.most_idle:
-        return f"idles {idle(job, axes):.0%} of the time, of {job.most_idle:.0%} at most"
+        return f"has a bubble of {idle(job, axes):.0%}, but the limit is {job.most_idle:.0%}"
     return ""
 
 
 def by_rule(job: Job) -> dict[str, int]:
-    """The rule of thumb: tensor parallelism over a node, over nodes the shortest pipeline that
-    fits, and data parallelism with all that is left."""
-    every = (dict(zip(AXES, n)) for n in factorizations(job.nodes * job.gpus, 3))
+    """The rule of thumb: tensor parallelism in a node, the shortest pipeline that fits over nodes,
+    and data parallelism with the remaining ranks."""
+    layouts = (dict(zip(AXES, n)) for n in factorizations(job.nodes * job.gpus, 3))
     return max(
-        (axes for axes in every if not why_not(job, axes)),
+        (axes for axes in layouts if not why_not(job, axes)),
         key=lambda axes: (axes["tp"] <= job.gpus, axes["tp"], -axes["pp"]),
     )
 
 
-# ---- the same on ranks
+# ---- bytes counted on ranks
 
 
-def left_on_4_ranks(axes: dict[str, int]) -> float:
-    """The same for TINY, counted in real training: of all ranks together."""
+def counted_on_4_ranks(axes: dict[str, int]) -> float:
+    """The leaving bytes of TINY, counted in real training and summed over all ranks."""
     warm(4, first_backward)
-    return float(sum(warm(4, lambda: _left(axes, TINY))))
+    return float(sum(warm(4, lambda: _leaving_bytes_of_rank(axes, TINY))))
 
 
-def _left(axes: dict[str, int], job: Job) -> float:
+def _leaving_bytes_of_rank(axes: dict[str, int], job: Job) -> float:
     """Bytes that this rank sends out of its node in a step."""
     mesh, s, w = Mesh(**axes), job.context, job.width
     torch.manual_seed(0)
@@ -151,15 +150,15 @@ def _left(axes: dict[str, int], job: Job) -> float:
     leaving = 0.0
     for event in events:
         peer = (event.rank + 1) % len(event.ranks) if event.peer is None else event.peer
-        there = event.ranks[peer]
-        leaving += event.bus_bytes * (there // job.gpus != mesh.comm.rank // job.gpus)
+        target = event.ranks[peer]
+        leaving += event.bus_bytes * (target // job.gpus != mesh.comm.rank // job.gpus)
     return leaving
 
 
-def of_the_rule(layout_of: Mapping[str, Mapping[str, int]]) -> float:
-    """Per cent of the bytes that the rule of thumb lets leave, a mean over the jobs."""
-    parts = [
+def percent_of_rule(layout_of: Mapping[str, Mapping[str, int]]) -> float:
+    """Leaving bytes as a percentage of those of the rule of thumb, the mean over the jobs."""
+    ratios = [
         leaving_bytes(JOBS[name], axes) / leaving_bytes(JOBS[name], by_rule(JOBS[name]))
         for name, axes in layout_of.items()
     ]
-    return 100 * sum(parts) / len(parts)
+    return 100 * sum(ratios) / len(ratios)

@@ -32,7 +32,7 @@ PLACES: tuple[tuple[Axes, int], ...] = (  # outermost first, rows of a global ba
 
 
 class Place(NamedTuple):
-    """A rank's rows, the next stage's rank, and the groups it belongs to."""
+    """A rank's rows, the next stage's rank, and the rank's groups."""
 
     rows: tuple[int, int]
     after: int | None
@@ -58,7 +58,7 @@ def _line(axes: Mapping[str, int], axis: str, rank: int) -> list[int]:
     return next(line for line in lines(axes, axis) if rank in line)
 
 
-# ---- sent_bytes(run, stage)
+# ---- sent_bytes(training, stage)
 
 MESHES: tuple[Axes, ...] = (  # of 4 ranks
     {"pp": 2, "dp": 1, "tp": 2},
@@ -75,23 +75,23 @@ class Training(NamedTuple):
     """A GPT trained on a mesh, in float64, with a tied embedding."""
 
     axes: Axes  # "pp", "dp" and "tp"
-    rows: int  # of a step, for all replicas together
+    rows: int  # of a step, over all replicas
     context: int
     width: int
-    vocab: int  # divides by tp
-    layers: list[int]  # of each stage
-    parameters: list[int]  # of a rank of each stage
+    vocab: int  # divisible by tp
+    layers: list[int]  # per stage
+    parameters: list[int]  # per rank, for each stage
 
 
 @cache
-def counted() -> list[tuple[Training, list[dict[str, int]]]]:
+def counted_bytes() -> list[tuple[Training, list[dict[str, int]]]]:
     """Each training, and the bytes that the ranks of each stage send in a step, by axis."""
     warm(4, first_backward)
     of_ranks = warm(4, lambda: [_step(axes) for axes in MESHES])
-    return [_of_stages(axes, its) for axes, its in zip(MESHES, zip(*of_ranks))]
+    return [_by_stage(axes, of_mesh) for axes, of_mesh in zip(MESHES, zip(*of_ranks))]
 
 
-def _of_stages(axes: Axes, of_ranks: Sequence[Any]) -> tuple[Training, list[dict[str, int]]]:
+def _by_stage(axes: Axes, of_ranks: Sequence[Any]) -> tuple[Training, list[dict[str, int]]]:
     of_stage = {stage: (sizes, sent) for stage, sizes, sent in of_ranks}
     assert all(of_stage[stage] == (sizes, sent) for stage, sizes, sent in of_ranks)
     sizes = [of_stage[stage][0] for stage in range(axes["pp"])]
@@ -108,10 +108,10 @@ def _step(axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
     torch.manual_seed(0)
     model = tensor_parallel(GPT(**GPT_SIZES).double(), mesh.tp, gather_logits=False)
     stages = split(model, mesh.pp.size)
-    mine = stages[mesh.pp.rank]
-    own = (
-        sum(isinstance(x, Block) for x in mine.modules()),
-        sum(p.numel() for p in mine.parameters()),
+    stage = stages[mesh.pp.rank]
+    sizes = (
+        sum(isinstance(x, Block) for x in stage.modules()),
+        sum(p.numel() for p in stage.parameters()),
     )
     pipe = Pipeline(
         stages, mesh.pp, "1f1b", MICROBATCHES,
@@ -126,11 +126,11 @@ def _step(axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
     sent = dict.fromkeys(("tensor", "pipeline", "data", "embedding"), 0.0)
     for event in events:
         sent[_axis_of(event, mesh)] += event.bus_bytes
-    return mesh.pp.rank, own, {axis: round(x) for axis, x in sent.items()}
+    return mesh.pp.rank, sizes, {axis: round(x) for axis, x in sent.items()}
 
 
 def _axis_of(event: Any, mesh: Mesh) -> str:
-    """The axis of an event. Along pp, stages send messages, and the embedding group all-reduces."""
+    """The axis of an event. On pp, stages send messages, and the embedding group all-reduces."""
     if event.ranks == mesh.tp.ranks:
         return "tensor"
     if event.ranks == mesh.dp.ranks:
@@ -149,10 +149,10 @@ NORM_MESHES: tuple[Axes, ...] = (
 
 
 class Gradient(NamedTuple):
-    """A parameter's gradient on this rank, averaged over the replicas, the embedding's also summed.
+    """A parameter's gradient on this rank, averaged over replicas; the embedding's is also summed.
 
-    is_cut: split over tp; otherwise all ranks of mesh.tp have the same. is_tied: the embedding, on
-    the first stage, and on the last as the head."""
+    is_cut: sharded over tp; otherwise it is the same on all ranks of mesh.tp. is_tied: the
+    embedding, on the first stage, and the head, on the last."""
 
     g: Tensor
     is_cut: bool
@@ -160,47 +160,47 @@ class Gradient(NamedTuple):
 
 
 def gradients_of(stage: int, stages: int) -> list[Gradient]:
-    """Whole gradients of a stage: a matrix, a norm, and on the end stages the embedding."""
+    """Unsharded gradients of a stage: a matrix, a norm, and on the end stages the embedding."""
     generator = torch.Generator().manual_seed(40 + stage)
 
     def drawn(*shape: int) -> Tensor:
         return (1 + stage) * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    found = [Gradient(drawn(8, 6), True, False), Gradient(drawn(5), False, False)]
+    gradients = [Gradient(drawn(8, 6), True, False), Gradient(drawn(5), False, False)]
     if stage in (0, stages - 1):
         generator.manual_seed(39)
         table = torch.randn(8, 3, generator=generator, dtype=torch.float64)
-        found.append(Gradient(3 * table, True, True))
-    return found
+        gradients.append(Gradient(3 * table, True, True))
+    return gradients
 
 
-def norm_on_mesh(comm: Any, axes: Axes, student: Student) -> float:
+def run_global_norm(comm: Any, axes: Axes, student: Student) -> float:
     """The student's norm of this rank's gradients, and the bytes sent."""
     mesh = Mesh(comm, **axes)
     gradients = [
-        one._replace(g=one.g.chunk(mesh.tp.size)[mesh.tp.rank].clone()) if one.is_cut else one
-        for one in gradients_of(mesh.pp.rank, mesh.pp.size)
+        grad._replace(g=grad.g.chunk(mesh.tp.size)[mesh.tp.rank].clone()) if grad.is_cut else grad
+        for grad in gradients_of(mesh.pp.rank, mesh.pp.size)
     ]
     with listen() as events:
         found = student(mesh, gradients)
     return detached(found), sum(event.bus_bytes for event in events)  # type: ignore[return-value]
 
 
-def squares(axes: Axes) -> tuple[list[float], list[float], float]:
-    """Sums of squares: for each stage of split and of replicated gradients; of the embedding."""
+def squared_norms(axes: Axes) -> tuple[list[float], list[float], float]:
+    """Sums of squares: per stage of sharded and of replicated gradients; of the embedding."""
     cut: list[float] = []
     whole: list[float] = []
     for stage in range(axes["pp"]):
-        its = [one for one in gradients_of(stage, axes["pp"]) if not one.is_tied]
-        for kind, into in ((True, cut), (False, whole)):
-            into.append(sum(float(one.g.square().sum()) for one in its if one.is_cut is kind))
-    tied = next(one for one in gradients_of(0, axes["pp"]) if one.is_tied)
+        grads = [grad for grad in gradients_of(stage, axes["pp"]) if not grad.is_tied]
+        for is_cut, sums in ((True, cut), (False, whole)):
+            sums.append(sum(float(x.g.square().sum()) for x in grads if x.is_cut is is_cut))
+    tied = next(grad for grad in gradients_of(0, axes["pp"]) if grad.is_tied)
     return cut, whole, float(tied.g.square().sum())
 
 
 # ---- hand_on(mesh, x)
 
-HANDING: tuple[Axes, ...] = (
+HAND_ON_MESHES: tuple[Axes, ...] = (
     {"pp": 2, "dp": 2, "tp": 2},
     {"pp": 2, "dp": 1, "tp": 4},
     {"pp": 2, "dp": 4, "tp": 1},
@@ -208,16 +208,16 @@ HANDING: tuple[Axes, ...] = (
 SHAPE = (3, 4, 8)  # b, s, w: in float64, 768 bytes
 
 
-def handed(replica: int) -> Tensor:
+def replica_input(replica: int) -> Tensor:
     """The tensor that the first stage of a replica sends."""
     generator = torch.Generator().manual_seed(70 + replica)
     return torch.randn(*SHAPE, generator=generator, dtype=torch.float64)
 
 
-def through_hand_on(comm: Any, axes: Axes, student: Student) -> tuple[Any, dict[str, float]]:
-    """The value on this rank, and the bytes it sent by axis."""
+def run_hand_on(comm: Any, axes: Axes, student: Student) -> tuple[Any, dict[str, float]]:
+    """The result on this rank, and the bytes that it sent, by axis."""
     mesh = Mesh(comm, **axes)
-    x = handed(mesh.dp.rank)
+    x = replica_input(mesh.dp.rank)
     if mesh.pp.rank:
         x.fill_(float("nan"))
     with listen() as events:

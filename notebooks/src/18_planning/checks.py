@@ -24,22 +24,22 @@ from .scenarios import (
     candidates,
     in_flight,
     layer_bytes,
-    problem,
     replayed_step_s,
     right_bytes,
     right_mfu_and_days,
+    why_invalid,
 )
 
 GB = 1e9
 
 
-def _number(found: Any, what: str, of: Any) -> float:
+def _as_number(found: Any, what: str, case: Case) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)):
-        fail(f"{of}: {what} {brief(found)}.", expected="a number", hint=no_return(found))
+        fail(f"{case}: {what} {brief(found)}.", expected="a number", hint=no_return(found))
     return float(found)
 
 
-def _same(found: float, right: float) -> bool:
+def _close(found: float, right: float) -> bool:
     return isclose(found, right, rel_tol=1e-6)
 
 
@@ -49,59 +49,57 @@ def _same(found: float, right: float) -> bool:
 @exercise(points=3)
 def held_bytes(student: Student) -> Iterator[str]:
     """held_bytes(sizes, layout, global_batch, layer_bytes): of the first stage, by category."""
-    given = [(*case, layer_bytes(case.sizes, case.layout)) for case in CASES]
-    for case, found in zip(CASES, alone_for_each(student, given)):
+    arguments = [(*case, layer_bytes(case.sizes, case.layout)) for case in CASES]
+    for case, found in zip(CASES, alone_for_each(student, arguments)):
         right = right_bytes(case)
         if not isinstance(found, dict) or found.keys() != right.keys():
             fail(
-                f"{case}: it returned {brief(found)}.",
+                f"{case}: held_bytes returned {brief(found)}.",
                 expected=f"a dict of bytes: {', '.join(right)}",
                 hint=no_return(found),
             )
         for name, bytes_ in right.items():
-            its = _number(found[name], f"{name}:", case)
-            if not _same(its, bytes_):
+            number = _as_number(found[name], f"the bytes of {name} are", case)
+            if not _close(number, bytes_):
                 fail(
-                    f"{case}: {name}: {its / GB:.3f} GB.",
+                    f"{case}: you return {number / GB:.3f} GB of {name}.",
                     expected=f"{bytes_ / GB:.3f} GB on each rank of the first stage",
-                    hint=_memory_hint(name, its / bytes_, case),
+                    hint=_memory_hint(name, number / bytes_, case),
                 )
-    yield "parameters, gradients and optimizer state, cut over tp, pp and what ZeRO-1 cuts"
-    yield "activations of the micro-batches in flight, also with few of them, and with chunks"
+    yield "parameters, gradients and optimizer state, sharded over tp, pp and by ZeRO-1"
+    yield "activations of the micro-batches in flight, also with few micro-batches and with chunks"
 
 
-def _memory_hint(name: str, times: float, case: Case) -> str:
+def _memory_hint(name: str, ratio: float, case: Case) -> str:
     layout = case.layout
     if name == "activations":
         blocks, count = case.sizes.depth // layout.pp, in_flight(layout, case.global_batch)
-        if _same(times, case.microbatches / count):
-            return "That is GPipe, which holds all m. How many does 1F1B hold?"
-        if _same(times, 1 / count):
+        if _close(ratio, case.microbatches / count):
+            return "GPipe holds all m micro-batches. How many does 1F1B hold?"
+        if _close(ratio, 1 / count):
             return (
-                "That is one micro-batch. How many are in flight on the first stage? (And "
-                "layer_bytes are of one GPU already: nothing is left to cut over tp.)"
+                "This is one micro-batch. How many are in flight on the first stage? (layer_bytes "
+                "are those of one GPU: do not divide them by tp.)"
             )
-        if _same(times, 1 / blocks):
-            return "That is one layer. How many does a stage have?"
-        if _same(times, layout.pp / count):
-            return "How many micro-batches are there, and how many more do chunks hold (lab 16)?"
+        if _close(ratio, 1 / blocks):
+            return "This is one layer. How many layers does a stage have?"
+        if _close(ratio, layout.pp / count):
+            return "How many micro-batches are there, and how many more are held with chunks?"
         return "The layers of a stage, times the micro-batches in flight, times layer_bytes."
-    if _same(times, layout.tp):
-        return "Each matrix is cut over tp."
+    if _close(ratio, layout.tp):
+        return "Tensor parallelism shards each matrix over tp ranks."
     all_layers = case._replace(layout=replace(layout, pp=1, chunks=1))
-    if _same(times, right_bytes(all_layers)[name] / right_bytes(case)[name]):
-        return "A stage has a part of the layers alone."
+    if _close(ratio, right_bytes(all_layers)[name] / right_bytes(case)[name]):
+        return "A stage has only 1/pp of the layers."
     if name == "optimizer state":
-        if layout.zero and _same(times, layout.dp):
-            return "ZeRO-1 cuts this over the replicas."
-        if not layout.zero and _same(times, 1 / layout.dp):
-            return "Without ZeRO each replica holds all of it."
-        return "Adam's two moments and the master copy: 12 bytes for each number."
-    if _same(times, 1 / layout.dp):
-        return (
-            "Each replica has all parameters and gradients of its stage; ZeRO-1 does not cut them."
-        )
-    return "12 w² numbers a layer and w v of the embedding, 2 bytes each, over tp."
+        if layout.zero and _close(ratio, layout.dp):
+            return "ZeRO-1 shards the optimizer state over the replicas."
+        if not layout.zero and _close(ratio, 1 / layout.dp):
+            return "Without ZeRO, each replica holds the whole optimizer state."
+        return "Adam's two moments and the master copy take 12 bytes per parameter."
+    if _close(ratio, 1 / layout.dp):
+        return "Each replica has all parameters and gradients of its stage: ZeRO-1 shards neither."
+    return "12 w² parameters per layer and w v in the embedding, 2 bytes each, divided by tp."
 
 
 # ---- step_s(layout, global_batch, forward_s, tensor_s)
@@ -109,53 +107,52 @@ def _memory_hint(name: str, times: float, case: Case) -> str:
 
 @exercise(points=3)
 def step_s(student: Student) -> Iterator[str]:
-    """step_s(layout, global_batch, forward_s, tensor_s): seconds of a step, without DDP's part."""
-    given = [(case.layout, case.global_batch, FORWARD_S, TENSOR_S) for case in CASES]
-    for case, args, found in zip(CASES, given, alone_for_each(student, given)):
-        its, right = _number(found, "a step takes", case), replayed_step_s(*args)
-        if not _same(its, right):
+    """step_s(layout, global_batch, forward_s, tensor_s): seconds of a step, without DDP."""
+    arguments = [(case.layout, case.global_batch, FORWARD_S, TENSOR_S) for case in CASES]
+    for case, args, found in zip(CASES, arguments, alone_for_each(student, arguments)):
+        step, right = _as_number(found, "a step takes", case), replayed_step_s(*args)
+        if not _close(step, right):
             fail(
-                f"{case}: a step takes {its:.3f} s.",
-                expected=f"{right:.3f} s, as a replay of its schedule",
-                hint=_time_hint(its, case),
+                f"{case}: a step takes {step:.3f} s.",
+                expected=f"{right:.3f} s, as in a replay of its schedule",
+                hint=_time_hint(step, case),
             )
-    yield "the seconds of a replayed schedule: 1F1B and interleaved, plain and with recompute"
+    yield "the same seconds as a replay: 1F1B and interleaved, with and without recompute"
 
 
-def _time_hint(its: float, case: Case) -> str:
+def _time_hint(step: float, case: Case) -> str:
     layout, m = case.layout, case.microbatches
     again = layout.recompute == "full"
     forward = FORWARD_S + TENSOR_S
-    both = {
+    microbatch_s = {
         "": forward + 2 * FORWARD_S + TENSOR_S + again * forward,
-        "Recomputing is a forward more, in the backward of each micro-batch.": forward
+        "Recompute adds a forward to the backward of each micro-batch.": forward
         + 2 * FORWARD_S + TENSOR_S,
-        "A forward that is computed again waits for its collectives again.": forward
+        "A recomputed forward waits for its collectives again.": forward
         + 2 * FORWARD_S + TENSOR_S + again * FORWARD_S,
-        "A backward waits for as many collectives as a forward, not for twice as many.": 3 * forward
+        "A backward waits for as many collectives as a forward, not twice as many.": 3 * forward
         + again * forward,
-        "Where is the time for collectives? The stage stands still for them.": (3 + again)
-        * FORWARD_S,
-        "A backward waits for tensor parallelism as well.": 3 * FORWARD_S + TENSOR_S
+        "Add the time in which a stage waits for collectives.": (3 + again) * FORWARD_S,
+        "A backward waits for tensor parallelism, too.": 3 * FORWARD_S + TENSOR_S
         + again * forward,
-        'layout.recompute is "none" or "full", and both are true: compare it with "full".':
+        'layout.recompute is "none" or "full", both true as conditions: compare it with "full".':
         2 * forward + 2 * FORWARD_S + TENSOR_S,
     }  # fmt: skip
-    wholes = {
+    microbatch_counts = {
         "": m + (layout.pp - 1) / layout.chunks,
-        "Where is the bubble?": m,
+        "Add the bubble.": m,
         "Chunks make the bubble shorter (lab 16).": m + layout.pp - 1,
-        "A replica has a part of the rows alone: m = global batch / (dp b).": case.global_batch
+        "A replica has only its own rows: m = global batch / (dp b).": case.global_batch
         / layout.microbatch + (layout.pp - 1) / layout.chunks,
-        "The last stage begins p - 1 forwards after the first, not p.": m + layout.pp,
-        "Chunks go round v times, and each takes 1/v of the time.": (m + layout.pp - 1)
-        / layout.chunks,
+        "The last stage starts p - 1 forwards after the first, not p.": m + layout.pp,
+        "Each micro-batch passes a stage v times, and each pass takes 1/v of the time.":
+        (m + layout.pp - 1) / layout.chunks,
     }  # fmt: skip
-    for how_many, whole in wholes.items():
-        for what, each in both.items():
-            if (how_many or what) and _same(its, whole * each):
-                return how_many or what
-    return "(m + (p-1)/v) times what a micro-batch takes: forward, backward, and what they wait."
+    for count_hint, count in microbatch_counts.items():
+        for time_hint, time_s in microbatch_s.items():
+            if (count_hint or time_hint) and _close(step, count * time_s):
+                return count_hint or time_hint
+    return "(m + (p-1)/v) times the time of a micro-batch: forward, backward and their waits."
 
 
 # ---- mfu_and_days(sizes, layout, global_batch, step_s, peak_flops_per_s, tokens)
@@ -166,52 +163,52 @@ STEP_S, PEAK_FLOPS, TOKENS = 30.0, 312e12, 300e9
 @exercise(points=3)
 def mfu_and_days(student: Student) -> Iterator[str]:
     """mfu_and_days(sizes, layout, global_batch, step_s, peak_flops_per_s, tokens): (MFU, days)."""
-    given = [(*case, STEP_S, PEAK_FLOPS, TOKENS) for case in CASES]
-    for case, found in zip(CASES, alone_for_each(student, given)):
-        several(found, 2, f"{case}: it returned", "two numbers: (mfu, days)", no_return(found))
-        right = right_mfu_and_days(case, STEP_S, PEAK_FLOPS, TOKENS)
-        its = [_number(one, f"{name} is", case) for one, name in zip(found, ("the MFU", "days"))]
-        if not _same(its[0], right[0]):
+    arguments = [(*case, STEP_S, PEAK_FLOPS, TOKENS) for case in CASES]
+    for case, found in zip(CASES, alone_for_each(student, arguments)):
+        sentence = f"{case}: mfu_and_days returned"
+        several(found, 2, sentence, "two numbers: (mfu, days)", no_return(found))
+        right_mfu, right_days = right_mfu_and_days(case, STEP_S, PEAK_FLOPS, TOKENS)
+        mfu, days = (_as_number(x, f"{name} is", case) for x, name in zip(found, ("MFU", "days")))
+        if not _close(mfu, right_mfu):
             fail(
-                f"{case}, a step of {STEP_S} s: an MFU of {its[0]:.2%}.",
-                expected=f"{right[0]:.2%} of the peak of all {case.layout.ranks} GPUs",
-                hint=_mfu_hint(its[0] / right[0], case),
+                f"{case}: with steps of {STEP_S} s, the MFU is {mfu:.2%}.",
+                expected=f"{right_mfu:.2%} of the peak of all {case.layout.ranks} GPUs",
+                hint=_mfu_hint(mfu / right_mfu, case),
             )
-        if not isclose(its[1], right[1], rel_tol=1e-4):  # whole steps are as good
+        if not isclose(days, right_days, rel_tol=1e-4):  # accept a whole number of steps
             tokens = case.global_batch * case.sizes.context
             fail(
-                f"{case}: {its[1]:,.1f} days.",
-                expected=f"{right[1]:,.1f} days: {TOKENS / 1e9:.0f} billion tokens, "
-                f"steps of {STEP_S} s",
+                f"{case}: with steps of {STEP_S} s, training takes {days:,.1f} days.",
+                expected=f"{right_days:,.1f} days for {TOKENS / 1e9:.0f} billion tokens",
                 hint=f"A step trains on {tokens:,} tokens, the rows of all replicas; a day has "
                 "86,400 seconds.",
             )
-    yield "the MFU: each operation of the model once, over the peak of all GPUs"
+    yield "the MFU: the model's FLOPs, without recompute, over the peak of all GPUs"
     yield "days of training"
 
 
-def _mfu_hint(times: float, case: Case) -> str:
+def _mfu_hint(ratio: float, case: Case) -> str:
     sizes, layout, rows = case
-    flops = [
+    flops, recomputed_flops = (
         step_flops(sizes.vocab, sizes.width, sizes.depth, sizes.heads, rows, sizes.context, **more)
         for more in ({}, {"recompute": True})
-    ]
-    if isclose(times, 100):
-        return "A part of the peak, from 0 to 1; not in per cent."
-    if isclose(times, flops[1] / flops[0], rel_tol=0.03):
-        return "What is computed again is not the model's: that is hardware utilisation (HFU)."
+    )
+    if isclose(ratio, 100):
+        return "Return a fraction of the peak, 0 to 1, not percent."
+    if isclose(ratio, recomputed_flops / flops, rel_tol=0.03):
+        return "MFU leaves out recomputed FLOPs: with them it is hardware utilization (HFU)."
     for axis in ("tp", "pp", "dp"):
-        if _same(times, getattr(layout, axis)):
-            return f"The GPUs of the {axis} axis are paid for, too: n = tp pp dp."
-    if _same(times, layout.ranks):
-        return "That is the peak of one GPU."
-    if _same(times, 1 / layout.dp):
-        return "The global batch is that of all replicas already."
-    if _same(times, 1 / 3):
-        return "Backward is twice the forward."
-    if 0.8 < times < 1.0:
-        return "Nearly: attention's q kᵀ and its product with v, and the head, are products, too."
-    return "A step: 72 b s L w² (1 + s/6w + v/12wL), with b all rows (lab 06: 3 x the forward)."
+        if _close(ratio, getattr(layout, axis)):
+            return f"Include the GPUs of the {axis} axis: n = tp pp dp."
+    if _close(ratio, layout.ranks):
+        return "This is the peak of one GPU."
+    if _close(ratio, 1 / layout.dp):
+        return "The global batch already includes all replicas."
+    if _close(ratio, 1 / 3):
+        return "Backward takes twice the FLOPs of forward."
+    if 0.8 < ratio < 1.0:
+        return "Almost: include attention's two matmuls, with kᵀ and with v, and the head's."
+    return "A step: 72 b s L w² (1 + s/6w + v/12wL), with all rows b (lab 06: 3 x the forward)."
 
 
 # ---- can_run(sizes, layout, gpus, global_batch, layer_bytes, budget_bytes)
@@ -220,25 +217,24 @@ def _mfu_hint(times: float, case: Case) -> str:
 @exercise(points=3)
 def can_run(student: Student) -> Iterator[str]:
     """can_run(sizes, layout, gpus, global_batch, layer_bytes, budget_bytes): True or False."""
-    every = candidates()
-    for one, found in zip(every, alone_for_each(student, [one.given for one in every])):
-        why = problem(one)
+    cases = candidates()
+    results = alone_for_each(student, [candidate.arguments for candidate in cases])
+    for candidate, found in zip(cases, results):
+        why = why_invalid(candidate)
         if not isinstance(found, bool):
             fail(
-                f"{one}: it returned {brief(found)}.",
+                f"{candidate}: can_run returned {brief(found)}.",
                 expected="True or False",
                 hint=no_return(found),
             )
         if found == bool(why):
             fail(
-                f"{one}: it returned {found}.",
-                expected=f"{not found}: {why}" if why else "True: all divides, and it fits",
-                hint=""
-                if why
-                else "Ask for no more than must be: any number of ranks that divides.",
+                f"{candidate}: can_run returned {found}.",
+                expected=f"{not found}: {why}" if why else "True: all sizes divide, and it fits",
+                hint="" if why else "Too strict: any number of ranks that divides is valid.",
             )
-    good = sum(not problem(one) for one in every)
-    yield f"{good} of {len(every)} layouts, of 96, 64 and 1,024 ranks: all that divide and fit"
+    valid = sum(not why_invalid(candidate) for candidate in cases)
+    yield f"{valid} of {len(cases)} layouts, of 96, 64 and 1,024 ranks, divide and fit"
 
 
 # ---- choose(job)
@@ -246,37 +242,37 @@ def can_run(student: Student) -> Iterator[str]:
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): a layout for a model on a cluster, scored by its step over the best known."""
+    """choose(job): a layout for a model on a cluster; the score compares its step to the best."""
     found = alone_for_each(student, [(job,) for job in JOBS.values()])
-    times = []
+    ratios = []
     for (name, job), layout in zip(JOBS.items(), found):
-        _can_be(name, job, layout)
+        _check_layout(name, job, layout)
         report = job.report(layout)
-        has = job.cluster.device.memory_bytes
-        if report.peak_bytes > has:
-            held = {x: n for x, n in report.memory_bytes.items() if n}
+        capacity = job.cluster.device.memory_bytes
+        if report.peak_bytes > capacity:
+            held = {category: n for category, n in report.memory_bytes.items() if n}
             fail(
-                f"for {name}, {described(layout)} holds {report.peak_bytes / GB:.1f} GB.",
-                expected=f"no more than the {has / GB:.0f} GB of a GPU",
-                found=", ".join(f"{x} {n / GB:.1f}" for x, n in held.items()),
-                hint="Which choice makes the largest of these smaller, and what does it cost?",
+                f"for {name}, {described(layout)} needs {report.peak_bytes / GB:.1f} GB.",
+                expected=f"at most the {capacity / GB:.0f} GB of a GPU",
+                found=", ".join(f"{category} {n / GB:.1f}" for category, n in held.items()),
+                hint="Which choice reduces the largest category, and what does it cost?",
             )
-        times.append(report.step_s / BEST_S[name])
-        if times[-1] > MOST:
+        ratios.append(report.step_s / BEST_S[name])
+        if ratios[-1] > MAX_RATIO:
             fail(
-                f"for {name}, a step in {described(layout)} takes {report.step_s:.1f} s, "
-                f"{times[-1]:.2f} times as long as it need.",
-                expected=f"at most {MOST:g} times the best known",
+                f"for {name}, a step with {described(layout)} takes {report.step_s:.1f} s, "
+                f"{ratios[-1]:.2f} times the best known.",
+                expected=f"at most {MAX_RATIO:g} times the best known",
                 hint=_choice_hint(report),
             )
         yield f"{name}: {described(layout)}, a step of {report.step_s:.1f} s"
-    yield Score(round(1000 * sum(times) / len(times)), 1000, "per mille of the best steps known")
+    yield Score(round(1000 * sum(ratios) / len(ratios)), 1000, "per mille of the best steps known")
 
 
-MOST = 1.2  # times as long as the best
+MAX_RATIO = 1.2  # of a step to the best known
 
 
-def _can_be(name: str, job: Job, layout: Any) -> None:
+def _check_layout(name: str, job: Job, layout: Any) -> None:
     if not isinstance(layout, Layout):
         fail(
             f"for {name}, choose returned {brief(layout)}.",
@@ -284,28 +280,28 @@ def _can_be(name: str, job: Job, layout: Any) -> None:
             hint=no_return(layout),
         )
     case = Case(job.sizes, layout, job.global_batch)
-    if why := problem(Candidate(case, job.cluster.size, float("inf"))):
-        fail(f"for {name}, {described(layout)} cannot be: {why}.", expected=str(job))
+    if why := why_invalid(Candidate(case, job.cluster.size, float("inf"))):
+        fail(f"for {name}, {described(layout)} is invalid: {why}.", expected=str(job))
     try:
         job.report(layout)
     except ValueError as error:
-        fail(f"for {name}, {described(layout)} cannot be: {error}.", expected=str(job))
+        fail(f"for {name}, {described(layout)} is invalid: {error}.", expected=str(job))
 
 
 def _choice_hint(report: StepReport) -> str:
     """A hint about the largest loss of time."""
     if report.layout.recompute == "full":
-        return "It computes every forward twice: is there no room for the activations?"
-    lost = {part: its for part, its in seconds(report).items() if part != "compute"}
-    part = max(lost, key=lambda one: lost[one])
-    share = f"{lost[part] / report.step_s:.0%} of it is lost on {part}"
+        return "It computes every forward twice: do the activations not fit without recompute?"
+    lost = {part: part_s for part, part_s in seconds(report).items() if part != "compute"}
+    part = max(lost, key=lambda name: lost[name])
+    share = f"{lost[part] / report.step_s:.0%} of the step is lost on {part}"
     return (
         f"{share}: "
         + {
-            "tensor": "are there wires fast enough for so much tp?",
+            "tensor": "is the network fast enough for this tp?",
             "bubble": "fewer stages, more micro-batches, or chunks make it shorter.",
-            "data": "gradients travel once a step: how many bytes has a stage, over which wire?",
-            "pipeline": "fewer stages or chunks send less often.",
-            "optimizer": "ZeRO-1 shares it among the replicas.",
+            "data": "gradients are sent once per step: how many bytes, over which network?",
+            "pipeline": "with fewer stages or chunks, stages send less often.",
+            "optimizer": "ZeRO-1 shards it over the replicas.",
         }[part]
     )

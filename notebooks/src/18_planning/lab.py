@@ -842,7 +842,7 @@ def defend(job, mine):
 
 
 # %%
-job = JOBS["a slow wire"]
+job = JOBS["a slow network"]
 mine = choose(job)
 print(f"{mine.in_words:<28}{job.report(mine).step_s:6.2f} s  mine")
 defend(job, mine)

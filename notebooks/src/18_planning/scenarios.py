@@ -1,7 +1,7 @@
 """Cases for the checks of lab 18, and the right results by labkit.predict and by replay.
 
-A case is a model in a layout. No case is square: heads, blocks, rows and ranks have a factor 3 or 5
-somewhere, so that a formula with two axes swapped does not pass.
+A case is a model with a layout. Its heads, blocks, rows and ranks have factors of 3 or 5, so that a
+formula that swaps two axes does not pass.
 """
 
 from dataclasses import replace
@@ -58,8 +58,8 @@ CASES = (
 
 
 def layer_bytes(sizes: Sizes, layout: Layout) -> float:
-    """Bytes that a layer keeps for one micro-batch on one rank, without scores, which fused
-    attention never stores (lab 11)."""
+    """Bytes that a layer keeps for one micro-batch on one rank, without the attention scores, which
+    fused attention never stores (lab 11)."""
     return activation_bytes(
         sizes.context, layout.microbatch, sizes.width, sizes.heads, layout.tp, layout.sequence,
         "full" if layout.recompute == "full" else "selective",
@@ -67,7 +67,7 @@ def layer_bytes(sizes: Sizes, layout: Layout) -> float:
 
 
 def in_flight(layout: Layout, global_batch: int) -> float:
-    """The most micro-batches that the first stage holds."""
+    """The peak of micro-batches that the first stage holds."""
     count = layout.microbatches(global_batch)
     return interleaved(layout.pp, count, 1, 2, layout.chunks).peak_microbatches
 
@@ -76,24 +76,24 @@ def right_bytes(case: Case) -> dict[str, float]:
     """Bytes on one rank of the first stage, by category."""
     sizes, layout, _ = case
     blocks = sizes.depth // layout.pp
-    numbers = (12 * sizes.width**2 * blocks + sizes.vocab * sizes.width) / layout.tp
-    sharded = model_state_bytes(numbers, layout.dp, layout.zero, MIXED_ADAM)
-    plain = numbers * (MIXED_ADAM.parameter + MIXED_ADAM.gradient)
+    parameters = (12 * sizes.width**2 * blocks + sizes.vocab * sizes.width) / layout.tp
+    state_bytes = model_state_bytes(parameters, layout.dp, layout.zero, MIXED_ADAM)
+    replicated_bytes = parameters * (MIXED_ADAM.parameter + MIXED_ADAM.gradient)
     return {
-        "parameters": numbers * MIXED_ADAM.parameter,
-        "gradients": numbers * MIXED_ADAM.gradient,
-        "optimizer state": sharded - plain,
+        "parameters": parameters * MIXED_ADAM.parameter,
+        "gradients": parameters * MIXED_ADAM.gradient,
+        "optimizer state": state_bytes - replicated_bytes,
         "activations": layer_bytes(sizes, layout) * blocks * in_flight(layout, case.global_batch),
     }
 
 
 # ---- time
 
-FORWARD_S, TENSOR_S = 0.024, 0.004  # of a micro-batch on a stage: computing, and waiting for tp
+FORWARD_S, TENSOR_S = 0.024, 0.004  # of a micro-batch on a stage: compute, and waits for tp
 
 
 def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_s: float) -> float:
-    """Seconds of a step by lab 16's replay; each chunk takes its part of a stage's time."""
+    """Seconds of a step by lab 16's replay; a chunk takes 1/chunks of a stage's time."""
     chunks = layout.chunks
     forward = forward_s + tensor_s
     backward = 2 * forward_s + tensor_s + (forward if layout.recompute == "full" else 0.0)
@@ -105,18 +105,18 @@ def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_
 def right_mfu_and_days(
     case: Case, step_s: float, peak_flops_per_s: float, tokens: float
 ) -> tuple[float, float]:
-    """Model FLOPs utilization of such a step, and the days of training on `tokens`."""
+    """Model FLOPs utilization of a step, and the days of training on `tokens`."""
     sizes, layout, rows = case
     flops = step_flops(sizes.vocab, sizes.width, sizes.depth, sizes.heads, rows, sizes.context)
     steps = tokens / (rows * sizes.context)
     return mfu(flops, step_s, peak_flops_per_s, layout.ranks), steps * step_s / 86400
 
 
-# ---- what can run
+# ---- layouts that can run
 
 
 class Candidate(NamedTuple):
-    """A case, a number of GPUs, and the memory of each."""
+    """A case, a number of GPUs, and the memory per GPU."""
 
     case: Case
     gpus: int
@@ -126,7 +126,7 @@ class Candidate(NamedTuple):
         return f"{self.case}, on {self.gpus:,} GPUs of {self.budget_bytes / 1e9:g} GB"
 
     @property
-    def given(self) -> tuple[Sizes, Layout, int, int, float, float]:
+    def arguments(self) -> tuple[Sizes, Layout, int, int, float, float]:
         sizes, layout, rows = self.case
         divides = sizes.heads % layout.tp == 0
         kept = layer_bytes(sizes, layout) if divides else 0.0
@@ -143,11 +143,11 @@ def candidates() -> list[Candidate]:
         for v in (1, 2, 3)
         if tp * pp <= 96 and (v == 1 or pp > 1)
     ]
-    found = [Candidate(Case(SMALL, one, 480), 96, 80e9) for one in of_96]
+    cases = [Candidate(Case(SMALL, layout, 480), 96, 80e9) for layout in of_96]
     # Four micro-batches on six stages: a long bubble, but it runs.
-    found.append(Candidate(Case(SMALL, Layout(2, 6, 8, microbatch=15, zero=1), 480), 96, 80e9))
+    cases.append(Candidate(Case(SMALL, Layout(2, 6, 8, microbatch=15, zero=1), 480), 96, 80e9))
     interleaved_2 = Layout(tp=4, pp=2, dp=8, chunks=3)
-    found += [Candidate(Case(SMALL, interleaved_2, rows), 64, 80e9) for rows in (48, 40, 16)]
+    cases += [Candidate(Case(SMALL, interleaved_2, rows), 64, 80e9) for rows in (48, 40, 16)]
     for_gpt3 = [
         Layout(tp=tp, pp=pp, dp=1024 // (tp * pp), microbatch=b, zero=z, recompute=r)
         for tp in (4, 8, 16)
@@ -156,12 +156,12 @@ def candidates() -> list[Candidate]:
         for z in (0, 1)
         for r in ("none", "full")
     ]
-    found += [Candidate(Case(GPT3, one, 1536), 1024, 80e9) for one in for_gpt3]
-    return found
+    cases += [Candidate(Case(GPT3, layout, 1536), 1024, 80e9) for layout in for_gpt3]
+    return cases
 
 
-def problem(candidate: Candidate) -> str:
-    """Why the candidate cannot run, by labkit's planner and its bytes; "" if it can."""
+def why_invalid(candidate: Candidate) -> str:
+    """Why the candidate cannot run, by labkit's planner and its memory; "" if it can."""
     (sizes, layout, rows), gpus, budget_bytes = candidate
     try:
         layouts(
@@ -169,20 +169,20 @@ def problem(candidate: Candidate) -> str:
             microbatch=layout.microbatch, chunks=layout.chunks,
         )  # fmt: skip
     except ValueError as error:
-        if not str(error).startswith("no layout"):  # one size that does not divide
+        if not str(error).startswith("no layout"):  # it names the size that does not divide
             return str(error)
         m = layout.microbatches(rows)
         return (
-            f"something does not divide: {layout.tp} x {layout.pp} x {layout.dp} ranks on {gpus} "
+            f"the sizes do not divide: {layout.tp} x {layout.pp} x {layout.dp} ranks on {gpus} "
             f"GPUs, {sizes.heads} heads over tp {layout.tp}, {sizes.depth} blocks over {layout.pp} "
             f"stages of {layout.chunks} chunks, {rows} rows over {layout.dp} replicas with "
             f"micro-batches of {layout.microbatch}, {m} micro-batches for {layout.pp} stages"
         )
     held = sum(right_bytes(candidate.case).values())
-    return f"it holds {held / 1e9:.1f} GB" if held > budget_bytes else ""
+    return f"it needs {held / 1e9:.1f} GB" if held > budget_bytes else ""
 
 
-# ---- what to choose
+# ---- jobs to choose a layout for
 
 
 class Job(NamedTuple):
@@ -200,7 +200,7 @@ class Job(NamedTuple):
             f"{self.sizes.parameters / 1e9:.1f}B parameters ({self.sizes.depth} blocks of width "
             f"{self.sizes.width}, {self.sizes.heads} heads), {self.global_batch} rows, on "
             f"{self.cluster.size} GPUs of {device.memory_bytes / 1e9:.0f} GB; between nodes "
-            f"{gbps:.3g} Gb/s for each"
+            f"{gbps:.3g} Gb/s per GPU"
         )
 
     def report(self, layout: Layout) -> StepReport:
@@ -213,24 +213,24 @@ def _clusters() -> dict[str, Cluster]:
     assert selene.between is not None
     ethernet = replace(
         selene.between, name="Ethernet", ports=1, bytes_per_s=25e9 / 8, latency_s=30e-6
-    )  # as that of "v100-cloud"
-    half = replace(selene.device, memory_bytes=40e9)
-    every = (
+    )  # like the Ethernet of "v100-cloud"
+    half_memory = replace(selene.device, memory_bytes=40e9)
+    clusters = (
         replace(selene, name="12 nodes", nodes=12),
         replace(selene, name="8 nodes on Ethernet", nodes=8, between=ethernet),
-        replace(selene, name="16 nodes of 40 GB", nodes=16, device=half),
+        replace(selene, name="16 nodes of 40 GB", nodes=16, device=half_memory),
     )
-    return {one.name: one for one in every}
+    return {changed.name: changed for changed in clusters}
 
 
 CLUSTERS = _clusters()
 JOBS = {
     "an odd cluster": Job(Sizes(6144, 40, 48), CLUSTERS["12 nodes"], 768),
-    "a slow wire": Job(Sizes(4096, 36, 32), CLUSTERS["8 nodes on Ethernet"], 512),
+    "a slow network": Job(Sizes(4096, 36, 32), CLUSTERS["8 nodes on Ethernet"], 512),
     "half the memory": Job(Sizes(8192, 48, 64), CLUSTERS["16 nodes of 40 GB"], 512),
 }
 # Seconds of a step in the fastest layout that labkit.plan finds: tests/course/test_lab_18.py.
-BEST_S = {"an odd cluster": 9.4638, "a slow wire": 10.5077, "half the memory": 10.6084}
+BEST_S = {"an odd cluster": 9.4638, "a slow network": 10.5077, "half the memory": 10.6084}
 
 
 @cache

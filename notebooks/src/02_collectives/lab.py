@@ -190,19 +190,11 @@ show("comm/collectives/reduce_scatter.py:ring_reduce_scatter", since="n, rank")
 # - `partial` is the tensor to send next: first this rank's values of chunk `rank - 1`, then the sum
 #   that just arrived plus this rank's values of the same chunk (`share`).
 # - `reduce(a, b)` adds b to a.
-<<<<<<< HEAD
-# - Messages arrive in a buffer, `staging`, of two halves that alternate: one partial sum is still being
-#   sent while the next arrives.
-# - In the last step the sum becomes complete. It arrives in `out` itself, where the rank's own chunk is
-#   added. If `out` *is* the rank's own chunk (`in_place`, as in the all-reduce below), the message
-#   arrives in `staging` and is added to `out`.
-=======
-# - Messages arrive in a buffer, `room`, with two halves that alternate: one partial sum is still
+# - Messages arrive in a buffer, `staging`, with two halves that alternate: one partial sum is still
 #   being sent while the next arrives.
 # - In the last step the partial sum arrives in `out` itself, and adding the rank's own chunk
 #   completes it. If `out` *is* that chunk (`in_place`, as in the all-reduce below), the message
-#   arrives in `room` and is added to `out`.
->>>>>>> wt-labs
+#   arrives in `staging` and is added to `out`.
 
 # %% [markdown]
 # The second half, and the whole all-reduce:

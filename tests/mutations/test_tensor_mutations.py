@@ -107,9 +107,9 @@ FAULTS = edits(
     ("q, k and v each send a gradient",  # right, but too many bytes
      "if self.one_input is not None:", "if False:", *PARTIAL),
     ("gradients of norms are not summed",
-     COPIES, f"present.values() if type(self) is SummedGradients else {COPIES}", *SHARDED),
+     COPIES, f"{COPIES} if isinstance(self.module, nn.Embedding) else present.values()", *SHARDED),
     ("positions are not summed",
-     COPIES, f"present.values() if type(self) is OwnPositions else {COPIES}", *SHARDED),
+     COPIES, f"present.values() if isinstance(self.module, nn.Embedding) else {COPIES}", *SHARDED),
     ("every rank has the first positions",
      "own_part(positions, self.comm, dim=-1)", "positions.chunk(self.comm.size, -1)[0]", *SHARDED),
     ("gradients of biases are not summed",

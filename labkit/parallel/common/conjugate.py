@@ -21,7 +21,7 @@ Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pai
 al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from torch._utils import _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import Comm, Handle
-
-Exchanged = Callable[..., Tensor]
 
 
 def copy_to_ranks(x: Tensor, comm: Comm) -> Tensor:
@@ -97,7 +95,7 @@ class Exchange(torch.autograd.Function):
     """Forward: `there(x, *others)`; backward: `back(gradient, *others)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchanged, back: Exchanged, *others: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Any, back: Any, *others: Any) -> Tensor:
         ctx.back, ctx.others = back, others
         return there(x, *others)
 

@@ -53,7 +53,6 @@ from labkit.parallel.common.conjugate import (
 from labkit.parallel.common.shards import Shard, check_same, mark_shard, marked_as
 
 SAME_BATCH = "give all of them the same batch, chosen by the rank along the data-parallel axis"
-IGNORED = -100  # a target to skip, as in F.cross_entropy
 
 
 class ShardedLinear(nn.Module):
@@ -94,16 +93,12 @@ class ColumnParallelLinear(ShardedLinear):
     [out/t, in], bias [out/t]. Raises ValueError if t does not divide `out`."""
 
     one_input: Any = None  # the layer's forward, if several of its columns share their input
+    computed_with: Sequence[nn.Module] = ()  # then these columns: one call computes them all
 
     def forward(self, x: Tensor) -> Tensor:
         if self.one_input is not None:
             return self.one_input.output_of(self, x)
         return columns([self], x)[0]
-
-    @property
-    def beside(self) -> "list[ColumnParallelLinear]":
-        """Layers whose parameters a call of this one may also use."""
-        return [] if self.one_input is None else self.one_input.columns
 
 
 class RowParallelLinear(ShardedLinear):
@@ -143,7 +138,8 @@ class _Columns(torch.autograd.Function):
         ctx.comm, ctx.sequence = comm, sequence
         ctx.set_materialize_grads(False)
         whole = gathered(x, comm, dim=1) if sequence else x
-        ys = [F.linear(_rows(whole), w, b) for w, b in zip(weights, biases, strict=True)]
+        rows = whole.reshape(-1, whole.shape[-1])  # [b s, in]
+        ys = [F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True)]
         # Not views, which an in-place activation could not write to.
         return tuple(torch.ops.aten._unsafe_view(y, (*whole.shape[:-1], y.shape[-1])) for y in ys)
 
@@ -168,19 +164,16 @@ class _Columns(torch.autograd.Function):
                 reduction = comm.all_reduce(dx, async_op=True)
         if gather:
             gather.wait()
-        x_rows = _rows(torch.cat(parts, dim=1) if len(parts) > 1 else x)  # [b s, in]
+        whole = torch.cat(parts, dim=1) if len(parts) > 1 else x
+        x_rows = whole.reshape(-1, x.shape[-1])  # [b s, in]
         shards: list[Tensor | None] = []
         for dy, needs_dw, needs_db in zip(grads, needed[::2], needed[1::2], strict=True):
-            rows = None if dy is None else _rows(dy)  # [b s, out/t]
+            rows = None if dy is None else dy.reshape(-1, dy.shape[-1])  # [b s, out/t]
             shards.append(rows.t() @ x_rows if rows is not None and needs_dw else None)
             shards.append(rows.sum(0) if rows is not None and needs_db else None)
         if reduction:
             reduction.wait()
         return dx, None, None, *shards
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
@@ -203,12 +196,15 @@ def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False
 
 class SummedGradients:
     """Replaces the forward of a module, such as a norm, that sees a sequence shard: backward sums
-    the gradients of its own parameters over the ranks, in one all-reduce."""
+    the gradients of its own parameters over the ranks, in one all-reduce. A position embedding
+    maps all positions [s] to the vectors of this rank's shard, [s/t, w]."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.module, nn.Embedding):
+            args = tuple(own_part(positions, self.comm, dim=-1) for positions in args)
         whole: Any = self.module._parameters
         present = {name: p for name, p in whole.items() if p is not None}
         copies: Any = copies_to_ranks([*present.values()], self.comm)
@@ -217,13 +213,6 @@ class SummedGradients:
             return self.forward(*args, **kwargs)
         finally:
             self.module._parameters = whole
-
-
-class OwnPositions(SummedGradients):
-    """Replaces the forward of a position embedding: each rank looks up its shard's positions."""
-
-    def __call__(self, positions: Tensor) -> Any:  # [s] -> this rank's vectors, [s/t, w]
-        return super().__call__(own_part(positions, self.comm, dim=-1))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -269,8 +258,7 @@ class VocabParallelEmbedding(nn.Module):
         return (reduce_scatter_sequence if self.sequence else reduce_from_ranks)(x, self.comm)
 
     def extra_repr(self) -> str:
-        whole = self.num_embeddings, self.embedding_dim
-        return f"weight {tuple(self.weight.shape)} of {whole}"
+        return f"weight {tuple(self.weight.shape)} of {(self.num_embeddings, self.embedding_dim)}"
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -307,7 +295,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = IGNORED,
+    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean", vocab: int | None = None,
 ) -> Tensor:  # fmt: skip
     """F.cross_entropy of vocabulary-sharded logits, in float32 or wider; equal on all ranks.

@@ -139,7 +139,7 @@ class OwnForward:
         self._own: Any = None  # the `own_numbers` context, once it has begun
         self._call: Any = None  # while forward runs: x, its state, the outputs not yet returned
         for column in columns:
-            column.one_input = self
+            column.one_input, column.computed_with = self, self.columns
         if row is not None:
             row.register_forward_pre_hook(self._end)
 
@@ -193,7 +193,5 @@ def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:
     for module in (module for module in model.modules() if module not in cut):
         if isinstance(module, _DropoutNd):
             module.forward = OwnForward(module, comm)
-        elif isinstance(module, nn.Embedding):
-            module.forward = layers.OwnPositions(module, comm)  # type: ignore[method-assign, assignment]
         elif module._parameters:
             module.forward = layers.SummedGradients(module, comm)

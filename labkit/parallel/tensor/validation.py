@@ -87,12 +87,10 @@ def random_states(model: nn.Module) -> list[Tensor]:
 
 def draws(module: nn.Module) -> bool:
     """Whether dropout is on: a module of torch's, or a float attribute `dropout`."""
-    return any(part.training and _dropout_of(part) > 0 for part in module.modules())
-
-
-def _dropout_of(module: nn.Module) -> float:
-    p = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
-    return p if isinstance(module, _DropoutNd) or isinstance(p, float) else 0
+    training = [part for part in module.modules() if part.training]
+    rates = [part.p for part in training if isinstance(part, _DropoutNd)]
+    others = [getattr(part, "dropout", 0) for part in training]
+    return any(p > 0 for p in [*rates, *(p for p in others if isinstance(p, float))])
 
 
 class SplitTrial:

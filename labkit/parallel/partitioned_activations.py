@@ -5,7 +5,7 @@
     backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
 
     each rank holds   1/t of every kept input: 2sbh/t bytes per block in 2-byte types
-    travels           an all-gather of x per block in backward, (t-1)/t b s w elements, beside the
+    traffic           an all-gather of x per block in backward, (t-1)/t b s w elements, beside the
                       traffic of tensor parallelism with full recompute
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).

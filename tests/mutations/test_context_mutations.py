@@ -70,7 +70,7 @@ FAULTS = [
     for check, module, label, old, new in EDITS
 ]
 no_positions = instead(
-    "positions are left out", checks.context, "_PositionsFilledIn", lambda *_: lambda *_: None
+    "positions are left out", checks.context, "_FillPositions", lambda *_: lambda *_: None
 )
 FAULTS += [Mutation(no_positions, *TRAINED, match="weights are off by")]
 trio = {"size": 3, "timeout_s": 5}  # some of the faults let ranks wait for each other

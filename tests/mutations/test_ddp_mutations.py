@@ -29,7 +29,7 @@ FAULTS = [
         ddp,
         ("never rebuilds", "self._rebuild(self._arrived)", "self._arrived = None", *ORDER),
         ("rebuilds each time", "self._arrived = None  #", "self._arrived = []  #", *ORDER),
-        ("leaves gradients in old buckets", "bucket.take_over()", "pass", *ORDER),
+        ("leaves gradients in old buckets", "bucket.copy_gradients()", "pass", *ORDER),
         ("ranks agree on an order and do not use it", AGREED, AGREED + OWN_ORDER, *OTHER_ORDERS),
         ("takes over nothing", "view.copy_(parameter.grad)", "view.zero_()", *HALVED),
         (*NOT_STATIC, ddp_checks.a_static_graph_sends_what_is_used, DDP),

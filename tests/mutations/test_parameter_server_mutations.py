@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 class AveragesWeights(ParameterServer):
     """Each rank takes a step of its own, and the server scatters the mean of the weights."""
 
-    def _share(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _divide(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
     def _average(self) -> None:

@@ -321,8 +321,8 @@ def outputs_go_when_they_are_sent() -> None:
 
     def counting(message: Any) -> Any:
         if message.what == "gradient":
-            mail._let_go()
-            held.append(sum(one() is not None for one in made) - len(mail._leaving))
+            mail._release_sent()
+            held.append(sum(one() is not None for one in made) - len(mail._pending_sends))
         return receive(message)
 
     mail.receive = counting

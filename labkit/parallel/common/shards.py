@@ -45,7 +45,7 @@ class CopiedMark(Mark):
 
 
 def marked_as(parameter: Tensor, x: Any) -> Any:
-    """Attaches the marks of `parameter` to `x`, its piece or copy; returns `x`."""
+    """Attaches the marks of `parameter` to `x`, a slice or copy of it; returns `x`."""
     for mark in marks_of(parameter):
         mark.attach_to(x)
     return x
@@ -74,9 +74,9 @@ def _unpickled(
 
 @dataclass(frozen=True)
 class Shard(CopiedMark):
-    """This rank has `start:stop` along `dim` (>= 0) of a parameter of size `whole` there; the ranks
-    of `comm` together have all. A local tensor longer than `stop - start` ends with padding, with
-    zero gradients."""
+    """This rank holds `start:stop` along `dim` (>= 0) of a parameter that has size `whole` there;
+    the ranks of `comm` together hold all. A local tensor longer than `stop - start` ends with
+    padding, which has zero gradients."""
 
     comm: Comm
     dim: int
@@ -102,9 +102,9 @@ class Shard(CopiedMark):
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
         if len({*self.comm.ranks} & {*comm.ranks}) > 1:
             raise ValueError(
-                f"{name} is cut over ranks {list(self.comm.ranks)}, so ranks {list(comm.ranks)} "
-                "are not replicas of each other; give the strategy the data-parallel axis of a "
-                "mesh: Mesh(dp=..., tp=...), DDP(model, mesh.dp)"
+                f"{name} is sharded over ranks {list(self.comm.ranks)}, so ranks "
+                f"{list(comm.ranks)} are not replicas of each other; pass the strategy the "
+                "data-parallel axis of a mesh: Mesh(dp=..., tp=...), DDP(model, mesh.dp)"
             )
 
 

@@ -85,7 +85,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
         attention.core = core
     for parameter in model.parameters():
         SequenceParts(comm).attach_to(parameter)
-    model.register_forward_pre_hook(_PositionsFilledIn(model, comm), with_kwargs=True)
+    model.register_forward_pre_hook(_FillPositions(model, comm), with_kwargs=True)
     return model
 
 
@@ -135,7 +135,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     return RingAttention(comm)
 
 
-class _PositionsFilledIn:
+class _FillPositions:
     """Forward pre-hook: without it, each shard would pass for the start of the sequence."""
 
     def __init__(self, model: nn.Module, comm: Comm):

@@ -76,8 +76,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int) -> Tensor:
         queries = q.to(torch.promote_types(q.dtype, torch.float32))
         with torch.autocast(q.device.type, enabled=False):  # matmuls in the given dtypes
-            for owner, block in _around(torch.stack([k, v]), comm):
-                rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
+            for owner, block in _circulate(torch.stack([k, v]), comm):
+                rows, keys, causal = _visible(comm.rank, owner, q.shape[2])
                 k_seen, v_seen = block[:, :, :, keys]
                 part = flash_forward(queries[:, :, rows], k_seen, v_seen, causal, tile)
                 if owner == comm.rank:  # the first
@@ -94,8 +94,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsum = ctx.saved_tensors
         comm, queries, handle = ctx.comm, q.to(logsum.dtype), None
-        for owner, block in _around(torch.stack([k, v]), comm):
-            rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
+        for owner, block in _circulate(torch.stack([k, v]), comm):
+            rows, keys, causal = _visible(comm.rank, owner, q.shape[2])
             k_seen, v_seen = block[:, :, :, keys].to(logsum.dtype)
             dq_part, *dkv = flash_backward(
                 dout[:, :, rows], queries[:, :, rows], k_seen, v_seen,
@@ -118,7 +118,7 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _around(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
+def _circulate(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
     """Yields each (owner, block), this rank's first, while the next block arrives."""
     for step in range(comm.size - 1):
         arriving = torch.empty_like(block)
@@ -130,7 +130,7 @@ def _around(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
     yield (comm.rank + 1) % comm.size, block
 
 
-def _seen(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
+def _visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
     """The queries that see keys of `owner`, the keys they see, and whether causally."""
     half, every = length // 2, slice(0, length)
     if owner == rank:

@@ -11,7 +11,7 @@
 With h/n heads and all tokens, a rank can use any attention kernel, dropout included. q, k, v and
 the result take four all-to-alls in forward, and four in backward.
 
-    travels   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
+    traffic   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
               falls with n, while the ring's (n-1)/n · 2 b s g e does not
     limit     n must divide the heads and the key-value heads
 

@@ -23,16 +23,16 @@ import torch
 from labkit.comm import Comm
 
 
-class UnderWay(Protocol):
+class PendingReduction(Protocol):
     """A running reduction; after `wait()` the sum is in the tensor given to the hook."""
 
     def wait(self) -> None: ...
 
 
-Hook = Callable[[torch.Tensor, Comm, bool], UnderWay | None]
+Hook = Callable[[torch.Tensor, Comm, bool], PendingReduction | None]
 
 
-def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
+def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> PendingReduction | None:
     """The default hook: an all-reduce in the dtype of `flat`."""
     return comm.all_reduce(flat, async_op=async_op)
 
@@ -57,7 +57,7 @@ def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bo
 class _CastBack(NamedTuple):
     small: torch.Tensor
     numbers: torch.Tensor
-    handle: UnderWay | None
+    handle: PendingReduction | None
 
     def wait(self) -> None:
         if self.handle is not None:

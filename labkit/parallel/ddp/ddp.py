@@ -24,9 +24,9 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.holdings import replicated
 from labkit.parallel.common.data_parallel import GradReducer, Replica
-from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, nobody_used
+from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, flagged_unused
 from labkit.parallel.common.ownership import broadcast_tensors
-from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
+from labkit.parallel.ddp.comm_hooks import Hook, PendingReduction, all_reduced
 from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_order, agreed_used
 
 
@@ -37,7 +37,7 @@ class Bucket(GradBuffer):
         super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1), names)
         numel, first = self.partition.numel, parameters[0].detach()
         self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
-        self.handle: UnderWay | None = None  # of the running reduction
+        self.handle: PendingReduction | None = None  # of the running reduction
 
     def fill(self, divisor: float) -> torch.Tensor:
         for p in self.parameters:
@@ -50,10 +50,10 @@ class Bucket(GradBuffer):
             self.handle.wait()
             self.handle = None
         for parameter in self.unused:  # by this rank; another may have used it
-            if not nobody_used(self.view[parameter].view(-1)):
+            if not flagged_unused(self.view[parameter].view(-1)):
                 parameter.grad = self.view[parameter]
 
-    def take_over(self) -> None:  # copies gradients from the old buckets
+    def copy_gradients(self) -> None:  # copies gradients from the old buckets
         for parameter, view in self.view.items():
             if parameter.grad is not None:
                 parameter.grad = view.copy_(parameter.grad)
@@ -123,7 +123,7 @@ class DDP(GradReducer, Replica):
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         if parameter not in self._bucket_of:
             self._refuse(parameter, "got a gradient, and had none in the first backward")
-        if self._synchronise:
+        if self._synchronize:
             super()._on_grad_ready(parameter)
             if self._arrived is not None:
                 self._arrived.append(parameter)
@@ -164,7 +164,7 @@ class DDP(GradReducer, Replica):
         if [set(group) for group in groups] != [set(b.parameters) for b in self._buckets]:
             buckets = [Bucket(group, self.comm, self._names) for group in groups]
             for bucket in buckets:
-                bucket.take_over()
+                bucket.copy_gradients()
             self._set_buckets(buckets)
 
     @contextmanager

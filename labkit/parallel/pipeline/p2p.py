@@ -85,7 +85,7 @@ class P2PChannel:
             own = [m for m in messages if m and m.target % size == comm.rank != source]
             self._orders[source] = own
         self._metas: dict[int, TensorMeta] = {}  # by boundary: the stage before it
-        self._leaving: deque[PendingSend] = deque()
+        self._pending_sends: deque[PendingSend] = deque()
         self._in_step = False
 
     def begin(self, rows: Sequence[int], device: torch.device, afresh: bool) -> None:
@@ -104,13 +104,13 @@ class P2PChannel:
             self._metas.clear()
 
     def end(self) -> None:
-        while self._leaving:
-            self._leaving.popleft().wait()
+        while self._pending_sends:
+            self._pending_sends.popleft().wait()
         self._in_step = False
 
     def send(self, message: Message, x: Tensor | None) -> None:
         """Start to send `x`, or nothing for None: no gradient."""
-        self._let_go()
+        self._release_sent()
         if message.what == "activation":
             assert x is not None
             self._send_meta(message, x)
@@ -129,14 +129,14 @@ class P2PChannel:
             x = self._parts.own_part(x, f"{kind} of {at}")
         self._start(x, message, message.what, f"the {kind} of {at}")
 
-    def _let_go(self) -> None:
-        while self._leaving and self._leaving[0].handle.is_completed():
-            self._leaving.popleft().wait()
+    def _release_sent(self) -> None:
+        while self._pending_sends and self._pending_sends[0].handle.is_completed():
+            self._pending_sends.popleft().wait()
 
     def _start(self, x: Tensor, message: Message, tag: str, what: str) -> None:
         version = _version(x)
         handle = self.comm.isend(x, message.target % self.comm.size, TAGS[tag])
-        self._leaving.append(PendingSend(handle, x, version, what))
+        self._pending_sends.append(PendingSend(handle, x, version, what))
 
     def _send_meta(self, message: Message, x: Tensor) -> None:
         boundary, k = message.source, message.microbatch

@@ -7,7 +7,7 @@
 
     each rank holds   1/p of parameters and gradients; activations of the micro-batches in flight,
                       limited by the schedule: p - rank with 1F1B
-    travels           b s h elements (GPT) per boundary, micro-batch and direction
+    traffic           b s h elements (GPT) per boundary, micro-batch and direction
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
 `step` runs a schedule (labkit.schedules), a list of actions per rank. With v chunks, chunk c of
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from labkit import events
 from labkit.comm import Comm
 from labkit.parallel.common.sharder import LossScaler
-from labkit.parallel.pipeline import synchronising, validation
+from labkit.parallel.pipeline import grad_sync, validation
 from labkit.parallel.pipeline.p2p import P2PChannel
 from labkit.parallel.pipeline.scatter_gather import scatter_gather_over
 from labkit.parallel.pipeline.stages import StagedModel
@@ -58,7 +58,7 @@ class Pipeline(StagedModel):
         wrap: wraps each trainable stage here, such as `lambda stage: DDP(stage, mesh.dp)`; or pass
             wrapped stages.
 
-    Make a ZeroOptimizer after the pipeline (synchronising.py). `clip_grad_norm` uses the norm over
+    Make a ZeroOptimizer after the pipeline (grad_sync.py). `clip_grad_norm` uses the norm over
     all stages; `save_checkpoint` saves them as one model. Raises ValueError, on every rank, if
     stages, ranks and micro-batches do not fit or differ between ranks; ScheduleError for invalid
     schedules."""
@@ -82,13 +82,13 @@ class Pipeline(StagedModel):
         self.chunks = validation.check_stages(stages, comm, chunks)
         agreed = validation.agreed_schedule(schedule, comm, microbatches, self.chunks)
         self.schedule, self.microbatches = agreed
-        owners = synchronising.owners_of(stages, comm.size)
+        owners = grad_sync.owners_of(stages, comm.size)
         validation.check_loss(loss_fn, comm, len(stages))
         own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
-        stages = synchronising.wrapped(stages, own, comm.size, wrap)
+        stages = grad_sync.wrapped(stages, own, comm.size, wrap)
         validation.check_phases(stages, self.schedule, comm)
-        synchronising.check_ties(stages, owners, comm)
-        self._tied = synchronising.Tied(owners, comm)
+        grad_sync.check_ties(stages, owners, comm)
+        self._tied = grad_sync.Tied(owners, comm)
         self._take(stages, own, owners)
         modules, last = [stages[index] for index in own], len(stages) - 1
         self._optimizer = validation.optimizer_of(optimizer, modules, self.schedule, owners)
@@ -104,13 +104,13 @@ class Pipeline(StagedModel):
             )
             for chunk, index in enumerate(own)
         ]  # fmt: skip
-        self._last_backward = synchronising.last_backward(actions, self._stages)
+        self._last_backward = grad_sync.last_backward(actions, self._stages)
         self._has_first, self._has_last = own[0] == 0, own[-1] == last
         self._xs: dict[Action, Tensor] = {}  # on the first stage: the micro-batch of each forward
         self._loss_fn = loss_fn
         parts = scatter_gather_over(scatter_gather, comm, modules)
         self._p2p = P2PChannel(comm, self.schedule, parts)
-        self._alike: Any = None  # what all ranks agreed on in the last step
+        self._agreed: Any = None  # what all ranks agreed on in the last step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
@@ -160,16 +160,16 @@ class Pipeline(StagedModel):
         self._xs = {Action("forward", k): part for k, part in enumerate(xs)}
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
-        alike = validation.check_alike(x, self, self._alike)
-        self._p2p.begin(rows, x.device, afresh=alike != self._alike)
-        self._alike = alike
+        agreed = validation.check_agreement(x, self, self._agreed)
+        self._p2p.begin(rows, x.device, afresh=agreed != self._agreed)
+        self._agreed = agreed
         self._scaler = scaler if torch.is_grad_enabled() else None
         if self._scaler is not None:
             validation.check_scaler(self._scaler, self)
             if not self._has_last:
                 self._scaler.scale(torch.zeros(()))  # in place of a loss
         self._tied.begin()
-        self._send_once = synchronising.optimizers_that_send_once(self.module, self.schedule)
+        self._send_once = grad_sync.optimizers_that_send_once(self.module, self.schedule)
 
     def _loss_of(self, output: Tensor, k: int) -> Tensor:
         """Micro-batch k's share of the batch mean; all of its own loss with PipeDream's updates."""
@@ -187,5 +187,5 @@ class Pipeline(StagedModel):
         return share if self._scaler is None else self._scaler.scale(share)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._alike = None  # as after pipeline.bfloat16(), which changes the dtypes sent
+        self._agreed = None  # as after pipeline.bfloat16(), which changes the dtypes sent
         return super()._apply(fn, recurse)

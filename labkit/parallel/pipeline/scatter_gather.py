@@ -8,7 +8,7 @@ it.
 Sent whole, x crosses the slow links between nodes t times. Instead, each rank sends a range of the
 flattened x, and fast links gather the parts inside the next node; gradients likewise.
 
-    travels     b s h / t elements per boundary, direction, micro-batch and rank, not b s h; and an
+    traffic     b s h / t elements per boundary, direction, micro-batch and rank, not b s h; and an
                 all-gather over tp on arrival, b s h (t-1)/t (bus bytes)
 
 Legend: b rows of a micro-batch, s positions, h width, t tensor-parallel ranks.
@@ -58,7 +58,7 @@ def scatter_gather_over(
     all raise ValueError if comms differ, or the ranks of one do not hold the same messages."""
     comm = None if comm is None else Comm.of(comm)
     own = "not given" if comm is None else f"rank {comm.rank} of {comm.size}"
-    wrong = _wrong(comm, pipeline, list(stages)) if comm is not None and comm.size > 1 else ""
+    wrong = _mismatch(comm, pipeline, list(stages)) if comm is not None and comm.size > 1 else ""
     every = pipeline.all_gather_object((own, wrong))
     for rank, (_, wrong) in enumerate(every):
         if wrong:
@@ -73,7 +73,7 @@ def scatter_gather_over(
     return ScatterGather(comm) if comm is not None and comm.size > 1 else None
 
 
-def _wrong(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
+def _mismatch(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
     """Why these ranks do not hold the same tensor to send."""
     ranks = list(comm.ranks)
     if len({*ranks} & {*pipeline.ranks}) > 1:

@@ -228,7 +228,7 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
         )
 
 
-def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
+def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
     """What decides shapes and dtypes of a step's messages; `before`: that of the last step. Raises
     CollectiveMismatch if it, or whether it changed, differs between ranks: some would wait for
     metadata that no rank sends."""
@@ -237,12 +237,12 @@ def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
         autocast = f"autocast to {torch.get_autocast_dtype(kind)}"
     gradients = "gradients" if torch.is_grad_enabled() else "no gradients"
     modes = f"{'train' if pipeline.training else 'eval'} mode, {gradients}, {autocast}"
-    alike = x.shape[1:], x.dtype, modes, [p.dtype for p in pipeline.parameters()]
-    changed = "first step or changed since the last" if alike != before else "as in the last step"
+    agreed = x.shape[1:], x.dtype, modes, [p.dtype for p in pipeline.parameters()]
+    changed = "first step or changed since the last" if agreed != before else "as in the last step"
     pipeline.comm.compare(
         "the batch of a pipeline", lambda: f"x {list(x.shape)} {x.dtype}; {modes}; {changed}"
     )
-    return alike
+    return agreed
 
 
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:

@@ -71,7 +71,7 @@ class VirtualStage:
         self._in_halves = {action.microbatch for action in actions if action.phase == "input"}
         last_of = {action.phase != "forward": action for action in actions
                    if action.phase in ("forward", "backward", "weight")}  # fmt: skip
-        self._synchronised = set(last_of.values())
+        self._synchronized = set(last_of.values())
 
     def do(self, action: Action, message: Tensor | None) -> Tensor | None:
         """Run `action` on an input or output gradient; returns what to send to a neighbour."""
@@ -95,7 +95,7 @@ class VirtualStage:
 
     def _without_sync(self, action: Action) -> AbstractContextManager[Any]:
         """A stage in DDP averages over replicas once per step, in its last backward."""
-        if action in self._synchronised or not fulfils(self.module, DataParallel):
+        if action in self._synchronized or not fulfils(self.module, DataParallel):
             return nullcontext()
         return self.module.no_sync()
 
@@ -159,7 +159,7 @@ class VirtualStage:
         is_averaged = fulfils(self.module, DataParallel)
         is_averaged |= any(owner_of(p) is not None for p in parameters)
         ready = []  # their hooks must run in this backward
-        if action in self._synchronised and is_averaged:
+        if action in self._synchronized and is_averaged:
             ready = [p for p in parameters if p.requires_grad and p.grad is not None]
         run_later(flight.later or [NOTHING], ready)
         if self.versions:

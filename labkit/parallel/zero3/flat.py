@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.flat import FlatPartition, GradBuffer, nobody_used
+from labkit.parallel.common.flat import FlatPartition, GradBuffer, flagged_unused
 from labkit.parallel.common.ownership import broadcast_tensors, marks_of
 from labkit.parallel.zero3.sharded_init import ShardedParameter
 
@@ -186,7 +186,7 @@ class Flat:
         for piece in self.pieces:
             shard, here = self.shards[piece.index], slice(piece.at, piece.at + piece.numel)
             is_unused = self.gathered[piece.index] in self.gradients.unused
-            if is_unused and nobody_used(self._arriving[here]):
+            if is_unused and flagged_unused(self._arriving[here]):
                 continue
             if not self._are_new and shard.grad is not None:
                 shard.grad.add_(self._arriving[here].view(shard.shape))

@@ -57,14 +57,14 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
 
     with patch.object(nn.Module, "register_parameter", register_sharded):
         try:
-            with _ClosesBeforeNew(construction):
+            with _CloseBeforeFactory(construction):
                 yield
-            construction.only_open([])
+            construction.open_only([])
         finally:
-            construction.is_over = True
+            construction.is_done = True
 
 
-class _ClosesBeforeNew(TorchDispatchMode):
+class _CloseBeforeFactory(TorchDispatchMode):
     """Closes the open parameter before a factory such as `torch.empty` allocates the next one."""
 
     def __init__(self, construction: "Construction"):
@@ -77,7 +77,7 @@ class _ClosesBeforeNew(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
-            self._construction.only_open([])
+            self._construction.open_only([])
         return func(*args, **(kwargs or {}))
 
 
@@ -99,16 +99,16 @@ class Elements:
             comm.scatter(self.share, list(parts) if comm.rank == 0 else None, src=0)
 
     def gathered(self) -> Tensor:
-        comm, whole = self.construction.comm, self.like_whole()
+        comm, whole = self.construction.comm, self.empty_whole()
         flat = whole.view(-1) if whole.is_contiguous() else whole.new_empty(whole.numel())
         if flat.numel():
             comm.all_gather(list(flat.tensor_split(comm.size)), self.share)
         return whole if whole.is_contiguous() else whole.copy_(flat.view(self.shape))
 
-    def like_whole(self) -> Tensor:
+    def empty_whole(self) -> Tensor:
         return self.share.new_empty_strided(self.shape, self.stride)
 
-    def of_share(self, share: Tensor) -> "Elements":
+    def with_share(self, share: Tensor) -> "Elements":
         other = Elements(self.what, share.new_empty(0), self.construction)
         other.shape, other.stride, other.share, other.full = self.shape, self.stride, share, None
         return other
@@ -118,7 +118,7 @@ class Construction:
     """A model under construction: new parameters are sharded, their writes follow."""
 
     def __init__(self, comm: Comm):
-        self.comm, self.is_over = comm, False
+        self.comm, self.is_done = comm, False
         # Not weak: ranks must close alike, but collect garbage at different times.
         self._open: list[Elements] = []
 
@@ -133,18 +133,18 @@ class Construction:
         return parameter  # type: ignore[return-value]
 
     def new(self, what: str, full: Tensor) -> Elements:
-        self.only_open([])
+        self.open_only([])
         self._open = [Elements(what, full, self)]
         return self._open[0]
 
-    def only_open(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
+    def open_only(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
         closing = [x for x in self._open if x not in wanted]
         self._open = [x for x in self._open if x in wanted]
         for x in closing:
             x.close()
         for x in wanted:
             if x.full is None:
-                x.full = x.like_whole() if x is overwritten else x.gathered()
+                x.full = x.empty_whole() if x is overwritten else x.gathered()
                 self._open.append(x)
 
 
@@ -195,24 +195,24 @@ class ShardedParameter(Tensor):
         elements = [x.elements for x in touched]
         construction = elements[0].construction
         if func is aten._to_copy.default:  # dtype or device, for `module.to`
-            construction.only_open([])
+            construction.open_only([])
             kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
-            return cls(elements[0].of_share(func(elements[0].share, **kwargs)), requires_grad=False)
-        if construction.is_over:
+            return cls(elements[0].with_share(func(elements[0].share, **kwargs)), requires_grad=False)
+        if construction.is_done:
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
                 f"it is sharded, and this rank has 1/{construction.comm.size} of it; wrap the "
                 "module in ZeRO3 before it computes, or call parameter.whole() on every rank"
             )
         once = list(dict.fromkeys(elements))
-        construction.only_open(once, elements[0] if func in OVERWRITES else None)
+        construction.open_only(once, elements[0] if func in OVERWRITES else None)
         args, kwargs = tree_map_only(cls, lambda x: x.elements.full, (args, kwargs))
         result = func(*args, **kwargs)
         return next((x for x in touched if x.elements.full is result), result)  # in-place: itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        self.elements.construction.only_open([])
-        elements = self.elements.of_share(self.elements.share.clone())
+        self.elements.construction.open_only([])
+        elements = self.elements.with_share(self.elements.share.clone())
         memo[id(self)] = copied = ShardedParameter(elements, self.requires_grad)
         return copied
 

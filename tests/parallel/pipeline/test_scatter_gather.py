@@ -265,7 +265,7 @@ def test_shards_over_other_ranks_are_named_before_parts_of_sequences() -> None:
         SequenceParts(cp).attach_to(getattr(stage, first))
         mark_shard(getattr(stage, second), Shard(tp, 0, 0, 4, 8))
         expected = "parameters are cut over ranks [0, 1], and it is over [0, 3]; give mesh.tp"
-        assert scatter_gather._wrong(cp, pp, [stage]) == expected
+        assert scatter_gather._mismatch(cp, pp, [stage]) == expected
 
 
 @pytest.mark.slow

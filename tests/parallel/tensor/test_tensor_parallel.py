@@ -233,8 +233,8 @@ def test_heads_that_do_not_divide() -> None:
 @on_each_rank("world2")
 def test_what_cannot_be_cut() -> None:
     model, whole = tensor_parallel(model_of(), Comm()), nn.Sequential(nn.Linear(2, 2))
-    raises(("blocks.0.attn.q is cut over 2 ranks already",), tensor_parallel, model, Comm())
-    words = "Sequential has nothing that tensor_parallel knows to cut"
+    raises(("blocks.0.attn.q is already sharded over 2 ranks",), tensor_parallel, model, Comm())
+    words = "Sequential has no layer that tensor_parallel can shard"
     raises(words, tensor_parallel, whole, Comm())
     model = tensor_parallel(model_of(), Comm(), sequence=True)
     words = "11 long, which does not divide over 2 ranks.*10 or 12"

@@ -21,7 +21,7 @@ owners, an embedding group, per data- and tensor-parallel index:
 
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
 
-    travels     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
+    traffic     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
                 with a ZeroOptimizer, which gives it its own bucket, 1/dp of that
 
 Legend: d replicas, m micro-batches, G bytes of the stage's gradients; sent by a rank in a step.
@@ -154,8 +154,8 @@ def check_ties(
         parameters = {*stage.parameters()}
         for name, p in stage.named_parameters():
             owner = owner_of(p)
-            strange = isinstance(owner, nn.Module) and parameters.isdisjoint(owner.parameters())
-            if shards_parameters(owner) and (p in owners or strange):
+            elsewhere = isinstance(owner, nn.Module) and parameters.isdisjoint(owner.parameters())
+            if shards_parameters(owner) and (p in owners or elsewhere):
                 own = own or f"{name} {list(p.shape)} of stage {index}"
     for tied in comm.all_gather_object(own):
         if tied:
@@ -182,12 +182,12 @@ class Owners:
         self.ranks, self.comm, self.rank = ranks, comm, ranks.index(comm.rank)
 
     def broadcast(self, x: Tensor, src: int) -> None:
-        x.copy_(self._of_all(x)[src])
+        x.copy_(self._exchange(x)[src])
 
     def all_reduce(self, x: Tensor) -> None:
-        x.copy_(torch.stack(self._of_all(x)).sum(0))  # in the same order everywhere
+        x.copy_(torch.stack(self._exchange(x)).sum(0))  # in the same order everywhere
 
-    def _of_all(self, x: Tensor) -> list[Tensor]:
+    def _exchange(self, x: Tensor) -> list[Tensor]:
         others = [rank for rank in self.ranks if rank != self.comm.rank]
         room = {rank: torch.empty_like(x) if rank in others else x for rank in self.ranks}
         handles = [self.comm.irecv(room[rank], rank, TAG) for rank in others]

@@ -48,8 +48,8 @@ def is_bounded(world: World) -> None:
 
 FAULTS = edits(
     synchronous,
-    ("forgets a worker", "for theirs in every[1:]:", "for theirs in every[2:]:", trains),
-    ("divides twice", "return every[0]", "return every[0] / self.comm.size", trains),
+    ("forgets a worker", "for gradient in others:", "for gradient in others[1:]:", trains),
+    ("divides twice", "return total", "return total / self.comm.size", trains),
     ("forgets to divide", "return gradient / self.comm.size", "return gradient", trains),
     ("workers ignore the new weights",
      "self.comm.scatter(weights, copies", "self.comm.scatter(weights.clone(), copies", trains),

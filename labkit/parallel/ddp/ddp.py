@@ -122,7 +122,7 @@ class DDP(GradReducer, Replica):
 
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         if parameter not in self._bucket_of:
-            self._refuse(parameter, "got a gradient, and had none in the first backward")
+            self._refuse(parameter, "got a gradient but had none in the first backward")
         if self._synchronize:
             super()._on_grad_ready(parameter)
             if self._arrived is not None:
@@ -140,7 +140,7 @@ class DDP(GradReducer, Replica):
         if self.static_graph and self._arrived is None:
             for parameter, bucket in self._bucket_of.items():
                 if parameter in bucket.missing:
-                    self._refuse(parameter, "got no gradient, and had one in the first backward")
+                    self._refuse(parameter, "got no gradient but had one in the first backward")
         super()._end_backward()
 
     def _finish(self) -> None:
@@ -157,8 +157,8 @@ class DDP(GradReducer, Replica):
         order = agreed_order(self._parameters_to_average, arrived, self.comm, self._join.first)
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}
-            mine = {*order} - unused if self.comm.rank in self._join.active else None
-            used = agreed_used(self._names, mine, self.comm)
+            own = {*order} - unused if self.comm.rank in self._join.active else None
+            used = agreed_used(self._names, own, self.comm)
             order = [p for p in order if p in used]
         groups = cut(order[::-1], self._bucket_bytes)
         if [set(group) for group in groups] != [set(b.parameters) for b in self._buckets]:

@@ -53,7 +53,7 @@ class Update:
 
 
 class AsyncParameterServer(Replica):
-    """Rank 0 serves the weights of `module`; the other ranks train them without synchronisation.
+    """Rank 0 serves the weights of `module`; the other ranks train them without synchronization.
 
         model = AsyncParameterServer(module, torch.optim.SGD, lr=0.1)
 
@@ -147,11 +147,11 @@ class AsyncParameterServer(Replica):
         steps = dict.fromkeys(range(1, self.comm.size), 0)  # of active workers
         waiting: list[int] = []  # workers that have pushed and are too far ahead
         while steps:
-            worker, (made_with, *there) = pushes.next(waiting)
+            worker, (made_with, *has_gradient) = pushes.next(waiting)
             if made_with == DONE:
                 del steps[worker]
             else:
-                self._apply_push(worker, made_with, there)
+                self._apply_push(worker, made_with, has_gradient)
                 steps[worker] += 1
                 waiting.append(worker)
             for ready in [w for w in waiting if self._may_continue(steps[w], steps.values())]:
@@ -159,10 +159,10 @@ class AsyncParameterServer(Replica):
                 self._reply(ready)
                 pushes.expect(ready)
 
-    def _apply_push(self, worker: int, made_with: int, there: list[int]) -> None:
+    def _apply_push(self, worker: int, made_with: int, has_gradient: list[int]) -> None:
         assert self.optimizer is not None
-        for parameter, comes in zip(self._parameters_to_serve, there, strict=True):
-            parameter.grad = torch.empty_like(parameter) if comes else None
+        for parameter, has in zip(self._parameters_to_serve, has_gradient, strict=True):
+            parameter.grad = torch.empty_like(parameter) if has else None
             if parameter.grad is not None:
                 self.comm.recv(parameter.grad, worker)
         self.optimizer.step()

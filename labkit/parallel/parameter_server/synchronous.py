@@ -74,15 +74,15 @@ class ParameterServer(NaiveDDP):
 
     def _gather_sum(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient of `parameter` summed over the ranks, on the server; None on workers."""
-        mine = flagged_gradient(parameter)
+        own = flagged_gradient(parameter)
         if not self.is_server:
-            self.comm.gather(mine, dst=SERVER)
+            self.comm.gather(own, dst=SERVER)
             return None
-        every = [torch.empty_like(mine) for _ in range(self.comm.size)]
-        self.comm.gather(mine, every, dst=SERVER)
-        for theirs in every[1:]:
-            every[0].add_(theirs)
-        return every[0]
+        total, *others = gradients = [torch.empty_like(own) for _ in range(self.comm.size)]
+        self.comm.gather(own, gradients, dst=SERVER)
+        for gradient in others:
+            total.add_(gradient)
+        return total
 
     def _pull(self, *_: object) -> None:
         for parameter in self._parameters_to_average:

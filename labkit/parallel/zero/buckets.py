@@ -55,7 +55,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         self.averaged = self.share[:0]  # until gradients arrive
         self.sending: Handle | None = None
         self._accumulating: set[Tensor] = set()  # parameters with a gradient from earlier backwards
-        self._set_aside: Tensor | None = None
+        self._set_aside: Tensor | None = None  # averages of earlier steps
 
     def accumulate_hook(self, p: Tensor) -> Callable[[Any], Any]:
         """A hook that divides an incoming gradient if autograd adds it to a divided `p.grad`."""
@@ -166,7 +166,7 @@ class ZeroBucket(ParamShare, GradBuffer):
     def step(self, optimizer: torch.optim.Optimizer, factor: float | Tensor | None) -> None:
         """Steps on this rank's share, with 16-bit gradients times `factor`."""
         gradients = self.own_gradients()
-        if any(g is not None for g in gradients):  # else a copy in fp32 would be for nothing
+        if any(g is not None for g in gradients):  # otherwise skip the fp32 copy
             gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient

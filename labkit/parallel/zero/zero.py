@@ -58,7 +58,7 @@ class ZeroOptimizer(OwnedShares):
     model's `load_state_dict`, but `step` undoes writes past autograd (`p.data`).
     """
 
-    copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
+    copy_advice = "create one for the copied model's parameters and load this one's state_dict()"
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Sharded construction: builds a model that never exists in full on any rank.
 
     with ZeRO3.init(comm):
-        model = GPT(...)             # any module's own code, initialisation included
+        model = GPT(...)             # any module's own code, initialization included
     model = ZeRO3(model, comm)
 
 Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. One at a time is
@@ -65,7 +65,7 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
 
 
 class _CloseBeforeFactory(TorchDispatchMode):
-    """Closes the open parameter before a factory such as `torch.empty` allocates the next one."""
+    """Closes the open parameter before a factory like `torch.empty` allocates the next one."""
 
     def __init__(self, construction: "Construction"):
         super().__init__()
@@ -108,14 +108,14 @@ class Elements:
     def empty_whole(self) -> Tensor:
         return self.share.new_empty_strided(self.shape, self.stride)
 
-    def with_share(self, share: Tensor) -> "Elements":
+    def of_share(self, share: Tensor) -> "Elements":
         other = Elements(self.what, share.new_empty(0), self.construction)
         other.shape, other.stride, other.share, other.full = self.shape, self.stride, share, None
         return other
 
 
 class Construction:
-    """A model under construction: new parameters are sharded, their writes follow."""
+    """Shards the parameters of a model while its code creates and initializes them."""
 
     def __init__(self, comm: Comm):
         self.comm, self.is_done = comm, False
@@ -177,7 +177,7 @@ class ShardedParameter(Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        """For initialisation code such as `layer.weight.data = torch.zeros(3, 5)`."""
+        """For initialization code such as `layer.weight.data = torch.zeros(3, 5)`."""
         old = self.elements
         if not isinstance(new, ShardedParameter):
             new = ShardedParameter(old.construction.new(old.what, new.detach()), False)
@@ -191,28 +191,28 @@ class ShardedParameter(Tensor):
         kwargs = kwargs or {}
         if func is aten.detach.default:
             return cls(args[0].elements, requires_grad=False)
-        touched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
-        elements = [x.elements for x in touched]
+        sharded = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        elements = [x.elements for x in sharded]
         construction = elements[0].construction
         if func is aten._to_copy.default:  # dtype or device, for `module.to`
             construction.open_only([])
             kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
-            return cls(elements[0].with_share(func(elements[0].share, **kwargs)), requires_grad=False)
+            return cls(elements[0].of_share(func(elements[0].share, **kwargs)), requires_grad=False)
         if construction.is_done:
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
                 f"it is sharded, and this rank has 1/{construction.comm.size} of it; wrap the "
                 "module in ZeRO3 before it computes, or call parameter.whole() on every rank"
             )
-        once = list(dict.fromkeys(elements))
-        construction.open_only(once, elements[0] if func in OVERWRITES else None)
+        unique = list(dict.fromkeys(elements))
+        construction.open_only(unique, elements[0] if func in OVERWRITES else None)
         args, kwargs = tree_map_only(cls, lambda x: x.elements.full, (args, kwargs))
         result = func(*args, **kwargs)
-        return next((x for x in touched if x.elements.full is result), result)  # in-place: itself
+        return next((x for x in sharded if x.elements.full is result), result)  # in-place: itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         self.elements.construction.open_only([])
-        elements = self.elements.with_share(self.elements.share.clone())
+        elements = self.elements.of_share(self.elements.share.clone())
         memo[id(self)] = copied = ShardedParameter(elements, self.requires_grad)
         return copied
 

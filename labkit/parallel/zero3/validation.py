@@ -84,8 +84,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "ZeRO3: this optimizer has the parameters from before ZeRO3(module) sharded them, "
                 "so its steps would change nothing; create it from model.parameters() afterwards"
             )
-        kind, asked = type(optimizer), signature(type(optimizer)).parameters
-        defaults = {name: x for name, x in optimizer.defaults.items() if name in asked}
+        kind, accepted = type(optimizer), signature(type(optimizer)).parameters
+        defaults = {name: x for name, x in optimizer.defaults.items() if name in accepted}
         constructor: Any = update_wrapper(partial(kind, **defaults), kind)
         for group in optimizer.param_groups:
             options = {key: x for key, x in group.items() if "param" not in key}

@@ -188,7 +188,7 @@ guess_stale
 show("parallel/parameter_server/synchronous.py:ParameterServer._divide")
 
 # %% [markdown]
-# When backward is over, all ranks call this for each parameter. (`mine` is this rank's gradient; a
+# When backward is over, all ranks call this for each parameter. (`own` is this rank's gradient; a
 # rank whose rows did not need the parameter sends -0.0, which changes no sum.)
 
 # %%

@@ -140,7 +140,7 @@ FAULTS = [
          "x, message, message.what", "torch.cat([x, x]), message, message.what",
          cases.sends_exactly_its_bytes, "1f1b"),
         ("sends the shape each time",
-         "if afresh:", "if True:", cases.sends_exactly_its_bytes, "1f1b"),
+         "if changed:", "if True:", cases.sends_exactly_its_bytes, "1f1b"),
         ("waits to send",
          "self._pending_sends.append(PendingSend(handle, x, version, what))",
          "PendingSend(handle, x, version, what).wait()", cases.does_not_wait_for_sends),

@@ -226,14 +226,14 @@ class Counted(nn.Module):
 
 
 def after_each_action(stage: Any, note: Callable[[], None]) -> None:
-    do = stage.do
+    run = stage.run
 
     def noting(action: Any, came: Any) -> Any:
-        result = do(action, came)
+        result = run(action, came)
         note()
         return result
 
-    stage.do = noting
+    stage.run = noting
 
 
 class _Token:

@@ -102,19 +102,19 @@ class _RingAttention(torch.autograd.Function):
                 out[:, :, rows], logsum[:, :, rows], causal, ctx.tile,
             )  # fmt: skip
             if owner == comm.rank:
-                dq, at_home = dq_part, torch.stack(dkv)  # [2, b, g, s/n, e]
-                arriving = torch.zeros_like(at_home)  # the next block has no gradient yet
+                dq, own_dkv = dq_part, torch.stack(dkv)  # [2, b, g, s/n, e]
+                arriving = torch.zeros_like(own_dkv)  # the next block has no gradient yet
                 continue
             dq[:, :, rows] += dq_part
             if handle is not None:
                 handle.wait()  # for this block's gradient from the ranks before
-            grown, arriving = arriving, torch.empty_like(at_home)
-            grown[:, :, :, keys] += torch.stack(dkv)
-            handle = comm.ring_exchange(arriving, grown, async_op=True)
+            leaving, arriving = arriving, torch.empty_like(own_dkv)
+            leaving[:, :, :, keys] += torch.stack(dkv)
+            handle = comm.ring_exchange(arriving, leaving, async_op=True)
         if handle is not None:
             handle.wait()
-            at_home += arriving
-        dk, dv = at_home
+            own_dkv += arriving
+        dk, dv = own_dkv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -131,7 +131,7 @@ def _circulate(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
 
 
 def _visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
-    """The queries that see keys of `owner`, the keys they see, and whether causally."""
+    """The queries that see keys of `owner`, the keys they see, and whether the mask is causal."""
     half, every = length // 2, slice(0, length)
     if owner == rank:
         return every, every, True

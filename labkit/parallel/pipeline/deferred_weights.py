@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Later = list[Callable[[], Tensor]]  # each gives a scalar, whose backward makes the gradients
+Later = list[Callable[[], Tensor]]  # each returns a scalar; its backward computes the gradients
 
 
 @contextmanager
 def deferring(module: nn.Module, later: Later) -> Iterator[None]:
-    """Backward of what `module` computes in this block appends its weight gradients to `later`."""
+    """Layers of `module` that run in this block append their weight gradients to `later`."""
     linears: list[Any] = []
     others: list[tuple[Any, Later | None]] = []
     part: Any

@@ -29,7 +29,7 @@ DTYPES = (
 
 
 class TensorMeta(NamedTuple):
-    """What a stage must know before it can receive a tensor."""
+    """The metadata that a stage needs before it can receive a tensor."""
 
     dtype: torch.dtype
     rest: tuple[int, ...]  # the shape behind the rows
@@ -40,8 +40,8 @@ class TensorMeta(NamedTuple):
         return torch.tensor([*head, *self.rest, *[0] * (MOST_DIMS - len(self.rest))])
 
     @staticmethod
-    def from_tensor(numbers: Tensor) -> "TensorMeta":
-        dtype, has_gradient, dims, *rest = numbers.tolist()
+    def from_tensor(encoded: Tensor) -> "TensorMeta":
+        dtype, has_gradient, dims, *rest = encoded.tolist()
         return TensorMeta(DTYPES[dtype], tuple(rest[:dims]), bool(has_gradient))
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class PendingSend(NamedTuple):
         if _version(self.x) != self.version:
             raise ValueError(
                 f"{self.what} was changed in place while it was being sent to the next stage, "
-                "which may have received a mixture; return a new tensor for every micro-batch"
+                "which may have received new values; return a new tensor for every micro-batch"
             )
 
 
@@ -88,9 +88,9 @@ class P2PChannel:
         self._pending_sends: deque[PendingSend] = deque()
         self._in_step = False
 
-    def begin(self, rows: Sequence[int], device: torch.device, afresh: bool) -> None:
-        """`afresh`: shapes or dtypes changed. Raises RuntimeError if the last step was cut
-        short."""
+    def begin(self, rows: Sequence[int], device: torch.device, changed: bool) -> None:
+        """`changed`: shapes or dtypes differ from the last step. Raises RuntimeError if the last
+        step failed."""
         if self._in_step:
             raise RuntimeError(
                 "the last step of this pipeline failed, and its messages are still in flight; "
@@ -100,7 +100,7 @@ class P2PChannel:
         self._expected = {source: deque(order) for source, order in self._orders.items()}
         self._posted: dict[Message, tuple[Handle, Tensor]] = {}
         self._local: dict[Message, Tensor] = {}  # from this rank to itself
-        if afresh:
+        if changed:
             self._metas.clear()
 
     def end(self) -> None:
@@ -152,7 +152,7 @@ class P2PChannel:
         meta = TensorMeta(x.dtype, tuple(rest), x.requires_grad)
         known = self._metas.setdefault(boundary, meta)
         if known is meta and message.target % self.comm.size != self.comm.rank:
-            self._start(meta.to_tensor(), message, "meta", f"{at}: what its output looks like")
+            self._start(meta.to_tensor(), message, "meta", f"{at}: the metadata of its output")
         if known != meta:
             raise ValueError(
                 f"{at}: its output is {meta}, but was {known} before; the outputs of a stage have "
@@ -190,7 +190,7 @@ class P2PChannel:
             raise CommError(
                 f"stage {message.target} (rank {self.comm.rank}) waited for the {message.what} of "
                 f"micro-batch {message.microbatch} from stage {message.source} (rank {source}), "
-                f"and it did not come: {error}"
+                f"which did not arrive: {error}"
             ) from error
         return x
 
@@ -203,13 +203,13 @@ class P2PChannel:
         if boundary not in self._metas:
             if not wanted:
                 return
-            numbers = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
-            self.comm.recv(numbers, source, TAGS["meta"])
-            self._metas[boundary] = TensorMeta.from_tensor(numbers)
+            encoded = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
+            self.comm.recv(encoded, source, TAGS["meta"])
+            self._metas[boundary] = TensorMeta.from_tensor(encoded)
         self._expected[source].popleft()
         meta = self._metas[boundary]
         if message.what == "activation" or meta.has_gradient:
             shape = self._rows[message.microbatch], *meta.rest
             x = torch.empty(shape, dtype=meta.dtype, device=self._device)
-            room = self._parts.room(x) if self._parts else x
-            self._posted[message] = self.comm.irecv(room, source, TAGS[message.what]), x
+            buffer = self._parts.own_slice(x) if self._parts else x
+            self._posted[message] = self.comm.irecv(buffer, source, TAGS[message.what]), x

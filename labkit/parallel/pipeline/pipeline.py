@@ -89,11 +89,11 @@ class Pipeline(StagedModel):
         validation.check_phases(stages, self.schedule, comm)
         grad_sync.check_ties(stages, owners, comm)
         self._tied = grad_sync.Tied(owners, comm)
-        self._take(stages, own, owners)
+        self._set_stages(stages, own, owners)
         modules, last = [stages[index] for index in own], len(stages) - 1
         self._optimizer = validation.optimizer_of(optimizer, modules, self.schedule, owners)
         actions, place = self.schedule[comm.rank], (comm.rank, comm.size, self.chunks)
-        self._program = [  # each action, the message it needs and the one it sends
+        self._program = [  # each action, the message it receives and the one it sends
             (action, received(action, *place), sent(action, *place)) for action in actions
         ]
         loss_of = partial(Pipeline._loss_of, cast(Pipeline, proxy(self)))  # stages do not keep it
@@ -110,7 +110,7 @@ class Pipeline(StagedModel):
         self._loss_fn = loss_fn
         parts = scatter_gather_over(scatter_gather, comm, modules)
         self._p2p = P2PChannel(comm, self.schedule, parts)
-        self._agreed: Any = None  # what all ranks agreed on in the last step
+        self._agreed: Any = None  # the settings of the last step, equal on all ranks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
@@ -131,12 +131,12 @@ class Pipeline(StagedModel):
         RuntimeError if the loss lacks a gradient that parameters need; StageError if a stage cannot
         take its input; CommError if a message does not arrive."""
         self._begin(x, y, scaler)
-        for action, needed, leaving in self._program:
-            message = self._p2p.receive(needed) if needed else self._xs.get(action)
+        for action, incoming, outgoing in self._program:
+            message = self._p2p.receive(incoming) if incoming else self._xs.get(action)
             with self._without_sync(action):
-                result = self._stages[action.chunk].do(action, message)
-            if leaving:
-                self._p2p.send(leaving, result)
+                result = self._stages[action.chunk].run(action, message)
+            if outgoing:
+                self._p2p.send(outgoing, result)
             del message, result  # frees their memory
         self._p2p.end()
         self._tied.sum_gradients()
@@ -161,7 +161,7 @@ class Pipeline(StagedModel):
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
         agreed = validation.check_agreement(x, self, self._agreed)
-        self._p2p.begin(rows, x.device, afresh=agreed != self._agreed)
+        self._p2p.begin(rows, x.device, changed=agreed != self._agreed)
         self._agreed = agreed
         self._scaler = scaler if torch.is_grad_enabled() else None
         if self._scaler is not None:
@@ -172,7 +172,7 @@ class Pipeline(StagedModel):
         self._send_once = grad_sync.optimizers_that_send_once(self.module, self.schedule)
 
     def _loss_of(self, output: Tensor, k: int) -> Tensor:
-        """Micro-batch k's share of the batch mean; all of its own loss with PipeDream's updates."""
+        """Micro-batch k's share of the batch mean, or its full loss with PipeDream's updates."""
         assert self._loss_fn is not None
         last, loss = self._stages[-1], self._loss_fn(output, self._ys[k])
         needed = self._p2p.has_gradient(last.index - 1)  # by stages before this one

@@ -21,8 +21,8 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     size = comm.size
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError(
-            f"stages is a {type(stages).__name__}; give a list of modules, one for each stage, as "
-            f"split(model, {size}) makes it"
+            f"stages is a {type(stages).__name__}; pass a list of modules, one per stage, as "
+            f"split(model, {size}) returns"
         )
     count = len(stages)
     if count < size or count % size:
@@ -117,12 +117,12 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
 
 
 def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) -> None:
-    """Raises ValueError, on all ranks, if the stages cannot do what the schedule asks."""
+    """Raises ValueError, on all ranks, if the stages cannot run this schedule's phases."""
     halves, updates = _has(schedule, "weight"), _has(schedule, "update")
     if halves and updates:
         raise ValueError(
             "this schedule splits backwards (I, W) and updates weights between the halves (U), so "
-            "the second half would use other weights; use B instead of I and W"
+            "the second half would use different weights; use B instead of I and W"
         )
     if halves:
         sharded = [any(map(shards_parameters, stage.modules())) for stage in stages]
@@ -185,7 +185,7 @@ def optimizer_of(
     if fulfils(optimizer, DataParallel):
         raise ValueError(
             f"a {type(optimizer).__name__} averages gradients once per step, but this schedule "
-            "updates after each micro-batch; use an optimizer of torch"
+            "updates after each micro-batch; use a torch optimizer"
         )
     update: torch.optim.Optimizer = optimizer
     return update
@@ -221,17 +221,17 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
             f"least 1 row; use at least {microbatches} rows, or microbatches={len(x)} or fewer"
         )
     if has_last and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
-        what = f"{len(y)} rows" if isinstance(y, Tensor) and y.ndim else f"{type(y).__name__}"
+        what = f"{len(y)} rows" if isinstance(y, Tensor) and y.ndim else f"type {type(y).__name__}"
         raise ValueError(
-            f"rank {comm.rank} has the last stage and computes the loss, but y is of {what} and x "
-            f"of {len(x)} rows; pass the targets of the whole batch"
+            f"rank {comm.rank} has the last stage and computes the loss, but y has {what} and x "
+            f"has {len(x)} rows; pass the targets of the whole batch"
         )
 
 
 def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
-    """What decides shapes and dtypes of a step's messages; `before`: that of the last step. Raises
-    CollectiveMismatch if it, or whether it changed, differs between ranks: some would wait for
-    metadata that no rank sends."""
+    """Returns the settings that shapes and dtypes of a step's messages depend on; `before`: those
+    of the last step. Raises CollectiveMismatch if they, or whether they changed, differ between
+    ranks: some would wait for metadata that no rank sends."""
     kind, autocast = x.device.type, "no autocast"
     if torch.is_autocast_enabled(kind):
         autocast = f"autocast to {torch.get_autocast_dtype(kind)}"
@@ -246,7 +246,7 @@ def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
 
 
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:
-    """Raises ValueError if the loss is no scalar, RuntimeError if it lacks a `needed` gradient."""
+    """ValueError if the loss is not a scalar, RuntimeError if it lacks a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One stage on its rank: what it computes for a micro-batch, and keeps until its backward.
+"""One stage on its rank: its computation for a micro-batch, and the state kept until backward.
 
     forward    x ─▶ module ─▶ y      kept: x, and y's place in the graph (torch's GradientEdge); y
                                      itself is freed when it is sent, if no operation saved it
@@ -10,8 +10,8 @@
 PipeDream's weight stashing: backward uses the weights of the micro-batch's forward, at the price of
 a copy of the weights for each version in use:
 
-    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 by the first weights, F3 by those after
-               v0 v0 v0 v0   v1 v0            the first update; B1 by v0, still
+    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 use the first weights, F3 those after
+               v0 v0 v0 v0   v1 v0            the first update; B1 still uses v0
 
 Source: Harlap et al., "PipeDream", arXiv 1806.03377, section 3.3.
 """
@@ -34,7 +34,7 @@ from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.schedules.actions import Action
 
-# Runs a backward even if nothing is to be computed: a recording has one per action.
+# Runs a backward even without any gradient: a recording has one per action.
 NOTHING = partial(torch.zeros, (), requires_grad=True)
 
 Version = dict[str, Tensor]
@@ -73,8 +73,8 @@ class VirtualStage:
                    if action.phase in ("forward", "backward", "weight")}  # fmt: skip
         self._synchronized = set(last_of.values())
 
-    def do(self, action: Action, message: Tensor | None) -> Tensor | None:
-        """Run `action` on an input or output gradient; returns what to send to a neighbour."""
+    def run(self, action: Action, message: Tensor | None) -> Tensor | None:
+        """Run `action` on an input or output gradient; returns the tensor to send, if any."""
         k, phase = action.microbatch, action.phase
         with self._without_sync(action):
             if phase == "forward":
@@ -167,7 +167,7 @@ class VirtualStage:
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """Autocast is for forward only; backward has its dtypes. (Recompute restores it.)"""
+    """Autocast is for forward only; backward uses its dtypes. (Recompute restores it.)"""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -181,7 +181,7 @@ class WeightVersions:
         self._gradients: dict[int, Version] = {}
 
     def forward(self, microbatch: int, x: Tensor) -> Any:
-        """The output by the newest weights; called again, by those of the first call."""
+        """The output with the newest weights; a repeated call uses those of the first call."""
         if microbatch not in self._used:
             if self._newest is None:
                 self._newest = {

@@ -42,8 +42,8 @@ def split(
     if costs is not None:
         if len(costs) != len(layers):
             raise ValueError(
-                f"{len(costs)} costs for {len(layers)} layers ({', '.join(layers)}); give one for "
-                "each, as measure_costs(model, x) does"
+                f"{len(costs)} costs for {len(layers)} layers ({', '.join(layers)}); pass one per "
+                "layer, as measure_costs(model, x) returns"
             )
         sizes = balance(costs, stages)
     else:
@@ -71,8 +71,8 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     own = [name for name, _ in model.named_parameters(recurse=False)]
     if others := [name for name in parts if name not in NAMES] + own:
         raise ValueError(
-            f"split knows {', '.join(NAMES)} of a {kind}, but not where its {', '.join(others)} "
-            "run; pass a list of layers instead"
+            f"split can place {', '.join(NAMES)} of a {kind}, but not its {', '.join(others)}; "
+            "pass a list of layers instead"
         )
     blocks: Any = parts["blocks"]
     layers = {"embed": parts["embed"]}

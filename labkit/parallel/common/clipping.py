@@ -144,11 +144,11 @@ def norm_of_pieces(
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: choose p > 0, such as 2.0, or inf")
     op: Literal["max", "sum"] = "max" if p == float("inf") else "sum"
-    some = comm or next(iter(groups), stages)
+    any_comm = comm or next(iter(groups), stages)
     like = (
         gradients[0][1]
         if gradients
-        else torch.empty(0, device=some.own_device() if some else "cpu")
+        else torch.empty(0, device=any_comm.own_device() if any_comm else "cpu")
     )
     # Per group: max |g| or sum |g|^p of its shards; the last entry is for replicas.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)

@@ -65,8 +65,8 @@ def scatter_to_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
 
 
 def all_gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
-    """x [b, s/t, w], a shard of the sequence -> [b, s, w], the whole sequence. Ranks compute
-    different things from it, so backward reduce-scatters their gradients."""
+    """x [b, s/t, w], a shard of the sequence -> [b, s, w], the whole sequence. Ranks use
+    it in different computations, so backward reduce-scatters their gradients."""
     return x if comm.size == 1 else Exchange.apply(x, gathered, own_sum, comm, dim)
 
 

@@ -38,7 +38,7 @@ def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> PendingReduct
 
 
 def compressed(dtype: torch.dtype) -> Hook:
-    """A hook that all-reduces gradients in `dtype`, unless theirs is no wider. Raises
+    """A hook that all-reduces gradients in `dtype` if that is narrower than theirs. Raises
     ValueError if `dtype` is not a floating-point dtype."""
     if not dtype.is_floating_point:
         raise ValueError(f"compressed({dtype}): choose torch.bfloat16 or torch.float16")

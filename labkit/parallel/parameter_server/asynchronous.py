@@ -184,7 +184,7 @@ class AsyncParameterServer(Replica):
                 "needed; this world has 1"
             )
         if self.max_staleness is not None and self.max_staleness < 0:
-            raise ValueError(f"max_staleness={self.max_staleness}: give 0 steps or more, or None")
+            raise ValueError(f"max_staleness={self.max_staleness}: choose 0 or more steps, or None")
         if others := set(self.order) - set(range(1, self.comm.size)):
             raise ValueError(
                 f"order has {min(others)}, which is not a worker: workers are ranks 1 to "

@@ -78,7 +78,7 @@ class _InputHalf(torch.autograd.Function):
         weight, bias = linear.weight, linear.bias
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.later = weight, bias, later
-        # Detached: or autocast would cache a cast weight without a gradient, also for other users.
+        # Detached, or autocast would cache a cast weight without a gradient for other users.
         return F.linear(x, weight.detach(), None if bias is None else bias.detach())
 
     @staticmethod

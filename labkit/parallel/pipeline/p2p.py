@@ -6,7 +6,7 @@
                      └ posted before F0 runs        before it computes
 
 Tensors are [rows, ...]. All ranks know the rows of each micro-batch; shape, dtype and whether a
-gradient comes back are sent once per boundary, before its first message.
+gradient returns are sent once per boundary, before its first message.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ class TensorMeta(NamedTuple):
 
     dtype: torch.dtype
     rest: tuple[int, ...]  # the shape behind the rows
-    has_gradient: bool  # whether a gradient comes back
+    has_gradient: bool  # whether a gradient returns
 
     def to_tensor(self) -> Tensor:  # [11] int64
         head = [DTYPES.index(self.dtype), int(self.has_gradient), len(self.rest)]
@@ -160,7 +160,7 @@ class P2PChannel:
             )
 
     def has_gradient(self, boundary: int) -> bool:
-        """Whether a gradient comes back over `boundary`; known after its first message."""
+        """Whether a gradient returns over `boundary`; known after its first message."""
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:

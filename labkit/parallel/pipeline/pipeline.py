@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank holds some layers; micro-batches go from rank to rank.
 
     a batch of rows, cut into m micro-batches; 3 stages, 4 micro-batches, schedule "1f1b"
-        rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x goes in here
+        rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x enters here
         rank 1   layers 2 3       F0 F1 .. B0 F2 B1 F3 B2 .. B3
         rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y, and the loss
 

@@ -126,8 +126,8 @@ class VirtualStage:
             source = f"from stage {self.index - 1}" if self.index else "of the batch"
             if x.requires_grad and "leaf" in str(error) and "in-place" in str(error):
                 raise StageError(
-                    f"{at}: {name} changes a tensor in place that needs a gradient: its input, "
-                    f"which came {source}, as a first layer nn.ReLU(inplace=True) does (or a "
+                    f"{at}: {name} changes a tensor in place that needs a gradient: its input "
+                    f"{source}, as a first layer nn.ReLU(inplace=True) does (or a "
                     "parameter); begin the stage with an operation that returns a new tensor "
                     f"(inplace=False). {error}"
                 ) from error

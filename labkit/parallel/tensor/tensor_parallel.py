@@ -160,7 +160,7 @@ class OwnForward:
         if self._call is None:
             if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
-            # A checkpoint inside forward reruns part of it, maybe without the row.
+            # A checkpoint inside forward reruns some of its layers, maybe not the row.
             self._call = None, None, {}
             ownership.at_end_of_backward(self._forget)
         self._begin()

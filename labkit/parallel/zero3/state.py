@@ -116,7 +116,7 @@ class WholeState:
         reports = self.comm.all_gather_object((state is not None, _problem(entries, state)))
         problem = next((problem for _, problem in reports if problem), "")
         if not reports[0][0]:
-            problem = "rank 0 has no state to load; give it there, or on every rank"
+            problem = "rank 0 has no state to load; pass it there, or on every rank"
         if problem:
             raise ValueError(f"load_full_state_dict: {problem}")
         from_rank_0 = not all(given for given, _ in reports)

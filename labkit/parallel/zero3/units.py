@@ -40,7 +40,7 @@ class Unit:
         self.frees_itself = False  # its last gradient freed it in the last backward
         self.inputs = self.inputs_back = 0  # in the last forward; with gradients by now
         self.has_run: set[nn.Module] = set()  # members, since the last gather
-        self.awaited: set[Flat] = set()  # with gradients still to come in this backward
+        self.awaited: set[Flat] = set()  # with gradients still expected in this backward
         self.is_gathered = False  # and shown to the modules
         self.stays = False  # until the end of the pass, for uses outside of the unit
         self._handles: list[Handle | None] | None = None

@@ -88,9 +88,7 @@ class Shard(CopiedMark):
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.whole or self.dim < 0:
-            raise ValueError(
-                f"{self}: a shard is start:stop of 0:whole, along a dim counted from 0"
-            )
+            raise ValueError(f"{self}: a shard is start:stop of 0:whole, with dim >= 0")
 
     def __str__(self) -> str:
         return f"{self.start}:{self.stop} of {self.whole} along dim {self.dim}"

@@ -23,16 +23,16 @@ import torch
 from labkit.comm import Comm
 
 
-class PendingReduction(Protocol):
+class UnderWay(Protocol):
     """A running reduction; after `wait()` the hook's tensor holds the sum."""
 
     def wait(self) -> None: ...
 
 
-Hook = Callable[[torch.Tensor, Comm, bool], PendingReduction | None]
+Hook = Callable[[torch.Tensor, Comm, bool], UnderWay | None]
 
 
-def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> PendingReduction | None:
+def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
     """The default hook: an all-reduce in the dtype of `flat`."""
     return comm.all_reduce(flat, async_op=async_op)
 
@@ -57,7 +57,7 @@ def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bo
 class _CastBack(NamedTuple):
     small: torch.Tensor
     elements: torch.Tensor
-    handle: PendingReduction | None
+    handle: UnderWay | None
 
     def wait(self) -> None:
         if self.handle is not None:

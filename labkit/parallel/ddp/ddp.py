@@ -26,7 +26,7 @@ from labkit.holdings import replicated
 from labkit.parallel.common.data_parallel import GradReducer, Replica
 from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, flagged_unused
 from labkit.parallel.common.ownership import broadcast_tensors
-from labkit.parallel.ddp.comm_hooks import Hook, PendingReduction, all_reduced
+from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
 from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_order, agreed_used
 
 
@@ -37,7 +37,7 @@ class Bucket(GradBuffer):
         super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1), names)
         numel, first = self.partition.numel, parameters[0].detach()
         self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
-        self.handle: PendingReduction | None = None  # of the running reduction
+        self.handle: UnderWay | None = None  # of the running reduction
 
     def fill(self, divisor: float) -> torch.Tensor:
         for p in self.parameters:

@@ -93,12 +93,16 @@ class ColumnParallelLinear(ShardedLinear):
     [out/t, in], bias [out/t]. Raises ValueError if t does not divide `out`."""
 
     shared_input: Any = None  # an OwnForward, if several columns of the layer share their input
-    computed_with: Sequence[nn.Module] = ()  # these columns: one call computes all of them
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shared_input is not None:
             return self.shared_input.output_of(self, x)
         return columns([self], x)[0]
+
+    @property
+    def beside(self) -> "list[ColumnParallelLinear]":
+        """The layers that a call of this one may compute, too."""
+        return [] if self.shared_input is None else self.shared_input.columns
 
 
 class RowParallelLinear(ShardedLinear):

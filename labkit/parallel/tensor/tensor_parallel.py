@@ -70,12 +70,11 @@ def tensor_parallel(
     before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for trial in trials:
         _shard_layer(trial, comm, sequence)
-    ends = _shard_vocabulary(model, comm, sequence, gather_logits)
-    has_ends = {layers.VocabParallelEmbedding, layers.VocabParallelHead} <= {*map(type, ends)}
+    sharded = [*(x.layer for x in trials), *_shard_vocabulary(model, comm, sequence, gather_logits)]
+    has_ends = {layers.VocabParallelEmbedding, layers.VocabParallelHead} <= {*map(type, sharded)}
     validation.check_edited(model, before, lacks_ends=sequence and comm.size > 1 and not has_ends)
     if sequence:
-        sharded = {part for x in (*(x.layer for x in trials), *ends) for part in x.modules()}
-        _edit_for_sequence(model, comm, sharded)
+        _edit_for_sequence(model, comm, {part for layer in sharded for part in layer.modules()})
     check = partial(validation.check_same_input, comm, sequence)
     model.register_forward_pre_hook(check, with_kwargs=True)
     return model
@@ -140,7 +139,7 @@ class OwnForward:
         self._own: Any = None  # the `own_numbers` context, once it has begun
         self._call: Any = None  # during forward: x, its state, the outputs not yet returned
         for column in columns:
-            column.shared_input, column.computed_with = self, self.columns
+            column.shared_input = self
         if row is not None:
             row.register_forward_pre_hook(self._end)
 

@@ -63,9 +63,7 @@ def _reduced(weak: Callable[[], Any], protocol: int) -> Any:
     return _unpickled, (type(x) is nn.Parameter, x.requires_grad, x.detach(), marks_of(x))
 
 
-def _unpickled(
-    is_parameter: bool, requires_grad: bool, x: Tensor, marks: list[Mark]
-) -> Tensor:
+def _unpickled(is_parameter: bool, requires_grad: bool, x: Tensor, marks: list[Mark]) -> Tensor:
     x = nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
     for mark in marks:
         mark.attach_to(x)
@@ -122,9 +120,7 @@ def shard_of(parameter: Tensor) -> Shard | None:
     return getattr(parameter, Shard.name, None)
 
 
-def check_same(
-    comm: Comm, what: str, tensors: Callable[[], Iterable[Tensor]], advice: str
-) -> None:
+def check_same(comm: Comm, what: str, tensors: Callable[[], Iterable[Tensor]], advice: str) -> None:
     """With `World(check=True)`, raises ValueError if bytes, shapes or dtypes of `tensors()` differ
     between the ranks of `comm`, which compute with them together."""
 

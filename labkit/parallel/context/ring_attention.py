@@ -132,10 +132,10 @@ def _circulate(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
 
 def _visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
     """The queries that see keys of `owner`, the keys they see, and whether the mask is causal."""
-    half, every = length // 2, slice(0, length)
+    half, full = length // 2, slice(0, length)
     if owner == rank:
-        return every, every, True
-    return (every, slice(0, half), False) if owner < rank else (slice(half, length), every, False)
+        return full, full, True
+    return (full, slice(0, half), False) if owner < rank else (slice(half, length), full, False)
 
 
 def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> None:

@@ -41,10 +41,10 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     # A stage already in DDP is not compared: it is wrapped on its own rank only.
     own = [None if fulfils(stage, DataParallel) else _parameters_of(stage) for stage in stages]
     if difference := _difference(own, comm):
-        index, first, rank, _, here, there = difference
+        index, first, rank, _, expected, actual = difference
         raise ValueError(
-            f"stage {index} differs between ranks: rank {rank} has {there}, rank {first} has "
-            f"{here}; build the same stages on every rank"
+            f"stage {index} differs between ranks: rank {rank} has {actual}, rank {first} has "
+            f"{expected}; build the same stages on every rank"
         )
     return count // size
 
@@ -61,14 +61,14 @@ def _difference(
     own: Sequence[list[str] | None], comm: Comm
 ) -> tuple[int, int, int, int, str, str] | None:
     """The first difference between ranks: (stage, two ranks, position, their entries there)."""
-    for stage, of_ranks in enumerate(zip_longest(*comm.all_gather_object(own))):
-        known = [(rank, names) for rank, names in enumerate(of_ranks) if names is not None]
-        for rank, names in known[1:]:
-            first, expected = known[0]
-            pairs = zip_longest(expected, names, fillvalue="nothing")
-            for position, (here, there) in enumerate(pairs):
-                if here != there:
-                    return stage, first, rank, position, here, there
+    for stage, by_rank in enumerate(zip_longest(*comm.all_gather_object(own))):
+        given = [(rank, names) for rank, names in enumerate(by_rank) if names is not None]
+        for rank, names in given[1:]:
+            first, first_names = given[0]
+            pairs = zip_longest(first_names, names, fillvalue="nothing")
+            for position, (expected, actual) in enumerate(pairs):
+                if expected != actual:
+                    return stage, first, rank, position, expected, actual
     return None
 
 
@@ -88,16 +88,16 @@ def agreed_schedule(
                 f"the schedule has {len(schedule)} stages, but there are {comm.size} ranks; pass "
                 "a list of actions for each rank"
             )
-        if (has := chunks_of(schedule)) != chunks:
+        if (scheduled := chunks_of(schedule)) != chunks:
             raise ValueError(
-                f"the schedule has {has} chunks per rank, but there are {chunks * comm.size} "
-                f"stages for {comm.size} ranks; pass {has * comm.size} stages"
+                f"the schedule has {scheduled} chunks per rank, but there are {chunks * comm.size} "
+                f"stages for {comm.size} ranks; pass {scheduled * comm.size} stages"
             )
     if difference := _difference([list(map(str, actions)) for actions in schedule], comm):
-        stage, first, rank, position, here, there = difference
+        stage, first, rank, position, expected, actual = difference
         raise ValueError(
             f"ranks {first} and {rank} have different schedules: on stage {stage}, position "
-            f"{position}, rank {rank} has {there}, rank {first} has {here}; pass the same "
+            f"{position}, rank {rank} has {actual}, rank {first} has {expected}; pass the same "
             "schedule and microbatches on every rank"
         )
     return schedule, microbatches_of(schedule)

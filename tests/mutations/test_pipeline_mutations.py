@@ -10,9 +10,9 @@ from torch import Tensor
 import pipeline_cases as cases
 from harness import Change, Edit, Mutation, edits, instead, noticed, replaces
 from labkit import World
-from labkit.parallel.pipeline import deferred_weights, p2p, pipeline, grad_sync, virtual_stage
-from labkit.parallel.pipeline.p2p import P2PChannel
+from labkit.parallel.pipeline import deferred_weights, grad_sync, p2p, pipeline, virtual_stage
 from labkit.parallel.pipeline.grad_sync import Tied
+from labkit.parallel.pipeline.p2p import P2PChannel
 from labkit.parallel.pipeline.virtual_stage import VirtualStage, WeightVersions
 
 pytestmark = pytest.mark.slow

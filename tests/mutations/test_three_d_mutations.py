@@ -12,7 +12,7 @@ from harness import Change, Edit, Mutation, instead, noticed, on_ranks
 from labkit import DDP, Comm, GradScaler, World
 from labkit.parallel.common import clipping, ownership
 from labkit.parallel.common.shards import Shard
-from labkit.parallel.pipeline import pipeline, grad_sync
+from labkit.parallel.pipeline import grad_sync, pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.zero import zero
 from labkit.parallel.zero.zero import ZeroOptimizer

@@ -116,7 +116,7 @@ class Flat:
         self.resting: Sequence[Tensor] = self.shards
         self._handle: Handle | None = None
         self.reset()
-        self.show(self.shards)
+        self.install(self.shards)
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
         broadcast_tensors((p for p in parameters if not isinstance(p, ShardedParameter)), self.comm)
@@ -135,7 +135,7 @@ class Flat:
             parts = [x.view(shape) for x, shape in zip(parts, self.partition.shapes)]
         return [nn.Parameter(x, self.trainable) for x in parts]
 
-    def show(self, parameters: Sequence[Tensor]) -> None:
+    def install(self, parameters: Sequence[Tensor]) -> None:
         for places, parameter in zip(self.places, parameters):
             for place in places:
                 place.put(parameter)

@@ -22,7 +22,7 @@ from labkit.parallel.context.zigzag import sequence_shard
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
 from labkit.parallel.tensor.tensor_parallel import tensor_parallel
-from labkit.parallel.tensor.validation import layers_to_cut
+from labkit.parallel.tensor.validation import layers_to_shard
 from labkit.predict.context import ring_attention_bytes
 from labkit.predict.three_d import bytes_by_axis
 
@@ -111,7 +111,7 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
     vocabulary = {part.tokens.weight for part in module.modules() if hasattr(part, "tokens")}
     vocabulary |= {*getattr(module, "head", nn.Module()).parameters()}
     cut: set[Tensor] = set()
-    for _, layer, columns, row in layers_to_cut(module):
+    for _, layer, columns, row in layers_to_shard(module):
         cut.update(p for name in columns for p in getattr(layer, name).parameters())
         cut.add(getattr(layer, row).weight)
     return {

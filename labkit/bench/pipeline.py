@@ -115,7 +115,7 @@ class Floor:
         for action in self.actions:
             message = self._message(action)
             began_s = time.perf_counter()
-            self.stages[action.chunk].do(action, message)
+            self.stages[action.chunk].run(action, message)
             seconds.append(time.perf_counter() - began_s)
         return seconds
 

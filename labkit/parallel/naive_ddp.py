@@ -15,7 +15,7 @@ import torch
 
 from labkit.holdings import replicated
 from labkit.parallel.common.data_parallel import Replica
-from labkit.parallel.common.flat import check_dense, nobody_used
+from labkit.parallel.common.flat import check_dense, flagged_unused
 from labkit.parallel.common.ownership import at_end_of_backward
 
 
@@ -26,12 +26,12 @@ class NaiveDDP(Replica):
     _scheduled = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and self._synchronise:
+        if self.training and torch.is_grad_enabled() and self._synchronize:
             self._scheduled = False  # an error may have cut the last backward short
         return super().forward(*args, **kwargs)
 
     def _on_grad_ready(self, p: torch.Tensor) -> None:
-        if self._synchronise and not self._scheduled:
+        if self._synchronize and not self._scheduled:
             self._scheduled = True
             at_end_of_backward(self._average)
 
@@ -40,7 +40,7 @@ class NaiveDDP(Replica):
         for parameter in self._parameters_to_average:
             gradient = flagged_gradient(parameter, self.comm.size)
             self.comm.all_reduce(gradient)
-            if parameter.grad is not None or not nobody_used(gradient.reshape(-1)):
+            if parameter.grad is not None or not flagged_unused(gradient.reshape(-1)):
                 parameter.grad = gradient
 
     predict = staticmethod(replicated)

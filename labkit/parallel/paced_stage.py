@@ -1,12 +1,12 @@
 """A pipeline stage of a given duration, which sleeps instead of computing (paced).
 
-Four ranks that compute on two cores disturb each other, so the bubble measured there is the
-machine's, not the schedule's. Ranks that sleep do not. Results are real, y = x * weight with true
+Four ranks that compute on two cores slow each other down, so the bubble measured there is the
+machine's, not the schedule's. Sleeping ranks do not. Results are real, y = x * weight with true
 gradients, so a schedule that loses a gradient is caught.
 
     forward   sleeps forward_s
     backward  sleeps input_s, then weight_s: 2 forward_s together by default
-    input     sleeps input_s; weight, wherever the schedule puts it, weight_s
+    input     sleeps input_s; weight, placed by the schedule, sleeps weight_s
 """
 
 import time
@@ -24,9 +24,9 @@ from labkit.parallel.pipeline.deferred_weights import Later, WeightHalf
 class PacedStage(nn.Module):
     """x [rows, ..., width] -> x * weight, of the same shape, in the given seconds.
 
-        forward_s            of one micro-batch, whatever its rows
+        forward_s            per micro-batch, for any number of rows
         backward_s           default: twice forward_s
-        input_s, weight_s    the halves of backward; default: half, or what the other leaves
+        input_s, weight_s    the halves of backward; default: half of it, or the rest
 
     Raises ValueError for negative times, and for halves that do not add up to backward_s."""
 

@@ -1,12 +1,12 @@
-"""Partitioned activations, ZeRO-R's P_a: each tensor-parallel rank keeps a part of what all hold.
+"""Partitioned activations, ZeRO-R's P_a: tensor-parallel ranks shard their equal inputs.
 
     forward     x, the same on all ranks ──▶ [ block ] ──▶        rank 0 keeps  ▪ ▫
                                                                   rank 1 keeps  ▫ ▪
     backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
 
     each rank holds   1/t of every kept input: 2sbh/t bytes per block in 2-byte types
-    travels           an all-gather of x per block in backward, (t-1)/t b s w elements, beside the
-                      traffic of tensor parallelism with full recompute
+    traffic           an all-gather of x per block in backward, (t-1)/t b s w elements, on top
+                      of that of tensor parallelism with full recompute
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).
 """
@@ -22,7 +22,7 @@ from labkit.parallel.tensor.layers import RowParallelLinear
 
 
 class Partitioned:
-    """Replaces the forward of a recomputed module, and keeps a part of each input."""
+    """Replaces the forward of a recomputed module; keeps only this rank's slice of each input."""
 
     def __init__(self, forward: Recomputed, comm: Comm):
         self.forward, self.comm = forward, comm
@@ -32,20 +32,20 @@ class Partitioned:
             return self.forward(*args, **kwargs)
 
     def keep(self, x: Tensor) -> Any:
-        """This rank's part of the flattened `x`, and its shape; integers, such as tokens, stay
-        whole."""
+        """This rank's slice of the flattened `x`, and the shape of `x`; integers, such as tokens,
+        stay whole."""
         if not x.is_floating_point():
             return x.detach()
-        mine = x.detach().reshape(-1).tensor_split(self.comm.size)[self.comm.rank]
-        return mine.clone(), x.shape
+        own = x.detach().reshape(-1).tensor_split(self.comm.size)[self.comm.rank]
+        return own.clone(), x.shape
 
     def whole(self, kept: Any) -> Tensor:
-        """The inverse of `keep`: gathers the parts of all ranks."""
+        """The inverse of `keep`: gathers the slices of all ranks."""
         if isinstance(kept, Tensor):
             return kept
-        mine, shape = kept
-        flat = mine.new_empty(shape.numel())
-        self.comm.all_gather(list(flat.tensor_split(self.comm.size)), mine)
+        own, shape = kept
+        flat = own.new_empty(shape.numel())
+        self.comm.all_gather(list(flat.tensor_split(self.comm.size)), own)
         return flat.view(shape)
 
 

@@ -42,8 +42,8 @@ def split(
     if costs is not None:
         if len(costs) != len(layers):
             raise ValueError(
-                f"{len(costs)} costs for {len(layers)} layers ({', '.join(layers)}); give one for "
-                "each, as measure_costs(model, x) does"
+                f"{len(costs)} costs for {len(layers)} layers ({', '.join(layers)}); pass one per "
+                "layer, as measure_costs(model, x) returns"
             )
         sizes = balance(costs, stages)
     else:
@@ -58,26 +58,26 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return {str(index): layer for index, layer in enumerate(model)}
     # (Not named_children, which skips a module that is in the model twice.)
-    have = {name: part for name, part in model._modules.items() if part is not None}
+    parts = {name: part for name, part in model._modules.items() if part is not None}
     if isinstance(model, nn.Sequential):
-        return have
+        return parts
     kind = type(model).__name__
-    if not {"embed", "blocks", "head"} <= set(have):
+    if not {"embed", "blocks", "head"} <= set(parts):
         raise ValueError(
             f"split cannot find the layers of a {kind}, whose parts are "
-            f"{', '.join(have) or 'none'}; pass an nn.Sequential, a list of layers, or a model "
+            f"{', '.join(parts) or 'none'}; pass an nn.Sequential, a list of layers, or a model "
             "with embed, blocks and head"
         )
     own = [name for name, _ in model.named_parameters(recurse=False)]
-    if others := [name for name in have if name not in NAMES] + own:
+    if others := [name for name in parts if name not in NAMES] + own:
         raise ValueError(
-            f"split knows {', '.join(NAMES)} of a {kind}, but not where its {', '.join(others)} "
-            "run; pass a list of layers instead"
+            f"split can place {', '.join(NAMES)} of a {kind}, but not its {', '.join(others)}; "
+            "pass a list of layers instead"
         )
-    blocks: Any = have["blocks"]
-    layers = {"embed": have["embed"]}
+    blocks: Any = parts["blocks"]
+    layers = {"embed": parts["embed"]}
     layers |= {f"blocks.{index}": block for index, block in enumerate(blocks)}
-    return layers | {name: have[name] for name in ("norm", "head") if name in have}
+    return layers | {name: parts[name] for name in ("norm", "head") if name in parts}
 
 
 def _even(paths: list[str], stages: int) -> list[int]:
@@ -102,24 +102,23 @@ def measure_costs(
 ) -> list[float]:
     """Seconds of forward and backward of each layer of `layers_of(model)`, the minimum of
     `repeats`, on a micro-batch x [rows, ...]. Gradients and buffers are restored. Measure on one
-    rank and broadcast, so that all split alike."""
+    rank and broadcast, so that all ranks split identically."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     costs = [float("inf")] * len(layers)
     try:
         for _ in range(repeats):  # all layers per repeat: a stall hits only one repeat of a layer
-            given = x
+            y = x
             for index, layer in enumerate(layers.values()):
-                given = given.detach()
-                given.requires_grad_(given.is_floating_point() or given.is_complex())
-                given = given.clone()  # a layer may change its input in place
+                inputs = y.detach()
+                inputs.requires_grad_(inputs.is_floating_point() or inputs.is_complex())
+                inputs = inputs.clone()  # a layer may change its input in place
                 began_s = time.perf_counter()
-                y = layer(given)
+                y = layer(inputs)
                 if y.requires_grad:
                     torch.autograd.backward(y, torch.ones_like(y))
                 costs[index] = min(costs[index], time.perf_counter() - began_s)
-                given = y
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
@@ -147,18 +146,18 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
         if not 0 <= cost < math.inf:
             raise ValueError(f"costs[{layer}]={cost}: a cost must be 0 or more")
     before = [0.0, *accumulate(costs)]  # cumulative
-    dearest, _ = _best(before, stages, max, math.inf)
-    _, counts = _best(before, stages, lambda so_far, cost: so_far + cost * cost, dearest)
+    highest, _ = _best(before, stages, max, math.inf)
+    _, counts = _best(before, stages, lambda so_far, cost: so_far + cost * cost, highest)
     return counts
 
 
 def _best(
-    before: Sequence[float], stages: int, together: Callable[[float, float], float], limit: float
+    before: Sequence[float], stages: int, combine: Callable[[float, float], float], limit: float
 ) -> tuple[float, list[int]]:
     """The lowest total cost, with no stage above `limit`, and its number of layers per stage."""
     layers = len(before) - 1
     least: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
-    least[0] = (0.0, [])  # by number of first layers, on the stages so far
+    least[0] = (0.0, [])  # by number of layers placed, on the stages so far
     for _ in range(stages):
         following: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
         for end in range(1, layers + 1):
@@ -166,7 +165,7 @@ def _best(
                 stage_cost = before[end] - before[begin]
                 if stage_cost > limit:
                     break
-                cost = together(least[begin][0], stage_cost)
+                cost = combine(least[begin][0], stage_cost)
                 if cost < following[end][0]:
                     following[end] = (cost, [*least[begin][1], end - begin])
         least = following

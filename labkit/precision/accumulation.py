@@ -65,7 +65,7 @@ class Fp32Gradients(NotCopyable):
     @torch.no_grad()
     def _add(self, p: nn.Parameter) -> None:
         owner = getattr(p, "_labkit_owner", lambda: None)()
-        if getattr(owner, "_synchronise", owner is not None):
+        if getattr(owner, "_synchronize", owner is not None):
             raise ValueError(
                 f"a {type(owner).__name__} sends these gradients as soon as they are ready; with "
                 "DDP run every micro-batch in `ddp.no_sync()` and pass its comm to Fp32Gradients; "

@@ -171,7 +171,7 @@ def accumulation_equals_one_batch(strategy: Strategy) -> None:
     for p, expected in zip(module.parameters(), reference.parameters()):
         assert torch.allclose(p.grad, expected.grad, atol=1e-14)
     assert sum(event.bus_bytes for event in events) == 8 * 8, "the gradients, once"
-    assert model._synchronise
+    assert model._synchronize
 
 
 def ranks_whose_data_ends_join(

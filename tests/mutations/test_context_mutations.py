@@ -21,34 +21,35 @@ EDITS = [  # check, module, fault: what is replaced, by what
     (EXACT, "ring_attention", "a merged row keeps its old sum",
      "    logsum.copy_(both)\n", ""),
     (EXACT, "ring_attention", "a rank after is seen by all queries",
-     "(slice(half, length), every, False)", "(every, every, False)"),
+     "(slice(half, length), full, False)", "(full, full, False)"),
     (EXACT, "ring_attention", "early and late half are swapped",
-     "(every, slice(0, half), False)", "(every, slice(half, length), False)"),
+     "(full, slice(0, half), False)", "(full, slice(half, length), False)"),
     (EXACT, "ring_attention", "the own block is not causal",
-     "return every, every, True", "return every, every, False"),
+     "return full, full, True", "return full, full, False"),
     (EXACT, "ring_attention", "a block's owner is miscounted",
      "(comm.rank - step) % comm.size", "(comm.rank + step) % comm.size"),
     (EXACT, "ring_attention", "a block's gradient is left with the others",
-     "            at_home += arriving\n", "            pass\n"),
+     "            own_dkv += arriving\n", "            pass\n"),
     (EXACT, "ring_attention", "what the ranks before have found is lost",
-     "grown, arriving = arriving, torch.empty_like(at_home)",
-     "grown, arriving = torch.zeros_like(at_home), torch.empty_like(at_home)"),
+     "leaving, arriving = arriving, torch.empty_like(own_dkv)",
+     "leaving, arriving = torch.zeros_like(own_dkv), torch.empty_like(own_dkv)"),
     (TRAINED, "ring_attention", "gradients of one process, not of all",
-     "grown[:, :, :, keys] += torch.stack(dkv)", "grown[:, :, :, keys] += 0 * torch.stack(dkv)"),
+     "leaving[:, :, :, keys] += torch.stack(dkv)",
+     "leaving[:, :, :, keys] += 0 * torch.stack(dkv)"),
     (OVERLAP, "ring_attention", "the block is waited for before it is computed with",
      "        yield (comm.rank - step) % comm.size, block\n"
      "        assert handle is not None\n        handle.wait()\n",
      "        assert handle is not None\n"
      "        handle.wait()\n        yield (comm.rank - step) % comm.size, block\n"),
     (OVERLAP, "ring_attention", "gradients are sent and waited for",
-     "handle = comm.ring_exchange(arriving, grown, async_op=True)",
-     "handle = comm.ring_exchange(arriving, grown, async_op=True); handle.wait()"),
+     "handle = comm.ring_exchange(arriving, leaving, async_op=True)",
+     "handle = comm.ring_exchange(arriving, leaving, async_op=True); handle.wait()"),
     (BYTES, "ring_attention", "a block makes the whole round",
      "for step in range(comm.size - 1):\n        arriving",
      "for step in range(0 if (comm.ring_exchange(torch.empty_like(block), block)) else "
      "comm.size - 1):\n        arriving"),
     (BALANCE, "ring_attention", "scores are computed, then masked",
-     "    if owner == rank:\n        return every", "    if owner <= rank:\n        return every"),
+     "    if owner == rank:\n        return full", "    if owner <= rank:\n        return full"),
     (MEMORY, "ring_attention", "all blocks are kept for backward",
      "ctx.save_for_backward(q, k, v, out, logsum)",
      "ctx.save_for_backward(q, k, v, out, logsum, block)"),
@@ -70,7 +71,7 @@ FAULTS = [
     for check, module, label, old, new in EDITS
 ]
 no_positions = instead(
-    "positions are left out", checks.context, "_PositionsFilledIn", lambda *_: lambda *_: None
+    "positions are left out", checks.context, "_FillPositions", lambda *_: lambda *_: None
 )
 FAULTS += [Mutation(no_positions, *TRAINED, match="weights are off by")]
 trio = {"size": 3, "timeout_s": 5}  # some of the faults let ranks wait for each other

@@ -29,7 +29,7 @@ FAULTS = [
         ddp,
         ("never rebuilds", "self._rebuild(self._arrived)", "self._arrived = None", *ORDER),
         ("rebuilds each time", "self._arrived = None  #", "self._arrived = []  #", *ORDER),
-        ("leaves gradients in old buckets", "bucket.take_over()", "pass", *ORDER),
+        ("leaves gradients in old buckets", "bucket.copy_gradients()", "pass", *ORDER),
         ("ranks agree on an order and do not use it", AGREED, AGREED + OWN_ORDER, *OTHER_ORDERS),
         ("takes over nothing", "view.copy_(parameter.grad)", "view.zero_()", *HALVED),
         (*NOT_STATIC, ddp_checks.a_static_graph_sends_what_is_used, DDP),
@@ -43,7 +43,7 @@ FAULTS = [
     *edits(
         extras,
         ("what rank 0 used counts for all",
-         "comm.all_gather_object(mine)", "[comm.all_gather_object(mine)[0]] * comm.size", *STATIC),
+         "comm.all_gather_object(own)", "[comm.all_gather_object(own)[0]] * comm.size", *STATIC),
     ),
     *edits(
         data_parallel,
@@ -52,9 +52,9 @@ FAULTS = [
     ),
     *edits(
         comm_hooks,
-        ("forgets to cast back", "self.numbers.copy_(self.small)", "pass", *HALVED),
+        ("forgets to cast back", "self.elements.copy_(self.small)", "pass", *HALVED),
         ("halves nothing",
-         "return _CastBack(small, numbers, comm.all_reduce(small, async_op=async_op))",
+         "return _CastBack(small, elements, comm.all_reduce(small, async_op=async_op))",
          "return comm.all_reduce(flat.copy_(small), async_op=async_op)", *HALVED),
     ),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 class AveragesWeights(ParameterServer):
     """Each rank takes a step of its own, and the server scatters the mean of the weights."""
 
-    def _share(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _divide(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
     def _average(self) -> None:
@@ -48,8 +48,8 @@ def is_bounded(world: World) -> None:
 
 FAULTS = edits(
     synchronous,
-    ("forgets a worker", "for theirs in every[1:]:", "for theirs in every[2:]:", trains),
-    ("divides twice", "return every[0]", "return every[0] / self.comm.size", trains),
+    ("forgets a worker", "for gradient in others:", "for gradient in others[1:]:", trains),
+    ("divides twice", "return total", "return total / self.comm.size", trains),
     ("forgets to divide", "return gradient / self.comm.size", "return gradient", trains),
     ("workers ignore the new weights",
      "self.comm.scatter(weights, copies", "self.comm.scatter(weights.clone(), copies", trains),

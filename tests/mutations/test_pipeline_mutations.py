@@ -10,9 +10,9 @@ from torch import Tensor
 import pipeline_cases as cases
 from harness import Change, Edit, Mutation, edits, instead, noticed, replaces
 from labkit import World
-from labkit.parallel.pipeline import deferred_weights, p2p, pipeline, synchronising, virtual_stage
+from labkit.parallel.pipeline import deferred_weights, grad_sync, p2p, pipeline, virtual_stage
+from labkit.parallel.pipeline.grad_sync import Tied
 from labkit.parallel.pipeline.p2p import P2PChannel
-from labkit.parallel.pipeline.synchronising import Tied
 from labkit.parallel.pipeline.virtual_stage import VirtualStage, WeightVersions
 
 pytestmark = pytest.mark.slow
@@ -129,7 +129,7 @@ FAULTS = [
          "[n / len(x) for n in rows]", "[1 / len(rows) for n in rows]", *EQUAL, ["1f1b"], [4]),
     ),
     *edits(
-        synchronising,
+        grad_sync,
         ("sums the tie as if both copies counted",
          "group.all_reduce(parameter.grad)", "group.all_reduce(parameter.grad.mul_(2))", *TIED),
         ("copies begin apart", "group.broadcast(parameter.detach(), 0)", "pass", *TIED),
@@ -140,14 +140,14 @@ FAULTS = [
          "x, message, message.what", "torch.cat([x, x]), message, message.what",
          cases.sends_exactly_its_bytes, "1f1b"),
         ("sends the shape each time",
-         "if afresh:", "if True:", cases.sends_exactly_its_bytes, "1f1b"),
+         "if changed:", "if True:", cases.sends_exactly_its_bytes, "1f1b"),
         ("waits to send",
-         "self._leaving.append(PendingSend(handle, x, version, what))",
+         "self._pending_sends.append(PendingSend(handle, x, version, what))",
          "PendingSend(handle, x, version, what).wait()", cases.does_not_wait_for_sends),
         ("posts nothing ahead",
          "self._post_next(source, wanted=False)", "pass", cases.sends_overlap_compute),
         ("keeps outputs",
-         "self._let_go()\n        if message.what",
+         "self._release_sent()\n        if message.what",
          "vars(self)[message] = x\n        if message.what",
          cases.outputs_go_when_they_are_sent),
     ),

@@ -84,7 +84,7 @@ def gathered_input_kept(model: nn.Module, comm: Comm) -> nn.Module:
     """Not gathered again in backward: right, fewer bytes sent, t times as many held."""
     with_sequence(model, comm)
     for layer in of_kind(model, ColumnParallelLinear):
-        layer.one_input = None
+        layer.shared_input = None
     return with_forward(
         model, ColumnParallelLinear, lambda layer, x: local(layer, all_gather_sequence(x, comm))
     )
@@ -105,11 +105,11 @@ FAULTS = edits(
     ("gradients are averaged",
      F_BACKWARD, 'reduction = comm.all_reduce(dx, "mean", async_op=True)', *PARTIAL),
     ("q, k and v each send a gradient",  # right, but too many bytes
-     "if self.one_input is not None:", "if False:", *PARTIAL),
+     "if self.shared_input is not None:", "if False:", *PARTIAL),
     ("gradients of norms are not summed",
-     COPIES, f"present.values() if type(self) is SummedGradients else {COPIES}", *SHARDED),
+     COPIES, f"{COPIES} if isinstance(self.module, nn.Embedding) else present.values()", *SHARDED),
     ("positions are not summed",
-     COPIES, f"present.values() if type(self) is OwnPositions else {COPIES}", *SHARDED),
+     COPIES, f"present.values() if isinstance(self.module, nn.Embedding) else {COPIES}", *SHARDED),
     ("every rank has the first positions",
      "own_part(positions, self.comm, dim=-1)", "positions.chunk(self.comm.size, -1)[0]", *SHARDED),
     ("gradients of biases are not summed",

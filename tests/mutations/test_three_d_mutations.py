@@ -12,7 +12,7 @@ from harness import Change, Edit, Mutation, instead, noticed, on_ranks
 from labkit import DDP, Comm, GradScaler, World
 from labkit.parallel.common import clipping, ownership
 from labkit.parallel.common.shards import Shard
-from labkit.parallel.pipeline import pipeline, synchronising
+from labkit.parallel.pipeline import grad_sync, pipeline
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.zero import zero
 from labkit.parallel.zero.zero import ZeroOptimizer
@@ -30,7 +30,7 @@ counts_tied_parameters_twice = instead(
 # Norms and biases as if they were shards over tp.
 counts_replicated_parameters_on_each_rank = instead(
     "counts_replicated_parameters_on_each_rank",
-    clipping, "_is_cut_over", lambda group, x: group is not None,
+    clipping, "_is_sharded_over", lambda group, x: group is not None,
 )  # fmt: skip
 counts_its_own_stage = instead(
     "counts_its_own_stage", clipping, "pipeline_of", lambda trained, parameters: None
@@ -56,7 +56,7 @@ def averages_over_the_wrong_ranks() -> Iterator[None]:
     both = cases.mesh_of(2, 2, 2)["dp", "tp"]
     with (
         patch.object(Shard, "check", lambda *_: None),
-        patch.object(ownership, "_described", lambda name, x: name),
+        patch.object(ownership, "_describe", lambda name, x: name),
         patch.object(cases, "DDP", lambda stage, comm: DDP(stage, both)),
     ):
         yield
@@ -83,7 +83,7 @@ def trains(world: World, change: Change, check: Any, case: Case) -> None:
 
 sums_the_embedding_over_one_rank = Edit(
     "sums_the_embedding_over_one_rank",
-    synchronising.__name__, "group.all_reduce(parameter.grad)", "pass",
+    grad_sync.__name__, "group.all_reduce(parameter.grad)", "pass",
 )  # fmt: skip
 sends_in_every_micro_batch = Edit(
     "sends_in_every_micro_batch",

@@ -53,7 +53,7 @@ def shards_nothing(world: World) -> None:
 
 
 FREED = proofs.test_a_unit_is_freed_when_backward_is_through_with_it
-GATHER = "        return self.comm.all_gather_into_tensor(full, mine"
+GATHER = "        return self.comm.all_gather_into_tensor(full, own"
 WITH_LAST = "len(self.trainable) < len(flats)", "False"  # though a frozen weight is still needed
 ONLY_WITH_LAST = "self.inputs_back >= self.inputs", "False"
 WALK = '_walk(root, "", root, None, False, _chooser(choice)):\n'

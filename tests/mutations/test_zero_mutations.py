@@ -51,14 +51,14 @@ FAULTS = [
             ("divides twice", PUT, f"{PUT} self.comm.size *", trains, stage),
             ("forgets to divide", PUT, "self.put(p, 1 or", trains, stage),
             ("steps on unused parameters",  # they decay, where Single leaves them alone
-             "if p in self.unused and not nobody_used(arrived[piece.at : piece.at + 1])",
+             "if p in self.unused and not flagged_unused(arrived[piece.at : piece.at + 1])",
              "if p in self.unused", trains, stage, "awkward"),
         ),
     )
 ]  # fmt: skip
 KEEPS_GRADIENTS = edits(
     buckets,
-    ("keeps all gradients", "        self.free()\n        self._beside", "        self._beside",
+    ("keeps all gradients", "        self.free()\n        self._incoming", "        self._incoming",
      trains, 2),
 )  # fmt: skip
 SHARDS_NOTHING = [
@@ -67,7 +67,7 @@ SHARDS_NOTHING = [
     Mutation(zero(1), keeps_promises, 2, match="gradient_bytes"),
 ]
 leaves_other_shares_dirty = instead(
-    "leaves_other_shares_dirty", buckets.ZeroBucket, "_averages_are_there", lambda self: None
+    "leaves_other_shares_dirty", buckets.ZeroBucket, "_on_averages_received", lambda self: None
 )
 
 pair = {"size": 2, "timeout_s": 20}

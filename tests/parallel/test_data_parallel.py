@@ -294,7 +294,8 @@ def test_the_parameters_of_a_wrapped_module_stay(strategy: type[nn.Module]) -> N
     module[1].bias = nn.Parameter(torch.zeros(2))
     with torch.no_grad():
         model(torch.ones(1, 2))
-    raises(("1.bias is another tensor after the module was wrapped",), model, torch.ones(1, 2))
+    words = "1.bias was replaced by another tensor after the module was wrapped"
+    raises((words,), model, torch.ones(1, 2))
 
 
 @on_each_rank("world2")

@@ -226,14 +226,14 @@ class Counted(nn.Module):
 
 
 def after_each_action(stage: Any, note: Callable[[], None]) -> None:
-    do = stage.do
+    run = stage.run
 
     def noting(action: Any, came: Any) -> Any:
-        result = do(action, came)
+        result = run(action, came)
         note()
         return result
 
-    stage.do = noting
+    stage.run = noting
 
 
 class _Token:
@@ -321,8 +321,8 @@ def outputs_go_when_they_are_sent() -> None:
 
     def counting(message: Any) -> Any:
         if message.what == "gradient":
-            mail._let_go()
-            held.append(sum(one() is not None for one in made) - len(mail._leaving))
+            mail._release_sent()
+            held.append(sum(one() is not None for one in made) - len(mail._pending_sends))
         return receive(message)
 
     mail.receive = counting

@@ -61,26 +61,26 @@ def clip_grad_norm(
     optimizer = next((x for x in (trained, *owners) if isinstance(x, ShadowOptimizer)), None)
     factor = optimizer.gradient_factor if optimizer else None
     if owners:
-        every = [owner.gradient_pieces() for owner in owners]
-        gradients = [(getattr(x, "piece_of", x), x) for pieces, _ in every for x in pieces]
-        comm = every[0][1]
+        owned = [owner.gradient_pieces() for owner in owners]
+        gradients = [(getattr(x, "piece_of", x), x) for pieces, _ in owned for x in pieces]
+        comm = owned[0][1]
     elif groups or stages or optimizer:
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
     else:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         mark_clipped(p.grad for p in parameters if p.grad is not None)
         return norm
-    once = [(p, x) for p, x in gradients if _counts_here(p, x)]
-    if not once:  # only tied or frozen parameters here: take the dtype from them
-        once = [(x, x.new_empty(0)) for x in [*(g for _, g in gradients), *parameters][:1]]
-    norm = norm_of_pieces(once, comm, norm_type, factor, groups, stages)
-    share = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+    counted = [(p, x) for p, x in gradients if _counts_here(p, x)]
+    if not counted:  # only tied or frozen parameters here: take the dtype from them
+        counted = [(x, x.new_empty(0)) for x in [*(g for _, g in gradients), *parameters][:1]]
+    norm = norm_of_pieces(counted, comm, norm_type, factor, groups, stages)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
     to_scale = [x for _, x in gradients]
     if optimizer and factor is not None:
-        optimizer.gradient_factor = factor * share
+        optimizer.gradient_factor = factor * scale
         to_scale = [x for x in to_scale if x.dtype not in LOW]
     if to_scale:
-        torch._foreach_mul_(to_scale, share)
+        torch._foreach_mul_(to_scale, scale)
         mark_clipped(to_scale)
     return norm
 
@@ -112,11 +112,11 @@ def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
 
 
 def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradientPieces]:
-    """The strategies that shard the gradients; ValueError unless `parameters` are all of theirs."""
+    """Strategies that shard the gradients; ValueError unless `parameters` are exactly theirs."""
     if fulfils(trained, OwnsGradientPieces):
         return [trained]
-    every = {id(owner): owner for owner in map(owner_of, parameters)}.values()
-    owners: list[Any] = [owner for owner in every if fulfils(owner, OwnsGradientPieces)]
+    unique = {id(owner): owner for owner in map(owner_of, parameters)}.values()
+    owners: list[Any] = [owner for owner in unique if fulfils(owner, OwnsGradientPieces)]
     own = {p for owner in owners for p in _parameters_of(owner) if p.requires_grad and p.numel()}
     others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
     kinds = {owner if isinstance(owner, ShadowOptimizer) else owner.comm.ranks for owner in owners}
@@ -144,11 +144,11 @@ def norm_of_pieces(
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: choose p > 0, such as 2.0, or inf")
     op: Literal["max", "sum"] = "max" if p == float("inf") else "sum"
-    some = comm or next(iter(groups), stages)
+    any_comm = comm or next(iter(groups), stages)
     like = (
         gradients[0][1]
         if gradients
-        else torch.empty(0, device=some.own_device() if some else "cpu")
+        else torch.empty(0, device=any_comm.own_device() if any_comm else "cpu")
     )
     # Per group: max |g| or sum |g|^p of its shards; the last entry is for replicas.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
@@ -158,7 +158,7 @@ def norm_of_pieces(
             vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
             * (1.0 if factor is None or x.dtype not in LOW else factor)
             for parameter, x in gradients
-            if _is_cut_over(group, parameter) and x.numel()
+            if _is_sharded_over(group, parameter) and x.numel()
         ]
         if norms:
             norm = vector_norm(torch.stack(norms), p)
@@ -175,13 +175,13 @@ def norm_of_pieces(
     return total.to(torch.promote_types(like.dtype, torch.float32))
 
 
-def _is_cut_over(group: Comm | None, parameter: Tensor) -> bool:
+def _is_sharded_over(group: Comm | None, parameter: Tensor) -> bool:
     shard = shard_of(parameter)
     return (shard and shard.comm.ranks) == (group and group.ranks)
 
 
 def _parameters_of(trained: Any) -> list[Tensor]:
-    """Of ZeRO-3 also those of which this rank has no element: the module inside has them."""
+    """Under ZeRO-3 also those without elements on this rank: the inner module has them."""
     if isinstance(trained, nn.Module):
         return list(unwrapped(trained).parameters())
     if fulfils(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
@@ -189,7 +189,7 @@ def _parameters_of(trained: Any) -> list[Tensor]:
     given = [trained] if isinstance(trained, Tensor) else list(trained)
     if not given or not all(isinstance(p, Tensor) for p in given):
         raise ValueError(
-            f"clip_grad_norm: no parameters, or other things, in this {type(trained).__name__}; "
-            "give parameters (a generator has them only once), the wrapped model or its optimizer"
+            f"clip_grad_norm: this {type(trained).__name__} is empty or has items that are no "
+            "tensors; pass parameters (a generator works once), the wrapped model or its optimizer"
         )
     return given

@@ -21,7 +21,7 @@ Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pai
 al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from torch._utils import _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import Comm, Handle
-
-Exchanged = Callable[..., Tensor]
 
 
 def copy_to_ranks(x: Tensor, comm: Comm) -> Tensor:
@@ -55,7 +53,7 @@ def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
 
 def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
     """Concatenates all ranks' `x`, of equal shapes, along `dim`; backward slices the gradient. For
-    results that all ranks use alike, so that each has the whole gradient."""
+    results that all ranks use identically, so that each has the whole gradient."""
     return x if comm.size == 1 else Exchange.apply(x, gathered, own_part, comm, dim)
 
 
@@ -67,8 +65,8 @@ def scatter_to_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
 
 
 def all_gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
-    """x [b, s/t, w], a shard of the sequence -> [b, s, w], the whole sequence. Ranks compute
-    different things from it, so backward reduce-scatters their gradients."""
+    """x [b, s/t, w], a shard of the sequence -> [b, s, w], the whole sequence. Ranks use
+    it in different computations, so backward reduce-scatters their gradients."""
     return x if comm.size == 1 else Exchange.apply(x, gathered, own_sum, comm, dim)
 
 
@@ -94,17 +92,17 @@ class _Copy(torch.autograd.Function):
 
 
 class Exchange(torch.autograd.Function):
-    """Forward: `there(x, *others)`; backward: `back(gradient, *others)`."""
+    """Forward: `send(x, *args)`; backward: `send_back(gradient, *args)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchanged, back: Exchanged, *others: Any) -> Tensor:
-        ctx.back, ctx.others = back, others
-        return there(x, *others)
+    def forward(ctx: Any, x: Tensor, send: Any, send_back: Any, *args: Any) -> Tensor:
+        ctx.send_back, ctx.args = send_back, args
+        return send(x, *args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.back(grads[0], *ctx.others), None, None, *(None for _ in ctx.others)
+        return ctx.send_back(grads[0], *ctx.args), None, None, *(None for _ in ctx.args)
 
 
 def summed(x: Tensor, comm: Comm) -> Tensor:
@@ -115,19 +113,21 @@ def summed(x: Tensor, comm: Comm) -> Tensor:
 
 
 def gathered(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """All ranks' `x`, of equal shapes, concatenated along `dim`."""
     parts = list(x.new_empty([comm.size, *x.shape]))
     comm.all_gather(parts, x)
     return torch.cat(parts, dim)
 
 
 def own_sum(x: Tensor, comm: Comm, dim: int) -> Tensor:
+    """This rank's slice along `dim` of the sum of `x` over the ranks."""
     return sum_scattered(x, comm, dim)[0]
 
 
 def sum_scattered(
     x: Tensor, comm: Comm, dim: int, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
-    """This rank's slice along `dim` of the sum of `x`, and the handle (None unless `async_op`)."""
+    """`own_sum`, and the handle of its reduce-scatter (None unless `async_op`)."""
     parts = list(x.detach().chunk(comm.size, dim))
     own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
     return own, comm.reduce_scatter(own, parts, async_op=async_op)
@@ -145,5 +145,5 @@ def check_divides(x: Tensor, comm: Comm, dim: int) -> None:
         fits = f"{below} or {below + comm.size}" if below else f"{comm.size}"
         raise ValueError(
             f"dim {dim} of a tensor {list(x.shape)} is {length} long, which does not divide over "
-            f"{comm.size} ranks; choose a multiple of {comm.size}, as {fits}"
+            f"{comm.size} ranks; choose a multiple of {comm.size}, such as {fits}"
         )

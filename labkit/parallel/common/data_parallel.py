@@ -1,7 +1,7 @@
 """Replicas, and averaging their gradients while backward runs: DDP, ZeRO-1 and 2.
 
 All ranks send buckets in the same order: a full bucket waits for earlier ones, and buckets that
-still miss a gradient are sent at the end of backward.
+still lack a gradient are sent at the end of backward.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,19 +26,19 @@ Part = TypeVar("Part")
 
 
 class NoSync:
-    """Gradient accumulation: backwards that do not communicate."""
+    """Gradient accumulation: backward passes that do not communicate."""
 
-    _synchronise = True
+    _synchronize = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this block only accumulate local gradients; the next one outside averages
-        them. ZeRO stage 2 holds unsharded gradients until then."""
-        before, self._synchronise = self._synchronise, False
+        """Backward passes in this block only accumulate local gradients; the next one outside
+        averages them. Until then ZeRO stage 2 holds unsharded gradients."""
+        before, self._synchronize = self._synchronize, False
         try:
             yield
         finally:
-            self._synchronise = before
+            self._synchronize = before
 
     def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
         """Yields the micro-batches of one step; only the last communicates. Gradients add up, so
@@ -70,12 +70,12 @@ class Replica(NoSync, nn.Module):
         self._parameters_to_average = [p for p in self.module.parameters() if p.requires_grad]
         claim(self.module.named_parameters(), self)
         self._unchanged = ParamSnapshot(self.module)
-        self._synchronise = True
+        self._synchronize = True
         for parameter in self._parameters_to_average:
             register_grad_ready_hook(parameter, self._on_grad_ready)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and self._synchronise:
+        if self.training and torch.is_grad_enabled() and self._synchronize:
             self._unchanged.check()
             self._copy_buffers()
         return self.module(*args, **kwargs)
@@ -120,7 +120,7 @@ class GradReducer(NoSync):
             self._in_backward = True
             at_end_of_backward(self._end_backward)
         self._bucket_of[p].take(p)
-        if self._synchronise and self.overlap:
+        if self._synchronize and self.overlap:
             while self._sent < self._last and not self._buckets[self._sent].missing:
                 self._send_next(async_op=True)
 
@@ -135,7 +135,7 @@ class GradReducer(NoSync):
         self._received += 1
 
     def _end_backward(self) -> None:
-        if self._synchronise:
+        if self._synchronize:
             self._finish()
         else:
             self._reset()
@@ -146,7 +146,7 @@ class GradReducer(NoSync):
         self._reset()
 
     def _reset(self) -> None:
-        """Also after an error: buckets in flight would overwrite the next backward's gradients."""
+        """Runs after an error, too: buckets in flight would overwrite the next gradients."""
         while self._received < self._sent:
             self._receive_next()
         for bucket in self._buckets:

@@ -49,10 +49,10 @@ def _difference(
             for key in group:
                 if key != "params" and (key not in before or group[key] != before[key]):
                     return name, (
-                        f"its step changes the option {key!r} of the group (what it counts belongs "
-                        "into the state of each parameter)"
+                        f"its step changes the option {key!r} of the group (counters belong in the "
+                        "state of each parameter)"
                     )
     except Exception as error:  # third-party optimizers may raise anything
-        return name, f"it failed when it was tried on pieces of a matrix ({error})"
+        return name, f"it failed on slices of a matrix ({error})"
     same = torch.allclose(whole.view(-1), torch.cat([p.view(-1) for p in pieces]), rtol=1e-9)
-    return name, "" if same else "on two pieces of a matrix it steps otherwise than on the whole"
+    return name, "" if same else "its update of a matrix depends on whether the matrix is sliced"

@@ -80,7 +80,7 @@ def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
 
 
 class GradBuffer:
-    """The gradients of `parameters` in one flat tensor; `names` serve error messages."""
+    """The gradients of `parameters` in one flat tensor; `names` are for error messages."""
 
     def __init__(
         self, parameters: Sequence[Tensor], partition: FlatPartition, names: Mapping[Any, str]
@@ -107,7 +107,7 @@ class GradBuffer:
         self.missing = set(self.parameters)  # ready for the next backward
 
     def take(self, p: Tensor) -> None:
-        """Marks the gradient of `p` as ready; RuntimeError if it was already in this backward."""
+        """Marks the gradient of `p` as ready. RuntimeError if this backward already computed it."""
         if p not in self.missing:
             raise RuntimeError(
                 f"the gradient of {self._names[p]} was computed twice in one backward, as "
@@ -117,7 +117,7 @@ class GradBuffer:
         self.missing.remove(p)
 
     def put(self, p: Tensor, divisor: float) -> None:
-        """Divides `p.grad` and stores it in the buffer, where it may lie already."""
+        """Divides `p.grad` and stores it in the buffer, where it may already be."""
         assert p.grad is not None
         check_dense(p.grad)
         torch.div(p.grad.detach(), divisor, out=self.view[p])
@@ -133,7 +133,7 @@ class GradBuffer:
         return self.flat
 
 
-def nobody_used(flat: Tensor) -> bool:
+def flagged_unused(flat: Tensor) -> bool:
     """Whether the reduced gradient shows that no rank used its parameter."""
     first = flat[:1].real if flat.is_complex() else flat[:1]
     return bool(((first == 0) & torch.signbit(first)).all())
@@ -143,12 +143,12 @@ def check_dense(gradient: Tensor) -> None:
     """Raises TypeError for a sparse gradient."""
     if gradient.layout != torch.strided:
         raise TypeError(
-            f"a gradient is {gradient.layout}; only dense ones are reduced: give sparse=False"
+            f"a gradient is {gradient.layout}; only dense gradients are reduced: pass sparse=False"
         )
 
 
 def while_alive(method: Any) -> Callable[..., Any]:
-    """`method` as a hook that keeps its object only weakly; a copied hook does nothing."""
+    """Wraps `method` as a hook that refers to its object weakly; a copied hook does nothing."""
     return partial(_call, WeakMark(method.__self__), method.__func__)
 
 

@@ -1,5 +1,5 @@
-"""Checks on wrapped modules: parameters equal on all ranks, owned once, and unchanged;
-and the end of the backward that runs."""
+"""Checks on wrapped modules: parameters equal on all ranks, owned once, and unchanged; and a hook
+on the end of the running backward."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from labkit.comm import Comm
 
 
 class Mark:
-    """An attribute of a parameter: ranks of `comm` have different parts of it or its gradient."""
+    """A parameter's attribute: ranks of `comm` hold different parts of it or of its gradient."""
 
     comm: Comm
 
@@ -42,22 +42,22 @@ def check_same_on_all_ranks(
     for name, x in named:
         for mark in marks_of(x):
             mark.check(name, comm, averaged)
-    mine = [_described(name, x) for name, x in named]
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    own = [_describe(name, x) for name, x in named]
+    digest = hashlib.sha256("\n".join(own).encode()).digest()
     if len(set(comm.all_gather_object(digest))) == 1:
         return
-    every = comm.all_gather_object(mine)
-    rank = next(rank for rank, theirs in enumerate(every) if theirs != every[0])
-    both = zip_longest(every[0], every[rank], fillvalue="missing")
-    for position, (here, there) in enumerate(both):
-        if here != there:
+    models = comm.all_gather_object(own)
+    rank = next(rank for rank, model in enumerate(models) if model != models[0])
+    pairs = zip_longest(models[0], models[rank], fillvalue="missing")
+    for position, (first, other) in enumerate(pairs):
+        if first != other:
             raise ValueError(
-                f"the ranks have different models: parameter {position} is {here} on rank 0 and "
-                f"{there} on rank {rank}; build the same model, in the same order, on every rank"
+                f"the ranks have different models: parameter {position} is {first} on rank 0 and "
+                f"{other} on rank {rank}; build the same model, in the same order, on every rank"
             )
 
 
-def _described(name: str, x: Tensor) -> str:
+def _describe(name: str, x: Tensor) -> str:
     frozen = "" if x.requires_grad else ", frozen"
     part = "".join(f", {text}" for mark in marks_of(x) if (text := str(mark)))
     return f"{name} {list(x.shape)} {str(x.dtype).removeprefix('torch.')}{frozen}{part}"
@@ -79,18 +79,18 @@ def check_trainable(module: nn.Module) -> None:
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"{type(module).__name__} has no trainable parameter, so there is nothing to "
-            "synchronise; use the module as it is"
+            "synchronize; use the module as it is"
         )
 
 
 def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
-    """Makes `owner` their strategy while it lives. Raises ValueError if one has another owner."""
+    """Registers `owner` as the parameters' strategy; ValueError if one has another live owner."""
     named = list(named)
     for name, parameter in named:
-        before = owner_of(parameter)
-        if before is not None and before is not owner:
+        current = owner_of(parameter)
+        if current is not None and current is not owner:
             raise ValueError(
-                f"{type(owner).__name__}: {name} already belongs to a {type(before).__name__}; "
+                f"{type(owner).__name__}: {name} already belongs to a {type(current).__name__}; "
                 "wrap a module only once: unwrap it (`.module`) and delete the other wrapper first"
             )
     for _, parameter in named:
@@ -98,27 +98,27 @@ def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
 
 
 def owner_of(parameter: Tensor) -> Any:
-    """The living strategy that has claimed `parameter`, or None."""
-    return getattr(parameter, "_labkit_owner", _nothing)()
+    """The live strategy that claimed `parameter`, or None."""
+    return getattr(parameter, "_labkit_owner", _no_owner)()
 
 
 def pipeline_with(parameter: Tensor) -> Any:
     """The pipeline with `parameter` in a stage on this rank, or None."""
-    return getattr(parameter, "_labkit_pipeline", _nothing)()
+    return getattr(parameter, "_labkit_pipeline", _no_owner)()
 
 
 class WeakMark(ref):
-    """A weak reference as an attribute of a parameter; pickling replaces it by a dead one."""
+    """A weak reference as an attribute of a parameter; pickling replaces it with a dead one."""
 
     def __reduce__(self) -> Any:
-        return partial, (_nothing,)
+        return partial, (_no_owner,)
 
 
-def _nothing() -> None: ...
+def _no_owner() -> None: ...
 
 
 class ParamSnapshot:
-    """Which tensors `module` has under which names, and which are frozen, for later comparison."""
+    """Records the tensor behind each parameter name and which are frozen, to detect changes."""
 
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept alive, so that their ids are not reused
@@ -139,15 +139,15 @@ class ParamSnapshot:
             return
         now = self._now()
         for name in {**self._before, **now}:
-            was, is_now = self._before.get(name), now.get(name)
-            if was == is_now:
+            old, new = self._before.get(name), now.get(name)
+            if old == new:
                 continue
-            if was is None or is_now is None:
-                what = "was added" if was is None else "was removed"
-            elif was[0] != is_now[0]:
-                what = "is another tensor"
+            if old is None or new is None:
+                what = "was added" if old is None else "was removed"
+            elif old[0] != new[0]:
+                what = "was replaced by another tensor"
             else:
-                what = "requires gradients now" if is_now[1] else "was frozen"
+                what = "was unfrozen" if new[1] else "was frozen"
             after = "after the module was wrapped; change a module first, then wrap it"
             raise ValueError(f"{name} {what} {after}")
 
@@ -158,6 +158,6 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def running_backward() -> int | None:
-    """The id of the backward in which this code runs; None outside."""
+    """The id of the running backward; None outside of backward."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task

@@ -52,7 +52,7 @@ class TiedGradient(Protocol):
     """The gradient of a parameter that is tied across stages of a pipeline."""
 
     def put_aside(self) -> None:
-        """Called before a step: sets aside what earlier steps left, which is already summed."""
+        """Called before a step: sets aside gradients of earlier steps, which are already summed."""
 
     def sum_copies(self, copies: Any) -> None:
         """Called after the last backward: all-reduces the gradient over the ranks `copies`."""
@@ -83,7 +83,7 @@ class InStages(Protocol):
 
     comm: Comm
     module: nn.Module  # the stages of this rank, under the names of the whole model
-    further_names: dict[str, str]  # of tied parameters in any stages: further name -> first name
+    further_names: dict[str, str]  # aliases of tied parameters in any stage: {alias: first name}
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:
         """The ranks of `comm` that have `parameter`: several if it is tied across stages."""
@@ -95,7 +95,7 @@ class InStages(Protocol):
         """The state dict of all stages."""
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """(Name prefix in the whole model, stage, maybe in DDP or ZeRO3) for each stage here."""
+        """(Name prefix in the whole model, stage, which DDP or ZeRO3 may wrap), per local stage."""
 
 
 class LossScaler(Protocol):
@@ -109,15 +109,15 @@ class LossScaler(Protocol):
 def fulfils(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
     """Whether `x` has all members of `protocol`. Unlike `isinstance` from Python 3.12 on, it sees
     attributes that a wrapper forwards, as `torch.compile`'s does."""
-    asked: Any = protocol
-    return all(hasattr(x, name) for name in _members(asked))
+    hashable: Any = protocol  # for mypy
+    return all(hasattr(x, name) for name in _members(hashable))
 
 
 @cache
 def _members(protocol: Any) -> set[str]:
     mro = protocol.__mro__
-    every = [(*vars(base), *vars(base).get("__annotations__", ())) for base in mro]
-    return {name for names in every for name in names if not name.startswith("_")}
+    declared = [(*vars(base), *vars(base).get("__annotations__", ())) for base in mro]
+    return {name for names in declared for name in names if not name.startswith("_")}
 
 
 def shards_parameters(strategy: Any) -> bool:
@@ -142,15 +142,15 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     if any(shards_parameters(part) for part in model.modules() if part is not model):
         raise ValueError("full_state_dict: this model contains a ZeRO3; pass that module")
     parts = plain_module(model).state_dict(keep_vars=True)
-    # ZeRO3 returns them whole over its own ranks; they may still be sharded over others.
+    # ZeRO3 gathers them over its own ranks; they may still be sharded over others.
     sharded: Any = model
-    found = sharded.full_state_dict() if shards_parameters(model) else dict(parts)
+    state = sharded.full_state_dict() if shards_parameters(model) else dict(parts)
     whole: dict[int, Tensor] = {}
-    for name, x in found.items():
+    for name, x in state.items():
         if isinstance(x, Tensor) and id(x) not in whole:
             shard = shard_of(parts[name])
             whole[id(x)] = x.detach() if shard is None else _joined(x.detach(), shard)
-    return {name: whole.get(id(x), x) for name, x in found.items()}
+    return {name: whole.get(id(x), x) for name, x in state.items()}
 
 
 def plain_module(model: nn.Module) -> nn.Module:

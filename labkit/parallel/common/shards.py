@@ -20,16 +20,14 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.comm import CollectiveMismatch, Comm
 from labkit.parallel.common.ownership import Mark, marks_of
-
-Marked = TypeVar("Marked", bound=torch.Tensor)
 
 
 class CopiedMark(Mark):
@@ -37,7 +35,7 @@ class CopiedMark(Mark):
 
     name: ClassVar[str]  # of the attribute
 
-    def attach_to(self, parameter: torch.Tensor) -> None:
+    def attach_to(self, parameter: Tensor) -> None:
         """Overrides copy and pickle on the instance: nn.Parameter's `__deepcopy__` drops its
         attributes, and a subclass would lose torch's fast optimizer paths."""
         weak: Any = ref(parameter)
@@ -46,28 +44,26 @@ class CopiedMark(Mark):
         parameter.__reduce_ex__ = partial(_reduced, weak)  # type: ignore[method-assign]
 
 
-def marked_as(parameter: torch.Tensor, x: Marked) -> Marked:
-    """Attaches the marks of `parameter` to `x`, its piece or copy; returns `x`."""
+def marked_as(parameter: Tensor, x: Any) -> Any:
+    """Attaches the marks of `parameter` to `x`, a slice or copy of it; returns `x`."""
     for mark in marks_of(parameter):
         mark.attach_to(x)
     return x
 
 
-def _deepcopied(weak: Callable[[], Any], memo: dict[int, Any]) -> torch.Tensor:
+def _deepcopied(weak: Callable[[], Any], memo: dict[int, Any]) -> Tensor:
     x = weak()
     return marked_as(x, type(x).__deepcopy__(x, memo))
 
 
 def _reduced(weak: Callable[[], Any], protocol: int) -> Any:
     x = weak()
-    if type(x) not in (torch.Tensor, nn.Parameter):
+    if type(x) not in (Tensor, nn.Parameter):
         return type(x).__reduce_ex__(x, protocol)  # type: ignore[call-arg]
     return _unpickled, (type(x) is nn.Parameter, x.requires_grad, x.detach(), marks_of(x))
 
 
-def _unpickled(
-    is_parameter: bool, requires_grad: bool, x: torch.Tensor, marks: list[Mark]
-) -> torch.Tensor:
+def _unpickled(is_parameter: bool, requires_grad: bool, x: Tensor, marks: list[Mark]) -> Tensor:
     x = nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
     for mark in marks:
         mark.attach_to(x)
@@ -76,9 +72,9 @@ def _unpickled(
 
 @dataclass(frozen=True)
 class Shard(CopiedMark):
-    """This rank has `start:stop` along `dim` (>= 0) of a parameter of size `whole` there; the ranks
-    of `comm` together have all. A local tensor longer than `stop - start` ends with padding, with
-    zero gradients."""
+    """This rank holds `start:stop` along `dim` (>= 0) of a parameter that has size `whole` there;
+    the ranks of `comm` together hold all. A local tensor longer than `stop - start` ends with
+    padding, which has zero gradients."""
 
     comm: Comm
     dim: int
@@ -90,9 +86,7 @@ class Shard(CopiedMark):
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.whole or self.dim < 0:
-            raise ValueError(
-                f"{self}: a shard is start:stop of 0:whole, along a dim counted from 0"
-            )
+            raise ValueError(f"{self}: a shard is start:stop of 0:whole, with dim >= 0")
 
     def __str__(self) -> str:
         return f"{self.start}:{self.stop} of {self.whole} along dim {self.dim}"
@@ -104,13 +98,13 @@ class Shard(CopiedMark):
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
         if len({*self.comm.ranks} & {*comm.ranks}) > 1:
             raise ValueError(
-                f"{name} is cut over ranks {list(self.comm.ranks)}, so ranks {list(comm.ranks)} "
-                "are not replicas of each other; give the strategy the data-parallel axis of a "
-                "mesh: Mesh(dp=..., tp=...), DDP(model, mesh.dp)"
+                f"{name} is sharded over ranks {list(self.comm.ranks)}, so ranks "
+                f"{list(comm.ranks)} are not replicas of each other; pass the strategy the "
+                "data-parallel axis of a mesh: Mesh(dp=..., tp=...), DDP(model, mesh.dp)"
             )
 
 
-def mark_shard(parameter: torch.Tensor, shard: Shard) -> None:
+def mark_shard(parameter: Tensor, shard: Shard) -> None:
     """Marks `parameter`. Raises ValueError if it has no `shard.dim` or is shorter there than
     stop - start; a longer one has padding."""
     if parameter.ndim <= shard.dim or parameter.shape[shard.dim] < shard.stop - shard.start:
@@ -121,14 +115,12 @@ def mark_shard(parameter: torch.Tensor, shard: Shard) -> None:
     shard.attach_to(parameter)
 
 
-def shard_of(parameter: torch.Tensor) -> Shard | None:
+def shard_of(parameter: Tensor) -> Shard | None:
     """The mark of `parameter`; None if it is replicated."""
     return getattr(parameter, Shard.name, None)
 
 
-def check_same(
-    comm: Comm, what: str, tensors: Callable[[], Iterable[torch.Tensor]], advice: str
-) -> None:
+def check_same(comm: Comm, what: str, tensors: Callable[[], Iterable[Tensor]], advice: str) -> None:
     """With `World(check=True)`, raises ValueError if bytes, shapes or dtypes of `tensors()` differ
     between the ranks of `comm`, which compute with them together."""
 

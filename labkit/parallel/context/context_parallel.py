@@ -7,7 +7,7 @@
 Embedding, norms, MLP and loss work token by token, so a rank does 1/n of the work and holds 1/n of
 the activations. Only attention needs other tokens, and is replaced:
 
-    way="ring"      blocks of k and v travel past the queries       ring_attention.py
+    way="ring"      blocks of k and v circulate past the queries    ring_attention.py
     way="ulysses"   ranks exchange tokens for heads, and back       ulysses.py
 
     model = context_parallel(GPT(...), comm)        # edit first,
@@ -16,12 +16,12 @@ the activations. Only attention needs other tokens, and is replaced:
     F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # gradients are averaged
 
 On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks together,
-`mesh["dp", "cp"]`; a strategy over fewer ranks is refused:
+`mesh["dp", "cp"]`; a strategy over fewer ranks raises ValueError:
 
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
                                   over mesh["dp", "cp"]      0, 1, 2, 3      correct
 
-Seed ranks differently after the model is built, for dropout, which "ring" refuses in attention.
+Seed ranks differently after the model is built, for dropout; "ring" has none in attention.
 
 Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; the name, and the shards:
     Llama Team, arXiv 2407.21783, section 3.3.2.
@@ -77,7 +77,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
         if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
             raise ValueError(
                 f"{name} belongs to a {type(owner).__name__} over ranks {list(owner.comm.ranks)}, "
-                f"which are not all that are to share a sequence, {list(comm.ranks)}; call "
+                f"which do not include all ranks of a sequence, {list(comm.ranks)}; call "
                 'context_parallel first, then make the strategy over mesh["dp", "cp"]'
             )
     cores = [_core_for(attention, comm, way) for attention in attentions]
@@ -85,7 +85,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
         attention.core = core
     for parameter in model.parameters():
         SequenceParts(comm).attach_to(parameter)
-    model.register_forward_pre_hook(_PositionsFilledIn(model, comm), with_kwargs=True)
+    model.register_forward_pre_hook(_FillPositions(model, comm), with_kwargs=True)
     return model
 
 
@@ -104,8 +104,8 @@ class SequenceParts(CopiedMark):
         if averaged and not {*self.comm.ranks} <= {*comm.ranks}:
             raise ValueError(
                 f"ranks {list(self.comm.ranks)} use {name} on parts of the same sequences "
-                f"(context_parallel), but ranks {list(comm.ranks)} are not all of them, so its "
-                "replicas would diverge; give the strategy the data-parallel and the "
+                f"(context_parallel), but ranks {list(comm.ranks)} do not include all of them, so "
+                "its replicas would diverge; pass the strategy the data-parallel and the "
                 "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, "
                 'mesh["dp", "cp"])'
             )
@@ -129,20 +129,20 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     dropout = getattr(core, "dropout", 0.0)
     if (p := getattr(dropout, "p", dropout)) > 0:  # a module, or the number itself
         raise ValueError(
-            f'way="ring" has no dropout inside attention, and this model\'s is {p}; take it out, '
+            f'way="ring" has no dropout inside attention, and this model\'s is {p}; remove it, '
             'block.attn.core.dropout = 0.0 in each block, or use way="ulysses"'
         )
     return RingAttention(comm)
 
 
-class _PositionsFilledIn:
-    """Forward pre-hook: without it, each shard would pass for the start of the sequence."""
+class _FillPositions:
+    """Forward pre-hook that passes `positions`; without it, each shard would start at 0."""
 
     def __init__(self, model: nn.Module, comm: Comm):
-        self.takes, self.comm = inspect.signature(model.forward), comm
+        self.signature, self.comm = inspect.signature(model.forward), comm
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound, comm = self.takes.bind_partial(*args, **kwargs), self.comm
+        bound, comm = self.signature.bind_partial(*args, **kwargs), self.comm
         tokens = next(iter(bound.arguments.values()), None)
         if tokens is None or bound.arguments.get("positions") is not None:
             return None

@@ -76,8 +76,8 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int) -> Tensor:
         queries = q.to(torch.promote_types(q.dtype, torch.float32))
         with torch.autocast(q.device.type, enabled=False):  # matmuls in the given dtypes
-            for owner, block in _around(torch.stack([k, v]), comm):
-                rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
+            for owner, block in _circulate(torch.stack([k, v]), comm):
+                rows, keys, causal = _visible(comm.rank, owner, q.shape[2])
                 k_seen, v_seen = block[:, :, :, keys]
                 part = flash_forward(queries[:, :, rows], k_seen, v_seen, causal, tile)
                 if owner == comm.rank:  # the first
@@ -94,31 +94,31 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsum = ctx.saved_tensors
         comm, queries, handle = ctx.comm, q.to(logsum.dtype), None
-        for owner, block in _around(torch.stack([k, v]), comm):
-            rows, keys, causal = _seen(comm.rank, owner, q.shape[2])
+        for owner, block in _circulate(torch.stack([k, v]), comm):
+            rows, keys, causal = _visible(comm.rank, owner, q.shape[2])
             k_seen, v_seen = block[:, :, :, keys].to(logsum.dtype)
             dq_part, *dkv = flash_backward(
                 dout[:, :, rows], queries[:, :, rows], k_seen, v_seen,
                 out[:, :, rows], logsum[:, :, rows], causal, ctx.tile,
             )  # fmt: skip
             if owner == comm.rank:
-                dq, at_home = dq_part, torch.stack(dkv)  # [2, b, g, s/n, e]
-                arriving = torch.zeros_like(at_home)  # the next block has no gradient yet
+                dq, own_dkv = dq_part, torch.stack(dkv)  # [2, b, g, s/n, e]
+                arriving = torch.zeros_like(own_dkv)  # the next block has no gradient yet
                 continue
             dq[:, :, rows] += dq_part
             if handle is not None:
                 handle.wait()  # for this block's gradient from the ranks before
-            grown, arriving = arriving, torch.empty_like(at_home)
-            grown[:, :, :, keys] += torch.stack(dkv)
-            handle = comm.ring_exchange(arriving, grown, async_op=True)
+            leaving, arriving = arriving, torch.empty_like(own_dkv)
+            leaving[:, :, :, keys] += torch.stack(dkv)
+            handle = comm.ring_exchange(arriving, leaving, async_op=True)
         if handle is not None:
             handle.wait()
-            at_home += arriving
-        dk, dv = at_home
+            own_dkv += arriving
+        dk, dv = own_dkv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _around(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
+def _circulate(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
     """Yields each (owner, block), this rank's first, while the next block arrives."""
     for step in range(comm.size - 1):
         arriving = torch.empty_like(block)
@@ -130,12 +130,12 @@ def _around(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
     yield (comm.rank + 1) % comm.size, block
 
 
-def _seen(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
-    """The queries that see keys of `owner`, the keys they see, and whether causally."""
-    half, every = length // 2, slice(0, length)
+def _visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
+    """The queries that see keys of `owner`, the keys they see, and whether the mask is causal."""
+    half, full = length // 2, slice(0, length)
     if owner == rank:
-        return every, every, True
-    return (every, slice(0, half), False) if owner < rank else (slice(half, length), every, False)
+        return full, full, True
+    return (full, slice(0, half), False) if owner < rank else (slice(half, length), full, False)
 
 
 def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> None:

@@ -11,7 +11,7 @@
 With h/n heads and all tokens, a rank can use any attention kernel, dropout included. q, k, v and
 the result take four all-to-alls in forward, and four in backward.
 
-    travels   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
+    traffic   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
               falls with n, while the ring's (n-1)/n · 2 b s g e does not
     limit     n must divide the heads and the key-value heads
 
@@ -62,9 +62,9 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
     """Raises ValueError if heads do not divide over the ranks, naming rank counts that work."""
     if heads % ranks == 0 and kv_heads % ranks == 0:
         return
-    would = [n for n in range(1, kv_heads + 1) if heads % n == kv_heads % n == 0]
+    valid = [n for n in range(1, kv_heads + 1) if heads % n == kv_heads % n == 0]
     what = f"{heads} heads" if heads % ranks else f"{kv_heads} key-value heads"
     raise ValueError(
         f"Ulysses: {what} do not divide over {ranks} context-parallel ranks; "
-        f'{" or ".join(map(str, would))} would do, and way="ring" takes any number of heads'
+        f'use {" or ".join(map(str, valid))}, or way="ring", which takes any number of heads'
     )

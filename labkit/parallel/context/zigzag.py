@@ -5,7 +5,7 @@
     chunks of keys it sees   1     2     3     4     5     6          7 for any rank together
 
 Source: Llama Team, arXiv 2407.21783, section 3.3.2. Striped Attention (Brandon et al., arXiv
-2311.09431) balances otherwise: rank r holds every n-th token, starting at r.
+2311.09431) balances differently: rank r holds every n-th token, starting at r.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ def check_splits(length: int, ranks: int) -> None:
     if ranks == 1 or (length > 0 and length % (2 * ranks) == 0):
         return
     below = length // (2 * ranks) * 2 * ranks
-    would = f"{below} or {below + 2 * ranks}" if below else f"{2 * ranks} or {4 * ranks}"
+    valid = f"{below} or {below + 2 * ranks}" if below else f"{2 * ranks} or {4 * ranks}"
     raise ValueError(
         f"a sequence of {length} tokens does not split into {2 * ranks} equal chunks, two for each "
-        f"of {ranks} context-parallel ranks; choose a length that does, as {would}"
+        f"of {ranks} context-parallel ranks; choose a length that does, such as {valid}"
     )

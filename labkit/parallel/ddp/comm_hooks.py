@@ -24,7 +24,7 @@ from labkit.comm import Comm
 
 
 class UnderWay(Protocol):
-    """A running reduction; after `wait()` the sum is in the tensor given to the hook."""
+    """A running reduction; after `wait()` the hook's tensor holds the sum."""
 
     def wait(self) -> None: ...
 
@@ -38,7 +38,7 @@ def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | No
 
 
 def compressed(dtype: torch.dtype) -> Hook:
-    """A hook that all-reduces gradients in `dtype`, unless theirs is as small already. Raises
+    """A hook that all-reduces gradients in `dtype` if that is narrower than theirs. Raises
     ValueError if `dtype` is not a floating-point dtype."""
     if not dtype.is_floating_point:
         raise ValueError(f"compressed({dtype}): choose torch.bfloat16 or torch.float16")
@@ -46,23 +46,23 @@ def compressed(dtype: torch.dtype) -> Hook:
 
 
 def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bool) -> Any:
-    numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-    if numbers.element_size() <= dtype.itemsize:
+    elements = torch.view_as_real(flat) if flat.is_complex() else flat
+    if elements.element_size() <= dtype.itemsize:
         return all_reduced(flat, comm, async_op)
-    small = numbers.to(dtype)
-    small.masked_fill_((small == 0) & (numbers != 0), 0.0)  # -0.0 would mean unused
-    return _CastBack(small, numbers, comm.all_reduce(small, async_op=async_op))
+    small = elements.to(dtype)
+    small.masked_fill_((small == 0) & (elements != 0), 0.0)  # -0.0 would mean unused
+    return _CastBack(small, elements, comm.all_reduce(small, async_op=async_op))
 
 
 class _CastBack(NamedTuple):
     small: torch.Tensor
-    numbers: torch.Tensor
+    elements: torch.Tensor
     handle: UnderWay | None
 
     def wait(self) -> None:
         if self.handle is not None:
             self.handle.wait()
-        self.numbers.copy_(self.small)
+        self.elements.copy_(self.small)
 
 
 fp16_compress_hook = compressed(torch.float16)

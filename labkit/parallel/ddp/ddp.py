@@ -24,7 +24,7 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.holdings import replicated
 from labkit.parallel.common.data_parallel import GradReducer, Replica
-from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, nobody_used
+from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, flagged_unused
 from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
 from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_order, agreed_used
@@ -50,10 +50,10 @@ class Bucket(GradBuffer):
             self.handle.wait()
             self.handle = None
         for parameter in self.unused:  # by this rank; another may have used it
-            if not nobody_used(self.view[parameter].view(-1)):
+            if not flagged_unused(self.view[parameter].view(-1)):
                 parameter.grad = self.view[parameter]
 
-    def take_over(self) -> None:  # copies gradients from the old buckets
+    def copy_gradients(self) -> None:  # copies gradients from the old buckets
         for parameter, view in self.view.items():
             if parameter.grad is not None:
                 parameter.grad = view.copy_(parameter.grad)
@@ -122,8 +122,8 @@ class DDP(GradReducer, Replica):
 
     def _on_grad_ready(self, parameter: torch.Tensor) -> None:
         if parameter not in self._bucket_of:
-            self._refuse(parameter, "got a gradient, and had none in the first backward")
-        if self._synchronise:
+            self._refuse(parameter, "got a gradient but had none in the first backward")
+        if self._synchronize:
             super()._on_grad_ready(parameter)
             if self._arrived is not None:
                 self._arrived.append(parameter)
@@ -140,7 +140,7 @@ class DDP(GradReducer, Replica):
         if self.static_graph and self._arrived is None:
             for parameter, bucket in self._bucket_of.items():
                 if parameter in bucket.missing:
-                    self._refuse(parameter, "got no gradient, and had one in the first backward")
+                    self._refuse(parameter, "got no gradient but had one in the first backward")
         super()._end_backward()
 
     def _finish(self) -> None:
@@ -157,14 +157,14 @@ class DDP(GradReducer, Replica):
         order = agreed_order(self._parameters_to_average, arrived, self.comm, self._join.first)
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}
-            mine = {*order} - unused if self.comm.rank in self._join.active else None
-            used = agreed_used(self._names, mine, self.comm)
+            own = {*order} - unused if self.comm.rank in self._join.active else None
+            used = agreed_used(self._names, own, self.comm)
             order = [p for p in order if p in used]
         groups = cut(order[::-1], self._bucket_bytes)
         if [set(group) for group in groups] != [set(b.parameters) for b in self._buckets]:
             buckets = [Bucket(group, self.comm, self._names) for group in groups]
             for bucket in buckets:
-                bucket.take_over()
+                bucket.copy_gradients()
             self._set_buckets(buckets)
 
     @contextmanager

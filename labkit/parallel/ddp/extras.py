@@ -19,7 +19,7 @@ from torch import nn
 
 from labkit.comm import Comm
 
-STATIC = "leave out static_graph=True: its ranks use the same parameters in every step"
+STATIC = "leave out static_graph=True: it requires the same parameters in every step on all ranks"
 
 
 def agreed_order(
@@ -35,22 +35,22 @@ def agreed_order(
 def agreed_used(
     names: Mapping[nn.Parameter, str], used: Collection[nn.Parameter] | None, comm: Comm
 ) -> set[nn.Parameter]:
-    """The parameters used, on all ranks alike; `used` is None on joined ranks. Raises ValueError on
-    every rank if ranks used different parameters."""
-    mine = None if used is None else [names[p] for p in names if p in used]
-    every = {rank: {*x} for rank, x in enumerate(comm.all_gather_object(mine)) if x is not None}
-    first, *others = every
+    """The parameters used, the same on all ranks; `used` is None on joined ranks. Raises ValueError
+    on every rank if ranks used different parameters."""
+    own = None if used is None else [names[p] for p in names if p in used]
+    by_rank = {rank: {*x} for rank, x in enumerate(comm.all_gather_object(own)) if x is not None}
+    first, *others = by_rank
     for rank in others:
-        for name in (name for name in names.values() if name in every[rank] ^ every[first]):
-            with_it, without = (first, rank) if name in every[first] else (rank, first)
+        for name in (name for name in names.values() if name in by_rank[rank] ^ by_rank[first]):
+            with_it, without = (first, rank) if name in by_rank[first] else (rank, first)
             raise ValueError(
                 f"{name} got a gradient on rank {with_it} and none on rank {without}; {STATIC}"
             )
-    return {parameter for parameter, name in names.items() if name in every[first]}
+    return {parameter for parameter, name in names.items() if name in by_rank[first]}
 
 
 class Phase(IntEnum):
-    """What a rank does next, as announced to ranks that have no data left."""
+    """A rank's next phase, announced to the ranks that have run out of data."""
 
     DONE = 0
     FORWARD = 1  # in which buffers are broadcast
@@ -71,10 +71,10 @@ class JoinCoordinator:
         """The phase of the active ranks, DONE without any. Raises ValueError if phases differ."""
         if self._device is None:
             return phase
-        numbers = torch.zeros(self.comm.size, device=self._device)
-        numbers[self.comm.rank] = phase
-        self.comm.all_reduce(numbers)
-        phases = {rank: Phase(int(x)) for rank, x in enumerate(numbers.tolist()) if x}
+        announced = torch.zeros(self.comm.size, device=self._device)
+        announced[self.comm.rank] = phase
+        self.comm.all_reduce(announced)
+        phases = {rank: Phase(int(x)) for rank, x in enumerate(announced.tolist()) if x}
         if len(set(phases.values())) > 1:
             raise ValueError(
                 "inside join() the active ranks must call forward and backward together; now "

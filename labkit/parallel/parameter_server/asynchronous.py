@@ -53,7 +53,7 @@ class Update:
 
 
 class AsyncParameterServer(Replica):
-    """Rank 0 serves the weights of `module`; the other ranks train them without synchronisation.
+    """Rank 0 serves the weights of `module`; the other ranks train them without synchronization.
 
         model = AsyncParameterServer(module, torch.optim.SGD, lr=0.1)
 
@@ -147,32 +147,32 @@ class AsyncParameterServer(Replica):
         steps = dict.fromkeys(range(1, self.comm.size), 0)  # of active workers
         waiting: list[int] = []  # workers that have pushed and are too far ahead
         while steps:
-            worker, (made_with, *there) = pushes.next(waiting)
+            worker, (made_with, *has_gradient) = pushes.next(waiting)
             if made_with == DONE:
                 del steps[worker]
             else:
-                self._take(worker, made_with, there)
+                self._apply_push(worker, made_with, has_gradient)
                 steps[worker] += 1
                 waiting.append(worker)
-            for ready in [w for w in waiting if self._may_go_on(steps[w], steps.values())]:
+            for ready in [w for w in waiting if self._may_continue(steps[w], steps.values())]:
                 waiting.remove(ready)
-                self._answer(ready)
+                self._reply(ready)
                 pushes.expect(ready)
 
-    def _take(self, worker: int, made_with: int, there: list[int]) -> None:
+    def _apply_push(self, worker: int, made_with: int, has_gradient: list[int]) -> None:
         assert self.optimizer is not None
-        for parameter, comes in zip(self._parameters_to_serve, there, strict=True):
-            parameter.grad = torch.empty_like(parameter) if comes else None
+        for parameter, has in zip(self._parameters_to_serve, has_gradient, strict=True):
+            parameter.grad = torch.empty_like(parameter) if has else None
             if parameter.grad is not None:
                 self.comm.recv(parameter.grad, worker)
         self.optimizer.step()
         self.updates.append(Update(worker, made_with, applied_to=self.version))
         self.version += 1
 
-    def _may_go_on(self, steps: int, of_all: Iterable[int]) -> bool:
-        return self.max_staleness is None or steps <= min(of_all) + self.max_staleness
+    def _may_continue(self, steps: int, all_steps: Iterable[int]) -> bool:
+        return self.max_staleness is None or steps <= min(all_steps) + self.max_staleness
 
-    def _answer(self, worker: int) -> None:
+    def _reply(self, worker: int) -> None:
         self.comm.send(torch.tensor(self.version, device=self._device), worker)
         for parameter in self._parameters_to_serve:
             self.comm.send(parameter, worker)
@@ -184,7 +184,7 @@ class AsyncParameterServer(Replica):
                 "needed; this world has 1"
             )
         if self.max_staleness is not None and self.max_staleness < 0:
-            raise ValueError(f"max_staleness={self.max_staleness}: give 0 steps or more, or None")
+            raise ValueError(f"max_staleness={self.max_staleness}: choose 0 or more steps, or None")
         if others := set(self.order) - set(range(1, self.comm.size)):
             raise ValueError(
                 f"order has {min(others)}, which is not a worker: workers are ranks 1 to "
@@ -198,21 +198,21 @@ class _Pushes:
     def __init__(self, comm: Comm, length: int, device: torch.device, order: list[int]):
         self._comm, self._length, self._device = comm, length, device
         self._order = iter(order)
-        self._coming: dict[int, tuple[Handle, torch.Tensor]] = {}
+        self._pending: dict[int, tuple[Handle, torch.Tensor]] = {}
         for worker in range(1, comm.size):
             self.expect(worker)
 
     def expect(self, worker: int) -> None:
         header = torch.empty(self._length, dtype=torch.int64, device=self._device)
-        self._coming[worker] = self._comm.irecv(header, worker), header
+        self._pending[worker] = self._comm.irecv(header, worker), header
 
     def next(self, waiting: list[int]) -> tuple[int, list[int]]:
         """Returns (worker, header). Raises ValueError if `order` cannot be kept."""
         ordered = next(self._order, None)
         worker = self._first_to_arrive() if ordered is None else ordered
         values = [DONE]
-        if worker in self._coming:
-            handle, header = self._coming.pop(worker)
+        if worker in self._pending:
+            handle, header = self._pending.pop(worker)
             handle.wait()
             values = header.tolist()
         if ordered is not None and values[0] == DONE:
@@ -222,7 +222,7 @@ class _Pushes:
 
     def _first_to_arrive(self) -> int:
         while True:
-            for worker, (handle, _) in self._coming.items():  # longest-waiting first
+            for worker, (handle, _) in self._pending.items():  # longest-waiting first
                 if handle.is_completed():
                     return worker
             time.sleep(POLL_S)

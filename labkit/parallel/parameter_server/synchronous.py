@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from labkit.holdings import Footprint, adam_bytes, parameter_bytes
-from labkit.parallel.common.flat import nobody_used, while_alive
+from labkit.parallel.common.flat import flagged_unused, while_alive
 from labkit.parallel.naive_ddp import NaiveDDP, flagged_gradient
 
 SERVER = 0
@@ -42,7 +42,7 @@ class ParameterServer(NaiveDDP):
         super()._attach()
         self._pulls = False  # copies need their own `pull_after`
         for parameter in self._parameters_to_average:
-            parameter.register_hook(while_alive(self._share))
+            parameter.register_hook(while_alive(self._divide))
 
     @property
     def is_server(self) -> bool:
@@ -54,7 +54,7 @@ class ParameterServer(NaiveDDP):
         self._pulls = True
         return optimizer
 
-    def _share(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _divide(self, gradient: torch.Tensor) -> torch.Tensor:
         """Divides a gradient before autograd accumulates it, so that several backwards add up."""
         return gradient / self.comm.size
 
@@ -68,21 +68,21 @@ class ParameterServer(NaiveDDP):
             )
         for parameter in self._parameters_to_average:
             used = parameter.grad is not None
-            total = self._gathered(parameter)
-            is_used = total is not None and (used or not nobody_used(total.reshape(-1)))
+            total = self._gather_sum(parameter)
+            is_used = total is not None and (used or not flagged_unused(total.reshape(-1)))
             parameter.grad = total if is_used else None
 
-    def _gathered(self, parameter: nn.Parameter) -> torch.Tensor | None:
+    def _gather_sum(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The gradient of `parameter` summed over the ranks, on the server; None on workers."""
-        mine = flagged_gradient(parameter)
+        own = flagged_gradient(parameter)
         if not self.is_server:
-            self.comm.gather(mine, dst=SERVER)
+            self.comm.gather(own, dst=SERVER)
             return None
-        every = [torch.empty_like(mine) for _ in range(self.comm.size)]
-        self.comm.gather(mine, every, dst=SERVER)
-        for theirs in every[1:]:
-            every[0].add_(theirs)
-        return every[0]
+        total, *others = gradients = [torch.empty_like(own) for _ in range(self.comm.size)]
+        self.comm.gather(own, gradients, dst=SERVER)
+        for gradient in others:
+            total.add_(gradient)
+        return total
 
     def _pull(self, *_: object) -> None:
         for parameter in self._parameters_to_average:

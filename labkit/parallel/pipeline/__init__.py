@@ -4,7 +4,7 @@ pipeline.py           the strategy: one loop that runs any schedule
 virtual_stage.py      one stage: forward, backward and its halves; PipeDream's weight versions
 p2p.py                messages: receives posted ahead, non-blocking sends
 scatter_gather.py     messages split over tensor-parallel ranks
-synchronising.py      gradients of replicas and of tied parameters
+grad_sync.py          gradients of replicas and of tied parameters
 deferred_weights.py   weight gradients computed later: zero-bubble schedules
 stages.py             layers under their names in the model; ../splitting.py makes stages
 validation.py         checks of sizes, schedules and stages

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-Later = list[Callable[[], Tensor]]  # each gives a scalar, whose backward makes the gradients
+Later = list[Callable[[], Tensor]]  # each returns a scalar; its backward computes the gradients
 
 
 @contextmanager
 def deferring(module: nn.Module, later: Later) -> Iterator[None]:
-    """Backward of what `module` computes in this block appends its weight gradients to `later`."""
+    """Layers of `module` that run in this block append their weight gradients to `later`."""
     linears: list[Any] = []
     others: list[tuple[Any, Later | None]] = []
     part: Any
@@ -78,7 +78,7 @@ class _InputHalf(torch.autograd.Function):
         weight, bias = linear.weight, linear.bias
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.later = weight, bias, later
-        # Detached: or autocast would cache a cast weight without a gradient, also for other users.
+        # Detached, or autocast would cache a cast weight without a gradient for other users.
         return F.linear(x, weight.detach(), None if bias is None else bias.detach())
 
     @staticmethod

@@ -6,7 +6,7 @@
                      └ posted before F0 runs        before it computes
 
 Tensors are [rows, ...]. All ranks know the rows of each micro-batch; shape, dtype and whether a
-gradient comes back are sent once per boundary, before its first message.
+gradient returns are sent once per boundary, before its first message.
 """
 
 from collections import deque
@@ -29,19 +29,19 @@ DTYPES = (
 
 
 class TensorMeta(NamedTuple):
-    """What a stage must know before it can receive a tensor."""
+    """The metadata that a stage needs before it can receive a tensor."""
 
     dtype: torch.dtype
     rest: tuple[int, ...]  # the shape behind the rows
-    has_gradient: bool  # whether a gradient comes back
+    has_gradient: bool  # whether a gradient returns
 
     def to_tensor(self) -> Tensor:  # [11] int64
         head = [DTYPES.index(self.dtype), int(self.has_gradient), len(self.rest)]
         return torch.tensor([*head, *self.rest, *[0] * (MOST_DIMS - len(self.rest))])
 
     @staticmethod
-    def from_tensor(numbers: Tensor) -> "TensorMeta":
-        dtype, has_gradient, dims, *rest = numbers.tolist()
+    def from_tensor(encoded: Tensor) -> "TensorMeta":
+        dtype, has_gradient, dims, *rest = encoded.tolist()
         return TensorMeta(DTYPES[dtype], tuple(rest[:dims]), bool(has_gradient))
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class PendingSend(NamedTuple):
         if _version(self.x) != self.version:
             raise ValueError(
                 f"{self.what} was changed in place while it was being sent to the next stage, "
-                "which may have received a mixture; return a new tensor for every micro-batch"
+                "which may have received new values; return a new tensor for every micro-batch"
             )
 
 
@@ -85,12 +85,12 @@ class P2PChannel:
             own = [m for m in messages if m and m.target % size == comm.rank != source]
             self._orders[source] = own
         self._metas: dict[int, TensorMeta] = {}  # by boundary: the stage before it
-        self._leaving: deque[PendingSend] = deque()
+        self._pending_sends: deque[PendingSend] = deque()
         self._in_step = False
 
-    def begin(self, rows: Sequence[int], device: torch.device, afresh: bool) -> None:
-        """`afresh`: shapes or dtypes changed. Raises RuntimeError if the last step was cut
-        short."""
+    def begin(self, rows: Sequence[int], device: torch.device, changed: bool) -> None:
+        """`changed`: shapes or dtypes differ from the last step. Raises RuntimeError if the last
+        step failed."""
         if self._in_step:
             raise RuntimeError(
                 "the last step of this pipeline failed, and its messages are still in flight; "
@@ -100,17 +100,17 @@ class P2PChannel:
         self._expected = {source: deque(order) for source, order in self._orders.items()}
         self._posted: dict[Message, tuple[Handle, Tensor]] = {}
         self._local: dict[Message, Tensor] = {}  # from this rank to itself
-        if afresh:
+        if changed:
             self._metas.clear()
 
     def end(self) -> None:
-        while self._leaving:
-            self._leaving.popleft().wait()
+        while self._pending_sends:
+            self._pending_sends.popleft().wait()
         self._in_step = False
 
     def send(self, message: Message, x: Tensor | None) -> None:
         """Start to send `x`, or nothing for None: no gradient."""
-        self._let_go()
+        self._release_sent()
         if message.what == "activation":
             assert x is not None
             self._send_meta(message, x)
@@ -129,14 +129,14 @@ class P2PChannel:
             x = self._parts.own_part(x, f"{kind} of {at}")
         self._start(x, message, message.what, f"the {kind} of {at}")
 
-    def _let_go(self) -> None:
-        while self._leaving and self._leaving[0].handle.is_completed():
-            self._leaving.popleft().wait()
+    def _release_sent(self) -> None:
+        while self._pending_sends and self._pending_sends[0].handle.is_completed():
+            self._pending_sends.popleft().wait()
 
     def _start(self, x: Tensor, message: Message, tag: str, what: str) -> None:
         version = _version(x)
         handle = self.comm.isend(x, message.target % self.comm.size, TAGS[tag])
-        self._leaving.append(PendingSend(handle, x, version, what))
+        self._pending_sends.append(PendingSend(handle, x, version, what))
 
     def _send_meta(self, message: Message, x: Tensor) -> None:
         boundary, k = message.source, message.microbatch
@@ -152,7 +152,7 @@ class P2PChannel:
         meta = TensorMeta(x.dtype, tuple(rest), x.requires_grad)
         known = self._metas.setdefault(boundary, meta)
         if known is meta and message.target % self.comm.size != self.comm.rank:
-            self._start(meta.to_tensor(), message, "meta", f"{at}: what its output looks like")
+            self._start(meta.to_tensor(), message, "meta", f"{at}: the metadata of its output")
         if known != meta:
             raise ValueError(
                 f"{at}: its output is {meta}, but was {known} before; the outputs of a stage have "
@@ -160,7 +160,7 @@ class P2PChannel:
             )
 
     def has_gradient(self, boundary: int) -> bool:
-        """Whether a gradient comes back over `boundary`; known after its first message."""
+        """Whether a gradient returns over `boundary`; known after its first message."""
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
@@ -190,7 +190,7 @@ class P2PChannel:
             raise CommError(
                 f"stage {message.target} (rank {self.comm.rank}) waited for the {message.what} of "
                 f"micro-batch {message.microbatch} from stage {message.source} (rank {source}), "
-                f"and it did not come: {error}"
+                f"which did not arrive: {error}"
             ) from error
         return x
 
@@ -203,13 +203,13 @@ class P2PChannel:
         if boundary not in self._metas:
             if not wanted:
                 return
-            numbers = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
-            self.comm.recv(numbers, source, TAGS["meta"])
-            self._metas[boundary] = TensorMeta.from_tensor(numbers)
+            encoded = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
+            self.comm.recv(encoded, source, TAGS["meta"])
+            self._metas[boundary] = TensorMeta.from_tensor(encoded)
         self._expected[source].popleft()
         meta = self._metas[boundary]
         if message.what == "activation" or meta.has_gradient:
             shape = self._rows[message.microbatch], *meta.rest
             x = torch.empty(shape, dtype=meta.dtype, device=self._device)
-            room = self._parts.room(x) if self._parts else x
-            self._posted[message] = self.comm.irecv(room, source, TAGS[message.what]), x
+            buffer = self._parts.own_slice(x) if self._parts else x
+            self._posted[message] = self.comm.irecv(buffer, source, TAGS[message.what]), x

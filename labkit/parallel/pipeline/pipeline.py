@@ -1,13 +1,13 @@
 """Pipeline parallelism: each rank holds some layers; micro-batches go from rank to rank.
 
     a batch of rows, cut into m micro-batches; 3 stages, 4 micro-batches, schedule "1f1b"
-        rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x goes in here
+        rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x enters here
         rank 1   layers 2 3       F0 F1 .. B0 F2 B1 F3 B2 .. B3
         rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y, and the loss
 
     each rank holds   1/p of parameters and gradients; activations of the micro-batches in flight,
                       limited by the schedule: p - rank with 1F1B
-    travels           b s h elements (GPT) per boundary, micro-batch and direction
+    traffic           b s h elements (GPT) per boundary, micro-batch and direction
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
 `step` runs a schedule (labkit.schedules), a list of actions per rank. With v chunks, chunk c of
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from labkit import events
 from labkit.comm import Comm
 from labkit.parallel.common.sharder import LossScaler
-from labkit.parallel.pipeline import synchronising, validation
+from labkit.parallel.pipeline import grad_sync, validation
 from labkit.parallel.pipeline.p2p import P2PChannel
 from labkit.parallel.pipeline.scatter_gather import scatter_gather_over
 from labkit.parallel.pipeline.stages import StagedModel
@@ -58,7 +58,7 @@ class Pipeline(StagedModel):
         wrap: wraps each trainable stage here, such as `lambda stage: DDP(stage, mesh.dp)`; or pass
             wrapped stages.
 
-    Make a ZeroOptimizer after the pipeline (synchronising.py). `clip_grad_norm` uses the norm over
+    Make a ZeroOptimizer after the pipeline (grad_sync.py). `clip_grad_norm` uses the norm over
     all stages; `save_checkpoint` saves them as one model. Raises ValueError, on every rank, if
     stages, ranks and micro-batches do not fit or differ between ranks; ScheduleError for invalid
     schedules."""
@@ -82,18 +82,18 @@ class Pipeline(StagedModel):
         self.chunks = validation.check_stages(stages, comm, chunks)
         agreed = validation.agreed_schedule(schedule, comm, microbatches, self.chunks)
         self.schedule, self.microbatches = agreed
-        owners = synchronising.owners_of(stages, comm.size)
+        owners = grad_sync.owners_of(stages, comm.size)
         validation.check_loss(loss_fn, comm, len(stages))
         own = [virtual_stage(comm.rank, chunk, comm.size) for chunk in range(self.chunks)]
-        stages = synchronising.wrapped(stages, own, comm.size, wrap)
+        stages = grad_sync.wrapped(stages, own, comm.size, wrap)
         validation.check_phases(stages, self.schedule, comm)
-        synchronising.check_ties(stages, owners, comm)
-        self._tied = synchronising.Tied(owners, comm)
-        self._take(stages, own, owners)
+        grad_sync.check_ties(stages, owners, comm)
+        self._tied = grad_sync.Tied(owners, comm)
+        self._set_stages(stages, own, owners)
         modules, last = [stages[index] for index in own], len(stages) - 1
         self._optimizer = validation.optimizer_of(optimizer, modules, self.schedule, owners)
         actions, place = self.schedule[comm.rank], (comm.rank, comm.size, self.chunks)
-        self._program = [  # each action, the message it needs and the one it sends
+        self._program = [  # each action, the message it receives and the one it sends
             (action, received(action, *place), sent(action, *place)) for action in actions
         ]
         loss_of = partial(Pipeline._loss_of, cast(Pipeline, proxy(self)))  # stages do not keep it
@@ -104,13 +104,13 @@ class Pipeline(StagedModel):
             )
             for chunk, index in enumerate(own)
         ]  # fmt: skip
-        self._last_backward = synchronising.last_backward(actions, self._stages)
+        self._last_backward = grad_sync.last_backward(actions, self._stages)
         self._has_first, self._has_last = own[0] == 0, own[-1] == last
         self._xs: dict[Action, Tensor] = {}  # on the first stage: the micro-batch of each forward
         self._loss_fn = loss_fn
         parts = scatter_gather_over(scatter_gather, comm, modules)
         self._p2p = P2PChannel(comm, self.schedule, parts)
-        self._alike: Any = None  # what all ranks agreed on in the last step
+        self._agreed: Any = None  # the settings of the last step, equal on all ranks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
@@ -131,12 +131,12 @@ class Pipeline(StagedModel):
         RuntimeError if the loss lacks a gradient that parameters need; StageError if a stage cannot
         take its input; CommError if a message does not arrive."""
         self._begin(x, y, scaler)
-        for action, needed, leaving in self._program:
-            message = self._p2p.receive(needed) if needed else self._xs.get(action)
+        for action, incoming, outgoing in self._program:
+            message = self._p2p.receive(incoming) if incoming else self._xs.get(action)
             with self._without_sync(action):
-                result = self._stages[action.chunk].do(action, message)
-            if leaving:
-                self._p2p.send(leaving, result)
+                result = self._stages[action.chunk].run(action, message)
+            if outgoing:
+                self._p2p.send(outgoing, result)
             del message, result  # frees their memory
         self._p2p.end()
         self._tied.sum_gradients()
@@ -160,19 +160,19 @@ class Pipeline(StagedModel):
         self._xs = {Action("forward", k): part for k, part in enumerate(xs)}
         self._ys = y.split(rows) if self._has_last else ()
         self._loss = x.new_zeros((), dtype=torch.float64)
-        alike = validation.check_alike(x, self, self._alike)
-        self._p2p.begin(rows, x.device, afresh=alike != self._alike)
-        self._alike = alike
+        agreed = validation.check_agreement(x, self, self._agreed)
+        self._p2p.begin(rows, x.device, changed=agreed != self._agreed)
+        self._agreed = agreed
         self._scaler = scaler if torch.is_grad_enabled() else None
         if self._scaler is not None:
             validation.check_scaler(self._scaler, self)
             if not self._has_last:
                 self._scaler.scale(torch.zeros(()))  # in place of a loss
         self._tied.begin()
-        self._send_once = synchronising.optimizers_that_send_once(self.module, self.schedule)
+        self._send_once = grad_sync.optimizers_that_send_once(self.module, self.schedule)
 
     def _loss_of(self, output: Tensor, k: int) -> Tensor:
-        """Micro-batch k's share of the batch mean; all of its own loss with PipeDream's updates."""
+        """Micro-batch k's share of the batch mean, or its full loss with PipeDream's updates."""
         assert self._loss_fn is not None
         last, loss = self._stages[-1], self._loss_fn(output, self._ys[k])
         needed = self._p2p.has_gradient(last.index - 1)  # by stages before this one
@@ -187,5 +187,5 @@ class Pipeline(StagedModel):
         return share if self._scaler is None else self._scaler.scale(share)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._alike = None  # as after pipeline.bfloat16(), which changes the dtypes sent
+        self._agreed = None  # as after pipeline.bfloat16(), which changes the dtypes sent
         return super()._apply(fn, recurse)

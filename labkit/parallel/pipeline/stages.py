@@ -57,14 +57,14 @@ class Layers(nn.Module):
 
 
 class StagedModel(nn.Module):
-    """What a Pipeline exposes of its model, documented in `InStages` (common/sharder.py)."""
+    """The model interface of a Pipeline, documented in `InStages` (common/sharder.py)."""
 
     comm: Comm
     module: nn.Module
     _optimizer: torch.optim.Optimizer | None
     copy_advice = "copy pipeline.module, save pipeline.full_state_dict() or a labkit checkpoint"
 
-    def _take(
+    def _set_stages(
         self, stages: Sequence[nn.Module], own: Sequence[int], owners: Mapping[Any, tuple[int, ...]]
     ) -> None:
         self._owners = dict(owners)

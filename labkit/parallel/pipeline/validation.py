@@ -21,8 +21,8 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     size = comm.size
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError(
-            f"stages is a {type(stages).__name__}; give a list of modules, one for each stage, as "
-            f"split(model, {size}) makes it"
+            f"stages is a {type(stages).__name__}; pass a list of modules, one per stage, as "
+            f"split(model, {size}) returns"
         )
     count = len(stages)
     if count < size or count % size:
@@ -41,10 +41,10 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     # A stage already in DDP is not compared: it is wrapped on its own rank only.
     own = [None if fulfils(stage, DataParallel) else _parameters_of(stage) for stage in stages]
     if difference := _difference(own, comm):
-        index, first, rank, _, here, there = difference
+        index, first, rank, _, expected, actual = difference
         raise ValueError(
-            f"stage {index} differs between ranks: rank {rank} has {there}, rank {first} has "
-            f"{here}; build the same stages on every rank"
+            f"stage {index} differs between ranks: rank {rank} has {actual}, rank {first} has "
+            f"{expected}; build the same stages on every rank"
         )
     return count // size
 
@@ -61,14 +61,14 @@ def _difference(
     own: Sequence[list[str] | None], comm: Comm
 ) -> tuple[int, int, int, int, str, str] | None:
     """The first difference between ranks: (stage, two ranks, position, their entries there)."""
-    for stage, of_ranks in enumerate(zip_longest(*comm.all_gather_object(own))):
-        known = [(rank, names) for rank, names in enumerate(of_ranks) if names is not None]
-        for rank, names in known[1:]:
-            first, expected = known[0]
-            pairs = zip_longest(expected, names, fillvalue="nothing")
-            for position, (here, there) in enumerate(pairs):
-                if here != there:
-                    return stage, first, rank, position, here, there
+    for stage, by_rank in enumerate(zip_longest(*comm.all_gather_object(own))):
+        given = [(rank, names) for rank, names in enumerate(by_rank) if names is not None]
+        for rank, names in given[1:]:
+            first, first_names = given[0]
+            pairs = zip_longest(first_names, names, fillvalue="nothing")
+            for position, (expected, actual) in enumerate(pairs):
+                if expected != actual:
+                    return stage, first, rank, position, expected, actual
     return None
 
 
@@ -88,16 +88,16 @@ def agreed_schedule(
                 f"the schedule has {len(schedule)} stages, but there are {comm.size} ranks; pass "
                 "a list of actions for each rank"
             )
-        if (has := chunks_of(schedule)) != chunks:
+        if (scheduled := chunks_of(schedule)) != chunks:
             raise ValueError(
-                f"the schedule has {has} chunks per rank, but there are {chunks * comm.size} "
-                f"stages for {comm.size} ranks; pass {has * comm.size} stages"
+                f"the schedule has {scheduled} chunks per rank, but there are {chunks * comm.size} "
+                f"stages for {comm.size} ranks; pass {scheduled * comm.size} stages"
             )
     if difference := _difference([list(map(str, actions)) for actions in schedule], comm):
-        stage, first, rank, position, here, there = difference
+        stage, first, rank, position, expected, actual = difference
         raise ValueError(
             f"ranks {first} and {rank} have different schedules: on stage {stage}, position "
-            f"{position}, rank {rank} has {there}, rank {first} has {here}; pass the same "
+            f"{position}, rank {rank} has {actual}, rank {first} has {expected}; pass the same "
             "schedule and microbatches on every rank"
         )
     return schedule, microbatches_of(schedule)
@@ -117,12 +117,12 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
 
 
 def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) -> None:
-    """Raises ValueError, on all ranks, if the stages cannot do what the schedule asks."""
+    """Raises ValueError, on all ranks, if the stages cannot run this schedule's phases."""
     halves, updates = _has(schedule, "weight"), _has(schedule, "update")
     if halves and updates:
         raise ValueError(
             "this schedule splits backwards (I, W) and updates weights between the halves (U), so "
-            "the second half would use other weights; use B instead of I and W"
+            "the second half would use different weights; use B instead of I and W"
         )
     if halves:
         sharded = [any(map(shards_parameters, stage.modules())) for stage in stages]
@@ -185,7 +185,7 @@ def optimizer_of(
     if fulfils(optimizer, DataParallel):
         raise ValueError(
             f"a {type(optimizer).__name__} averages gradients once per step, but this schedule "
-            "updates after each micro-batch; use an optimizer of torch"
+            "updates after each micro-batch; use a torch optimizer"
         )
     update: torch.optim.Optimizer = optimizer
     return update
@@ -221,32 +221,32 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
             f"least 1 row; use at least {microbatches} rows, or microbatches={len(x)} or fewer"
         )
     if has_last and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
-        what = f"{len(y)} rows" if isinstance(y, Tensor) and y.ndim else f"{type(y).__name__}"
+        what = f"{len(y)} rows" if isinstance(y, Tensor) and y.ndim else f"type {type(y).__name__}"
         raise ValueError(
-            f"rank {comm.rank} has the last stage and computes the loss, but y is of {what} and x "
-            f"of {len(x)} rows; pass the targets of the whole batch"
+            f"rank {comm.rank} has the last stage and computes the loss, but y has {what} and x "
+            f"has {len(x)} rows; pass the targets of the whole batch"
         )
 
 
-def check_alike(x: Tensor, pipeline: Any, before: Any) -> Any:
-    """What decides shapes and dtypes of a step's messages; `before`: that of the last step. Raises
-    CollectiveMismatch if it, or whether it changed, differs between ranks: some would wait for
-    metadata that no rank sends."""
+def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
+    """Returns the settings that shapes and dtypes of a step's messages depend on; `before`: those
+    of the last step. Raises CollectiveMismatch if they, or whether they changed, differ between
+    ranks: some would wait for metadata that no rank sends."""
     kind, autocast = x.device.type, "no autocast"
     if torch.is_autocast_enabled(kind):
         autocast = f"autocast to {torch.get_autocast_dtype(kind)}"
     gradients = "gradients" if torch.is_grad_enabled() else "no gradients"
     modes = f"{'train' if pipeline.training else 'eval'} mode, {gradients}, {autocast}"
-    alike = x.shape[1:], x.dtype, modes, [p.dtype for p in pipeline.parameters()]
-    changed = "first step or changed since the last" if alike != before else "as in the last step"
+    agreed = x.shape[1:], x.dtype, modes, [p.dtype for p in pipeline.parameters()]
+    changed = "first step or changed since the last" if agreed != before else "as in the last step"
     pipeline.comm.compare(
         "the batch of a pipeline", lambda: f"x {list(x.shape)} {x.dtype}; {modes}; {changed}"
     )
-    return alike
+    return agreed
 
 
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:
-    """Raises ValueError if the loss is no scalar, RuntimeError if it lacks a `needed` gradient."""
+    """ValueError if the loss is not a scalar, RuntimeError if it lacks a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One stage on its rank: what it computes for a micro-batch, and keeps until its backward.
+"""One stage on its rank: its computation for a micro-batch, and the state kept until backward.
 
     forward    x ─▶ module ─▶ y      kept: x, and y's place in the graph (torch's GradientEdge); y
                                      itself is freed when it is sent, if no operation saved it
@@ -10,8 +10,8 @@
 PipeDream's weight stashing: backward uses the weights of the micro-batch's forward, at the price of
 a copy of the weights for each version in use:
 
-    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 by the first weights, F3 by those after
-               v0 v0 v0 v0   v1 v0            the first update; B1 by v0, still
+    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 use the first weights, F3 those after
+               v0 v0 v0 v0   v1 v0            the first update; B1 still uses v0
 
 Source: Harlap et al., "PipeDream", arXiv 1806.03377, section 3.3.
 """
@@ -34,7 +34,7 @@ from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.schedules.actions import Action
 
-# Runs a backward even if nothing is to be computed: a recording has one per action.
+# Runs a backward even without any gradient: a recording has one per action.
 NOTHING = partial(torch.zeros, (), requires_grad=True)
 
 Version = dict[str, Tensor]
@@ -71,10 +71,10 @@ class VirtualStage:
         self._in_halves = {action.microbatch for action in actions if action.phase == "input"}
         last_of = {action.phase != "forward": action for action in actions
                    if action.phase in ("forward", "backward", "weight")}  # fmt: skip
-        self._synchronised = set(last_of.values())
+        self._synchronized = set(last_of.values())
 
-    def do(self, action: Action, message: Tensor | None) -> Tensor | None:
-        """Run `action` on an input or output gradient; returns what to send to a neighbour."""
+    def run(self, action: Action, message: Tensor | None) -> Tensor | None:
+        """Run `action` on an input or output gradient; returns the tensor to send, if any."""
         k, phase = action.microbatch, action.phase
         with self._without_sync(action):
             if phase == "forward":
@@ -95,7 +95,7 @@ class VirtualStage:
 
     def _without_sync(self, action: Action) -> AbstractContextManager[Any]:
         """A stage in DDP averages over replicas once per step, in its last backward."""
-        if action in self._synchronised or not fulfils(self.module, DataParallel):
+        if action in self._synchronized or not fulfils(self.module, DataParallel):
             return nullcontext()
         return self.module.no_sync()
 
@@ -126,8 +126,8 @@ class VirtualStage:
             source = f"from stage {self.index - 1}" if self.index else "of the batch"
             if x.requires_grad and "leaf" in str(error) and "in-place" in str(error):
                 raise StageError(
-                    f"{at}: {name} changes a tensor in place that needs a gradient: its input, "
-                    f"which came {source}, as a first layer nn.ReLU(inplace=True) does (or a "
+                    f"{at}: {name} changes a tensor in place that needs a gradient: its input "
+                    f"{source}, as a first layer nn.ReLU(inplace=True) does (or a "
                     "parameter); begin the stage with an operation that returns a new tensor "
                     f"(inplace=False). {error}"
                 ) from error
@@ -159,7 +159,7 @@ class VirtualStage:
         is_averaged = fulfils(self.module, DataParallel)
         is_averaged |= any(owner_of(p) is not None for p in parameters)
         ready = []  # their hooks must run in this backward
-        if action in self._synchronised and is_averaged:
+        if action in self._synchronized and is_averaged:
             ready = [p for p in parameters if p.requires_grad and p.grad is not None]
         run_later(flight.later or [NOTHING], ready)
         if self.versions:
@@ -167,7 +167,7 @@ class VirtualStage:
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """Autocast is for forward only; backward has its dtypes. (Recompute restores it.)"""
+    """Autocast is for forward only; backward uses its dtypes. (Recompute restores it.)"""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -181,7 +181,7 @@ class WeightVersions:
         self._gradients: dict[int, Version] = {}
 
     def forward(self, microbatch: int, x: Tensor) -> Any:
-        """The output by the newest weights; called again, by those of the first call."""
+        """The output with the newest weights; a repeated call uses those of the first call."""
         if microbatch not in self._used:
             if self._newest is None:
                 self._newest = {

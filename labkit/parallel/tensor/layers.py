@@ -2,8 +2,8 @@
 
     y = x A, rank r of t holds        A = [A₁ | A₂]  columns          A = [A₁]  rows
                                                                           [A₂]
-    its input                         all of x                        its features xᵣ
-    it computes                       its features yᵣ = x Aᵣ          a partial sum xᵣ Aᵣ of y
+    input                             all of x                        its features xᵣ
+    output                            its features yᵣ = x Aᵣ          a partial sum xᵣ Aᵣ of y
     forward sends                     -                               all-reduce of y
     backward sends                    all-reduce of dx                -
 
@@ -12,13 +12,13 @@ forward and one in backward, overlapped with dA = xᵀ dy. With `sequence=True`,
 sharded, [b, s/t, in]: columns gather it (and again in backward, overlapped with dx = dy Aᵀ), and
 rows reduce-scatter y: together as many bytes as the all-reduce.
 
-    rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for others' tokens
+    rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for other tokens
     rank 1   rows 3, 4, 5                                │ all-reduce: one rank has each token
     rank 2   rows 6, 7, padding                          x  [b, s, w]
              the head has the same rows       x ──> own logits [b, s, V/t] ──> loss
 
     each rank holds   V/t rows of w elements, V = v rounded up to a multiple of t
-    travels           forward: all-reduces of b s w (embedding), b s (max) and 2 b s (sum; loss)
+    traffic           forward: all-reduces of b s w (embedding), b s (max) and 2 b s (sum; loss)
                       backward: an all-reduce of b s w (head)
 
 No rank needs all logits for a token's loss, log(sum of exp(its logits)) - (logit of its target).
@@ -52,8 +52,7 @@ from labkit.parallel.common.conjugate import (
 )
 from labkit.parallel.common.shards import Shard, check_same, mark_shard, marked_as
 
-SAME_BATCH = "give all of them the same batch, chosen by the rank along the data-parallel axis"
-IGNORED = -100  # a target to skip, as in F.cross_entropy
+SAME_BATCH = "pass all of them the same batch, chosen by the rank along the data-parallel axis"
 
 
 class ShardedLinear(nn.Module):
@@ -93,17 +92,17 @@ class ColumnParallelLinear(ShardedLinear):
     """x [..., in] -> [..., out/t]; with `sequence`, a shard [b, s/t, in] -> [b, s, out/t]. Weight
     [out/t, in], bias [out/t]. Raises ValueError if t does not divide `out`."""
 
-    one_input: Any = None  # the layer's forward, if several of its columns share their input
+    shared_input: Any = None  # an OwnForward, if several columns of the layer share their input
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.one_input is not None:
-            return self.one_input.output_of(self, x)
+        if self.shared_input is not None:
+            return self.shared_input.output_of(self, x)
         return columns([self], x)[0]
 
     @property
     def beside(self) -> "list[ColumnParallelLinear]":
-        """Layers whose parameters a call of this one may also use."""
-        return [] if self.one_input is None else self.one_input.columns
+        """The layers that a call of this one may compute, too."""
+        return [] if self.shared_input is None else self.shared_input.columns
 
 
 class RowParallelLinear(ShardedLinear):
@@ -143,7 +142,8 @@ class _Columns(torch.autograd.Function):
         ctx.comm, ctx.sequence = comm, sequence
         ctx.set_materialize_grads(False)
         whole = gathered(x, comm, dim=1) if sequence else x
-        ys = [F.linear(_rows(whole), w, b) for w, b in zip(weights, biases, strict=True)]
+        rows = whole.reshape(-1, whole.shape[-1])  # [b s, in]
+        ys = [F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True)]
         # Not views, which an in-place activation could not write to.
         return tuple(torch.ops.aten._unsafe_view(y, (*whole.shape[:-1], y.shape[-1])) for y in ys)
 
@@ -154,7 +154,7 @@ class _Columns(torch.autograd.Function):
         needs_dx, _, _, *needed = ctx.needs_input_grad
         parts, gather, reduction = [x], None, None
         dx: Any = None
-        if ctx.sequence and any(needed[::2]):  # x arrives while its gradient is computed, ...
+        if ctx.sequence and any(needed[::2]):  # gather x while its gradient is computed, ...
             parts = list(x.new_empty([comm.size, *x.shape]))
             gather = comm.all_gather(parts, x, async_op=True)
         if needs_dx:
@@ -162,16 +162,17 @@ class _Columns(torch.autograd.Function):
                 if dy is not None:
                     summand = dy @ w.to(dy.dtype)  # [b, s, in]
                     dx = summand if dx is None else dx.add_(summand)
-            if ctx.sequence:  # ... which is sent while those of the weights are
+            if ctx.sequence:  # ... and reduce that during the weights' gradients
                 dx, reduction = sum_scattered(dx, comm, dim=1, async_op=True)
             elif comm.size > 1:
                 reduction = comm.all_reduce(dx, async_op=True)
         if gather:
             gather.wait()
-        x_rows = _rows(torch.cat(parts, dim=1) if len(parts) > 1 else x)  # [b s, in]
+        whole = torch.cat(parts, dim=1) if len(parts) > 1 else x
+        x_rows = whole.reshape(-1, x.shape[-1])  # [b s, in]
         shards: list[Tensor | None] = []
         for dy, needs_dw, needs_db in zip(grads, needed[::2], needed[1::2], strict=True):
-            rows = None if dy is None else _rows(dy)  # [b s, out/t]
+            rows = None if dy is None else dy.reshape(-1, dy.shape[-1])  # [b s, out/t]
             shards.append(rows.t() @ x_rows if rows is not None and needs_dw else None)
             shards.append(rows.sum(0) if rows is not None and needs_db else None)
         if reduction:
@@ -179,13 +180,9 @@ class _Columns(torch.autograd.Function):
         return dx, None, None, *shards
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
 def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
     """This rank's shard of `whole` along `dim`, copied and marked; without that dim, a full copy.
-    Raises ValueError if `dim` is not divisible by t, unless `padded` fills it up with zeros."""
+    Raises ValueError if `dim` is not divisible by t, unless `padded` pads it with zeros."""
     if whole.ndim <= dim:
         return marked_as(whole, nn.Parameter(whole.detach().clone(), whole.requires_grad))
     if not padded:
@@ -203,12 +200,15 @@ def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False
 
 class SummedGradients:
     """Replaces the forward of a module, such as a norm, that sees a sequence shard: backward sums
-    the gradients of its own parameters over the ranks, in one all-reduce."""
+    the gradients of its own parameters over the ranks, in one all-reduce. A position embedding
+    takes all positions [s] and returns the vectors of this rank's shard, [s/t, w]."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.module, nn.Embedding):
+            args = tuple(own_part(positions, self.comm, dim=-1) for positions in args)
         whole: Any = self.module._parameters
         present = {name: p for name, p in whole.items() if p is not None}
         copies: Any = copies_to_ranks([*present.values()], self.comm)
@@ -217,13 +217,6 @@ class SummedGradients:
             return self.forward(*args, **kwargs)
         finally:
             self.module._parameters = whole
-
-
-class OwnPositions(SummedGradients):
-    """Replaces the forward of a position embedding: each rank looks up its shard's positions."""
-
-    def __call__(self, positions: Tensor) -> Any:  # [s] -> this rank's vectors, [s/t, w]
-        return super().__call__(own_part(positions, self.comm, dim=-1))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -252,25 +245,24 @@ class VocabParallelEmbedding(nn.Module):
     def _shard(self, embedding: nn.Embedding, comm: Comm, sequence: bool) -> None:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if value := getattr(embedding, option):
-                why = f"an embedding with {option}={value} cannot be cut by its vocabulary"
+                why = f"an embedding with {option}={value} cannot be sharded by vocabulary"
                 raise ValueError(f"{why}; build it without {option}")
         self.comm, self.sequence = Comm.of(comm), sequence
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.weight = shard_parameter(embedding.weight, self.comm, dim=0, padded=True)  # [V/t, w]
-        self.padding_idx = padding = embedding.padding_idx  # its row never learns
+        self.padding_idx = padding = embedding.padding_idx  # its row is never trained
         own = -1 if padding is None else padding - self.comm.rank * len(self.weight)
         self._own_padding_idx = own if 0 <= own < len(self.weight) else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_inside("a token", tokens, self.num_embeddings)
-        own, mine = _own_of(tokens, len(self.weight), self.comm)
-        x = F.embedding(own, self.weight, self._own_padding_idx)  # [b, s, w]
-        x = x.masked_fill(~mine.unsqueeze(-1), 0)
+        rows, is_own = _local_rows(tokens, len(self.weight), self.comm)
+        x = F.embedding(rows, self.weight, self._own_padding_idx)  # [b, s, w]
+        x = x.masked_fill(~is_own.unsqueeze(-1), 0)
         return (reduce_scatter_sequence if self.sequence else reduce_from_ranks)(x, self.comm)
 
     def extra_repr(self) -> str:
-        whole = self.num_embeddings, self.embedding_dim
-        return f"weight {tuple(self.weight.shape)} of {whole}"
+        return f"weight {tuple(self.weight.shape)} of {(self.num_embeddings, self.embedding_dim)}"
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -299,15 +291,15 @@ class VocabParallelHead(ColumnParallelLinear):
         logits = super().forward(x)  # [b, s, V/t]
         if self.gather_output:
             return gather_from_ranks(logits, self.comm, -1)[..., : self.out_features]  # [b, s, v]
-        height = logits.shape[-1]
-        real = min(max(self.out_features - self.comm.rank * height, 0), height)
-        if real == height:
+        width = logits.shape[-1]  # V/t
+        unpadded = min(max(self.out_features - self.comm.rank * width, 0), width)
+        if unpadded == width:
             return logits
-        return F.pad(logits[..., :real], (0, height - real), value=-torch.inf)
+        return F.pad(logits[..., :unpadded], (0, width - unpadded), value=-torch.inf)
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = IGNORED,
+    logits: Tensor, targets: Tensor, comm: Comm, *, ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean", vocab: int | None = None,
 ) -> Tensor:  # fmt: skip
     """F.cross_entropy of vocabulary-sharded logits, in float32 or wider; equal on all ranks.
@@ -337,25 +329,25 @@ def vocab_parallel_cross_entropy(
     peak = logits.detach().amax(-1)  # [...]; the loss does not depend on it
     comm.all_reduce(peak, op="max")
     shifted = logits - peak.unsqueeze(-1)  # at most 0, so that exp cannot overflow
-    own, mine = _own_of(targets, width, comm)
-    picked = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
-    both = torch.stack([shifted.exp().sum(-1), picked])  # [2, ...]
-    total, picked = reduce_from_ranks(both, comm)  # g: every rank keeps its own gradient
-    losses = (total.log() - picked).masked_fill(~counts, 0)  # [...]
+    rows, is_own = _local_rows(targets, width, comm)
+    target = shifted.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0)
+    both = torch.stack([shifted.exp().sum(-1), target])  # [2, ...]
+    total, target = reduce_from_ranks(both, comm)  # g: every rank keeps its own gradient
+    losses = (total.log() - target).masked_fill(~counts, 0)  # [...]
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
 
 
-def _own_of(ids: Tensor, height: int, comm: Comm) -> tuple[Tensor, Tensor]:
-    """Local row of each id (0 for ids of other ranks), and a mask of this rank's ids."""
-    own = ids - comm.rank * height
-    mine = (own >= 0) & (own < height)
-    return own.where(mine, 0), mine
+def _local_rows(ids: Tensor, height: int, comm: Comm) -> tuple[Tensor, Tensor]:
+    """The local row of each id (0 for ids of other ranks), and a mask of this rank's ids."""
+    rows = ids - comm.rank * height
+    is_own = (rows >= 0) & (rows < height)
+    return rows.where(is_own, 0), is_own
 
 
 def check_inside(what: str, ids: Tensor, vocab: int) -> None:
-    """Raises ValueError for ids that no rank holds, whose vectors would silently be zero. A GPU
+    """Raises ValueError for ids that no rank holds: their vectors would silently be zero. A GPU
     asserts asynchronously; fake tensors hold no values and never raise."""
     inside = (ids >= 0) & (ids < vocab)
     try:

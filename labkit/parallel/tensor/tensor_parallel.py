@@ -2,10 +2,10 @@
 
     x ─▶ norm ─ f ─▶ q k v ─▶ some heads ─▶ out ─ g ─▶ + ─▶ norm ─ f ─▶ up ─▶ gelu ─▶ down ─ g ─▶ +
                      columns                rows                        columns       rows
-    whole            ├──────── 1/t ───────────┤  whole                  ├─────── 1/t ─────┤  whole
+    full             ├──────── 1/t ───────────┤  full                   ├─────── 1/t ─────┤  full
 
-    each rank holds   1/t of the matrices and what is between them; all of x, norms, row biases
-    travels           f all-reduces in backward, g in forward: four all-reduces of b s w elements
+    each rank holds   1/t of the matrices and the activations between; all of x, norms, row biases
+    traffic           f all-reduces in backward, g in forward: four all-reduces of b s w elements
                       per layer, 8(t-1)/t b s w from each rank (bus bytes)
     kept              s b w (10 + 24/t + 5 h s / (w t)) bytes per layer in 2-byte types
 
@@ -13,7 +13,7 @@ Sequence parallelism (`sequence=True`) also shards x, so that no activation is r
 
     x [b, s/t, w] ─▶ norm ─ all-gather ─▶ q k v ... out ─ reduce-scatter ─▶ + ─▶ norm ─ ...
 
-    travels           f: all-gather forward, reduce-scatter backward; g: the reverse; and x gathered
+    traffic           f: all-gather forward, reduce-scatter backward; g: the reverse; and x gathered
                       again in backward before q k v and up: 10(t-1)/t b s w. Norms and biases see
                       shards: four all-reduces of gradients, 6 w elements per layer
     kept              s b w (34 + 5 h s / w) / t bytes per layer
@@ -47,7 +47,7 @@ from labkit.parallel.tensor import layers, validation
 def tensor_parallel(
     model: nn.Module, comm: Comm, *, sequence: bool = False, gather_logits: bool = True
 ) -> nn.Module:
-    """Shard `model` over the ranks of `comm` in place and return it. Its parameters are new: make
+    """Shard `model` over the ranks of `comm` in place and return it. Its parameters are new: create
     the optimizer and wrap the model in DDP or ZeRO afterwards.
 
     Args:
@@ -60,28 +60,28 @@ def tensor_parallel(
         gather_logits: every rank gets all logits; False: those of its vocabulary shard.
 
     Raises ValueError if heads or widths are not divisible, if a layer is sharded already, has
-    unknown parameters or computes something else on a slice of its features (such as a fused gate),
-    if a tie would be broken or nothing is sharded; in forward, if s is not divisible or,
+    unknown parameters or computes other values on a slice of its features (such as a fused gate),
+    if a tie would be broken or there is nothing to shard; in forward, if s is not divisible or,
     in a `World` with checks, inputs differ between ranks."""
     comm = Comm.of(comm)
-    trials = validation.check_fits(model, comm)
+    trials = validation.split_trials(model, comm)
     ownership.check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
     ownership.broadcast_tensors([*model.parameters(), *model.buffers()], comm)
     before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for trial in trials:
-        _cut_layer(trial, comm, sequence)
-    cut = [*(x.layer for x in trials), *_cut_vocabulary(model, comm, sequence, gather_logits)]
-    has_ends = {layers.VocabParallelEmbedding, layers.VocabParallelHead} <= {*map(type, cut)}
+        _shard_layer(trial, comm, sequence)
+    sharded = [*(x.layer for x in trials), *_shard_vocabulary(model, comm, sequence, gather_logits)]
+    has_ends = {layers.VocabParallelEmbedding, layers.VocabParallelHead} <= {*map(type, sharded)}
     validation.check_edited(model, before, lacks_ends=sequence and comm.size > 1 and not has_ends)
     if sequence:
-        _cut_sequence(model, comm, {part for layer in cut for part in layer.modules()})
+        _edit_for_sequence(model, comm, {part for layer in sharded for part in layer.modules()})
     check = partial(validation.check_same_input, comm, sequence)
     model.register_forward_pre_hook(check, with_kwargs=True)
     return model
 
 
-def _cut_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None:
-    """Replaces the layer's linears, all built first, so that a refused layer stays unchanged."""
+def _shard_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None:
+    """Replaces the layer's linears. All are built first, so that an error changes nothing."""
     layer, options = trial.layer, dict[str, Any](comm=comm, sequence=sequence)
     linears = [getattr(layer, name) for name in trial.columns]
     columns = [layers.ColumnParallelLinear.from_linear(linear, **options) for linear in linears]
@@ -90,19 +90,19 @@ def _cut_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None
         setattr(layer, name, part)
     if trial.pending:
         layer.forward = trial
-    # With a sharded sequence, all dropout in the layer is on shards.
+    # With a sharded sequence, all dropout in the layer applies to shards.
     layer.forward = OwnForward(layer, comm, columns, None if sequence else row)
 
 
-def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[nn.Module]:
+def _shard_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[Any]:
     """Shards the embedding and the head by token; tied weights stay one parameter."""
-    cut: list[nn.Module] = []
+    ends: list[Any] = []
     rows: dict[Tensor, nn.Parameter] = {}
     for module in list(model.modules()):
         if isinstance(whole := getattr(module, "tokens", None), nn.Embedding):
             part = layers.VocabParallelEmbedding.from_embedding(whole, comm, sequence=sequence)
             module.tokens, rows[whole.weight] = part, part.weight
-            cut.append(part)
+            ends.append(part)
     for module in list(model.modules()):
         whole = getattr(module, "head", None)
         if isinstance(whole, nn.Linear) and (module is model or whole.weight in rows):
@@ -110,17 +110,17 @@ def _cut_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool)
                 whole, comm, sequence=sequence, gather_output=gather_logits
             )
             module.head.weight = rows.get(whole.weight, module.head.weight)
-            cut.append(module.head)
-    return cut
+            ends.append(module.head)
+    return ends
 
 
 @contextmanager
 def own_numbers(comm: Comm) -> Iterator[None]:
-    """Draws random numbers of this rank's own inside, and continues the shared ones afterwards."""
+    """A block with this rank's own random numbers; afterwards the shared sequence continues."""
     if comm.size == 1:
         yield
         return
-    with no_modes():  # a seed is not part of the model: it is real in a dry run, too
+    with no_modes():  # the seed has a value even in a dry run
         seed = int(torch.randint(2**62, ())) + comm.rank
     with torch.random.fork_rng(range(len(generators()) - 1)):
         for generator in generators():
@@ -129,17 +129,17 @@ def own_numbers(comm: Comm) -> Iterator[None]:
 
 
 class OwnForward:
-    """Replaces `module.forward`: dropout is the rank's own (in a sharded layer, up to the row). The
-    first of several columns, such as q, computes for all, so x is gathered once and its gradient
-    sent once."""
+    """Replaces `module.forward`: each rank draws its own dropout (in a sharded layer, up to the
+    row). The first of several columns, such as q, computes all of them, so that x is gathered once
+    and its gradient reduced once."""
 
     def __init__(self, module: nn.Module, comm: Comm, columns: Sequence[Any] = (), row: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
         self.columns, self._begins_at_once = list(columns), row is None
         self._own: Any = None  # the `own_numbers` context, once it has begun
-        self._call: Any = None  # while forward runs: x, its state, the outputs not yet returned
+        self._call: Any = None  # during forward: x, its state, the outputs not yet returned
         for column in columns:
-            column.one_input = self
+            column.shared_input = self
         if row is not None:
             row.register_forward_pre_hook(self._end)
 
@@ -155,17 +155,17 @@ class OwnForward:
             self._own, self._call = outer
 
     def output_of(self, column: layers.ColumnParallelLinear, x: Tensor) -> Tensor:
-        """The output of `column`, which is computed alone if called from outside the layer."""
+        """The output of `column`; a call from outside the layer computes no other columns."""
         if self._call is None:
             if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
-            # A part of forward runs again, as checkpoint in it does; maybe without the row.
+            # A checkpoint inside forward reruns some of its layers, maybe not the row.
             self._call = None, None, {}
             ownership.at_end_of_backward(self._forget)
         self._begin()
-        known, before, ys = self._call
+        last_x, last_state, ys = self._call
         state = torch.is_grad_enabled(), x.is_inference() or x._version
-        if x is not known or state != before or column not in ys:
+        if x is not last_x or state != last_state or column not in ys:
             ys = dict(zip(self.columns, layers.columns(self.columns, x), strict=True))
         y = ys.pop(column)
         self._call = (x, state, ys) if ys else (None, None, {})
@@ -185,15 +185,13 @@ class OwnForward:
     def _forget(self) -> None:
         self._call = None
         with torch.random.fork_rng(range(len(generators()) - 1)):
-            self._end()  # which would restore the state from before
+            self._end()  # it restores an old state; fork_rng undoes that
 
 
-def _cut_sequence(model: Any, comm: Comm, cut: set[nn.Module]) -> None:
-    """Edits modules outside `cut` for sequence shards x [b, s/t, w]."""
-    for module in (module for module in model.modules() if module not in cut):
+def _edit_for_sequence(model: Any, comm: Comm, sharded: set[nn.Module]) -> None:
+    """Edits modules outside `sharded` for sequence shards x [b, s/t, w]."""
+    for module in (module for module in model.modules() if module not in sharded):
         if isinstance(module, _DropoutNd):
             module.forward = OwnForward(module, comm)
-        elif isinstance(module, nn.Embedding):
-            module.forward = layers.OwnPositions(module, comm)  # type: ignore[method-assign, assignment]
         elif module._parameters:
             module.forward = layers.SummedGradients(module, comm)

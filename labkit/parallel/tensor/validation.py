@@ -1,11 +1,11 @@
-"""Checks that each layer can be split, before any is, and that all ranks get the same input.
+"""Checks that every layer can be sharded, and that all ranks get the same input.
 
-Each layer runs in one process with random numbers as outputs of its linears; weights are not read.
+Each layer runs in one process with random outputs in place of its linears; no weights are read.
 
     whole     x ─▶ columns ─▶ random h ───────▶ the layer's code ─▶ rows ─▶ random y ─▶ ... output
     rank r    x ─▶ columns ─▶ slice r of h ───▶ the layer's code ─▶ rows ─▶ the same y ─▶ ... output
                                                                 ▲                          ▲
-                                                must be slice r of the whole's      must be equal
+                                                must be slice r of whole            must be equal
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from labkit.parallel.tensor.layers import SAME_BATCH, ShardedLinear
 LAYERS = (["q", "k", "v"], "out"), (["gate", "up"], "down"), (["up"], "down")
 
 
-def layers_to_cut(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]:
+def layers_to_shard(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]:
     """Attention and MLPs by the names of their linears: (path, layer, columns, row)."""
     for path, layer in model.named_modules():
         for columns, row in LAYERS:
@@ -37,32 +37,32 @@ def layers_to_cut(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]
                 break
 
 
-def check_fits(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
-    """Returns a trial per layer. Raises ValueError if there is none, or one cannot be split."""
-    trials = [SplitTrial(comm.size, *layer) for layer in layers_to_cut(model)]
+def split_trials(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
+    """A trial per layer. Raises ValueError if there is none, or a layer cannot be sharded."""
+    trials = [SplitTrial(comm.size, *layer) for layer in layers_to_shard(model)]
     if not trials:
         raise ValueError(
-            f"{type(model).__name__} has nothing that tensor_parallel knows to cut; name its "
+            f"{type(model).__name__} has no layer that tensor_parallel can shard; name its "
             "linear layers q, k, v and out (attention), or up, down and, if gated, gate (an MLP)"
         )
     return trials
 
 
 def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> None:
-    """Raises ValueError if the sequence lacks its ends, or tied parameters came apart."""
+    """Raises ValueError if the ends of the sequence are missing, or a tie was broken."""
     if lacks_ends:
         raise ValueError(
             "sequence=True needs an embedding `tokens` and a linear layer `head`; this model lacks "
-            "one, so ranks would take all of x for their shard"
+            "one, so ranks would mistake all of x for their shard"
         )
     now = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
-    for name, known in before.items():
-        tied = first.setdefault(known, name)
+    for name, parameter_id in before.items():
+        tied = first.setdefault(parameter_id, name)
         if now.get(name) is not now.get(tied):
             raise ValueError(
-                f"{tied} and {name} were one parameter and would be cut into several; rebuild the "
-                "model without this tie: only `head` and `tokens` may share a weight"
+                f"{tied} and {name} are tied and would be sharded separately; rebuild the model "
+                "without this tie: only `head` and `tokens` may share a weight"
             )
 
 
@@ -86,18 +86,16 @@ def random_states(model: nn.Module) -> list[Tensor]:
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether dropout is on: a module of torch's, or a float attribute `dropout`."""
-    return any(part.training and _dropout_of(part) > 0 for part in module.modules())
-
-
-def _dropout_of(module: nn.Module) -> float:
-    p = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0)
-    return p if isinstance(module, _DropoutNd) or isinstance(p, float) else 0
+    """Whether dropout is on: a torch dropout module, or a float attribute `dropout`."""
+    training = [part for part in module.modules() if part.training]
+    rates = [part.p for part in training if isinstance(part, _DropoutNd)]
+    others = [getattr(part, "dropout", 0) for part in training]
+    return any(p > 0 for p in [*rates, *(p for p in others if isinstance(p, float))])
 
 
 class SplitTrial:
-    """Tries one layer on a small input, or, if its forward takes others, in place of its forward on
-    the first real input. Raises ValueError if the layer cannot be split."""
+    """Tries one layer on a small input; if its forward needs other arguments, replaces the forward
+    and tries the first real input. Raises ValueError if the layer cannot be split."""
 
     def __init__(self, size: int, path: str, layer: Any, columns: list[str], row: str) -> None:
         self.size, self.layer, self.forward = size, layer, layer.forward
@@ -114,7 +112,7 @@ class SplitTrial:
             try:
                 self.copy = deepcopy(layer, memo).eval()
             except Exception as error:
-                raise self._refusal(f"it cannot be copied to be tried ({error})") from None
+                raise self._refusal(f"it cannot be copied for a trial ({error})") from None
             with no_modes():
                 self._try_at_edit()
 
@@ -123,25 +121,25 @@ class SplitTrial:
             linear, problem = getattr(self.layer, name), ""
             if isinstance(linear, ShardedLinear):
                 ranks = ranks_in_words(linear.comm.size)
-                problem = f"is cut over {ranks} already; edit a model once, or build a new one"
+                problem = f"is already sharded over {ranks}; edit a model once, or build a new one"
             elif type(linear) is not nn.Linear:
                 kind = type(linear).__name__
-                problem = f"is a {kind}, not a plain nn.Linear; cut first, then make other edits"
+                problem = f"is a {kind}, not a plain nn.Linear; shard first, then make other edits"
             elif "forward" in vars(linear) or any(
                 hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")
             ):
                 problem = (
-                    "has hooks or a forward of its own, which a sharded layer would not call; "
-                    "cut first, then add them"
+                    "has hooks or its own forward, which a sharded layer would not call; "
+                    "shard first, then add them"
                 )
             if problem:
                 raise ValueError(f"{prefix}{name} {problem}")
         for name, _ in self.layer.named_parameters():
             if name.partition(".")[0] not in self.names:
                 raise ValueError(
-                    f"{prefix}{name} is a parameter inside a layer to be cut, in which "
-                    f"tensor_parallel knows only {', '.join(self.names)}; move it out, or cut the "
-                    "layer by hand with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
+                    f"{prefix}{name} is a parameter of a layer in which tensor_parallel can "
+                    f"shard only {', '.join(self.names)}; move it out, or shard the layer "
+                    "by hand with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
                 )
 
     def _check_sizes(self, prefix: str) -> None:
@@ -150,10 +148,10 @@ class SplitTrial:
             if not isinstance(width := getattr(layer, "head_width", None), int):
                 raise ValueError(
                     f"{prefix[:-1]} has q, k, v and out, but no `head_width`, the features of one "
-                    "head; set it, since attention is cut by heads"
+                    "head; set it, since attention is sharded by heads"
                 )
             heads = {"query heads": layer.q, "key-value heads": layer.k}
-            counts = {what: linear.out_features // width for what, linear in heads.items()}
+            counts = {unit: linear.out_features // width for unit, linear in heads.items()}
         else:
             counts = {"hidden features": layer.up.out_features}
             if hasattr(layer, "gate") and layer.gate.out_features != layer.up.out_features:
@@ -161,10 +159,10 @@ class SplitTrial:
                     f"{prefix}gate has {layer.gate.out_features} features and up "
                     f"{layer.up.out_features}; make them equal, or rename the gate"
                 )
-        for what, count in counts.items():
+        for unit, count in counts.items():
             if count % self.size:
                 raise ValueError(
-                    f"{count} {what} of {self.path} do not divide over {self.size} tensor-parallel "
+                    f"{count} {unit} of {self.path} do not divide over {self.size} tensor-parallel "
                     f"ranks; choose a divisor of {gcd(*counts.values())}"
                 )
 
@@ -175,7 +173,7 @@ class SplitTrial:
             x = _random(2, 3, width).to(device, column.weight.dtype)
             try:
                 whole = self._run((x,), {})
-            except Exception:  # it takes other inputs
+            except Exception:  # forward needs other arguments
                 continue
             return self._compare(whole, (x,), {})
         if type(self.layer).forward is nn.Module.forward:
@@ -187,17 +185,17 @@ class SplitTrial:
         return self.forward(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> list[tuple[str, Tensor]]:
-        """The layer with random numbers, or `rank`'s slices of them, as outputs of its linears.
-        Returns the name and the input of each linear called, then the outputs."""
-        seen: list[tuple[str, Tensor]] = []
+        """Runs the layer with random outputs of its linears, or `rank`'s slices of them. Returns
+        the name and the input of each linear called, then the outputs."""
+        calls: list[tuple[str, Tensor]] = []
 
         def compute(name: str, x: Tensor) -> Tensor:
             features = getattr(self.layer, name).out_features
-            y = _random(*x.shape[:-1], features, seed=len(seen)).to(x)
-            seen.append((name, x.clone()))
+            y = _random(*x.shape[:-1], features, seed=len(calls)).to(x)
+            calls.append((name, x.clone()))
             return y if rank is None or name == self.row else y.chunk(self.size, -1)[rank].clone()
 
-        def fresh(x: Tensor) -> Tensor:  # may be written to; autograd sees what depends on it
+        def fresh(x: Tensor) -> Tensor:  # writable; autograd tracks what depends on it
             traced = x.requires_grad or (x.is_floating_point() and args and x is args[0])
             return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
 
@@ -210,35 +208,35 @@ class SplitTrial:
                 before = random_states(self.layer)
                 args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
                 output = tree_leaves(self.copy.forward(*args, **kwargs))
-                # Dropout that ignores eval mode differs between slices: nothing to compare.
+                # Dropout that ignores eval mode differs between slices, so they are not compared.
                 self.draws = not all(map(torch.equal, before, random_states(self.layer)))
-        finally:  # it keeps no weights
+        finally:  # the copy keeps no weights
             self.copy._modules.update(dict.fromkeys(self.names))
-        return seen + [("", x) for x in output if isinstance(x, Tensor)]
+        return calls + [("", x) for x in output if isinstance(x, Tensor)]
 
     def _compare(self, whole: list[tuple[str, Tensor]], args: Any, kwargs: Any) -> None:
         called = [name for name, _ in whole]
         if unused := {*self.names} - {*called}:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
         if any(name == self.row and x.requires_grad for name, x in whole):
-            raise self._refusal("its forward computes with more than their outputs there")
+            raise self._refusal(f"the input of {self.row} depends on more than their outputs")
         for rank in (0, self.size - 1) if not self.draws else ():
             expected = [x.chunk(self.size, -1)[rank] if n == self.row else x for n, x in whole]
             try:
-                seen = self._run(args, kwargs, rank)
+                calls = self._run(args, kwargs, rank)
             except Exception as error:
                 raise self._refusal(f"its forward fails on a slice ({error})") from None
-            same = [name for name, _ in seen] == called
-            if not same or not all(_close(x, y) for (_, x), y in zip(seen, expected)):
-                raise self._refusal("its forward computes something else on a slice")
+            same = [name for name, _ in calls] == called
+            if not same or not all(_close(x, y) for (_, x), y in zip(calls, expected)):
+                raise self._refusal("its forward computes other values on a slice")
         self.pending = False
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(
-            f"tensor_parallel cannot cut {self.path}, a {type(self.layer).__name__}, by the "
+            f"tensor_parallel cannot shard {self.path}, a {type(self.layer).__name__}, by the "
             f"features between {', '.join(self.columns)} and {self.row}: {why}. Give each "
-            "projection its own nn.Linear, rename the layers to leave the module whole, or cut it "
-            "by hand with ColumnParallelLinear and RowParallelLinear"
+            "projection its own nn.Linear, rename the layers to leave the module unsharded, or "
+            "shard it by hand with ColumnParallelLinear and RowParallelLinear"
         )
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.flat import GradBuffer, nobody_used
+from labkit.parallel.common.flat import GradBuffer, flagged_unused
 from labkit.parallel.zero.shares import ParamShare
 from labkit.precision.shadow_optimizer import fp32_gradient
 
 
-class GradientInPieces(Tensor):
+class GradPlaceholder(Tensor):
     """A placeholder with the gradient's shape and dtype. Computing with it raises ValueError, as
     torch's `clip_grad_norm_` would clip each share by its own norm."""
 
@@ -35,14 +35,14 @@ class GradientInPieces(Tensor):
         )
 
 
-def gradient_in_pieces(p: Tensor, gradient: Tensor | None) -> Tensor:
+def grad_placeholder(p: Tensor, gradient: Tensor | None) -> Tensor:
     """The `.grad` of `p` between backward and step, in the memory of `gradient` or without any."""
     like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
     if type(like) is not Tensor:  # a fake tensor, in a dry run
         return like
     if gradient is None:
         like.untyped_storage().resize_(0)
-    return Tensor._make_subclass(GradientInPieces, like)
+    return Tensor._make_subclass(GradPlaceholder, like)
 
 
 class ZeroBucket(ParamShare, GradBuffer):
@@ -51,51 +51,51 @@ class ZeroBucket(ParamShare, GradBuffer):
     def __init__(self, parameters: Sequence[Tensor], comm: Comm, names: Mapping[Tensor, str]):
         ParamShare.__init__(self, parameters, comm)
         GradBuffer.__init__(self, parameters, self.partition, names)
-        self.in_pieces: dict[Tensor, Tensor] = {}  # `.grad` after backward
+        self.placeholders: dict[Tensor, Tensor] = {}  # `.grad` after backward
         self.averaged = self.share[:0]  # until gradients arrive
         self.sending: Handle | None = None
-        self._adds: set[Tensor] = set()  # parameters with a gradient from earlier backwards
-        self._aside: Tensor | None = None
+        self._accumulating: set[Tensor] = set()  # parameters with a gradient from earlier backwards
+        self._set_aside: Tensor | None = None  # averages of earlier steps
 
-    def before_adding(self, p: Tensor) -> Callable[[Any], Any]:
+    def accumulate_hook(self, p: Tensor) -> Callable[[Any], Any]:
         """A hook that divides an incoming gradient if autograd adds it to a divided `p.grad`."""
 
         def hook(gradients: Any) -> Any:
-            if not self.uncover(p):
+            if not self.restore_grad(p):
                 return None
-            self._adds.add(p)
+            self._accumulating.add(p)
             return (gradients[0] / self.comm.size,)
 
         return hook
 
-    def uncover(self, p: Tensor) -> bool:
+    def restore_grad(self, p: Tensor) -> bool:
         """Makes `p.grad` a tensor that autograd can add to; returns whether it is divided by n."""
-        if p.grad is not None and p.grad is self.in_pieces.get(p):
+        if p.grad is not None and p.grad is self.placeholders.get(p):
             p.grad = self.view[p]
         return p.grad is not None and p.grad is self.view.get(p)
 
     def take(self, p: Tensor) -> None:
         super().take(p)
-        self._put_in_place(p, divided=p in self._adds)
-        self._adds.discard(p)
+        self._put_in_place(p, divided=p in self._accumulating)
+        self._accumulating.discard(p)
 
     def _put_in_place(self, p: Tensor, divided: bool) -> None:
         if self.flat is None:
             flat = torch.empty_like(self.whole)
             flat[self.partition.numel :].zero_()
             self.use(flat)
-        if not self.uncover(p) and p.grad is not None:
+        if not self.restore_grad(p) and p.grad is not None:
             self.put(p, 1 if divided else self.comm.size)
 
-    def has_gradient_by_hand(self) -> bool:
-        return any(p.grad is not self.in_pieces.get(p) for p in self.parameters)
+    def has_manual_gradient(self) -> bool:
+        return any(p.grad is not self.placeholders.get(p) for p in self.parameters)
 
     def fill(self) -> Tensor:
         for p in self.parameters:
             self._put_in_place(p, divided=False)
         return self.flag_unused()
 
-    def receives_in(self, gradients: Tensor) -> Tensor:
+    def receive_buffer(self, gradients: Tensor) -> Tensor:
         self.averaged = self.partition.share_of(gradients, self.comm.rank)
         return self.averaged
 
@@ -103,14 +103,14 @@ class ZeroBucket(ParamShare, GradBuffer):
         if self.sending is not None:
             self.sending.wait()
             self.sending = None
-        self._averages_are_there()
-        self._cover([p for p in self.parameters if self.has_gradient(p)])
+        self._on_averages_received()
+        self._set_placeholders([p for p in self.parameters if self.has_gradient(p)])
 
     def reset(self) -> None:
         super().reset()
-        self._adds.clear()
+        self._accumulating.clear()
 
-    def _averages_are_there(self) -> None:
+    def _on_averages_received(self) -> None:
         """Zeroes the other shares, so that a second backward sends only new gradients."""
         assert self.flat is not None
         begin = self.comm.rank * self.partition.share
@@ -122,14 +122,14 @@ class ZeroBucket(ParamShare, GradBuffer):
     def _used_elsewhere(self, arrived: Tensor) -> list[Tensor]:
         return [
             p
-            for p, piece in zip(self.owners_of_pieces, self.pieces, strict=True)
-            if p in self.unused and not nobody_used(arrived[piece.at : piece.at + 1])
+            for p, piece in zip(self.piece_params, self.pieces, strict=True)
+            if p in self.unused and not flagged_unused(arrived[piece.at : piece.at + 1])
         ]
 
-    def _cover(self, averaged: Sequence[Tensor]) -> None:
-        self.in_pieces = {p: gradient_in_pieces(p, self.view.get(p)) for p in averaged}
-        for p, in_pieces in self.in_pieces.items():
-            p.grad = in_pieces
+    def _set_placeholders(self, averaged: Sequence[Tensor]) -> None:
+        self.placeholders = {p: grad_placeholder(p, self.view.get(p)) for p in averaged}
+        for p, placeholders in self.placeholders.items():
+            p.grad = placeholders
 
     def has_gradient(self, p: Tensor) -> bool:
         return p.grad is not None
@@ -139,34 +139,34 @@ class ZeroBucket(ParamShare, GradBuffer):
         averaged = self.averaged if averaged is None else averaged
         return [
             averaged[piece.at : piece.at + piece.numel] if self.has_gradient(p) else None
-            for p, piece in zip(self.owners_of_pieces, self.pieces, strict=True)
+            for p, piece in zip(self.piece_params, self.pieces, strict=True)
         ]
 
-    def forget_gradients(self) -> None:
-        self.in_pieces = {}  # the parameters' `.grad` are None already
+    def discard_gradients(self) -> None:
+        self.placeholders = {}  # the parameters' `.grad` are None already
 
     def zero_gradients(self) -> None:
-        by_hand = [p.grad for p in self.parameters if p.grad is not self.in_pieces.get(p)]
+        by_hand = [p.grad for p in self.parameters if p.grad is not self.placeholders.get(p)]
         for x in (self.averaged, self.flat, *by_hand):
             if x is not None:
                 x.zero_()
 
     def put_aside(self) -> None:  # implements TiedGradient, with `sum_copies`
-        has_gradients = any(self.has_gradient(p) for p in self.owners_of_pieces)
-        self._aside = self.averaged.clone() if has_gradients else None
+        has_gradients = any(self.has_gradient(p) for p in self.piece_params)
+        self._set_aside = self.averaged.clone() if has_gradients else None
         for p in self.parameters:
             p.grad = None
 
     def sum_copies(self, copies: Any) -> None:
         copies.all_reduce(self.averaged)  # alone in its bucket, so equally sharded on all
-        if self._aside is not None:
-            self.averaged.add_(self._aside)
-        self._cover(self.parameters)
+        if self._set_aside is not None:
+            self.averaged.add_(self._set_aside)
+        self._set_placeholders(self.parameters)
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | Tensor | None) -> None:
         """Steps on this rank's share, with 16-bit gradients times `factor`."""
         gradients = self.own_gradients()
-        if any(g is not None for g in gradients):  # else a copy in fp32 would be for nothing
+        if any(g is not None for g in gradients):  # otherwise skip the fp32 copy
             gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient
@@ -183,52 +183,52 @@ class Stage2Bucket(ZeroBucket):
     `averaged` itself if it is free: at first, after `zero_grad`, and after a step. Otherwise
     (accumulation) they are added to it."""
 
-    _stepped_on = False  # the next backward may overwrite `averaged`
-    _beside: Tensor | None = None
+    _consumed = False  # the next backward may overwrite `averaged`
+    _incoming: Tensor | None = None
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.averaged = torch.zeros_like(self.share)
         self.averaged_for: set[Tensor] = set()
 
-    def receives_in(self, gradients: Tensor) -> Tensor:
-        if self._stepped_on:
-            self.forget_gradients()
-        self._beside = torch.empty_like(self.averaged) if self.averaged_for else None
+    def receive_buffer(self, gradients: Tensor) -> Tensor:
+        if self._consumed:
+            self.discard_gradients()
+        self._incoming = torch.empty_like(self.averaged) if self.averaged_for else None
         self.averaged_for.update(p for p in self.parameters if p.grad is not None)
         for p in self.parameters:
             p.grad = None
-        return self.averaged if self._beside is None else self._beside
+        return self.averaged if self._incoming is None else self._incoming
 
-    def _averages_are_there(self) -> None:
-        arrived = self.averaged if self._beside is None else self._beside
+    def _on_averages_received(self) -> None:
+        arrived = self.averaged if self._incoming is None else self._incoming
         self.averaged_for.update(self._used_elsewhere(arrived))
-        if self._beside is not None:
-            self.averaged.add_(self._beside)
+        if self._incoming is not None:
+            self.averaged.add_(self._incoming)
         self.free()
-        self._beside = None
+        self._incoming = None
 
     def has_gradient(self, p: Tensor) -> bool:
         return p in self.averaged_for
 
-    def uncover(self, p: Tensor) -> bool:
+    def restore_grad(self, p: Tensor) -> bool:
         """Keeps averages in place, unless `.grad` was set by hand, which replaces them."""
-        in_pieces = self.in_pieces.pop(p, None)
-        if in_pieces is not None and p.grad is in_pieces:
+        placeholders = self.placeholders.pop(p, None)
+        if placeholders is not None and p.grad is placeholders:
             p.grad = None
-        elif in_pieces is not None:
+        elif placeholders is not None:
             self.averaged_for.discard(p)
             for piece in self.pieces:
                 if self.parameters[piece.index] is p:
                     self.averaged[piece.at : piece.at + piece.numel].zero_()
-        return super().uncover(p)
+        return super().restore_grad(p)
 
     def end_step(self) -> None:
-        self._stepped_on = True
+        self._consumed = True
 
     def put_aside(self) -> None:
-        if self._stepped_on:
-            self.forget_gradients()
+        if self._consumed:
+            self.discard_gradients()
         super().put_aside()
         self.averaged_for.clear()
 
@@ -238,9 +238,9 @@ class Stage2Bucket(ZeroBucket):
 
     def zero_gradients(self) -> None:
         super().zero_gradients()
-        self._stepped_on = False
+        self._consumed = False
 
-    def forget_gradients(self) -> None:
-        super().forget_gradients()
-        self._stepped_on = False
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        self._consumed = False
         self.averaged_for.clear()

@@ -44,7 +44,7 @@ class ParamShare:
         comm.broadcast(self.whole)
         self.share = self.partition.share_of(self.whole, comm.rank)
         self.pieces = list(self.partition.pieces(comm.rank))
-        self.owners_of_pieces = [self.parameters[piece.index] for piece in self.pieces]
+        self.piece_params = [self.parameters[piece.index] for piece in self.pieces]
         self.low = first.dtype in LOW
         self.stepped = fp32_of(self.share)  # the share itself, or its master copy
         self.stand_ins = [
@@ -105,7 +105,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
         self.finish_averages()
         pieces = []
         for bucket in self._buckets:
-            for p, piece in zip(bucket.owners_of_pieces, bucket.own_gradients(), strict=True):
+            for p, piece in zip(bucket.piece_params, bucket.own_gradients(), strict=True):
                 if piece is not None:
                     piece.piece_of = p
                     pieces.append(piece)
@@ -154,7 +154,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
     def _stand_ins(self) -> dict[Tensor, list[nn.Parameter]]:
         stand_ins: dict[Tensor, list[nn.Parameter]] = {}
         for bucket in self._buckets:
-            for p, x in zip(bucket.owners_of_pieces, bucket.stand_ins, strict=True):
+            for p, x in zip(bucket.piece_params, bucket.stand_ins, strict=True):
                 stand_ins.setdefault(p, []).append(x)
         return stand_ins
 
@@ -169,7 +169,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
 class ParamGatherer:
     """Waits for a module's own parameters before its forward. Also waits for submodules that were
     never called, since a parent may use their weights directly (attention), and for modules in its
-    attribute `beside` (column-parallel layers that multiply together)."""
+    attribute `beside` (column-parallel layers that are computed together)."""
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[Tensor, ParamShare]):
         self._buckets: dict[nn.Module, list[ParamShare]] = {}

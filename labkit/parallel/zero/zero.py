@@ -58,7 +58,7 @@ class ZeroOptimizer(OwnedShares):
     model's `load_state_dict`, but `step` undoes writes past autograd (`p.data`).
     """
 
-    copy_advice = "make one of the copied model's parameters and load this one's state_dict()"
+    copy_advice = "create one for the copied model's parameters and load this one's state_dict()"
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ZeroOptimizer(OwnedShares):
         # Hooks on these nodes, unlike hooks on tensors, do not run in `torch.autograd.grad`.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of]
         for (p, bucket), node in zip(self._bucket_of.items(), self._nodes, strict=True):
-            node.register_prehook(bucket.before_adding(p))
+            node.register_prehook(bucket.accumulate_hook(p))
             register_grad_ready_hook(p, self._on_grad_ready)
         self._gathers = None if gather_in is None else ParamGatherer(gather_in, self._bucket_of)
 
@@ -110,12 +110,12 @@ class ZeroOptimizer(OwnedShares):
 
     def _send(self, bucket: ZeroBucket, async_op: bool) -> None:
         gradients = bucket.fill()
-        share = bucket.receives_in(gradients)
+        share = bucket.receive_buffer(gradients)
         bucket.sending = self.comm.reduce_scatter_tensor(share, gradients, async_op=async_op)
 
     def _end_backward(self) -> None:
         super()._end_backward()
-        self._not_averaged = not self._synchronise
+        self._not_averaged = not self._synchronize
 
     def finish_averages(self) -> None:
         if self._not_averaged:
@@ -124,7 +124,7 @@ class ZeroOptimizer(OwnedShares):
                 "`no_sync`; run the last backward before a step (or clipping) outside of `no_sync`"
             )
         self._begin_backward()
-        if any(bucket.has_gradient_by_hand() for bucket in self._buckets):
+        if any(bucket.has_manual_gradient() for bucket in self._buckets):
             for bucket in self._buckets:
                 self._send(bucket, async_op=False)
                 bucket.receive()
@@ -158,7 +158,7 @@ class ZeroOptimizer(OwnedShares):
         if set_to_none:
             super().zero_grad()
         for bucket in self._buckets:
-            bucket.forget_gradients() if set_to_none else bucket.zero_gradients()
+            bucket.discard_gradients() if set_to_none else bucket.zero_gradients()
 
     predict = staticmethod(predict_zero)
 

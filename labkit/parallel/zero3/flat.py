@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm, Handle
-from labkit.parallel.common.flat import FlatPartition, GradBuffer, nobody_used
+from labkit.parallel.common.flat import FlatPartition, GradBuffer, flagged_unused
 from labkit.parallel.common.ownership import broadcast_tensors, marks_of
 from labkit.parallel.zero3.sharded_init import ShardedParameter
 
@@ -41,14 +41,15 @@ class Place:
             setattr(self.module, self.attribute, parameter)
 
 
-def compute_dtype_of(parameter: Tensor, asked: torch.dtype | None) -> torch.dtype:
+def compute_dtype_of(parameter: Tensor, requested: torch.dtype | None) -> torch.dtype:
     """The dtype of the gathered parameter; integers keep theirs."""
-    return asked if asked and parameter.is_floating_point() else parameter.dtype
+    return requested if requested and parameter.is_floating_point() else parameter.dtype
 
 
-def master_dtype_of(parameter: Tensor, asked: torch.dtype | None) -> torch.dtype:
+def master_dtype_of(parameter: Tensor, requested: torch.dtype | None) -> torch.dtype:
     """The dtype of the optimizer's copy: float32 if the model computes in 16 bits."""
-    return torch.float32 if asked in HALF and parameter.is_floating_point() else parameter.dtype
+    in_half = requested in HALF and parameter.is_floating_point()
+    return torch.float32 if in_half else parameter.dtype
 
 
 class ResizableBuffer:
@@ -115,15 +116,15 @@ class Flat:
         self.resting: Sequence[Tensor] = self.shards
         self._handle: Handle | None = None
         self.reset()
-        self.show(self.shards)
+        self.install(self.shards)
 
     def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
         broadcast_tensors((p for p in parameters if not isinstance(p, ShardedParameter)), self.comm)
         pieces = {piece.index: piece for piece in self.pieces}
         for index, x in enumerate(parameters):
-            everything = x.whole() if isinstance(x, ShardedParameter) else x.detach()
+            full = x.whole() if isinstance(x, ShardedParameter) else x.detach()
             if piece := pieces.get(index):
-                part = everything.reshape(-1)[piece.start : piece.start + piece.numel]
+                part = full.reshape(-1)[piece.start : piece.start + piece.numel]
                 self.share[piece.at : piece.at + piece.numel].copy_(part)
 
     def _cut_into_shards(self) -> list[nn.Parameter]:
@@ -134,7 +135,7 @@ class Flat:
             parts = [x.view(shape) for x, shape in zip(parts, self.partition.shapes)]
         return [nn.Parameter(x, self.trainable) for x in parts]
 
-    def show(self, parameters: Sequence[Tensor]) -> None:
+    def install(self, parameters: Sequence[Tensor]) -> None:
         for places, parameter in zip(self.places, parameters):
             for place in places:
                 place.put(parameter)
@@ -145,10 +146,10 @@ class Flat:
         if self.keep_whole:
             full.copy_(self.share)
             return None
-        mine = self.share
-        if mine.dtype != full.dtype:
-            mine = self.partition.share_of(full, self.comm.rank).copy_(mine)
-        return self.comm.all_gather_into_tensor(full, mine, async_op=async_op)
+        own = self.share
+        if own.dtype != full.dtype:
+            own = self.partition.share_of(full, self.comm.rank).copy_(own)
+        return self.comm.all_gather_into_tensor(full, own, async_op=async_op)
 
     def reset(self) -> None:
         if self._handle is not None:
@@ -184,16 +185,16 @@ class Flat:
             self._handle.wait()
         assert self.gradient is not None
         for piece in self.pieces:
-            shard, here = self.shards[piece.index], slice(piece.at, piece.at + piece.numel)
+            shard, span = self.shards[piece.index], slice(piece.at, piece.at + piece.numel)
             is_unused = self.gathered[piece.index] in self.gradients.unused
-            if is_unused and nobody_used(self._arriving[here]):
+            if is_unused and flagged_unused(self._arriving[span]):
                 continue
             if not self._are_new and shard.grad is not None:
-                shard.grad.add_(self._arriving[here].view(shard.shape))
+                shard.grad.add_(self._arriving[span].view(shard.shape))
                 continue
             if self._arriving is not self.gradient:
-                self.gradient[here].copy_(self._arriving[here])
-            shard.grad = self.gradient[here].view(shard.shape)
+                self.gradient[span].copy_(self._arriving[span])
+            shard.grad = self.gradient[span].view(shard.shape)
             if type(shard.grad) is Tensor and not self.keep_whole and self.comm.size > 1:
                 shard.grad = shard.grad.as_subclass(ShardGradient)
         del self._arriving

@@ -75,8 +75,8 @@ class PendingGradients:
         del self._to_send[task], self._noted[task]
 
     def clear(self) -> None:
-        for left in (self._to_send, self._noted, self._in_flight):
-            left.clear()
+        for queue in (self._to_send, self._noted, self._in_flight):
+            queue.clear()
 
 
 class SavedParameters:
@@ -137,24 +137,24 @@ def watch_inputs(
 ) -> tuple[int, Any]:
     """Calls `hook` with the gradient of each input tensor (not in containers), before the previous
     unit's backward; returns their number and (args, kwargs) with views to pass to the unit."""
-    every = [*args, *kwargs.values()]
-    nested = {id(x) for x in tensors_in([y for y in every if not isinstance(y, Tensor)])}
+    values = [*args, *kwargs.values()]
+    nested = {id(x) for x in tensors_in([y for y in values if not isinstance(y, Tensor)])}
     views = {
-        id(x): x.view_as(x) for x in every
+        id(x): x.view_as(x) for x in values
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided
         and id(x) not in nested
     }  # fmt: skip
     for view in views.values():
         view.register_hook(hook)
-    given = [views.get(id(x), x) for x in every]
-    return len(views), (tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :])))
+    values = [views.get(id(x), x) for x in values]
+    return len(views), (tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :])))
 
 
 def cast(nested: Any, dtype: torch.dtype) -> Any:
     """Casts floating-point tensors to `dtype`, each once, so that `q is k` still holds."""
-    made: dict[int, Tensor] = {}
+    done: dict[int, Tensor] = {}
 
-    def converted(x: Tensor) -> Tensor:
-        return made.setdefault(id(x), x.to(dtype)) if x.is_floating_point() else x
+    def convert(x: Tensor) -> Tensor:
+        return done.setdefault(id(x), x.to(dtype)) if x.is_floating_point() else x
 
-    return tree_map_only(Tensor, converted, nested)
+    return tree_map_only(Tensor, convert, nested)

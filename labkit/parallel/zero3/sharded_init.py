@@ -1,7 +1,7 @@
 """Sharded construction: builds a model that never exists in full on any rank.
 
     with ZeRO3.init(comm):
-        model = GPT(...)             # any module's own code, initialisation included
+        model = GPT(...)             # any module's own code, initialization included
     model = ZeRO3(model, comm)
 
 Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. One at a time is
@@ -57,15 +57,15 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
 
     with patch.object(nn.Module, "register_parameter", register_sharded):
         try:
-            with _ClosesBeforeNew(construction):
+            with _CloseBeforeFactory(construction):
                 yield
-            construction.only_open([])
+            construction.open_only([])
         finally:
-            construction.is_over = True
+            construction.is_done = True
 
 
-class _ClosesBeforeNew(TorchDispatchMode):
-    """Closes the open parameter before a factory such as `torch.empty` allocates the next one."""
+class _CloseBeforeFactory(TorchDispatchMode):
+    """Closes the open parameter before a factory like `torch.empty` allocates the next one."""
 
     def __init__(self, construction: "Construction"):
         super().__init__()
@@ -77,7 +77,7 @@ class _ClosesBeforeNew(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
-            self._construction.only_open([])
+            self._construction.open_only([])
         return func(*args, **(kwargs or {}))
 
 
@@ -99,13 +99,13 @@ class Elements:
             comm.scatter(self.share, list(parts) if comm.rank == 0 else None, src=0)
 
     def gathered(self) -> Tensor:
-        comm, whole = self.construction.comm, self.like_whole()
+        comm, whole = self.construction.comm, self.empty_whole()
         flat = whole.view(-1) if whole.is_contiguous() else whole.new_empty(whole.numel())
         if flat.numel():
             comm.all_gather(list(flat.tensor_split(comm.size)), self.share)
         return whole if whole.is_contiguous() else whole.copy_(flat.view(self.shape))
 
-    def like_whole(self) -> Tensor:
+    def empty_whole(self) -> Tensor:
         return self.share.new_empty_strided(self.shape, self.stride)
 
     def of_share(self, share: Tensor) -> "Elements":
@@ -115,10 +115,10 @@ class Elements:
 
 
 class Construction:
-    """A model under construction: new parameters are sharded, their writes follow."""
+    """Shards the parameters of a model while its code creates and initializes them."""
 
     def __init__(self, comm: Comm):
-        self.comm, self.is_over = comm, False
+        self.comm, self.is_done = comm, False
         # Not weak: ranks must close alike, but collect garbage at different times.
         self._open: list[Elements] = []
 
@@ -133,18 +133,18 @@ class Construction:
         return parameter  # type: ignore[return-value]
 
     def new(self, what: str, full: Tensor) -> Elements:
-        self.only_open([])
+        self.open_only([])
         self._open = [Elements(what, full, self)]
         return self._open[0]
 
-    def only_open(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
+    def open_only(self, wanted: list[Elements], overwritten: Elements | None = None) -> None:
         closing = [x for x in self._open if x not in wanted]
         self._open = [x for x in self._open if x in wanted]
         for x in closing:
             x.close()
         for x in wanted:
             if x.full is None:
-                x.full = x.like_whole() if x is overwritten else x.gathered()
+                x.full = x.empty_whole() if x is overwritten else x.gathered()
                 self._open.append(x)
 
 
@@ -177,7 +177,7 @@ class ShardedParameter(Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        """For initialisation code such as `layer.weight.data = torch.zeros(3, 5)`."""
+        """For initialization code such as `layer.weight.data = torch.zeros(3, 5)`."""
         old = self.elements
         if not isinstance(new, ShardedParameter):
             new = ShardedParameter(old.construction.new(old.what, new.detach()), False)
@@ -191,27 +191,27 @@ class ShardedParameter(Tensor):
         kwargs = kwargs or {}
         if func is aten.detach.default:
             return cls(args[0].elements, requires_grad=False)
-        touched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
-        elements = [x.elements for x in touched]
+        sharded = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        elements = [x.elements for x in sharded]
         construction = elements[0].construction
         if func is aten._to_copy.default:  # dtype or device, for `module.to`
-            construction.only_open([])
+            construction.open_only([])
             kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
             return cls(elements[0].of_share(func(elements[0].share, **kwargs)), requires_grad=False)
-        if construction.is_over:
+        if construction.is_done:
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
                 f"it is sharded, and this rank has 1/{construction.comm.size} of it; wrap the "
                 "module in ZeRO3 before it computes, or call parameter.whole() on every rank"
             )
-        once = list(dict.fromkeys(elements))
-        construction.only_open(once, elements[0] if func in OVERWRITES else None)
+        unique = list(dict.fromkeys(elements))
+        construction.open_only(unique, elements[0] if func in OVERWRITES else None)
         args, kwargs = tree_map_only(cls, lambda x: x.elements.full, (args, kwargs))
         result = func(*args, **kwargs)
-        return next((x for x in touched if x.elements.full is result), result)  # in-place: itself
+        return next((x for x in sharded if x.elements.full is result), result)  # in-place: itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        self.elements.construction.only_open([])
+        self.elements.construction.open_only([])
         elements = self.elements.of_share(self.elements.share.clone())
         memo[id(self)] = copied = ShardedParameter(elements, self.requires_grad)
         return copied

@@ -72,7 +72,7 @@ class WholeState:
     def gradient_of_copy(self, p: nn.Parameter) -> NoReturn:
         raise ValueError(
             f"ZeRO3: a parameter {list(p.shape)} is tied over stages of a pipeline, each of which "
-            "would keep another shard; untie it (as tied=False), or use DDP or a ZeroOptimizer"
+            "would keep a different shard; untie it (tied=False), or use DDP or a ZeroOptimizer"
         )
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
@@ -113,13 +113,13 @@ class WholeState:
         unknown or a shape differs."""
         self._clean_up()
         entries = list(self._entries())
-        every = self.comm.all_gather_object((state is not None, _problem(entries, state)))
-        problem = next((problem for _, problem in every if problem), "")
-        if not every[0][0]:
-            problem = "rank 0 has no state to load; give it there, or on every rank"
+        reports = self.comm.all_gather_object((state is not None, _problem(entries, state)))
+        problem = next((problem for _, problem in reports if problem), "")
+        if not reports[0][0]:
+            problem = "rank 0 has no state to load; pass it there, or on every rank"
         if problem:
             raise ValueError(f"load_full_state_dict: {problem}")
-        from_rank_0 = not all(given for given, _ in every)
+        from_rank_0 = not all(given for given, _ in reports)
         for key, x, flat, index in entries:
             if not isinstance(x, Tensor):
                 continue
@@ -138,9 +138,9 @@ class WholeState:
                     flat.shards[index].view(-1).copy_(part)
 
     def _entries(self) -> "Iterator[Entry]":
-        homes = {id(x): (flat, i) for flat in self._flats for i, x in enumerate(flat.shards)}
+        flat_of = {id(x): (flat, i) for flat in self._flats for i, x in enumerate(flat.shards)}
         for key, x in self.module.state_dict(keep_vars=True).items():
-            yield key, x, *homes.get(id(x), (None, 0))
+            yield key, x, *flat_of.get(id(x), (None, 0))
 
 
 Entry = tuple[str, Any, Flat | None, int]  # key, value; a parameter's flat and index

@@ -40,8 +40,8 @@ class Unit:
         self.frees_itself = False  # its last gradient freed it in the last backward
         self.inputs = self.inputs_back = 0  # in the last forward; with gradients by now
         self.has_run: set[nn.Module] = set()  # members, since the last gather
-        self.awaited: set[Flat] = set()  # with gradients still to come in this backward
-        self.is_gathered = False  # and shown to the modules
+        self.awaited: set[Flat] = set()  # with gradients still expected in this backward
+        self.is_gathered = False  # and installed in the modules
         self.stays = False  # until the end of the pass, for uses outside of the unit
         self._handles: list[Handle | None] | None = None
 
@@ -52,7 +52,7 @@ class Unit:
     def finish_gather(self) -> None:
         self._wait()
         for flat in self.flats:
-            flat.show(flat.gathered)
+            flat.install(flat.gathered)
         self.is_gathered = True
 
     def _wait(self) -> None:
@@ -66,7 +66,7 @@ class Unit:
         self._wait()  # for a gather in flight
         for flat in self.flats:
             if self.is_gathered:
-                flat.show(flat.resting)
+                flat.install(flat.resting)
             flat.full.free()
         self._handles, self.is_gathered = None, False
         self.has_run.clear()
@@ -90,7 +90,7 @@ class Unit:
         for flat in self.flats:
             flat.resting = flat.ungathered if in_pass else flat.shards
             if not self.is_gathered:
-                flat.show(flat.resting)
+                flat.install(flat.resting)
 
 
 class UngatheredParameter(Tensor):

@@ -74,22 +74,22 @@ def check_optimizers() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _owners_of.get(optimizer):
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        owners = WeakSet(x for x in map(owner_of, every) if isinstance(x, WholeState))
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = WeakSet(x for x in map(owner_of, params) if isinstance(x, WholeState))
         if not owners:
             return
         shards = {shard for owner in owners for _, shard in owner._named}
-        if any(isinstance(owner_of(p), WholeState) and p not in shards for p in every):
+        if any(isinstance(owner_of(p), WholeState) and p not in shards for p in params):
             raise ValueError(
                 "ZeRO3: this optimizer has the parameters from before ZeRO3(module) sharded them, "
                 "so its steps would change nothing; create it from model.parameters() afterwards"
             )
-        kind, asked = type(optimizer), signature(type(optimizer)).parameters
-        defaults = {name: x for name, x in optimizer.defaults.items() if name in asked}
+        kind, accepted = type(optimizer), signature(type(optimizer)).parameters
+        defaults = {name: x for name, x in optimizer.defaults.items() if name in accepted}
         constructor: Any = update_wrapper(partial(kind, **defaults), kind)
         for group in optimizer.param_groups:
             options = {key: x for key, x in group.items() if "param" not in key}
-            check_elementwise(constructor, options, every[0].device)
+            check_elementwise(constructor, options, params[0].device)
         # Makes torch's scaler set `found_inf` and call step even where it would skip it.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         _owners_of[optimizer] = owners

@@ -149,8 +149,8 @@ class ZeRO3(WholeState, nn.Module):
             return
         unit.start_gather(async_op=False)
         unit.finish_gather()
-        for coming in self._orders[task is not None].after(unit, self.prefetch):
-            coming.start_gather(async_op=True)
+        for upcoming in self._orders[task is not None].after(unit, self.prefetch):
+            upcoming.start_gather(async_op=True)
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
 
     def _note_backward(self, task: int, unit: Unit | None = None) -> None:

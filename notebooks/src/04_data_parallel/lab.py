@@ -185,15 +185,15 @@ guess_stale
 # The synchronous server. First every gradient is divided, as autograd makes it:
 
 # %%
-show("parallel/parameter_server/synchronous.py:ParameterServer._share")
+show("parallel/parameter_server/synchronous.py:ParameterServer._divide")
 
 # %% [markdown]
-# When backward is over, all ranks call this for each parameter. (`mine` is this rank's gradient; a
+# When backward is over, all ranks call this for each parameter. (`own` is this rank's gradient; a
 # rank whose rows did not need the parameter sends -0.0, which changes no sum.)
 
 # %%
 show(
-    "parallel/parameter_server/synchronous.py:ParameterServer._gathered",
+    "parallel/parameter_server/synchronous.py:ParameterServer._gather_sum",
     since="if not self.is_server",
 )
 
@@ -213,10 +213,10 @@ show("parallel/parameter_server/asynchronous.py:AsyncParameterServer._serve", si
 
 # %% [markdown]
 # `pushes.next` takes the next push as they come, or in an order that you give, so that a run can be
-# repeated. `_may_go_on` is where a bound on staleness would make a worker wait:
+# repeated. `_may_continue` is where a bound on staleness would make a worker wait:
 
 # %%
-show("parallel/parameter_server/asynchronous.py:AsyncParameterServer._may_go_on")
+show("parallel/parameter_server/asynchronous.py:AsyncParameterServer._may_continue")
 
 # %% [markdown]
 # ## 5. Run it

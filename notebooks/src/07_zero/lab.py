@@ -228,7 +228,7 @@ show("parallel/zero/zero.py:ZeroOptimizer._send")
 # In stage 1 that share is a view of all the gradients, which stay:
 
 # %%
-show("parallel/zero/buckets.py:ZeroBucket.receives_in")
+show("parallel/zero/buckets.py:ZeroBucket.receive_buffer")
 
 # %% [markdown]
 # In stage 2 the share has memory of its own, and all the others lose their last reference: `p.grad`
@@ -236,12 +236,12 @@ show("parallel/zero/buckets.py:ZeroBucket.receives_in")
 
 # %%
 show(
-    "parallel/zero/buckets.py:Stage2Bucket.receives_in",
+    "parallel/zero/buckets.py:Stage2Bucket.receive_buffer",
     since="for p in self.parameters:",
 )
 
 # %%
-show("parallel/zero/buckets.py:Stage2Bucket._averages_are_there")
+show("parallel/zero/buckets.py:Stage2Bucket._on_averages_received")
 
 # %% [markdown]
 # No more than two buckets (`max_in_flight`) are under way in stage 2, or a slow wire would make them
@@ -557,7 +557,7 @@ def three_parts(accumulate):
 # - **a** overwrites the share: only the last micro-batch is left.
 # - **b** sends again what it has sent: the other shares of `whole` still hold the first micro-batch
 #   when the second is reduced. labkit's stage 1 keeps whole gradients, too, and fills all shares but
-#   its own with zeros after each reduce-scatter (`ZeroBucket._averages_are_there`).
+#   its own with zeros after each reduce-scatter (`ZeroBucket._on_averages_received`).
 # - **c** divides twice: 111 / 4. `op="mean"` divides, too.
 #
 # And one price that is no bug: stage 2 sends its gradients once for **each** micro-batch. Stage 1

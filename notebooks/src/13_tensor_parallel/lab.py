@@ -263,7 +263,7 @@ show("parallel/common/conjugate.py:reduce_from_ranks")
 # their layers, and puts cut ones in their place:
 
 # %%
-show("parallel/tensor/tensor_parallel.py:_cut_layer", since="for name")
+show("parallel/tensor/tensor_parallel.py:_shard_layer", since="for name")
 
 # %% [markdown]
 # A rank's piece is a part of what all ranks have drawn with the same seed: so any number of ranks
@@ -283,10 +283,10 @@ show("parallel/tensor/layers.py:shard_parameter", since="shape[dim] = ")
 show("models/gpt.py:Attention.heads")
 
 # %% [markdown]
-# The embedding. `_own_of` says which tokens are mine, and which of my rows they are:
+# The embedding. `_local_rows` says which tokens are mine, and which of my rows they are:
 
 # %%
-show("parallel/tensor/layers.py:VocabParallelEmbedding.forward", since="own, mine", until="if self")
+show("parallel/tensor/layers.py:VocabParallelEmbedding.forward", since="rows, is_own", until="if self")
 
 # %% [markdown]
 # Last, dropout. Between f and g each rank has other heads, and should drop other elements. Outside,

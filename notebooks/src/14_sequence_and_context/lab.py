@@ -233,14 +233,14 @@ show("parallel/context/zigzag.py:split_zigzag")
 # hands a block to the loop that computes with it; meanwhile it travels on.
 
 # %%
-show("parallel/context/ring_attention.py:_around")
+show("parallel/context/ring_attention.py:_circulate")
 
 # %% [markdown]
 # Only with its own block does a rank need a mask. Of all others, either all its queries see the early
 # half, or its late queries see the whole. In the order queries, keys, causal or not:
 
 # %%
-show("parallel/context/ring_attention.py:_seen")
+show("parallel/context/ring_attention.py:_visible")
 
 # %% [markdown]
 # Two parts become one. Each out was divided by its own Σ exp(score), which is exp L; so exp(L - L')

@@ -264,7 +264,7 @@ show("parallel/pipeline/pipeline.py:Pipeline._loss_of", since="self._loss +=")
 # steps, summed already, were put aside before the step):
 
 # %%
-show("parallel/pipeline/synchronising.py:WholeGradient.sum_copies")
+show("parallel/pipeline/grad_sync.py:WholeGradient.sum_copies")
 
 # %% [markdown]
 # ## 5. Run it

@@ -260,13 +260,13 @@ def on_mesh(*, scatter_gather=False, **axes):
 # Which parameters are on several stages? These ranks become a group, on every line along pp at once:
 
 # %%
-show("parallel/pipeline/synchronising.py:owners_of", since="ranks:")
+show("parallel/pipeline/grad_sync.py:owners_of", since="ranks:")
 
 # %% [markdown]
 # And after the last backward they add up. (What earlier steps have summed is with the first owner.)
 
 # %%
-show("parallel/pipeline/synchronising.py:WholeGradient.sum_copies", since="parameter =")
+show("parallel/pipeline/grad_sync.py:WholeGradient.sum_copies", since="parameter =")
 
 # %% [markdown]
 # The norm. First the sums of squares, for each group over which something is cut, and for what is

@@ -264,7 +264,7 @@ def test_a_zero_optimizer_is_not_copied_but_its_state_is(stage: int) -> None:
     step_of(model, optimizer, 0)
     optimizer.wait()
     for copied_by in (copy.copy, copy.deepcopy, pickle.dumps, saved):
-        words = "ZeroOptimizer cannot be copied or pickled; make one"
+        words = "ZeroOptimizer cannot be copied or pickled; create one"
         raises((words,), copied_by, optimizer, error=TypeError)
     copies = [copied_by((model, optimizer.state_dict())) for copied_by in (copy.deepcopy, saved)]
     step_of(model, optimizer, 1)

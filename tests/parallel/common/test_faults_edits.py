@@ -289,37 +289,37 @@ def around(layer: nn.Module) -> Any:
     return Custom(forward, layer=layer)
 
 
-HAND = "cut it by hand with ColumnParallelLinear"
+HAND = "shard it by hand with ColumnParallelLinear"
 REFUSED = {
-    "fused gate": (mlp(fused, up=48), "computes something else on a slice"),
+    "fused gate": (mlp(fused, up=48), "computes other values on a slice"),
     "down before up": (low_rank, "by the features between up and down"),
-    "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "something else on a slice"),
+    "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "other values on a slice"),
     "norm": (mlp(lambda m, x: m.down(F.layer_norm(m.up(x), (24,)))), "forward fails on a slice"),
     "norm of what is there": (
-        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "something else on a slice"),
+        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "other values on a slice"),
     "hidden sliced": (mlp(lambda m, x: m.down(F.pad(m.up(x)[..., :12], (0, 12)))), "layer"),
     "hidden added to x": (
         mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than their outputs"),
     "scaled by x": (
         mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than their outputs"),
     "hidden in the output": (
-        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "something else on"),
+        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "other values on"),
     "weight used directly": (
         mlp(lambda m, x: m.down(F.linear(x, m.up.weight, m.up.bias))), "does not call up"),
-    "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "something else"),
-    "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "something else"),
+    "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "other values"),
+    "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "other values"),
     "fixed heads": (
         heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "between q, k, v and out"),
     "heads last": (  # the features of a head do not lie side by side
-        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "something else on a slice"),
-    "tiled groups": (heads(adapt=tiled, kv_heads=2), "something else on a slice"),
+        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "other values on a slice"),
+    "tiled groups": (heads(adapt=tiled, kv_heads=2), "other values on a slice"),
     "slopes of all heads": (
         heads(adapt=lambda m, q, k, v: (q * m.slopes, k, v),
               slopes=nn.Buffer(torch.arange(4.0)[:, None, None])),
         "forward fails on a slice"),
     "norm of all heads": (
-        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "something else on a slice"),
-    "on the first input": (rotary(wrong=True), "something else on a slice"),
+        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "other values on a slice"),
+    "on the first input": (rotary(wrong=True), "other values on a slice"),
     "no forward": (lambda: nn.ModuleDict(dict(mlp(fused)().named_children())), "it has no forward"),
 }  # fmt: skip
 
@@ -334,7 +334,7 @@ def test_a_layer_that_would_compute_something_else_is_refused_by_name(name: str)
     def forward() -> Tensor:
         return tensor_parallel(model, Comm())(torch.randn(2, 3, 8))
 
-    assert str(raises((words, HAND), forward)).startswith("tensor_parallel cannot cut layer, a ")
+    assert str(raises((words, HAND), forward)).startswith("tensor_parallel cannot shard layer, a ")
 
 
 CUT = {
@@ -382,7 +382,7 @@ def test_a_dry_run_refuses_the_same_layers(name: str) -> None:
     def step() -> None:
         tensor_parallel(around(REFUSED[name][0]()), Comm())
 
-    words = "tensor_parallel cannot cut layer"
+    words = "tensor_parallel cannot shard layer"
     raises(words, dry_run, step, ranks=2, step=0, error=Exception)
 
 
@@ -412,7 +412,7 @@ def test_a_hook_on_a_layer_that_is_replaced_is_refused() -> None:
     hooked.layer.up.register_forward_hook(lambda *_: None)
     replaced.layer.up.forward = lambda x: 2 * x
     for model in (hooked, replaced):
-        raises(("layer.up has hooks or a forward of its own",), tensor_parallel, model, Comm())
+        raises(("layer.up has hooks or its own forward",), tensor_parallel, model, Comm())
 
 
 @pytest.mark.parametrize("has", ["tokens", "head", ""])
@@ -422,5 +422,5 @@ def test_a_sequence_that_nothing_cuts_or_joins_is_refused(has: str) -> None:
     model = around(without_biases())
     if has:
         setattr(model, has, nn.Embedding(8, 8) if has == "tokens" else nn.Linear(8, 8))
-    words = "this model lacks one, so ranks would take all of x"
+    words = "this model lacks one, so ranks would mistake all of x"
     raises((words,), tensor_parallel, model, Comm(), sequence=True)

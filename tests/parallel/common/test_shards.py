@@ -119,7 +119,7 @@ def test_a_mark_of_a_third_kind_is_checked_described_and_copied_as_the_others() 
         assert marks_of(weight) == [shard, sequence, expert]
         assert marked_as(weight, piece := torch.zeros(5)) is piece
         assert marks_of(piece) == [shard, sequence, expert]
-        assert ownership._described("w", weight) == described
+        assert ownership._describe("w", weight) == described
     assert marks_of(marked_as(module.bias, torch.zeros(2))) == []
     expert.attach_to(module.bias)
     words = "bias is of an expert over ranks (0, 1)"
@@ -150,7 +150,7 @@ def test_a_mark_that_cannot_be_is_refused() -> None:
 
 def test_ranks_with_different_shards_are_not_replicas() -> None:
     _, shard = layer(0, 1)
-    words = r"weight is cut over ranks \[0, 1\].*DDP\(model, mesh.dp"
+    words = r"weight is sharded over ranks \[0, 1\].*DDP\(model, mesh.dp"
     raises(words, shard.check, "weight", Ranks((0, 1, 2)), averaged=True)
     shard.check("weight", Ranks((0, 2)), averaged=True)
 
@@ -163,7 +163,7 @@ def test_a_strategy_over_the_tensor_ranks_is_refused() -> None:
     mesh = Mesh(dp=2, tp=2)
     for comm in (None, mesh.tp):
         for strategy in (DDP, NaiveDDP, ZeRO3, zero):
-            raises("is cut over ranks", strategy, cut(fresh(), mesh.tp), comm)
+            raises("is sharded over ranks", strategy, cut(fresh(), mesh.tp), comm)
 
 
 @on_each_rank("world2")

@@ -38,7 +38,7 @@ def test_a_strategy_that_leaves_out_context_ranks_is_refused() -> None:
         return strategy(context_parallel(gpt(), mesh.cp), comm)
 
     words = (f"ranks {list(mesh.cp.ranks)} use", 'mesh["dp", "cp"]',
-             f"ranks {list(mesh.dp.ranks)} are not all of them")  # fmt: skip
+             f"ranks {list(mesh.dp.ranks)} do not include all of them")  # fmt: skip
     for strategy in STRATEGIES:
         raises(words, wrap, strategy, mesh.dp)
     for strategy in (DDP, ZeRO3):
@@ -63,8 +63,8 @@ def test_what_tensor_parallelism_cuts_keeps_the_mark() -> None:
     model = tensor_parallel(context_parallel(gpt(), mesh.cp), mesh.tp)
     assert all(SequenceParts(mesh.cp) in marks_of(p) for p in model.parameters())
     assert sum(shard_of(p) is not None for p in model.parameters()) > 5
-    raises("are not all of them", DDP, copy.deepcopy(model), mesh.dp)
-    raises("are not all of them", ZeRO3, model, mesh.dp)
+    raises("do not include all of them", DDP, copy.deepcopy(model), mesh.dp)
+    raises("do not include all of them", ZeRO3, model, mesh.dp)
 
 
 @pytest.mark.parametrize("way", ["ring", "ulysses"])

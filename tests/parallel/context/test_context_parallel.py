@@ -251,8 +251,8 @@ def test_bad_input_says_what_would_do() -> None:
     for call, message in (
         (lambda: sequence_shard(tokens[:, :50], comm), "a sequence of 50 tokens does not split "
          "into 8 equal chunks, two for each of 4 context-parallel ranks; choose a length that "
-         "does, as 48 or 56"),
-        (lambda: positions_of(5, comm), "choose a length that does, as 8 or 16"),
+         "does, such as 48 or 56"),
+        (lambda: positions_of(5, comm), "choose a length that does, such as 8 or 16"),
         (lambda: edited(tokens[:, :3]), "a sequence of 12 tokens does not split into 8 equal"),
         (lambda: core(q, q, q), "a sequence of 20 tokens does not split into 8 equal chunks"),
         (lambda: core(q, q[:, :1], q), "do not fit together"),
@@ -260,9 +260,9 @@ def test_bad_input_says_what_would_do() -> None:
          "model's context of 64; pass each rank its sequence_shard(tokens, comm), not all tokens"),
         (edit(edited, "ulysses"), "context-parallel already"),
         (edit(gpt(), "ulysses"), "Ulysses: 6 heads do not divide over 4 context-parallel ranks; "
-         '1 or 2 or 3 or 6 would do, and way="ring" takes any number of heads'),
+         'use 1 or 2 or 3 or 6, or way="ring", which takes any number of heads'),
         (edit(gpt(heads=12, kv_heads=3), "ulysses"), "3 key-value heads do not divide over 4 "
-         "context-parallel ranks; 1 or 3 would do"),
+         "context-parallel ranks; use 1 or 3"),
         (edit(untouched), 'way="ring" has no dropout inside attention, and this model\'s is 0.1'),
         (edit(recomputed), "call context_parallel first, then Recompute"),
         (edit(nn.Linear(2, 2)), "Linear has no module attn.core"),

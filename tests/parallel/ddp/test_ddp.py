@@ -84,11 +84,11 @@ def test_accumulation_that_is_left_early_sends_again() -> None:
     model = DDP(nn.Linear(1, 1))
     for _ in model.accumulate([1, 2, 3]):
         break
-    assert model._synchronise
+    assert model._synchronize
     with model.no_sync():
         with model.no_sync():
             pass
-        assert not model._synchronise, "the inner block does not end the outer one"
+        assert not model._synchronize, "the inner block does not end the outer one"
     assert list(model.accumulate([])) == []
 
 

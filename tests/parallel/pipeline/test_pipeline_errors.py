@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make(stages(4)), "1f1b has one chunk of the model"),
     "a model instead of stages": (
         lambda: make(gpt()),
-        "stages is a GPT; give a list of modules, one for each stage, as split(model, 2) makes it"),
+        "stages is a GPT; pass a list of modules, one per stage, as split(model, 2) returns"),
     "no module": (
         lambda: make([nn.Tanh(), torch.tanh]), "stage 1 is a builtin_function_or_method"),
     "an unknown schedule": (
@@ -137,9 +137,9 @@ def with_more() -> nn.Module:
     (lambda: split(gpt(2), 3), "3 stages cannot be made from 2 blocks"),
     (lambda: split(stages(2), 3, [1, 1]), "stages=3 but 2 layers"),
     (lambda: split(stages(2), 0), "0 stages cannot be made from 2 layers"),
-    (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); give one for each"),
+    (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); pass one per layer"),
     (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of a Linear"),
-    (lambda: split(with_more(), 2), "but not where its extra run"),
+    (lambda: split(with_more(), 2), "but not its extra; pass"),
     (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
     (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
     (lambda: PacedStage(1, 2, 0.5, 0.5), "do not add up to backward_s=2"),
@@ -183,7 +183,7 @@ ON_A_RANK: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         "stage 1 (rank 1), micro-batch 0: loss_fn returned [2, 3]; it must return a scalar"),
     "targets of other rows": (
         lambda: make(stages()).step(X, X[:3]), (1,),
-        "rank 1 has the last stage and computes the loss, but y is of 3 rows and x of 4 rows"),
+        "rank 1 has the last stage and computes the loss, but y has 3 rows and x has 4 rows"),
     "a parameter frozen meanwhile": (
         a_parameter_frozen_meanwhile, (0, 1), "weight was frozen after the module was wrapped"),
     "other batches": (
@@ -226,7 +226,7 @@ def test_a_message_that_does_not_come_is_named() -> None:
                 pipe.step(X, X)
             return
         words = ("stage 0 (rank 0) waited for the gradient of micro-batch 0 from stage 1 (rank 1), "
-                 "and it did not come: recv failed")  # fmt: skip
+                 "which did not arrive: recv failed")  # fmt: skip
         raises((words,), pipe.step, X, X, error=CommError)
         words = "the last step of this pipeline failed"
         raises((words,), pipe.step, X, X, error=RuntimeError)
@@ -238,5 +238,5 @@ def test_a_message_that_does_not_come_is_named() -> None:
 def test_the_error_of_a_stage_keeps_its_cause() -> None:
     stage = VirtualStage(nn.Linear(3, 3), 2, 1, [Action("forward", 4)], False, None, None)
     words = "stage 2 (rank 1), micro-batch 4"
-    error = raises((words,), stage.do, Action("forward", 4), torch.ones(1, 2), error=StageError)
+    error = raises((words,), stage.run, Action("forward", 4), torch.ones(1, 2), error=StageError)
     assert isinstance(error.__cause__, RuntimeError)

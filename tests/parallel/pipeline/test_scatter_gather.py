@@ -240,15 +240,15 @@ def other_data() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "cut_sequence": (
         lambda: piped_over(gpt_on(mesh := MESH(), sequence=True), mesh, mesh.tp),
-        "is cut along the sequence (sequence=True), so each rank has a part of its own"),
+        "is sharded along the sequence (sequence=True), so each rank already"),
     "parts_of_sequences": (
         parts_of_sequences, "have parts of one sequence (context_parallel); leave it out"),
     "stages_of_the_pipeline": (
         lambda: piped_over(layers(3), mesh := MESH(), mesh.pp),
-        "have other stages of this pipeline"),
+        "have different stages of this pipeline"),
     "other_ranks_than_the_cut": (
         lambda: other_ranks_than_the_cut(MESH()),
-        "are cut over ranks [0, 1], and it is over [0, 3]; give mesh.tp"),
+        "are sharded over ranks [0, 1], not [0, 3]; pass mesh.tp"),
     "not_on_all_stages": (
         lambda: piped_over(layers(3), mesh := MESH(), mesh.tp if mesh.pp.rank < 2 else None),
         "scatter_gather is not given on rank 2 of the pipeline, but rank 0 of 2 on"),
@@ -264,8 +264,8 @@ def test_shards_over_other_ranks_are_named_before_parts_of_sequences() -> None:
         stage = nn.Linear(3, 4)
         SequenceParts(cp).attach_to(getattr(stage, first))
         mark_shard(getattr(stage, second), Shard(tp, 0, 0, 4, 8))
-        expected = "parameters are cut over ranks [0, 1], and it is over [0, 3]; give mesh.tp"
-        assert scatter_gather._wrong(cp, pp, [stage]) == expected
+        expected = "parameters are sharded over ranks [0, 1], not [0, 3]; pass mesh.tp"
+        assert scatter_gather._mismatch(cp, pp, [stage]) == expected
 
 
 @pytest.mark.slow

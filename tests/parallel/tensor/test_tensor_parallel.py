@@ -225,7 +225,7 @@ def test_heads_that_do_not_divide() -> None:
         ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*a divisor of 4"),
     ):
         raises(words, tensor_parallel, model_of(**changes), Comm())
-    words = r" 10 long.* 3 ranks; choose a multiple of 3, as 9 or 12$"
+    words = r" 10 long.* 3 ranks; choose a multiple of 3, such as 9 or 12$"
     raises(words, ColumnParallelLinear, 4, 10, Comm())
     raises(words, RowParallelLinear, 10, 4, Comm())
 
@@ -233,8 +233,8 @@ def test_heads_that_do_not_divide() -> None:
 @on_each_rank("world2")
 def test_what_cannot_be_cut() -> None:
     model, whole = tensor_parallel(model_of(), Comm()), nn.Sequential(nn.Linear(2, 2))
-    raises(("blocks.0.attn.q is cut over 2 ranks already",), tensor_parallel, model, Comm())
-    words = "Sequential has nothing that tensor_parallel knows to cut"
+    raises(("blocks.0.attn.q is already sharded over 2 ranks",), tensor_parallel, model, Comm())
+    words = "Sequential has no layer that tensor_parallel can shard"
     raises(words, tensor_parallel, whole, Comm())
     model = tensor_parallel(model_of(), Comm(), sequence=True)
     words = "11 long, which does not divide over 2 ranks.*10 or 12"

@@ -61,7 +61,7 @@ def test_parameters_that_would_not_stay_one_or_whole_are_refused() -> None:
     second.weight = first.weight
     for model, words in (
         (inside, "blocks.0.attn.core.norm.weight is a parameter"),
-        (tied, "were one parameter and would be cut into several"),
+        (tied, "are tied and would be sharded separately"),
     ):
         raises((words,), tensor_parallel, model, Comm())
 

@@ -203,7 +203,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name() -> None:
     whole = [getattr(torch.optim, n, None) for n in ("LBFGS", "SparseAdam", "Muon")]
     for cls, reason in (
         (CountsInItsGroup, "its step changes the option"),
-        (torch.optim.Adafactor, "on two pieces of a matrix"),
+        (torch.optim.Adafactor, "its update of a matrix"),
         *((cls, "") for cls in (*filter(None, whole), ByNorm)),
     ):
         for make in (cls, lambda params, cls=cls: cls(params)):

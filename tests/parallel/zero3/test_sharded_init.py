@@ -268,7 +268,7 @@ def shares_memory_with_the_whole(self: Elements) -> None:
 
 
 def never_gathers(self: Elements) -> torch.Tensor:
-    return self.like_whole().zero_()
+    return self.empty_whole().zero_()
 
 
 def forgets_views() -> Any:
@@ -284,7 +284,7 @@ def forgets_views() -> Any:
 BUILT = (check_built_as_by_one, "awkward", True)
 FAULTS = [
     Mutation(
-        instead("never_closes", init.Construction, "only_open", never_closes), check_one_at_a_time),
+        instead("never_closes", init.Construction, "open_only", never_closes), check_one_at_a_time),
     *(Mutation(instead(fault.__name__, Elements, name, fault), *BUILT)
       for name, fault in (
           ("close", closes_with_the_share_of_another),

@@ -8,20 +8,20 @@ Replicas of a stage average their gradients. A pipeline runs many backwards in a
     ZeRO-3                        F0 B0 F1 B1 F2 B2 in each          3m (d-1)/d G
 
 ZeRO-2 and 3 keep no full gradients or weights, so they send whenever these are computed or used.
-DeepSpeed's PipelineEngine refuses both; labkit refuses what would be wrong or even slower: deferred
+DeepSpeed's PipelineEngine rejects both; labkit rejects what would be wrong or even slower: deferred
 weight gradients with either, a tied embedding in ZeRO-3, updates without a flush with any of them.
 
 A tied parameter, such as an embedding that is also the head, is on several stages:
 
-    stage 0   embed ─ ...          dE from looking tokens up      ╲
-    stage 3   ... ─ head           dE from scoring tokens         ╱  one all-reduce of the two ranks
+    stage 0   embed ─ ...          dE from the token lookup       ╲
+    stage 3   ... ─ head           dE from the logits             ╱  one all-reduce of the two ranks
 
 Copies start equal and take the same steps with the same sum. On a mesh, there is one group of
 owners, an embedding group, per data- and tensor-parallel index:
 
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
 
-    travels     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
+    traffic     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
                 with a ZeroOptimizer, which gives it its own bucket, 1/dp of that
 
 Legend: d replicas, m micro-batches, G bytes of the stage's gradients; sent by a rank in a step.
@@ -67,7 +67,7 @@ def wrapped(
 
 
 def last_backward(actions: Iterable[Action], stages: Sequence[Any]) -> Action | None:
-    """The last action that gives a parameter its gradient; None without one."""
+    """The last action that adds to a parameter's gradient; None without one."""
     trains = [any(p.requires_grad for p in stage.module.parameters()) for stage in stages]
     backwards = [a for a in actions if a.phase in ("backward", "weight") and trains[a.chunk]]
     return backwards[-1] if backwards else None
@@ -127,7 +127,7 @@ class Tied:
 
 
 class WholeGradient:
-    """A tied parameter's gradient that each rank holds whole, as without ZeRO."""
+    """The unsharded gradient of a tied parameter, as without ZeRO."""
 
     def __init__(self, parameter: nn.Parameter, group: Any):
         self.parameter, self.is_first = parameter, group.rank == 0
@@ -148,16 +148,16 @@ def check_ties(
     stages: Sequence[nn.Module], owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm
 ) -> None:
     """Raises ValueError, on all ranks, if a tied parameter is in a ZeRO3, here or in another stage:
-    each owner would have other shards of it."""
-    own = ""
+    each owner would have a different shard."""
+    problem = ""
     for index, stage in enumerate(stages):
         parameters = {*stage.parameters()}
         for name, p in stage.named_parameters():
             owner = owner_of(p)
-            strange = isinstance(owner, nn.Module) and parameters.isdisjoint(owner.parameters())
-            if shards_parameters(owner) and (p in owners or strange):
-                own = own or f"{name} {list(p.shape)} of stage {index}"
-    for tied in comm.all_gather_object(own):
+            elsewhere = isinstance(owner, nn.Module) and parameters.isdisjoint(owner.parameters())
+            if shards_parameters(owner) and (p in owners or elsewhere):
+                problem = problem or f"{name} {list(p.shape)} of stage {index}"
+    for tied in comm.all_gather_object(problem):
         if tied:
             raise ValueError(
                 f"{tied} is tied over stages, but one of them is in ZeRO3, which keeps a "
@@ -175,23 +175,23 @@ def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
 
 
 class Owners:
-    """Some ranks of a part of the world, which cannot make a group without the others: each owner
-    sends to each. (Two send as much as in an all-reduce.)"""
+    """Some ranks of a comm over part of the world, which cannot create subgroups: each owner sends
+    to every other. (Two owners send as much as in an all-reduce.)"""
 
     def __init__(self, ranks: tuple[int, ...], comm: Comm):
         self.ranks, self.comm, self.rank = ranks, comm, ranks.index(comm.rank)
 
     def broadcast(self, x: Tensor, src: int) -> None:
-        x.copy_(self._of_all(x)[src])
+        x.copy_(self._exchange(x)[src])
 
     def all_reduce(self, x: Tensor) -> None:
-        x.copy_(torch.stack(self._of_all(x)).sum(0))  # in the same order everywhere
+        x.copy_(torch.stack(self._exchange(x)).sum(0))  # in the same order everywhere
 
-    def _of_all(self, x: Tensor) -> list[Tensor]:
+    def _exchange(self, x: Tensor) -> list[Tensor]:
         others = [rank for rank in self.ranks if rank != self.comm.rank]
-        room = {rank: torch.empty_like(x) if rank in others else x for rank in self.ranks}
-        handles = [self.comm.irecv(room[rank], rank, TAG) for rank in others]
+        copies = {rank: torch.empty_like(x) if rank in others else x for rank in self.ranks}
+        handles = [self.comm.irecv(copies[rank], rank, TAG) for rank in others]
         handles += [self.comm.isend(x, rank, TAG) for rank in others]
         for handle in handles:
             handle.wait()
-        return list(room.values())
+        return list(copies.values())

@@ -7,7 +7,7 @@ from types import EllipsisType
 from typing import Any
 
 from labkit.course.findings import CheckFailed, brief, kind
-from labkit.predict.tables import Number, Table, label, written
+from labkit.predict.tables import Number, Table, in_full, label
 
 
 def predict(*unnamed: Any, **numbers: Any) -> "Prediction":
@@ -47,7 +47,7 @@ class Prediction:
 
     def __repr__(self) -> str:
         return "predicted: " + ", ".join(
-            f"{label(n)} = {written(v)}" for n, v in self.numbers.items()
+            f"{label(n)} = {in_full(v)}" for n, v in self.numbers.items()
         )
 
     def beside(self, heading: str = "measured", /, **measured: Number) -> Table:
@@ -62,7 +62,7 @@ class Prediction:
         return Table(
             ("", "predicted", heading, ""),
             [
-                (label(n), written(p), written(measured[n]), _verdict(p, measured[n], heading))
+                (label(n), in_full(p), in_full(measured[n]), _verdict(p, measured[n], heading))
                 for n, p in self.numbers.items()
             ],
         )

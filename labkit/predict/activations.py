@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
-from labkit.predict.tables import Table, rounded, with_commas
+from labkit.predict.tables import Table, in_full, rounded
 
 RECOMPUTED = ("none", "selective", "full")
 STATISTICS = "statistics of the norms"  # 8sb or 16sb, which the formula leaves out
@@ -177,11 +177,11 @@ class Bill:
     @property
     def table(self) -> Table:
         rows = [
-            (line.term, line.per_sbw, rounded(line.formula_bytes), with_commas(line.measured_bytes),
+            (line.term, line.per_sbw, rounded(line.formula_bytes), in_full(line.measured_bytes),
              "✓ equal" if line.formula_bytes == line.measured_bytes else "")
             for line in self.lines
         ]  # fmt: skip
-        sums = ("in all", "", rounded(self.formula_bytes), with_commas(self.measured_bytes), "")
+        sums = ("in all", "", rounded(self.formula_bytes), in_full(self.measured_bytes), "")
         heads = ("kept", "× sbw", "formula (bytes)", "measured (bytes)", "")
         return Table(heads, [*rows, sums])
 

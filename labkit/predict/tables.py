@@ -67,16 +67,16 @@ def label(name: str) -> str:
     return label.replace("_", " ")
 
 
-def with_commas(number: Number) -> str:
-    """As text with commas, and a whole float without ".0"."""
+def in_full(number: Number) -> str:
+    """With commas and all digits, and a whole float without ".0"."""
     whole = isinstance(number, float) and number.is_integer()
     return f"{int(number) if whole else number:,}"
 
 
 def rounded(number: Number) -> str:
-    """As `with_commas`, but fractions rounded to four digits."""
+    """As `in_full`, but fractions rounded to four digits."""
     if isinstance(number, int) or number.is_integer():
-        return with_commas(number)
+        return in_full(number)
     return f"{number:,.0f}" if 1e4 <= abs(number) < float("inf") else f"{number:.4g}"
 
 

@@ -284,7 +284,7 @@ def test_a_folder_without_a_checkpoint_is_refused(world2: World, tmp_path: Path)
     assert "it is not a checkpoint" in refused(world2, load, tmp_path)
     world2.run(save, tmp_path, 1)
     (tmp_path / "latest").write_text("step_00000009\n")
-    assert "are there: step_00000001" in refused(world2, load, tmp_path)
+    assert "finished checkpoints: step_00000001" in refused(world2, load, tmp_path)
     (tmp_path / "latest").unlink()
     assert "load one of its checkpoints: step_00000001" in refused(world2, load, tmp_path)
     assert world2.run(load, tmp_path / "step_00000001") == [(1, 1.0)] * 2

@@ -683,7 +683,7 @@ def test_an_edit_changes_no_name_and_can_be_taken_back() -> None:
     with Recompute(model):
         assert list(model.state_dict()) == names
         assert all(hasattr(block.forward, "runs_again_in_backward") for block in model.blocks)
-        raises("this Block is recomputed already", Recompute, model, blocks=model.blocks[1:])
+        raises("this Block is already recomputed", Recompute, model, blocks=model.blocks[1:])
     assert [block.forward for block in model.blocks] == forwards
     assert "forward" not in vars(model.blocks[0])
 

@@ -17,6 +17,8 @@ GONE = {  # names and options that are no longer there, with the reason
     ),
     "  Pipeline.step(self, x: torch.Tensor, y: torch.Tensor, scaler: GradScaler | None = None) -> "
     "torch.Tensor | None": "takes the same: a GradScaler is a LossScaler",
+    "progress(things: collections.abc.Iterable[~T], label: str = '', total: int | None = None) -> "
+    "collections.abc.Iterator[~T]": "takes the same: its first argument is called `items`",
     "labkit compare --lr default=0.003 limits=[None, None, False]": "0.001: no spike of the loss",
     "labkit run --lr default=0.003 limits=[None, None, False]": "0.001: no spike of the loss",
 }

@@ -41,12 +41,12 @@ class Channel:
 
     def recv(self) -> Any:
         """Wait for the next message and return it."""
-        (count,) = LENGTH.unpack(self._exactly(LENGTH.size))
-        lengths = [LENGTH.unpack(self._exactly(LENGTH.size))[0] for _ in range(count)]
-        data, *buffers = [self._exactly(length) for length in lengths]
+        (count,) = LENGTH.unpack(self._recv_exactly(LENGTH.size))
+        lengths = [LENGTH.unpack(self._recv_exactly(LENGTH.size))[0] for _ in range(count)]
+        data, *buffers = [self._recv_exactly(length) for length in lengths]
         return pickle.loads(data, buffers=buffers)
 
-    def _exactly(self, length: int) -> bytearray:
+    def _recv_exactly(self, length: int) -> bytearray:
         data = bytearray(length)
         view, have = memoryview(data), 0
         while have < length:
@@ -99,5 +99,5 @@ def connect(address: Any, hello: bytes) -> socket.socket:
         sock.connect(address)
         sock.sendall(hello)
     except OSError as error:
-        raise EOFError(f"the driver does not listen: {error}") from None
+        raise EOFError(f"the driver is not listening: {error}") from None
     return sock

@@ -1,7 +1,7 @@
 """Detects hung ranks from the board.
 
-A wait cannot end if a rank that it needs has returned, is not in the run, or waits in vain itself
-(a cycle). Otherwise the timeout decides.
+A wait cannot end if a rank that it needs has returned, is not in the run, or is itself stuck (a
+cycle). Otherwise the timeout decides.
 """
 
 import os
@@ -49,14 +49,14 @@ class Watch:
     def __init__(self, board: Board, timeout_s: float, targets: Iterable[int]):
         self.board, self.timeout_s, self.targets = board, timeout_s, set(targets)
         self._suspect: tuple[Verdict, dict[int, Note]] | None = None
-        self._suspect_since_s = self._looked_s = 0.0
+        self._suspect_since_s = self._checked_s = 0.0
 
-    def look(self, running: set[int]) -> Verdict | None:
+    def check(self, running: set[int]) -> Verdict | None:
         """The diagnosis after it has held for `settle_s`, else None; `running`: active ranks."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < self.every_s:
+        if now_s - self._checked_s < self.every_s:
             return None
-        self._looked_s = now_s
+        self._checked_s = now_s
         waits: dict[int, Note] = {}  # each rank's longest wait
         for rank in sorted(running):
             if notes := self.board.notes(rank, (WAITED_FOR,)):
@@ -93,7 +93,7 @@ class Watch:
             absent = [other for other in gone if other not in self.targets]
             if absent:
                 are = "is" if len(absent) == 1 else "are"
-                why = f"{are} not in this run, and {ranks_text([rank])} waits for them."
+                why = f"{are} not in this run, but {ranks_text([rank])} waits for them."
                 return Verdict(f"{ranks_text(absent)} {why}", tuple(absent))
             if gone:
                 why = f"returned without calling what {ranks_text([rank])} waits for."
@@ -114,18 +114,18 @@ def positions(
     notes = {rank: board.notes(rank, (WAITED_FOR, FAILED)) for rank in range(board.size)}
     free = [rank for rank in notes if rank in running and not notes[rank]]
     stacks = _stacks({rank: (pids[rank], folder / f"stack{rank}") for rank in free})
-    found = {}
+    where = {}
     for rank in notes:
         if rank not in targets:
-            where = "is not in this run"
+            place = "is not in this run"
         elif rank not in running:
-            where = "has returned"
+            place = "has returned"
         elif notes[rank]:
-            where = f"waits in {notes[rank][0].sentence()}"
+            place = f"waits in {notes[rank][0].sentence()}"
         else:
-            where = f"is in no operation of a Comm; it {stacks.get(rank, 'is at an unknown line')}"
-        found[rank] = where
-    return found
+            place = f"is in no Comm operation; it {stacks.get(rank, 'is at an unknown line')}"
+        where[rank] = place
+    return where
 
 
 def last_operation(board: Board, rank: int) -> str:
@@ -141,7 +141,7 @@ def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
     if not hasattr(signal, "SIGUSR1"):
         return {}
     before: dict[int, int] = {}
-    found: dict[int, str] = {}
+    lines: dict[int, str] = {}
     for rank, (pid, file) in living.items():
         try:
             before[rank] = file.stat().st_size
@@ -154,14 +154,14 @@ def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
             try:
                 text = living[rank][1].read_text(errors="replace")[before[rank] :]
             except OSError:  # the world's folder is being removed
-                return found
+                return lines
             if _LOOP in text or text.endswith("...\n"):  # complete, or truncated by faulthandler
                 program = (  # innermost first
                     f"is at {Path(file).name}:{line} in {name}"
                     for file, line, name in _FRAME.findall(text)
                     if not file.startswith((*_LIBRARIES, "<string>", "<frozen"))
                 )
-                found[rank] = next(program, "is inside a library")
+                lines[rank] = next(program, "is inside a library")
                 del before[rank]
         time.sleep(0.005)
-    return found
+    return lines

@@ -22,7 +22,7 @@ from typing import Any
 from labkit.runtime.channel import Channel, ready
 from labkit.runtime.rank import Spec
 
-PIECE_S = 0.05  # to poll: another thread may receive the message that ends a wait
+POLL_S = 0.05  # to poll: another thread may receive the message that ends a wait
 KILL_PATIENCE_S = 5.0
 
 
@@ -82,10 +82,10 @@ class ForkServer:
                 ForkServer._only = only = ForkServer(early)
             return only
 
-    def answer_for(self, folder: str) -> None:
-        """Have the server delete this folder when the driver is gone."""
+    def delete_at_end(self, folder: str) -> None:
+        """Have the server delete this folder once the driver is gone."""
         with suppress(EOFError):  # `start` reports it better
-            self._send("answer for", folder)
+            self._send("delete at end", folder)
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
         """Start these ranks and return their process ids; calls `tick` while waiting."""
@@ -93,15 +93,15 @@ class ForkServer:
         try:
             self._send("fork", (number, specs))
             while number not in self._replies:
-                ready([self._channel], PIECE_S)
+                ready([self._channel], POLL_S)
                 tick()
                 self.ends()
         except EOFError:
             self.close()
             raise RuntimeError(
-                "the server that ranks are forked from ended with status "
-                f"{self._process.returncode}. Its own error, if it had one, is above; check "
-                "that `import labkit.runtime.world` works."
+                "the server that forks the ranks ended with status "
+                f"{self._process.returncode}. Its error, if any, is printed above; check that "
+                "`import labkit.runtime.world` works."
             ) from None
         except BaseException:
             with suppress(EOFError):
@@ -111,7 +111,7 @@ class ForkServer:
         if refusal:
             self.kill(pids)
             self.forget(pids)
-            raise RuntimeError(f"the system did not start {len(specs)} processes: {refusal}")
+            raise RuntimeError(f"the system could not start {len(specs)} processes: {refusal}")
         return pids
 
     def ends(self) -> dict[int, End]:
@@ -149,7 +149,7 @@ class ForkServer:
             while not self.ends().keys() >= set(pids):
                 if time.monotonic() > until_s:
                     return False
-                ready([self._channel], PIECE_S)
+                ready([self._channel], POLL_S)
         return True
 
     def forget(self, pids: list[int]) -> None:
@@ -175,7 +175,7 @@ class Spawner:
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def answer_for(self, folder: str) -> None:
+    def delete_at_end(self, folder: str) -> None:
         """Nothing to do: the ranks delete the folder when the driver is gone."""
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:

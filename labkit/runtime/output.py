@@ -1,4 +1,4 @@
-"""Shows what the ranks print, live and labelled by rank, in the cell or terminal of the driver.
+"""Shows what the ranks print, live and labeled by rank, in the cell or terminal of the driver.
 
 A terminal gets lines in order of arrival. A notebook gets one output, redrawn during the run and
 grouped by rank at its end; very long output is truncated there, as it would freeze the page.
@@ -23,7 +23,7 @@ class RankOutput:
         utf8 = codecs.getincrementaldecoder("utf-8")
         self._decoders = [utf8("replace") for _ in range(size)]  # a character may span two reads
         self._open = [""] * size  # the unfinished line of each rank
-        self._page = _Page(size) if in_notebook() else None
+        self._page = _Display(size) if in_notebook() else None
 
     def feed(self, rank: int, data: bytes) -> None:
         """Add output of rank `rank`. A carriage return restarts the line, so progress bars work."""
@@ -58,7 +58,7 @@ class RankOutput:
             self._page.close()
 
 
-class _Page:
+class _Display:
     """One output of a notebook, redrawn in place."""
 
     def __init__(self, size: int):

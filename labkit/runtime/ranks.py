@@ -44,13 +44,13 @@ class Ranks:
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []
         folders: set[str] = set()
-        self._cleanup = weakref.finalize(self, _abandon, folders, self.owner, self.ends)
+        self._cleanup = weakref.finalize(self, _disconnect, folders, self.owner, self.ends)
         try:
             self.starter: Starter = starter(world._start_with)
 
             def register(folder: str) -> None:
                 folders.add(folder)
-                self.starter.answer_for(folder)
+                self.starter.delete_at_end(folder)
 
             self.folder, self.shared = new_folder(register), ""
             if world.transport == "shm":
@@ -86,7 +86,7 @@ class Ranks:
                 talking = ready([sock, *pending], TICK_S)
                 tick()
                 if not talking:  # only now: a rank that has died may have sent the reason
-                    self._look_after(until_s)
+                    self._check_startup(until_s)
                 for end in talking:
                     if isinstance(end, Channel):
                         _check_ready(pending.pop(end), end)
@@ -103,9 +103,9 @@ class Ranks:
                         pending[Channel(caller)] = rank
         self.controls = [Channel(streams[rank, CONTROL]) for rank in range(world.size)]
         self.outputs = [streams[rank, OUTPUT] for rank in range(world.size)]
-        self._look_after(until_s)
+        self._check_startup(until_s)
 
-    def _look_after(self, until_s: float) -> None:
+    def _check_startup(self, until_s: float) -> None:
         """Raises RankError if a rank has died during startup or `until_s` has passed."""
         ends = self.starter.ends()
         dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
@@ -190,7 +190,7 @@ def _check_ready(rank: int, channel: Channel) -> None:
             raise RankError(text, "raised", (rank,))
 
 
-def _abandon(folders: set[str], owner: int, ends: list[socket.socket]) -> None:
+def _disconnect(folders: set[str], owner: int, ends: list[socket.socket]) -> None:
     """Close the connections, which ends the ranks, and remove the folders."""
     for end in ends:
         end.close()

@@ -1,7 +1,7 @@
 """The warm server: a process that has imported torch and labkit, and forks ranks on request.
 
 A forked rank imports nothing and shares the server's memory: it starts within tens of milliseconds
-and takes a fifth of the memory. Slow imports that only some ranks need happen in the first quiet
+and needs a fifth of the memory. Slow imports that only some ranks need happen in the first quiet
 moment, for later ranks; in a notebook, which starts the server early, before the first ranks. The
 server never touches CUDA, which does not survive a fork. When the driver's end of the socket
 closes, for whatever reason, the server kills its ranks, removes their folders and exits.
@@ -53,7 +53,7 @@ def main(fd: int, early: bool = False) -> None:
                 _report_ends(driver, children)
             if driver in talking:
                 kind, body = driver.recv()
-                if kind == "answer for":
+                if kind == "delete at end":
                     folders.add(body)
                 elif kind == "cancel":
                     for pid in [pid for pid, number in children.items() if number == body]:

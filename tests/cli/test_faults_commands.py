@@ -43,7 +43,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "schedule nosuch": "schedule 'nosuch': choose one of naive, gpipe",
     "replay RUN --on nosuch": "no cluster 'nosuch'; there are h200-node",
     "nccl-log --example nope": "no example 'nope'; there are",
-    "plan --model nope --cluster selene --batch 8": "no model 'nope'; there are megatron-1.7b",
+    "plan --model nope --cluster selene --batch 8": "no model 'nope'; choose one of megatron-1.7b",
     "plan --model gpt3-175b --cluster nope --batch 8": "no cluster 'nope'",
     "bench data-parallel --only nope": "no strategy 'nope' is timed; choose from ddp, zero-1",
     "bench data-parallel --transport nope": "transport='nope'",
@@ -93,7 +93,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     f"{PLAN} --microbatch 0": "microbatch=0",
     f"{PLAN} --top 0": limit(1),
     f"{PLAN} --max-memory nan": "max_memory_bytes=nan",
-    f"{PLAN} --max-memory -1": "take more than 0",
+    f"{PLAN} --max-memory -1": "choose more than 0",
     f"{PLAN} --max-memory 500": "NVIDIA A100 SXM4 80 GB has 8e+10",
     "plan --model gpt3-175b --cluster selene --batch 0": limit(1),
     "bench data-parallel --turns 0": limit(3),
@@ -151,7 +151,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "schedule interleaved --stages 3 --microbatches 4": "choose a multiple of 3",
     "schedule 1f1b --chunks 2": "for several, use interleaved",
     f"{PLAN} --tp 3": "no layout of 64 ranks",
-    f"{PLAN} --zero 3": "a plan knows 0 or 1",
+    f"{PLAN} --zero 3": "zero=3: choose 0 or 1",
     f"{PLAN} --fits --largest": "give one of them",
     "plan --width 100 --cluster selene --batch 64": "needs --depth and --heads",
     f"{SIZES} --width 100 --depth 4 --heads 3": "does not divide over heads=3",
@@ -355,7 +355,7 @@ def test_problems_of_a_cluster_file_are_printed_as_they_are(
     )
     options = f"--clusters {tmp_path}/mine.toml --on [/x] --on selene --measured"
     shown = command(f"replay {run_folder} {options}", env={"COLUMNS": "1000"})
-    assert "not on [/x]: 2 ranks are to run on [nope]\\x1b[31m" in shown
+    assert "not on [/x]: 2 ranks do not fit on [nope]\\x1b[31m" in shown
 
 
 def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> None:

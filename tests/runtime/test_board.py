@@ -57,7 +57,7 @@ def test_the_second_to_come_sees_the_difference_and_names_everybody(pages: list[
     words = (
         "disagree about collective 1 of group default",
         "rank 0: all_reduce(sum) float32 [4]  at lesson.py:3 in train",
-        "rank 1: has not come to it yet",
+        "rank 1: has not called it yet",
         "rank 2: broadcast(src=0) float32 [4]",
     )
     refused(pages[2], note(1, "broadcast(src=0) float32 [4]"), words)

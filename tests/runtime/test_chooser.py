@@ -78,7 +78,7 @@ def test_bad_names_in_the_environment_are_errors_that_list_the_good_ones(
 
 def test_bad_names_in_a_call_are_errors() -> None:
     choose = Chooser(3).choose
-    gloos = "gloo's own all-reduce serves float32 and float64, no mean"
+    gloos = "gloo's own all-reduce has only float32 and float64, no mean"
     raises("has no algorithm 'best'; choose one of", choose, "all_reduce", 1, True, "best")
     raises(gloos, choose, "all_reduce", 1, False, "gloo")
     power = "needs a power of two of ranks, not 3; choose one of"
@@ -95,7 +95,7 @@ def test_the_explanation_has_the_threshold_and_the_source_of_the_table() -> None
     )
     assert "says gloo from 1000 bytes on. The" in str(chooser.explain("all_reduce", 5000, True))
     said = str(chooser.explain("all_reduce", 5000, own_can=False))
-    assert said.startswith("all_reduce by ring") and "cannot serve here: ring in its stead" in said
+    assert said.startswith("all_reduce by ring") and "cannot serve here, so ring is used" in said
     for collective in ALGORITHMS:  # it says what is done, always
         for nbytes in (0, 100, 1000):
             choice = chooser.explain(collective, nbytes)
@@ -179,7 +179,7 @@ def test_names_that_cannot_serve_are_refused_before_anything_moves() -> None:
     shapes = re.escape("ring_exchange: out is float32 [3], but x is float32 [4]; make them equal")
     with listen() as events:
         raises("choose one of naive, tree", comm.all_reduce, x, algorithm="best")
-        raises("serves float32 and float64", comm.all_reduce, x.long(), algorithm="gloo")
+        raises("has only float32 and float64", comm.all_reduce, x.long(), algorithm="gloo")
         raises("choose one of flat, tree, chain", comm.broadcast, x, algorithm="ring")
         raises(shapes, comm.ring_exchange, x, torch.ones(4))
     assert not events

@@ -494,4 +494,4 @@ def test_a_full_disk_is_an_error_and_no_crash() -> None:
         Comm().barrier()
 
     with World(2, transport="shm") as world:
-        raises("no space for .* MB.*transport=.gloo", world.run, full, error=RankError)
+        raises("no room for .* MB.*transport=.gloo", world.run, full, error=RankError)

@@ -416,8 +416,8 @@ def test_a_closed_world_says_so() -> None:
     world.close()
     world.close()
     assert "closed" in repr(world)
-    raises("closed.*make a new World", world.run, lambda: 1, error=RuntimeError)
-    raises("make a new World", world.restart, error=RuntimeError)
+    raises("closed.*create a new World", world.run, lambda: 1, error=RuntimeError)
+    raises("create a new World", world.restart, error=RuntimeError)
 
 
 def test_what_cannot_run_is_refused_and_the_world_goes_on(world2: World) -> None:
@@ -487,7 +487,7 @@ def test_a_world_that_is_dropped_ends_its_ranks(temporary_folder: Path) -> None:
     world.close()
 
 
-def test_a_fork_made_by_a_function_does_not_answer_for_its_rank(world2: World) -> None:
+def test_a_fork_made_by_a_function_does_not_delete_at_end_its_rank(world2: World) -> None:
     def forks() -> str:
         return "parent" if os.fork() else "child"
 

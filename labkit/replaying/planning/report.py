@@ -5,8 +5,8 @@
                                            └──────────┘ the largest difference is the reason
 
 The reason names the trade of arXiv 2104.04473 that was lost: collectives between nodes wait for the
-slower wire (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin by
-tp or a small micro-batch run slower (3.4); gradients are sent once per step (3.3).
+slower network (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin
+by tp or a small micro-batch run slower (3.4); gradients are sent once per step (3.3).
 """
 
 from collections.abc import Mapping
@@ -89,7 +89,7 @@ def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bo
 
 def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) -> str:
     layout, node = other.layout, cluster.devices_per_node
-    exposed = f"stand exposed {_share(other, part)} of the step (the best: {_share(best, part)})"
+    exposed = f"are exposed for {_share(other, part)} of the step (best: {_share(best, part)})"
     match part:
         case "compute":
             return _compute_reason(best, other)
@@ -97,12 +97,12 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
             return (
                 f"the optimizer takes {other.optimizer_s * 1e3:,.0f} ms, the best's "
                 f"{best.optimizer_s * 1e3:,.0f}: zero {layout.zero} over dp {layout.dp}, "
-                f"there zero {best.layout.zero} over dp {best.layout.dp}"
+                f"not zero {best.layout.zero} over dp {best.layout.dp}"
             )
         case "bubble":
             return (
-                f"bubble {_share(other, part)}: {_filling(other)} (the best: "
-                f"{_share(best, part)}, {_filling(best)})"
+                f"bubble {_share(other, part)}: {_bubble_terms(other)} (best: "
+                f"{_share(best, part)}, {_bubble_terms(best)})"
             )
         case "tensor" if layout.tp > node >= best.layout.tp and cluster.between is not None:
             return (
@@ -114,8 +114,8 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
         case "data":
             what = f"gradients of dp {layout.dp}"
         case _:
-            pieces = f"{layout.pp * layout.chunks} pieces of the model on " * (layout.chunks > 1)
-            what = f"messages between {pieces}{layout.pp} stages"
+            chunks = f"{layout.pp * layout.chunks} model chunks on " * (layout.chunks > 1)
+            what = f"messages between {chunks}{layout.pp} stages"
     ours, theirs = best.sent_bytes.get(part, 0.0), other.sent_bytes.get(part, 0.0)
     times = theirs / ours if ours else inf
     more = f", {times:.1f} × the best's" if 1.05 < times < inf else ""
@@ -138,13 +138,13 @@ def _compute_reason(best: StepReport, other: StepReport) -> str:
         return f"computes longer: {other.compute_s:.2f} s, the best {best.compute_s:.2f}"
     choices, bests = (f"tp {x.layout.tp} and b {x.layout.microbatch}" for x in (other, best))
     return (
-        f"smaller products: with {choices} they reach {theirs:.0%} of the peak, the "
+        f"smaller matmuls: with {choices} they reach {theirs:.0%} of the peak, the "
         f"best's with {bests} {ours:.0%}"
     )
 
 
-def _filling(report: StepReport) -> str:
-    """The terms of the bubble, (pp - 1) / (m chunks)."""
+def _bubble_terms(report: StepReport) -> str:
+    """The terms of the bubble fraction, (pp - 1) / (m chunks)."""
     layout = report.layout
     count = layout.microbatches(report.global_batch)
     chunks = f" in {layout.chunks} chunks" if layout.chunks > 1 else ""

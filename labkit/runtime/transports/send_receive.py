@@ -1,7 +1,7 @@
 """The transports of a communicator, which move the bytes.
 
-    SendReceive   the readable algorithms over a wire (any group with a modelled `Link`), and on
-                  gloo's own wire also gloo's all-reduce of fp32 and fp64
+    SendReceive   the readable algorithms over messages (any group with a modeled `Link`); without
+                  a link also gloo's all-reduce of fp32 and fp64
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)
@@ -152,5 +152,5 @@ def _check_sizes(collective: str, chunks: Sequence[torch.Tensor] | None, algorit
     if (collective, algorithm) in EQUAL_SIZES_ONLY and len(set(sizes)) > 1:
         raise ValueError(
             f"{collective} by {algorithm} needs one size on all ranks, not {sizes}: the ranks in "
-            "between must know how many elements come; take 'flat'"
+            "between must know how many elements arrive; use 'flat'"
         )

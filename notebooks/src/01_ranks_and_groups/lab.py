@@ -149,7 +149,7 @@ guess
 # the board in the comment.)
 
 # %%
-show("runtime/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
+show("runtime/rank.py:_start_up", since="dist.init_process_group(", until="except BaseException")
 
 # %% [markdown]
 # A file works like any other store. torch counts the users of the store in it (`refcount`) and

@@ -45,6 +45,7 @@ GRAIN_BYTES = 1 << 18  # of symmetric memory reduced at once: it fits in the cac
 
 
 def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
+    """Reduce `x` on the root only: an all-reduce in which only the root copies out."""
     return all_reduce(slots, x, op, root)
 
 
@@ -62,7 +63,7 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
             copied_bytes += slots.fill(*cut[rank])
         slots.announce(FILLED)
         slots.wait(slots.others, FILLED)
-        if not slots.agree():  # another rank's is in symmetric memory: see below
+        if not slots.agree():  # another rank's tensor is in symmetric memory: see below
             slots.announce(DONE)
             return copied_bytes + all_reduce(slots, x, op, root)
         own, begin = cut[slots.rank]
@@ -81,7 +82,7 @@ def all_reduce_symmetric(
     slots: Slots, x: torch.Tensor, shared: Symmetric, begin: int, op: str
 ) -> int:
     """Reduce `x`, which lies at `begin` in this rank's part of `shared`. Copies: (n-1)/n S, out
-    (symmetric.py has the picture). If another rank's lies elsewhere, all start again with slots."""
+    (picture in symmetric.py). If another rank's lies elsewhere, all start again with slots."""
     own, offset = slices(x, slots.size)[slots.rank]
     slots.begin(shared.place(begin))
     slots.announce(FILLED)
@@ -192,7 +193,7 @@ def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
 
 
 def barrier(slots: Slots, _: torch.Tensor) -> int:
-    """An empty piece."""
+    """Wait for all ranks: they exchange an empty piece."""
     slots.exchange(NOTHING)
     return 0
 

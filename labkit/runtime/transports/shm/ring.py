@@ -10,7 +10,7 @@ fits or what it waits for; a thread of the ring copies the rest while both ends 
 
 A receiver may want the message under tag 1 before that under tag 0: messages without a receive are
 kept in private memory. A message is *taken* when a receive has it: then its number is written into
-`taken`, and only then is its send over, as over a wire without a buffer. (So two ranks that both
+`taken`, and only then is its send over, as over a link without a buffer. (So two ranks that both
 send first deadlock, however short the messages.) Copies: S on the sender, S on the receiver, and
 once more for a message that was kept.
 """

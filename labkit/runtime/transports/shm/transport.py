@@ -37,8 +37,8 @@ class Shared(Transport):
 
     Collectives run in call order: a blocking one in the caller's thread, an asynchronous one (and
     those behind it) on a lane. The work's `wait` returns the bytes this rank copied. Memory is
-    mapped at first use. After a failed operation (a peer timed out, say) a rank is out of step for
-    good: it gives up, so that the others fail, too, and refuses all later calls of the group.
+    mapped at first use. After a failed operation (a peer timed out, say) a rank stays out of step:
+    it gives up, so that the others fail, too, and refuses all later calls of the group.
     """
 
     name = "shm"

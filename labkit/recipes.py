@@ -59,7 +59,7 @@ class Recipe:
     """`wrap(module, comm)` returns the parallel model, `optimizer(wrapped, comm, lr)` its
     optimizer, `share(batch, comm)` this rank's share of a global batch, `predict(module, size)` its
     bytes (unless the share is `rows`, the tokens of the batch are a third argument). `unfit(model,
-    rows, length, ranks)` says why it cannot train on these sizes, or "". `step(wrapped, batch,
+    rows, length, ranks)` returns why it cannot train on these sizes, or "". `step(wrapped, batch,
     comm)` leaves the gradients and returns a loss: its mean over ranks is the loss of the batch."""
 
     name: str
@@ -123,7 +123,7 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
 
 def _chunks(model: GPT, rows: int, length: int, ranks: int) -> str:
     uneven = ranks > 1 and length % (2 * ranks)
-    return f"{length} tokens are not {2 * ranks} equal chunks" if uneven else ""
+    return f"{length} tokens do not divide into {2 * ranks} equal chunks" if uneven else ""
 
 
 def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
@@ -150,13 +150,13 @@ def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
 
 def _stages(model: GPT, rows: int, length: int, ranks: int) -> str:
     if rows < MICROBATCHES:
-        return f"{rows} rows are not {MICROBATCHES} micro-batches"
-    return f"{model.depth} blocks are not {ranks} stages" if model.depth < ranks else ""
+        return f"{rows} rows are too few for {MICROBATCHES} micro-batches"
+    return f"{model.depth} blocks are too few for {ranks} stages" if model.depth < ranks else ""
 
 
 def mesh_sizes(ranks: int) -> dict[str, int]:
-    """Ranks per axis, tensor innermost: the prime factors of `ranks`, dealt out in turn, to the
-    axis that sends most first. 2 ranks are tp 2, 4 pp 2 x tp 2."""
+    """Ranks per axis, tensor innermost: the prime factors of `ranks`, assigned in turn, first to
+    the axis that sends most. 2 ranks are tp 2, 4 pp 2 x tp 2."""
     sizes, axes, factor = {"pp": 1, "dp": 1, "tp": 1}, cycle(["tp", "pp", "dp"]), 2
     while ranks > 1:
         while ranks % factor:
@@ -207,13 +207,13 @@ def _of_mesh(
 def _three_d_unfit(model: GPT, rows: int, length: int, ranks: int) -> str:
     sizes = mesh_sizes(ranks)
     if rows % sizes["dp"]:
-        return f"{rows} rows are not as many for each of {sizes['dp']} replicas"
-    mine = rows // sizes["dp"]
-    return _heads(model, mine, length, sizes["tp"]) or _stages(model, mine, length, sizes["pp"])
+        return f"{rows} rows do not divide over {sizes['dp']} replicas"
+    local = model, rows // sizes["dp"], length
+    return _heads(*local, sizes["tp"]) or _stages(*local, sizes["pp"])
 
 
 MICROBATCHES = 4  # of a pipeline
-RECIPES = {  # the last of each family represents it where one is enough
+RECIPES = {  # the last of each family represents it
     recipe.name: recipe
     for recipe in [
         Recipe("single", "oracle", Single, Single.predict, one_rank=True),

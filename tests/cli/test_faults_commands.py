@@ -143,11 +143,11 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "run single --ranks 2": "single trains in one process",
     "run tensor --ranks 5": "12 heads do not divide over 5 ranks",
     "run sequence --ranks 3 --model tiny": "4 heads do not divide over 3 ranks",
-    "run context --ranks 3 --model tiny": "64 tokens are not 6 equal chunks",
-    "run pipeline --ranks 5 --model tiny": "2 blocks are not 5 stages",
-    "run pipeline --ranks 2 --rows 3 --model tiny": "3 rows are not 4 micro-batches",
-    "run three-d --ranks 8 --rows 3 --model tiny": "3 rows are not as many",
-    "compare pipeline --ranks 7": "4 blocks are not 7 stages",
+    "run context --ranks 3 --model tiny": "64 tokens do not divide into 6 equal chunks",
+    "run pipeline --ranks 5 --model tiny": "2 blocks are too few for 5 stages",
+    "run pipeline --ranks 2 --rows 3 --model tiny": "3 rows are too few for 4 micro-batches",
+    "run three-d --ranks 8 --rows 3 --model tiny": "3 rows do not divide over 2 replicas",
+    "compare pipeline --ranks 7": "4 blocks are too few for 7 stages",
     "schedule interleaved --stages 3 --microbatches 4": "choose a multiple of 3",
     "schedule 1f1b --chunks 2": "for several, use interleaved",
     f"{PLAN} --tp 3": "no layout of 64 ranks",
@@ -256,7 +256,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(
         assert "ends in one of .png" in refusal(f"{line} x", run_folder, tmp_path)
     if os.geteuid():
         (tmp_path / "closed").mkdir(mode=0o500)
-        assert "may not be written" in refusal(f"{line} closed/x{suffix}", run_folder, tmp_path)
+        assert "is not writable" in refusal(f"{line} closed/x{suffix}", run_folder, tmp_path)
     assert outside.read_text() == "mine"
 
 

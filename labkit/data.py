@@ -169,8 +169,8 @@ class _Bytes:
         return bytes(ids).decode(errors="replace")
 
 
-class _Pieces:
-    """BPE (Sennrich et al. 2016) by sentencepiece; characters without a piece become bytes."""
+class _Subwords:
+    """BPE (Sennrich et al. 2016) by sentencepiece; characters outside the vocab become bytes."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -191,8 +191,8 @@ class _Pieces:
 
 
 @functools.lru_cache(maxsize=4)
-def _learn_bpe(content: str, vocab: int) -> _Pieces:
-    """Learn pieces from the first 4 million characters, the same ones every time."""
+def _learn_bpe(content: str, vocab: int) -> _Subwords:
+    """Learn subwords from the first 4 million characters, the same ones every time."""
     import sentencepiece  # here: byte tokens do not need it
 
     lines = content[:4_000_000].split("\n")
@@ -204,12 +204,12 @@ def _learn_bpe(content: str, vocab: int) -> _Pieces:
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab,
-            hard_vocab_limit=False,  # fewer pieces for a small text, instead of an error
+            hard_vocab_limit=False,  # a small text may have fewer, instead of an error
             byte_fallback=True,  # this and the next three: decoding is exact
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,  # indentation becomes one piece
+            allow_whitespace_only_pieces=True,  # indentation becomes one token
             bos_id=-1,
             eos_id=-1,
             num_threads=1,
@@ -220,7 +220,7 @@ def _learn_bpe(content: str, vocab: int) -> _Pieces:
             f"a BPE vocab of {vocab} cannot hold 256 bytes and this text's characters; "
             f"choose a larger one, or byte tokens ({error})"
         ) from error
-    return _Pieces(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
+    return _Subwords(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
 
 
 def _read(path: Path) -> str:

@@ -165,10 +165,8 @@ def _links(report: Findings) -> None:
         return
     report.add("ranks", "start of two ranks", f"{ready_s:.2f} s, the first time")
     report.add("ranks", "round trip of a message", f"{latency_s * 1e6:.0f} us")
-    gb_per_s = MESSAGE_BYTES / seconds / 1e9
-    report.add(
-        "ranks", "all-reduce of 16 MiB", f"{seconds * 1e3:.1f} ms, {gb_per_s:.2f} GB/s busbw"
-    )
+    busbw = MESSAGE_BYTES / seconds / 1e9
+    report.add("ranks", "all-reduce of 16 MiB", f"{seconds * 1e3:.1f} ms, {busbw:.2f} GB/s busbw")
 
 
 def _time_messages() -> tuple[float, float]:

@@ -93,16 +93,16 @@ def _zero(stage: int) -> Recipe:
     )  # fmt: skip
 
 
-def _heads(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _heads_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     for count, what in ((model.heads, "heads"), (model.kv_heads, "key-value heads")):
         if count % ranks:
             return f"{count} {what} do not divide over {ranks} ranks"
     return ""
 
 
-def _heads_and_tokens(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _sequence_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     uneven = f"{length} tokens do not divide over {ranks} ranks" if length % ranks else ""
-    return _heads(model, rows, length, ranks) or uneven
+    return _heads_problem(model, rows, length, ranks) or uneven
 
 
 def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
@@ -121,12 +121,12 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
     }  # fmt: skip
 
 
-def _chunks(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _chunks_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     uneven = ranks > 1 and length % (2 * ranks)
     return f"{length} tokens do not divide into {2 * ranks} equal chunks" if uneven else ""
 
 
-def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
+def _context_footprint(module: GPT, size: int, tokens: int) -> Footprint:
     """DDP's footprint, plus the k and v that travel around the ring in every layer."""
     weights, item_bytes = DDP.predict(module, size), module.head.weight.element_size()
     keys = (tokens, 1, module.kv_heads, module.width // module.heads, size, item_bytes)
@@ -148,7 +148,7 @@ def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
     return torch.zeros(()) if value is None else value * wrapped.comm.size
 
 
-def _stages(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _stages_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     if rows < MICROBATCHES:
         return f"{rows} rows are too few for {MICROBATCHES} micro-batches"
     return f"{model.depth} blocks are too few for {ranks} stages" if model.depth < ranks else ""
@@ -166,7 +166,7 @@ def mesh_sizes(ranks: int) -> dict[str, int]:
     return sizes
 
 
-def _replica(batch: Batch, comm: Comm) -> Batch:
+def _replica_rows(batch: Batch, comm: Comm) -> Batch:
     """Three dimensions: the rows of this rank's data-parallel index."""
     sizes = mesh_sizes(comm.size)
     return batch.slice(coordinates(sizes, comm.rank)["dp"], sizes["dp"])
@@ -177,7 +177,7 @@ def _three_d(module: nn.Module, comm: Comm) -> Pipeline:
     return _pipeline(tensor_parallel(module, mesh.tp), mesh.pp, partial(DDP, comm=mesh.dp))
 
 
-def _of_mesh(
+def _mesh_footprint(
     module: GPT, size: int, tokens: int, axis: str = "", sequence: bool = False
 ) -> Footprint:
     """The mean footprint of the ranks, in three dimensions or along one `axis`. With `sequence`,
@@ -204,12 +204,12 @@ def _of_mesh(
     )
 
 
-def _three_d_unfit(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _three_d_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     sizes = mesh_sizes(ranks)
     if rows % sizes["dp"]:
         return f"{rows} rows do not divide over {sizes['dp']} replicas"
     local = model, rows // sizes["dp"], length
-    return _heads(*local, sizes["tp"]) or _stages(*local, sizes["pp"])
+    return _heads_problem(*local, sizes["tp"]) or _stages_problem(*local, sizes["pp"])
 
 
 MICROBATCHES = 4  # of a pipeline
@@ -227,25 +227,25 @@ RECIPES = {  # the last of each family represents it
         _zero(2),
         Recipe("zero-3", "ZeRO", ZeRO3, ZeRO3.predict),
         Recipe(
-            "tensor", "tensor parallel", tensor_parallel, partial(_of_mesh, axis="tp"), everything,
-            unfit=_heads,
+            "tensor", "tensor parallel", tensor_parallel, partial(_mesh_footprint, axis="tp"),
+            everything, unfit=_heads_problem,
         ),
         Recipe(
             "sequence", "tensor parallel", partial(tensor_parallel, sequence=True),
-            partial(_of_mesh, axis="tp", sequence=True), everything, unfit=_heads_and_tokens,
+            partial(_mesh_footprint, axis="tp", sequence=True), everything, unfit=_sequence_problem,
         ),
         Recipe(
             "context", "context parallel",
             lambda module, comm: DDP(context_parallel(module, comm), comm),
-            _of_context, positions, unfit=_chunks,
+            _context_footprint, positions, unfit=_chunks_problem,
         ),
         Recipe(
-            "pipeline", "pipeline", _pipeline, partial(_of_mesh, axis="pp"), everything,
-            unfit=_stages, step=_pipeline_step,
+            "pipeline", "pipeline", _pipeline, partial(_mesh_footprint, axis="pp"), everything,
+            unfit=_stages_problem, step=_pipeline_step,
         ),
         Recipe(
-            "three-d", "three dimensions", _three_d, _of_mesh, _replica,
-            unfit=_three_d_unfit, step=_pipeline_step,
+            "three-d", "three dimensions", _three_d, _mesh_footprint, _replica_rows,
+            unfit=_three_d_problem, step=_pipeline_step,
         ),
     ]
 }  # fmt: skip

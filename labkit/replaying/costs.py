@@ -115,6 +115,7 @@ class _Placement:
         self.level = cluster.level_of(ranks)
 
     def seconds(self, op: str, algorithm: str, nbytes: int) -> float:
+        """Start, bytes over bandwidth, and a latency for each step, inside or between nodes."""
         steps = 1 if algorithm in DIRECT else cost(op, algorithm, self.n, 0).steps
         sent_bytes = nbytes * _sent_per_byte(op, algorithm, self.n)
         seconds = sent_bytes / self._bytes_per_s(algorithm) + self.level.start_s

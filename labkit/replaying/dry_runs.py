@@ -58,7 +58,7 @@ def dry_run(
         step: the training step to keep; by default the second, when all state exists.
         as_on: the device for which torch chooses its kernels.
 
-    Returns that step with operations and memory; its times mean nothing: see `replay`. Raises
+    Returns that step with operations and memory; its times are meaningless: see `replay`. Raises
     ValueError when `fn` makes fewer steps or reads a value, RuntimeError when called on a rank.
 
     >>> def train():
@@ -71,7 +71,7 @@ def dry_run(
     >>> trace = dry_run(train, ranks=1024)
     """
     kept = Trace(about={"what": "dry run", "world_size": ranks})
-    for rank, others in _represented(alike, ranks).items():
+    for rank, others in _aliases(alike, ranks).items():
         what = f"rank {rank} of {ranks:,}, without data"
         with on_paper(rank, ranks), _without_data(what, as_on):
             torch.manual_seed(seed)
@@ -94,9 +94,7 @@ def dry_run(
     return kept
 
 
-def _represented(
-    alike: Mapping[int, Iterable[int]] | None, ranks: int
-) -> dict[int, tuple[int, ...]]:
+def _aliases(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
     """The ranks represented by each rank to run. Raises ValueError unless each rank occurs once."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; give at least 1")

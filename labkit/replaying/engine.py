@@ -11,7 +11,7 @@ rank: operations leave it one at a time, in the order of issue.
 Only the sender issues a message, whether or not the receiver is ready; the receiver waits for it.
 Where both must be ready, as for an NCCL send, both issue it: `ranks=(sender, receiver)`.
 
-Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
+Times are sums and maxima of the given ones: the same to the last digit, whichever rank runs first.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Compute:
-    """Takes `seconds`. `what` is a label for readers of the result."""
+    """Takes `seconds`. `what` is a label for the reader."""
 
     seconds: float
     what: Any = None

@@ -200,7 +200,7 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
         of_action = spans[place : place + 1 + (in_loss and loss_is_module)]
         if [x.phase for x in of_action] != [phases[k]] * max(len(of_action), 1):
             last = of_action[-1] if of_action else None
-            what = f"{last.phase} of {last.kind or 'the model'}" if last else "no more"
+            what = f"{last.phase} of {last.kind or 'the model'}" if last else "no more spans"
             raise ValueError(
                 f"rank {rank_trace.rank}: action {k} of the schedule is {action}, but the trace "
                 f"has {what}; give the schedule that was run"

@@ -1,4 +1,4 @@
-"""`what_if`: a recorded run replayed on a cluster with sliders for its numbers."""
+"""`what_if`: a recorded run replayed on a cluster with sliders for its bandwidths and latencies."""
 
 from collections.abc import Callable, Iterable, Mapping
 from html import escape

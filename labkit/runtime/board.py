@@ -3,7 +3,7 @@ for the others to read.
 
 Ranks thus detect a mismatch without a message: the second rank to enter a collective sees that the
 first called another under the same number, and raises instead of hanging (or adding up garbage).
-After a hang, the driver reads where each rank is. Nothing of this is sent or counted as traffic.
+After a hang, the driver reads where each rank is. These bytes are neither sent nor counted.
 
 A page has `SLOTS` slots for the latest operations, in slot (stream + number) modulo SLOTS:
 

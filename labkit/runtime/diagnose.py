@@ -68,6 +68,7 @@ class Watch:
         return verdict if now_s - self._suspect_since_s > self.settle_s else None
 
     def _overdue(self, waits: dict[int, Note], now_s: float) -> Verdict | None:
+        """A wait that exceeds the timeout."""
         for rank, note in waits.items():
             if now_s - note.since_s > self.timeout_s:
                 missing = self._missing(note)
@@ -87,6 +88,7 @@ class Watch:
         return [rank for rank in note.ranks if not self.board.has_begun(rank, note)]
 
     def _hopeless(self, waits: dict[int, Note], running: set[int]) -> Verdict | None:
+        """A wait for a rank that has returned or is not in the run, or a cycle of waits."""
         needs = {rank: self._missing(note) for rank, note in waits.items()}
         for rank, missing in needs.items():
             gone = [other for other in missing if other not in running]
@@ -99,12 +101,12 @@ class Watch:
                 why = f"returned without calling what {ranks_text([rank])} waits for."
                 return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
         stuck = {rank for rank, missing in needs.items() if missing}
-        while freed := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
-            stuck -= freed  # these wait for a rank that can still arrive
+        while free := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
+            stuck -= free  # these wait for a rank that can still arrive
         if not stuck:
             return None
-        circle = tuple(sorted(stuck))
-        return Verdict(f"{ranks_text(circle)} wait for each other, so none can continue.", circle)
+        cycle = tuple(sorted(stuck))
+        return Verdict(f"{ranks_text(cycle)} wait for each other, so none can continue.", cycle)
 
 
 def positions(

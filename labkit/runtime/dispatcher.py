@@ -23,7 +23,7 @@ from labkit.runtime.transports.native import Native, Nothing
 from labkit.runtime.transports.send_receive import SendReceive
 from labkit.runtime.transports.shm import Shared
 from labkit.runtime.transports.transport import Call, Kind, Transport
-from labkit.runtime.transports.wire import PacedWire, Wire, Work, living
+from labkit.runtime.transports.wire import PacedWire, Wire, Work, dereferenced
 
 Made = TypeVar("Made")
 OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # these explain themselves
@@ -49,8 +49,7 @@ class Dispatcher:
         config = str(dist.get_backend_config(group))
         self.backend_of = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
         self._collectives = count(1)
-        self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
-        self._messages = defaultdict(partial(count, 1))
+        self._messages = defaultdict[tuple[int, int, int], Iterator[int]](partial(count, 1))
         self._transports: dict[tuple[torch.device, object], Transport] = {}
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups by ranks
         self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations in flight
@@ -207,7 +206,7 @@ class Dispatcher:
             self._subgroups[subgroup] = True
             if dropped == subgroup.size:
                 del self._subgroups[subgroup]
-                dist.destroy_process_group(living(subgroup._group))
+                dist.destroy_process_group(dereferenced(subgroup._group))
 
     def _make_collectively(self, what: str, make: Callable[[], Made]) -> Made:
         """Call `make` on all ranks. It is on the board, since ranks may disagree or block in it."""
@@ -223,7 +222,7 @@ class Dispatcher:
         """The group's timeout; None (torch's default, half an hour) if it is unknown."""
         device = torch.device(next(iter(self.backend_of)))
         try:
-            options = living(self._group)._get_backend(device).options
+            options = dereferenced(self._group)._get_backend(device).options
             return options._timeout
         except (AttributeError, RuntimeError):
             return None
@@ -294,7 +293,7 @@ class Dispatcher:
                 f"group {self.name} cannot move {device} tensors: its backends are "
                 f"{self.backend_of}; move the tensor to their device"
             )
-        group = living(self._group)
+        group = dereferenced(self._group)
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
         native = Native(group)

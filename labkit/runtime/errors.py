@@ -67,10 +67,10 @@ class RemoteError:
             type_name=type(error).__name__,
             message=_text(error),
             frames=_frames(get(error, "__traceback__")),
-            cause=RemoteError.of(cause, above) if _new(cause, above) else None,
+            cause=RemoteError.of(cause, above) if _is_new(cause, above) else None,
             because=because,
-            notes=[_cut(note) for note in notes if isinstance(note, str)],
-            parts=[RemoteError.of(part, above) for part in parts if _new(part, above)],
+            notes=[_truncated(note) for note in notes if isinstance(note, str)],
+            parts=[RemoteError.of(part, above) for part in parts if _is_new(part, above)],
         )
 
     @property
@@ -94,7 +94,7 @@ class RemoteError:
         return before + "\n".join([*lines, self.headline, *self.notes, *parts])
 
 
-def _new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseException]:
+def _is_new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseException]:
     return error is not None and id(error) not in above and len(above) < DEEPEST
 
 
@@ -108,13 +108,13 @@ def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
 def _text(error: BaseException) -> str:
     try:
         if issubclass(type(error), SyntaxError):
-            return _cut("".join(traceback.format_exception_only(error)).strip())
-        return _cut(str(error))
+            return _truncated("".join(traceback.format_exception_only(error)).strip())
+        return _truncated(str(error))
     except BaseException as broken:
         return f"(its message cannot be shown: {type(broken).__name__})"
 
 
-def _cut(text: str) -> str:
+def _truncated(text: str) -> str:
     text = "".join(text)  # a plain str: the driver may not know a subclass
     if len(text) <= LONGEST_TEXT:
         return text

@@ -67,7 +67,7 @@ class ForkServer:
         self._channel = Channel(ours)
         self._talking = threading.Lock()
         self._numbers = itertools.count(1)
-        self._replies: dict[int, tuple[list[int], str]] = {}  # request -> process ids, refusal
+        self._replies: dict[int, tuple[list[int], str]] = {}  # request -> process ids, problem
         self._ends: dict[int, End] = {}
         self._owner = os.getpid()
 
@@ -107,11 +107,11 @@ class ForkServer:
             with suppress(EOFError):
                 self._send("cancel", number)
             raise
-        pids, refusal = self._replies.pop(number)
-        if refusal:
+        pids, problem = self._replies.pop(number)
+        if problem:
             self.kill(pids)
             self.forget(pids)
-            raise RuntimeError(f"the system could not start {len(specs)} processes: {refusal}")
+            raise RuntimeError(f"the system could not start {len(specs)} processes: {problem}")
         return pids
 
     def ends(self) -> dict[int, End]:
@@ -120,9 +120,9 @@ class ForkServer:
             while ready([self._channel], 0):
                 kind, body = self._channel.recv()
                 if kind == "forked":
-                    number, pids, refusal = body
+                    number, pids, problem = body
                     self.forget(pids)  # earlier processes with these ids
-                    self._replies[number] = pids, refusal
+                    self._replies[number] = pids, problem
                 else:
                     pid, status, peak_bytes = body
                     self._ends[pid] = End(os.waitstatus_to_exitcode(status), peak_bytes)
@@ -180,8 +180,8 @@ class Spawner:
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from labkit.runtime.rank import spawned; "
-            "spawned()"
+            f"import sys; sys.path[:] = {sys.path!r}; from labkit.runtime.rank import run_spawned; "
+            "run_spawned()"
         )
         try:
             for spec in specs:

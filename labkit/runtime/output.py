@@ -33,10 +33,10 @@ class RankOutput:
             finished, unfinished = [*finished, unfinished], ""
         for line in finished:
             if self._page:
-                self._page.add(rank, _shown(line))
+                self._page.add(rank, _visible(line))
             else:
-                _write(rank, f"{_shown(line)}\n")
-        shown = _shown(unfinished)
+                _write(rank, f"{_visible(line)}\n")
+        shown = _visible(unfinished)
         self._open[rank] = shown + "\r" * unfinished.endswith("\r")
         if self._page is None and shown and sys.stdout.isatty():
             _write(rank, shown)
@@ -45,14 +45,14 @@ class RankOutput:
     def refresh(self) -> None:
         """Show new output, if a redraw is due."""
         if self._page:
-            self._page.draw_if_due([_shown(line) for line in self._open])
+            self._page.draw_if_due([_visible(line) for line in self._open])
         else:
             sys.stdout.flush()
 
     def close(self) -> None:
         """At the end of a run: finish open lines and group the kept output by rank."""
         for rank, line in enumerate(self._open):
-            if _shown(line):
+            if _visible(line):
                 self.feed(rank, b"\n")
         if self._page:
             self._page.close()
@@ -107,7 +107,7 @@ class _Display:
             self._display.update(bundle, raw=True)
 
 
-def _shown(line: str) -> str:
+def _visible(line: str) -> str:
     """The visible part of a line that contains carriage returns."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 

@@ -66,7 +66,7 @@ class Spec:
         return {self.folder, self.shared, os.path.dirname(str(self.address))}
 
 
-def live(spec: Spec) -> NoReturn:
+def run_rank(spec: Spec) -> NoReturn:
     """Run a rank from start to exit."""
     status = 0
     try:
@@ -236,7 +236,7 @@ def _raised_in_c(error: BaseException) -> bool:
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS"
 
 
-def spawned() -> NoReturn:
+def run_spawned() -> NoReturn:
     """Entry point of a spawned rank. Its Spec comes on stdin, which closes when the driver ends."""
     spec = pickle.load(sys.stdin.buffer)
 
@@ -248,4 +248,4 @@ def spawned() -> NoReturn:
         os._exit(1)
 
     threading.Thread(target=die_with_driver, daemon=True).start()
-    live(spec)
+    run_rank(spec)

@@ -83,11 +83,11 @@ class Ranks:
             # The ranks also wait for each other.
             until_s = time.monotonic() + STARTUP_TIMEOUT_S + world.timeout_s
             while len(streams) < 2 * world.size or pending:
-                talking = ready([sock, *pending], TICK_S)
+                readable = ready([sock, *pending], TICK_S)
                 tick()
-                if not talking:  # only now: a rank that has died may have sent the reason
+                if not readable:  # only now: a rank that has died may have sent the reason
                     self._check_startup(until_s)
-                for end in talking:
+                for end in readable:
                     if isinstance(end, Channel):
                         _check_ready(pending.pop(end), end)
                         continue
@@ -136,7 +136,7 @@ class Ranks:
         return answers
 
     def in_step(self, output: RankOutput) -> bool:
-        """Whether all ranks answer and have begun the same of torch's own operations."""
+        """Whether all ranks answer and have begun the same operations of torch.distributed."""
         begun: dict[int, Begun] = {}
         for channel in self.controls:
             with suppress(EOFError):
@@ -148,7 +148,7 @@ class Ranks:
         return len(begun) == self.size and in_step(begun.values())
 
     def drain(self, output: RankOutput) -> None:
-        """Read what the ranks have printed so far, and no more, as their threads may print on."""
+        """Read the output so far, and no more, as threads of the ranks may go on printing."""
         for rank, sock in enumerate(self.outputs):
             left_bytes = MOST_BUFFERED_BYTES
             while left_bytes > 0 and sock.fileno() >= 0 and ready([sock], 0):

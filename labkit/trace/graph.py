@@ -56,7 +56,7 @@ class Step:
     index: int
     began_s: float
     ended_s: float  # 0.0: still open
-    detail: bool = False  # has memory and operations; its times mean nothing
+    detail: bool = False  # has memory and operations; its times are meaningless
 
 
 class MemoryPoint(NamedTuple):

@@ -173,18 +173,14 @@ def _model(shapes: Sequence[Shape]) -> GPT:
     default = torch.get_default_dtype()
     with ExitStack() as patches:  # parameters without values: no random init, no broadcast
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
-            patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
-        patches.enter_context(patch.object(ownership, "broadcast_tensors", _do_nothing))
+            patches.enter_context(patch.object(kind, "reset_parameters", lambda *_: None))
+        patches.enter_context(patch.object(ownership, "broadcast_tensors", lambda *_: None))
         patches.callback(torch.set_default_dtype, default)
         torch.set_default_dtype(DTYPE)
         model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)
         if first.tp > 1:
             tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
     return model
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 class _Source(torch.autograd.Function):
@@ -240,7 +236,7 @@ def _above(held: Bytes, before: Bytes) -> Bytes:
 
 @lru_cache(maxsize=4096)
 def recorded_update(parameters: tuple[int, ...]) -> LayerPass:
-    """The second step of `MasterWeights` with AdamW, on parameters of these numbers of elements."""
+    """The second step of `MasterWeights` with AdamW, on parameters of these sizes in elements."""
     rank_trace = dry_run(_updates, parameters, ranks=1).ranks[0]
     step = next(x for x in rank_trace.spans if x.phase == "optimizer" and not x.depth)
     held = [x.held_bytes for x in rank_trace.memory]

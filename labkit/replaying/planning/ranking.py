@@ -49,7 +49,7 @@ def plan(
         max_memory_bytes: memory limit of each device; all it has if None.
         constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as for `layouts`.
 
-    Raises ValueError where no layout divides, naming numbers that do, or none fits, by how much.
+    Raises ValueError if no layout divides, with numbers that do, or none fits, with the shortfall.
 
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """

@@ -65,7 +65,7 @@ def cause(best: StepReport, other: StepReport) -> str:
 
 
 def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    """One sentence: why `other` is slower, in numbers of the two reports."""
+    """One sentence: why `other` is slower, with figures of the two reports."""
     if other.layout == best.layout:
         return "the best"
     slower = other.step_s / best.step_s - 1
@@ -77,7 +77,7 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
 
 
 def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bool = False) -> str:
-    """One sentence: by how much a layout does not fit, and what takes the most memory."""
+    """One sentence: by how much a layout does not fit, and its largest category of memory."""
     peak, budget = sum(memory_bytes.values()) / GB, budget_bytes / GB
     largest = max(memory_bytes, key=lambda name: memory_bytes[name])
     digits = 1 if f"{peak:.1f}" != f"{budget:.1f}" else 3

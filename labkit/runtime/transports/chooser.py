@@ -62,28 +62,28 @@ class Chooser:
         self._rows = {collective: self._rows_of(collective) for collective in ALGORITHMS}
         self.forced = overrides(os.environ.get(VARIABLE, ""))
 
-    def choose(self, collective: str, nbytes: int, own_can: bool = False, asked: str = "") -> str:
-        """The name of the algorithm for `nbytes` (of all chunks together). `own_can`: gloo's own
+    def choose(self, collective: str, nbytes: int, gloo_can: bool = False, asked: str = "") -> str:
+        """The name of the algorithm for `nbytes` (of all chunks together). `gloo_can`: gloo's own
         serves this dtype and reduction. Raises ValueError if the algorithm `asked` cannot serve."""
         if asked:
-            if problem := self._problem(collective, asked, own_can):
+            if problem := self._problem(collective, asked, gloo_can):
                 raise ValueError(problem)
             return asked
         forced = self.forced.get(collective)
-        if forced is not None and not self._problem(collective, forced, own_can):
+        if forced is not None and not self._problem(collective, forced, gloo_can):
             return forced
         row = self._row(collective, nbytes)
-        return row.algorithm if row.algorithm != GLOO or own_can else row.otherwise
+        return row.algorithm if row.algorithm != GLOO or gloo_can else row.otherwise
 
     def explain(
-        self, collective: str, nbytes: int, own_can: bool = False, asked: str = ""
+        self, collective: str, nbytes: int, gloo_can: bool = False, asked: str = ""
     ) -> Choice:
         """Like `choose`, with the reason."""
         if collective not in ALGORITHMS:
             raise ValueError(
                 f"{collective!r} is not a collective; choose one of {', '.join(ALGORITHMS)}"
             )
-        name, forced = self.choose(collective, nbytes, own_can, asked), self.forced.get(collective)
+        name, forced = self.choose(collective, nbytes, gloo_can, asked), self.forced.get(collective)
         if asked:
             return Choice(collective, name, "the call asks for it")
         if name == forced:
@@ -96,7 +96,7 @@ class Chooser:
         if name != row.algorithm:
             why += f", which cannot serve here, so {name} is used"
         if forced is not None:
-            problem = self._problem(collective, forced, own_can)
+            problem = self._problem(collective, forced, gloo_can)
             why += f" ({VARIABLE} asks for {forced}, but {problem})"
         return Choice(collective, name, f"{why}. The table: {self._table['source']}")
 
@@ -113,14 +113,14 @@ class Chooser:
         nearest = max((size for size in sizes if size <= self._size), default=min(sizes))
         rows = [Row(**row) for row in by_size[str(nearest)]]
         for i, row in enumerate(rows):
-            if self._problem(collective, row.algorithm, own_can=True):
+            if self._problem(collective, row.algorithm, gloo_can=True):
                 rows[i] = Row(row.from_bytes, row.otherwise)
         return sorted(rows, key=lambda row: row.from_bytes, reverse=True)
 
-    def _problem(self, collective: str, name: str, own_can: bool) -> str:
+    def _problem(self, collective: str, name: str, gloo_can: bool) -> str:
         """Why the algorithm cannot serve; empty if it can."""
         if name == GLOO and collective == "all_reduce":
-            if own_can:
+            if gloo_can:
                 return ""
             return (
                 "gloo's own all-reduce has only float32 and float64, no mean and no modeled link; "
@@ -175,16 +175,13 @@ def present_table() -> dict[str, Any]:
 def table_note() -> dict[str, str]:
     """The table in use, for a run's notes: its file, the SHA-256 of its text, its source."""
     path = os.environ.get(TABLE_VARIABLE, "")
+    file = path or f"labkit/runtime/transports/{TABLE.name}"
     try:
         digest = hashlib.sha256(Path(path or TABLE).read_bytes()).hexdigest()
         source = (read_table(path) if path else stored_table())["source"]
     except (OSError, ValueError) as error:  # the first collective raises it
         digest, source = "", str(error)
-    return {
-        "file": path or f"labkit/runtime/transports/{TABLE.name}",
-        "sha256": digest,
-        "source": source,
-    }
+    return {"file": file, "sha256": digest, "source": source}
 
 
 @cache

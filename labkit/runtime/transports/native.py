@@ -10,7 +10,7 @@ import torch.distributed as dist
 from labkit.comm.collectives.steps import Chunks
 from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, share_memory
-from labkit.runtime.transports.wire import LaneWork, Work, living
+from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 
 
 class Native(Transport):
@@ -36,7 +36,7 @@ class Native(Transport):
 
     @property
     def group(self) -> Any:
-        return living(self._group)
+        return dereferenced(self._group)
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
         return dist.all_reduce(x, _torch_op(op), group=self.group, async_op=True)

@@ -20,7 +20,7 @@ from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, run
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import GLOO, Choice, Chooser
 from labkit.runtime.transports.native import Native
-from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, apart, share_memory
+from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, private, share_memory
 from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -130,7 +130,7 @@ class SendReceive(Transport):
         algorithm = ALGORITHMS["all_to_all"][call.algorithm]
         return self._start(
             call,
-            lambda: algorithm(self.wire, outs, [apart(x, *outs) for x in ins], call.tag),
+            lambda: algorithm(self.wire, outs, [private(x, *outs) for x in ins], call.tag),
         )
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
@@ -138,7 +138,7 @@ class SendReceive(Transport):
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
         algorithm = ALGORITHMS["ring_exchange"][call.algorithm]
-        return self._start(call, lambda: algorithm(self.wire, out, apart(x, out), call.tag))
+        return self._start(call, lambda: algorithm(self.wire, out, private(x, out), call.tag))
 
     def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         return Posted(self.wire.isend(x, peer, call.tag))

@@ -40,11 +40,11 @@ class Wire:
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to rank `peer` of the group; do not modify `x` before the work is done."""
-        return living(self._group).send([as_bytes(x)], peer, tag)
+        return dereferenced(self._group).send([as_bytes(x)], peer, tag)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to be filled with the next message from `peer` under `tag`."""
-        return living(self._group).recv([as_bytes(x)], peer, tag)
+        return dereferenced(self._group).recv([as_bytes(x)], peer, tag)
 
 
 class PacedWire(Wire):
@@ -201,11 +201,11 @@ class LaneWork:
         return not self._pending.locked()
 
 
-def living(group: "ref[Any]") -> Any:
+def dereferenced(group: "ref[Any]") -> Any:
     """The process group; a weak reference lets it close its sockets when it is destroyed."""
     process_group = group()
     if process_group is None:
-        raise RuntimeError("its process group was destroyed; create a new Comm")
+        raise RuntimeError("the process group was destroyed; create a new Comm")
     return process_group
 
 

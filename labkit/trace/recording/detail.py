@@ -11,7 +11,7 @@ span, and enters each new storage (which many tensors may share) in a ledger unt
     communication buffers   made inside the communicator
     other                   made in backward or by the optimizer; batches; module buffers
 
-Recording costs more than the step itself: such a step is for counting, never for timing.
+Recording costs more than the step itself: use this step for counting, never for timing.
 """
 
 import gc

@@ -74,7 +74,7 @@ def record(
     Args:
         path: keep the run as this folder, written while it runs; see `labkit.read_run`.
         detail_step: record this step (0 is the first) in detail: memory by category, operations
-            and bytes of each span. It takes several times as long; its times mean nothing.
+            and bytes of each span. It takes several times as long; ignore its times.
         replace: overwrite the run at `path`.
         about: further entries of `run.json`, as `seed=3`.
 

@@ -30,7 +30,7 @@ from labkit.runtime.transports.shm.slots import (
     slices,
 )
 from labkit.runtime.transports.shm.symmetric import Symmetric
-from labkit.runtime.transports.transport import apart, share_memory
+from labkit.runtime.transports.transport import private, share_memory
 
 # Reduces two tensors into a third, which may be either of them.
 PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
@@ -143,7 +143,7 @@ def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
     """chunks[i] becomes rank i's `x`. Copies: S/n in, (n-1)/n S out."""
     own = chunks[slots.rank]
     if own.data_ptr() != x.data_ptr():
-        x = apart(x, *chunks)
+        x = private(x, *chunks)
         own.copy_(x)
     longest_bytes = max(chunk.nbytes for chunk in chunks)
     arriving = [(chunks[rank], rank, 0) for rank in slots.others]
@@ -182,8 +182,8 @@ def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> 
 
 
 def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
-    """outs[i] becomes rank i's ins[r]. Copies: all but one's own in, as much out."""
-    ins = [apart(x, *outs) for x in ins]
+    """outs[i] becomes rank i's ins[r]. Copies: all chunks but this rank's in, as many out."""
+    ins = [private(x, *outs) for x in ins]
     outs[slots.rank].copy_(ins[slots.rank])
     room_bytes = part_bytes(slots)
     leaving = [(ins[rank], rank * room_bytes) for rank in slots.others]
@@ -200,7 +200,7 @@ def barrier(slots: Slots, _: torch.Tensor) -> int:
 
 def ring_exchange(slots: Slots, out: torch.Tensor, x: torch.Tensor) -> int:
     """`out` becomes the previous rank's `x`. Copies: S in, S out."""
-    leaving, arriving = [(apart(x, out), 0)], [(out, (slots.rank - 1) % slots.size, 0)]
+    leaving, arriving = [(private(x, out), 0)], [(out, (slots.rank - 1) % slots.size, 0)]
     return _move(slots, pieces(slots, x.nbytes, slots.slot_bytes, x), leaving, arriving)
 
 

@@ -39,7 +39,7 @@ def changed(
     per_node = cluster.devices_per_node if devices_per_node is None else devices_per_node
     for name, count in (("ranks", ranks), ("devices_per_node", per_node)):
         if count < 1:
-            raise ValueError(f"{name}={count}; at least 1 is needed")
+            raise ValueError(f"{name}={count}; it must be at least 1")
     nodes = -(-ranks // per_node)
 
     def level(old: Level, values: dict[str, float | None]) -> Level:

@@ -77,7 +77,7 @@ def _recordings(
 def _check_counted(trace: Any, what: str) -> None:
     if not isinstance(trace, Trace):
         raise ValueError(
-            f"{what} is a {type(trace).__name__}, not a Trace; record one with dry_run"
+            f"{what} has type {type(trace).__name__}, not Trace; record it with dry_run"
         )
     if not any(rank.operations for rank in trace.ranks.values()):
         raise ValueError(

@@ -58,6 +58,7 @@ class Dispatcher:
 
     @staticmethod
     def of(group: Any) -> "Dispatcher":
+        """The dispatcher of a process group, created at first use."""
         with _making:
             for made in (dist.group.WORLD, group):  # a subgroup's name includes its world
                 if made not in _dispatchers:

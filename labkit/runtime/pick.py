@@ -140,7 +140,7 @@ def check_size(size: int) -> None:
             f"limit, where that is less): choose up to {min(fitting, MOST_RANKS)}."
         )
     if size > MOST_RANKS:
-        raise ValueError(f"World({size}): one machine runs up to {MOST_RANKS} ranks here")
+        raise ValueError(f"World({size}): choose at most {MOST_RANKS} ranks for one machine")
     most = _most_by_files()
     if size > most:
         raise ValueError(

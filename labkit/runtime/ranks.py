@@ -110,7 +110,7 @@ class Ranks:
         ends = self.starter.ends()
         dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
         if dead:
-            raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at its start", "died", dead)
+            raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at startup", "died", dead)
         if time.monotonic() > until_s:
             raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
 

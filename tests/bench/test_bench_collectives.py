@@ -240,7 +240,7 @@ def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     path = tmp_path / "table.json"
     path.write_text(text)
     monkeypatch.setenv("LABKIT_TABLE", str(path))
-    with pytest.raises(ValueError, match="unset LABKIT_TABLE to have labkit's own") as refused:
+    with pytest.raises(ValueError, match="unset LABKIT_TABLE to use labkit's own") as refused:
         Chooser(2)
     assert says in str(refused.value) and str(path) in str(refused.value)
     assert table_note()["file"] == str(path)

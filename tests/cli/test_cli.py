@@ -218,7 +218,7 @@ def test_doctor_writes_what_it_measured_as_a_cluster(
 @cases(
     ("notes.toml", "hello", "is not a cluster file"),
     ("notes.toml", "[devices.x]", "is not a cluster file"),
-    ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
+    ("mine.toml", OTHERS, "other clusters (mine) that would be lost"),
 )
 def test_doctor_writes_over_nothing_of_ones_own(
     name: str, text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -132,7 +132,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     f"{SIZES} --width 1024 --depth {MANY} --heads 8": limit(2048),
     f"{SIZES} --width 1024 --depth 4 --heads 8 --vocab {MANY}": limit(4194304),
     f"{PLAN} --pp {MANY}": "do not divide by",
-    "plan --model gpt3-175b --cluster selene --batch 64 --gpus 99999999": "take 1 to 3072",
+    "plan --model gpt3-175b --cluster selene --batch 64 --gpus 99999999": "choose 1 to 3072",
     "bench tensor-parallel --ranks 100000": "too many for this machine",
     "bench pipeline --ranks 100000": "blocks to split",
     "bench collectives --to 99999999999999G": "end at a smaller size",
@@ -370,6 +370,6 @@ def test_the_real_command_ends_with_status_2_and_one_line(tmp_path: Path) -> Non
     done = python("-m", *line.split(), status=2, timeout=300, cwd=tmp_path)
     assert done.stderr == ""
     assert done.stdout.startswith(
-        "labkit: /nope/x cannot be written, since the folder /nope does not exist"
+        "labkit: /nope/x cannot be written: the folder /nope does not exist"
     )
     assert done.stdout.count("\n") == 1

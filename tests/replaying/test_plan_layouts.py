@@ -67,7 +67,7 @@ test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     ({"microbatch": 7}, "microbatch=7: 1536 rows"),
     ({"chunks": 9}, "chunks=9: 96 blocks"),
     ({"tp": 0}, "tp=0: give a whole number, 1 or more"),
-    ({"tp": ()}, "tp has no numbers to choose from"),
+    ({"tp": ()}, "tp has no values to choose from"),
     ({"zero": 3}, "zero=3: choose 0 or 1"),
     ({"recompute": "selective"}, "recompute='selective': choose none or full"),
     ({"tp": 3}, "no layout of 1024 ranks: .*with tp 3; 864 and 1152 ranks would do"),
@@ -77,7 +77,7 @@ test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     ({"global_batch": -1}, "global_batch=-1: give a whole number"),
     (
         {"sizes": ODD, "ranks": 8, "global_batch": 8, "tp": (2, 4), "sequence": True},
-        "sequence=True: 7 positions divide over none of these tp",
+        "sequence=True: 7 positions do not divide over tp",
     ),
     ({"sizes": replace(ODD, width=100, heads=3)}, "width=100 does not divide over heads=3"),
 )

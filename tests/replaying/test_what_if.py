@@ -272,7 +272,7 @@ test_impossible_widgets_are_reported = widgets(
         (recorded, {"buckets": 5}, "buckets=5: give the values to choose from"),
         (recorded, {"op": "all_reduce"}, "op='all_reduce': give the values"),
         (3, {}, "what_if of 3: give a trace"),
-        (lambda x: x, {"x": (1,)}, "the recording with x=1 is of type int, and a Trace"),
+        (lambda x: x, {"x": (1,)}, "the recording with x=1 has type int, not Trace"),
         (replay(recorded(), POD), {}, "this trace has no counted operations"),
         (lambda x: Trace(), {"x": (1,)}, "the recording with x=1 has no counted operations"),
         (recorded(), {"ranks": 0}, "ranks=0"),

@@ -81,7 +81,7 @@ def test_bad_names_in_a_call_are_errors() -> None:
     gloos = "gloo's own all-reduce has only float32 and float64, no mean"
     raises("has no algorithm 'best'; choose one of", choose, "all_reduce", 1, True, "best")
     raises(gloos, choose, "all_reduce", 1, False, "gloo")
-    power = "needs a power of two of ranks, not 3; choose one of"
+    power = "needs a power of two ranks, not 3; choose one of"
     raises(power, choose, "all_gather", 1, asked="recursive_doubling")
     unknown = "'allreduce' is not a collective; choose one of broadcas"
     raises(unknown, Chooser(3).explain, "allreduce", 1)

@@ -96,6 +96,7 @@ class Shared(Transport):
             )
 
     def give_up(self, error: BaseException) -> None:
+        """After `error`, make the other ranks fail, too, and refuse all later calls."""
         with self._choosing:
             self.broken = self.broken or str(error).partition("\n")[0] or type(error).__name__
             rings = [*self._rings.values()]

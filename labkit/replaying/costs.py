@@ -59,7 +59,7 @@ class Sending(NamedTuple):
 
 
 class Costs:
-    """Times of operations and collectives on `cluster`; override methods to use your own times."""
+    """Times of operations and messages on a described cluster."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster

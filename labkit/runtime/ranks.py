@@ -39,7 +39,7 @@ class Ranks:
     def __init__(self, world: "World"):
         self.size, self.timeout_s, self.owner = world.size, world.timeout_s, os.getpid()
         self.board: Board | None = None
-        self.ends: list[socket.socket] = []  # all open ones, for `_abandon`
+        self.ends: list[socket.socket] = []  # all open ones, for `_disconnect`
         self.controls: list[Channel] = []
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []

@@ -195,7 +195,7 @@ def test_a_table_has_the_fastest_and_ignores_what_is_noise(tmp_path: Path) -> No
     assert {(one["op"], one["algorithm"]) for one in table["fits"]} >= {("all_reduce", "ring")}
     assert [file.name for file in path.parent.iterdir()] == ["table.json"]
     chooser = Chooser(6, table=table)
-    assert chooser.choose("all_reduce", 1 << 20, own_can=True) == "gloo"
+    assert chooser.choose("all_reduce", 1 << 20, gloo_can=True) == "gloo"
     assert chooser.choose("all_reduce", 1 << 20) == "ring"
     assert chooser.choose("all_reduce", (1 << 20) - 1) == "recursive_doubling"
     assert chooser.choose("all_gather", 5) == "ring"  # 6 ranks are no power of two

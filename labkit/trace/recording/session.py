@@ -122,7 +122,11 @@ def record(
             recorded = read_run(recording.folder)
             if folder is None:
                 shutil.rmtree(recording.folder, ignore_errors=True)
-        vars(trace).update(vars(recorded))
+        _fill(trace, recorded)
+
+
+def _fill(trace: Trace, recorded: Trace) -> None:
+    vars(trace).update(vars(recorded))
 
 
 class OnRank:

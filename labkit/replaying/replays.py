@@ -185,9 +185,8 @@ class _Replay:
                     continue
                 if rank_trace.rank not in event.ranks:
                     raise ValueError(
-                        f"rank {rank_trace.rank} has {event.op} {event.seq} of group "
-                        f"{event.group}, but is not in that group, and its own is unknown; record "
-                        "that rank, too"
+                        f"rank {rank_trace.rank} has {event.op} {event.seq} of group {event.group}"
+                        ", but is not in that group; record that rank, too"
                     )
                 members = (rank_trace.rank,) if event.op == "send" else event.ranks
                 ranks = tuple(sorted({self._representative(event, rank) for rank in members}))
@@ -199,12 +198,9 @@ class _Replay:
 
     def _slowest(self, rank_trace: RankTrace, event: CommEvent) -> Sending:
         """The cost in the slowest of the groups that this rank represents."""
-        alike = [event]
-        if len(event.ranks) < rank_trace.size or event.op == "send":  # else there is one such group
-            alike += [
-                as_seen_by(event, rank, rank_trace.size)
-                for rank in self._placements(rank_trace, event)
-            ]
+        alike, size = [event], rank_trace.size
+        if len(event.ranks) < size or event.op == "send":  # else there is only this group
+            alike += [as_seen_by(event, rank, size) for rank in self._placements(rank_trace, event)]
         return max(map(self.costs.sending, alike), key=lambda cost: cost.total_s)
 
     def _placements(self, rank_trace: RankTrace, event: CommEvent) -> list[int]:

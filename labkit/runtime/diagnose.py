@@ -75,10 +75,7 @@ class Watch:
                 peers = (
                     f"{ranks_text(missing)}, which never called it"
                     if missing
-                    else (
-                        "an operation that all its ranks have begun (is the link too slow for the "
-                        "timeout?)"
-                    )
+                    else "an operation that all its ranks have begun (is the link too slow?)"
                 )
                 sentence = f"{ranks_text([rank])} waited {self.timeout_s:g} s for {peers}."
                 return Verdict(sentence, tuple(missing))

@@ -169,7 +169,7 @@ def test_equally_fast_layouts_differ_by_memory_and_nearly_equal_ones_say_so() ->
     assert why(BEST, twin, SELENE) == "as fast; a device holds 2.5 GB more"
     assert why(BEST, BEST, SELENE) == "the best"
     near = step_of(Layout(tp=8, pp=1, dp=8), **AS_BEST | {"data": 0.28})
-    assert why(BEST, near, SELENE).startswith("all but as fast: gradients of dp 8")
+    assert why(BEST, near, SELENE).startswith("almost as fast: gradients of dp 8")
 
 
 def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -> None:

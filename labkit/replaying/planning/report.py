@@ -73,7 +73,7 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
         more = (other.peak_bytes - best.peak_bytes) / GB
         return f"as fast; a device holds {abs(more):.1f} GB {'more' if more >= 0 else 'less'}"
     reason = _reason(cause(best, other), best, other, cluster)
-    return f"all but as fast: {reason}" if slower <= ALMOST_AS_FAST else reason
+    return f"almost as fast: {reason}" if slower <= ALMOST_AS_FAST else reason
 
 
 def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bool = False) -> str:

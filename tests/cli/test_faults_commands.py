@@ -252,8 +252,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(
     ):
         assert says in refusal(f"{line} {name}", run_folder, tmp_path)
     if line in PICTURES:
-        assert "ends in one of .png" in refusal(f"{line} x.txt", run_folder, tmp_path)
-        assert "ends in one of .png" in refusal(f"{line} x", run_folder, tmp_path)
+        assert "must end in one of .png" in refusal(f"{line} x.txt", run_folder, tmp_path)
+        assert "must end in one of .png" in refusal(f"{line} x", run_folder, tmp_path)
     if os.geteuid():
         (tmp_path / "closed").mkdir(mode=0o500)
         assert "is not writable" in refusal(f"{line} closed/x{suffix}", run_folder, tmp_path)

@@ -237,7 +237,7 @@ test_what_cannot_be_drawn_is_refused_with_a_reason = refusals(
     lambda draw: draw(),
     (lambda: plot.schedule([[], []]), "no action"),
     (lambda: plot.schedules({}), "nothing to draw"),
-    (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
+    (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 runs I0, but .* has no 'input'"),
     (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
     (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
 )

@@ -267,7 +267,7 @@ def test_every_combination_is_recorded_once() -> None:
 test_impossible_widgets_are_reported = widgets(
     refusals(
         lambda given, choices: replaying.what_if(given, POD, **choices),
-        (recorded(), {"bucket_mb": (1, 5)}, "bucket_mb: a trace that is recorded has no such"),
+        (recorded(), {"bucket_mb": (1, 5)}, "bucket_mb: a recorded trace leaves no choice"),
         (recorded, {"buckets": ()}, "buckets has no values to choose from"),
         (recorded, {"buckets": 5}, "buckets=5: give the values to choose from"),
         (recorded, {"op": "all_reduce"}, "op='all_reduce': give the values"),

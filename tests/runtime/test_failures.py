@@ -507,7 +507,7 @@ def test_a_circle_of_ranks_is_reported_at_once(world: World) -> None:
 
 
 def test_waiting_for_a_rank_outside_the_run_is_reported(world: World) -> None:
-    words = ("rank 3 is not in this run, and rank 0 waits", "rank 3: is not in this run")
+    words = ("rank 3 is not in this run, but rank 0 waits", "rank 3: is not in this run")
     raises(words, world.run_on, [0, 1, 2], sum_of_ones, error=RankError)
     assert_works(world)
 

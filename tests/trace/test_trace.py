@@ -120,7 +120,7 @@ def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path
     file.mark_end()
     file.close()
     assert read_run(tmp_path / "run").complete
-    raises("another rank 0 writes it", RankFile, tmp_path / "run", RankTrace(0, 1))
+    raises("another rank 0 is writing it", RankFile, tmp_path / "run", RankTrace(0, 1))
 
 
 def test_a_record_may_end_while_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-MOST_BYTES = 1 << 30  # of a file that is read whole
+MAX_BYTES = 1 << 30  # of a file that is read whole
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -16,8 +16,8 @@ def read_file(path: str | Path) -> bytes:
     nbytes = path.stat().st_size
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file, but a folder, FIFO, socket or device")
-    if nbytes > MOST_BYTES:
-        raise ValueError(f"{path} has {nbytes:,} bytes; at most {MOST_BYTES:,} are read")
+    if nbytes > MAX_BYTES:
+        raise ValueError(f"{path} has {nbytes:,} bytes; at most {MAX_BYTES:,} are read")
     return path.read_bytes()
 
 

@@ -12,7 +12,7 @@ from labkit.trace import Split, Trace, split_of
 from labkit.trace.measures import main_dtype
 
 ROOM = 1.5  # length of a new time axis, in steps
-LEAST_PART = 0.25  # of the axis that a step takes, before the axis gets shorter
+MIN_FRACTION = 0.25  # of the axis that a step takes, before the axis gets shorter
 
 
 def changed(
@@ -85,7 +85,7 @@ class Redrawing:
 
 
 def next_axis_s(axis_s: float, step_s: float) -> float:
-    return axis_s if LEAST_PART * axis_s <= step_s <= axis_s else ROOM * step_s
+    return axis_s if MIN_FRACTION * axis_s <= step_s <= axis_s else ROOM * step_s
 
 
 def links_in_words(cluster: Cluster) -> str:

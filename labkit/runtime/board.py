@@ -37,8 +37,8 @@ MARK_BYTES = 8
 MARKS = 512
 SHARED = 2**32 - 1  # two streams share this mark: their numbers are unknown
 PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK_BYTES
-LONGEST_BYTES = 200  # of an operation's description, and of its source
-MOST_RANKS = 256  # of a group, in a note
+MAX_TEXT_BYTES = 200  # of an operation's description, and of its source
+MAX_RANKS = 256  # of a group, in a note
 ALL_STATES = EMPTY, IN_FLIGHT, WAITED_FOR, ENDED, FAILED = range(5)
 
 
@@ -154,7 +154,7 @@ class Board:
 
     def _write(self, note: Note, key: int, signature: int, state: int) -> None:
         what, source = (_truncated(part) for part in (note.what, note.source))
-        entry = [note.group, note.ranks[:MOST_RANKS], note.seq, what, source, note.collective]
+        entry = [note.group, note.ranks[:MAX_RANKS], note.seq, what, source, note.collective]
         text = _to_json(entry).encode()
         assert len(text) <= SLOT_BYTES - HEAD.size, f"no room for {note}"
         slot = self._slot(self.rank, key)
@@ -212,7 +212,7 @@ _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 def _truncated(text: str) -> str:
     data = text.encode(errors="replace")
-    if len(data) <= LONGEST_BYTES:
+    if len(data) <= MAX_TEXT_BYTES:
         return data.decode()
-    half = LONGEST_BYTES // 2
+    half = MAX_TEXT_BYTES // 2
     return f"{data[:half].decode(errors='ignore')} ... {data[-half:].decode(errors='ignore')}"

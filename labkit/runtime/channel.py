@@ -14,7 +14,7 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 PIECE = 1 << 20
-LONGEST_FOLDER = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS allows 103 for a path
+MAX_FOLDER_BYTES = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS allows 103 for a path
 
 
 class Channel:
@@ -72,7 +72,7 @@ def ready(ends: Sequence[Any], patience_s: float | None) -> list[Any]:
 
 def listener(folder: str) -> tuple[socket.socket, Any]:
     """A listening socket and its address: a Unix socket in `folder`, which only this user can
-    enter, else a port of the loopback interface. The path has at most LONGEST_FOLDER bytes."""
+    enter, else a port of the loopback interface. The path has at most MAX_FOLDER_BYTES bytes."""
     address: Any = f"{folder}/driver"
     if hasattr(socket, "AF_UNIX"):
         sock = socket.socket(socket.AF_UNIX)

@@ -79,10 +79,10 @@ class StreamClock(Clock):
             return self._settle(time.monotonic() + patience_s)
         return False
 
-    def _settle(self, until_s: float) -> bool:
+    def _settle(self, deadline_s: float) -> bool:
         all_known = True
         for (key, field), (record, event) in list(self._pending.items()):
-            while not event.query() and time.monotonic() < until_s:
+            while not event.query() and time.monotonic() < deadline_s:
                 time.sleep(0.001)
             if not event.query():
                 all_known = False

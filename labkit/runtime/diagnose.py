@@ -147,8 +147,8 @@ def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
             os.kill(pid, signal.SIGUSR1)
         except OSError:  # the rank has ended
             before.pop(rank, None)
-    until_s = time.monotonic() + STACK_S
-    while before and time.monotonic() < until_s:
+    deadline_s = time.monotonic() + STACK_S
+    while before and time.monotonic() < deadline_s:
         for rank in list(before):
             try:
                 text = living[rank][1].read_text(errors="replace")[before[rank] :]

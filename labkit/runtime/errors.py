@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeGuard
 
-DEEPEST = 8  # chain of causes
-MOST_FRAMES, MOST_PARTS, LONGEST_TEXT = 100, 10, 10_000
+MAX_DEPTH = 8  # chain of causes
+MAX_FRAMES, MAX_PARTS, MAX_TEXT = 100, 10, 10_000
 
 _OWN = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cells.py"))
 
@@ -60,7 +60,7 @@ class RemoteError:
         if cause is None and not get(error, "__suppress_context__"):
             cause, because = get(error, "__context__"), "was being handled during"
         is_group = issubclass(type(error), BaseExceptionGroup)
-        parts = get(error, "exceptions")[:MOST_PARTS] if is_group else ()
+        parts = get(error, "exceptions")[:MAX_PARTS] if is_group else ()
         notes = get(error, "__dict__").get("__notes__")
         notes = notes if isinstance(notes, (list, tuple)) else ()
         return RemoteError(
@@ -84,8 +84,8 @@ class RemoteError:
             link = "The above error " + self.because + " the following one:"
             before = f"{self.cause.format()}\n\n{link}\n\n"
         entries = traceback.format_list([(*frame, None) for frame in self.frames])
-        if len(entries) > MOST_FRAMES:
-            half = MOST_FRAMES // 2
+        if len(entries) > MAX_FRAMES:
+            half = MAX_FRAMES // 2
             left_out = f"  ... {len(entries) - 2 * half:,} calls left out ...\n"
             entries[half:-half] = [left_out]
         stack = "".join(entries).rstrip()
@@ -95,7 +95,7 @@ class RemoteError:
 
 
 def _is_new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseException]:
-    return error is not None and id(error) not in above and len(above) < DEEPEST
+    return error is not None and id(error) not in above and len(above) < MAX_DEPTH
 
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
@@ -116,9 +116,9 @@ def _text(error: BaseException) -> str:
 
 def _truncated(text: str) -> str:
     text = "".join(text)  # a plain str: the driver may not know a subclass
-    if len(text) <= LONGEST_TEXT:
+    if len(text) <= MAX_TEXT:
         return text
-    half = LONGEST_TEXT // 2
+    half = MAX_TEXT // 2
     return f"{text[:half]}\n... {len(text) - 2 * half:,} characters left out ...\n{text[-half:]}"
 
 

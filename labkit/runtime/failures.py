@@ -23,7 +23,7 @@ GRACE_S = 0.3  # from the first sign to the report
 COMPUTING_S = 2.0  # the same, while the other ranks compute and may still answer
 UNREPORTED_S = 5.0  # until the server reports the end of a rank whose connection has closed
 HARMLESS = {"raised", "unpicklable"}  # alone, they leave no rank in the middle of an operation
-MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
+BY_SEVERITY = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 
 class Failures:
@@ -121,7 +121,7 @@ class Failures:
 
     def _diagnosis(self) -> tuple[str, str, tuple[int, ...]]:
         """The kind of the error, its text, and the ranks at fault."""
-        cause = next((kind for kind in MOST_TO_LEAST if kind in self._failures), "stuck")
+        cause = next((kind for kind in BY_SEVERITY if kind in self._failures), "stuck")
         failures = self._failures.get(cause, {})
         culprits = tuple(sorted(failures))
         if cause in ("died", "cut off") and (board := self._ranks.board):

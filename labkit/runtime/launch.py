@@ -144,10 +144,10 @@ class ForkServer:
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
         """Wait for these ranks to end; returns False if one is alive after `patience_s` seconds."""
-        until_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + patience_s
         with suppress(EOFError):
             while not self.ends().keys() >= set(pids):
-                if time.monotonic() > until_s:
+                if time.monotonic() > deadline_s:
                     return False
                 ready([self._channel], POLL_S)
         return True
@@ -209,10 +209,10 @@ class Spawner:
         self.wait(pids, KILL_PATIENCE_S)
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
-        until_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + patience_s
         with suppress(subprocess.TimeoutExpired):
             for pid in pids:
-                self._processes[pid].wait(max(0.0, until_s - time.monotonic()))
+                self._processes[pid].wait(max(0.0, deadline_s - time.monotonic()))
             return True
         return False
 

@@ -11,9 +11,9 @@ from collections import deque
 from typing import Any
 
 REDRAW_S = 0.1
-MOST_LINES = 1000  # kept per rank in a notebook, half from the start and half from the end
-LONGEST_LINE = 2000
-LONGEST_OPEN = 100_000  # a longer line is broken
+MAX_LINES = 1000  # kept per rank in a notebook, half from the start and half from the end
+MAX_LINE = 2000
+MAX_OPEN_LINE = 100_000  # a longer line is broken
 
 
 class RankOutput:
@@ -29,7 +29,7 @@ class RankOutput:
         """Add output of rank `rank`. A carriage return restarts the line, so progress bars work."""
         text = self._open[rank] + self._decoders[rank].decode(data)
         *finished, unfinished = text.replace("\r\n", "\n").split("\n")
-        if len(unfinished) > LONGEST_OPEN:
+        if len(unfinished) > MAX_OPEN_LINE:
             finished, unfinished = [*finished, unfinished], ""
         for line in finished:
             if self._page:
@@ -63,7 +63,7 @@ class _Display:
 
     def __init__(self, size: int):
         self._first: list[list[str]] = [[] for _ in range(size)]  # lines of each rank
-        self._last: list[deque[str]] = [deque(maxlen=MOST_LINES // 2) for _ in range(size)]
+        self._last: list[deque[str]] = [deque(maxlen=MAX_LINES // 2) for _ in range(size)]
         self._counts = [0] * size
         self._recent: deque[str] = deque(maxlen=200)  # lines of all ranks, by arrival
         self._display: Any = None
@@ -71,10 +71,10 @@ class _Display:
         self._drawn_s = 0.0
 
     def add(self, rank: int, line: str) -> None:
-        if len(line) > LONGEST_LINE:
-            line = f"{line[:LONGEST_LINE]} ... ({len(line) - LONGEST_LINE:,} characters more)"
+        if len(line) > MAX_LINE:
+            line = f"{line[:MAX_LINE]} ... ({len(line) - MAX_LINE:,} characters more)"
         first = self._first[rank]
-        (first if len(first) < MOST_LINES // 2 else self._last[rank]).append(line)
+        (first if len(first) < MAX_LINES // 2 else self._last[rank]).append(line)
         self._counts[rank] += 1
         self._recent.append(f"[rank {rank}] {line}")
 
@@ -82,7 +82,7 @@ class _Display:
         content = sum(self._counts), open_lines
         if content != self._drawn and time.monotonic() - self._drawn_s > REDRAW_S:
             self._drawn = content
-            shown = ((rank, line[:LONGEST_LINE]) for rank, line in enumerate(open_lines) if line)
+            shown = ((rank, line[:MAX_LINE]) for rank, line in enumerate(open_lines) if line)
             self._draw([*self._recent, *(f"[rank {rank}] {line}" for rank, line in shown)])
 
     def close(self) -> None:

@@ -15,14 +15,14 @@ from labkit.comm import Link, TwoLevel
 from labkit.runtime import folders
 
 RANK_BYTES = 100e6  # memory of an idle rank, and some room to work
-MOST_RANKS = 256
+MAX_RANKS = 256
 SPARE_FILES = 16  # files that a world opens besides its ranks' sockets
 CGROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 VARIABLE = "LABKIT_TRANSPORT"
 TRANSPORTS = ("shm", "gloo")
-LEAST_ROOM_BYTES = 128 << 20  # Docker's default of 64 MB is used up by a few groups
-RANK_ROOM_BYTES = 16 << 20  # shared memory of a rank in several groups
+MIN_SHM_BYTES = 128 << 20  # Docker's default of 64 MB is used up by a few groups
+RANK_SHM_BYTES = 16 << 20  # shared memory of a rank in several groups
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def check_transport(source: str, name: str | None) -> None:
 
 
 def _shared_memory_problem(size: int) -> str:
-    wanted_bytes = max(LEAST_ROOM_BYTES, size * RANK_ROOM_BYTES)
+    wanted_bytes = max(MIN_SHM_BYTES, size * RANK_SHM_BYTES)
     try:
         free_bytes = shutil.disk_usage(folders.MEMORY).free
     except OSError:
@@ -137,10 +137,10 @@ def check_size(size: int) -> None:
         raise ValueError(
             f"World({size}): {size:,} ranks are too many for this machine. A rank takes about "
             f"{RANK_BYTES / 1e6:.0f} MB and {free_bytes / 1e9:.1f} GB are free (of the cgroup's "
-            f"limit, where that is less): choose up to {min(fitting, MOST_RANKS)}."
+            f"limit, where that is less): choose up to {min(fitting, MAX_RANKS)}."
         )
-    if size > MOST_RANKS:
-        raise ValueError(f"World({size}): choose at most {MOST_RANKS} ranks for one machine")
+    if size > MAX_RANKS:
+        raise ValueError(f"World({size}): choose at most {MAX_RANKS} ranks for one machine")
     most = _most_by_files()
     if size > most:
         raise ValueError(
@@ -154,10 +154,10 @@ def _most_by_files() -> int:
     try:
         import resource
     except ImportError:  # a platform without such limits
-        return MOST_RANKS
+        return MAX_RANKS
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
-        return MOST_RANKS
+        return MAX_RANKS
     return (limit - psutil.Process().num_fds() - SPARE_FILES) // 2
 
 

@@ -37,7 +37,7 @@ from labkit.trace.recording import OnRank
 HELLO = struct.Struct("<16sHB")  # the world's token, rank, stream
 CONTROL, OUTPUT = range(2)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-KEPT_BYTES, MOST_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's maximum
+KEPT_BYTES, MAX_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's maximum
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _keep_freed_memory() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
         if mallopt is not None:  # the allocator is glibc's
             mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-            mallopt(M_MMAP_THRESHOLD, MOST_FROM_HEAP_BYTES)
+            mallopt(M_MMAP_THRESHOLD, MAX_FROM_HEAP_BYTES)
 
 
 def _redirect_output(sock: socket.socket) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from labkit import __version__
 from labkit.foreign import read_file
 from labkit.trace.graph import RankTrace, Trace, earlier
-from labkit.trace.rankfile import LARGEST, MOST_RANKS, RankFile, read_rank_file
+from labkit.trace.rankfile import MAX_INT, MAX_RANKS, RankFile, read_rank_file
 
 FORMAT = 1
 RUN, METRICS = "run.json", "metrics.jsonl"
@@ -136,7 +136,7 @@ def _drop_invalid(about: dict[str, Any]) -> list[str]:
         levels = [link["inside"], link.get("between")]
     sizes = predicted.values() if isinstance(predicted, dict) else [predicted]
     correct = {
-        "world_size": type(size) is int and 0 < size <= MOST_RANKS,
+        "world_size": type(size) is int and 0 < size <= MAX_RANKS,
         "link": all(isinstance(x, dict) and _is_number(x.get("gbps")) for x in levels),
         "predicted": all(map(_is_number, sizes)),
     }
@@ -145,7 +145,7 @@ def _drop_invalid(about: dict[str, Any]) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) <= LARGEST)
+    return type(value) is float or (type(value) is int and abs(value) <= MAX_INT)
 
 
 def _environment() -> dict[str, Any]:

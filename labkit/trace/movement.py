@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-MOST_RANKS = 8  # 2 x 8 digits of 4 bits: each counts up to 15
+MAX_RANKS = 8  # 2 x 8 digits of 4 bits: each counts up to 15
 Key = tuple[int, int, int, int]  # of a message: source, target, tag, count of these before it
 Sent = tuple[tuple[int | None, int], ...]  # (chunk, or None for other memory; value)
 Kind = Literal["send", "recv", "wait", "end"]

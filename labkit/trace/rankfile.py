@@ -28,7 +28,7 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 KIND_OF = {record: kind for kind, record in KINDS.items()}
 TYPES = {kind: get_type_hints(record) for kind, record in KINDS.items()}  # of the columns
-MOST_RANKS, LARGEST, LONGEST_S = 1 << 17, 1 << 60, 4e9  # valid in a file: ranks, int, time
+MAX_RANKS, MAX_INT, MAX_TIME_S = 1 << 17, 1 << 60, 4e9  # valid in a file: ranks, int, time
 
 _line = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -109,7 +109,7 @@ def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
     try:
         header = json.loads(lines[0])
         rank, size = (valid(header[name], int) for name in ("rank", "size"))
-        if not 0 <= rank < size <= MOST_RANKS:
+        if not 0 <= rank < size <= MAX_RANKS:
             raise ValueError("not a rank of a run")
         trace = RankTrace(rank, size, str(header["device"]), str(header["host"]))
         trace.alike = ranges.unpack(header.get("alike", []))
@@ -222,9 +222,9 @@ class _Ranges(dict[str, tuple[int, ...]]):
 def valid(value: Any, wanted: Any) -> Any:
     """`value` as the type `wanted`. Raises ValueError for another type or an impossible size."""
     if wanted is float:
-        if type(value) in (int, float) and abs(value) <= LONGEST_S:  # NaN is not
+        if type(value) in (int, float) and abs(value) <= MAX_TIME_S:  # NaN is not
             return float(value)
-    elif type(value) is int and abs(value) > LARGEST:
+    elif type(value) is int and abs(value) > MAX_INT:
         pass
     elif isinstance(value, wanted) and (wanted is bool) == isinstance(value, bool):
         return value

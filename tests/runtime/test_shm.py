@@ -48,7 +48,7 @@ def in_shared_memory() -> set[str]:
 def with_tiny_pieces() -> None:
     """Slots of 1 KiB, rings of 256 bytes: before the first operation of a world."""
     slots.SLOT_BYTES, collectives.AT_ONCE_BYTES = 1024, 64
-    ring.RING_BYTES, ring.GRAIN_BYTES, ring.MOST_UNTAKEN = 256, 64, 16
+    ring.RING_BYTES, ring.GRAIN_BYTES, ring.MAX_UNTAKEN = 256, 64, 16
 
 
 def wait_for(handles: Iterable[Handle | None]) -> None:

@@ -19,7 +19,7 @@ from labkit.predict.transformer import parameters, step_flops
 
 ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
-MOST_POSITIONS = 16_384  # of a micro-batch
+MAX_POSITIONS = 16_384  # of a micro-batch
 
 Several = int | Iterable[int] | None  # None: all that divide
 Wanted = Mapping[str, tuple[int, ...]]  # empty: all that divide
@@ -181,7 +181,7 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
         if left or not dp or global_batch % dp or dp not in (wanted["dp"] or (dp,)):
             continue
         rows = global_batch // dp
-        few = [b for b in powers_of_two(rows) if b == 1 or b * sizes.context <= MOST_POSITIONS]
+        few = [b for b in powers_of_two(rows) if b == 1 or b * sizes.context <= MAX_POSITIONS]
         for microbatch in wanted["microbatch"] or few:
             if rows % microbatch:
                 continue

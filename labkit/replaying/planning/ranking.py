@@ -27,7 +27,7 @@ from labkit.replaying.planning.report import StepReport
 from labkit.runtime.progress import slow_progress
 
 DROPOUT_MASKS = "dropout: two masks"  # a step at scale is recorded without dropout
-MOST_BLOCKS = 1 << 20  # of one stage
+MAX_BLOCKS = 1 << 20  # of one stage
 
 Report = Callable[[Sizes, Layout], StepReport]
 
@@ -114,7 +114,7 @@ def largest_that_fits(
             held = least_bytes(replace(sizes, depth=layout.pp * blocks), layout, global_batch)
             return sum(held.values()) > budget_bytes
 
-        return bisect_left(range(1, MOST_BLOCKS), True, key=is_too_large)
+        return bisect_left(range(1, MAX_BLOCKS), True, key=is_too_large)
 
     def deepest(layout: Layout, blocks: int) -> StepReport | None:
         at = cache(lambda count: report_of(replace(sizes, depth=layout.pp * count), layout))

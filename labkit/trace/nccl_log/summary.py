@@ -9,7 +9,7 @@ from labkit.foreign import markup
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog
 from labkit.trace.nccl_log.log import alike
 
-MOST_SHOWN = 4  # warnings, hosts or rings
+MAX_SHOWN = 4  # warnings, hosts or rings
 
 
 def table(log: NcclLog, name: str = "NCCL log") -> Table:
@@ -22,7 +22,7 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
         *(("cards", f"{host}: {', '.join(cards)}") for host, cards in sorted(log.cards.items())),
         ("channels", str(group.channels or "not logged")),
     ]
-    for channels in alike(group.rings)[:MOST_SHOWN]:
+    for channels in alike(group.rings)[:MAX_SHOWN]:
         ring = group.rings[channels[0]]
         rows.append(("ring", f"{_some(ring, ' ')}  (channel {_some(channels)})"))
     for title, inside in (("inside nodes", True), ("between nodes", False)):
@@ -42,7 +42,7 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
 def remarks(log: NcclLog) -> list[str]:
     """A sentence for each common cause of slow or failing NCCL that the log shows.
     Source: NCCL's documentation, "Troubleshooting" and "Environment Variables"."""
-    group, more = log.main, len(log.warnings) - MOST_SHOWN
+    group, more = log.main, len(log.warnings) - MAX_SHOWN
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
     late = [number for number, rank in sorted(group.ranks.items()) if not rank.ready]
     unseen = [rank for rank in range(group.size) if rank not in group.ranks]
@@ -77,7 +77,7 @@ def remarks(log: NcclLog) -> list[str]:
             "memory; is the nvidia-peermem module loaded?",
         ),
     ]
-    warnings = [f"a warning of {warning}" for warning in log.warnings[:MOST_SHOWN]]
+    warnings = [f"a warning of {warning}" for warning in log.warnings[:MAX_SHOWN]]
     return warnings + [sentence for applies, sentence in sentences if applies]
 
 
@@ -99,8 +99,8 @@ def kinds(group: Communicator, inside: bool) -> "Counter[str]":
 
 def _ranks(group: Communicator) -> str:
     hosts = [f"{host}: {_some(ranks)}" for host, ranks in group.hosts().items()]
-    more = f", and {len(hosts) - MOST_SHOWN} more hosts" if len(hosts) > MOST_SHOWN else ""
-    return f"{group.size} ({'; '.join(hosts[:MOST_SHOWN])}{more})" if group.size else "not logged"
+    more = f", and {len(hosts) - MAX_SHOWN} more hosts" if len(hosts) > MAX_SHOWN else ""
+    return f"{group.size} ({'; '.join(hosts[:MAX_SHOWN])}{more})" if group.size else "not logged"
 
 
 def _some(numbers: Sequence[int], between: str = ", ") -> str:

@@ -21,7 +21,7 @@ from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.comm.collectives.steps import STREAM, Algorithm, run
 from labkit.events import ranks_in_words
 from labkit.runtime.transports.wire import Wire, Work
-from labkit.trace.movement import MOST_RANKS, Key, Kind, Movement, Note, Sent, movement_of, number
+from labkit.trace.movement import MAX_RANKS, Key, Kind, Movement, Note, Sent, movement_of, number
 
 Student = Callable[[Any, torch.Tensor], object]
 WATCHED = (
@@ -61,9 +61,9 @@ def watch_collective(
     size = world.size
     if collective not in WATCHED:
         raise ValueError(f"{collective!r} cannot be watched; choose one of {', '.join(WATCHED)}")
-    if not 2 <= size <= MOST_RANKS:
+    if not 2 <= size <= MAX_RANKS:
         raise ValueError(
-            f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MOST_RANKS}"
+            f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MAX_RANKS}"
         )
     available = [
         name

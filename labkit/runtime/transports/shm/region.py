@@ -98,8 +98,8 @@ class Region:
     def gave_up(self, process: int) -> bool:
         return self._words[self._here[process]] == GONE
 
-    def wait(self, word: int, value: int, until_s: float, on: Sequence[int]) -> bool:
-        """Wait until a word is at least `value`; False after the time `until_s`, or once a process
+    def wait(self, word: int, value: int, deadline_s: float, on: Sequence[int]) -> bool:
+        """Wait until a word is at least `value`; False after `deadline_s`, or once a process
         in `on` gives up (which wakes no sleeper: they poll again soon enough)."""
         words = self._words
         for _ in range(TURNS):
@@ -110,7 +110,7 @@ class Region:
             yield_core()
         nap_s = NAPS_S[0]
         while words[word] < value:
-            if time.monotonic() > until_s or any(map(self.gave_up, on)):
+            if time.monotonic() > deadline_s or any(map(self.gave_up, on)):
                 return False
             self._count_sleepers(1)
             if (seen := words[word]) < value:

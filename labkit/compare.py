@@ -32,7 +32,7 @@ class Result:
     strategy: str
     ranks: int
     losses: list[float]
-    weight_difference: float  # largest, to the oracle
+    weight_difference: float  # largest, from the oracle
     predicted: Footprint  # of one rank
     measured: Footprint  # the mean of the ranks
     step_s: float
@@ -56,7 +56,7 @@ def compare(
     check_size(ranks)
     chosen = [recipe(name) for name in strategies or RECIPES if name != "single"]
     chosen = fitting(chosen, task, ranks, asked=bool(strategies))
-    if not (strategies or every):  # a family whose last does not fit is represented by another
+    if not (strategies or every):  # one strategy per family: the last that fits
         chosen = list({strategy.family: strategy for strategy in chosen}.values())
     out.mkdir(parents=True, exist_ok=True)
     for name in ("compare.png", "steps.png"):
@@ -73,7 +73,7 @@ def compare(
 
 
 def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
-    """Recipes that can train the task's model on `ranks` ranks. Others are left out with a message,
+    """Recipes that can train the task's model on `ranks` ranks. Others are skipped with a message,
     or raise ValueError if they were `asked` for."""
     with torch.device("meta"):
         model = GPT.preset(task.model)
@@ -82,11 +82,9 @@ def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[R
         if not (why := strategy.unfit(model, task.rows, task.length, ranks)):
             fitting.append(strategy)
         elif asked:
-            raise ValueError(
-                f"{strategy.name}: {why}; choose other --ranks, --rows or another --model"
-            )
+            raise ValueError(f"{strategy.name}: {why}; choose other --ranks, --rows or --model")
         else:
-            print(f"{strategy.name} is left out: {why}")
+            print(f"{strategy.name} is skipped: {why}")
     return fitting
 
 
@@ -111,17 +109,17 @@ def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> R
     }
     problems = []
     ours, theirs = torch.tensor(losses), torch.tensor(oracle.losses)
-    off = float(((ours - theirs).abs() / theirs.abs()).max())  # keeps a NaN, as `max` would not
-    if not off <= LOSSES_AGREE[task.dtype]:
-        problems.append(f"losses differ from single-process training by {off:.1e}")
+    error = float(((ours - theirs).abs() / theirs.abs()).max())  # keeps a NaN, as `max` would not
+    if not error <= LOSSES_AGREE[task.dtype]:
+        problems.append(f"losses differ from single-process training by {error:.1e}")
     difference = _difference(reports, oracle)
     if task.dtype == "float64" and not difference <= WEIGHTS_AGREE:
         problems.append(f"weights differ from single-process training by {difference:.1e}")
-    if (apart := _difference(reports, first)) != 0:
-        problems.append(f"the replicas differ from each other by {apart:.1e}")
+    if (spread := _difference(reports, first)) != 0:
+        problems.append(f"the replicas differ from each other by {spread:.1e}")
     for name, mean in means.items():
-        if mean != (should := getattr(first.predicted, name)):
-            problems.append(f"{name}: measured {mean:,.1f}, predicted {should:,.1f}")
+        if mean != (expected := getattr(first.predicted, name)):
+            problems.append(f"{name}: measured {mean:,.1f}, predicted {expected:,.1f}")
     return Result(
         first.strategy, size, losses, difference, first.predicted, Footprint(**means),
         max(report.step_s for report in reports), problems, trace,
@@ -138,21 +136,21 @@ def table(results: list[Result], task: Task) -> Table:
     shown = Table(
         title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
         f"{task.dtype}",
-        caption="loss: of the last step\noff by: largest difference of a weight to single's\n"
-        "sent: MB by one rank in a step, measured (predicted)\n"
-        "held: MB by one rank, parameters/gradients/optimizer",
+        caption="loss: at the last step\nerror: largest difference of a weight from single's\n"
+        "sent: MB per rank and step, measured (predicted)\n"
+        "held: MB per rank, parameters/gradients/optimizer",
         title_justify="left", caption_justify="left", pad_edge=False, padding=(0, 1, 0, 0),
-        box=None,  # nothing between the columns: they fit 80 characters
+        box=None,  # no lines between the columns, to fit 80 characters
     )  # fmt: skip
     shown.add_column("strategy", no_wrap=True)
-    for name in ("ranks", "loss", "off by", "sent", "held", "ms/step", ""):
+    for name in ("ranks", "loss", "error", "sent", "held", "ms/step", ""):
         shown.add_column(name, justify="right", no_wrap=True)
     for run in results:
-        has, should = run.measured, run.predicted
-        held = (has.parameter_bytes, has.gradient_bytes, has.optimizer_bytes)
+        measured, predicted = run.measured, run.predicted
+        held = measured.parameter_bytes, measured.gradient_bytes, measured.optimizer_bytes
         shown.add_row(
             run.strategy, str(run.ranks), f"{run.losses[-1]:.4f}", f"{run.weight_difference:.0e}",
-            f"{has.bus_bytes / 1e6:.2f} ({should.bus_bytes / 1e6:.2f})",
+            f"{measured.bus_bytes / 1e6:.2f} ({predicted.bus_bytes / 1e6:.2f})",
             "/".join(f"{nbytes / 1e6:.1f}" for nbytes in held), f"{run.step_s * 1e3:.0f}",
             "[red]✗[/]" if run.problems else "[green]✓[/]",
         )  # fmt: skip

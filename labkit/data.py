@@ -39,7 +39,7 @@ class Batch:
 
     x             inputs, token ids [rows, length]
     y             targets, the token after each of x [rows, length]
-    total_tokens  targets in the global batch, of which this may be a part
+    total_tokens  targets in the global batch; this may be a part of it
     ranks         number of slices of the global batch
     """
 
@@ -67,7 +67,7 @@ class Batch:
         """n micro-batches, cut as in `slice`; their losses sum to this batch's loss. Some are empty
         when n is larger than the rows. Raises ValueError when n is below 1."""
         if n < 1:
-            raise ValueError(f"a batch splits into at least 1 micro-batch, not {n}")
+            raise ValueError(f"n={n}: split a batch into at least 1 micro-batch")
         return [replace(self.slice(i, n), ranks=self.ranks) for i in range(n)]
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -95,8 +95,8 @@ class Text:
 
     path    a file, or a folder: its text files in order of their paths, joined (hidden and binary
             files are left out); None: the documentation inside Python, about 450 kB
-    tokens  "byte": the 256 bytes of UTF-8; "bpe": frequent pieces learned from this text
-    vocab   for "bpe", how many pieces; a text too small to fill them gets fewer, see `.vocab`
+    tokens  "byte": the 256 bytes of UTF-8; "bpe": subwords learned from this text
+    vocab   for "bpe", the number of subwords; a small text may have fewer, see `.vocab`
 
     Raises FileNotFoundError for a missing path, ValueError for an empty or binary file, an unknown
     kind of token, or a vocab that cannot hold the text's characters.
@@ -138,8 +138,8 @@ class Text:
             raise ValueError(f"{rows=}, {length=} must be at least 1, {step=}, {seed=} at least 0")
         if len(self) < length + 1:
             raise ValueError(
-                f"a sequence of {length} and its last target need {length + 1} tokens, the text "
-                f"has {len(self)}; use a longer text or a shorter length"
+                f"a sequence of {length} and its last target need {length + 1} tokens, but the "
+                f"text has {len(self)}; use a longer text or a shorter length"
             )
         # torch's CPU generator keeps 32 bits of its seed, so both numbers are hashed into these.
         (mixed,) = np.random.SeedSequence((seed, step)).generate_state(1)
@@ -152,7 +152,7 @@ class Text:
     def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
         """(training, validation), with one vocabulary; the last `fraction` of tokens validates."""
         if not 0 < fraction < 1:
-            raise ValueError(f"choose a fraction between 0 and 1 to hold out, not {fraction}")
+            raise ValueError(f"fraction={fraction}: choose one between 0 and 1")
         cut = len(self) - round(len(self) * fraction)
         train, held = copy.copy(self), copy.copy(self)
         train.ids, held.ids = self.ids[:cut], self.ids[cut:]
@@ -169,8 +169,8 @@ class _Bytes:
         return bytes(ids).decode(errors="replace")
 
 
-class _Pieces:
-    """BPE (Sennrich et al. 2016) by sentencepiece; characters without a piece become bytes."""
+class _Subwords:
+    """BPE (Sennrich et al. 2016) by sentencepiece; characters outside the vocab become bytes."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -191,25 +191,25 @@ class _Pieces:
 
 
 @functools.lru_cache(maxsize=4)
-def _learn_bpe(content: str, vocab: int) -> _Pieces:
-    """Learn pieces from the first 4 million characters, the same ones every time."""
-    import sentencepiece  # here: byte tokens do without it
+def _learn_bpe(content: str, vocab: int) -> _Subwords:
+    """Learn subwords from the first 4 million characters, the same ones every time."""
+    import sentencepiece  # here: byte tokens do not need it
 
     lines = content[:4_000_000].split("\n")
     short = (line[i : i + 1000] for line in lines for i in range(0, len(line), 1000))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=short,  # it leaves out lines above 4,192 bytes
+            sentence_iterator=short,  # longer lines than 4,192 bytes are skipped
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab,
-            hard_vocab_limit=False,  # fewer pieces for a small text, instead of an error
-            byte_fallback=True,  # this and the next three: any string comes back as it was
+            hard_vocab_limit=False,  # a small text may have fewer, instead of an error
+            byte_fallback=True,  # this and the next three: decoding is exact
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,  # indentation becomes one piece
+            allow_whitespace_only_pieces=True,  # indentation becomes one token
             bos_id=-1,
             eos_id=-1,
             num_threads=1,
@@ -217,10 +217,10 @@ def _learn_bpe(content: str, vocab: int) -> _Pieces:
         )
     except RuntimeError as error:
         raise ValueError(
-            f"a BPE vocab of {vocab} cannot hold 256 bytes and this text's own characters; "
+            f"a BPE vocab of {vocab} cannot hold 256 bytes and this text's characters; "
             f"choose a larger one, or byte tokens ({error})"
         ) from error
-    return _Pieces(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
+    return _Subwords(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
 
 
 def _read(path: Path) -> str:
@@ -234,7 +234,7 @@ def _read(path: Path) -> str:
 
 
 def _decode(file: Path) -> str:
-    """The file's text with its own line ends; "" if it is not text or cannot be read."""
+    """The file's text, line ends unchanged; "" if it is not text or cannot be read."""
     try:
         data = file.read_bytes()
         return "" if b"\0" in data else data.decode()

@@ -1,4 +1,4 @@
-"""What torch does around every operation: dispatch modes, the dtype of autocast, generators."""
+"""torch's state around every operation: dispatch modes, autocast's dtype, random generators."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -19,8 +19,8 @@ def no_modes() -> AbstractContextManager[None]:
     return modes._disable_current_modes() if modes._get_current_dispatch_mode() else nullcontext()
 
 
-def low_type_around(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which an active autocast, ours or torch's, runs matmuls of `x`, or None."""
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype to which an active autocast, ours or torch's, casts `x` for matmuls, or None."""
     kind, castable = x.device.type, x.is_floating_point() and x.dtype != torch.float64
     on = castable and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None

@@ -45,10 +45,10 @@ class Findings:
 
 def examine() -> Findings:
     """Examine versions, hardware, backends, and the ranks of a small real world."""
-    found = Findings()
-    for look in (_versions, _hardware, _picks, _links):
-        look(found)
-    return found
+    report = Findings()
+    for examine_part in (_versions, _hardware, _picks, _links):
+        examine_part(report)
+    return report
 
 
 def check_cluster_file(path: Path) -> None:
@@ -61,36 +61,36 @@ def check_cluster_file(path: Path) -> None:
         others = read_clusters(path).keys() - {NAME}
     except ValueError as error:
         raise ValueError(
-            f"{path} exists and is not a file of clusters; choose another name. ({error})"
+            f"{path} exists and is not a cluster file; choose another name. ({error})"
         ) from None
     if others:
         raise ValueError(
-            f"{path} has other clusters ({', '.join(sorted(others))}), which would be lost; "
+            f"{path} has other clusters ({', '.join(sorted(others))}) that would be lost; "
             "choose another file"
         )
 
 
-def cluster_table(one: Cluster) -> Table:
+def cluster_table(cluster: Cluster) -> Table:
     """The measured rates of a machine, and how they were measured."""
-    device, wire = one.device, one.inside
+    device, link = cluster.device, cluster.inside
     rows = [
         *(
-            (f"products of {dtype}", f"{rate / 1e9:.1f} GFLOP/s", f"peak_flops.{dtype}")
+            (f"matmul, {dtype}", f"{rate / 1e9:.1f} GFLOP/s", f"peak_flops.{dtype}")
             for dtype, rate in device.peak_flops.items()
         ),
-        ("a side that halves it", f"{device.tile:.1f}", "tile"),
+        ("matrix side at half the rate", f"{device.tile:.1f}", "tile"),
         ("memory", f"{device.memory_bytes / 1e9:.1f} GB", "memory_bytes"),
-        ("memory, rate", f"{device.memory_bytes_per_s / 1e9:.1f} GB/s", "memory_bytes_per_s"),
-        ("an operation, at least", f"{device.launch_s * 1e6:.1f} us", "launch_s"),
+        ("memory bandwidth", f"{device.memory_bytes_per_s / 1e9:.1f} GB/s", "memory_bytes_per_s"),
+        ("shortest operation", f"{device.launch_s * 1e6:.1f} us", "launch_s"),
     ]
-    if one.size > 1:
+    if cluster.size > 1:
         rows += [
-            ("wire, rate", f"{wire.bytes_per_s / 1e9:.2f} GB/s", "bytes_per_s"),
-            ("wire, a step", f"{wire.latency_s * 1e6:.1f} us", "latency_s"),
-            ("wire, start", f"{wire.start_s * 1e6:.1f} us", "start_s"),
+            ("link bandwidth", f"{link.bytes_per_s / 1e9:.2f} GB/s", "bytes_per_s"),
+            ("link latency, per step", f"{link.latency_s * 1e6:.1f} us", "latency_s"),
+            ("start of a collective", f"{link.start_s * 1e6:.1f} us", "start_s"),
         ]
-    sources = {**wire.sources, **device.sources}
-    shown = Table("of a rank", title=markup(one.title), title_justify="left")
+    sources = {**link.sources, **device.sources}
+    shown = Table("of a rank", title=markup(cluster.title), title_justify="left")
     shown.add_column("measured", justify="right")
     shown.add_column("by")
     for name, value, source in rows:
@@ -98,49 +98,49 @@ def cluster_table(one: Cluster) -> Table:
     return shown
 
 
-def _versions(found: Findings) -> None:
-    found.add("versions", "labkit", __version__)
-    found.add("versions", "Python", f"{platform.python_version()} ({sys.executable})")
-    found.add("versions", "torch", torch.__version__)
-    found.add("versions", "numpy", np.__version__)
+def _versions(report: Findings) -> None:
+    report.add("versions", "labkit", __version__)
+    report.add("versions", "Python", f"{platform.python_version()} ({sys.executable})")
+    report.add("versions", "torch", torch.__version__)
+    report.add("versions", "numpy", np.__version__)
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        found.problems.append("labkit is made for Python 3.11 to 3.13")
+        report.problems.append("labkit supports Python 3.11 to 3.13; use one of these")
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-        found.problems.append("labkit needs torch 2.11 or newer: pip install -U torch")
-    gone = [name for name in LAB_PACKAGES if importlib.util.find_spec(name) is None]
-    found.add("versions", "notebooks", f"without {', '.join(gone)}" if gone else "ready")
-    if gone:
-        found.problems.append("the notebooks need more packages: pip install 'labkit[lab]'")
+        report.problems.append("labkit needs torch 2.11 or newer: pip install -U torch")
+    missing = [name for name in LAB_PACKAGES if importlib.util.find_spec(name) is None]
+    report.add("versions", "notebooks", f"missing {', '.join(missing)}" if missing else "ready")
+    if missing:
+        report.problems.append("the notebooks need more packages: pip install 'labkit[lab]'")
 
 
-def _hardware(found: Findings) -> None:
+def _hardware(report: Findings) -> None:
     memory, free_bytes = psutil.virtual_memory(), available_bytes()
     limited = " (the limit of a cgroup)" if free_bytes < 0.9 * memory.available else ""
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found.add("machine", "system", f"{platform.system()} {platform.machine()}")
-    found.add("machine", "cores", f"{psutil.cpu_count()}, {mine} of them for this process")
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    report.add("machine", "system", f"{platform.system()} {platform.machine()}")
+    report.add("machine", "cores", f"{psutil.cpu_count()}, {usable} of them for this process")
     free = f"{free_bytes / 1e9:.1f} GB free{limited}"
-    found.add("machine", "memory", f"{memory.total / 1e9:.0f} GB, {free}")
+    report.add("machine", "memory", f"{memory.total / 1e9:.0f} GB, {free}")
     if free_bytes < 2e9:
-        found.problems.append("less than 2 GB of memory are free: close programs before a lab")
+        report.problems.append("less than 2 GB of memory is free: close programs before a lab")
     folder = tempfile.gettempdir()
     free_gb = shutil.disk_usage(folder).free / 1e9
-    found.add("machine", "temporary files", f"{folder}, {free_gb:.0f} GB free")
-    usable = torch.cuda.is_available()  # device_count() also counts GPUs with an outdated driver
-    if not usable:
-        found.add("machine", "GPUs", "none that torch sees")
-    for i in range(torch.cuda.device_count() if usable else 0):
+    report.add("machine", "temporary files", f"{folder}, {free_gb:.0f} GB free")
+    has_gpu = torch.cuda.is_available()  # device_count() also counts GPUs with an outdated driver
+    if not has_gpu:
+        report.add("machine", "GPUs", "none that torch sees")
+    for i in range(torch.cuda.device_count() if has_gpu else 0):
         gpu = torch.cuda.get_device_properties(i)
-        found.add("machine", f"GPU {i}", f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB")
-    if shutil.which("nvidia-smi") and not usable:
-        found.problems.append(
-            "there is an NVIDIA driver, but torch sees no GPU: this torch may be a CPU build"
+        report.add("machine", f"GPU {i}", f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB")
+    if shutil.which("nvidia-smi") and not has_gpu:
+        report.problems.append(
+            "there is an NVIDIA driver, but torch sees no GPU: this may be a CPU build of torch"
         )
 
 
-def _picks(found: Findings) -> None:
-    found.add("ranks", "network of this machine only", loopback() or "not found by name")
-    found.add("ranks", "start", "forked from a warm server" if hasattr(os, "fork") else "spawned")
+def _picks(report: Findings) -> None:
+    report.add("ranks", "loopback interface", loopback() or "unknown")
+    report.add("ranks", "start", "forked from a warm server" if hasattr(os, "fork") else "spawned")
     for size in (2, 4, 8):
         try:
             check_size(size)
@@ -148,28 +148,28 @@ def _picks(found: Findings) -> None:
             transport, why_not = pick_transport(size, choice, None, None, None)
             transport += f" ({why_not})" if why_not else ""
             what = f"{choice.backend} on {choice.device}: {choice.why}"
-            found.add("ranks", f"World({size})", f"{what}; tensors by {transport}")
+            report.add("ranks", f"World({size})", f"{what}; tensors through {transport}")
         except ValueError as error:
-            found.add("ranks", f"World({size})", str(error))
+            report.add("ranks", f"World({size})", str(error))
 
 
-def _links(found: Findings) -> None:
+def _links(report: Findings) -> None:
     """Start two ranks and time their messages."""
     began_s = time.perf_counter()
     try:
         with World(2, timeout_s=20) as world:
             ready_s = time.perf_counter() - began_s
-            latency_s, seconds = world.run(_talk)[0]
+            latency_s, seconds = world.run(_time_messages)[0]
     except (RankError, RuntimeError, OSError) as error:
-        found.problems.append(f"two ranks could not talk: {error}")
+        report.problems.append(f"two ranks could not communicate: {error}")
         return
-    found.add("ranks", "two ranks, ready in", f"{ready_s:.2f} s, the first time")
-    found.add("ranks", "a message there and back", f"{latency_s * 1e6:.0f} us")
-    gb_per_s = MESSAGE_BYTES / seconds / 1e9
-    found.add("ranks", "all-reduce of 16 MiB", f"{seconds * 1e3:.1f} ms, {gb_per_s:.2f} GB/s busbw")
+    report.add("ranks", "start of two ranks", f"{ready_s:.2f} s, the first time")
+    report.add("ranks", "round trip of a message", f"{latency_s * 1e6:.0f} us")
+    busbw = MESSAGE_BYTES / seconds / 1e9
+    report.add("ranks", "all-reduce of 16 MiB", f"{seconds * 1e3:.1f} ms, {busbw:.2f} GB/s busbw")
 
 
-def _talk() -> tuple[float, float]:
+def _time_messages() -> tuple[float, float]:
     """On each of two ranks: seconds of a tiny round trip, and of an all-reduce."""
     me = attach()
     comm, small = me.comm, torch.zeros(1, device=me.device)

@@ -1,12 +1,12 @@
 """Communication as plain data: a `CommEvent` per operation, and the formulas of its bytes.
 
     payload_bytes   the size of the operation's tensor: S
-    bus_bytes       what must pass a rank's link, whatever the algorithm: S x nccl-tests factor
-    wire_bytes      what this algorithm really sent (through shared memory: copied)
+    bus_bytes       bytes that must pass a rank's link by any algorithm: S x nccl-tests factor
+    wire_bytes      bytes that this algorithm sent (through shared memory: copied)
 
-Formulas and tests of a strategy use `bus_bytes`, which do not depend on the transport: what each
-rank must send if all do the same (all-reduce, all-gather, reduce-scatter, all-to-all); for
-operations with a root, what passes the busiest link, on every rank. For all-gather and
+Formulas and tests of a strategy use `bus_bytes`, which do not depend on the transport: the bytes
+that each rank must send where all do the same (all-reduce, all-gather, reduce-scatter, all-to-all);
+for operations with a root, those that pass the busiest link, on every rank. For all-gather and
 reduce-scatter, S is the total of n shards. If n does not divide S, a rank's count follows the
 chunks of a ring, so that the sum over the ranks is exact: 2(n-1)S for an all-reduce, (n-1)S for
 its two halves. Source of the factors: nccl-tests, doc/PERFORMANCE.md.

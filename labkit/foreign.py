@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-MOST_BYTES = 1 << 30  # of a file that is read whole
+MAX_BYTES = 1 << 30  # of a file that is read whole
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -16,8 +16,8 @@ def read_file(path: str | Path) -> bytes:
     nbytes = path.stat().st_size
     if not path.is_file():
         raise ValueError(f"{path} is not a regular file, but a folder, FIFO, socket or device")
-    if nbytes > MOST_BYTES:
-        raise ValueError(f"{path} has {nbytes:,} bytes; at most {MOST_BYTES:,} are read")
+    if nbytes > MAX_BYTES:
+        raise ValueError(f"{path} has {nbytes:,} bytes; at most {MAX_BYTES:,} are read")
     return path.read_bytes()
 
 
@@ -31,18 +31,18 @@ def write_json(path: str | Path, contents: object) -> Path:
 
 def check_output(path: Path | None) -> Path | None:
     """Return `path`. Raises ValueError if no file can be written there, or for a link: the target
-    of a link in another person's folder must not be overwritten."""
+    of a link in someone else's folder must not be overwritten."""
     if path is None:
         return None
     for wrong, why in (
-        (path.is_symlink(), "is a link, through which labkit does not write"),
+        (path.is_symlink(), "is a link, and labkit does not write through links"),
         (path.is_dir(), "is a folder"),
         (
             not path.parent.is_dir(),
-            f"cannot be written, since the folder {path.parent} does not exist",
+            f"cannot be written: the folder {path.parent} does not exist",
         ),
         (path.exists() and not path.is_file(), "is not a regular file"),
-        (not os.access(path if path.exists() else path.parent, os.W_OK), "may not be written"),
+        (not os.access(path if path.exists() else path.parent, os.W_OK), "is not writable"),
     ):
         if wrong:
             raise ValueError(f"{path} {why}; choose a file that can be written")
@@ -52,7 +52,7 @@ def check_output(path: Path | None) -> Path | None:
 def check_picture(path: Path | None) -> Path | None:
     """As `check_output`; the name must end in a picture format."""
     if path is not None and path.suffix.lower() not in PICTURES:
-        raise ValueError(f"{path}: the name of a picture ends in one of {', '.join(PICTURES)}")
+        raise ValueError(f"{path}: a picture's name must end in one of {', '.join(PICTURES)}")
     return check_output(path)
 
 

@@ -1,5 +1,5 @@
-"""What one rank holds of a model: its bytes (`Footprint`, predicted by each strategy and counted by
-parallel/common/held.py) and its elements (`OwnedPiece`)."""
+"""The part of a model on one rank: bytes (`Footprint`, predicted by each strategy and counted by
+parallel/common/held.py) and slices of parameters (`OwnedPiece`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ def adam_bytes(module: nn.Module) -> int:
 
 
 def replicated(module: nn.Module, size: int) -> Footprint:
-    """Everything whole on each of n ranks, which send 2(n-1)/n of the gradients."""
+    """A full replica on each of n ranks, which send 2(n-1)/n of the gradients."""
     grads = parameter_bytes(module, trainable_only=True)
     bus_bytes = 2 * (size - 1) / size * grads
     return Footprint(parameter_bytes(module), grads, adam_bytes(module), bus_bytes)
@@ -41,7 +41,7 @@ class OwnedPiece:
     """A slice of parameter `name`, of `shape` on this rank: from element `start` of the flattened
     parameter. Optimizer state is sliced alike, so a checkpoint can be read into other slices.
 
-    tensor      what the optimizer steps on: [numel] flat, the whole parameter, or a master copy
+    tensor      updated by the optimizer: [numel] flat, the whole parameter, or a master copy
     optimizer   the torch optimizer with this slice's `state[tensor]`; None if frozen
     shard       of a parameter sharded over tensor-parallel ranks (parallel/common/shards.py)
     """

@@ -60,7 +60,7 @@ class Recipe:
     """`wrap(module, comm)` returns the parallel model, `optimizer(wrapped, comm, lr)` its
     optimizer, `share(batch, comm)` this rank's share of a global batch, `predict(module, size)` its
     bytes (unless the share is `rows`, the tokens of the batch are a third argument). `unfit(model,
-    rows, length, ranks)` says why it cannot train on these sizes, or "". `step(wrapped, batch,
+    rows, length, ranks)` returns why it cannot train on these sizes, or "". `step(wrapped, batch,
     comm)` leaves the gradients and returns a loss: its mean over ranks is the loss of the batch."""
 
     name: str
@@ -94,16 +94,16 @@ def _zero(stage: int) -> Recipe:
     )  # fmt: skip
 
 
-def _heads(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _heads_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     for count, what in ((model.heads, "heads"), (model.kv_heads, "key-value heads")):
         if count % ranks:
             return f"{count} {what} do not divide over {ranks} ranks"
     return ""
 
 
-def _heads_and_tokens(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _sequence_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     uneven = f"{length} tokens do not divide over {ranks} ranks" if length % ranks else ""
-    return _heads(model, rows, length, ranks) or uneven
+    return _heads_problem(model, rows, length, ranks) or uneven
 
 
 def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
@@ -122,12 +122,12 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
     }  # fmt: skip
 
 
-def _chunks(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _chunks_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     uneven = ranks > 1 and length % (2 * ranks)
-    return f"{length} tokens are not {2 * ranks} equal chunks" if uneven else ""
+    return f"{length} tokens do not divide into {2 * ranks} equal chunks" if uneven else ""
 
 
-def _of_context(module: GPT, size: int, tokens: int) -> Footprint:
+def _context_footprint(module: GPT, size: int, tokens: int) -> Footprint:
     """DDP's footprint, plus the k and v that travel around the ring in every layer."""
     weights, item_bytes = DDP.predict(module, size), module.head.weight.element_size()
     keys = (tokens, 1, module.kv_heads, module.width // module.heads, size, item_bytes)
@@ -149,15 +149,15 @@ def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
     return torch.zeros(()) if value is None else value * wrapped.comm.size
 
 
-def _stages(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _stages_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     if rows < MICROBATCHES:
-        return f"{rows} rows are not {MICROBATCHES} micro-batches"
-    return f"{model.depth} blocks are not {ranks} stages" if model.depth < ranks else ""
+        return f"{rows} rows are too few for {MICROBATCHES} micro-batches"
+    return f"{model.depth} blocks are too few for {ranks} stages" if model.depth < ranks else ""
 
 
 def mesh_sizes(ranks: int) -> dict[str, int]:
-    """Ranks per axis, tensor innermost: the prime factors of `ranks`, dealt out in turn, to the
-    axis that sends most first. 2 ranks are tp 2, 4 pp 2 x tp 2."""
+    """Ranks per axis, tensor innermost: the prime factors of `ranks`, assigned in turn, first to
+    the axis that sends most. 2 ranks are tp 2, 4 pp 2 x tp 2."""
     sizes, axes, factor = {"pp": 1, "dp": 1, "tp": 1}, cycle(["tp", "pp", "dp"]), 2
     while ranks > 1:
         while ranks % factor:
@@ -167,7 +167,7 @@ def mesh_sizes(ranks: int) -> dict[str, int]:
     return sizes
 
 
-def _replica(batch: Batch, comm: Comm) -> Batch:
+def _replica_rows(batch: Batch, comm: Comm) -> Batch:
     """Three dimensions: the rows of this rank's data-parallel index."""
     sizes = mesh_sizes(comm.size)
     return batch.slice(coordinates(sizes, comm.rank)["dp"], sizes["dp"])
@@ -178,7 +178,7 @@ def _three_d(module: nn.Module, comm: Comm) -> Pipeline:
     return _pipeline(tensor_parallel(module, mesh.tp), mesh.pp, partial(DDP, comm=mesh.dp))
 
 
-def _of_mesh(
+def _mesh_footprint(
     module: GPT, size: int, tokens: int, axis: str = "", sequence: bool = False
 ) -> Footprint:
     """The mean footprint of the ranks, in three dimensions or along one `axis`. With `sequence`,
@@ -205,16 +205,16 @@ def _of_mesh(
     )
 
 
-def _three_d_unfit(model: GPT, rows: int, length: int, ranks: int) -> str:
+def _three_d_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     sizes = mesh_sizes(ranks)
     if rows % sizes["dp"]:
-        return f"{rows} rows are not as many for each of {sizes['dp']} replicas"
-    mine = rows // sizes["dp"]
-    return _heads(model, mine, length, sizes["tp"]) or _stages(model, mine, length, sizes["pp"])
+        return f"{rows} rows do not divide over {sizes['dp']} replicas"
+    local = model, rows // sizes["dp"], length
+    return _heads_problem(*local, sizes["tp"]) or _stages_problem(*local, sizes["pp"])
 
 
 MICROBATCHES = 4  # of a pipeline
-RECIPES = {  # the last of each family represents it where one is enough
+RECIPES = {  # the last of each family represents it
     recipe.name: recipe
     for recipe in [
         Recipe("single", "oracle", Single, Single.predict, one_rank=True),
@@ -228,25 +228,25 @@ RECIPES = {  # the last of each family represents it where one is enough
         _zero(2),
         Recipe("zero-3", "ZeRO", ZeRO3, ZeRO3.predict),
         Recipe(
-            "tensor", "tensor parallel", tensor_parallel, partial(_of_mesh, axis="tp"), everything,
-            unfit=_heads,
+            "tensor", "tensor parallel", tensor_parallel, partial(_mesh_footprint, axis="tp"),
+            everything, unfit=_heads_problem,
         ),
         Recipe(
             "sequence", "tensor parallel", partial(tensor_parallel, sequence=True),
-            partial(_of_mesh, axis="tp", sequence=True), everything, unfit=_heads_and_tokens,
+            partial(_mesh_footprint, axis="tp", sequence=True), everything, unfit=_sequence_problem,
         ),
         Recipe(
             "context", "context parallel",
             lambda module, comm: DDP(context_parallel(module, comm), comm),
-            _of_context, positions, unfit=_chunks,
+            _context_footprint, positions, unfit=_chunks_problem,
         ),
         Recipe(
-            "pipeline", "pipeline", _pipeline, partial(_of_mesh, axis="pp"), everything,
-            unfit=_stages, step=_pipeline_step,
+            "pipeline", "pipeline", _pipeline, partial(_mesh_footprint, axis="pp"), everything,
+            unfit=_stages_problem, step=_pipeline_step,
         ),
         Recipe(
-            "three-d", "three dimensions", _three_d, _of_mesh, _replica,
-            unfit=_three_d_unfit, step=_pipeline_step,
+            "three-d", "three dimensions", _three_d, _mesh_footprint, _replica_rows,
+            unfit=_three_d_problem, step=_pipeline_step,
         ),
     ]
 }  # fmt: skip

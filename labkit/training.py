@@ -27,7 +27,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Task:
-    """What to train: the same for every strategy. `rows` is the global batch."""
+    """A training task, the same for every strategy. `rows` is the global batch."""
 
     model: str = "1M"
     steps: int = 24
@@ -49,12 +49,12 @@ class Task:
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)}: choose 1 to {most:,}")
         if not (0 <= self.lr < math.inf and 0 <= self.seed < 1 << 63):
-            raise ValueError(f"lr={self.lr}, seed={self.seed}: use finite numbers of 0 or more")
+            raise ValueError(f"lr={self.lr}, seed={self.seed}: choose finite values of 0 or more")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a training run on one rank measured."""
+    """The measurements of a training run on one rank."""
 
     strategy: str
     losses: list[float]  # this rank's share; their mean over ranks is the global loss
@@ -92,7 +92,7 @@ def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
             metric(step=step, loss=losses[-1])
             seconds.append(time.perf_counter() - began_s)
         sent_bytes += sum(event.bus_bytes for event in events if event.tag != TAGS["meta"])
-    whole = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))
-    weights = {name: x.detach().cpu() for name, x in (whole() if keep_weights else {}).items()}
+    gather = getattr(wrapped, "full_state_dict", partial(full_state_dict, model))
+    weights = {name: x.detach().cpu() for name, x in (gather() if keep_weights else {}).items()}
     measured = held(wrapped, optimizer, sent_bytes / task.steps)
     return Report(strategy, losses, median(seconds), predicted, measured, weights)

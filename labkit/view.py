@@ -1,4 +1,4 @@
-"""A recorded run as a table: what ran, where its time went, what it sent and what it held."""
+"""A recorded run as a table: the command, the parts of a step's time, bytes sent, peak memory."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ def table(trace: Trace, name: str = "run") -> Table:
     """The trace as a rich table. Times are medians over the timed steps of all ranks; a detailed
     step counts only for bytes and memory."""
     groups = {
-        "what ran": _what(trace),
+        "run": _about(trace),
         "time of a step": _times(trace),
         "sent by a rank": _sent(trace),
-        "memory at its peak": _memory(trace),
+        "peak memory": _memory(trace),
     }
     return grouped_table(name, groups)
 
@@ -55,7 +55,7 @@ def draw(trace: Trace, folder: Path, step: int | None = None) -> list[Path]:
     return [folder / name for name in pictures]
 
 
-def _what(trace: Trace) -> Rows:
+def _about(trace: Trace) -> Rows:
     about = trace.about
     rows: Rows = [
         (key, str(about[key])) for key in ("what", "command", "started_at") if key in about
@@ -74,7 +74,7 @@ def _what(trace: Trace) -> Rows:
     if losses:
         ends = (min(losses)[0], max(losses)[0])
         of_ends = [[loss for step, loss in losses if step == end] for end in ends]
-        first, last = (sum(own) / len(own) for own in of_ends)  # fmean refuses inf - inf
+        first, last = (sum(values) / len(values) for values in of_ends)  # fmean refuses inf - inf
         rows.append(("loss", f"{first:.4f} -> {last:.4f}, mean of the ranks"))
     return rows
 
@@ -84,7 +84,7 @@ def _times(trace: Trace) -> Rows:
     steps = [timed.step(index) for index in timed.steps()]
     phases = [p for p in PHASES if any(x.phase == p for r in timed.ranks.values() for x in r.spans)]
     measures: list[tuple[str, Callable[[RankTrace], float]]] = [
-        ("the whole", lambda rank: sum(x.ended_s - x.began_s for x in rank.steps)),
+        ("whole step", lambda rank: sum(x.ended_s - x.began_s for x in rank.steps)),
         *((phase, partial(_phase_s, phase=phase)) for phase in phases),
         ("waiting", lambda rank: length_s(waiting(rank))),
     ]
@@ -101,7 +101,7 @@ def _times(trace: Trace) -> Rows:
             most = f", most on rank {slowest}: {_ms(median(times_s[slowest]))}"
             rows.append((name, _ms(typical_s) + (most if len(times_s) > 1 else "")))
     if any(communicating(rank) for rank in timed.ranks.values()):
-        rows.append(("overlap", f"{overlap(timed):.0%} of communication ran behind computing"))
+        rows.append(("overlap", f"{overlap(timed):.0%} of communication hidden behind computing"))
     return rows
 
 
@@ -131,12 +131,12 @@ def _sent(trace: Trace) -> Rows:
 
 def _memory(trace: Trace) -> Rows:
     """The memory of the fullest rank at its peak."""
-    points = [(sum(p.held_bytes), r, p) for r, one in trace.ranks.items() for p in one.memory]
+    points = [(sum(p.held_bytes), n, p) for n, rank in trace.ranks.items() for p in rank.memory]
     if not points:
         return []
     most, rank, point = max(points, key=lambda x: (x[0], -x[1]))
     rows = [(name, decimal(nbytes)) for name, nbytes in zip(CATEGORIES, point.held_bytes) if nbytes]
-    return [("together", f"{decimal(most)}, on rank {rank} in step {point.step}"), *rows]
+    return [("total", f"{decimal(most)}, on rank {rank} in step {point.step}"), *rows]
 
 
 def _timed(trace: Trace) -> Trace:

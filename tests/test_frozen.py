@@ -19,6 +19,8 @@ GONE = {  # names and options that are no longer there, with the reason
     "torch.Tensor | None": "takes the same: a GradScaler is a LossScaler",
     "  Comm.all_gather_object(self, thing: Any) -> list[typing.Any]": "`obj`, as in torch",
     "  Comm.broadcast_object(self, thing: Any, src: int = 0) -> Any": "`obj`, as in torch",
+    "progress(things: collections.abc.Iterable[~T], label: str = '', total: int | None = None) -> "
+    "collections.abc.Iterator[~T]": "takes the same: its first argument is called `items`",
     "labkit compare --lr default=0.003 limits=[None, None, False]": "0.001: no spike of the loss",
     "labkit run --lr default=0.003 limits=[None, None, False]": "0.001: no spike of the loss",
 }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from labkit.dispatch import low_type_around
+from labkit.dispatch import autocast_dtype
 from labkit.precision.op_policy import POLICIES
 from labkit.precision.shadow_optimizer import LOW
 
@@ -137,7 +137,7 @@ def _open_regions() -> list[_Casting]:
 
 
 def _may_be_cast(x: torch.Tensor) -> bool:
-    return x.device.type in POLICIES and low_type_around(x) is not None
+    return x.device.type in POLICIES and autocast_dtype(x) is not None
 
 
 def tensors_in(nested: Any) -> Iterator[torch.Tensor]:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from labkit.dispatch import low_type_around
+from labkit.dispatch import autocast_dtype
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # the lowest compute capability with 8-bit matmuls
@@ -142,7 +142,7 @@ class Fp8Linear(nn.Module):
                 f"history={len(self.cast_x.amaxes)} the second run would use other scales, so its "
                 "gradients would be wrong; use history=0, or do not recompute it"
             )
-        dtype = low_type_around(x) or x.dtype
+        dtype = autocast_dtype(x) or x.dtype
         with torch.autocast(x.device.type, enabled=False):
             rows = x.reshape(-1, self.in_features)
             y = _Fp8Matmul.apply(rows, self.weight, self, dtype)

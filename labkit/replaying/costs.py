@@ -4,10 +4,10 @@
                                    bytes read and written / memory bandwidth
                                    one launch
     collective    start + steps x latency + bytes sent per rank / bandwidth
-    message       bytes / bandwidth on the wire, then one latency
+    message       bytes / bandwidth of the link, then one latency
 
 Steps and bytes (labkit.comm.collectives.costs) are those of a tensor pipelined in very small
-pieces: each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves
+chunks: each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves
 each node once, over all ports of its ranks there; the node with the fewest ranks is the bottleneck.
 A rank that sends directly to all others has one device's share of the ports. Latencies are those of
 NCCL's Simple protocol, for long tensors: small collectives seem slower than they are.
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Sending(NamedTuple):
-    """The time of an operation: `seconds` on the wires of `port`, then `latency_s` to arrive."""
+    """The time of a transfer: `seconds` on the link of `port`, then `latency_s` to arrive."""
 
     seconds: float
     latency_s: float
@@ -63,14 +63,14 @@ class Costs:
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self._remembered: dict[Hashable, Any] = {}
+        self._cache: dict[Hashable, Any] = {}
 
-    def remembered(self, find: Callable[..., T], *args: Hashable) -> T:
-        """`find(self, *args)`, computed once."""
-        key = find, args
-        if key not in self._remembered:
-            self._remembered[key] = find(self, *args)
-        return self._remembered[key]
+    def cached(self, compute: Callable[..., T], *args: Hashable) -> T:
+        """`compute(self, *args)`, computed once."""
+        key = compute, args
+        if key not in self._cache:
+            self._cache[key] = compute(self, *args)
+        return self._cache[key]
 
     def compute_s(self, operation: Operation) -> float:
         """Roofline time of an operation. Raises ValueError for a dtype without a rate."""
@@ -94,18 +94,18 @@ class Costs:
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
         """Time of the fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
         if op not in ALGORITHMS:
-            raise ValueError(f"no collective {op!r}; there are {', '.join(ALGORITHMS)}")
-        return self.remembered(Costs._fastest, op, nbytes, ranks)
+            raise ValueError(f"no collective {op!r}; choose one of {', '.join(ALGORITHMS)}")
+        return self.cached(Costs._fastest, op, nbytes, ranks)
 
     def _fastest(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
         if len(ranks) == 1:
             return Sending(0.0, 0.0, self.cluster.inside.name, "")
-        place = _Place(ranks, self.cluster)
-        seconds, name = min((place.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
-        return Sending(seconds, 0.0, place.level.name, name)
+        placement = _Placement(ranks, self.cluster)
+        seconds, name = min((placement.seconds(op, name, nbytes), name) for name in ALGORITHMS[op])
+        return Sending(seconds, 0.0, placement.level.name, name)
 
 
-class _Place:
+class _Placement:
     """How the ranks of a group are spread over nodes."""
 
     def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
@@ -115,8 +115,9 @@ class _Place:
         self.level = cluster.level_of(ranks)
 
     def seconds(self, op: str, algorithm: str, nbytes: int) -> float:
+        """Start, bytes over bandwidth, and a latency for each step, inside or between nodes."""
         steps = 1 if algorithm in DIRECT else cost(op, algorithm, self.n, 0).steps
-        sent_bytes = nbytes * _sent_of_each_byte(op, algorithm, self.n)
+        sent_bytes = nbytes * _sent_per_byte(op, algorithm, self.n)
         seconds = sent_bytes / self._bytes_per_s(algorithm) + self.level.start_s
         between = self._steps_between(algorithm, steps)
         if self.cluster.between is not None:
@@ -133,18 +134,18 @@ class _Place:
 
     def _bytes_per_s(self, algorithm: str) -> float:
         inside, between = self.cluster.inside, self.cluster.between
-        of_device = inside.reached * self.cluster.share_bytes_per_s(inside)
+        inside_rate = inside.reached * self.cluster.share_bytes_per_s(inside)
         if self.nodes == 1 or between is None:
-            return of_device
-        own = between.reached * self.cluster.share_bytes_per_s(between)
+            return inside_rate
+        port_rate = between.reached * self.cluster.share_bytes_per_s(between)
         if algorithm in DIRECT:  # slowest inside on the fullest node, between on the emptiest
-            part_inside = (self.most - 1) / (self.n - 1)
-            part_between = (self.n - self.fewest) / (self.n - 1)
-            return 1 / max(part_inside / of_device, part_between / own)
-        return own if self.most == 1 else min(own * self.fewest, of_device)
+            share_inside = (self.most - 1) / (self.n - 1)
+            share_between = (self.n - self.fewest) / (self.n - 1)
+            return 1 / max(share_inside / inside_rate, share_between / port_rate)
+        return port_rate if self.most == 1 else min(port_rate * self.fewest, inside_rate)
 
 
 @cache
-def _sent_of_each_byte(op: str, algorithm: str, n: int) -> float:
+def _sent_per_byte(op: str, algorithm: str, n: int) -> float:
     """Bytes that the busiest rank sends per byte of a very long tensor."""
     return cost(op, algorithm, n, VERY_LONG_BYTES).sent_bytes / VERY_LONG_BYTES

@@ -31,7 +31,7 @@ from labkit.runtime.output import in_notebook
 from labkit.trace import Trace
 from labkit.trace.measures import peak_memory
 from labkit.trace.recording import record
-from labkit.trace.recording.detail import ASKS_DEVICE
+from labkit.trace.recording.detail import QUERY_DEVICE
 
 LONG_S, EVERY_S = 2.0, 0.2  # when the progress of a run is shown
 LONG_IN_A_NOTEBOOK_S = 10.0  # progress stays in the cell's output
@@ -58,7 +58,7 @@ def dry_run(
         step: the training step to keep; by default the second, when all state exists.
         as_on: the device for which torch chooses its kernels.
 
-    Returns that step with operations and memory; its times mean nothing: see `replay`. Raises
+    Returns that step with operations and memory; its times are meaningless: see `replay`. Raises
     ValueError when `fn` makes fewer steps or reads a value, RuntimeError when called on a rank.
 
     >>> def train():
@@ -71,7 +71,7 @@ def dry_run(
     >>> trace = dry_run(train, ranks=1024)
     """
     kept = Trace(about={"what": "dry run", "world_size": ranks})
-    for rank, others in _others(alike, ranks).items():
+    for rank, others in _aliases(alike, ranks).items():
         what = f"rank {rank} of {ranks:,}, without data"
         with on_paper(rank, ranks), _without_data(what, as_on):
             torch.manual_seed(seed)
@@ -79,30 +79,30 @@ def dry_run(
                 _run(fn, args, kwargs)
         if step not in trace.steps():
             raise ValueError(
-                f"dry_run: the function made {len(trace.steps())} training steps, and step {step} "
-                f"is to be kept; make {step + 1}, or give step=0"
+                f"dry_run: the function made {len(trace.steps())} training steps and has no step "
+                f"{step}; make at least {step + 1}, or give step=0"
             )
         forward = {span.step for span in trace.ranks[rank].spans if span.phase == "forward"}
         if forward and step not in forward:
             raise ValueError(
-                f"dry_run: in step {step} there is no forward: each step of an optimizer ends a "
-                f"training step, and the function has several optimizers; give step={max(forward)},"
-                " or one optimizer with several groups of parameters"
+                f"dry_run: step {step} has no forward: each optimizer.step() ends a training step, "
+                f"and the function has several optimizers; give step={max(forward)}, or use one "
+                "optimizer with several parameter groups"
             )
         kept.ranks[rank] = trace.step(step).ranks[rank]
         kept.ranks[rank].alike = others
     return kept
 
 
-def _others(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
+def _aliases(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
     """The ranks represented by each rank to run. Raises ValueError unless each rank occurs once."""
     if ranks < 1:
-        raise ValueError(f"dry_run: ranks={ranks}; at least 1 is needed")
+        raise ValueError(f"dry_run: ranks={ranks}; give at least 1")
     groups = {0: range(ranks)} if alike is None else alike
     represented = {rank: tuple(sorted({*others} - {rank})) for rank, others in groups.items()}
     if sorted([*represented, *chain(*represented.values())]) != list(range(ranks)):
         raise ValueError(
-            f"dry_run: alike={alike!r} must have each of the ranks 0 to {ranks - 1} once"
+            f"dry_run: alike={alike!r} must contain each of the ranks 0 to {ranks - 1} once"
         )
     return represented
 
@@ -112,8 +112,8 @@ def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
         fn(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"dry_run: the function looks at a number ({error}), and without data there is none; "
-            "leave out what needs it, as loss.item(), or a shape that depends on numbers, as "
+            f"dry_run: the function reads the value of a tensor ({error}), but a dry run has no "
+            "values; remove calls such as loss.item(), and shapes that depend on values, such as "
             "x[x > 0]"
         ) from error
 
@@ -121,23 +121,22 @@ def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
 @contextmanager
 def _without_data(label: str, as_on: str) -> Iterator[None]:
     """Tensors created in this block have no data."""
-    mode, chooses = _FakeWithProgress(label), "_default_to_fused_or_foreach"
+    mode, chooser = _FakeWithProgress(label), "_default_to_fused_or_foreach"
 
     def foreach(*_: Any, **__: Any) -> tuple[bool, bool]:
         return False, True
 
-    with ExitStack() as changes:
-        changes.enter_context(patch.object(nn.Module, "_apply", _converted))
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(nn.Module, "_apply", _converted))
         if as_on == "cuda":  # not fused, but all parameters in one operation
             for name, module in list(sys.modules.items()):
-                if name.startswith("torch.optim.") and chooses in vars(module):
-                    changes.enter_context(patch.object(module, chooses, foreach))
-        changes.callback(mode.status.stop)
-        # Objects from before are not this run's memory, and recording searches all that Python
-        # tracks.
+                if name.startswith("torch.optim.") and chooser in vars(module):
+                    patches.enter_context(patch.object(module, chooser, foreach))
+        patches.callback(mode.status.stop)
+        # Earlier objects are not this run's memory; recording scans every object Python tracks.
         gc.freeze()
-        changes.callback(gc.unfreeze)
-        changes.enter_context(mode)
+        patches.callback(gc.unfreeze)
+        patches.enter_context(mode)
         yield
 
 
@@ -151,13 +150,13 @@ class _FakeWithProgress(FakeTensorMode):
         self._next_s = self._begun_s + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_DEVICE:  # most calls: not an operation
+        if func is QUERY_DEVICE:  # most calls: not an operation
             return args[0].device
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
             text = f"{self._label}: {self._operations:,} operations"
-            if in_notebook():  # rich would make a widget, over which nbconvert may stumble
+            if in_notebook():  # rich would make a widget, which can break nbconvert
                 print(f"\r{text}", end="", flush=True)
             elif self.status.console.is_terminal:
                 self.status.start()  # what the function prints appears above it
@@ -185,9 +184,9 @@ def _converted(
 
 def peak_of(trace: Trace) -> dict[str, int]:
     """Peak bytes by category, on the fullest rank. Raises ValueError for a trace without memory."""
-    peaks = [peak_memory(one) for one in trace.ranks.values() if one.memory]
+    peaks = [peak_memory(rank) for rank in trace.ranks.values() if rank.memory]
     if not peaks:
-        raise ValueError("this trace has no memory; record with dry_run, or record(detail_step=1)")
+        raise ValueError("this trace has no memory; record one with dry_run or detail_step=1")
     return max(peaks, key=lambda peak: sum(peak.values()))
 
 

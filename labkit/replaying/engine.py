@@ -5,13 +5,13 @@
     Wait      blocks until the operation has ended
 
 An operation begins when all its ranks have issued it and it is first in the queue of its port on
-each. It occupies those ports for `seconds` and ends `latency_s` later. A port is one wire out of a
+each. It occupies those ports for `seconds` and ends `latency_s` later. A port is one link out of a
 rank: operations leave it one at a time, in the order of issue.
 
 Only the sender issues a message, whether or not the receiver is ready; the receiver waits for it.
 Where both must be ready, as for an NCCL send, both issue it: `ranks=(sender, receiver)`.
 
-Times are sums and maxima of given numbers: the same to the last digit, whichever rank runs first.
+Times are sums and maxima of the given ones: the same to the last digit, whichever rank runs first.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Compute:
-    """Takes `seconds`. `what` is a label for readers of the result."""
+    """Takes `seconds`. `what` is a label for the reader."""
 
     seconds: float
     what: Any = None
@@ -30,8 +30,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """One rank's part in operation `key`: `seconds` on the wire of `port`, `latency_s` more until
-    its end. All its `ranks` must issue equal parts."""
+    """One rank's part in operation `key`: `seconds` on the link of `port`, then `latency_s` until
+    it ends. All its `ranks` must issue the same operation."""
 
     key: Hashable
     ranks: tuple[int, ...]
@@ -51,7 +51,7 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """When an instruction ran; for an Issue, from the first byte on the wire to the end."""
+    """When an instruction ran; for an Issue, from its first byte sent to its end."""
 
     began_s: float
     ended_s: float
@@ -129,7 +129,7 @@ class _Run:
             match part:
                 case Compute():
                     if not part.seconds >= 0:
-                        raise ValueError(f"rank {number}: {part} takes less than no time")
+                        raise ValueError(f"rank {number}: {part} has a negative time")
                     rank.now_s += part.seconds
                 case Issue():
                     operation = self.operation_of(number, part)
@@ -147,7 +147,7 @@ class _Run:
                     rank.now_s = max(began_s, awaited.timed.ended_s)
                 case _:
                     raise ValueError(
-                        f"rank {number}: {part!r} in its program; Compute, Issue or Wait is needed"
+                        f"rank {number}: its program contains {part!r}; use Compute, Issue or Wait"
                     )
             rank.timed.append(Timed(began_s, rank.now_s))
             rank.place += 1
@@ -156,22 +156,22 @@ class _Run:
     def operation_of(self, number: int, issue: Issue) -> _Operation:
         """The issued operation. Raises ValueError if its ranks contradict each other."""
         if issue.key not in self.operations:
-            strangers = [rank for rank in issue.ranks if rank not in self.ranks]
-            if strangers:
-                raise ValueError(f"rank {number}: {issue}; rank {strangers[0]} is in no program")
+            unknown = [rank for rank in issue.ranks if rank not in self.ranks]
+            if unknown:
+                raise ValueError(f"rank {number}: {issue}; rank {unknown[0]} has no program")
             if len(set(issue.ranks)) < len(issue.ranks):
                 raise ValueError(f"rank {number}: {issue} names a rank twice")
             if not (issue.seconds >= 0 and issue.latency_s >= 0):
-                raise ValueError(f"rank {number}: {issue} takes less than no time")
+                raise ValueError(f"rank {number}: {issue} has a negative time")
             members = {rank: self.ranks[rank] for rank in issue.ranks}
             self.operations[issue.key] = _Operation(issue, members)
         operation = self.operations[issue.key]
         if operation.issue != issue:
-            raise ValueError(f"rank {number} issues {issue}, and another rank {operation.issue}")
+            raise ValueError(f"rank {number} issues {issue}, but another rank {operation.issue}")
         if number not in operation.members:
-            raise ValueError(f"rank {number} issues {issue}, and is not among its ranks")
+            raise ValueError(f"rank {number} issues {issue}, but is not one of its ranks")
         if number in operation.issued_s:
-            raise ValueError(f"rank {number} issues {issue.key!r} twice; each needs its own key")
+            raise ValueError(f"rank {number} issues {issue.key!r} twice; use a new key each time")
         return operation
 
     def begin(self, operation: _Operation) -> list[int]:
@@ -237,12 +237,12 @@ class _DeadlockFinder:
                 first = {rank: member.queues[port][0] for rank, member in members}
                 number = next(rank for rank in first if first[rank] is not operation)
                 before = first[number].issue.key
-                steps[key] = number, f"{subject}, which on rank {number} stands behind {before!r}"
-                key, subject = before, "that"
+                steps[key] = number, f"{subject}, which on rank {number} is queued after {before!r}"
+                key, subject = before, f"rank {number} must first run {before!r}"
             elif culprit is None or key not in self.to_issue[culprit]:
                 never = "no rank issues" if culprit is None else f"rank {culprit} never issues"
                 steps[key] = number, f"{subject}, which {never}"
-                return Deadlock(_in_words(steps), ())
+                return Deadlock(_explain(steps), ())
             else:
                 steps[key] = number, f"{subject}, which rank {culprit} has yet to issue"
                 number, key = culprit, self.awaited(culprit)
@@ -250,10 +250,10 @@ class _DeadlockFinder:
         keys = list(steps)
         cycle = {blocked: steps[blocked] for blocked in keys[keys.index(key) :]}
         ranks = tuple(dict.fromkeys(number for number, _ in cycle.values()))
-        return Deadlock(_in_words(cycle), ranks)
+        return Deadlock(_explain(cycle), ranks)
 
 
-def _in_words(steps: Mapping[Hashable, tuple[int, str]]) -> str:
+def _explain(steps: Mapping[Hashable, tuple[int, str]]) -> str:
     """The steps as text; of many, the first and last."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:

@@ -64,8 +64,8 @@ def _seconds_of(seconds: Seconds, stage: int, action: Action) -> float:
         return seconds(stage, action)
     if action.phase not in seconds:
         raise ValueError(
-            f"stage {stage} does {action}, and `seconds` has {', '.join(seconds) or 'nothing'}; "
-            f"give {action.phase!r} its seconds, too"
+            f"stage {stage} runs {action}, but `seconds` has no {action.phase!r}, only "
+            f"{', '.join(seconds) or 'an empty dict'}; add it"
         )
     return seconds[action.phase]
 
@@ -81,10 +81,10 @@ def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
 def pipeline_step_s(trace: Trace) -> float:
     """Time between steps: the longest time of a stage from its first action to its last, as for
     zero-bubble schedules (arXiv 2401.10241). Raises ValueError without micro-batches."""
-    spans = [[span for span in one.spans if span.kind == KIND] for one in trace.ranks.values()]
+    spans = [[x for x in rank.spans if x.kind == KIND] for rank in trace.ranks.values()]
     if not spans or not all(spans):
-        raise ValueError("no micro-batches in this trace; `pipeline_trace` makes one that has them")
-    return max(max(x.ended_s for x in one) - min(x.began_s for x in one) for one in spans)
+        raise ValueError("no micro-batches in this trace; see pipeline_trace or by_microbatch")
+    return max(max(x.ended_s for x in own) - min(x.began_s for x in own) for own in spans)
 
 
 def pipeline_trace(
@@ -98,41 +98,41 @@ def pipeline_trace(
     "3.1". Raises as `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
     timed, stages, chunks = run(programs), len(schedule), chunks_of(schedule)
-    sent_when: dict[Hashable, tuple[int, Timed]] = {}  # with its number in this direction
+    transfers: dict[Hashable, tuple[int, Timed]] = {}  # with its number in this direction
     count = Counter[tuple[int, str]]()
     for stage, program in programs.items():
         for part, when in zip(program, timed[stage], strict=True):
             if isinstance(part, Issue):
                 count[stage, part.port] += 1
-                sent_when[part.key] = count[stage, part.port], when
+                transfers[part.key] = count[stage, part.port], when
     ranks = {}
     for stage, program in programs.items():
-        one = RankTrace(stage, stages, steps=[Step(0, 0.0, timed[stage][-1].ended_s)])
+        rank_trace = RankTrace(stage, stages, steps=[Step(0, 0.0, timed[stage][-1].ended_s)])
         for part, when in zip(program, timed[stage], strict=True):
             if isinstance(part, Compute):
                 name = span_name(part.what, chunks)
-                one.spans.append(Span(part.what.phase, name, 0, *when, kind=KIND))
+                rank_trace.spans.append(Span(part.what.phase, name, 0, *when, kind=KIND))
                 continue
             message: Message = part.key  # type: ignore[assignment]
             is_send = isinstance(part, Issue)
-            number, carried = sent_when[message]
+            number, carried = transfers[message]
             event = CommEvent(
                 "send" if is_send else "recv", "pipeline", tuple(range(stages)), stage, number, "",
                 (), message_bytes, message_bytes if is_send else 0, blocking=not is_send,
                 peer=(message.target if is_send else message.source) % stages,
             )  # fmt: skip
             set_times(event, when.began_s, carried, None if is_send else when)
-            one.comms.append(event)
-        ranks[stage] = one
+            rank_trace.comms.append(event)
+        ranks[stage] = rank_trace
     return Trace(ranks, {"what": "pipeline", "world_size": stages})
 
 
 def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
     """Mean "forward" and "backward" seconds of a micro-batch on a device of the cluster, from a
     trace of one stage (`dry_run`). Raises ValueError if either is missing, or as `replay`."""
-    (one,) = replay(trace, cluster).ranks.values()
+    (rank_trace,) = replay(trace, cluster).ranks.values()
     seconds, times = {"forward": 0.0, "backward": 0.0}, Counter[str]()
-    for span in one.spans:
+    for span in rank_trace.spans:
         if span.depth == 0 and span.phase in seconds:
             seconds[span.phase] += span.ended_s - span.began_s
             times[span.phase] += 1
@@ -168,26 +168,27 @@ def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
     spans are dropped. Raises ValueError unless rank k ran the list of stage k once per step."""
     if sorted(trace.ranks) != list(range(len(schedule))):
         raise ValueError(
-            f"a schedule of {len(schedule)} stages, and a trace of ranks {sorted(trace.ranks)}: "
-            f"each rank is one stage; record all of them"
+            f"the schedule has {len(schedule)} stages, but the trace has ranks "
+            f"{sorted(trace.ranks)}; record one rank for each stage"
         )
     ranks = {}
-    for rank, one in trace.ranks.items():
-        spans = [span for span in one.spans if span.phase == "user"]
+    for rank, rank_trace in trace.ranks.items():
+        spans = [span for span in rank_trace.spans if span.phase == "user"]
         if schedule[rank]:
-            spans += list(_named(one, schedule))
+            spans += list(_named(rank_trace, schedule))
         phases = {RECORDED_AS[action.phase] for action in schedule[rank]}
-        spans += [x for x in _outermost(one) if x.phase not in phases and x.kind != "loss"]
-        ranks[rank] = replace(one, spans=sorted(spans, key=lambda x: x.began_s))
+        spans += [x for x in _outermost(rank_trace) if x.phase not in phases and x.kind != "loss"]
+        ranks[rank] = replace(rank_trace, spans=sorted(spans, key=lambda x: x.began_s))
     return replace(trace, ranks=ranks)
 
 
-def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
+def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
     """Copies of a rank's spans, named after their actions."""
-    actions, chunks = schedule[one.rank], chunks_of(schedule)
+    actions, chunks = schedule[rank_trace.rank], chunks_of(schedule)
     phases = [RECORDED_AS[action.phase] for action in actions]
-    spans = [x for x in _outermost(one) if x.phase in phases and x.ended_s and x.kind != "loss"]
-    is_last = one.rank == len(schedule) - 1
+    ended = [x for x in _outermost(rank_trace) if x.ended_s and x.kind != "loss"]
+    spans = [x for x in ended if x.phase in phases]
+    is_last = rank_trace.rank == len(schedule) - 1
     ends = [is_last and x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # in loss
     recorded = Counter(span.phase for span in spans)
     rounds = recorded["backward"] / max(phases.count("backward"), 1)  # how often the list was run
@@ -199,16 +200,16 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
         of_action = spans[place : place + 1 + (in_loss and loss_is_module)]
         if [x.phase for x in of_action] != [phases[k]] * max(len(of_action), 1):
             last = of_action[-1] if of_action else None
-            what = f"{last.phase} of {last.kind or 'all'}" if last else "nothing more"
+            what = f"{last.phase} of {last.kind or 'the model'}" if last else "no more spans"
             raise ValueError(
-                f"rank {one.rank}: action {k} of its list is {action}, and "
-                f"what was recorded is {what}; this trace is not of steps by this schedule"
+                f"rank {rank_trace.rank}: action {k} of the schedule is {action}, but the trace "
+                f"has {what}; give the schedule that was run"
             )
         place, number = place + len(of_action), number + 1
         ended_s = of_action[-1].ended_s
         is_next = actions[number % len(actions)] == action._replace(phase="backward")
         if in_loss and is_next and place < len(spans):  # the backward begins from the loss
-            losses = [x.ended_s for x in one.spans if x.kind == "loss"]
+            losses = [x.ended_s for x in rank_trace.spans if x.kind == "loss"]
             began_s = spans[place].began_s
             ended_s = max([ended_s, *(x for x in losses if 0 <= began_s - x < NEXT_S)])
         yield replace(
@@ -217,10 +218,10 @@ def _named(one: RankTrace, schedule: Schedule) -> Iterator[Span]:
         )  # fmt: skip
 
 
-def _outermost(one: RankTrace) -> list[Span]:
+def _outermost(rank_trace: RankTrace) -> list[Span]:
     """The outermost spans, in order. "loss" is the time between the last forward and backward: on
     all stages but the last, a wait."""
-    spans = [x for x in one.spans if x.depth == 0 and x.phase != "user"]
+    spans = [x for x in rank_trace.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 
@@ -233,7 +234,7 @@ def timed_actions(trace: Trace) -> list[list[TimedAction]]:
         stages.append([TimedAction(action_of(x), x.began_s, x.ended_s) for x in actions])
     if not any(stages):
         raise ValueError(
-            "no span of this trace is named after a micro-batch: give the schedule that was run, "
-            "as in by_microbatch(trace, schedule)"
+            "no span of this trace is named after a micro-batch; name them with the schedule that "
+            "was run: by_microbatch(trace, schedule)"
         )
     return stages

@@ -1,4 +1,4 @@
-"""What the sliders of `what_if` change and draw: a cluster, and one picture for many replays."""
+"""For the sliders of `what_if`: a changed cluster, and one picture redrawn for each replay."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from labkit.trace import Split, Trace, split_of
 from labkit.trace.measures import main_dtype
 
 ROOM = 1.5  # length of a new time axis, in steps
-LEAST_PART = 0.25  # of the axis that a step takes, before the axis gets shorter
+MIN_FRACTION = 0.25  # of the axis that a step takes, before the axis gets shorter
 
 
 def changed(
@@ -39,21 +39,21 @@ def changed(
     per_node = cluster.devices_per_node if devices_per_node is None else devices_per_node
     for name, count in (("ranks", ranks), ("devices_per_node", per_node)):
         if count < 1:
-            raise ValueError(f"{name}={count}; at least 1 is needed")
+            raise ValueError(f"{name}={count}; it must be at least 1")
     nodes = -(-ranks // per_node)
 
-    def level(wires: Level, values: dict[str, float | None]) -> Level:
-        ports = per_node if wires.ports == cluster.devices_per_node else wires.ports
+    def level(old: Level, values: dict[str, float | None]) -> Level:
+        ports = per_node if old.ports == cluster.devices_per_node else old.ports
         given: dict[str, Any] = {name: x for name, x in values.items() if x is not None}
-        sources = {**wires.sources, **dict.fromkeys(given, "what if")}
-        return replace(wires, ports=ports, sources=sources, **given)
+        sources = {**old.sources, **dict.fromkeys(given, "what if")}
+        return replace(old, ports=ports, sources=sources, **given)
 
-    wires = cluster.between
-    if wires is None and (nodes > 1 or set(between.values()) != {None}):
-        wires = replace(cluster.inside, name=f"{cluster.inside.name}, between nodes")
+    links = cluster.between
+    if links is None and (nodes > 1 or set(between.values()) != {None}):
+        links = replace(cluster.inside, name=f"{cluster.inside.name}, between nodes")
     new = replace(
         cluster, nodes=nodes, devices_per_node=per_node, inside=level(cluster.inside, inside),
-        between=None if wires is None else level(wires, between),
+        between=None if links is None else level(links, between),
     )  # fmt: skip
     if replace(new, nodes=cluster.nodes) == cluster:
         return new  # more or fewer nodes of the same kind
@@ -71,7 +71,7 @@ class Redrawing:
     def draw(self, recorded: Trace, cluster: Cluster) -> tuple[bytes, Split]:
         """The timeline of the replay as a PNG, and the split of its step time."""
         # Memory points are most of a trace, and a timeline does not show them.
-        ranks = {number: replace(one, memory=[]) for number, one in recorded.ranks.items()}
+        ranks = {number: replace(rank, memory=[]) for number, rank in recorded.ranks.items()}
         replayed = replay(replace(recorded, ranks=ranks), cluster)
         step = choose_step(replayed)
         split = split_of(replayed, step)
@@ -80,15 +80,15 @@ class Redrawing:
         if self.view is None:
             self.view = TimelineView(shown, step)
         self.view.show(shown, step, until_s=self.axis_s)
-        self.view.axes.set_xlabel(f"ms  ·  {wires_in_words(cluster)}", labelpad=2)
+        self.view.axes.set_xlabel(f"ms  ·  {links_in_words(cluster)}", labelpad=2)
         return png(self.view.figure), split
 
 
 def next_axis_s(axis_s: float, step_s: float) -> float:
-    return axis_s if LEAST_PART * axis_s <= step_s <= axis_s else ROOM * step_s
+    return axis_s if MIN_FRACTION * axis_s <= step_s <= axis_s else ROOM * step_s
 
 
-def wires_in_words(cluster: Cluster) -> str:
+def links_in_words(cluster: Cluster) -> str:
     """ "NVLink 3 300 GB/s, 3.4 µs": shown even where a change has no effect."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(

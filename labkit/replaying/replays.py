@@ -41,7 +41,7 @@ def replay(
             computing="measured".
         cluster: a description, or your own `Costs` on one.
         computing: "counted" takes operations and bytes at the rates of the cluster's device;
-            "measured" keeps the recorded times, and takes only the wires from the cluster.
+            "measured" keeps the recorded times, and takes only the network from the cluster.
         steps: the steps to replay; by default all that `computing` allows.
 
     Returns a trace of these steps, the same to the last digit every time. Raises ValueError when
@@ -56,36 +56,37 @@ def replay(
     where = costs.cluster
     if trace.size > where.size:
         raise ValueError(
-            f"{trace.size} ranks are to run on {where.title}, which has {where.nodes} x "
-            f"{where.devices_per_node} devices; take a cluster with more, as dataclasses.replace("
-            f"cluster, nodes=...), or `labkit doctor --cluster FILE --ranks {trace.size}` of yours"
+            f"{trace.size} ranks do not fit on {where.title}, which has {where.nodes} x "
+            f"{where.devices_per_node} devices; use a larger cluster, as dataclasses.replace("
+            "cluster, nodes=...), or measure yours with `labkit doctor --cluster FILE --ranks "
+            f"{trace.size}`"
         )
     chosen = trace.only(_steps(trace, computing, steps))
-    for one in chosen.ranks.values():
-        cut = not one.complete and computing == "counted"
-        if cut or not all(step.ended_s for step in one.steps):
+    for rank_trace in chosen.ranks.values():
+        cut = not rank_trace.complete and computing == "counted"
+        if cut or not all(step.ended_s for step in rank_trace.steps):
             raise ValueError(
-                f"the record of rank {one.rank} was cut off, and the rest of its steps is unknown; "
-                "replay steps that all ranks have ended, with computing measured"
+                f"the record of rank {rank_trace.rank} is cut off, so its last steps are unknown; "
+                "replay steps that all ranks have completed, with computing='measured'"
             )
     return _Replay(chosen, costs, computing).trace()
 
 
-def events_of(one: RankTrace) -> list[tuple[float, int, str, Any]]:
-    """All that a rank recorded: (time, order at that time, kind, record)."""
+def events_of(rank_trace: RankTrace) -> list[tuple[float, int, str, Any]]:
+    """All records of a rank: (time, order at that time, kind, record)."""
     events: list[tuple[float, str, Any]] = []
-    intervals: list[Step | Span] = [*one.steps, *one.spans]
+    intervals: list[Step | Span] = [*rank_trace.steps, *rank_trace.spans]
     for interval in intervals:
         events.append((interval.began_s, "began_s", interval))
         if interval.ended_s:
             events.append((interval.ended_s, "ended_s", interval))
-    for event in one.comms:
+    for event in rank_trace.comms:
         events.append((event.issued_s, "issue", event))
         if event.wait_ended_s:
             events.append((event.wait_began_s, "wait", event))
             events.append((event.wait_ended_s, "waited", event))
-    events += [(operation.when_s, "compute", operation) for operation in one.operations]
-    events += [(point.when_s, "when_s", point) for point in one.memory]
+    events += [(operation.when_s, "compute", operation) for operation in rank_trace.operations]
+    events += [(point.when_s, "when_s", point) for point in rank_trace.memory]
     return [(when_s, ORDER[kind], kind, record) for when_s, kind, record in events]
 
 
@@ -110,40 +111,40 @@ class _RankProgram:
 class _Key(NamedTuple):
     """The key of an operation, as a deadlock's message shows it."""
 
-    words: str
+    text: str
     group: str
 
     def __repr__(self) -> str:
-        return self.words
+        return self.text
 
 
 class _Replay:
     def __init__(self, trace: Trace, costs: Costs, computing: Computing):
         self.recorded, self.costs, self.computing = trace, costs, computing
         self.record_of = trace.record_of
-        self._known_places: dict[Any, list[int]] = {}
+        self._known_placements: dict[Any, list[int]] = {}
         self.issues = self._issues()
 
     def trace(self) -> Trace:
-        ranks = {rank: _copied(one) for rank, one in self.recorded.ranks.items()}
-        programs = {rank: self._program(one) for rank, one in ranks.items()}
+        ranks = {rank: _copied(rank_trace) for rank, rank_trace in self.recorded.ranks.items()}
+        programs = {rank: self._program(rank_trace) for rank, rank_trace in ranks.items()}
         timed = run({rank: program.parts for rank, program in programs.items()})
-        carried = {
+        transfers = {
             part.key: when
             for rank, program in programs.items()
             for part, when in zip(program.parts, timed[rank], strict=True)
             if isinstance(part, Issue)
         }
-        for rank, one in ranks.items():
-            self._set_times(one, programs[rank], timed[rank], carried)
+        for rank, rank_trace in ranks.items():
+            self._set_times(rank_trace, programs[rank], timed[rank], transfers)
         about = {**self.recorded.about, "replayed": self.costs.cluster.title}
         return Trace(ranks, about, self.recorded.metrics)
 
-    def _program(self, one: RankTrace) -> _RankProgram:
+    def _program(self, rank_trace: RankTrace) -> _RankProgram:
         """Instructions in recorded order; "measured" also keeps the recorded times between them."""
         program, measured = _RankProgram(), self.computing == "measured"
         last_s, waiting = None, 0
-        for when_s, _, kind, record in sorted(events_of(one), key=lambda x: x[:2]):
+        for when_s, _, kind, record in sorted(events_of(rank_trace), key=lambda x: x[:2]):
             if measured and last_s is not None and not waiting:
                 program.computed_s += when_s - last_s
             last_s = when_s
@@ -153,9 +154,9 @@ class _Replay:
                 case "issue":
                     program.add_moment(record, "issued_s")
                     if record.op != "recv":  # a receive only waits
-                        program.add(self.issues[self._key(one, record)])
+                        program.add(self.issues[self._key(rank_trace, record)])
                 case "wait":
-                    program.add(Wait(self._key(one, record)))
+                    program.add(Wait(self._key(rank_trace, record)))
                     program.waits[id(record)] = len(program.parts) - 1
                     waiting += 1
                 case "waited":
@@ -165,12 +166,12 @@ class _Replay:
         program.add()
         return program
 
-    def _key(self, one: RankTrace, event: CommEvent) -> _Key:
+    def _key(self, rank_trace: RankTrace, event: CommEvent) -> _Key:
         """Equal on all ranks of a collective, and at both ends of a message."""
         if event.op not in ("send", "recv"):
             return _Key(f"collective {event.seq} of group {event.group}", event.group)
         assert event.peer is not None
-        ends = one.rank, self._first_of(event, event.ranks[event.peer])
+        ends = rank_trace.rank, self._representative(event, event.ranks[event.peer])
         source, target = ends if event.op == "send" else ends[::-1]
         tag = f" with tag {event.tag}" if event.tag else ""
         return _Key(f"message {event.seq} from rank {source} to {target}{tag}", event.group)
@@ -178,112 +179,112 @@ class _Replay:
     def _issues(self) -> dict[Hashable, Issue]:
         """All operations. If ranks send unequal amounts, the largest counts."""
         issues: dict[Hashable, Issue] = {}
-        for one in self.recorded.ranks.values():
-            for event in one.comms:
+        for rank_trace in self.recorded.ranks.values():
+            for event in rank_trace.comms:
                 if event.op == "recv":
                     continue
-                if one.rank not in event.ranks:
+                if rank_trace.rank not in event.ranks:
                     raise ValueError(
-                        f"rank {one.rank} has {event.op} {event.seq} of group {event.group}, in "
-                        "which it is not: its own group is not known; record that rank, too"
+                        f"rank {rank_trace.rank} has {event.op} {event.seq} of group {event.group}"
+                        ", but is not in that group; record that rank, too"
                     )
-                members = (one.rank,) if event.op == "send" else event.ranks
-                ranks = tuple(sorted({self._first_of(event, rank) for rank in members}))
-                key, cost = self._key(one, event), self._slowest(one, event)
+                members = (rank_trace.rank,) if event.op == "send" else event.ranks
+                ranks = tuple(sorted({self._representative(event, rank) for rank in members}))
+                key, cost = self._key(rank_trace, event), self._slowest(rank_trace, event)
                 issue = Issue(key, ranks, cost.seconds, cost.latency_s, cost.port)
                 if key not in issues or issues[key].seconds < issue.seconds:
                     issues[key] = issue
         return issues
 
-    def _slowest(self, one: RankTrace, event: CommEvent) -> Sending:
+    def _slowest(self, rank_trace: RankTrace, event: CommEvent) -> Sending:
         """The cost in the slowest of the groups that this rank represents."""
-        alike = [event]
-        if len(event.ranks) < one.size or event.op == "send":  # else there is one such group
-            alike += [as_seen_by(event, rank, one.size) for rank in self._places(one, event)]
+        alike, size = [event], rank_trace.size
+        if len(event.ranks) < size or event.op == "send":  # else there is only this group
+            alike += [as_seen_by(event, rank, size) for rank in self._placements(rank_trace, event)]
         return max(map(self.costs.sending, alike), key=lambda cost: cost.total_s)
 
-    def _places(self, one: RankTrace, event: CommEvent) -> list[int]:
+    def _placements(self, rank_trace: RankTrace, event: CommEvent) -> list[int]:
         """One rank for each way in which the group, or a message's ends, are spread over nodes."""
-        key = one.rank, event.ranks, event.peer if event.op == "send" else None
-        if key not in self._known_places:
+        key = rank_trace.rank, event.ranks, event.peer if event.op == "send" else None
+        if key not in self._known_placements:
             kinds: dict[Any, int] = {}
-            for rank in one.alike:
-                there = as_seen_by(event, rank, one.size)
+            for rank in rank_trace.alike:
+                there = as_seen_by(event, rank, rank_trace.size)
                 ends = there.ranks
                 if there.op == "send" and there.peer is not None:
                     ends = there.ranks[there.rank], there.ranks[there.peer]
                 nodes = Counter(self.costs.cluster.node_of(end) for end in ends)
                 kinds.setdefault(tuple(sorted(nodes.values())), rank)
-            self._known_places[key] = list(kinds.values())
-        return self._known_places[key]
+            self._known_placements[key] = list(kinds.values())
+        return self._known_placements[key]
 
-    def _first_of(self, event: CommEvent, rank: int) -> int:
+    def _representative(self, event: CommEvent, rank: int) -> int:
         """The recorded rank that represents `rank`."""
         if rank not in self.record_of:
             raise ValueError(
-                f"rank {rank} takes part in {event.op} {event.seq} of group {event.group}, and its "
+                f"rank {rank} takes part in {event.op} {event.seq} of group {event.group}, but its "
                 "record is missing; record all ranks, or one that does the same (RankTrace.alike)"
             )
         return self.record_of[rank].rank
 
     def _set_times(
         self,
-        one: RankTrace,
+        rank_trace: RankTrace,
         program: _RankProgram,
         timed: list[Timed],
-        carried: Mapping[Hashable, Timed],
+        transfers: Mapping[Hashable, Timed],
     ) -> None:
-        one.operations, one.memory = [], []  # times are known: operations are no longer needed
+        rank_trace.operations, rank_trace.memory = [], []  # the times replace them
         for record, name, place, after_s in program.moments:
             when_s = timed[place].began_s + after_s
             if isinstance(record, MemoryPoint):
-                one.memory.append(record._replace(when_s=when_s))
+                rank_trace.memory.append(record._replace(when_s=when_s))
             else:
-                setattr(record, name, _end(when_s) if name == "ended_s" else when_s)
+                setattr(record, name, _nonzero(when_s) if name == "ended_s" else when_s)
         waits = {event_id: timed[place] for event_id, place in program.waits.items()}
-        for event in one.comms:
+        for event in rank_trace.comms:
             event.algorithm = self.costs.sending(event).algorithm
-            carrying = carried[self._key(one, event)]
-            set_times(event, event.issued_s, carrying, waits.get(id(event)))
+            transfer = transfers[self._key(rank_trace, event)]
+            set_times(event, event.issued_s, transfer, waits.get(id(event)))
 
 
-def set_times(event: CommEvent, issued_s: float, carried: Timed, wait: Timed | None) -> None:
-    """Set when an event was issued, on the wire, and waited for (if it was)."""
+def set_times(event: CommEvent, issued_s: float, transfer: Timed, wait: Timed | None) -> None:
+    """Set when an event was issued, transferred, and waited for (if it was)."""
     event.issued_s = issued_s
-    event.began_s = max(carried.began_s, issued_s)
-    event.ended_s = _end(max(carried.ended_s, issued_s))
+    event.began_s = max(transfer.began_s, issued_s)
+    event.ended_s = _nonzero(max(transfer.ended_s, issued_s))
     event.wait_began_s = issued_s if wait is None else wait.began_s
-    event.wait_ended_s = 0.0 if wait is None else _end(wait.ended_s)
+    event.wait_ended_s = 0.0 if wait is None else _nonzero(wait.ended_s)
     event.transport, event.lane, event.wire_bytes = "replay", "backend", event.bus_bytes
 
 
-def _copied(one: RankTrace) -> RankTrace:
-    """A copy with its own records, to set their times."""
+def _copied(rank_trace: RankTrace) -> RankTrace:
+    """A copy of the records, to set their times."""
     return replace(
-        one,
-        steps=[replace(step, detail=False) for step in one.steps],
-        spans=[replace(span) for span in one.spans],
-        comms=[replace(event) for event in one.comms],
+        rank_trace,
+        steps=[replace(step, detail=False) for step in rank_trace.steps],
+        spans=[replace(span) for span in rank_trace.spans],
+        comms=[replace(event) for event in rank_trace.comms],
     )
 
 
-def _end(when_s: float) -> float:
+def _nonzero(when_s: float) -> float:
     return max(when_s, NOT_AT_0_S)
 
 
 def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
     """The steps to replay. Raises ValueError if there are none, or one cannot be replayed."""
-    able = trace.steps(detail=False)
+    available = trace.steps(detail=False)
     if computing == "counted":
-        able = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})
-    wanted = able if asked is None else sorted(set(asked))
-    if others := [step for step in wanted if step not in able]:
-        raise ValueError(f"step {others[0]} cannot be replayed {computing}; {able} can")
-    if asked is None and not able:
+        available = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})
+    wanted = available if asked is None else sorted(set(asked))
+    if missing := [step for step in wanted if step not in available]:
+        raise ValueError(f"step {missing[0]} has no {computing} computing; choose from {available}")
+    if asked is None and not available:
         raise ValueError(
             "no step of this trace was timed; give computing='counted'"
             if computing == "measured"
-            else "no step of this trace has its operations counted (a replay has not, either); "
-            "record with dry_run or record(detail_step=1), or replay it with computing measured"
+            else "no step of this trace has counted operations (a replay has none, either); record "
+            "it with dry_run or record(detail_step=1), or replay it with computing='measured'"
         )
     return wanted

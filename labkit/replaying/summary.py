@@ -44,20 +44,20 @@ def on_clusters(
 def table(replays: Iterable[OnCluster]) -> Table:
     """The parts of a replayed step, one row for each cluster."""
     shown = Table(
-        title="A step, replayed", title_justify="left", box=box.SIMPLE_HEAD,
-        caption="exposed: waited for what was on the wire; bubble: for other ranks.\n"
-        "MFU: counted operations over those that the devices could do in this time.",
+        title="One replayed step", title_justify="left", box=box.SIMPLE_HEAD,
+        caption="exposed: waiting for a transfer; bubble: waiting for other ranks.\n"
+        "MFU: counted FLOPs over the peak FLOPs of the devices in this time.",
         caption_justify="left", pad_edge=False,
     )  # fmt: skip
     shown.add_column("cluster")
     for name in ("ms", "computing", "exposed", "bubble", "MFU"):
         shown.add_column(name, justify="right", no_wrap=True)
-    for on in replays:
+    for run in replays:
         cells = [""] * 5
-        if on.split is not None:
-            parts = (on.split.compute_s, on.split.exposed_s, on.split.bubble_s)
-            shares = [f"{seconds / on.split.step_s:.0%}" for seconds in parts]
-            mfu = "" if on.mfu is None else f"{on.mfu:.1%}"
-            cells = [f"{on.split.step_s * 1e3:,.3f}", *shares, mfu]
-        shown.add_row(markup(on.name), *cells)
+        if run.split is not None:
+            parts = (run.split.compute_s, run.split.exposed_s, run.split.bubble_s)
+            shares = [f"{seconds / run.split.step_s:.0%}" for seconds in parts]
+            mfu = "" if run.mfu is None else f"{run.mfu:.1%}"
+            cells = [f"{run.split.step_s * 1e3:,.3f}", *shares, mfu]
+        shown.add_row(markup(run.name), *cells)
     return shown

@@ -1,4 +1,4 @@
-"""`what_if`: a recorded run replayed on a cluster with sliders for its numbers."""
+"""`what_if`: a recorded run replayed on a cluster with sliders for its bandwidths and latencies."""
 
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -12,7 +12,7 @@ from labkit.runtime.progress import progress
 from labkit.trace import Trace
 
 GB_PER_S, US = 1e9, 1e-6
-WIRES = {  # argument of `changed`: label of its slider, unit, range in powers of ten
+LINKS = {  # argument of `changed`: label of its slider, unit, range in powers of ten
     "inside_bytes_per_s": ("inside a node, GB/s", GB_PER_S, (-2.0, 4.0)),
     "inside_latency_s": ("latency inside, µs", US, (-1.0, 5.0)),
     "between_bytes_per_s": ("between nodes, GB/s", GB_PER_S, (-2.0, 4.0)),
@@ -58,7 +58,7 @@ def _recordings(
     if isinstance(recorded, Trace):
         if choices:
             raise ValueError(
-                f"{', '.join(choices)}: a trace that is recorded has no such choice; give a "
+                f"{', '.join(choices)}: a recorded trace leaves no choice; give a "
                 "function that records one, as lambda bucket_mb: dry_run(train, bucket_mb, ranks=8)"
             )
         _check_counted(recorded, "this trace")
@@ -69,25 +69,25 @@ def _recordings(
     for chosen in progress(list(product(*choices.values())), "record"):
         named = dict(zip(choices, chosen, strict=True))
         traces[chosen] = recorded(**named)
-        words = " with " * bool(named) + ", ".join(f"{name}={x!r}" for name, x in named.items())
-        _check_counted(traces[chosen], f"the recording{words}")
+        values = " with " * bool(named) + ", ".join(f"{name}={x!r}" for name, x in named.items())
+        _check_counted(traces[chosen], f"the recording{values}")
     return traces
 
 
 def _check_counted(trace: Any, what: str) -> None:
     if not isinstance(trace, Trace):
         raise ValueError(
-            f"{what} is of type {type(trace).__name__}, and a Trace is needed; see dry_run"
+            f"{what} has type {type(trace).__name__}, not Trace; record it with dry_run"
         )
-    if not any(one.operations for one in trace.ranks.values()):
+    if not any(rank.operations for rank in trace.ranks.values()):
         raise ValueError(
-            f"{what} has no operations counted (a replay has not, either), and cannot be replayed; "
-            "record with dry_run or record(detail_step=1)"
+            f"{what} has no counted operations (a replay has none, either), so it cannot be "
+            "replayed; record it with dry_run or record(detail_step=1)"
         )
 
 
 class WhatIf(PictureWidget):
-    """Sliders over the timeline of a replay; `line` says where the time of the step went."""
+    """Sliders over the timeline of a replay; `line` gives the parts of the step's time."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class WhatIf(PictureWidget):
         super().__init__()
         self._recordings, self._cluster = recordings, cluster
         self._redrawing = Redrawing(ranks)
-        self.wires = {name: _wire(name, cluster) for name in WIRES}
+        self.links = {name: _link(name, cluster) for name in LINKS}
         size = max(trace.size for trace in recordings.values())
         per_node = min(cluster.devices_per_node, size)
         powers_of_2 = {1 << power for power in range(size.bit_length())}
@@ -107,11 +107,11 @@ class WhatIf(PictureWidget):
             "devices per node", sorted({per_node, *powers_of_2}), per_node
         )
         self.choices = {name: _selection(name, few, few[0]) for name, few in choices.items()}
-        self._at_first = {name: slider.value for name, slider in self.wires.items()}
+        self._at_first = {name: slider.value for name, slider in self.links.items()}
         self._per_node_at_first, self._step_s_at_first = per_node, 0.0
         self.line = ipywidgets.HTML()
-        wires, others = [*self.wires.values()], [self.devices_per_node, *self.choices.values()]
-        self._arrange([*wires, *others], wires[:2], wires[2:], others, below=[self.line])
+        links, others = [*self.links.values()], [self.devices_per_node, *self.choices.values()]
+        self._arrange([*links, *others], links[:2], links[2:], others, below=[self.line])
 
     @property
     def recorded(self) -> Trace:
@@ -121,30 +121,30 @@ class WhatIf(PictureWidget):
     @property
     def cluster(self) -> Cluster:
         """The cluster as changed by the moved sliders."""
-        wires = {
-            name: slider.value * WIRES[name][1]
-            for name, slider in self.wires.items()
+        links = {
+            name: slider.value * LINKS[name][1]
+            for name, slider in self.links.items()
             if slider.value != self._at_first[name]
         }
         per_node = self.devices_per_node.value
         moved = None if per_node == self._per_node_at_first else per_node
-        return changed(self._cluster, self.recorded.size, devices_per_node=moved, **wires)
+        return changed(self._cluster, self.recorded.size, devices_per_node=moved, **links)
 
     def _draw(self) -> None:
         cluster = self.cluster
         for name in ("between_bytes_per_s", "between_latency_s"):
-            self.wires[name].disabled = cluster.nodes == 1
+            self.links[name].disabled = cluster.nodes == 1
         self.picture.value, split = self._redrawing.draw(self.recorded, cluster)
-        words = in_words(split, self.recorded, cluster)
+        text = in_words(split, self.recorded, cluster)
         self._step_s_at_first = self._step_s_at_first or split.step_s
         if split.step_s != self._step_s_at_first:
-            words += f"; {split.step_s / self._step_s_at_first:.3g} times as long as at first"
-        self.line.value = escape(words)
+            text += f"; {split.step_s / self._step_s_at_first:.3g} times as long as at first"
+        self.line.value = escape(text)
 
 
-def _wire(name: str, cluster: Cluster) -> Any:
+def _link(name: str, cluster: Cluster) -> Any:
     """A logarithmic slider that starts at the cluster's value."""
-    label, unit, (low, high) = WIRES[name]
+    label, unit, (low, high) = LINKS[name]
     inside = name.startswith("inside") or cluster.between is None
     level = cluster.inside if inside else cluster.between
     value = getattr(level, name.partition("_")[2]) / unit

@@ -60,14 +60,14 @@ def attach(
     """Make this process a rank, however it was started, and return the rank.
 
     - inside `World.run`: the rank that it already is;
-    - with an initialised process group: a rank of that group;
-    - under a launcher that sets RANK and WORLD_SIZE (torchrun): initialises the group first;
+    - with an initialized process group: a rank of that group;
+    - under a launcher that sets RANK and WORLD_SIZE (torchrun): initializes the group first;
     - otherwise: a world of one rank.
 
     Args:
-        backend, timeout_s, seed: used if the group is initialised here. The default backend is
+        backend, timeout_s, seed: used if the group is initialized here. The default backend is
             NCCL with a GPU for each rank, else gloo.
-        link: a modelled wire for this rank.
+        link: models this rank's link to the others.
 
     Raises ValueError if this rank already has another link, or the group another backend.
 
@@ -76,14 +76,14 @@ def attach(
     """
     if _me is not None and (dist.is_initialized() or _me.control is not None):
         if link is not None and link != here.link:
-            raise ValueError(f"attach(link={link}): this rank has its link already: {here.link}")
+            raise ValueError(f"attach(link={link}): this rank already has {here.link}; omit link")
         return _me
     if not dist.is_initialized():
-        _join(backend, timeout_s)
+        _init_process_group(backend, timeout_s)
         torch.manual_seed(seed)
     elif backend is not None and backend != dist.get_backend():
         raise ValueError(
-            f"attach(backend={backend!r}): the process group here is {dist.get_backend()!r}"
+            f"attach(backend={backend!r}): the group uses {dist.get_backend()!r}; omit backend"
         )
     if link is not None:
         here.link = link
@@ -100,8 +100,8 @@ def attach(
 def on_paper(rank: int, size: int) -> Iterator[Rank]:
     """Within the block, this process is rank `rank` of a world of `size`, without other processes.
 
-    Every operation is recorded and completes at once, so that one process can show what one of a
-    thousand ranks would send. The results of collectives are meaningless. Raises RuntimeError if
+    Every operation is recorded and completes at once, so one process can show what one rank of a
+    thousand would send. The results of collectives are meaningless. Raises RuntimeError if
     this process is already a rank, ValueError if `rank` is outside the world.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -111,10 +111,10 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
         raise RuntimeError("on_paper: this process is a rank already; use a separate process")
     if not 0 <= rank < size:
         raise ValueError(
-            f"on_paper: rank {rank} is not one of {ranks_in_words(size)}, 0 to {size - 1}"
+            f"on_paper: rank {rank} is not in a world of {ranks_in_words(size)}, 0 to {size - 1}"
         )
     before, worlds = _me, Dispatcher.worlds
-    Dispatcher.worlds = 0  # so that group names are those of a first world, every time
+    Dispatcher.worlds = 0  # every time, name the groups as in a first world
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     _me = Rank(rank, size, torch.device("cpu"), "fake")
     try:
@@ -124,7 +124,7 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
         _me, Dispatcher.worlds = before, worlds
 
 
-def _join(backend: str | None, timeout_s: float) -> None:
+def _init_process_group(backend: str | None, timeout_s: float) -> None:
     check_transport(VARIABLE, os.environ.get(VARIABLE))
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -149,10 +149,10 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def use_loopback(whatever_is_set: bool = False) -> None:
+def use_loopback(override: bool = False) -> None:
     """Restrict gloo and NCCL to the loopback interface. An interface that the environment names is
-    kept, unless `whatever_is_set`."""
+    kept, unless `override`."""
     if name := loopback():
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if whatever_is_set or variable not in os.environ:
+            if override or variable not in os.environ:
                 os.environ[variable] = name

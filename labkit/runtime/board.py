@@ -3,7 +3,7 @@ for the others to read.
 
 Ranks thus detect a mismatch without a message: the second rank to enter a collective sees that the
 first called another under the same number, and raises instead of hanging (or adding up garbage).
-After a hang, the driver reads where each rank is. No byte of this is sent or counted.
+After a hang, the driver reads where each rank is. These bytes are neither sent nor counted.
 
 A page has `SLOTS` slots for the latest operations, in slot (stream + number) modulo SLOTS:
 
@@ -35,10 +35,10 @@ HEAD = struct.Struct("<QdIHB")
 SINCE, STATE = 8, 22  # byte offsets in it
 MARK_BYTES = 8
 MARKS = 512
-SHARED = 2**32 - 1  # two streams share this mark: numbers unknown
+SHARED = 2**32 - 1  # two streams share this mark: their numbers are unknown
 PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK_BYTES
-LONGEST_BYTES = 200  # of an operation's description, and of its source
-MOST_RANKS = 256  # of a group, in a note
+MAX_TEXT_BYTES = 200  # of an operation's description, and of its source
+MAX_RANKS = 256  # of a group, in a note
 ALL_STATES = EMPTY, IN_FLIGHT, WAITED_FOR, ENDED, FAILED = range(5)
 
 
@@ -71,12 +71,13 @@ class Note:
         return self.stream << 32 | self.seq % 2**32
 
     @property
-    def number(self) -> str:
+    def label(self) -> str:
         kind = "collective" if self.collective else "message"
         return f"{kind} {self.seq} of group {self.group}"
 
     def sentence(self) -> str:
-        return f"{self.what}, {self.number}, at {self.source}"
+        """ "all_reduce(sum) float32[4], collective 3 of group default, at train.py:12 in step"."""
+        return f"{self.what}, {self.label}, at {self.source}"
 
 
 class Board:
@@ -152,9 +153,9 @@ class Board:
         return Note(group, tuple(ranks), seq, what, source, "", collective, state, since_s)
 
     def _write(self, note: Note, key: int, signature: int, state: int) -> None:
-        what, source = (_short(part) for part in (note.what, note.source))
-        entry = [note.group, note.ranks[:MOST_RANKS], note.seq, what, source, note.collective]
-        text = _encode(entry).encode()
+        what, source = (_truncated(part) for part in (note.what, note.source))
+        entry = [note.group, note.ranks[:MAX_RANKS], note.seq, what, source, note.collective]
+        text = _to_json(entry).encode()
         assert len(text) <= SLOT_BYTES - HEAD.size, f"no room for {note}"
         slot = self._slot(self.rank, key)
         self._words[slot // 8] = 0
@@ -188,14 +189,14 @@ class Board:
         return rank * PAGE_BYTES + SLOTS * SLOT_BYTES + stream % MARKS * MARK_BYTES
 
     def _differs(self, rank: int, key: int, signature: int) -> bool:
-        its_key, _, its_signature, *_ = HEAD.unpack_from(self._memory, self._slot(rank, key))
-        return its_key == key and its_signature != signature
+        seen_key, _, seen_signature, *_ = HEAD.unpack_from(self._memory, self._slot(rank, key))
+        return seen_key == key and seen_signature != signature
 
     def _disagreement(self, note: Note) -> str:
-        lines = [f"the ranks disagree about {note.number}:"]
+        lines = [f"the ranks disagree about {note.label}:"]
         for rank in (rank for rank in note.ranks if rank < self.size):
             seen = [written for written in self.notes(rank) if written.key == note.key]
-            text = f"{seen[0].what}  at {seen[0].source}" if seen else "has not come to it yet"
+            text = f"{seen[0].what}  at {seen[0].source}" if seen else "has not called it yet"
             lines.append(f"  rank {rank}: {text}")
         lines.append(
             "Every rank of a group must call the same collectives in the same order, with the "
@@ -206,12 +207,12 @@ class Board:
         return "\n".join(lines)
 
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def _short(text: str) -> str:
+def _truncated(text: str) -> str:
     data = text.encode(errors="replace")
-    if len(data) <= LONGEST_BYTES:
+    if len(data) <= MAX_TEXT_BYTES:
         return data.decode()
-    half = LONGEST_BYTES // 2
+    half = MAX_TEXT_BYTES // 2
     return f"{data[:half].decode(errors='ignore')} ... {data[-half:].decode(errors='ignore')}"

@@ -11,7 +11,7 @@ from labkit.runtime.output import running_ipython
 
 def run(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     """Run `source` in `namespace`; returns the value of a final expression, else None."""
-    remember(source, filename)
+    register_source(source, filename)
     tree = ast.parse(source, filename)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
@@ -47,7 +47,7 @@ def shown(value: Any) -> Shown | None:
 
 def check(source: str, filename: str) -> None:
     """Raises SyntaxError for invalid Python, with a note on IPython commands or a bare `await`."""
-    remember(source, filename)
+    register_source(source, filename)
     try:
         compile(source, filename, "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -58,7 +58,7 @@ def check(source: str, filename: str) -> None:
         raise
 
 
-def remember(source: str, filename: str) -> None:
+def register_source(source: str, filename: str) -> None:
     """Register `source` with linecache, so that tracebacks show its lines."""
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
 

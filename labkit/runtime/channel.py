@@ -14,7 +14,7 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 PIECE = 1 << 20
-LONGEST_FOLDER = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS allows 103 for a path
+MAX_FOLDER_BYTES = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS allows 103 for a path
 
 
 class Channel:
@@ -41,12 +41,12 @@ class Channel:
 
     def recv(self) -> Any:
         """Wait for the next message and return it."""
-        (count,) = LENGTH.unpack(self._exactly(LENGTH.size))
-        lengths = [LENGTH.unpack(self._exactly(LENGTH.size))[0] for _ in range(count)]
-        data, *buffers = [self._exactly(length) for length in lengths]
+        (count,) = LENGTH.unpack(self._recv_exactly(LENGTH.size))
+        lengths = [LENGTH.unpack(self._recv_exactly(LENGTH.size))[0] for _ in range(count)]
+        data, *buffers = [self._recv_exactly(length) for length in lengths]
         return pickle.loads(data, buffers=buffers)
 
-    def _exactly(self, length: int) -> bytearray:
+    def _recv_exactly(self, length: int) -> bytearray:
         data = bytearray(length)
         view, have = memoryview(data), 0
         while have < length:
@@ -72,7 +72,7 @@ def ready(ends: Sequence[Any], patience_s: float | None) -> list[Any]:
 
 def listener(folder: str) -> tuple[socket.socket, Any]:
     """A listening socket and its address: a Unix socket in `folder`, which only this user can
-    enter, else a port of the loopback interface. The path has at most LONGEST_FOLDER bytes."""
+    enter, else a port of the loopback interface. The path has at most MAX_FOLDER_BYTES bytes."""
     address: Any = f"{folder}/driver"
     if hasattr(socket, "AF_UNIX"):
         sock = socket.socket(socket.AF_UNIX)
@@ -99,5 +99,5 @@ def connect(address: Any, hello: bytes) -> socket.socket:
         sock.connect(address)
         sock.sendall(hello)
     except OSError as error:
-        raise EOFError(f"the driver does not listen: {error}") from None
+        raise EOFError(f"the driver is not listening: {error}") from None
     return sock

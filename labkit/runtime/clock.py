@@ -13,11 +13,11 @@ import torch
 class Clock:
     """Host time: the CPU finishes one line before it begins the next."""
 
-    def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
-        """Write the time of this point, or of the moment `at`, into these fields of `thing`."""
+    def mark(self, record: Any, *fields: str, at: Any = None) -> None:
+        """Write the time of this point, or of the moment `at`, into these fields of `record`."""
         time_s = at[0] if at and isinstance(at, list) else time.monotonic()
         for field in fields:
-            setattr(thing, field, time_s)
+            setattr(record, field, time_s)
 
     def begin(self, span: Any) -> None:
         self.mark(span, "began_s")
@@ -49,7 +49,7 @@ class StreamClock(Clock):
     which host and GPU were idle. Until they are known, a begin has the host's time, an end 0.0."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[int, str], tuple[Any, Any]] = {}  # (thing, field) -> event
+        self._pending: dict[tuple[int, str], tuple[Any, Any]] = {}  # (record, field) -> event
         self._lock = threading.Lock()  # two threads may settle
         self._side_stream = torch.cuda.Stream()
         torch.cuda.synchronize()
@@ -57,16 +57,16 @@ class StreamClock(Clock):
         torch.cuda.synchronize()
         self._zero_s = time.monotonic()
 
-    def mark(self, thing: Any, *fields: str, at: Any = None) -> None:
+    def mark(self, record: Any, *fields: str, at: Any = None) -> None:
         known = at if isinstance(at, list) else None  # a time that only the host knows
         event = None if known is not None else at or self._event_here()
         for field in fields:
             if known is not None or "ended" not in field:
-                setattr(thing, field, known[0] if known else time.monotonic())
+                setattr(record, field, known[0] if known else time.monotonic())
             if event is None:
-                self._pending.pop((id(thing), field), None)
+                self._pending.pop((id(record), field), None)
             else:
-                self._pending[id(thing), field] = thing, event
+                self._pending[id(record), field] = record, event
 
     def end_of(self, work: Any) -> Any:
         """An event after `work` on a stream; work elsewhere would block the host here."""
@@ -79,16 +79,16 @@ class StreamClock(Clock):
             return self._settle(time.monotonic() + patience_s)
         return False
 
-    def _settle(self, until_s: float) -> bool:
+    def _settle(self, deadline_s: float) -> bool:
         all_known = True
-        for (key, field), (thing, event) in list(self._pending.items()):
-            while not event.query() and time.monotonic() < until_s:
+        for (key, field), (record, event) in list(self._pending.items()):
+            while not event.query() and time.monotonic() < deadline_s:
                 time.sleep(0.001)
             if not event.query():
                 all_known = False
             elif self._pending.get((key, field), (None, None))[1] is event:  # not marked again
                 del self._pending[key, field]
-                setattr(thing, field, self._zero_s + self._zero.elapsed_time(event) / 1e3)
+                setattr(record, field, self._zero_s + self._zero.elapsed_time(event) / 1e3)
         return all_known
 
     @staticmethod

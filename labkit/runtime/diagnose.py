@@ -1,7 +1,7 @@
 """Detects hung ranks from the board.
 
-A wait cannot end if a rank that it needs has returned, is not in the run, or waits in vain itself
-(a cycle). Otherwise the timeout decides.
+A wait cannot end if a rank that it needs has returned, is not in the run, or is itself stuck (a
+cycle). Otherwise the timeout decides.
 """
 
 import os
@@ -49,14 +49,14 @@ class Watch:
     def __init__(self, board: Board, timeout_s: float, targets: Iterable[int]):
         self.board, self.timeout_s, self.targets = board, timeout_s, set(targets)
         self._suspect: tuple[Verdict, dict[int, Note]] | None = None
-        self._suspect_since_s = self._looked_s = 0.0
+        self._suspect_since_s = self._checked_s = 0.0
 
-    def look(self, running: set[int]) -> Verdict | None:
+    def check(self, running: set[int]) -> Verdict | None:
         """The diagnosis after it has held for `settle_s`, else None; `running`: active ranks."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < self.every_s:
+        if now_s - self._checked_s < self.every_s:
             return None
-        self._looked_s = now_s
+        self._checked_s = now_s
         waits: dict[int, Note] = {}  # each rank's longest wait
         for rank in sorted(running):
             if notes := self.board.notes(rank, (WAITED_FOR,)):
@@ -68,16 +68,14 @@ class Watch:
         return verdict if now_s - self._suspect_since_s > self.settle_s else None
 
     def _overdue(self, waits: dict[int, Note], now_s: float) -> Verdict | None:
+        """A wait that exceeds the timeout."""
         for rank, note in waits.items():
             if now_s - note.since_s > self.timeout_s:
                 missing = self._missing(note)
                 peers = (
                     f"{ranks_text(missing)}, which never called it"
                     if missing
-                    else (
-                        "an operation that all its ranks have begun (is the link too slow for the "
-                        "timeout?)"
-                    )
+                    else "an operation that all its ranks have begun (is the link too slow?)"
                 )
                 sentence = f"{ranks_text([rank])} waited {self.timeout_s:g} s for {peers}."
                 return Verdict(sentence, tuple(missing))
@@ -87,24 +85,25 @@ class Watch:
         return [rank for rank in note.ranks if not self.board.has_begun(rank, note)]
 
     def _hopeless(self, waits: dict[int, Note], running: set[int]) -> Verdict | None:
+        """A wait for a rank that has returned or is not in the run, or a cycle of waits."""
         needs = {rank: self._missing(note) for rank, note in waits.items()}
         for rank, missing in needs.items():
             gone = [other for other in missing if other not in running]
             absent = [other for other in gone if other not in self.targets]
             if absent:
                 are = "is" if len(absent) == 1 else "are"
-                why = f"{are} not in this run, and {ranks_text([rank])} waits for them."
+                why = f"{are} not in this run, but {ranks_text([rank])} waits for them."
                 return Verdict(f"{ranks_text(absent)} {why}", tuple(absent))
             if gone:
                 why = f"returned without calling what {ranks_text([rank])} waits for."
                 return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
         stuck = {rank for rank, missing in needs.items() if missing}
-        while freed := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
-            stuck -= freed  # these wait for a rank that can still arrive
+        while free := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
+            stuck -= free  # these wait for a rank that can still arrive
         if not stuck:
             return None
-        circle = tuple(sorted(stuck))
-        return Verdict(f"{ranks_text(circle)} wait for each other, so none can continue.", circle)
+        cycle = tuple(sorted(stuck))
+        return Verdict(f"{ranks_text(cycle)} wait for each other, so none can continue.", cycle)
 
 
 def positions(
@@ -114,18 +113,18 @@ def positions(
     notes = {rank: board.notes(rank, (WAITED_FOR, FAILED)) for rank in range(board.size)}
     free = [rank for rank in notes if rank in running and not notes[rank]]
     stacks = _stacks({rank: (pids[rank], folder / f"stack{rank}") for rank in free})
-    found = {}
+    where = {}
     for rank in notes:
         if rank not in targets:
-            where = "is not in this run"
+            place = "is not in this run"
         elif rank not in running:
-            where = "has returned"
+            place = "has returned"
         elif notes[rank]:
-            where = f"waits in {notes[rank][0].sentence()}"
+            place = f"waits in {notes[rank][0].sentence()}"
         else:
-            where = f"is in no operation of a Comm; it {stacks.get(rank, 'is at an unknown line')}"
-        found[rank] = where
-    return found
+            place = f"is in no Comm operation; it {stacks.get(rank, 'is at an unknown line')}"
+        where[rank] = place
+    return where
 
 
 def last_operation(board: Board, rank: int) -> str:
@@ -141,27 +140,27 @@ def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
     if not hasattr(signal, "SIGUSR1"):
         return {}
     before: dict[int, int] = {}
-    found: dict[int, str] = {}
+    lines: dict[int, str] = {}
     for rank, (pid, file) in living.items():
         try:
             before[rank] = file.stat().st_size
             os.kill(pid, signal.SIGUSR1)
         except OSError:  # the rank has ended
             before.pop(rank, None)
-    until_s = time.monotonic() + STACK_S
-    while before and time.monotonic() < until_s:
+    deadline_s = time.monotonic() + STACK_S
+    while before and time.monotonic() < deadline_s:
         for rank in list(before):
             try:
                 text = living[rank][1].read_text(errors="replace")[before[rank] :]
             except OSError:  # the world's folder is being removed
-                return found
+                return lines
             if _LOOP in text or text.endswith("...\n"):  # complete, or truncated by faulthandler
                 program = (  # innermost first
                     f"is at {Path(file).name}:{line} in {name}"
                     for file, line, name in _FRAME.findall(text)
                     if not file.startswith((*_LIBRARIES, "<string>", "<frozen"))
                 )
-                found[rank] = next(program, "is inside a library")
+                lines[rank] = next(program, "is inside a library")
                 del before[rank]
         time.sleep(0.005)
-    return found
+    return lines

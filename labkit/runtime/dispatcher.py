@@ -23,17 +23,17 @@ from labkit.runtime.transports.native import Native, Nothing
 from labkit.runtime.transports.send_receive import SendReceive
 from labkit.runtime.transports.shm import Shared
 from labkit.runtime.transports.transport import Call, Kind, Transport
-from labkit.runtime.transports.wire import PacedWire, Wire, Work, living
+from labkit.runtime.transports.wire import PacedWire, Wire, Work, dereferenced
 
 Made = TypeVar("Made")
-OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # these already say what was wrong
+OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # these explain themselves
 BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
 
 
 class Dispatcher:
     """The operation numbers and transports that all `Comm`s of one process group share."""
 
-    worlds = 0  # default groups of this process so far: torch names them all alike
+    worlds = 0  # default groups of this process so far: torch gives all of them one name
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -49,8 +49,7 @@ class Dispatcher:
         config = str(dist.get_backend_config(group))
         self.backend_of = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
         self._collectives = count(1)
-        self._messages: defaultdict[tuple[int, int, int], Iterator[int]]
-        self._messages = defaultdict(partial(count, 1))
+        self._messages = defaultdict[tuple[int, int, int], Iterator[int]](partial(count, 1))
         self._transports: dict[tuple[torch.device, object], Transport] = {}
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups by ranks
         self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations in flight
@@ -59,6 +58,7 @@ class Dispatcher:
 
     @staticmethod
     def of(group: Any) -> "Dispatcher":
+        """The dispatcher of a process group, created at first use."""
         with _making:
             for made in (dist.group.WORLD, group):  # a subgroup's name includes its world
                 if made not in _dispatchers:
@@ -142,6 +142,7 @@ class Dispatcher:
         return handle
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
+        """Raise CollectiveMismatch if `value()` differs between ranks."""
         seq = next(self._collectives)  # also without a board, so that recordings agree
         if here.board is not None:
             with here.carrying():  # not an operation of the program
@@ -154,7 +155,7 @@ class Dispatcher:
         if like.device.type != "cpu" or self.size == 1:
             return torch.empty(numel, dtype=like.dtype, device=like.device)
         transport, what = self.transport(like), f"symmetric_empty({numel}, {like.dtype})"
-        return self._made_together(what, lambda: transport.symmetric_empty(numel, like.dtype))
+        return self._make_collectively(what, lambda: transport.symmetric_empty(numel, like.dtype))
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
         """`x` as a flat contiguous tensor that the transport can reach. If that is a copy and `x`
@@ -165,17 +166,17 @@ class Dispatcher:
         if "fake" in self.backend_of.values() and x.is_contiguous():
             return x  # it is never read, and a view takes 0.1 ms in a dry run
         flat = x.detach() if x.requires_grad else x
-        by_host = flat.is_cuda and self.backend_of.get("cuda") == "gloo"
-        if flat.is_contiguous() and not (by_host or flat.is_conj() or flat.is_neg()):
-            return _in_line(flat)
+        via_host = flat.is_cuda and self.backend_of.get("cuda") == "gloo"
+        if flat.is_contiguous() and not (via_host or flat.is_conj() or flat.is_neg()):
+            return _flattened(flat)
         if finish is not None and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride())):
             raise ValueError(
                 f"an expanded tensor (shape {list(x.shape)}, strides {list(x.stride())}) shares "
                 "memory between elements and cannot be written; pass x.contiguous()"
             )
         with here.carrying():
-            host = flat.cpu() if by_host else flat
-            copy = _in_line(host.resolve_conj().resolve_neg().contiguous())
+            host = flat.cpu() if via_host else flat
+            copy = _flattened(host.resolve_conj().resolve_neg().contiguous())
         if finish is not None:
             finish.append(lambda: flat.copy_(copy.view(flat.shape)))
         return copy
@@ -195,7 +196,7 @@ class Dispatcher:
                 self._subgroups[Dispatcher.of(made)] = False
             return made
 
-        return self._made_together(f"subgroup({list(ranks)})", make)
+        return self._make_collectively(f"subgroup({list(ranks)})", make)
 
     def destroy_dropped(self) -> None:
         """Destroy the gloo subgroups that all their ranks have dropped, as counted in the store."""
@@ -206,9 +207,9 @@ class Dispatcher:
             self._subgroups[subgroup] = True
             if dropped == subgroup.size:
                 del self._subgroups[subgroup]
-                dist.destroy_process_group(living(subgroup._group))
+                dist.destroy_process_group(dereferenced(subgroup._group))
 
-    def _made_together(self, what: str, make: Callable[[], Made]) -> Made:
+    def _make_collectively(self, what: str, make: Callable[[], Made]) -> Made:
         """Call `make` on all ranks. It is on the board, since ranks may disagree or block in it."""
         note = Note(self.name, self.ranks, next(self._collectives), what, caller(), what)
         if here.board:
@@ -222,7 +223,7 @@ class Dispatcher:
         """The group's timeout; None (torch's default, half an hour) if it is unknown."""
         device = torch.device(next(iter(self.backend_of)))
         try:
-            options = living(self._group)._get_backend(device).options
+            options = dereferenced(self._group)._get_backend(device).options
             return options._timeout
         except (AttributeError, RuntimeError):
             return None
@@ -291,9 +292,9 @@ class Dispatcher:
         if backend is None:
             raise ValueError(
                 f"group {self.name} cannot move {device} tensors: its backends are "
-                f"{self.backend_of}; move the tensor first"
+                f"{self.backend_of}; move the tensor to their device"
             )
-        group = living(self._group)
+        group = dereferenced(self._group)
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
         native = Native(group)
@@ -310,6 +311,6 @@ _dispatchers: WeakKeyDictionary[Any, Dispatcher] = WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def _in_line(x: torch.Tensor) -> torch.Tensor:
+def _flattened(x: torch.Tensor) -> torch.Tensor:
     """Contiguous `x` in one dimension of stride 1; `view(-1)` keeps any stride of one element."""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))

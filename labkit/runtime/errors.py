@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeGuard
 
-DEEPEST = 8  # chain of causes
-MOST_FRAMES, MOST_PARTS, LONGEST_TEXT = 100, 10, 10_000
+MAX_DEPTH = 8  # chain of causes
+MAX_FRAMES, MAX_PARTS, MAX_TEXT = 100, 10, 10_000
 
 _OWN = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cells.py"))
 
@@ -60,17 +60,17 @@ class RemoteError:
         if cause is None and not get(error, "__suppress_context__"):
             cause, because = get(error, "__context__"), "was being handled during"
         is_group = issubclass(type(error), BaseExceptionGroup)
-        parts = get(error, "exceptions")[:MOST_PARTS] if is_group else ()
+        parts = get(error, "exceptions")[:MAX_PARTS] if is_group else ()
         notes = get(error, "__dict__").get("__notes__")
         notes = notes if isinstance(notes, (list, tuple)) else ()
         return RemoteError(
             type_name=type(error).__name__,
             message=_text(error),
             frames=_frames(get(error, "__traceback__")),
-            cause=RemoteError.of(cause, above) if _new(cause, above) else None,
+            cause=RemoteError.of(cause, above) if _is_new(cause, above) else None,
             because=because,
-            notes=[_cut(note) for note in notes if isinstance(note, str)],
-            parts=[RemoteError.of(part, above) for part in parts if _new(part, above)],
+            notes=[_truncated(note) for note in notes if isinstance(note, str)],
+            parts=[RemoteError.of(part, above) for part in parts if _is_new(part, above)],
         )
 
     @property
@@ -84,8 +84,8 @@ class RemoteError:
             link = "The above error " + self.because + " the following one:"
             before = f"{self.cause.format()}\n\n{link}\n\n"
         entries = traceback.format_list([(*frame, None) for frame in self.frames])
-        if len(entries) > MOST_FRAMES:
-            half = MOST_FRAMES // 2
+        if len(entries) > MAX_FRAMES:
+            half = MAX_FRAMES // 2
             left_out = f"  ... {len(entries) - 2 * half:,} calls left out ...\n"
             entries[half:-half] = [left_out]
         stack = "".join(entries).rstrip()
@@ -94,8 +94,8 @@ class RemoteError:
         return before + "\n".join([*lines, self.headline, *self.notes, *parts])
 
 
-def _new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseException]:
-    return error is not None and id(error) not in above and len(above) < DEEPEST
+def _is_new(error: BaseException | None, above: tuple[int, ...]) -> TypeGuard[BaseException]:
+    return error is not None and id(error) not in above and len(above) < MAX_DEPTH
 
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
@@ -108,17 +108,17 @@ def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
 def _text(error: BaseException) -> str:
     try:
         if issubclass(type(error), SyntaxError):
-            return _cut("".join(traceback.format_exception_only(error)).strip())
-        return _cut(str(error))
+            return _truncated("".join(traceback.format_exception_only(error)).strip())
+        return _truncated(str(error))
     except BaseException as broken:
         return f"(its message cannot be shown: {type(broken).__name__})"
 
 
-def _cut(text: str) -> str:
+def _truncated(text: str) -> str:
     text = "".join(text)  # a plain str: the driver may not know a subclass
-    if len(text) <= LONGEST_TEXT:
+    if len(text) <= MAX_TEXT:
         return text
-    half = LONGEST_TEXT // 2
+    half = MAX_TEXT // 2
     return f"{text[:half]}\n... {len(text) - 2 * half:,} characters left out ...\n{text[-half:]}"
 
 

@@ -23,7 +23,7 @@ GRACE_S = 0.3  # from the first sign to the report
 COMPUTING_S = 2.0  # the same, while the other ranks compute and may still answer
 UNREPORTED_S = 5.0  # until the server reports the end of a rank whose connection has closed
 HARMLESS = {"raised", "unpicklable"}  # alone, they leave no rank in the middle of an operation
-MOST_TO_LEAST = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
+BY_SEVERITY = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 
 class Failures:
@@ -32,7 +32,7 @@ class Failures:
     def __init__(self, ranks: Ranks, targets: Sequence[int]):
         self._ranks, self._targets = ranks, targets
         self.running = set(targets)  # ranks that have not answered
-        self._found: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
+        self._failures: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
         self._stuck: Verdict | None = None
         self._where: dict[int, str] = {}  # positions at the first sign
         self._first_s: float | None = None
@@ -43,23 +43,23 @@ class Failures:
         """Record that rank `rank` failed; `what`: its RemoteError or End, if there is one."""
         self.running.discard(rank)
         self._first_sign(self.running | {rank} if kind == "lost a peer" else self.running)
-        self._found.setdefault(kind, {}).setdefault(rank, what)
+        self._failures.setdefault(kind, {}).setdefault(rank, what)
 
-    def look(self) -> None:
-        """Check for ranks that have ended or wait in vain."""
+    def check(self) -> None:
+        """Check for ranks that have ended or are stuck."""
         try:
             ends = self._ranks.starter.ends()
         except EOFError:
             self.running.clear()
             self._first_sign(set())
-            self._found["server"] = {}
+            self._failures["server"] = {}
             return
         dead = {rank: ends[pid] for rank, pid in enumerate(self._ranks.pids) if pid in ends}
         self.running -= dead.keys()
         for rank, end in dead.items():
             self.add(rank, "died", end)
         if self._watch and self._first_s is None:
-            self._stuck = self._watch.look(self.running)
+            self._stuck = self._watch.check(self.running)
             if self._stuck:
                 self._first_sign(self.running)
 
@@ -69,17 +69,17 @@ class Failures:
 
     def _patience_s(self) -> float:
         """Seconds from the first sign until the cause is known."""
-        found, running = self._found, self.running
-        unreported = found.get("cut off", {}).keys() - found.get("died", {}).keys()
-        if "server" in found or not (running or unreported):
+        failures, running = self._failures, self.running
+        unreported = failures.get("cut off", {}).keys() - failures.get("died", {}).keys()
+        if "server" in failures or not (running or unreported):
             return 0
-        if unreported or ("died" in found and any(map(self._has_ended, running))):
+        if unreported or ("died" in failures and any(map(self._has_ended, running))):
             return UNREPORTED_S
-        if found.keys() == {"lost a peer"} and not self._stuck:
+        if failures.keys() == {"lost a peer"} and not self._stuck:
             return 5 * GRACE_S
         board = self._ranks.board  # without a board, waits are not known
         waits = board is None or any(board.notes(rank, (WAITED_FOR,)) for rank in running)
-        harmless = found.keys() <= HARMLESS and not self._stuck and not waits
+        harmless = failures.keys() <= HARMLESS and not self._stuck and not waits
         return COMPUTING_S if harmless else GRACE_S
 
     def _has_ended(self, rank: int) -> bool:
@@ -98,7 +98,7 @@ class Failures:
         """Whether all ranks have answered and every operation was finished by all its ranks, so
         that the next run finds the ranks in step."""
         board = self._ranks.board
-        if self.running or board is None or not set(self._found) <= HARMLESS:
+        if self.running or board is None or not set(self._failures) <= HARMLESS:
             return False
         return all(
             note.state == ENDED and all(board.has_begun(peer, note) for peer in note.ranks)
@@ -108,43 +108,43 @@ class Failures:
 
     def error(self, kept: bool) -> RankError:
         """The RankError that reports the failures; `kept`: the ranks stay alive."""
-        kind, text, guilty = self._story()
-        others = [rank for rank in range(self._ranks.size) if rank not in guilty]
-        stopped = ranks_text(others) if guilty and others else "all ranks"
+        kind, text, culprits = self._diagnosis()
+        others = [rank for rank in range(self._ranks.size) if rank not in culprits]
+        stopped = ranks_text(others) if culprits and others else "all ranks"
         text += (
             "\n(All ranks keep their variables for the next run.)"
             if kept
-            else f"\n({stopped} stopped; the next run starts new ranks. What these kept is gone: "
-            "run the cells that made your variables again.)"
+            else f"\n({stopped} stopped; the next run starts new ranks. Their variables are gone: "
+            "rerun the cells that made them.)"
         )
-        return RankError(cells.with_titles(text), kind, guilty)
+        return RankError(cells.with_titles(text), kind, culprits)
 
-    def _story(self) -> tuple[str, str, tuple[int, ...]]:
+    def _diagnosis(self) -> tuple[str, str, tuple[int, ...]]:
         """The kind of the error, its text, and the ranks at fault."""
-        cause = next((kind for kind in MOST_TO_LEAST if kind in self._found), "stuck")
-        found = self._found.get(cause, {})
-        guilty = tuple(sorted(found))
+        cause = next((kind for kind in BY_SEVERITY if kind in self._failures), "stuck")
+        failures = self._failures.get(cause, {})
+        culprits = tuple(sorted(failures))
         if cause in ("died", "cut off") and (board := self._ranks.board):
-            self._where.update({rank: last_operation(board, rank) for rank in guilty})
+            self._where.update({rank: last_operation(board, rank) for rank in culprits})
         lines = [f"  rank {rank}: {where}" for rank, where in sorted(self._where.items())]
         where = "\n".join(["\nWhere each rank was:", *lines]) if lines else ""
         match cause:
             case "server":
-                text = "the server that ranks are forked from has died, and all ranks with it"
+                text = "the server that forks the ranks has died, and all ranks with it"
                 return "died", text, ()
             case "died":
-                deaths = [f"rank {rank} {self._death(end)}" for rank, end in found.items()]
-                return "died", "\n".join(deaths) + where, guilty
+                deaths = [f"rank {rank} {self._death(end)}" for rank, end in failures.items()]
+                return "died", "\n".join(deaths) + where, culprits
             case "cut off":
-                text = f"{ranks_text(guilty)} closed the connection to this process"
-                return "died", text + where, guilty
+                text = f"{ranks_text(culprits)} closed the connection to this process"
+                return "died", text + where, culprits
             case "disagree":  # the last rank saw the calls of all
-                return "disagree", list(found.values())[-1].message, ()
+                return "disagree", list(failures.values())[-1].message, ()
             case "unpicklable" | "raised":
-                return cause, _report(found), guilty
+                return cause, _report(failures), culprits
         if self._stuck:
             return "stuck", self._stuck.sentence + where, self._stuck.ranks
-        return "stuck", _report(found) + where, ()  # only ranks that lost a peer have errors
+        return "stuck", _report(failures) + where, ()  # only ranks that lost a peer have errors
 
     def _first_sign(self, running: set[int]) -> None:
         if self._first_s is None:
@@ -163,7 +163,7 @@ class Failures:
             )
         return (
             f"{end} ({available_bytes() / 1e9:.1f} GB are free now). If no user killed it, the "
-            "system did, as it does when memory runs out"
+            "system probably ran out of memory"
         )
 
 

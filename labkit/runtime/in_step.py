@@ -39,11 +39,11 @@ def begun() -> Begun:
 
 def in_step(ranks: Collection[Begun]) -> bool:
     """Whether all ranks have groups and agree on collectives, and no message is outstanding."""
-    left: Counter[tuple[str, int, int]] = Counter()
-    numbers: dict[str, int] = {}
+    outstanding: Counter[tuple[str, int, int]] = Counter()
+    expected: dict[str, int] = {}
     for collectives, messages in ranks:
-        left.update(messages)
-        numbers.update(collectives)
-    return not any(left.values()) and all(
-        collectives and collectives.items() <= numbers.items() for collectives, _ in ranks
+        outstanding.update(messages)
+        expected.update(collectives)
+    return not any(outstanding.values()) and all(
+        collectives and collectives.items() <= expected.items() for collectives, _ in ranks
     )

@@ -1,8 +1,8 @@
 """Ctrl-C and Jupyter's interrupt button, delayed until it is safe to stop.
 
 An immediate interrupt could lose the process ids of ranks that have just started. So while the
-driver starts ranks or talks to them, an interrupt is only noted; `look` raises it, and is called
-many times a second.
+driver starts ranks or talks to them, an interrupt is only noted; `check_interrupt`, called many
+times a second, raises it.
 """
 
 import signal
@@ -10,13 +10,13 @@ import threading
 from types import FrameType
 from typing import ClassVar
 
-ENOUGH = 3  # this many interrupts mean that `look` is not being called
+ENOUGH = 3  # this many interrupts mean that `check_interrupt` is not being called
 
 
 class Interrupts:
-    """Within the block, interrupts are counted and raise one KeyboardInterrupt: in `look`, after
-    `enough` interrupts, or at the end of the block. A nested block has a separate `enough`. A
-    SIGINT handler that the user has installed stays in place."""
+    """Within the block, interrupts are counted and raise one KeyboardInterrupt: in
+    `check_interrupt`, after `enough` interrupts, or at the end of the block. A nested block has a
+    separate `enough`. A SIGINT handler that the user has installed stays in place."""
 
     outermost: "ClassVar[Interrupts | None]" = None  # in the main thread only
 
@@ -30,7 +30,7 @@ class Interrupts:
         block = (_in_main() and Interrupts.outermost) or self
         block.enough, self.enough = self.enough, block.enough
         if block.count >= block.enough:
-            look()
+            check_interrupt()
 
     def __exit__(self, *error: object) -> None:
         if Interrupts.outermost is self:
@@ -44,10 +44,10 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.count >= self.enough:
-            look()
+            check_interrupt()
 
 
-def look() -> None:
+def check_interrupt() -> None:
     """Raises KeyboardInterrupt if there was an interrupt since the outermost block began."""
     block = Interrupts.outermost
     if block is not None and block.count and not block.raised and _in_main():

@@ -22,7 +22,7 @@ from typing import Any
 from labkit.runtime.channel import Channel, ready
 from labkit.runtime.rank import Spec
 
-PIECE_S = 0.05  # to poll: another thread may receive the message that ends a wait
+POLL_S = 0.05  # to poll: another thread may receive the message that ends a wait
 KILL_PATIENCE_S = 5.0
 
 
@@ -67,7 +67,7 @@ class ForkServer:
         self._channel = Channel(ours)
         self._talking = threading.Lock()
         self._numbers = itertools.count(1)
-        self._replies: dict[int, tuple[list[int], str]] = {}  # request -> process ids, refusal
+        self._replies: dict[int, tuple[list[int], str]] = {}  # request -> process ids, problem
         self._ends: dict[int, End] = {}
         self._owner = os.getpid()
 
@@ -82,10 +82,10 @@ class ForkServer:
                 ForkServer._only = only = ForkServer(early)
             return only
 
-    def answer_for(self, folder: str) -> None:
-        """Have the server delete this folder when the driver is gone."""
+    def delete_at_end(self, folder: str) -> None:
+        """Have the server delete this folder once the driver is gone."""
         with suppress(EOFError):  # `start` reports it better
-            self._send("answer for", folder)
+            self._send("delete at end", folder)
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
         """Start these ranks and return their process ids; calls `tick` while waiting."""
@@ -93,25 +93,25 @@ class ForkServer:
         try:
             self._send("fork", (number, specs))
             while number not in self._replies:
-                ready([self._channel], PIECE_S)
+                ready([self._channel], POLL_S)
                 tick()
                 self.ends()
         except EOFError:
             self.close()
             raise RuntimeError(
-                "the server that ranks are forked from ended with status "
-                f"{self._process.returncode}. Its own error, if it had one, is above; check "
-                "that `import labkit.runtime.world` works."
+                "the server that forks the ranks ended with status "
+                f"{self._process.returncode}. Its error, if any, is printed above; check that "
+                "`import labkit.runtime.world` works."
             ) from None
         except BaseException:
             with suppress(EOFError):
                 self._send("cancel", number)
             raise
-        pids, refusal = self._replies.pop(number)
-        if refusal:
+        pids, problem = self._replies.pop(number)
+        if problem:
             self.kill(pids)
             self.forget(pids)
-            raise RuntimeError(f"the system did not start {len(specs)} processes: {refusal}")
+            raise RuntimeError(f"the system could not start {len(specs)} processes: {problem}")
         return pids
 
     def ends(self) -> dict[int, End]:
@@ -120,9 +120,9 @@ class ForkServer:
             while ready([self._channel], 0):
                 kind, body = self._channel.recv()
                 if kind == "forked":
-                    number, pids, refusal = body
+                    number, pids, problem = body
                     self.forget(pids)  # earlier processes with these ids
-                    self._replies[number] = pids, refusal
+                    self._replies[number] = pids, problem
                 else:
                     pid, status, peak_bytes = body
                     self._ends[pid] = End(os.waitstatus_to_exitcode(status), peak_bytes)
@@ -144,12 +144,12 @@ class ForkServer:
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
         """Wait for these ranks to end; returns False if one is alive after `patience_s` seconds."""
-        until_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + patience_s
         with suppress(EOFError):
             while not self.ends().keys() >= set(pids):
-                if time.monotonic() > until_s:
+                if time.monotonic() > deadline_s:
                     return False
-                ready([self._channel], PIECE_S)
+                ready([self._channel], POLL_S)
         return True
 
     def forget(self, pids: list[int]) -> None:
@@ -175,13 +175,13 @@ class Spawner:
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def answer_for(self, folder: str) -> None:
+    def delete_at_end(self, folder: str) -> None:
         """Nothing to do: the ranks delete the folder when the driver is gone."""
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from labkit.runtime.rank import spawned; "
-            "spawned()"
+            f"import sys; sys.path[:] = {sys.path!r}; from labkit.runtime.rank import run_spawned; "
+            "run_spawned()"
         )
         try:
             for spec in specs:
@@ -209,10 +209,10 @@ class Spawner:
         self.wait(pids, KILL_PATIENCE_S)
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
-        until_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + patience_s
         with suppress(subprocess.TimeoutExpired):
             for pid in pids:
-                self._processes[pid].wait(max(0.0, until_s - time.monotonic()))
+                self._processes[pid].wait(max(0.0, deadline_s - time.monotonic()))
             return True
         return False
 

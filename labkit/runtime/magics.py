@@ -100,7 +100,7 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
         size = numbers[0] if numbers and not is_list else None
         if self.world is not None and size is not None and size != self.world.size:
             check_size(size)  # before the working world is closed
-            print(f"{ranks_in_words(size)} in place of {self.world.size}: what those kept is gone")
+            print(f"{ranks_in_words(size)} replace {self.world.size}, whose variables are gone")
             self.world.close()
             self.world = None
         if self.world is None:

@@ -1,4 +1,4 @@
-"""Shows what the ranks print, live and labelled by rank, in the cell or terminal of the driver.
+"""Shows what the ranks print, live and labeled by rank, in the cell or terminal of the driver.
 
 A terminal gets lines in order of arrival. A notebook gets one output, redrawn during the run and
 grouped by rank at its end; very long output is truncated there, as it would freeze the page.
@@ -11,9 +11,9 @@ from collections import deque
 from typing import Any
 
 REDRAW_S = 0.1
-MOST_LINES = 1000  # kept per rank in a notebook, half from the start and half from the end
-LONGEST_LINE = 2000
-LONGEST_OPEN = 100_000  # a longer line is broken
+MAX_LINES = 1000  # kept per rank in a notebook, half from the start and half from the end
+MAX_LINE = 2000
+MAX_OPEN_LINE = 100_000  # a longer line is broken
 
 
 class RankOutput:
@@ -23,20 +23,20 @@ class RankOutput:
         utf8 = codecs.getincrementaldecoder("utf-8")
         self._decoders = [utf8("replace") for _ in range(size)]  # a character may span two reads
         self._open = [""] * size  # the unfinished line of each rank
-        self._page = _Page(size) if in_notebook() else None
+        self._page = _Display(size) if in_notebook() else None
 
     def feed(self, rank: int, data: bytes) -> None:
         """Add output of rank `rank`. A carriage return restarts the line, so progress bars work."""
         text = self._open[rank] + self._decoders[rank].decode(data)
         *finished, unfinished = text.replace("\r\n", "\n").split("\n")
-        if len(unfinished) > LONGEST_OPEN:
+        if len(unfinished) > MAX_OPEN_LINE:
             finished, unfinished = [*finished, unfinished], ""
         for line in finished:
             if self._page:
-                self._page.add(rank, _shown(line))
+                self._page.add(rank, _visible(line))
             else:
-                _write(rank, f"{_shown(line)}\n")
-        shown = _shown(unfinished)
+                _write(rank, f"{_visible(line)}\n")
+        shown = _visible(unfinished)
         self._open[rank] = shown + "\r" * unfinished.endswith("\r")
         if self._page is None and shown and sys.stdout.isatty():
             _write(rank, shown)
@@ -45,25 +45,25 @@ class RankOutput:
     def refresh(self) -> None:
         """Show new output, if a redraw is due."""
         if self._page:
-            self._page.draw_if_due([_shown(line) for line in self._open])
+            self._page.draw_if_due([_visible(line) for line in self._open])
         else:
             sys.stdout.flush()
 
     def close(self) -> None:
         """At the end of a run: finish open lines and group the kept output by rank."""
         for rank, line in enumerate(self._open):
-            if _shown(line):
+            if _visible(line):
                 self.feed(rank, b"\n")
         if self._page:
             self._page.close()
 
 
-class _Page:
+class _Display:
     """One output of a notebook, redrawn in place."""
 
     def __init__(self, size: int):
         self._first: list[list[str]] = [[] for _ in range(size)]  # lines of each rank
-        self._last: list[deque[str]] = [deque(maxlen=MOST_LINES // 2) for _ in range(size)]
+        self._last: list[deque[str]] = [deque(maxlen=MAX_LINES // 2) for _ in range(size)]
         self._counts = [0] * size
         self._recent: deque[str] = deque(maxlen=200)  # lines of all ranks, by arrival
         self._display: Any = None
@@ -71,10 +71,10 @@ class _Page:
         self._drawn_s = 0.0
 
     def add(self, rank: int, line: str) -> None:
-        if len(line) > LONGEST_LINE:
-            line = f"{line[:LONGEST_LINE]} ... ({len(line) - LONGEST_LINE:,} characters more)"
+        if len(line) > MAX_LINE:
+            line = f"{line[:MAX_LINE]} ... ({len(line) - MAX_LINE:,} characters more)"
         first = self._first[rank]
-        (first if len(first) < MOST_LINES // 2 else self._last[rank]).append(line)
+        (first if len(first) < MAX_LINES // 2 else self._last[rank]).append(line)
         self._counts[rank] += 1
         self._recent.append(f"[rank {rank}] {line}")
 
@@ -82,7 +82,7 @@ class _Page:
         content = sum(self._counts), open_lines
         if content != self._drawn and time.monotonic() - self._drawn_s > REDRAW_S:
             self._drawn = content
-            shown = ((rank, line[:LONGEST_LINE]) for rank, line in enumerate(open_lines) if line)
+            shown = ((rank, line[:MAX_LINE]) for rank, line in enumerate(open_lines) if line)
             self._draw([*self._recent, *(f"[rank {rank}] {line}" for rank, line in shown)])
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class _Page:
             self._display.update(bundle, raw=True)
 
 
-def _shown(line: str) -> str:
+def _visible(line: str) -> str:
     """The visible part of a line that contains carriage returns."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 

@@ -15,14 +15,14 @@ from labkit.comm import Link, TwoLevel
 from labkit.runtime import folders
 
 RANK_BYTES = 100e6  # memory of an idle rank, and some room to work
-MOST_RANKS = 256
+MAX_RANKS = 256
 SPARE_FILES = 16  # files that a world opens besides its ranks' sockets
 CGROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 VARIABLE = "LABKIT_TRANSPORT"
-NAMES = ("shm", "gloo")
-LEAST_ROOM_BYTES = 128 << 20  # Docker's default of 64 MB is used up by a few groups
-RANK_ROOM_BYTES = 16 << 20  # shared memory of a rank in several groups
+TRANSPORTS = ("shm", "gloo")
+MIN_SHM_BYTES = 128 << 20  # Docker's default of 64 MB is used up by a few groups
+RANK_SHM_BYTES = 16 << 20  # shared memory of a rank in several groups
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pick:
 
 
 def pick(size: int, backend: str | None, device: str | None, paced: bool = False) -> Pick:
-    """Choose the backend and device that are not given. `paced`: over a modelled wire, which only
+    """Choose the backend and device that are not given. `paced`: over a modeled link, which only
     gloo supports. Raises ValueError for a choice that this machine does not support."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend not in (None, "gloo", "nccl"):
@@ -78,24 +78,23 @@ def pick_transport(
     the argument `asked`; LABKIT_TRANSPORT, except with NCCL or a link; `backend="gloo"`. Raises
     ValueError for an unknown name, or if this world does not support `asked`.
     """
-    wished = os.environ.get(VARIABLE)
+    requested = os.environ.get(VARIABLE)
     check_transport("transport", asked)
-    check_transport(VARIABLE, wished)
+    check_transport(VARIABLE, requested)
     if picked.backend != "gloo":
         if asked:
             raise ValueError(
                 f'transport="{asked}" is for gloo ranks; this world has {picked.backend}, which '
-                "moves GPU tensors itself: leave transport out"
+                "moves GPU tensors itself; leave transport out"
             )
         return picked.backend, ""
     if link is not None:
         if asked == "shm":
             raise ValueError(
-                'transport="shm" cannot have a link, which only messages over gloo can model; '
-                "leave one of them out"
+                'transport="shm" cannot model a link; leave the link out, or use transport="gloo"'
             )
         return "gloo", ""
-    if named := asked or wished or backend:
+    if named := asked or requested or backend:
         return named, ""
     if picked.device != "cpu":
         return "gloo", ""
@@ -105,7 +104,7 @@ def pick_transport(
 
 def check_transport(source: str, name: str | None) -> None:
     """Raises ValueError if `name`, which `source` gives, is not a transport."""
-    if name not in (None, "", *NAMES):
+    if name not in (None, "", *TRANSPORTS):
         raise ValueError(
             f'{source}={name!r}: choose "shm" (memory that the ranks share) or "gloo" '
             "(messages), or leave it out for the best one here"
@@ -113,14 +112,14 @@ def check_transport(source: str, name: str | None) -> None:
 
 
 def _shared_memory_problem(size: int) -> str:
-    wanted_bytes = max(LEAST_ROOM_BYTES, size * RANK_ROOM_BYTES)
+    wanted_bytes = max(MIN_SHM_BYTES, size * RANK_SHM_BYTES)
     try:
         free_bytes = shutil.disk_usage(folders.MEMORY).free
     except OSError:
         return f"there is no {folders.MEMORY}"
     if free_bytes < wanted_bytes:
         return (
-            f"{folders.MEMORY} has {free_bytes / 1e6:.0f} MB free, and {size} ranks may want "
+            f"{folders.MEMORY} has {free_bytes / 1e6:.0f} MB free, but {size} ranks may need "
             f"{wanted_bytes / 1e6:.0f} MB"
         )
     return "" if os.access(folders.MEMORY, os.W_OK) else f"{folders.MEMORY} is not writable here"
@@ -138,15 +137,15 @@ def check_size(size: int) -> None:
         raise ValueError(
             f"World({size}): {size:,} ranks are too many for this machine. A rank takes about "
             f"{RANK_BYTES / 1e6:.0f} MB and {free_bytes / 1e9:.1f} GB are free (of the cgroup's "
-            f"limit, where that is less): choose up to {min(fitting, MOST_RANKS)}."
+            f"limit, where that is less): choose up to {min(fitting, MAX_RANKS)}."
         )
-    if size > MOST_RANKS:
-        raise ValueError(f"World({size}): one machine runs up to {MOST_RANKS} ranks here")
+    if size > MAX_RANKS:
+        raise ValueError(f"World({size}): choose at most {MAX_RANKS} ranks for one machine")
     most = _most_by_files()
     if size > most:
         raise ValueError(
-            f"World({size}): this process may open only enough files for {max(0, most)} ranks; "
-            "close some, or raise the limit (`ulimit -n 4096` in the shell that starts it)"
+            f"World({size}): the limit on open files allows only {max(0, most)} ranks; "
+            "close some files, or raise the limit (`ulimit -n 4096` before you start Python)"
         )
 
 
@@ -155,10 +154,10 @@ def _most_by_files() -> int:
     try:
         import resource
     except ImportError:  # a platform without such limits
-        return MOST_RANKS
+        return MAX_RANKS
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
-        return MOST_RANKS
+        return MAX_RANKS
     return (limit - psutil.Process().num_fds() - SPARE_FILES) // 2
 
 

@@ -27,15 +27,15 @@ class Parcel:
     buffers: list[pickle.PickleBuffer]
 
 
-def dumps(thing: Any, name: str) -> Parcel:
-    """Pickle `thing`, called `name` in errors. Raises Unpicklable, which names the failing part."""
+def dumps(value: Any, name: str) -> Parcel:
+    """Pickle `value`, called `name` in errors. Raises Unpicklable, which names the failing part."""
     try:
-        return _dumps(thing)
+        return _dumps(value)
     except Exception as error:
-        path, culprit, why = _culprit(thing, name, error, depth=6, seen=set())
+        path, culprit, why = _culprit(value, name, error, depth=6, seen=set())
         raise Unpicklable(
             f"{path} cannot be pickled: it is a {type(culprit).__name__} "
-            f"({_short(culprit)}): {why}. Make it inside the function that runs on the ranks, "
+            f"({_short(culprit)}): {why}. Create it inside the function that runs on the ranks, "
             "or return plain values and tensors."
         ) from None
 
@@ -60,14 +60,14 @@ class _Pickler(cloudpickle.Pickler):
     """Pickles plain tensors by value: detached, on the CPU, only the elements they view, and
     without a copy where possible."""
 
-    def reducer_override(self, thing: Any) -> Any:
-        plain = type(thing) is torch.Tensor and thing.layout == torch.strided
-        if not plain or thing.is_quantized or thing.is_meta:
-            return super().reducer_override(thing)
-        flat = thing.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    def reducer_override(self, value: Any) -> Any:
+        plain = type(value) is torch.Tensor and value.layout == torch.strided
+        if not plain or value.is_quantized or value.is_meta:
+            return super().reducer_override(value)
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
         memory = pickle.PickleBuffer(flat.view(torch.uint8).numpy().data)
-        keeps_grad = thing.is_leaf and thing.requires_grad
-        return _tensor, (memory, thing.dtype, tuple(thing.shape), keeps_grad)
+        keeps_grad = value.is_leaf and value.requires_grad
+        return _tensor, (memory, value.dtype, tuple(value.shape), keeps_grad)
 
 
 def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> torch.Tensor:
@@ -78,53 +78,53 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], grad: bool)
     return torch.frombuffer(memory, dtype=dtype).view(shape).requires_grad_(grad)
 
 
-def _dumps(thing: Any) -> Parcel:
+def _dumps(value: Any) -> Parcel:
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as file:
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
         return Parcel(pickle.PickleBuffer(file.getvalue()), buffers)
 
 
 def _culprit(
-    thing: Any, path: str, error: Exception, depth: int, seen: set[int]
+    value: Any, path: str, error: Exception, depth: int, seen: set[int]
 ) -> tuple[str, Any, str]:
     """Descend into the first part that cannot be pickled."""
-    seen.add(id(thing))
-    for part_path, part in _parts(thing, path) if depth else ():
+    seen.add(id(value))
+    for part_path, part in _parts(value, path) if depth else ():
         if id(part) in seen:
             continue
         try:
             _dumps(part)
         except Exception as inner:
             return _culprit(part, part_path, inner, depth - 1, seen)
-    return path, thing, str(error).splitlines()[0] if str(error) else type(error).__name__
+    return path, value, str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _parts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, dict):
-        for key, value in thing.items():
-            yield f"{path}[{key!r}]", value
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        for i, value in enumerate(thing):
-            yield f"{path}[{i}]", value
-    elif hasattr(thing, "__code__"):
-        cells = thing.__closure__ or ()
-        for name, cell in zip(thing.__code__.co_freevars, cells, strict=False):
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{path}[{key!r}]", item
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for i, item in enumerate(value):
+            yield f"{path}[{i}]", item
+    elif hasattr(value, "__code__"):
+        cells = value.__closure__ or ()
+        for name, cell in zip(value.__code__.co_freevars, cells, strict=False):
             with suppress(ValueError):  # not assigned yet
                 yield f"variable {name!r} used in {path}", cell.cell_contents
-        for name in thing.__code__.co_names:
-            if name in thing.__globals__:
-                yield f"variable {name!r} used in {path}", thing.__globals__[name]
-        for i, value in enumerate(thing.__defaults__ or ()):
-            yield f"default {i} of {path}", value
-    elif hasattr(thing, "__dict__") and not isinstance(thing, type):
-        for name, value in vars(thing).items():
-            yield f"{path}.{name}", value
+        for name in value.__code__.co_names:
+            if name in value.__globals__:
+                yield f"variable {name!r} used in {path}", value.__globals__[name]
+        for i, default in enumerate(value.__defaults__ or ()):
+            yield f"default {i} of {path}", default
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for name, attribute in vars(value).items():
+            yield f"{path}.{name}", attribute
 
 
-def _short(thing: Any) -> str:
+def _short(value: Any) -> str:
     try:
-        text = repr(thing)
+        text = repr(value)
     except Exception:
         text = "no repr"
     return text if len(text) <= 60 else text[:57] + "..."

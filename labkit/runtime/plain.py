@@ -75,8 +75,8 @@ class LauncherStore:
     def addresses(self, ranks: int, within_s: float = 30.0) -> dict[str, str]:
         """Key -> address ("127.0.0.1:41234") of each rank, once `ranks` of them have registered.
         Raises RuntimeError if they have not within `within_s` seconds."""
-        until_s = time.monotonic() + within_s
-        while time.monotonic() < until_s:
+        deadline_s = time.monotonic() + within_s
+        while time.monotonic() < deadline_s:
             keys = sorted(key for key in self.store.list_keys() if key.startswith("default_pg"))
             if len(keys) >= ranks:
                 return {key: _address(self.store.get(key)) for key in keys}

@@ -1,5 +1,5 @@
-"""State that the communicators of a process share, besides process groups: listeners, a modelled
-wire and the board. A process has one of each, as it has one network card.
+"""State that the communicators of a process share, besides process groups: listeners, a modeled
+link and the board. A process has one of each, as it has one network card.
 """
 
 import os

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from labkit.runtime.attach import current
-from labkit.runtime.interrupts import look
+from labkit.runtime.interrupts import check_interrupt
 from labkit.runtime.output import in_notebook, interactive
 
 T = TypeVar("T")
@@ -17,22 +17,22 @@ NOTICE_S = 1.0
 PATIENCE_S = 2.0  # before `slow_progress` shows a bar
 
 
-def progress(things: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
-    """Iterate over `things` with a progress bar.
+def progress(items: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
+    """Iterate over `items` with a progress bar.
 
     >>> for step in progress(range(100), "train"): ...
     """
     me = current()
     on_rank = me is not None and me.control is not None
-    total = len(things) if total is None and isinstance(things, Sized) else total
+    total = len(items) if total is None and isinstance(items, Sized) else total
     if me is not None and me.rank != 0:
-        yield from things
+        yield from items
     elif on_rank or in_notebook():  # rich's widget there can break nbclient
-        yield from _printed(things, label, total, transient=not on_rank)
+        yield from _printed(items, label, total, transient=not on_rank)
     else:
         from rich.progress import track
 
-        yield from track(things, label, total=total, transient=True)
+        yield from track(items, label, total=total, transient=True)
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def notice(text: str) -> Iterator[Callable[[], None]]:
 
     def tick() -> None:
         nonlocal shown
-        look()
+        check_interrupt()
         if not shown and time.monotonic() > due_s and (interactive() or sys.stdout.isatty()):
             shown = True
             print(f"\r{text}", end="", flush=True)
@@ -56,13 +56,13 @@ def notice(text: str) -> Iterator[Callable[[], None]]:
 
 
 def _printed(
-    things: Iterable[T], label: str, total: int | None, transient: bool = False
+    items: Iterable[T], label: str, total: int | None, transient: bool = False
 ) -> Iterator[T]:
     """A bar redrawn after a carriage return; `transient`: removed at the end."""
     began_s, drawn_s, count = time.monotonic(), 0.0, 0
     try:
-        for count, thing in enumerate(things, 1):
-            yield thing
+        for count, item in enumerate(items, 1):
+            yield item
             now_s = time.monotonic()
             if now_s - drawn_s > EVERY_S and now_s - began_s > 0.5:
                 drawn_s = now_s
@@ -81,11 +81,11 @@ def _bar(label: str, count: int, total: int | None, spent_s: float) -> str:
     return f"{label} {'█' * full}{'░' * (WIDTH - full)} {count}/{total}, {left_s:.0f} s left"
 
 
-def slow_progress(things: Sequence[T], label: str) -> Iterator[T]:
-    """Iterate over `things`; after PATIENCE_S, show a bar for the rest."""
+def slow_progress(items: Sequence[T], label: str) -> Iterator[T]:
+    """Iterate over `items`; after PATIENCE_S, show a bar for the rest."""
     began_s = time.monotonic()
-    for done, thing in enumerate(things):
+    for done, item in enumerate(items):
         if time.monotonic() - began_s > PATIENCE_S:
-            yield from progress(things[done:], label)
+            yield from progress(items[done:], label)
             return
-        yield thing
+        yield item

@@ -37,7 +37,7 @@ from labkit.trace.recording import OnRank
 HELLO = struct.Struct("<16sHB")  # the world's token, rank, stream
 CONTROL, OUTPUT = range(2)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-KEPT_BYTES, MOST_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's maximum
+KEPT_BYTES, MAX_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's maximum
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Spec:
         return {self.folder, self.shared, os.path.dirname(str(self.address))}
 
 
-def live(spec: Spec) -> NoReturn:
+def run_rank(spec: Spec) -> NoReturn:
     """Run a rank from start to exit."""
     status = 0
     try:
-        control = _wake_up(spec)
+        control = _start_up(spec)
         _serve(control)
         leave()
     except EOFError:  # the driver is gone
@@ -83,13 +83,13 @@ def live(spec: Spec) -> NoReturn:
         os._exit(status)
 
 
-def _wake_up(spec: Spec) -> Channel:
+def _start_up(spec: Spec) -> Channel:
     """Set up rank `spec.rank`: streams, environment, seeds, board and process group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles interrupts
     with suppress(OSError):  # Linux: out of memory, kill a rank before the notebook
         Path("/proc/self/oom_score_adj").write_text("500")
     control = Channel(connect(spec.address, HELLO.pack(spec.token, spec.rank, CONTROL)))
-    _speak_through(connect(spec.address, HELLO.pack(spec.token, spec.rank, OUTPUT)))
+    _redirect_output(connect(spec.address, HELLO.pack(spec.token, spec.rank, OUTPUT)))
     try:
         for name in os.environ.keys() - spec.env.keys():
             del os.environ[name]
@@ -97,7 +97,7 @@ def _wake_up(spec: Spec) -> Channel:
         os.chdir(spec.cwd)
         sys.path[:] = spec.path
         _keep_freed_memory()
-        use_loopback(whatever_is_set=True)
+        use_loopback(override=True)
         faulthandler.enable()  # a crash in C code prints the Python stack
         if hasattr(faulthandler, "register"):
             stacks = open(Path(spec.folder) / f"stack{spec.rank}", "w")  # noqa: SIM115, stays open
@@ -143,10 +143,10 @@ def _keep_freed_memory() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
         if mallopt is not None:  # the allocator is glibc's
             mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-            mallopt(M_MMAP_THRESHOLD, MOST_FROM_HEAP_BYTES)
+            mallopt(M_MMAP_THRESHOLD, MAX_FROM_HEAP_BYTES)
 
 
-def _speak_through(sock: socket.socket) -> None:
+def _redirect_output(sock: socket.socket) -> None:
     """Send everything that this process prints, C code included, to the driver."""
     if os.name == "posix":
         os.dup2(sock.fileno(), 1)
@@ -165,7 +165,7 @@ def _stream(fd: int) -> io.TextIOWrapper:
     )
 
 
-def _tidy() -> None:
+def _clean_up() -> None:
     """Flush all output, destroy dropped groups, and replace streams that the run has closed."""
     if dist.is_initialized():
         Dispatcher.of(dist.group.WORLD).destroy_dropped()
@@ -192,7 +192,7 @@ def _serve(control: Channel) -> None:
         if kind == "begun":
             control.send(("begun", begun()))
             continue
-        _tidy()
+        _clean_up()
         reply: tuple[str, Any]
         try:
             with recorder.following(spec):
@@ -207,22 +207,22 @@ def _serve(control: Channel) -> None:
             reply = ("value", dumps(value, "the result"))
             del value
         except BaseException as error:
-            reply = (_kind(error), RemoteError.of(error))
-        _tidy()
+            reply = (_failure_kind(error), RemoteError.of(error))
+        _clean_up()
         if os.getpid() != process:
-            os._exit(0)  # a fork that the function made and that returned from it
+            os._exit(0)  # a fork by the function, which has returned from it
         control.send(reply)
 
 
-def _kind(error: BaseException) -> str:
+def _failure_kind(error: BaseException) -> str:
     kind = type(error)  # isinstance reads error.__class__, which may raise
     if issubclass(kind, Unpicklable):
         return "unpicklable"
     if issubclass(kind, CollectiveMismatch):
         return "disagree"
-    gloo_says = ("closed by peer", "Connection reset", "Timed out waiting")
+    gloo_errors = ("closed by peer", "Connection reset", "Timed out waiting")
     from_torch = (kind is RuntimeError or issubclass(kind, dist.DistError)) and _raised_in_c(error)
-    torch_lost = from_torch and any(words in str(error) for words in gloo_says)
+    torch_lost = from_torch and any(text in str(error) for text in gloo_errors)
     return "lost a peer" if torch_lost or issubclass(kind, CommError) else "raised"
 
 
@@ -236,7 +236,7 @@ def _raised_in_c(error: BaseException) -> bool:
     return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS"
 
 
-def spawned() -> NoReturn:
+def run_spawned() -> NoReturn:
     """Entry point of a spawned rank. Its Spec comes on stdin, which closes when the driver ends."""
     spec = pickle.load(sys.stdin.buffer)
 
@@ -248,4 +248,4 @@ def spawned() -> NoReturn:
         os._exit(1)
 
     threading.Thread(target=die_with_driver, daemon=True).start()
-    live(spec)
+    run_rank(spec)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.comm import Board
 from labkit.events import ranks_in_words
-from labkit.runtime.channel import LONGEST_FOLDER, Channel, listener, ready
+from labkit.runtime.channel import MAX_FOLDER_BYTES, Channel, listener, ready
 from labkit.runtime.errors import RankError
 from labkit.runtime.folders import memory_folder, new_folder, remove
 from labkit.runtime.in_step import Begun, in_step
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TICK_S = 0.05  # between checks of a running world
 STARTUP_TIMEOUT_S = 60.0
 ANSWER_S = 1.0  # for an idle rank to answer
-MOST_BUFFERED_BYTES = 1 << 22  # above the system's buffer for a rank's output
+MAX_BUFFERED_BYTES = 1 << 22  # above the system's buffer for a rank's output
 
 
 class Ranks:
@@ -39,18 +39,18 @@ class Ranks:
     def __init__(self, world: "World"):
         self.size, self.timeout_s, self.owner = world.size, world.timeout_s, os.getpid()
         self.board: Board | None = None
-        self.ends: list[socket.socket] = []  # all open ones, for `_abandon`
+        self.ends: list[socket.socket] = []  # all open ones, for `_disconnect`
         self.controls: list[Channel] = []
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []
         folders: set[str] = set()
-        self._cleanup = weakref.finalize(self, _abandon, folders, self.owner, self.ends)
+        self._cleanup = weakref.finalize(self, _disconnect, folders, self.owner, self.ends)
         try:
             self.starter: Starter = starter(world._start_with)
 
             def register(folder: str) -> None:
                 folders.add(folder)
-                self.starter.answer_for(folder)
+                self.starter.delete_at_end(folder)
 
             self.folder, self.shared = new_folder(register), ""
             if world.transport == "shm":
@@ -58,7 +58,7 @@ class Ranks:
             if world.check:
                 self.board = Board.create(Path(self.folder) / "board", world.size)
             with notice("starting ranks; the first time, importing torch takes seconds") as tick:
-                fits = len(os.fsencode(self.folder)) <= LONGEST_FOLDER
+                fits = len(os.fsencode(self.folder)) <= MAX_FOLDER_BYTES
                 self._spawn(world, self.folder if fits else new_folder(register, "/tmp"), tick)
         except BaseException:
             self.stop(kill=True)
@@ -81,13 +81,13 @@ class Ranks:
         with sock:
             self.pids = self.starter.start(specs, tick)
             # The ranks also wait for each other.
-            until_s = time.monotonic() + STARTUP_TIMEOUT_S + world.timeout_s
+            deadline_s = time.monotonic() + STARTUP_TIMEOUT_S + world.timeout_s
             while len(streams) < 2 * world.size or pending:
-                talking = ready([sock, *pending], TICK_S)
+                readable = ready([sock, *pending], TICK_S)
                 tick()
-                if not talking:  # only now: a rank that has died may have sent the reason
-                    self._look_after(until_s)
-                for end in talking:
+                if not readable:  # only now: a rank that has died may have sent the reason
+                    self._check_startup(deadline_s)
+                for end in readable:
                     if isinstance(end, Channel):
                         _check_ready(pending.pop(end), end)
                         continue
@@ -103,15 +103,15 @@ class Ranks:
                         pending[Channel(caller)] = rank
         self.controls = [Channel(streams[rank, CONTROL]) for rank in range(world.size)]
         self.outputs = [streams[rank, OUTPUT] for rank in range(world.size)]
-        self._look_after(until_s)
+        self._check_startup(deadline_s)
 
-    def _look_after(self, until_s: float) -> None:
-        """Raises RankError if a rank has died during startup or `until_s` has passed."""
+    def _check_startup(self, deadline_s: float) -> None:
+        """Raises RankError if a rank has died during startup or `deadline_s` has passed."""
         ends = self.starter.ends()
         dead = tuple(rank for rank, pid in enumerate(self.pids) if pid in ends)
         if dead:
-            raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at its start", "died", dead)
-        if time.monotonic() > until_s:
+            raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at startup", "died", dead)
+        if time.monotonic() > deadline_s:
             raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
 
     def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
@@ -136,21 +136,21 @@ class Ranks:
         return answers
 
     def in_step(self, output: RankOutput) -> bool:
-        """Whether all ranks answer and have begun the same of torch's own operations."""
+        """Whether all ranks answer and have begun the same operations of torch.distributed."""
         begun: dict[int, Begun] = {}
         for channel in self.controls:
             with suppress(EOFError):
                 channel.send(("begun", None, None))
-        until_s = time.monotonic() + ANSWER_S
-        while len(begun) < self.size and time.monotonic() < until_s:
+        deadline_s = time.monotonic() + ANSWER_S
+        while len(begun) < self.size and time.monotonic() < deadline_s:
             answers = self.listen(TICK_S, output)
             begun.update({rank: body for rank, kind, body in answers if kind == "begun"})
         return len(begun) == self.size and in_step(begun.values())
 
     def drain(self, output: RankOutput) -> None:
-        """Read what the ranks have printed so far, and no more, as their threads may print on."""
+        """Read the output so far, and no more, as threads of the ranks may go on printing."""
         for rank, sock in enumerate(self.outputs):
-            left_bytes = MOST_BUFFERED_BYTES
+            left_bytes = MAX_BUFFERED_BYTES
             while left_bytes > 0 and sock.fileno() >= 0 and ready([sock], 0):
                 left_bytes -= self._read(rank, output)
 
@@ -190,7 +190,7 @@ def _check_ready(rank: int, channel: Channel) -> None:
             raise RankError(text, "raised", (rank,))
 
 
-def _abandon(folders: set[str], owner: int, ends: list[socket.socket]) -> None:
+def _disconnect(folders: set[str], owner: int, ends: list[socket.socket]) -> None:
     """Close the connections, which ends the ranks, and remove the folders."""
     for end in ends:
         end.close()

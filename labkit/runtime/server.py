@@ -1,7 +1,7 @@
 """The warm server: a process that has imported torch and labkit, and forks ranks on request.
 
 A forked rank imports nothing and shares the server's memory: it starts within tens of milliseconds
-and takes a fifth of the memory. Slow imports that only some ranks need happen in the first quiet
+and needs a fifth of the memory. Slow imports that only some ranks need happen in the first quiet
 moment, for later ranks; in a notebook, which starts the server early, before the first ranks. The
 server never touches CUDA, which does not survive a fork. When the driver's end of the socket
 closes, for whatever reason, the server kills its ranks, removes their folders and exits.
@@ -37,41 +37,41 @@ def main(fd: int, early: bool = False) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, int] = {}  # process id -> number of the request
     folders: set[str] = set()
-    more = threading.Thread(target=_warm_up_more)
-    _warm_up()
+    importer = threading.Thread(target=_import_slow_modules)
+    _import_modules()
     gc.freeze()
     if early:
-        more.start()
+        importer.start()
     try:
         while True:
-            talking = ready([driver, wake_up], QUIET_S if more.ident is None else None)
-            if not talking:
-                more.start()
-            if wake_up in talking:
+            readable = ready([driver, wake_up], QUIET_S if importer.ident is None else None)
+            if not readable:
+                importer.start()
+            if wake_up in readable:
                 with suppress(BlockingIOError):
                     wake_up.recv(4096)
                 _report_ends(driver, children)
-            if driver in talking:
+            if driver in readable:
                 kind, body = driver.recv()
-                if kind == "answer for":
+                if kind == "delete at end":
                     folders.add(body)
                 elif kind == "cancel":
                     for pid in [pid for pid, number in children.items() if number == body]:
                         os.kill(pid, signal.SIGKILL)
                 elif kind == "fork":
-                    if more.ident is not None:
-                        more.join()  # a fork copies one thread: locks of others would stay held
+                    if importer.ident is not None:
+                        importer.join()  # a fork copies one thread: locks of others would stay held
                     number, specs = body
                     pids: list[int] = []
-                    refusal = ""
+                    problem = ""
                     try:
                         for spec in specs:
                             pids.append(_fork(spec, [driver.sock, wake_up, bell]))
                     except OSError as error:
-                        refusal = str(error)
+                        problem = str(error)
                     children.update(dict.fromkeys(pids, number))
                     with suppress(EOFError):  # the driver is gone: first handle what it sent before
-                        driver.send(("forked", (number, pids, refusal)))
+                        driver.send(("forked", (number, pids, problem)))
     except EOFError:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
@@ -82,7 +82,7 @@ def main(fd: int, early: bool = False) -> None:
         os._exit(0)
 
 
-def _warm_up() -> None:
+def _import_modules() -> None:
     """Import the modules that every rank needs, and none that starts a thread."""
     import cloudpickle  # noqa: F401
     import torch.optim  # noqa: F401
@@ -90,8 +90,8 @@ def _warm_up() -> None:
     import labkit.runtime.cells  # noqa: F401
 
 
-def _warm_up_more() -> None:
-    """Import what a process's first optimizer needs, which takes longer than all the rest."""
+def _import_slow_modules() -> None:
+    """Import the modules that a first optimizer needs, which takes longer than all the others."""
     import torch._dynamo  # noqa: F401
 
     gc.freeze()
@@ -111,7 +111,7 @@ def _fork(spec: Spec, inherited: list[socket.socket]) -> int:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:  # else the server died before prctl took effect
-            rank.live(spec)
+            rank.run_rank(spec)
     finally:
         os._exit(1)
 

@@ -26,7 +26,7 @@ from labkit.runtime import cells, pickling
 from labkit.runtime.attach import current
 from labkit.runtime.errors import RankError, RankInterrupt
 from labkit.runtime.failures import Failures
-from labkit.runtime.interrupts import Interrupts, look
+from labkit.runtime.interrupts import Interrupts, check_interrupt
 from labkit.runtime.launch import warm_up_early
 from labkit.runtime.output import RankOutput, in_notebook, interactive
 from labkit.runtime.pick import check_size, pick, pick_transport
@@ -45,7 +45,7 @@ class World:
             CPU. `world.picked` gives the choice and the reason.
         threads: torch threads on each rank.
         timeout_s: seconds that a rank waits for another before the run fails.
-        link: a modelled wire, to see a slow network on one machine; `TwoLevel` for a cluster.
+        link: models a network link, to see a slow network on one machine; `TwoLevel` for a cluster.
         seed: for torch, numpy and Python, the same on every rank.
         check: compare the ranks' calls, at about 15 microseconds a call. Off for benchmarks.
         start: "fork" or "spawn"; default: fork where the platform has it.
@@ -94,11 +94,11 @@ class World:
         self._alive: Ranks | None = None
         self._closed = False
         self._busy = threading.RLock()
-        self._asked_to_stop = ""  # "closed" or "restarted", by another thread
+        self._stopped_by = ""  # "closed" or "restarted", by another thread
         with Interrupts():
             try:
                 self._ranks()
-                look()
+                check_interrupt()
             except BaseException:  # an interrupt: the caller never gets this world
                 self._stop(kill=True)
                 raise
@@ -159,15 +159,15 @@ class World:
 
     def restart(self) -> None:
         """Stop the ranks, discard their variables and work, and start new ranks."""
-        self._asked_to_stop = "restarted"
+        self._stopped_by = "restarted"
         with self._busy:
-            self._asked_to_stop = ""
+            self._stopped_by = ""
             self._stop(kill=True)
             self._ranks()
 
     def close(self) -> None:
         """Stop the ranks for good, even during a run. The `with` block calls it."""
-        self._closed, self._asked_to_stop = True, "closed"
+        self._closed, self._stopped_by = True, "closed"
         with self._busy:
             self._stop(kill=False)
 
@@ -183,15 +183,15 @@ class World:
 
     def _ranks(self) -> Ranks:
         if self._closed:
-            raise RuntimeError(f"{self!r}: make a new World to run on")
+            raise RuntimeError(f"{self!r}: create a new World")
         if self._alive is None:
             self._table = table_note()  # the ranks keep the environment they started with
             with Interrupts():
                 self._alive = Ranks(self)
         if self._alive.owner != os.getpid():
             raise RuntimeError(
-                f"this world belongs to process {self._alive.owner}, of which this one is a fork; "
-                "create a World here"
+                f"this world belongs to process {self._alive.owner}, and this one is a fork of "
+                "it; create a World here"
             )
         return self._alive
 
@@ -209,7 +209,7 @@ class World:
         if len(targets) > len(set(targets)):
             raise ValueError(f"ranks {targets}: name each rank once")
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("this world is running in another thread; create a second one")
+            raise RuntimeError("this world is busy in another thread; create a second World")
         try:
             with Interrupts():
                 values = self._listen(message, targets)
@@ -243,10 +243,10 @@ class World:
                         failures.running.discard(rank)
                     else:
                         failures.add(rank, kind, body)
-                failures.look()
-                look()
-                if self._asked_to_stop:
-                    raise RankError(f"the world was {self._asked_to_stop} meanwhile", "interrupted")
+                failures.check()
+                check_interrupt()
+                if self._stopped_by:
+                    raise RankError(f"the world was {self._stopped_by} during a run", "interrupted")
             ranks.drain(output)
             keep = failures.none or (failures.nothing_in_flight() and ranks.in_step(output))
             if not failures.none:

@@ -32,9 +32,9 @@ SHOWN = ("step", "group", "dtype", "payload_bytes", "bus_bytes", "wire_bytes", "
 def to_chrome(trace: Trace) -> dict[str, Any]:
     """The trace as a Trace Event JSON object. Unfinished events extend to the trace's end."""
     end_s = end_of(trace)
-    pages = {number: _Page(rank, end_s) for number, rank in sorted(trace.ranks.items())}
-    events = [event for page in pages.values() for event in page.events()]
-    for number, (name, begin, end) in enumerate(_arrows(trace, pages)):
+    ranks = {number: _RankSlices(rank, end_s) for number, rank in sorted(trace.ranks.items())}
+    events = [event for slices in ranks.values() for event in slices.events()]
+    for number, (name, begin, end) in enumerate(_arrows(trace, ranks)):
         events += _arrow(number, name, begin, end)
     events.sort(key=lambda x: (x.get("ts", -1), ORDER[x["ph"]], -x.get("dur", 0)))
     about = {key: str(value) for key, value in trace.about.items()}
@@ -62,17 +62,17 @@ class _Slice:
     thread: int = 1
 
 
-class _Page:
+class _RankSlices:
     """The slices of one rank, by thread."""
 
     def __init__(self, rank: RankTrace, end_s: float):
         self.rank, self.end_s = rank, end_s
         self.threads: list[tuple[str, list[_Slice]]] = []
-        self.carried: dict[int, _Slice] = {}  # id of an event -> its transfer
-        self.waited: dict[int, _Slice] = {}  # id of an event -> its wait
+        self.transfers: dict[int, _Slice] = {}  # by id of the event
+        self.waits: dict[int, _Slice] = {}  # by id of the event
         slices = []
         for step in rank.steps:
-            name = f"step {step.index}" + ", in detail: its times mean nothing" * step.detail
+            name = f"step {step.index}" + ", in detail (times not meaningful)" * step.detail
             slices.append(self._slice(name, "step", step.began_s, step.ended_s))
         for span in rank.spans:
             name = f"{span.phase} {span.module or span.kind}".strip()
@@ -83,15 +83,15 @@ class _Page:
             name, began_s = f"{event.op} {event.seq}", event.began_s or event.issued_s
             if event.blocking or event.wait_ended_s:
                 times_s = event.wait_began_s, event.wait_ended_s
-                self.waited[id(event)] = self._slice(f"wait for {name}", "wait", *times_s)
+                self.waits[id(event)] = self._slice(f"wait for {name}", "wait", *times_s)
             args = {x: getattr(event, x) for x in SHOWN} | {"shape": list(event.shape)}
             transfer = self._slice(name, "communication", began_s, event.ended_s, **args)
-            self.carried[id(event)] = transfer
+            self.transfers[id(event)] = transfer
             groups.setdefault(event.group, []).append(transfer)
-        self._lay("computing", slices)
-        self._lay("waiting", self.waited.values())
+        self._add_threads("computing", slices)
+        self._add_threads("waiting", self.waits.values())
         for group, transfers in groups.items():
-            self._lay(f"group {group}", transfers, nest=False)
+            self._add_threads(f"group {group}", transfers, nest=False)
         self._computing = union((x.begin_ns, x.end_ns) for x in self.threads[0][1])
 
     def _slice(self, name: str, category: str, begin_s: float, end_s: float, **args: Any) -> _Slice:
@@ -101,14 +101,14 @@ class _Page:
         known = {key: value for key, value in args.items() if value is not None}
         return _Slice(self.rank.rank, name, category, begin_ns, max(begin_ns, end_ns), known)
 
-    def _lay(self, name: str, slices: Iterable[_Slice], nest: bool = True) -> None:
+    def _add_threads(self, name: str, slices: Iterable[_Slice], nest: bool = True) -> None:
         """Put slices on a thread, and crossing ones (nest=False: nested ones too) on another."""
-        rest = sorted(slices, key=lambda x: (x.begin_ns, -x.end_ns))
-        while rest or not self.threads:
-            here: list[_Slice] = []
+        remaining = sorted(slices, key=lambda x: (x.begin_ns, -x.end_ns))
+        while remaining or not self.threads:
+            placed: list[_Slice] = []
             ends: list[int] = []  # of the slices around the next one
             crossing: list[_Slice] = []
-            for x in rest:
+            for x in remaining:
                 while ends and ends[-1] <= x.begin_ns:
                     ends.pop()
                 if ends and (x.end_ns > ends[-1] or not nest):
@@ -116,12 +116,12 @@ class _Page:
                     continue
                 x.thread = len(self.threads) + 1
                 ends.append(x.end_ns)
-                here.append(x)
-            self.threads.append((name, here))
-            rest = crossing
+                placed.append(x)
+            self.threads.append((name, placed))
+            remaining = crossing
 
     def computing_from(self, when_ns: int) -> _Slice | None:
-        """What the first thread shows from `when_ns` on, where an arrow may begin."""
+        """The slice that computes at `when_ns`, where an arrow may begin; None if none does."""
         place = bisect_right(self._computing, when_ns, key=lambda x: int(x[0]))
         end_ns = int(self._computing[place - 1][1]) if place else 0
         return _Slice(self.rank.rank, "", "", when_ns, end_ns, {}) if end_ns > when_ns else None
@@ -148,19 +148,19 @@ class _Page:
             }  # fmt: skip
 
 
-def _arrows(trace: Trace, pages: dict[int, _Page]) -> Iterator[tuple[str, _Slice, _Slice]]:
+def _arrows(trace: Trace, ranks: dict[int, _RankSlices]) -> Iterator[tuple[str, _Slice, _Slice]]:
     """The name of each arrow and the slices at its ends."""
-    for rank, page in pages.items():
+    for rank, of_rank in ranks.items():
         for event in trace.ranks[rank].comms:
-            at = page.computing_from(round(event.issued_s * 1e9))
-            if at and not event.blocking and id(event) in page.waited:
-                yield "issued", at, page.waited[id(event)]
-    carried = {event: x for page in pages.values() for event, x in page.carried.items()}
+            at = of_rank.computing_from(round(event.issued_s * 1e9))
+            if at and not event.blocking and id(event) in of_rank.waits:
+                yield "issued", at, of_rank.waits[id(event)]
+    transfers = {event: x for of_rank in ranks.values() for event, x in of_rank.transfers.items()}
     for ends in trace.messages().values():
         if len(ends) == 2:
-            yield "message", carried[id(ends["send"])], carried[id(ends["recv"])]
+            yield "message", transfers[id(ends["send"])], transfers[id(ends["recv"])]
     for events in trace.collectives().values():
-        slices = [carried[id(event)] for event in events.values()]
+        slices = [transfers[id(event)] for event in events.values()]
         first, *others = sorted(slices, key=lambda x: (x.begin_ns, x.rank))
         for other in others:
             yield "collective", first, other

@@ -2,10 +2,10 @@
 
     run.json         what ran, and where: written first
     rank0.jsonl ...  what each rank did, one file per rank (labkit/trace/rankfile.py)
-    metrics.jsonl    one line per note of a rank, {"step": 3, "rank": 0, "loss": 2.1}
+    metrics.jsonl    one line per metric of a rank, {"step": 3, "rank": 0, "loss": 2.1}
 
-Ranks of one host share its monotonic clock. Hosts are aligned by Unix time, so between hosts a
-trace is as exact as their clocks agree: about a millisecond with NTP.
+Ranks of one host share its monotonic clock. Hosts are aligned by Unix time, so between hosts
+times agree as well as their clocks do: to about a millisecond with NTP.
 """
 
 import json
@@ -23,7 +23,7 @@ from typing import Any
 from labkit import __version__
 from labkit.foreign import read_file
 from labkit.trace.graph import RankTrace, Trace, earlier
-from labkit.trace.rankfile import LARGEST, MOST_RANKS, RankFile, read_rank_file
+from labkit.trace.rankfile import MAX_INT, MAX_RANKS, RankFile, read_rank_file
 
 FORMAT = 1
 RUN, METRICS = "run.json", "metrics.jsonl"
@@ -44,12 +44,12 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     if path.is_dir() and any(path.iterdir()):
         _read_about(path)
         if not replace:
-            raise ValueError(f"{path} holds a run already; choose another folder, or replace=True")
+            raise ValueError(f"{path} holds a run already; choose another folder or replace=True")
         for file in path.iterdir():
             if file.name in (RUN, METRICS) or RANK_FILE.fullmatch(file.name):
                 file.unlink()
     elif path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; a run needs a folder of its own")
+        raise ValueError(f"{path} is a file; choose a folder for the run")
     path.mkdir(parents=True, exist_ok=True)
     _write_about(path, {**_environment(), **(about or {}), "format": FORMAT})
     (path / METRICS).touch()
@@ -67,7 +67,7 @@ def _write_about(path: Path, about: dict[str, Any]) -> None:
 
 
 def add_metrics(path: str | Path, notes: Iterable[dict[str, Any]]) -> None:
-    """Append notes to the run in the folder `path`. All ranks of a host may do so."""
+    """Append metrics to the run in the folder `path`; several ranks may do so at once."""
     lines = "".join(json.dumps(note, default=float) + "\n" for note in notes)
     with (Path(path) / METRICS).open("ab") as file:
         file.write(lines.encode())  # one write: lines of other ranks do not interleave
@@ -90,10 +90,10 @@ def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
 def read_run(path: str | Path) -> Trace:
     """The run in the folder `path`: all ranks on one clock, beginning at 0 s.
 
-    Of a damaged or unfinished run, the readable part is returned: incomplete ranks have `complete`
-    False, and `about["problems"]` lists the problems.
+    A damaged or unfinished run is returned as far as it can be read: incomplete ranks have
+    `complete` False, and `about["problems"]` lists the problems.
 
-    Raises FileNotFoundError for a missing folder, ValueError for no labkit run or a newer format.
+    Raises FileNotFoundError for a missing folder, ValueError for other folders or a newer format.
     """
     path = Path(path)
     if not path.exists():
@@ -104,7 +104,7 @@ def read_run(path: str | Path) -> Trace:
             f"{path} was recorded by labkit {about['labkit']} in a newer format; this labkit "
             f"({__version__}) cannot read it: pip install -U labkit"
         )
-    problems = _leave_out_invalid(about)
+    problems = _drop_invalid(about)
     ranks = _read_ranks(path, about.get("world_size"), problems)
     metrics = _read_metrics(path / METRICS, problems)
     if problems:
@@ -113,21 +113,21 @@ def read_run(path: str | Path) -> Trace:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    """The contents of `run.json`. Raises ValueError if the folder holds no run of labkit."""
+    """The contents of `run.json`. Raises ValueError if the folder is not a labkit run."""
     wrong = f"{path} is not a labkit run"
     try:
         about = json.loads(read_file(path / RUN))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{wrong}: it has no {RUN}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{wrong}: its {RUN} is no JSON ({error})") from None
+        raise ValueError(f"{wrong}: its {RUN} is not JSON ({error})") from None
     known = isinstance(about, dict) and "labkit" in about and isinstance(about.get("format"), int)
     if not known:
-        raise ValueError(f"{wrong}: its {RUN} is of another program")
+        raise ValueError(f"{wrong}: another program wrote its {RUN}")
     return about
 
 
-def _leave_out_invalid(about: dict[str, Any]) -> list[str]:
+def _drop_invalid(about: dict[str, Any]) -> list[str]:
     """Remove invalid entries that labkit computes with; return a sentence for each."""
     about.pop("problems", None)  # set by `read_run`, not recorded
     size, link, predicted = (about.get(name) for name in ("world_size", "link", "predicted"))
@@ -136,7 +136,7 @@ def _leave_out_invalid(about: dict[str, Any]) -> list[str]:
         levels = [link["inside"], link.get("between")]
     sizes = predicted.values() if isinstance(predicted, dict) else [predicted]
     correct = {
-        "world_size": type(size) is int and 0 < size <= MOST_RANKS,
+        "world_size": type(size) is int and 0 < size <= MAX_RANKS,
         "link": all(isinstance(x, dict) and _is_number(x.get("gbps")) for x in levels),
         "predicted": all(map(_is_number, sizes)),
     }
@@ -145,7 +145,7 @@ def _leave_out_invalid(about: dict[str, Any]) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) <= LARGEST)
+    return type(value) is float or (type(value) is int and abs(value) <= MAX_INT)
 
 
 def _environment() -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _read_metrics(file: Path, problems: list[str]) -> list[dict[str, Any]]:
             note = json.loads(line)
             known = [note.get(name, 0) for name in ("step", "rank", "loss")]
             if not all(map(_is_number, known)) or known[0] != known[0]:
-                raise ValueError("no note")
+                raise ValueError("not a metric")
             notes.append(note)
         except (ValueError, AttributeError, RecursionError):
             unreadable.append(i)

@@ -46,7 +46,7 @@ class Span:
     depth: int = 0  # 0 is outermost
     kind: str = ""  # class of the module or optimizer, "Linear"
     flops: int | None = None  # in the detailed step; without those of its children
-    moved_bytes: int | None = None  # read and written by its operations, likewise
+    moved_bytes: int | None = None  # read and written; also without its children
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Step:
     index: int
     began_s: float
     ended_s: float  # 0.0: still open
-    detail: bool = False  # has memory and operations; its times mean nothing
+    detail: bool = False  # has memory and operations; its times are meaningless
 
 
 class MemoryPoint(NamedTuple):
@@ -76,7 +76,7 @@ class Operation(NamedTuple):
     dtype: str  # of its first tensor, "bfloat16"
     flops: int
     moved_bytes: int  # read and written
-    sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n]; of a batch, of each
+    sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n], or of each in a batch
 
 
 # The records of a rank by kind, each with its times: all but the first are 0.0 for "not yet".
@@ -125,8 +125,8 @@ class MessageKey(NamedTuple):
 
 @dataclass
 class Trace:
-    """A recorded run. `about` is the contents of `run.json`; `metrics` has one dict per note of a
-    rank, {"step": 3, "rank": 0, "loss": 2.1}."""
+    """A recorded run. `about` is the contents of `run.json`; `metrics` has one dict per call of
+    `metric` on a rank, {"step": 3, "rank": 0, "loss": 2.1}."""
 
     ranks: dict[int, RankTrace] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
@@ -151,8 +151,8 @@ class Trace:
         """Step `index` alone, beginning at 0 s. Raises ValueError if it is missing."""
         if index not in self.steps():
             steps = self.steps()
-            there = f"{steps[0]} to {steps[-1]}" if steps else "none"
-            raise ValueError(f"no step {index} in this trace; it has {there}")
+            known = f"steps {steps[0]} to {steps[-1]}" if steps else "none"
+            raise ValueError(f"no step {index} in this trace; it has {known}")
         return self.only([index]).from_zero()
 
     def only(self, steps: Iterable[int]) -> "Trace":
@@ -182,7 +182,7 @@ class Trace:
         expanded: dict[int, RankTrace] = {}
         for number in record_of if ranks is None else ranks:
             if number not in record_of:
-                raise ValueError(f"rank {number} has no record in this trace, nor does one like it")
+                raise ValueError(f"rank {number} and ranks like it have no record in this trace")
             rank = record_of[number]
             comms = [as_seen_by(event, number, rank.size) for event in rank.comms]
             expanded[number] = replace(rank, rank=number, comms=comms, alike=())
@@ -242,7 +242,7 @@ def earlier(rank: RankTrace, by_s: float) -> RankTrace:
 def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
     """The groups shaped like `ranks` that partition `size` ranks, as in a mesh; else `ranks` alone.
 
-    (0, 1, 2, 3) of 8 ranks    (4, 5, 6, 7)                    neighbours
+    (0, 1, 2, 3) of 8 ranks    (4, 5, 6, 7)                    neighbors
     (0, 4) of 8 ranks          (1, 5)  (2, 6)  (3, 7)          one of each node
     """
     shape = [rank - min(ranks) for rank in ranks]

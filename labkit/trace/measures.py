@@ -120,8 +120,8 @@ class Split:
     """The time of one step (the mean over several ranks), in three parts that add up to it.
 
     compute_s   the program did not wait: it computed (or, on a real machine, did anything else)
-    exposed_s   it waited while the awaited transfer, or one queued before it, was on the wire
-    bubble_s    it waited for other ranks with nothing of its own on the wire, or its step was over
+    exposed_s   it waited while the awaited transfer, or one queued before it, was under way
+    bubble_s    it waited for other ranks and no such transfer was under way, or its step was over
     """
 
     step_s: float
@@ -136,7 +136,7 @@ class Split:
         flash attention): that is hardware utilization. `predict.step_flops` has the model's FLOPs.
         Source: PaLM, arXiv 2204.02311, appendix B. Raises ValueError if no FLOPs were counted."""
         if self.flops is None:
-            raise ValueError("no operations were counted in this step; see record(detail_step=1)")
+            raise ValueError("no FLOPs were counted in this step; use record(detail_step=...)")
         return self.flops / (self.step_s * peak_flops)
 
     def __str__(self) -> str:
@@ -150,11 +150,11 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
     """The split of a step (by default the last), as the mean over all ranks, recorded or alike.
     Raises ValueError if the step is missing or has not ended on all ranks."""
     if not trace.steps():
-        raise ValueError("this trace has no steps; they end with the step of an optimizer")
+        raise ValueError("this trace has no steps; a step ends with optimizer.step()")
     ranks = trace.step(trace.steps()[-1] if step is None else step).ranks.values()
     for rank in ranks:
         if not rank.steps or not rank.steps[0].ended_s:
-            raise ValueError(f"rank {rank.rank}: the step never ended")
+            raise ValueError(f"rank {rank.rank} did not complete the step; choose another step")
     began_s = min(rank.steps[0].began_s for rank in ranks)  # the first rank
     ended_s = max(rank.steps[0].ended_s for rank in ranks)  # the last one
     splits = [_split_of_rank(rank, ended_s - began_s) for rank in ranks]
@@ -168,8 +168,8 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
 def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
     step = rank.steps[0]
     waits = common(waiting(rank), [(step.began_s, step.ended_s)])
-    others_s = whole_s - (step.ended_s - step.began_s)  # began later or ended earlier
-    waiting_s = length_s(waits) + others_s
+    absent_s = whole_s - (step.ended_s - step.began_s)  # began later or ended earlier
+    waiting_s = length_s(waits) + absent_s
     exposed_s = length_s(common(waits, _exposing(rank)))
     flops = [span.flops for span in rank.spans if span.flops is not None]
     return Split(
@@ -179,14 +179,14 @@ def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
 
 
 def _exposing(rank: RankTrace) -> Intervals:
-    """Waits with a transfer on the wire: the awaited one or, unless a receive, an earlier one."""
-    exposing, wire = [], list[tuple[float, float]]()
+    """Waits with a transfer under way: the awaited one or, unless a receive, an earlier one."""
+    exposing, transfers = [], list[tuple[float, float]]()
     for event in sorted(rank.comms, key=lambda x: (x.issued_s, x.began_s)):
         own = [(event.began_s, event.ended_s)]
         if event.op != "recv":
-            wire += own
+            transfers += own
         if event.wait_ended_s:
             begin_s, end_s = event.wait_began_s, event.wait_ended_s
-            busy = own if event.op == "recv" else [x for x in wire if x[1] > begin_s]
+            busy = own if event.op == "recv" else [x for x in transfers if x[1] > begin_s]
             exposing += common([(begin_s, end_s)], union(busy))
     return union(exposing)

@@ -1,5 +1,5 @@
 """How a collective moves data, step by step, as plain data. Each rank fills its chunks with its own
-numbers, and any sum of them can be decoded (see `number`). As in the alpha-beta model, a rank
+integers, and any sum of them can be decoded (see `number`). As in the alpha-beta model, a rank
 sends one message and receives one per step, and sends only after it has waited for its inputs."""
 
 from collections.abc import Sequence
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-MOST_RANKS = 8  # 2 x 8 digits of 4 bits: each counts up to 15
+MAX_RANKS = 8  # 2 x 8 digits of 4 bits: each counts up to 15
 Key = tuple[int, int, int, int]  # of a message: source, target, tag, count of these before it
-Sent = tuple[tuple[int | None, int], ...]  # numbers, each with its chunk, None for other memory
+Sent = tuple[tuple[int | None, int], ...]  # (chunk, or None for other memory; value)
 Kind = Literal["send", "recv", "wait", "end"]
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a chunk holds. `counts`: how often each rank's number is in its sum (() if it is no such
-    sum). `chunk`: the chunk that the numbers are for (None if empty or mixed)."""
+    """What a chunk holds. `counts`: how often each rank's integer is in its sum (() if it is not a
+    valid sum). `chunk`: the chunk that the integers belong to (None if empty or mixed)."""
 
     counts: tuple[int, ...]
     chunk: int | None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks with a number in the sum."""
+        """The ranks with an integer in the sum."""
         return tuple(rank for rank, count in enumerate(self.counts) if count)
 
     @property
@@ -31,7 +31,7 @@ class Content:
         return bool(self.counts) and not any(self.counts)
 
     def is_right_in(self, place: int) -> bool:
-        """Whether chunk `place` may hold this: nothing, or its own numbers, each once."""
+        """Whether chunk `place` may hold this: nothing, or its own integers, each once."""
         return self.is_empty or (self.chunk == place and max(self.counts) == 1)
 
 
@@ -98,7 +98,7 @@ class Note:
 
 def number(rank: int, chunk: int, size: int) -> int:
     """The int64 that `rank` puts into chunk `chunk` of n: D^rank + D^(n + chunk), D = 2^(64 // 2n).
-    In a sum, the lower n digits count the numbers of each rank and the upper n those of each chunk,
+    In a sum, the lower n digits count the integers of each rank, the upper n those of each chunk,
     which reveals an element added twice or in the place of another chunk."""
     bits = 64 // (2 * size)
     value = (1 << rank * bits) | (1 << (size + chunk) * bits)
@@ -106,14 +106,14 @@ def number(rank: int, chunk: int, size: int) -> int:
 
 
 def content_of(value: int, size: int) -> Content:
-    """Decode a sum of numbers."""
+    """Decode a sum of such integers."""
     bits, value = 64 // (2 * size), value & (1 << 64) - 1
     digits = [value >> k * bits & (1 << bits) - 1 for k in range(2 * size)]
     counts, chunks = digits[:size], digits[size:]
     if sum(counts) != sum(chunks) or value >> 2 * size * bits:
         return Content((), None)
-    of = [chunk for chunk, count in enumerate(chunks) if count]
-    return Content(tuple(counts), of[0] if len(of) == 1 else None)
+    present = [chunk for chunk, count in enumerate(chunks) if count]
+    return Content(tuple(counts), present[0] if len(present) == 1 else None)
 
 
 def movement_of(name: str, logs: Sequence[Sequence[Note]]) -> Movement:
@@ -177,7 +177,7 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
 def _held(
     log: Sequence[Note], clock: Sequence[int], steps: int, size: int
 ) -> list[tuple[Content, ...]]:
-    """What a rank holds after each step: per chunk the last value in the buffer or sent."""
+    """Contents of a rank after each step: per chunk the last value in the buffer or sent."""
     cells, before = list(log[0].buffer), log[0].buffer
     after: list[tuple[Content, ...]] = []
     for note, step in zip(log, clock):
@@ -189,6 +189,6 @@ def _held(
             label = content_of(value, size).chunk
             if place is None and label is not None:
                 cells[label] = value
-        # before this wait nothing of `step` had arrived
+        # before this wait, no message of `step` had arrived
         after += [_row(cells, size)] * (step - 1 - len(after))
     return after + [_row(cells, size)] * (steps - len(after))

@@ -6,8 +6,8 @@
     ["step",0, 0,81.25,81.5,false]      number 0 again, now ended: the later line wins
     ["end",2]                           the end mark: 2 records were written
 
-All is ASCII, and each line is written at once: a truncated file can be read up to the cut. The
-header names the columns; unknown ones are skipped. Times are seconds on the machine's monotonic
+The file is ASCII, and each line is written at once: a truncated file can be read up to the cut.
+The header names the columns; unknown ones are skipped. Times are seconds on the machine's monotonic
 clock; `clock` gives one moment on it and in Unix time.
 """
 
@@ -28,7 +28,7 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 KIND_OF = {record: kind for kind, record in KINDS.items()}
 TYPES = {kind: get_type_hints(record) for kind, record in KINDS.items()}  # of the columns
-MOST_RANKS, LARGEST, LONGEST_S = 1 << 17, 1 << 60, 4e9  # valid in a file: ranks, int, time
+MAX_RANKS, MAX_INT, MAX_TIME_S = 1 << 17, 1 << 60, 4e9  # valid in a file: ranks, int, time
 
 _line = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -61,8 +61,8 @@ class RankFile:
             self._file = self.path.open("x", encoding="ascii", newline="\n")
         except FileExistsError:
             raise ValueError(
-                f"{self.path} is there already: another rank {trace.rank} writes it, or it is of "
-                "an earlier run; begin a new folder, or begin_run(..., replace=True)"
+                f"{self.path} exists: another rank {trace.rank} is writing it, or it belongs to an "
+                "earlier run; choose a new folder, or begin_run(..., replace=True)"
             ) from None
         self._write([header])
 
@@ -109,19 +109,17 @@ def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
     try:
         header = json.loads(lines[0])
         rank, size = (valid(header[name], int) for name in ("rank", "size"))
-        if not 0 <= rank < size <= MOST_RANKS:
-            raise ValueError("no rank of a run")
+        if not 0 <= rank < size <= MAX_RANKS:
+            raise ValueError("not a rank of a run")
         trace = RankTrace(rank, size, str(header["device"]), str(header["host"]))
         trace.alike = ranges.unpack(header.get("alike", []))
         clock, columns = header["clock"], header["columns"]
         unix_s, monotonic_s = (valid(clock[name], float) for name in ("unix_s", "monotonic_s"))
         columns = {str(kind): [str(name) for name in columns[kind]] for kind in columns}
     except _UNREADABLE:
-        raise ValueError(
-            f"{path.name} breaks off in its first line, nothing of it is read"
-        ) from None
+        raise ValueError(f"{path.name} is ignored: its first line cannot be read") from None
     if path.name != f"rank{rank}.jsonl":
-        raise ValueError(f"{path.name} is of rank {rank}, so it is not read")
+        raise ValueError(f"{path.name} is ignored: it belongs to rank {rank}")
 
     records: dict[int, Record | None] = {}
     ended_after: int | None = None
@@ -130,7 +128,7 @@ def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
         try:
             kind, number, *values = json.loads(line)
             if type(number) is not int:
-                raise ValueError("no number")
+                raise ValueError("not a record number")
             if kind == "end":
                 ended_after = number
             elif kind in columns and kind not in KINDS:
@@ -155,7 +153,7 @@ def _problems(
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         problems.append(f"{name}: line {lost[0]}{more} cannot be read and is left out")
     elif ended_after is not None and records < ended_after:
-        problems.append(f"{name}: of {ended_after} records that were written, {records} are there")
+        problems.append(f"{name}: only {records} of {ended_after} written records are present")
     if lines in unreadable:
         problems.append(f"{name} breaks off in line {lines}: the rank died, or is still running")
     elif ended_after is None or records > ended_after:
@@ -187,7 +185,7 @@ def _record(kind: str, columns: list[str], values: list[Any], ranges: "_Ranges")
         case _:
             possible = True
     if not possible:
-        raise ValueError(f"no such {kind}")
+        raise ValueError(f"not a valid {kind}")
     return record
 
 
@@ -205,28 +203,28 @@ def _packed(value: Any) -> Any:
 
 
 class _Ranges(dict[str, tuple[int, ...]]):
-    """The ranges of one file, "first:stop:step" -> numbers; equal ranges share a tuple."""
+    """The ranges of one file, "first:stop:step" -> ranks; equal ranges share a tuple."""
 
-    left = 1 << 20  # numbers still allowed
+    left = 1 << 20  # ranks still allowed
 
     def unpack(self, value: Any) -> tuple[int, ...]:
         return self[value] if isinstance(value, str) else tuple(valid(x, int) for x in value)
 
     def __missing__(self, text: str) -> tuple[int, ...]:
-        numbers = range(*map(int, text.split(":")))
-        if len(numbers) > self.left:
-            raise ValueError("more numbers than any run has")
-        self.left -= len(numbers)
-        self[text] = tuple(numbers)
+        ranks = range(*map(int, text.split(":")))
+        if len(ranks) > self.left:
+            raise ValueError("more ranks than any run has")
+        self.left -= len(ranks)
+        self[text] = tuple(ranks)
         return self[text]
 
 
 def valid(value: Any, wanted: Any) -> Any:
     """`value` as the type `wanted`. Raises ValueError for another type or an impossible size."""
     if wanted is float:
-        if type(value) in (int, float) and abs(value) <= LONGEST_S:  # NaN is not
+        if type(value) in (int, float) and abs(value) <= MAX_TIME_S:  # NaN is not
             return float(value)
-    elif type(value) is int and abs(value) > LARGEST:
+    elif type(value) is int and abs(value) > MAX_INT:
         pass
     elif isinstance(value, wanted) and (wanted is bool) == isinstance(value, bool):
         return value

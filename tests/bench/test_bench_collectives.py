@@ -195,7 +195,7 @@ def test_a_table_has_the_fastest_and_ignores_what_is_noise(tmp_path: Path) -> No
     assert {(one["op"], one["algorithm"]) for one in table["fits"]} >= {("all_reduce", "ring")}
     assert [file.name for file in path.parent.iterdir()] == ["table.json"]
     chooser = Chooser(6, table=table)
-    assert chooser.choose("all_reduce", 1 << 20, own_can=True) == "gloo"
+    assert chooser.choose("all_reduce", 1 << 20, gloo_can=True) == "gloo"
     assert chooser.choose("all_reduce", 1 << 20) == "ring"
     assert chooser.choose("all_reduce", (1 << 20) - 1) == "recursive_doubling"
     assert chooser.choose("all_gather", 5) == "ring"  # 6 ranks are no power of two
@@ -218,13 +218,13 @@ def changed(**rows: Any) -> str:
 
 @cases(
     ("", "is not a table of algorithms"),
-    ("[]", "does not say its source"),
-    (changed(source=3), "does not say its source"),
-    (changed(reduce={}), "it has nothing for reduce"),
-    (changed(reduce={"two": []}), "reduce: numbers of ranks, with a list of rows"),
-    (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row has from_bytes"),
-    (changed(reduce={"2": []}), "one of them is 0"),
-    (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "one of them is 0"),
+    ("[]", "its source is missing"),
+    (changed(source=3), "its source is missing"),
+    (changed(reduce={}), "reduce is missing"),
+    (changed(reduce={"two": []}), "reduce must map numbers of ranks to lists of rows"),
+    (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row needs from_bytes"),
+    (changed(reduce={"2": []}), "one of them 0"),
+    (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "one of them 0"),
     (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "ring", "otherwise": "tree"}]}),
      "no algorithm 'ring'"),
     (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "tree", "otherwise": "ring"}]}),
@@ -240,7 +240,7 @@ def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     path = tmp_path / "table.json"
     path.write_text(text)
     monkeypatch.setenv("LABKIT_TABLE", str(path))
-    with pytest.raises(ValueError, match="unset LABKIT_TABLE to have labkit's own") as refused:
+    with pytest.raises(ValueError, match="unset LABKIT_TABLE to use labkit's own") as refused:
         Chooser(2)
     assert says in str(refused.value) and str(path) in str(refused.value)
     assert table_note()["file"] == str(path)

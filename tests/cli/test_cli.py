@@ -50,7 +50,7 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
         assert trace.complete and broken_laws(trace) == []
         assert trace.about["predicted"]["bus_bytes"] == (0 if name == "single" else 4 / 3 * P_BYTES)
     assert "Warning" not in done.stderr
-    assert "tensor is left out: 4 heads do not divide over 3 ranks" in done.stdout
+    assert "tensor is skipped: 4 heads do not divide over 3 ranks" in done.stdout
 
 
 def test_compare_takes_one_of_each_family_or_all(
@@ -216,9 +216,9 @@ def test_doctor_writes_what_it_measured_as_a_cluster(
 
 
 @cases(
-    ("notes.toml", "hello", "is not a file of clusters"),
-    ("notes.toml", "[devices.x]", "is not a file of clusters"),
-    ("mine.toml", OTHERS, "other clusters (mine), which would be lost"),
+    ("notes.toml", "hello", "is not a cluster file"),
+    ("notes.toml", "[devices.x]", "is not a cluster file"),
+    ("mine.toml", OTHERS, "other clusters (mine) that would be lost"),
 )
 def test_doctor_writes_over_nothing_of_ones_own(
     name: str, text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

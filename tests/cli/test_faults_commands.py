@@ -43,7 +43,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "schedule nosuch": "schedule 'nosuch': choose one of naive, gpipe",
     "replay RUN --on nosuch": "no cluster 'nosuch'; there are h200-node",
     "nccl-log --example nope": "no example 'nope'; there are",
-    "plan --model nope --cluster selene --batch 8": "no model 'nope'; there are megatron-1.7b",
+    "plan --model nope --cluster selene --batch 8": "no model 'nope'; choose one of megatron-1.7b",
     "plan --model gpt3-175b --cluster nope --batch 8": "no cluster 'nope'",
     "bench data-parallel --only nope": "no benchmark of strategy 'nope'; choose from ddp, zero-1",
     "bench data-parallel --transport nope": "transport='nope'",
@@ -93,7 +93,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     f"{PLAN} --microbatch 0": "microbatch=0",
     f"{PLAN} --top 0": limit(1),
     f"{PLAN} --max-memory nan": "max_memory_bytes=nan",
-    f"{PLAN} --max-memory -1": "take more than 0",
+    f"{PLAN} --max-memory -1": "choose more than 0",
     f"{PLAN} --max-memory 500": "NVIDIA A100 SXM4 80 GB has 8e+10",
     "plan --model gpt3-175b --cluster selene --batch 0": limit(1),
     "bench data-parallel --turns 0": limit(3),
@@ -132,7 +132,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     f"{SIZES} --width 1024 --depth {MANY} --heads 8": limit(2048),
     f"{SIZES} --width 1024 --depth 4 --heads 8 --vocab {MANY}": limit(4194304),
     f"{PLAN} --pp {MANY}": "do not divide by",
-    "plan --model gpt3-175b --cluster selene --batch 64 --gpus 99999999": "take 1 to 3072",
+    "plan --model gpt3-175b --cluster selene --batch 64 --gpus 99999999": "choose 1 to 3072",
     "bench tensor-parallel --ranks 100000": "too many for this machine",
     "bench pipeline --ranks 100000": "only 8 blocks",
     "bench collectives --to 99999999999999G": "end at a smaller size",
@@ -143,15 +143,15 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "run single --ranks 2": "single trains in one process",
     "run tensor --ranks 5": "12 heads do not divide over 5 ranks",
     "run sequence --ranks 3 --model tiny": "4 heads do not divide over 3 ranks",
-    "run context --ranks 3 --model tiny": "64 tokens are not 6 equal chunks",
-    "run pipeline --ranks 5 --model tiny": "2 blocks are not 5 stages",
-    "run pipeline --ranks 2 --rows 3 --model tiny": "3 rows are not 4 micro-batches",
-    "run three-d --ranks 8 --rows 3 --model tiny": "3 rows are not as many",
-    "compare pipeline --ranks 7": "4 blocks are not 7 stages",
+    "run context --ranks 3 --model tiny": "64 tokens do not divide into 6 equal chunks",
+    "run pipeline --ranks 5 --model tiny": "2 blocks are too few for 5 stages",
+    "run pipeline --ranks 2 --rows 3 --model tiny": "3 rows are too few for 4 micro-batches",
+    "run three-d --ranks 8 --rows 3 --model tiny": "3 rows do not divide over 2 replicas",
+    "compare pipeline --ranks 7": "4 blocks are too few for 7 stages",
     "schedule interleaved --stages 3 --microbatches 4": "choose a multiple of 3",
     "schedule 1f1b --chunks 2": "for several, use interleaved",
     f"{PLAN} --tp 3": "no layout of 64 ranks",
-    f"{PLAN} --zero 3": "a plan knows 0 or 1",
+    f"{PLAN} --zero 3": "zero=3: choose 0 or 1",
     f"{PLAN} --fits --largest": "give one of them",
     "plan --width 100 --cluster selene --batch 64": "needs --depth and --heads",
     f"{SIZES} --width 100 --depth 4 --heads 3": "does not divide over heads=3",
@@ -252,11 +252,11 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(
     ):
         assert says in refusal(f"{line} {name}", run_folder, tmp_path)
     if line in PICTURES:
-        assert "ends in one of .png" in refusal(f"{line} x.txt", run_folder, tmp_path)
-        assert "ends in one of .png" in refusal(f"{line} x", run_folder, tmp_path)
+        assert "must end in one of .png" in refusal(f"{line} x.txt", run_folder, tmp_path)
+        assert "must end in one of .png" in refusal(f"{line} x", run_folder, tmp_path)
     if os.geteuid():
         (tmp_path / "closed").mkdir(mode=0o500)
-        assert "may not be written" in refusal(f"{line} closed/x{suffix}", run_folder, tmp_path)
+        assert "is not writable" in refusal(f"{line} closed/x{suffix}", run_folder, tmp_path)
     assert outside.read_text() == "mine"
 
 
@@ -355,7 +355,7 @@ def test_problems_of_a_cluster_file_are_printed_as_they_are(
     )
     options = f"--clusters {tmp_path}/mine.toml --on [/x] --on selene --measured"
     shown = command(f"replay {run_folder} {options}", env={"COLUMNS": "1000"})
-    assert "not on [/x]: 2 ranks are to run on [nope]\\x1b[31m" in shown
+    assert "not on [/x]: 2 ranks do not fit on [nope]\\x1b[31m" in shown
 
 
 def test_plain_text_keeps_letters_and_spells_out_what_controls_a_terminal() -> None:
@@ -370,6 +370,6 @@ def test_the_real_command_ends_with_status_2_and_one_line(tmp_path: Path) -> Non
     done = python("-m", *line.split(), status=2, timeout=300, cwd=tmp_path)
     assert done.stderr == ""
     assert done.stdout.startswith(
-        "labkit: /nope/x cannot be written, since the folder /nope does not exist"
+        "labkit: /nope/x cannot be written: the folder /nope does not exist"
     )
     assert done.stdout.count("\n") == 1

@@ -370,7 +370,7 @@ def test_code_is_shown_from_the_library_as_it_is():
 
 def test_a_piece_of_a_method_is_shown_without_its_indent():
     code = show("runtime/world.py:World.close", since="self._closed", until="self._stop")
-    lines = ['self._closed, self._asked_to_stop = True, "closed"', "with self._busy:"]
+    lines = ['self._closed, self._stopped_by = True, "closed"', "with self._busy:"]
     assert code.text.splitlines() == lines == [line.strip() for line in lines_of(code)]
     assert code.caption.startswith("labkit/runtime/world.py, ")
 

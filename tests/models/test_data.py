@@ -122,7 +122,7 @@ def test_clear_errors(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("abcd")
     short = Text(tmp_path / "short.txt")
     assert short.batch(0, rows=2, length=3).x.shape == (2, 3)
-    raises("5 tokens, the text has 4", short.batch, 0, rows=2, length=4)
+    raises("5 tokens, but the text has 4", short.batch, 0, rows=2, length=4)
     for bad in ({"rows": 0}, {"length": 0}, {"step": -1}, {"seed": -1}):
         raises("at least", short.batch, **{"step": 0, "rows": 1, "length": 2, **bad})
 

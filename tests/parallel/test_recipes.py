@@ -34,16 +34,16 @@ def test_three_dimensions_share_the_ranks() -> None:
         12: [2, 3, 2], 16: [2, 2, 4],
     }  # fmt: skip
     assert unfit("three-d", 16, 2) == ""
-    assert unfit("three-d", 16, 4) == "1 blocks are not 2 stages"
+    assert unfit("three-d", 16, 4) == "1 blocks are too few for 2 stages"
     assert unfit("three-d", 16, 3) == "4 heads do not divide over 3 ranks"
-    assert unfit("three-d", 16, 12) == "8 rows are not as many for each of 3 replicas"
+    assert unfit("three-d", 16, 12) == "8 rows do not divide over 3 replicas"
 
 
 def test_a_sequence_divides() -> None:
     assert unfit("sequence", 15, 2) == "15 tokens do not divide over 2 ranks"
     assert unfit("tensor", 15, 2) == "", "tokens stay whole"
-    assert unfit("context", 15, 2) == "15 tokens are not 4 equal chunks"
-    assert unfit("context", 18, 2) == "18 tokens are not 4 equal chunks"
+    assert unfit("context", 15, 2) == "15 tokens do not divide into 4 equal chunks"
+    assert unfit("context", 18, 2) == "18 tokens do not divide into 4 equal chunks"
 
 
 def test_gradients_of_frozen_parameters_are_not_summed_over_a_sequence() -> None:

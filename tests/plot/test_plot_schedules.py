@@ -226,10 +226,10 @@ def test_a_loss_belongs_to_the_last_forward(
 def test_a_run_by_another_schedule_is_refused() -> None:
     trace, (first, second) = recorded(one_f_one_b(2, 3)), one_f_one_b(2, 3)
     swapped = [[first[0], first[2], first[1], *first[3:]], second]
-    words = "rank 0: action 1 of its list is B0, and what was recorded is forward"
+    words = "rank 0: action 1 of the schedule is B0, but the trace has forward"
     raises(words, by_microbatch, trace, swapped)
-    raises("is not of steps by this schedule", by_microbatch, trace, one_f_one_b(2, 4))
-    raises(r"3 stages, and a trace of ranks \[0, 1\]", by_microbatch, trace, one_f_one_b(3, 3))
+    raises("give the schedule that was run", by_microbatch, trace, one_f_one_b(2, 4))
+    raises(r"3 stages, but the trace has ranks \[0, 1\]", by_microbatch, trace, one_f_one_b(3, 3))
     raises("named after a micro-batch", plot.schedule, trace)
 
 
@@ -237,7 +237,7 @@ test_what_cannot_be_drawn_is_refused_with_a_reason = refusals(
     lambda draw: draw(),
     (lambda: plot.schedule([[], []]), "no action"),
     (lambda: plot.schedules({}), "nothing to draw"),
-    (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 does I0, and .*give 'input'"),
+    (lambda: plot.schedule(APART, {"forward": 1.0}), "stage 0 runs I0, but .* has no 'input'"),
     (lambda: plot.schedule(recorded(APART), recorded=recorded(APART)), "two traces"),
     (lambda: plot.schedule(APART, recorded=recorded(APART), step=7), "no step 7"),
 )

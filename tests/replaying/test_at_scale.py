@@ -236,7 +236,7 @@ test_an_impossible_layout_is_reported = refusals(
     (Layout(tp=3), 16, "divide"),
     (Layout(pp=2, chunks=2), 5, "whole"),
     (Layout(chunks=2), 4, "several stages"),
-    (Layout(zero=2, dp=2), 4, "zero=2: here are 0 .DDP. and 1"),
+    (Layout(zero=2, dp=2), 4, "zero=2: choose 0 .DDP. or 1"),
     (Layout(zero=3), 4, "zero=3"),
     (Layout(tp=8), 16, "4 heads do not divide over tp=8"),
     (Layout(tp=0), 16, "tp=0: give a whole number"),

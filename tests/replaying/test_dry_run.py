@@ -63,7 +63,7 @@ def both_ways(size: int, *args: Any, **kwargs: Any) -> tuple[Trace, Trace]:
     "strategy", [name for name, recipe in RECIPES.items() if "pipeline" not in recipe.step.__name__]
 )
 def test_every_strategy_does_on_paper_what_it_does_on_ranks(strategy: str) -> None:
-    """So no strategy looks at a number: it could not be recorded without data."""
+    """So no strategy reads a tensor's value: it could not be recorded without data."""
     size = 1 if RECIPES[strategy].one_rank else RANKS if RECIPES[strategy].share is rows_of else 2
     dry, real = both_ways(size, strategy)
     assert told(dry) == told(real)
@@ -96,7 +96,7 @@ def test_one_rank_stands_for_all_and_can_be_drawn_as_any() -> None:
     assert len(every.ranks) == 1024 and every.complete
     assert every.ranks[7].spans is dry.ranks[0].spans, "shared, not copied"
     assert [event.rank for event in every.ranks[7].comms] == [7] * len(dry.ranks[0].comms)
-    raises("rank 1024 has no record", dry.expanded, [1024])
+    raises("rank 1024 and ranks like it have no record", dry.expanded, [1024])
 
 
 def test_ranks_of_several_kinds_each_have_their_record() -> None:
@@ -168,7 +168,7 @@ def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs() -> N
         if torch.ones(1).sum() > 0:
             raise AssertionError("there is no data")
 
-    raises("looks at a number .*loss.item", dry_run, looks, ranks=4)
+    raises("reads the value of a tensor .*loss.item", dry_run, looks, ranks=4)
     raises("", dry_run, lambda: {}["missing"], ranks=4, error=KeyError)
     assert not dist.is_initialized() and nn.Module._apply is conversion
     assert type(torch.ones(1)) is torch.Tensor
@@ -196,11 +196,11 @@ def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
             take_steps(layers, optimizers[0], torch.ones(1, 4))
             optimizers[1].step()
 
-    raises("looks at a number .*shape that depends on numbers", dry_run, chooses, ranks=2)
-    raises("in step 1 there is no forward: .* give step=2", dry_run, two_optimizers, ranks=2)
+    raises("reads the value of a tensor .*shapes that depend on values", dry_run, chooses, ranks=2)
+    raises("step 1 has no forward: .* give step=2", dry_run, two_optimizers, ranks=2)
     assert dry_run(two_optimizers, ranks=2, step=2).ranks[0].spans
-    raises("made 1 training steps, and step 1 is to be kept", dry_run, train, steps=1, ranks=2)
-    raises("ranks=0; at least 1 is needed", dry_run, train, ranks=0)
+    raises("made 1 training steps and has no step 1", dry_run, train, steps=1, ranks=2)
+    raises("ranks=0; give at least 1", dry_run, train, ranks=0)
 
 
 def test_a_model_that_no_laptop_holds() -> None:

@@ -86,7 +86,7 @@ def test_the_fastest_with_each_value(planned: Plan) -> None:
     assert list(by_tp) == sorted({one.tp for one in planned.layouts})
     for tp, one in by_tp.items():
         assert one.step_s == min(x.step_s for x in planned.reports if x.layout.tp == tp)
-    raises("'ep' is no field of a layout; there are tp, pp", planned.fastest, "ep")
+    raises("'ep' is not a field of a layout; choose one of tp, pp", planned.fastest, "ep")
     rows = planned.trades().rows
     assert [row[1] for row in rows if row[0] == "tensor"] == [str(tp) for tp in by_tp]
     near = planned.trades(near=1).rows
@@ -110,7 +110,7 @@ def test_where_no_layout_fits_it_is_reported_with_the_excess() -> None:
     ({"gpus": 4000}, "gpus=4000: selene has 3072 devices"),
     ({"gpus": 0}, "gpus=0: selene has 3072 devices"),
     ({"max_memory_bytes": 90e9}, "max_memory_bytes=9e"),
-    ({"max_memory_bytes": 0}, "take more than 0"),
+    ({"max_memory_bytes": 0}, "choose more than 0"),
     ({"gpus": 7}, "no layout of 7 ranks"),
     ({"tp": 7}, "48 heads do not divide by 7; 1, 2, 3, 4"),
     ({"tp": 7, "max_memory_bytes": 0}, "48 heads do not divide by 7"),  # layouts before memory
@@ -172,7 +172,7 @@ def test_json_reads_back_as_the_same_plan_and_nothing_else_does(planned: Plan) -
     }  # fmt: skip
     assert written["gpus"] == RANKS and written["model"]["parameters"] == GPT.parameters
     for invalid in ("", "[]", "{}", '{"format": "other"}', '{"format": 3}'):
-        raises("no plan that `Plan.to_json` wrote", Plan.from_json, invalid)
+        raises("not a plan that `Plan.to_json` wrote", Plan.from_json, invalid)
     custom = replace(SELENE, name="custom")
     text = plan(GPT, custom, ROWS, gpus=RANKS, tp=8).to_json()
     raises("no cluster 'custom'", Plan.from_json, text)

@@ -67,9 +67,9 @@ test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     ({"microbatch": 7}, "microbatch=7: 1536 rows"),
     ({"chunks": 9}, "chunks=9: 96 blocks"),
     ({"tp": 0}, "tp=0: give a whole number, 1 or more"),
-    ({"tp": ()}, "tp has no numbers to choose from"),
-    ({"zero": 3}, "zero=3: a plan knows 0 or 1"),
-    ({"recompute": "selective"}, "recompute='selective': a plan knows none and full"),
+    ({"tp": ()}, "tp has no values to choose from"),
+    ({"zero": 3}, "zero=3: choose 0 or 1"),
+    ({"recompute": "selective"}, "recompute='selective': choose none or full"),
     ({"tp": 3}, "no layout of 1024 ranks: .*with tp 3; 864 and 1152 ranks would do"),
     ({"ranks": 1000}, "no layout of 1000 ranks: .*; 864 and 1024 ranks would do"),
     ({"ranks": 7}, "no layout of 7 ranks: .*; 6 and 8 ranks would do"),
@@ -77,7 +77,7 @@ test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     ({"global_batch": -1}, "global_batch=-1: give a whole number"),
     (
         {"sizes": ODD, "ranks": 8, "global_batch": 8, "tp": (2, 4), "sequence": True},
-        "sequence=True: 7 positions divide over none of these tp",
+        "sequence=True: 7 positions do not divide over tp",
     ),
     ({"sizes": replace(ODD, width=100, heads=3)}, "width=100 does not divide over heads=3"),
 )
@@ -116,21 +116,21 @@ BEST = step_of(Layout(tp=8, pp=2, dp=4), **AS_BEST, sent=SENT)
 
 @cases(
     (Layout(tp=16, pp=1, dp=4), {"tensor": 7}, "tensor",
-     "tp 16 leaves the node of 8: its collectives go over InfiniBand HDR and stand exposed 44% of "
-     "the step (the best: 10%)"),
+     "tp 16 leaves the node of 8: its collectives go over InfiniBand HDR and are exposed for 44% "
+     "of the step (best: 10%)"),
     (Layout(tp=4, pp=4, dp=4), {"tensor": 3}, "tensor",
-     "collectives of tp 4 stand exposed 25% of the step (the best: 10%); a rank sends 8.0 GB, 2.0 "
+     "collectives of tp 4 are exposed for 25% of the step (best: 10%); a rank sends 8.0 GB, 2.0 "
      "× the best's"),
     (Layout(tp=2, pp=8, dp=4), {"bubble": 5.5}, "bubble",
-     "bubble 37%: pp - 1 = 7 over 16 micro-batches (the best: 5.0%, pp - 1 = 1 over 16 "
+     "bubble 37%: pp - 1 = 7 over 16 micro-batches (best: 5.0%, pp - 1 = 1 over 16 "
      "micro-batches)"),
     (Layout(tp=2, pp=8, dp=4, microbatch=16, chunks=2), {"bubble": 5.5}, "bubble",
      "pp - 1 = 7 over 1 micro-batch in 2 chunks"),
     (Layout(tp=1, pp=1, dp=64), {"data": 2.75}, "data",
-     "gradients of dp 64 stand exposed 22% of the step (the best: 2.5%); a rank sends 8.0 GB, 4.0 "
+     "gradients of dp 64 are exposed for 22% of the step (best: 2.5%); a rank sends 8.0 GB, 4.0 "
      "× the best's"),
     (Layout(tp=1, pp=16, dp=4, chunks=2), {"pipeline": 1.25}, "pipeline",
-     "messages between 32 pieces of the model on 16 stages stand exposed 11% of the step"),
+     "messages between 32 model chunks on 16 stages are exposed for 11% of the step"),
     (Layout(tp=8, pp=2, dp=4, recompute="full"), {"compute": 10.6}, "compute",
      "computes every block's forward twice: 10.60 s of computing instead of 8.00"),
     (Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
@@ -149,7 +149,7 @@ def test_smaller_matmuls_are_reported_with_the_share_of_peak_they_reach() -> Non
     other = step_of(Layout(tp=8, dp=2, microbatch=1), compute=12, tensor=2, mfu=0.48 * 10 / 14)
     assert reached(best) == pytest.approx(0.6) and reached(other) == pytest.approx(0.4)
     assert why(best, other, SELENE) == (
-        "smaller products: with tp 8 and b 1 they reach 40% of the peak, the best's with tp 4 and "
+        "smaller matmuls: with tp 8 and b 1 they reach 40% of the peak, the best's with tp 4 and "
         "b 4 60%"
     )
 
@@ -161,7 +161,7 @@ def test_recomputing_counts_as_computing_and_not_as_a_smaller_product() -> None:
     assert reached(again) == pytest.approx(reached(best)) == pytest.approx(0.6)
     assert "twice" in why(best, again, SELENE)
     slow = step_of(replace(layout, recompute="full", microbatch=1), compute=24, mfu=0.225)
-    assert "smaller products" in why(best, slow, SELENE), "recomputing explains 6 of 15 s"
+    assert "smaller matmuls" in why(best, slow, SELENE), "recomputing explains 6 of 15 s"
 
 
 def test_equally_fast_layouts_differ_by_memory_and_nearly_equal_ones_say_so() -> None:
@@ -169,7 +169,7 @@ def test_equally_fast_layouts_differ_by_memory_and_nearly_equal_ones_say_so() ->
     assert why(BEST, twin, SELENE) == "as fast; a device holds 2.5 GB more"
     assert why(BEST, BEST, SELENE) == "the best"
     near = step_of(Layout(tp=8, pp=1, dp=8), **AS_BEST | {"data": 0.28})
-    assert why(BEST, near, SELENE).startswith("all but as fast: gradients of dp 8")
+    assert why(BEST, near, SELENE).startswith("almost as fast: gradients of dp 8")
 
 
 def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -> None:

@@ -100,7 +100,10 @@ def test_a_deadlock_is_reported_in_short_with_its_cycle_if_there_is_one() -> Non
 
 def test_collectives_in_different_orders_are_a_deadlock() -> None:
     a, b = reduce("a"), reduce("b")
-    words = ("'a', which on rank 1 stands behind 'b'", "that, which on rank 0 stands behind 'a'")
+    words = (
+        "'a', which on rank 1 is queued after 'b'",
+        "rank 1 must first run 'b', which on rank 0 is queued after 'a'",
+    )
     for waits in ([], [Wait("a"), Wait("b")]):
         programs = {0: [a, b, *waits], 1: [b, a, *waits[::-1]]}
         assert set(raises(words, run, programs, error=Deadlock).cycle) == {0, 1}
@@ -111,16 +114,16 @@ test_mismatched_programs_are_reported = refusals(
     ({0: [reduce("a")], 1: []}, "rank 0 has issued 'a', which rank 1 never issues"),
     ({0: [Wait("a")]}, "rank 0 waits for 'a', which no rank issues"),
     ({0: [reduce("a"), reduce("b"), Wait("b")], 1: [reduce("b")]},
-     "on rank 0 stands behind 'a'; that, which rank 1 never"),
-    ({0: [reduce("a")], 1: [reduce("a", 2.0)]}, "and another rank"),
-    ({0: [reduce("a", ranks=(1,))], 1: []}, "is not among its ranks"),
+     "on rank 0 is queued after 'a'; rank 0 must first run 'a', which rank 1 never"),
+    ({0: [reduce("a")], 1: [reduce("a", 2.0)]}, "but another rank"),
+    ({0: [reduce("a", ranks=(1,))], 1: []}, "is not one of its ranks"),
     ({0: [reduce("a", ranks=(0,)), reduce("a", ranks=(0,))]}, "twice"),
-    ({0: [Compute(-1.0)]}, "less than no time"),
-    ({0: [Compute(float("nan"))]}, "less than no time"),
-    ({0: [reduce("a", -1.0, ranks=(0,))]}, "less than no time"),
-    ({0: [reduce("a", ranks=(0, 7))]}, "rank 7 is in no program"),
+    ({0: [Compute(-1.0)]}, "negative time"),
+    ({0: [Compute(float("nan"))]}, "negative time"),
+    ({0: [reduce("a", -1.0, ranks=(0,))]}, "negative time"),
+    ({0: [reduce("a", ranks=(0, 7))]}, "rank 7 has no program"),
     ({0: [reduce("a", ranks=(0, 0))]}, "names a rank twice"),
-    ({0: ["oops"]}, "'oops' in its program"),
+    ({0: ["oops"]}, "its program contains 'oops'"),
 )  # fmt: skip
 
 

@@ -144,17 +144,17 @@ def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster()
 
 
 @cases(
-    ({"trace": Trace({0: RankTrace(0, 2)})}, "operations counted"),
-    ({"cluster": plain(nodes=1, devices=1)}, "2 ranks are to run on .* 1 x 1 devices; take"),
+    ({"trace": Trace({0: RankTrace(0, 2)})}, "counted operations"),
+    ({"cluster": plain(nodes=1, devices=1)}, "2 ranks do not fit on .* 1 x 1 devices; use"),
     ({"computing": "guessed"}, "'counted' or 'measured'"),
     ({"computing": "measured"}, "no step of this trace was timed"),
-    ({"steps": [3]}, "step 3 cannot be replayed counted; \\[0\\] can"),
+    ({"steps": [3]}, "step 3 has no counted computing; choose from \\[0\\]"),
 )
 def test_what_cannot_be_replayed_is_refused(change: dict[str, object], message: str) -> None:
     trace = trace_of(*([computed(1, 1), reduced] for reduced in both_reduce()))
     raises(message, replay, **{"trace": trace, "cluster": plain(), **change})
     trace.ranks[1].complete = False
-    raises("record of rank 1 was cut off", replay, trace, plain())
+    raises("record of rank 1 is cut off", replay, trace, plain())
     del trace.ranks[1]
     raises("rank 1 takes part in all_reduce 1 .* is missing", replay, trace, plain())
 
@@ -314,7 +314,7 @@ def test_steps_inside_a_node_and_between_nodes_have_their_own_latency() -> None:
     # dissemination doubles its reach: of 2 steps, one leaves the node; all to all is one step.
     for name, seconds in (("all_gather", 151.5), ("barrier", 101), ("all_to_all", 100)):
         assert costs.collective(name, 0, ranks).seconds == seconds
-    words = "no collective 'allreduce'; there are all_reduce"
+    words = "no collective 'allreduce'; choose one of all_reduce"
     raises(words, costs.collective, "allreduce", 0, ranks)
 
 
@@ -441,7 +441,7 @@ def test_model_flops_utilization_is_counted_operations_over_possible_ones() -> N
     assert split.mfu(peak) == pytest.approx(split.flops / split.step_s / peak)
     assert "computing 100%" in str(split)
     uncounted = split_of(Trace({0: RankTrace(0, 1, steps=[Step(0, 0.0, 1.0)])}))
-    raises("no operations were counted", uncounted.mfu, 1e12)
+    raises("no FLOPs were counted", uncounted.mfu, 1e12)
 
 
 ROWS, DEPTH, WIDTH, LENGTH = 2, 2, 3072, 2048

@@ -205,16 +205,16 @@ def test_sliders_begin_with_the_cluster_and_change_what_is_replayed() -> None:
     shown = replaying.what_if(recorded(), POD)
     assert shown.cluster == replace(POD, nodes=1)
     assert "at first" not in shown.line.value
-    starts = [slider.value for slider in shown.wires.values()]
+    starts = [slider.value for slider in shown.links.values()]
     assert starts == pytest.approx([450, 3.4, 50, 14])
     assert [x for _, x in shown.devices_per_node.options] == [1, 2, 4, 8]
     assert shown.devices_per_node.value == 8
-    between = shown.wires["between_bytes_per_s"]
+    between = shown.links["between_bytes_per_s"]
     assert between.disabled  # one node
     shown.devices_per_node.value = 2
-    assert not between.disabled and not shown.wires["between_latency_s"].disabled
-    for name, value in zip(shown.wires, (100.0, 5.0, 10.0, 20.0), strict=True):
-        shown.wires[name].value = value
+    assert not between.disabled and not shown.links["between_latency_s"].disabled
+    for name, value in zip(shown.links, (100.0, 5.0, 10.0, 20.0), strict=True):
+        shown.links[name].value = value
     now = shown.cluster
     assert now == changed(POD, 8, 100e9, 10e9, 5 * 1e-6, 20 * 1e-6, 2)
     step = split_of(replay(recorded(), now))
@@ -229,8 +229,8 @@ def test_sliders_begin_with_the_cluster_and_change_what_is_replayed() -> None:
 @widgets
 def test_each_slider_draws_another_picture_and_the_page_shows_it() -> None:
     shown = replaying.what_if(lambda buckets: recorded(buckets), NODE, buckets=(2, 4))
-    assert shown.wires["between_bytes_per_s"].value == shown.wires["inside_bytes_per_s"].value
-    sliders = (*shown.choices.values(), *shown.wires.values())
+    assert shown.links["between_bytes_per_s"].value == shown.links["inside_bytes_per_s"].value
+    sliders = (*shown.choices.values(), *shown.links.values())
     shown.devices_per_node.value = 4
     seen = set()
     for slider, value in zip(sliders, (4, 1.0, 100.0, 0.1, 5000.0), strict=True):
@@ -267,14 +267,14 @@ def test_every_combination_is_recorded_once() -> None:
 test_impossible_widgets_are_reported = widgets(
     refusals(
         lambda given, choices: replaying.what_if(given, POD, **choices),
-        (recorded(), {"bucket_mb": (1, 5)}, "bucket_mb: a trace that is recorded has no such"),
+        (recorded(), {"bucket_mb": (1, 5)}, "bucket_mb: a recorded trace leaves no choice"),
         (recorded, {"buckets": ()}, "buckets has no values to choose from"),
         (recorded, {"buckets": 5}, "buckets=5: give the values to choose from"),
         (recorded, {"op": "all_reduce"}, "op='all_reduce': give the values"),
         (3, {}, "what_if of 3: give a trace"),
-        (lambda x: x, {"x": (1,)}, "the recording with x=1 is of type int, and a Trace"),
-        (replay(recorded(), POD), {}, "this trace has no operations counted"),
-        (lambda x: Trace(), {"x": (1,)}, "the recording with x=1 has no operations counted"),
+        (lambda x: x, {"x": (1,)}, "the recording with x=1 has type int, not Trace"),
+        (replay(recorded(), POD), {}, "this trace has no counted operations"),
+        (lambda x: Trace(), {"x": (1,)}, "the recording with x=1 has no counted operations"),
         (recorded(), {"ranks": 0}, "ranks=0"),
     )
 )

@@ -12,7 +12,7 @@ from labkit import World
 from labkit.runtime import board as states
 from labkit.runtime.board import (
     MARKS,
-    MOST_RANKS,
+    MAX_RANKS,
     SLOTS,
     WAITED_FOR,
     Board,
@@ -57,7 +57,7 @@ def test_the_second_to_come_sees_the_difference_and_names_everybody(pages: list[
     words = (
         "disagree about collective 1 of group default",
         "rank 0: all_reduce(sum) float32 [4]  at lesson.py:3 in train",
-        "rank 1: has not come to it yet",
+        "rank 1: has not called it yet",
         "rank 2: broadcast(src=0) float32 [4]",
     )
     refused(pages[2], note(1, "broadcast(src=0) float32 [4]"), words)
@@ -130,13 +130,13 @@ def test_states_are_written_and_read(pages: list[Board]) -> None:
 def test_long_shapes_names_and_sources_fit_and_are_compared_to_the_end(pages: list[Board]) -> None:
     shape = list(range(500))
     huge = Note(
-        "7 (ranks 0, 1, 2)", tuple(range(2 * MOST_RANKS)), 2**31, f"all_reduce(sum) {shape}",
+        "7 (ranks 0, 1, 2)", tuple(range(2 * MAX_RANKS)), 2**31, f"all_reduce(sum) {shape}",
         f"{'课程' * 300}.py:3 in train\\\"\n", compares=f"{shape}",
     )  # fmt: skip
     pages[0].enter(huge)
     (seen,) = pages[1].notes(0)
     assert (seen.group, seen.seq, seen.key) == (huge.group, huge.seq, huge.key)
-    assert seen.ranks == huge.ranks[:MOST_RANKS]
+    assert seen.ranks == huge.ranks[:MAX_RANKS]
     assert seen.what.startswith("all_reduce(sum) [0, 1,") and seen.what.endswith("498, 499]")
     assert pages[1].has_begun(0, huge)
     pages[1].enter(huge)
@@ -145,11 +145,11 @@ def test_long_shapes_names_and_sources_fit_and_are_compared_to_the_end(pages: li
 
 
 def test_the_largest_world_fits(tmp_path: Path) -> None:
-    board = Board.create(tmp_path / "board", MOST_RANKS)
-    page = Board(tmp_path / "board", MOST_RANKS, MOST_RANKS - 1)
-    everyone = tuple(range(MOST_RANKS))
+    board = Board.create(tmp_path / "board", MAX_RANKS)
+    page = Board(tmp_path / "board", MAX_RANKS, MAX_RANKS - 1)
+    everyone = tuple(range(MAX_RANKS))
     page.enter(Note("default", everyone, 1, "w" * 1000, "s" * 1000, "c" * 1000), WAITED_FOR)
-    assert board.notes(MOST_RANKS - 1, (WAITED_FOR,))[0].ranks == everyone
+    assert board.notes(MAX_RANKS - 1, (WAITED_FOR,))[0].ranks == everyone
     page.close()
     board.close()
 

@@ -37,8 +37,8 @@ def test_the_largest_threshold_that_is_reached_decides() -> None:
         (0, "recursive_doubling"), (99, "recursive_doubling"), (100, "double_tree"),
         (999, "double_tree"), (1000, "gloo"), (1 << 40, "gloo"),
     ]:  # fmt: skip
-        assert chooser.choose("all_reduce", nbytes, own_can=True) == name
-    assert chooser.choose("all_reduce", 1000, own_can=False) == "ring"
+        assert chooser.choose("all_reduce", nbytes, gloo_can=True) == name
+    assert chooser.choose("all_reduce", 1000, gloo_can=False) == "ring"
 
 
 def test_the_nearest_number_of_ranks_below_decides_and_must_allow_it() -> None:
@@ -78,10 +78,10 @@ def test_bad_names_in_the_environment_are_errors_that_list_the_good_ones(
 
 def test_bad_names_in_a_call_are_errors() -> None:
     choose = Chooser(3).choose
-    gloos = "gloo's own all-reduce serves float32 and float64, no mean"
+    gloos = "gloo's own all-reduce has only float32 and float64, no mean"
     raises("has no algorithm 'best'; choose one of", choose, "all_reduce", 1, True, "best")
     raises(gloos, choose, "all_reduce", 1, False, "gloo")
-    power = "needs a power of two of ranks, not 3; choose one of"
+    power = "needs a power of two ranks, not 3; choose one of"
     raises(power, choose, "all_gather", 1, asked="recursive_doubling")
     unknown = "'allreduce' is not a collective; choose one of broadcas"
     raises(unknown, Chooser(3).explain, "allreduce", 1)
@@ -89,13 +89,13 @@ def test_bad_names_in_a_call_are_errors() -> None:
 
 def test_the_explanation_has_the_threshold_and_the_source_of_the_table() -> None:
     chooser = Chooser(4, table=TABLE)
-    assert str(chooser.explain("all_reduce", 500, own_can=True)) == (
+    assert str(chooser.explain("all_reduce", 500, gloo_can=True)) == (
         "all_reduce by double_tree: 500 bytes on 4 ranks; the table says double_tree "
         "from 100 to 999. The table: made up"
     )
     assert "says gloo from 1000 bytes on. The" in str(chooser.explain("all_reduce", 5000, True))
-    said = str(chooser.explain("all_reduce", 5000, own_can=False))
-    assert said.startswith("all_reduce by ring") and "cannot serve here: ring in its stead" in said
+    said = str(chooser.explain("all_reduce", 5000, gloo_can=False))
+    assert said.startswith("all_reduce by ring") and "cannot serve here, so ring is used" in said
     for collective in ALGORITHMS:  # it says what is done, always
         for nbytes in (0, 100, 1000):
             choice = chooser.explain(collective, nbytes)
@@ -111,7 +111,7 @@ def test_the_stored_table_names_what_there_is_and_says_how_it_was_made() -> None
         for own in (False, True):
             for collective in ALGORITHMS:
                 for nbytes in (0, 1, 1 << 12, 1 << 18, 1 << 24, 1 << 34):
-                    name = chooser.choose(collective, nbytes, own_can=own)
+                    name = chooser.choose(collective, nbytes, gloo_can=own)
                     assert name in ALGORITHMS[collective] or (name == "gloo" and own)
                     assert (collective, name) not in POWERS_OF_TWO_ONLY or n & (n - 1) == 0
     for collective in ("gather", "scatter", "all_to_all"):  # sizes may differ between ranks
@@ -179,7 +179,7 @@ def test_names_that_cannot_serve_are_refused_before_anything_moves() -> None:
     shapes = re.escape("ring_exchange: out is float32 [3], but x is float32 [4]; make them equal")
     with listen() as events:
         raises("choose one of naive, tree", comm.all_reduce, x, algorithm="best")
-        raises("serves float32 and float64", comm.all_reduce, x.long(), algorithm="gloo")
+        raises("has only float32 and float64", comm.all_reduce, x.long(), algorithm="gloo")
         raises("choose one of flat, tree, chain", comm.broadcast, x, algorithm="ring")
         raises(shapes, comm.ring_exchange, x, torch.ones(4))
     assert not events

@@ -507,7 +507,7 @@ def test_a_circle_of_ranks_is_reported_at_once(world: World) -> None:
 
 
 def test_waiting_for_a_rank_outside_the_run_is_reported(world: World) -> None:
-    words = ("rank 3 is not in this run, and rank 0 waits", "rank 3: is not in this run")
+    words = ("rank 3 is not in this run, but rank 0 waits", "rank 3: is not in this run")
     raises(words, world.run_on, [0, 1, 2], sum_of_ones, error=RankError)
     assert_works(world)
 
@@ -533,7 +533,7 @@ def test_a_rank_that_never_arrives_is_named_with_its_line(hasty: World, depth: i
     text = failure(hasty, never_arrive, kind="stuck", ranks=(1,))
     assert "waited 2 s for rank 1, which never called it" in text
     line = f"test_failures.py:{line_of('the bottom')} in sink"
-    assert f"rank 1: is in no operation of a Comm; it is at {line}" in text
+    assert f"rank 1: is in no Comm operation; it is at {line}" in text
     assert "rank 0: waits in barrier" in text and "rank 2: waits in barrier" in text
 
 
@@ -546,7 +546,7 @@ def test_plain_torch_calls_that_hang_end_at_the_timeout(hasty: World) -> None:
 
     text = failure(hasty, never_arrive, kind="stuck", ranks=())
     assert "Timed out" in text and f"line {line_of('plain')}, in never_arrive" in text
-    assert "rank 1: is in no operation of a Comm; it is at test_failures.py:" in text
+    assert "rank 1: is in no Comm operation; it is at test_failures.py:" in text
     assert "in nap_instead" in text, "it says where each rank is"
 
 
@@ -645,7 +645,7 @@ def test_an_unpicklable_function_or_result_says_which_part_of_what(world: World)
         (result, (1,), "rank 1: the result['bad'][1] cannot be pickled"),
     ):
         text = failure(world, function, kind="unpicklable", ranks=ranks)
-        assert says in text and "it is a lock" in text and "Make it inside the function" in text
+        assert says in text and "it is a lock" in text and "Create it inside the function" in text
     assert "generator" in failure(world, lambda: (k for k in range(3)))
     assert "ProcessGroup" in failure(world, lambda: [Comm().group])
 

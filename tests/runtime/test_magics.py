@@ -90,7 +90,7 @@ def test_another_size_makes_another_world(shell: InteractiveShell, printed: Prin
     pids = values(shell, "4", "import os; os.getpid()")
     printed()
     assert values(shell, "2", "size") == [2, 2]
-    assert "2 ranks in place of 4: what those kept is gone" in printed()
+    assert "2 ranks replace 4, whose variables are gone" in printed()
     assert gone(pids)
     assert values(shell, "", "size") == [2, 2]
     assert values(shell, "4", "size") == [4] * 4

@@ -48,7 +48,7 @@ def in_shared_memory() -> set[str]:
 def with_tiny_pieces() -> None:
     """Slots of 1 KiB, rings of 256 bytes: before the first operation of a world."""
     slots.SLOT_BYTES, collectives.AT_ONCE_BYTES = 1024, 64
-    ring.RING_BYTES, ring.GRAIN_BYTES, ring.MOST_UNTAKEN = 256, 64, 16
+    ring.RING_BYTES, ring.GRAIN_BYTES, ring.MAX_UNTAKEN = 256, 64, 16
 
 
 def wait_for(handles: Iterable[Handle | None]) -> None:
@@ -494,4 +494,4 @@ def test_a_full_disk_is_an_error_and_no_crash() -> None:
         Comm().barrier()
 
     with World(2, transport="shm") as world:
-        raises("no space for .* MB.*transport=.gloo", world.run, full, error=RankError)
+        raises("no room for .* MB.*transport=.gloo", world.run, full, error=RankError)

@@ -58,7 +58,7 @@ def test_the_picked_transport_carries_everything_and_is_recorded(options: dict) 
 
 
 def test_a_transport_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    raises("cannot have a link", World, 2, transport="shm", link=Link(gbps=1))
+    raises("cannot model a link", World, 2, transport="shm", link=Link(gbps=1))
     raises("transport='rdma': choose", World, 2, transport="rdma")
     raises("this world has nccl", pick_transport, 2, NCCL, "gloo", None, None)
     monkeypatch.setenv("LABKIT_TRANSPORT", "rdma")

@@ -29,7 +29,7 @@ from command import python
 from labkit import Comm, Link, RankError, World
 from labkit.runtime import output as output_module
 from labkit.runtime.output import RankOutput
-from labkit.runtime.pick import MOST_RANKS, Pick, pick
+from labkit.runtime.pick import MAX_RANKS, Pick, pick
 from places import SUPPORT
 from provoke import alive, gone, ranks_of_servers, servers, until
 from tables import cases, raises
@@ -391,7 +391,7 @@ def test_ranks_see_the_folder_environment_and_modules_of_the_driver_at_their_sta
     ({"size": 0}, ValueError, "at least 1 rank"),
     ({"size": -2}, ValueError, "at least 1 rank"),
     ({"size": 10_000}, ValueError, "10,000 ranks are too many for this machine.*choose up to"),
-    ({"size": MOST_RANKS + 1}, ValueError, "too many"),
+    ({"size": MAX_RANKS + 1}, ValueError, "too many"),
     *[({"size": size}, TypeError, "an integer") for size in (True, "4", 2.0, None)],
     ({"backend": "mpi"}, ValueError, "gloo"),
     ({"device": "tpu"}, ValueError, "cuda"),
@@ -416,8 +416,8 @@ def test_a_closed_world_says_so() -> None:
     world.close()
     world.close()
     assert "closed" in repr(world)
-    raises("closed.*make a new World", world.run, lambda: 1, error=RuntimeError)
-    raises("make a new World", world.restart, error=RuntimeError)
+    raises("closed.*create a new World", world.run, lambda: 1, error=RuntimeError)
+    raises("create a new World", world.restart, error=RuntimeError)
 
 
 def test_what_cannot_run_is_refused_and_the_world_goes_on(world2: World) -> None:
@@ -487,7 +487,7 @@ def test_a_world_that_is_dropped_ends_its_ranks(temporary_folder: Path) -> None:
     world.close()
 
 
-def test_a_fork_made_by_a_function_does_not_answer_for_its_rank(world2: World) -> None:
+def test_a_fork_made_by_a_function_does_not_delete_at_end_its_rank(world2: World) -> None:
     def forks() -> str:
         return "parent" if os.fork() else "child"
 
@@ -715,7 +715,7 @@ def test_a_flood_is_cut_in_a_notebook(page: Page) -> None:
     output.feed(0, b"z" * 1_000_000 + b"\n")
     output.close()
     lines = page.drawn[-1].splitlines()
-    assert len(lines) == output_module.MOST_LINES + 1
+    assert len(lines) == output_module.MAX_LINES + 1
     assert lines[0] == "[rank 0] line 0" and "lines left out" in page.drawn[-1]
     assert len(lines[-1]) < 3000 and "characters more" in lines[-1]
 

@@ -134,7 +134,9 @@ def test_messages_go_round_between_chunks() -> None:
 def test_a_schedule_is_checked_before_it_is_costed() -> None:
     with pytest.raises(ValueError, match="deadlock: stage 0, position 1: B0 waits"):
         pipeline_programs(parse_schedule("F0 B0 F1 B1\nF0 F1 B0 B1"), UNIT)
-    with pytest.raises(ValueError, match="stage 0 does I0, and `seconds` has forward; give 'inp"):
+    with pytest.raises(
+        ValueError, match="stage 0 runs I0, but `seconds` has no 'input', only forward"
+    ):
         pipeline_trace(zero_bubble_h1(1, 1), {"forward": 1.0})
     with pytest.raises(ValueError, match="no micro-batches in this trace"):
         pipeline_step_s(type(pipeline_trace(one_f_one_b(1, 1), UNIT))({}))

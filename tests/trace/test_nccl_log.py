@@ -203,13 +203,13 @@ def test_without_start_up_lines_the_transport_says_what_is_inside() -> None:
     log = parsed(inside, line("Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA"))
     assert kinds(log.main, inside=True).keys() == {"P2P"}
     assert kinds(log.main, inside=False).keys() == {"NET/IB"}
-    assert remarks(log) == [] and "not said" in shown(log)
+    assert remarks(log) == [] and "not logged" in shown(log)
 
 
 def test_many_warnings_are_not_all_repeated() -> None:
     log = parsed(init(0, 1), *(line(f"bad {i}", level="WARN") for i in range(9)))
     *warnings, last = remarks(log)
-    assert len(warnings) == 4 and last == "5 warnings more: search the log for NCCL WARN"
+    assert len(warnings) == 4 and last == "5 more warnings: search the log for NCCL WARN"
 
 
 def test_ranks_that_hang_and_ranks_that_the_log_does_not_show_are_named() -> None:

@@ -471,7 +471,7 @@ def test_one_block_records_one_run_and_a_mistake_leaves_the_world_alone(world: W
         assert other.run(lambda: labkit.attach().state.kept) == [42]
     with record():
         Loop().step()
-        raises("a block of its own", world.run, train, None, 1, error=RuntimeError)
+        raises("world.run in a separate block", world.run, train, None, 1, error=RuntimeError)
 
 
 def test_cells_are_recorded_too_and_outside_the_block_nothing(world: World) -> None:
@@ -638,7 +638,7 @@ def test_metrics_belong_to_the_step_that_has_just_ended(world: World) -> None:
 
 
 def test_a_folder_that_vanishes_costs_the_record_and_not_the_run(tmp_path: Path) -> None:
-    not_written = pytest.warns(UserWarning, match="the rest of this run is not written")
+    not_written = pytest.warns(UserWarning, match="the rest of this run could not be written")
     with not_written, record(tmp_path / "run") as trace:
         shutil.rmtree(tmp_path / "run")
         train(None, 2)

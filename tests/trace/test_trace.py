@@ -120,7 +120,7 @@ def test_what_ends_later_is_written_again_and_the_later_line_wins(tmp_path: Path
     file.mark_end()
     file.close()
     assert read_run(tmp_path / "run").complete
-    raises("another rank 0 writes it", RankFile, tmp_path / "run", RankTrace(0, 1))
+    raises("another rank 0 is writing it", RankFile, tmp_path / "run", RankTrace(0, 1))
 
 
 def test_a_record_may_end_while_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_cut_off_at_every_byte_it_gives_what_was_there(tmp_path: Path) -> None:
     file = write_run(Trace({0: small(0), 1: small(1)}), tmp_path / "run") / "rank0.jsonl"
     whole = file.read_bytes()
     full, _, _ = read_rank_file(file)
-    nothing = "rank0.jsonl breaks off in its first line, nothing of it is read"
+    nothing = "rank0.jsonl is ignored: its first line cannot be read"
     counts = []
     for cut in range(len(whole) + 1):
         file.write_bytes(whole[:cut])
@@ -208,7 +208,7 @@ def test_other_files_cut_off_at_every_byte(tmp_path: Path) -> None:
             try:
                 trace = read_run(tmp_path / "run")
             except ValueError as error:
-                assert name == "run.json" and "its run.json is no JSON" in str(error)
+                assert name == "run.json" and "its run.json is not JSON" in str(error)
                 continue
             assert repr(trace.metrics) == repr(notes[: len(trace.metrics)])
             if len(trace.metrics) < 2 and whole[cut - 1 : cut] not in (b"", b"\n", b"}"):
@@ -261,8 +261,8 @@ def test_a_lost_line_and_lost_ranks_are_reported(tmp_path: Path) -> None:
     count = len(lines) - 3
     assert sorted(trace.ranks) == [0] and trace.size == 4 and not trace.complete
     assert trace.about["problems"] == [
-        f"rank0.jsonl: of {count} records that were written, {count - 2} are there",
-        "rank1.jsonl is of rank 3, so it is not read",
+        f"rank0.jsonl: only {count - 2} of {count} written records are present",
+        "rank1.jsonl is ignored: it belongs to rank 3",
         "rank2.jsonl is missing",
         "rank3.jsonl is missing",
     ]
@@ -290,8 +290,8 @@ def test_what_a_later_labkit_adds_is_passed_over_and_a_newer_format_refused(tmp_
 
 
 @cases(
-    (None, "has no run.json"), ("{}", "of another program"), ("[1]", "of another program"),
-    ('{"format": "x", "labkit": "1"}', "of another program"), ("run", "is no JSON"),
+    (None, "has no run.json"), ("{}", "another program wrote"), ("[1]", "another program wrote"),
+    ('{"format": "x", "labkit": "1"}', "another program wrote"), ("run", "is not JSON"),
 )  # fmt: skip
 def test_a_foreign_folder_is_refused_and_kept(text: str | None, words: str, tmp_path: Path) -> None:
     before = {"notes.txt": "notes", "rank0.jsonl": "numbers"}

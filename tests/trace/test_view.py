@@ -81,7 +81,7 @@ def test_the_numbers_of_the_table() -> None:
     assert re.fullmatch(r"[\d.]+ ms, most on rank \d: [\d.]+ ms", rows["waiting"])
     assert float(rows["waiting"].split()[0]) == pytest.approx(sum(waits) * 1e3, rel=0.1)
     held = max(sum(p.held_bytes) for one in trace.ranks.values() for p in one.memory)
-    assert rows["together"] == f"{held / 1e6:.1f} MB, on rank 0 in step 2"
+    assert rows["total"] == f"{held / 1e6:.1f} MB, on rank 0 in step 2"
     assert rows["parameters"] == f"{4 * params / 1e3:.1f} kB"
 
 
@@ -89,9 +89,9 @@ def test_times_of_a_detailed_step_do_not_count_nor_waiting_as_computing() -> Non
     rows, without = (shown(sample_trace(2, steps=3, detail_step=step)) for step in (1, None))
     for name in ("forward", "backward", "optimizer"):
         assert rows[name] == without[name]
-    assert "together" not in without
+    assert "total" not in without
     only = shown(sample_trace(2, steps=1, detail_step=0))
-    assert "forward" not in only and "together" in only
+    assert "forward" not in only and "total" in only
     alone = sample_trace(4, steps=1, detail_step=None)
     backward = next(x for x in alone.ranks[0].spans if x.phase == "backward" and x.depth == 0)
     whole_ms = (backward.ended_s - backward.began_s) * 1e3

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from labkit.comm import Comm
-from labkit.dispatch import low_type_around
+from labkit.dispatch import autocast_dtype
 from labkit.parallel.common.conjugate import (
     check_divides,
     copies_to_ranks,
@@ -124,7 +124,7 @@ class RowParallelLinear(ShardedLinear):
 def columns(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
     """Outputs of column-parallel layers that share their input."""
     first = layers[0]
-    x = x.to(low_type_around(x) or x.dtype)  # before it is sent and saved, not after
+    x = x.to(autocast_dtype(x) or x.dtype)  # before it is sent and saved, not after
     shards = [shard for layer in layers for shard in (layer.weight, layer.bias)]
     return _Columns.apply(x, first.comm, first.sequence, *shards)
 

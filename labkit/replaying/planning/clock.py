@@ -4,10 +4,10 @@
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                forward and one backward
 
 Once all stages repeat their rounds of c micro-batches ago, a constant time later, they always will.
-So the clock runs until it finds this period, and inserts it for the missing micro-batches: the
-times of `labkit.replaying.engine`, in a hundredth of the time.
+So the clock runs until it finds this period, and inserts it for the remaining micro-batches: the
+same times as `labkit.replaying.engine`, computed a hundred times faster.
 
-    waits       ├─ bubble: the neighbour has not sent it yet ─┼─ pipeline: it is on its way ─┤
+    waits       ├─ bubble: the neighbor has not sent it yet ──┼─ pipeline: it is on its way ─┤
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """One layer of a model at scale, recorded without data: what it computes, sends and keeps.
 
-Each of the three kinds of layers is recorded once, running labkit's own code between a source of
-its input and a sink for its output. A stage computes, sends and keeps the sum over its layers, to
+Each of the three kinds of layers is recorded once: labkit's own code, between a source of its input
+and a sink for its output. A stage computes, sends and keeps the sum over its layers, to
 the byte. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and AdamW's
 two moments. Dropout is 0.
 """
@@ -173,18 +173,14 @@ def _model(shapes: Sequence[Shape]) -> GPT:
     default = torch.get_default_dtype()
     with ExitStack() as patches:  # parameters without values: no random init, no broadcast
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
-            patches.enter_context(patch.object(kind, "reset_parameters", _do_nothing))
-        patches.enter_context(patch.object(ownership, "broadcast_tensors", _do_nothing))
+            patches.enter_context(patch.object(kind, "reset_parameters", lambda *_: None))
+        patches.enter_context(patch.object(ownership, "broadcast_tensors", lambda *_: None))
         patches.callback(torch.set_default_dtype, default)
         torch.set_default_dtype(DTYPE)
         model = GPT(vocab, first.width, max(depth, 1), heads, first.context, tied=False)
         if first.tp > 1:
             tensor_parallel(model, Comm(), sequence=first.sequence, gather_logits=False)
     return model
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 class _Source(torch.autograd.Function):
@@ -212,20 +208,20 @@ class _Sink(torch.autograd.Function):
         return grads[0].new_empty(ctx.shape)
 
 
-def _layer_of(one: RankTrace) -> Layer:
+def _layer_of(rank_trace: RankTrace) -> Layer:
     forward, backward = (
-        next(x for x in one.spans if x.phase == phase and not x.depth)
+        next(x for x in rank_trace.spans if x.phase == phase and not x.depth)
         for phase in ("forward", "backward")
     )
-    events = [x for x in events_of(one) if x[2] in ("compute", "issue", "wait")]
-    for mark in one.spans:
+    events = [x for x in events_of(rank_trace) if x[2] in ("compute", "issue", "wait")]
+    for mark in rank_trace.spans:
         if mark.phase == "user" and mark.module.startswith(GRADIENT):
             events.append((mark.began_s, 0, "gradient", int(mark.module.split()[1])))
     events.sort(key=lambda x: x[:2])
-    before = [x.held_bytes for x in one.memory if x.when_s < forward.began_s][-1]
+    before = [x.held_bytes for x in rank_trace.memory if x.when_s < forward.began_s][-1]
 
     def pass_of(began_s: float, ended_s: float) -> tuple[LayerPass, Bytes]:
-        held = [x.held_bytes for x in one.memory if began_s <= x.when_s <= ended_s]
+        held = [x.held_bytes for x in rank_trace.memory if began_s <= x.when_s <= ended_s]
         during = [x[2:] for x in events if began_s <= x[0] <= ended_s]
         return LayerPass(tuple(during), _above(max(held, key=sum), before)), held[-1]
 
@@ -240,13 +236,13 @@ def _above(held: Bytes, before: Bytes) -> Bytes:
 
 @lru_cache(maxsize=4096)
 def recorded_update(parameters: tuple[int, ...]) -> LayerPass:
-    """The second step of `MasterWeights` with AdamW, on parameters of these numbers of elements."""
-    one = dry_run(_updates, parameters, ranks=1).ranks[0]
-    step = next(x for x in one.spans if x.phase == "optimizer" and not x.depth)
-    held = [x.held_bytes for x in one.memory]
-    during = [point.held_bytes for point in one.memory if point.when_s >= step.began_s]
+    """The second step of `MasterWeights` with AdamW, on parameters of these sizes in elements."""
+    rank_trace = dry_run(_updates, parameters, ranks=1).ranks[0]
+    step = next(x for x in rank_trace.spans if x.phase == "optimizer" and not x.depth)
+    held = [x.held_bytes for x in rank_trace.memory]
+    during = [point.held_bytes for point in rank_trace.memory if point.when_s >= step.began_s]
     before = held[len(held) - len(during) - 1]
-    events = tuple(("compute", operation) for operation in one.operations)
+    events = tuple(("compute", operation) for operation in rank_trace.operations)
     return LayerPass(events, _above(max(during, key=sum, default=before), before))
 
 

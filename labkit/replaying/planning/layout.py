@@ -19,7 +19,7 @@ from labkit.predict.transformer import parameters, step_flops
 
 ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
-MOST_POSITIONS = 16_384  # of a micro-batch
+MAX_POSITIONS = 16_384  # of a micro-batch
 
 Several = int | Iterable[int] | None  # None: all that divide
 Wanted = Mapping[str, tuple[int, ...]]  # empty: all that divide
@@ -143,7 +143,7 @@ def layouts(
     for stage in wanted["zero"]:
         if stage not in ZERO_STAGES:
             raise ValueError(
-                f"zero={stage}: a plan knows {_either(ZERO_STAGES)}. Stages 2 and 3 shard "
+                f"zero={stage}: choose {_either(ZERO_STAGES)}. Stages 2 and 3 shard "
                 "gradients and parameters, which a pipeline needs whole for each of its "
                 "micro-batches"
             )
@@ -153,7 +153,7 @@ def layouts(
     choices = RECOMPUTE if recompute is None else several(recompute)
     for choice in choices:
         if choice not in RECOMPUTE:
-            raise ValueError(f"recompute={choice!r}: a plan knows {' and '.join(RECOMPUTE)}")
+            raise ValueError(f"recompute={choice!r}: choose {' or '.join(RECOMPUTE)}")
     every = [
         replace(layout, zero=stage, sequence=sharded, recompute=choice)
         for layout in of_ranks
@@ -166,8 +166,8 @@ def layouts(
     ]
     if not every:
         raise ValueError(
-            f"sequence=True: {sizes.context} positions divide over none of these tp: "
-            f"{_either(sorted({layout.tp for layout in of_ranks}))}; take another context"
+            f"sequence=True: {sizes.context} positions do not divide over tp "
+            f"{_either(sorted({layout.tp for layout in of_ranks}))}; choose another context"
         )
     return every
 
@@ -181,7 +181,7 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
         if left or not dp or global_batch % dp or dp not in (wanted["dp"] or (dp,)):
             continue
         rows = global_batch // dp
-        few = [b for b in powers_of_two(rows) if b == 1 or b * sizes.context <= MOST_POSITIONS]
+        few = [b for b in powers_of_two(rows) if b == 1 or b * sizes.context <= MAX_POSITIONS]
         for microbatch in wanted["microbatch"] or few:
             if rows % microbatch:
                 continue
@@ -215,7 +215,7 @@ def several(given: Any) -> tuple[Any, ...]:
 def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, ...]:
     numbers = several(given)
     if given is not None and not numbers:
-        raise ValueError(f"{name} has no numbers to choose from; name some, or leave it out")
+        raise ValueError(f"{name} has no values to choose from; give some, or leave it out")
     for number in numbers:
         check_counts(**{name: number})
         if whole % number:
@@ -243,7 +243,7 @@ def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> s
     ]
     return (
         f"no layout of {ranks} ranks: tp must divide {sizes.heads} heads, pp {sizes.depth} blocks, "
-        f"dp times the micro-batch {global_batch} rows, and tp · pp · dp be {ranks}"
+        f"dp times the micro-batch {global_batch} rows, and tp · pp · dp must be {ranks}"
         + (f", with {', '.join(named)}" if named else "")
         + (f"; {' and '.join(str(n) for n in near if n)} ranks would do" if any(near) else "")
     )

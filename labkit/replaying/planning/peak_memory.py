@@ -1,7 +1,7 @@
 """Peak memory of a rank in a layout, from the recordings of its layers.
 
     states        2 + 2 + 12 bytes per parameter, less what ZeRO shards over dp
-    in flight     what layers keep of each micro-batch from its forward to its backward
+    in flight     kept by layers for each micro-batch from its forward to its backward
     working       peak of a layer or the optimizer: the logits, or a recomputed block
     messages      one being sent, and one received early
     tied          ZeRO's shard of a tied embedding's gradient, once more, on both end stages
@@ -78,6 +78,7 @@ def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
 
 @lru_cache(maxsize=1024)
 def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, ...]:
+    """Micro-batches in flight on each stage, in 1F1B or interleaved with several chunks."""
     if chunks == 1:
         return tuple(((0, (min(stages - stage, microbatches) - 1,)),) for stage in range(stages))
     by_stage = []

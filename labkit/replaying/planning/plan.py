@@ -120,7 +120,7 @@ class Plan:
         """The fastest layout for each value of a field, such as "tp" or "microbatch"."""
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
-            raise ValueError(f"{choice!r} is no field of a layout; there are {fields}")
+            raise ValueError(f"{choice!r} is not a field of a layout; choose one of {fields}")
         fastest: dict[Any, StepReport] = {}
         for report in self.reports:  # ranked: the first of each value is the fastest
             fastest.setdefault(getattr(report.layout, choice), report)
@@ -203,7 +203,7 @@ class Plan:
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:
-                raise ValueError(f'its format is {parsed["format"]!r}, and not "{FORMAT}"')
+                raise ValueError(f'its format is {parsed["format"]!r}, not "{FORMAT}"')
             model = {name: x for name, x in parsed["model"].items() if name != "parameters"}
             reports = tuple(
                 StepReport(
@@ -220,5 +220,5 @@ class Plan:
             )
             name, *rest = (parsed[key] for key in ("cluster", "budget_bytes", "took_s"))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"this is no plan that `Plan.to_json` wrote: {error}") from None
+            raise ValueError(f"this is not a plan that `Plan.to_json` wrote: {error}") from None
         return Plan(cluster or find_cluster(name), reports, large, *rest)

@@ -4,11 +4,11 @@
 on 32 to 3,072 A100s of Selene, vocabulary 51,200, sequences of 2,048, full recomputation. As in the
 paper (equation 3), FLOP/s include recomputation.
 
-The step times are the ground truth of vTrain, arXiv 2312.12391 (MIT licence): Megatron-DeepSpeed,
+The step times are the ground truth of vTrain, arXiv 2312.12391 (MIT license): Megatron-DeepSpeed,
 mixed precision, 1F1B, attention that stores its scores, every block recomputed, and by assumption a
 vocabulary of 51,200. calibration.json has them beside labkit's predictions. 3.6B in micro-batches
-of 64 on tp 8, dp 8 took twice as long as its neighbours: it looks like an outlier, and counts in
-every error that labkit states.
+of 64 on tp 8, dp 8 took twice as long as its neighbors: it looks like an outlier, but counts in
+every error that labkit reports.
 """
 
 import json
@@ -41,7 +41,7 @@ class Trained:
     pp: int
     ranks: int
     batch: int  # rows
-    tflops: float  # reached, of each GPU
+    tflops: float  # achieved by each GPU
     microbatch: int
 
     @property
@@ -77,7 +77,7 @@ MODELS: dict[str, Sizes] = {  # as `labkit plan --model` takes them
 def model(name: str) -> Sizes:
     """Raises ValueError, listing the names, for an unknown model."""
     if name not in MODELS:
-        raise ValueError(f"no model {name!r}; there are {', '.join(MODELS)}")
+        raise ValueError(f"no model {name!r}; choose one of {', '.join(MODELS)}")
     return MODELS[name]
 
 

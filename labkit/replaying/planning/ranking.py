@@ -27,7 +27,7 @@ from labkit.replaying.planning.report import StepReport
 from labkit.runtime.progress import slow_progress
 
 DROPOUT_MASKS = "dropout: two masks"  # a step at scale is recorded without dropout
-MOST_BLOCKS = 1 << 20  # of one stage
+MAX_BLOCKS = 1 << 20  # of one stage
 
 Report = Callable[[Sizes, Layout], StepReport]
 
@@ -49,7 +49,7 @@ def plan(
         max_memory_bytes: memory limit of each device; all it has if None.
         constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as for `layouts`.
 
-    Raises ValueError where no layout divides, naming numbers that do, or none fits, by how much.
+    Raises ValueError if no layout divides, with numbers that do, or none fits, with the shortfall.
 
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """
@@ -66,8 +66,8 @@ def plan(
             large.append(TooLarge(bound.layout, report.memory_bytes))
     if not reports:
         raise ValueError(
-            f"no layout fits: {_lowest_peak(sizes, bounds, budget_bytes, report_of)}; take more "
-            "devices, a smaller model, or recompute full and zero 1 if they were left out"
+            f"no layout fits: {_lowest_peak(sizes, bounds, budget_bytes, report_of)}; use more "
+            "devices, a smaller model, or recompute full and zero 1 if you excluded them"
         )
     reports.sort(key=lambda report: (report.step_s, report.peak_bytes))
     large.sort(key=lambda layout: layout.peak_bytes)
@@ -114,7 +114,7 @@ def largest_that_fits(
             held = least_bytes(replace(sizes, depth=layout.pp * blocks), layout, global_batch)
             return sum(held.values()) > budget_bytes
 
-        return bisect_left(range(1, MOST_BLOCKS), True, key=is_too_large)
+        return bisect_left(range(1, MAX_BLOCKS), True, key=is_too_large)
 
     def deepest(layout: Layout, blocks: int) -> StepReport | None:
         at = cache(lambda count: report_of(replace(sizes, depth=layout.pp * count), layout))
@@ -134,7 +134,7 @@ def largest_that_fits(
     if best is None:
         raise ValueError(
             f"not one block of width {sizes.width} for each stage fits into "
-            f"{budget_bytes / 1e9:.1f} GB on {ranks} devices; take a smaller width or vocabulary"
+            f"{budget_bytes / 1e9:.1f} GB on {ranks} devices; choose a smaller width or vocabulary"
         )
     return Fit(best, budget_bytes)
 
@@ -174,7 +174,7 @@ def _devices(cluster: Cluster, gpus: int | None) -> int:
     if gpus is not None and not 1 <= gpus <= cluster.size:
         raise ValueError(
             f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
-            f"{cluster.devices_per_node}); take 1 to {cluster.size}, or another cluster "
+            f"{cluster.devices_per_node}); choose 1 to {cluster.size}, or another cluster "
             "(dataclasses.replace(cluster, nodes=...))"
         )
     return cluster.size if gpus is None else gpus
@@ -188,7 +188,7 @@ def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
     if not 0 < max_memory_bytes <= device.memory_bytes:
         raise ValueError(
             f"max_memory_bytes={max_memory_bytes:g}: {device.name} has {device.memory_bytes:g}; "
-            "take more than 0, and no more than that"
+            "choose more than 0 and no more than the device has"
         )
     return max_memory_bytes
 

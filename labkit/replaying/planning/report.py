@@ -5,8 +5,8 @@
                                            └──────────┘ the largest difference is the reason
 
 The reason names the trade of arXiv 2104.04473 that was lost: collectives between nodes wait for the
-slower wire (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin by
-tp or a small micro-batch run slower (3.4); gradients are sent once per step (3.3).
+slower network (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin
+by tp or a small micro-batch run slower (3.4); gradients are sent once per step (3.3).
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ def cause(best: StepReport, other: StepReport) -> str:
 
 
 def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    """One sentence: why `other` is slower, in numbers of the two reports."""
+    """One sentence: why `other` is slower, with figures of the two reports."""
     if other.layout == best.layout:
         return "the best"
     slower = other.step_s / best.step_s - 1
@@ -73,11 +73,11 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
         more = (other.peak_bytes - best.peak_bytes) / GB
         return f"as fast; a device holds {abs(more):.1f} GB {'more' if more >= 0 else 'less'}"
     reason = _reason(cause(best, other), best, other, cluster)
-    return f"all but as fast: {reason}" if slower <= ALMOST_AS_FAST else reason
+    return f"almost as fast: {reason}" if slower <= ALMOST_AS_FAST else reason
 
 
 def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bool = False) -> str:
-    """One sentence: by how much a layout does not fit, and what takes the most memory."""
+    """One sentence: by how much a layout does not fit, and its largest category of memory."""
     peak, budget = sum(memory_bytes.values()) / GB, budget_bytes / GB
     largest = max(memory_bytes, key=lambda name: memory_bytes[name])
     digits = 1 if f"{peak:.1f}" != f"{budget:.1f}" else 3
@@ -89,7 +89,7 @@ def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bo
 
 def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) -> str:
     layout, node = other.layout, cluster.devices_per_node
-    exposed = f"stand exposed {_share(other, part)} of the step (the best: {_share(best, part)})"
+    exposed = f"are exposed for {_share(other, part)} of the step (best: {_share(best, part)})"
     match part:
         case "compute":
             return _compute_reason(best, other)
@@ -97,12 +97,12 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
             return (
                 f"the optimizer takes {other.optimizer_s * 1e3:,.0f} ms, the best's "
                 f"{best.optimizer_s * 1e3:,.0f}: zero {layout.zero} over dp {layout.dp}, "
-                f"there zero {best.layout.zero} over dp {best.layout.dp}"
+                f"not zero {best.layout.zero} over dp {best.layout.dp}"
             )
         case "bubble":
             return (
-                f"bubble {_share(other, part)}: {_filling(other)} (the best: "
-                f"{_share(best, part)}, {_filling(best)})"
+                f"bubble {_share(other, part)}: {_bubble_terms(other)} (best: "
+                f"{_share(best, part)}, {_bubble_terms(best)})"
             )
         case "tensor" if layout.tp > node >= best.layout.tp and cluster.between is not None:
             return (
@@ -114,8 +114,8 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
         case "data":
             what = f"gradients of dp {layout.dp}"
         case _:
-            pieces = f"{layout.pp * layout.chunks} pieces of the model on " * (layout.chunks > 1)
-            what = f"messages between {pieces}{layout.pp} stages"
+            chunks = f"{layout.pp * layout.chunks} model chunks on " * (layout.chunks > 1)
+            what = f"messages between {chunks}{layout.pp} stages"
     ours, theirs = best.sent_bytes.get(part, 0.0), other.sent_bytes.get(part, 0.0)
     times = theirs / ours if ours else inf
     more = f", {times:.1f} × the best's" if 1.05 < times < inf else ""
@@ -138,13 +138,13 @@ def _compute_reason(best: StepReport, other: StepReport) -> str:
         return f"computes longer: {other.compute_s:.2f} s, the best {best.compute_s:.2f}"
     choices, bests = (f"tp {x.layout.tp} and b {x.layout.microbatch}" for x in (other, best))
     return (
-        f"smaller products: with {choices} they reach {theirs:.0%} of the peak, the "
+        f"smaller matmuls: with {choices} they reach {theirs:.0%} of the peak, the "
         f"best's with {bests} {ours:.0%}"
     )
 
 
-def _filling(report: StepReport) -> str:
-    """The terms of the bubble, (pp - 1) / (m chunks)."""
+def _bubble_terms(report: StepReport) -> str:
+    """The terms of the bubble fraction, (pp - 1) / (m chunks)."""
     layout = report.layout
     count = layout.microbatches(report.global_batch)
     chunks = f" in {layout.chunks} chunks" if layout.chunks > 1 else ""

@@ -1,4 +1,4 @@
-"""The stages of a layout: which layers each has, where its ranks sit, and how long they take.
+"""The stages of a layout: which layers each has, where its ranks are, and how long they take.
 
     GPT of 5 blocks, pp 2           stage 0  embedding, 3 blocks       stage 1  2 blocks, head
     pp 2, 2 chunks: virtual stages  0  embedding, 2 blocks   1  block  2  block   3  block, head
@@ -7,7 +7,7 @@ Chunk c of stage r is virtual stage c p + r.
 
     host        │launch│launch│launch│ ...     does not wait for the device
     computing          ███    ████████████     one operation after the other, none before its launch
-    wire                 [all-reduce of dx]    one collective after the other, on the ranks of tp
+    link                 [all-reduce of dx]    one collective after the other, on the ranks of tp
     exposed                            ▒▒▒     the rank waits for it
 
 A layer begins and ends with nothing in flight, so the seconds of layers add up. A host runs ahead
@@ -75,8 +75,8 @@ def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[Vi
     count = layout.pp * layout.chunks
     if sizes.depth < count:
         raise ValueError(
-            f"{sizes.depth} blocks cannot be dealt out to pp={layout.pp} x chunks={layout.chunks} "
-            f"virtual stages, each has at least one; choose at most {sizes.depth} of them"
+            f"{sizes.depth} blocks are too few for pp={layout.pp} x chunks={layout.chunks} virtual "
+            f"stages of at least one block; choose at most {sizes.depth} virtual stages"
         )
     embedding, block, head = (
         shape_of(kind, sizes, layout, core) for kind in ("embedding", "block", "head")
@@ -142,7 +142,7 @@ def chunk_seconds(costs: Costs, chunk: VirtualStage, groups: Groups) -> StageSec
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):
-        layer = costs.remembered(_layer_seconds, shape, groups)
+        layer = costs.cached(_layer_seconds, shape, groups)
         gradients += [(backward_s + when_s, numel) for when_s, numel in layer.gradients]
         forward_s, backward_s = forward_s + layer.forward_s, backward_s + layer.backward_s
         compute_s, exposed_s = compute_s + layer.compute_s, exposed_s + layer.exposed_s
@@ -163,7 +163,7 @@ def _pass_seconds(
     layer_pass: LayerPass, costs: Costs, groups: Groups
 ) -> tuple[float, float, CompletedGradients]:
     """Seconds computing, seconds exposed, and when each gradient is complete."""
-    compute_s = exposed_s = wire_free_s = launched_s = 0.0
+    compute_s = exposed_s = link_free_s = launched_s = 0.0
     arrives_s: dict[int, float] = {}
     gradients = []
     for kind, record in layer_pass.events:
@@ -173,8 +173,8 @@ def _pass_seconds(
             compute_s = max(compute_s, launched_s - exposed_s) + costs.compute_s(record)
         elif kind == "issue":
             sending = slowest(record.op, record.payload_bytes, costs, groups)
-            wire_free_s = max(now_s, wire_free_s) + sending.seconds
-            arrives_s[id(record)] = wire_free_s + sending.latency_s
+            link_free_s = max(now_s, link_free_s) + sending.seconds
+            arrives_s[id(record)] = link_free_s + sending.latency_s
         elif kind == "wait":
             exposed_s += max(arrives_s[id(record)] - now_s, 0.0)
         else:
@@ -188,7 +188,7 @@ def update_seconds(chunks: Sequence[VirtualStage], costs: Costs, shards: int) ->
     for chunk in chunks:
         for layer, count in chunk.recorded():
             parameters = tuple(layer.gradients)
-            seconds += count * costs.remembered(_layer_update_seconds, parameters, shards)
+            seconds += count * costs.cached(_layer_update_seconds, parameters, shards)
     return seconds
 
 

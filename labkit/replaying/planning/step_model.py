@@ -6,7 +6,7 @@
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 
-Buckets leave as soon as they are full and the wire is free; the all-gather of updated parameters
+Buckets leave as soon as they are full and the link is free; the all-gather of updated parameters
 overlaps nothing. A message waits neither for its receiver nor for earlier messages. With
 scatter/gather each of tp ranks sends one shard, and the receivers all-gather them (arXiv
 2104.04473, section 4.1).
@@ -63,10 +63,7 @@ class StepModel:
         # The chunks of each stage, and their seconds.
         self.stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
         self.chunks = [
-            [
-                self.costs.remembered(chunk_seconds, chunk, self.groups("tp", stage))
-                for chunk in chunks
-            ]
+            [self.costs.cached(chunk_seconds, chunk, self.groups("tp", stage)) for chunk in chunks]
             for stage, chunks in enumerate(self.stages)
         ]
         # The stages that all-reduce the gradient of a tied embedding, and its bytes on one rank:
@@ -115,8 +112,8 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
         )
     if layout.ranks > cluster.size:
         raise ValueError(
-            f"{layout.in_words} takes {layout.ranks:,} ranks, and {cluster.title} has "
-            f"{cluster.size:,}; dataclasses.replace(cluster, nodes=...) has more"
+            f"{layout.in_words} needs {layout.ranks:,} ranks, but {cluster.title} has "
+            f"{cluster.size:,}; add nodes with dataclasses.replace(cluster, nodes=...)"
         )
     if layout.chunks > 1 and (layout.pp == 1 or layout.microbatches(global_batch) % layout.pp):
         raise ValueError(
@@ -135,8 +132,8 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
         )
     if layout.zero not in ZERO_STAGES:
         raise ValueError(
-            f"zero={layout.zero}: here are 0 (DDP) and 1; stages 2 and 3 send for each micro-batch "
-            "again (labkit.predict.bytes_by_axis counts that)"
+            f"zero={layout.zero}: choose 0 (DDP) or 1; stages 2 and 3 communicate in every "
+            "micro-batch (labkit.predict.bytes_by_axis counts that)"
         )
     if layout.recompute not in RECOMPUTE:
         raise ValueError(f"recompute={layout.recompute!r}: choose 'none' or 'full'")

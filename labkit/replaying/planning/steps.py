@@ -137,8 +137,8 @@ def step_trace(
 def _collectives(
     sent: Sequence[Sent], stage: int, first: Sequence[int], layout: Layout, over_s: float
 ) -> Iterator[CommEvent]:
-    """The buckets on the wire; the stage waits for the last of each kind. `first`: the first rank
-    of each stage; `over_s`: the end of its last backward."""
+    """The transfers of the buckets; the stage waits for the last of each kind. `first`: the first
+    rank of each stage; `over_s`: the end of its last backward."""
     replicas = tuple(first[stage] + k * layout.tp for k in range(layout.dp))
     for seq, bucket in enumerate(sent, start=1):
         ranks, group, number = replicas, f"data {stage}", seq

@@ -6,10 +6,10 @@ The table (table.json) was measured once and says how. Overrides, the first matc
     comm.all_reduce(x, algorithm="tree")                      for one call
     LABKIT_ALGO="all_reduce:tree,broadcast:chain"             for a process; read at the first use
                                                               of a group, as NCCL reads NCCL_ALGO
-    LABKIT_TABLE="my/table.json"                              another table, of your own link:
+    LABKIT_TABLE="my/table.json"                              another table, for your own link:
                                                               labkit bench collectives --fit
 
-All ranks must choose alike. `comm.explain("all_reduce", nbytes)` reports the choice and its reason.
+All ranks must choose the same. `comm.explain("all_reduce", nbytes)` reports choice and reason.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Row:
 
 
 class Chooser:
-    """For groups of `size` ranks. Raises ValueError for an invalid LABKIT_ALGO or LABKIT_TABLE."""
+    """Chooses for `size` ranks. Raises ValueError for an invalid LABKIT_ALGO or LABKIT_TABLE."""
 
     def __init__(self, size: int, table: Mapping[str, Any] | None = None):
         self._size = size
@@ -62,28 +62,28 @@ class Chooser:
         self._rows = {collective: self._rows_of(collective) for collective in ALGORITHMS}
         self.forced = overrides(os.environ.get(VARIABLE, ""))
 
-    def choose(self, collective: str, nbytes: int, own_can: bool = False, asked: str = "") -> str:
-        """The name of the algorithm for `nbytes` (of all chunks together). `own_can`: gloo's own
+    def choose(self, collective: str, nbytes: int, gloo_can: bool = False, asked: str = "") -> str:
+        """The name of the algorithm for `nbytes` (of all chunks together). `gloo_can`: gloo's own
         serves this dtype and reduction. Raises ValueError if the algorithm `asked` cannot serve."""
         if asked:
-            if problem := self._problem(collective, asked, own_can):
+            if problem := self._problem(collective, asked, gloo_can):
                 raise ValueError(problem)
             return asked
         forced = self.forced.get(collective)
-        if forced is not None and not self._problem(collective, forced, own_can):
+        if forced is not None and not self._problem(collective, forced, gloo_can):
             return forced
         row = self._row(collective, nbytes)
-        return row.algorithm if row.algorithm != GLOO or own_can else row.otherwise
+        return row.algorithm if row.algorithm != GLOO or gloo_can else row.otherwise
 
     def explain(
-        self, collective: str, nbytes: int, own_can: bool = False, asked: str = ""
+        self, collective: str, nbytes: int, gloo_can: bool = False, asked: str = ""
     ) -> Choice:
         """Like `choose`, with the reason."""
         if collective not in ALGORITHMS:
             raise ValueError(
                 f"{collective!r} is not a collective; choose one of {', '.join(ALGORITHMS)}"
             )
-        name, forced = self.choose(collective, nbytes, own_can, asked), self.forced.get(collective)
+        name, forced = self.choose(collective, nbytes, gloo_can, asked), self.forced.get(collective)
         if asked:
             return Choice(collective, name, "the call asks for it")
         if name == forced:
@@ -94,9 +94,9 @@ class Chooser:
         if row.from_bytes or above:
             why += f" from {row.from_bytes}" + (f" to {above - 1}" if above else " bytes on")
         if name != row.algorithm:
-            why += f", which cannot serve here: {name} in its stead"
+            why += f", which cannot serve here, so {name} is used"
         if forced is not None:
-            problem = self._problem(collective, forced, own_can)
+            problem = self._problem(collective, forced, gloo_can)
             why += f" ({VARIABLE} asks for {forced}, but {problem})"
         return Choice(collective, name, f"{why}. The table: {self._table['source']}")
 
@@ -113,23 +113,23 @@ class Chooser:
         nearest = max((size for size in sizes if size <= self._size), default=min(sizes))
         rows = [Row(**row) for row in by_size[str(nearest)]]
         for i, row in enumerate(rows):
-            if self._problem(collective, row.algorithm, own_can=True):
+            if self._problem(collective, row.algorithm, gloo_can=True):
                 rows[i] = Row(row.from_bytes, row.otherwise)
         return sorted(rows, key=lambda row: row.from_bytes, reverse=True)
 
-    def _problem(self, collective: str, name: str, own_can: bool) -> str:
+    def _problem(self, collective: str, name: str, gloo_can: bool) -> str:
         """Why the algorithm cannot serve; empty if it can."""
         if name == GLOO and collective == "all_reduce":
-            if own_can:
+            if gloo_can:
                 return ""
             return (
-                "gloo's own all-reduce serves float32 and float64, no mean and no modelled wire; "
-                "take 'ring', which is the same"
+                "gloo's own all-reduce has only float32 and float64, no mean and no modeled link; "
+                "use 'ring', the same algorithm"
             )
         check_name(collective, name)
         if (collective, name) in POWERS_OF_TWO_ONLY and self._size & (self._size - 1):
             return (
-                f"{collective} by {name} needs a power of two of ranks, not {self._size}; "
+                f"{collective} by {name} needs a power of two ranks, not {self._size}; "
                 f"choose one of {', '.join(n for n in names(collective) if n != name)}"
             )
         return ""
@@ -175,16 +175,13 @@ def present_table() -> dict[str, Any]:
 def table_note() -> dict[str, str]:
     """The table in use, for a run's notes: its file, the SHA-256 of its text, its source."""
     path = os.environ.get(TABLE_VARIABLE, "")
+    file = path or f"labkit/runtime/transports/{TABLE.name}"
     try:
         digest = hashlib.sha256(Path(path or TABLE).read_bytes()).hexdigest()
         source = (read_table(path) if path else stored_table())["source"]
-    except (OSError, ValueError) as error:  # the first collective will raise it; a note must not
+    except (OSError, ValueError) as error:  # the first collective raises it
         digest, source = "", str(error)
-    return {
-        "file": path or f"labkit/runtime/transports/{TABLE.name}",
-        "sha256": digest,
-        "source": source,
-    }
+    return {"file": file, "sha256": digest, "source": source}
 
 
 @cache
@@ -194,7 +191,7 @@ def stored_table() -> dict[str, Any]:
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
-    """Read and validate a table. Raises ValueError, stating what is wrong with the file."""
+    """Read and validate a table. Raises ValueError with the problem of an invalid file."""
     try:
         table = json.loads(read_file(path))
         if problem := _problem_of(table):
@@ -202,21 +199,21 @@ def read_table(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a table of algorithms: {brief(error)}. Write one with labkit bench "
-            f"collectives --fit --table FILE, or unset {TABLE_VARIABLE} to have labkit's own"
+            f"collectives --fit --table FILE, or unset {TABLE_VARIABLE} to use labkit's own"
         ) from None
     return dict(table)
 
 
 def _problem_of(table: Any) -> str:
-    """What is wrong with a table; empty if it serves every collective on any number of ranks."""
+    """The problem of a table; empty if it serves every collective on any number of ranks."""
     if not isinstance(table, dict) or not isinstance(table.get("source"), str):
-        return "it does not say its source"
+        return "its source is missing"
     for collective in ALGORITHMS:
         by_size = table.get(collective)
         if not isinstance(by_size, dict) or not by_size:
-            return f"it has nothing for {collective}"
+            return f"{collective} is missing"
         if not all(size.isdecimal() and isinstance(by_size[size], list) for size in by_size):
-            return f"{collective}: numbers of ranks, with a list of rows for each, were expected"
+            return f"{collective} must map numbers of ranks to lists of rows"
         sizes = sorted(map(int, by_size))
         for size, above in zip(sizes, [*sizes[1:], 2 * sizes[-1] + 2]):
             served = range(1 if size == sizes[0] else size, above)
@@ -230,10 +227,10 @@ def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
     try:
         table_rows = [Row(**row) for row in rows]
     except TypeError:
-        return "a row has from_bytes, algorithm and, where that cannot serve, otherwise"
+        return "a row needs from_bytes, algorithm and, where that cannot serve, otherwise"
     begins = [row.from_bytes for row in table_rows]
     if 0 not in begins or not all(type(begin) is int and begin >= 0 for begin in begins):
-        return "from_bytes are whole numbers of bytes, and one of them is 0"
+        return "from_bytes must be whole numbers of bytes, one of them 0"
     limited = set(EQUAL_SIZES_ONLY)
     if any(n & (n - 1) for n in served):
         limited |= POWERS_OF_TWO_ONLY
@@ -242,5 +239,5 @@ def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
         check_name(collective, row.algorithm)
         check_name(collective, last)
         if last == GLOO or (collective, last) in limited:
-            return f"{last} cannot serve all calls; say what does, in `otherwise`"
+            return f"{last} cannot serve all calls; name an algorithm that can in `otherwise`"
     return ""

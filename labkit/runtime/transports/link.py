@@ -1,10 +1,10 @@
-"""A modelled wire: real bytes, delivered no sooner than a wire of this speed would deliver them.
+"""A modeled link: real bytes, delivered no sooner than a link of this speed would deliver them.
 
 Ranks on a laptop share the cores that also carry their messages, so a slow network and its overlap
-with computation cannot be seen. A `Link` makes them visible: each rank gets one outgoing wire; a
+with computation cannot be seen. A `Link` makes them visible: each rank gets one outgoing link; a
 message occupies it for bytes / bandwidth and arrives one latency later. Only sending is limited: a
 real network card would also limit the bytes that arrive from many ranks at once. `TwoLevel` models
-a cluster: fast wires inside nodes, slow ones between them. Plots of such runs are labelled "paced".
+a cluster: fast links inside nodes, slow ones between them. Plots of such runs are labeled "paced".
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A wire out of each rank: `gbps` gigabits (1e9 bits) per second, `latency_us` microseconds.
+    """A link out of each rank: `gbps` gigabits (1e9 bits) per second, `latency_us` microseconds.
 
     >>> Link(gbps=8).seconds(1_000_000_000)
     1.0
@@ -30,22 +30,22 @@ class Link:
             raise ValueError(f"Link(latency_us={self.latency_us}): choose a latency of 0 or more")
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds for which a message of `nbytes` occupies the wire, without the latency."""
+        """Seconds for which a message of `nbytes` occupies the link, without the latency."""
         return nbytes * 8 / (self.gbps * 1e9)
 
     def joining(self, one: int, other: int) -> "Link":
-        """The wire from global rank `one` to `other`: here the same for all."""
+        """The link from global rank `one` to `other`: here the same for all."""
         return self
 
     def level(self, one: int, other: int) -> str:
-        """The name of that wire's level: here there is only one."""
+        """The name of that link's level: here there is only one."""
         return ""
 
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """The wires of a cluster: `inside` each node of `ranks_per_node` adjacent global ranks,
-    `between` nodes. Each rank has one independent outgoing wire of each kind, as each GPU of a DGX
+    """The links of a cluster: `inside` each node of `ranks_per_node` adjacent global ranks,
+    `between` nodes. Each rank has one independent outgoing link of each kind, as each GPU of a DGX
     has.
 
     >>> TwoLevel(inside=Link(gbps=100), between=Link(gbps=10), ranks_per_node=2).joining(1, 2)
@@ -63,10 +63,10 @@ class TwoLevel:
             )
 
     def joining(self, one: int, other: int) -> Link:
-        """The wire from global rank `one` to `other`."""
+        """The link from global rank `one` to `other`."""
         return self.inside if self.level(one, other) == "inside" else self.between
 
     def level(self, one: int, other: int) -> str:
-        """The level of that wire, "inside" or "between" nodes."""
+        """The level of that link, "inside" or "between" nodes."""
         same = one // self.ranks_per_node == other // self.ranks_per_node
         return "inside" if same else "between"

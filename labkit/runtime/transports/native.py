@@ -10,11 +10,11 @@ import torch.distributed as dist
 from labkit.comm.collectives.steps import Chunks
 from labkit.runtime.transports.chooser import Choice
 from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, share_memory
-from labkit.runtime.transports.wire import LaneWork, Work, living
+from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 
 
 class Native(Transport):
-    """torch.distributed's own collectives, for NCCL. Events have the formula's bytes."""
+    """torch.distributed's own collectives, for NCCL. Events have the bytes of the formulas."""
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -25,8 +25,8 @@ class Native(Transport):
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         if asked not in ("", self.name):
             raise ValueError(
-                f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, by its "
-                "own environment variable (NCCL_ALGO); leave `algorithm` out, or use a gloo group"
+                f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, or by "
+                "NCCL_ALGO; leave `algorithm` out, or use a gloo group"
             )
         return self, self.name
 
@@ -36,7 +36,7 @@ class Native(Transport):
 
     @property
     def group(self) -> Any:
-        return living(self._group)
+        return dereferenced(self._group)
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> Work:
         return dist.all_reduce(x, _torch_op(op), group=self.group, async_op=True)
@@ -88,7 +88,7 @@ class Native(Transport):
 
 
 class All:
-    """Several works as one, without a count of bytes: events have the formula's."""
+    """Several works as one, without a byte count: events have the bytes of the formulas."""
 
     def __init__(self, works: Sequence[Any]):
         self._works = works
@@ -102,7 +102,7 @@ class All:
 
 
 class Nothing(Transport):
-    """Fake communication, for worlds on paper: operations end at once and move nothing."""
+    """Fake communication, for dry runs: operations end at once and move nothing."""
 
     name = "fake"
 
@@ -110,7 +110,7 @@ class Nothing(Transport):
         return self, asked
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        return Choice(collective, "nothing", "a world on paper moves no byte")
+        return Choice(collective, "nothing", "a dry run moves no bytes")
 
     def _done(self, *_: Any, **__: Any) -> Work:
         return LaneWork(lambda: 0).run()

@@ -1,7 +1,7 @@
 """The transports of a communicator, which move the bytes.
 
-    SendReceive   the readable algorithms over a wire (any group with a modelled `Link`), and on
-                  gloo's own wire also gloo's all-reduce of fp32 and fp64
+    SendReceive   the readable algorithms over messages (any group with a modeled `Link`); without
+                  a link also gloo's all-reduce of fp32 and fp64
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)
@@ -20,7 +20,7 @@ from labkit.comm.collectives.steps import Algorithm, Chunks, Reduction, run
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.chooser import GLOO, Choice, Chooser
 from labkit.runtime.transports.native import Native
-from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, apart, share_memory
+from labkit.runtime.transports.transport import Call, Chosen, Kind, Transport, private, share_memory
 from labkit.runtime.transports.wire import Lane, LaneWork, Posted, Wire, Work
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -130,7 +130,7 @@ class SendReceive(Transport):
         algorithm = ALGORITHMS["all_to_all"][call.algorithm]
         return self._start(
             call,
-            lambda: algorithm(self.wire, outs, [apart(x, *outs) for x in ins], call.tag),
+            lambda: algorithm(self.wire, outs, [private(x, *outs) for x in ins], call.tag),
         )
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
@@ -138,7 +138,7 @@ class SendReceive(Transport):
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
         algorithm = ALGORITHMS["ring_exchange"][call.algorithm]
-        return self._start(call, lambda: algorithm(self.wire, out, apart(x, out), call.tag))
+        return self._start(call, lambda: algorithm(self.wire, out, private(x, out), call.tag))
 
     def send(self, x: torch.Tensor, peer: int, call: Call) -> Work:
         return Posted(self.wire.isend(x, peer, call.tag))
@@ -152,5 +152,5 @@ def _check_sizes(collective: str, chunks: Sequence[torch.Tensor] | None, algorit
     if (collective, algorithm) in EQUAL_SIZES_ONLY and len(set(sizes)) > 1:
         raise ValueError(
             f"{collective} by {algorithm} needs one size on all ranks, not {sizes}: the ranks in "
-            "between must know how many elements come; take 'flat'"
+            "between must know how many elements arrive; use 'flat'"
         )

@@ -59,7 +59,7 @@ class Transport(Protocol):
     def receive(self, x: torch.Tensor, peer: int, call: Call) -> Work: ...
 
 
-def apart(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+def private(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy if it may overlap with one of the others."""
     return x.clone() if share_memory(x, *others) else x
 

@@ -40,15 +40,15 @@ class Wire:
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to rank `peer` of the group; do not modify `x` before the work is done."""
-        return living(self._group).send([as_bytes(x)], peer, tag)
+        return dereferenced(self._group).send([as_bytes(x)], peer, tag)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         """Post `x` to be filled with the next message from `peer` under `tag`."""
-        return living(self._group).recv([as_bytes(x)], peer, tag)
+        return dereferenced(self._group).recv([as_bytes(x)], peer, tag)
 
 
 class PacedWire(Wire):
-    """Messages over the process's one modelled wire of speed `link`, or one for each level."""
+    """Messages over the process's one modeled link of speed `link`, or one for each level."""
 
     def __init__(self, group: Any, link: Link | TwoLevel):
         super().__init__(group)
@@ -69,7 +69,7 @@ class PacedWire(Wire):
 
 
 class Outgoing:
-    """The modelled wire out of this process: messages of all groups pass one after another."""
+    """The modeled link out of this process: messages of all groups pass one after another."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -92,19 +92,19 @@ class Outgoing:
             return Departing(self._lane.put(LaneWork(deliver)))
 
 
-# The wires of this process, by level and speed: two levels of one speed are still two wires.
+# The links of this process, by level and speed: two levels of one speed are still two links.
 _outgoing: dict[tuple[str, Link], Outgoing] = {}
 _outgoing_lock = threading.Lock()
 
 
 def paced_bytes(link: Link) -> int:
-    """Bytes that this process has sent so far over its modelled wires of the speed of `link`."""
+    """Bytes that this process has sent so far over its modeled links of the speed of `link`."""
     with _outgoing_lock:
         return sum(out.sent_bytes for (_, speed), out in _outgoing.items() if speed == link)
 
 
 class Departing:
-    """A message that waits for its turn on the modelled wire and is then posted."""
+    """A message that waits for its turn on the modeled link and is then posted."""
 
     def __init__(self, lane_work: "LaneWork"):
         self._lane_work = lane_work
@@ -201,19 +201,19 @@ class LaneWork:
         return not self._pending.locked()
 
 
-def living(group: "ref[Any]") -> Any:
+def dereferenced(group: "ref[Any]") -> Any:
     """The process group; a weak reference lets it close its sockets when it is destroyed."""
     process_group = group()
     if process_group is None:
-        raise RuntimeError("its process group was destroyed; make a new Comm")
+        raise RuntimeError("the process group was destroyed; create a new Comm")
     return process_group
 
 
 def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[list[int]]:
     """The ranks of a group on each machine, counted inside the group. Ranks per machine are
     `per_node`, or torchrun's LOCAL_WORLD_SIZE; without either, all ranks are on one machine."""
-    everyone = len(global_ranks) + max(global_ranks)
-    per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or everyone)
+    above_all = len(global_ranks) + max(global_ranks)
+    per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or above_all)
     ranks = range(len(global_ranks))
     return [list(node) for _, node in groupby(ranks, lambda rank: global_ranks[rank] // per_node)]
 

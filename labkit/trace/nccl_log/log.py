@@ -74,10 +74,10 @@ class Communicator:
             hosts.setdefault(self.ranks[rank].host, []).append(rank)
         return hosts
 
-    def same_node(self, one: int, other: int) -> bool:
+    def same_node(self, first: int, second: int) -> bool:
         """Whether both ranks are on one host; False if a rank's host is unknown."""
-        both = one in self.ranks and other in self.ranks
-        return both and self.ranks[one].host == self.ranks[other].host
+        both = first in self.ranks and second in self.ranks
+        return both and self.ranks[first].host == self.ranks[second].host
 
     def over(self, source: int, target: int, channel: int | None = None) -> Connection | None:
         """The connection from `source` to `target` (on any `channel` if None), or None."""
@@ -104,7 +104,7 @@ def alike(graphs: Mapping[int, Hashable]) -> list[list[int]]:
 class NcclLog:
     """The contents of a log. `lines` counts NCCL's lines, `understood` the parsed ones."""
 
-    versions: list[str] = field(default_factory=list)  # one, unless ranks differ
+    versions: list[str] = field(default_factory=list)  # several if ranks differ
     networks: list[str] = field(default_factory=list)  # the chosen ones: "IB", "Socket", a plugin's
     cards: dict[str, list[str]] = field(default_factory=dict)  # host -> "mlx5_0:1/IB" or "eth0"
     settings: dict[str, str] = field(default_factory=dict)  # NCCL_... variables that are set

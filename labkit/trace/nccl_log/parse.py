@@ -27,7 +27,7 @@ INIT = re.compile(
     r"(?: parent (?P<parent>\S+)(?: (?:split|child)Count (?P<nth>\d+))? color (?P<color>-?\d+))?"
     r"(?:.*?commId (?P<id>\w+))?.*Init (?P<state>START|COMPLETE)"
 )
-NAMES_ITS_COMM = re.compile(r" comm (0x\w+)")
+COMM_POINTER = re.compile(r" comm (0x\w+)")
 RING = re.compile(r"Channel (\d+)/(\d+) :((?: +\d+)+)\s*$")
 CONNECTION = re.compile(
     r"(?:Channel|Ring) (?P<channel>\d+)(?:/\d+)? : (?P<source>\d+)(?:\[\w+\])? -> "
@@ -130,7 +130,7 @@ class _Communicators:
         if name is None:
             name = self._of_process.get(line.group("host", "pid", "device"), "")
             name = self._of_thread.get(line.group("host", "pid", "tid"), name)
-            if named := NAMES_ITS_COMM.search(line["text"]):
+            if named := COMM_POINTER.search(line["text"]):
                 name = self._name_at.get((line["host"], line["pid"], named[1]), name)
         return self.by_name.setdefault(name, Communicator(name))
 

@@ -9,30 +9,30 @@ from labkit.foreign import markup
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog
 from labkit.trace.nccl_log.log import alike
 
-MOST_SHOWN = 4  # warnings, hosts or rings
+MAX_SHOWN = 4  # warnings, hosts or rings
 
 
 def table(log: NcclLog, name: str = "NCCL log") -> Table:
     """Summarize the log's largest communicator. Raises ValueError for a log without one."""
     group = log.main
     rows = [
-        ("NCCL", log.version or "not said"),
+        ("NCCL", log.version or "not logged"),
         ("ranks", _ranks(group)),
-        ("network", ", ".join(log.networks) or "not said"),
+        ("network", ", ".join(log.networks) or "not logged"),
         *(("cards", f"{host}: {', '.join(cards)}") for host, cards in sorted(log.cards.items())),
-        ("channels", str(group.channels or "not said")),
+        ("channels", str(group.channels or "not logged")),
     ]
-    for channels in alike(group.rings)[:MOST_SHOWN]:
+    for channels in alike(group.rings)[:MAX_SHOWN]:
         ring = group.rings[channels[0]]
         rows.append(("ring", f"{_some(ring, ' ')}  (channel {_some(channels)})"))
     for title, inside in (("inside nodes", True), ("between nodes", False)):
         for kind, count in kinds(group, inside).most_common():
             rows.append((title, f"{kind}, {count} connections"))
     settings = ", ".join(f"{name}={value}" for name, value in log.settings.items())
-    rows.append(("settings", settings or "none said"))
+    rows.append(("settings", settings or "none logged"))
     if others := [str(other.size) for other in log.communicators[1:]]:
         rows.append(("others", f"{len(others)} communicators, of {', '.join(others)} ranks"))
-    rows += [("[red]look here[/]", remark) for remark in remarks(log)]
+    rows += [("[red]problem[/]", remark) for remark in remarks(log)]
     shown = Table(show_header=False, title=markup(name), title_justify="left")
     for left, right in rows:
         shown.add_row(left, markup(right))
@@ -42,14 +42,14 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
 def remarks(log: NcclLog) -> list[str]:
     """A sentence for each common cause of slow or failing NCCL that the log shows.
     Source: NCCL's documentation, "Troubleshooting" and "Environment Variables"."""
-    group, more = log.main, len(log.warnings) - MOST_SHOWN
+    group, more = log.main, len(log.warnings) - MAX_SHOWN
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
     late = [number for number, rank in sorted(group.ranks.items()) if not rank.ready]
     unseen = [rank for rank in range(group.size) if rank not in group.ranks]
     network = any(kind.startswith("NET") for kind in between)  # NVLink between nodes needs no card
     direct = any(link.gpu_direct for link in group.connections)
     sentences = [
-        (more > 0, f"{more} warnings more: search the log for NCCL WARN"),
+        (more > 0, f"{more} more warnings: search the log for NCCL WARN"),
         (
             len({version.split("+")[0] for version in log.versions}) > 1,
             f"NCCL has different versions ({log.version}): all ranks of a job need the same; do "
@@ -59,16 +59,16 @@ def remarks(log: NcclLog) -> list[str]:
         (
             unseen,
             f"no start-up line from ranks {_some(unseen)}: is this the output of all nodes, or did "
-            "they never get that far?",
+            "they fail before that?",
         ),
         (
             "SHM" in inside,
-            "GPUs of one node talk through host memory (SHM), not directly (P2P): is "
-            "NCCL_P2P_DISABLE set, or does the machine's PCIe not allow it?",
+            "GPUs of one node communicate through host memory (SHM), not directly (P2P): is "
+            "NCCL_P2P_DISABLE set, or does the machine's PCIe not support it?",
         ),
         (
             "NET/Socket" in between,
-            "nodes talk over plain TCP (NET/Socket): where there is InfiniBand or RoCE, is its "
+            "nodes communicate over plain TCP (NET/Socket): if there is InfiniBand or RoCE, is its "
             "driver in the container, and is NCCL_IB_DISABLE unset?",
         ),
         (
@@ -77,7 +77,7 @@ def remarks(log: NcclLog) -> list[str]:
             "memory; is the nvidia-peermem module loaded?",
         ),
     ]
-    warnings = [f"a warning of {warning}" for warning in log.warnings[:MOST_SHOWN]]
+    warnings = [f"a warning of {warning}" for warning in log.warnings[:MAX_SHOWN]]
     return warnings + [sentence for applies, sentence in sentences if applies]
 
 
@@ -99,8 +99,8 @@ def kinds(group: Communicator, inside: bool) -> "Counter[str]":
 
 def _ranks(group: Communicator) -> str:
     hosts = [f"{host}: {_some(ranks)}" for host, ranks in group.hosts().items()]
-    more = f", and {len(hosts) - MOST_SHOWN} hosts more" if len(hosts) > MOST_SHOWN else ""
-    return f"{group.size} ({'; '.join(hosts[:MOST_SHOWN])}{more})" if group.size else "not said"
+    more = f", and {len(hosts) - MAX_SHOWN} more hosts" if len(hosts) > MAX_SHOWN else ""
+    return f"{group.size} ({'; '.join(hosts[:MAX_SHOWN])}{more})" if group.size else "not logged"
 
 
 def _some(numbers: Sequence[int], between: str = ", ") -> str:

@@ -6,12 +6,12 @@ span, and enters each new storage (which many tensors may share) in a ledger unt
     parameters              of modules, also those that a strategy holds beside a module's
     gradients               storages of `.grad`, hence also buckets; an optimizer's
                             `gradient_pieces()`
-    optimizer state         moments, and copies of parameters that the optimizer steps on
+    optimizer state         moments, and parameter copies that the optimizer updates
     activations             made in forward and not yet freed
     communication buffers   made inside the communicator
     other                   made in backward or by the optimizer; batches; module buffers
 
-Recording costs more than the step itself: such a step is for counting, never for timing.
+Recording costs more than the step itself: use this step for counting, never for timing.
 """
 
 import gc
@@ -37,7 +37,7 @@ from labkit.trace.recording.spans import Spans
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
 FREEING = ("backward", "optimizer")  # phases that make no activations
-ASKS_DEVICE = torch.ops.prim.device.default  # a frequent query on fake tensors
+QUERY_DEVICE = torch.ops.prim.device.default  # a frequent query on fake tensors
 
 
 class Ledger:
@@ -60,8 +60,8 @@ class Ledger:
                     return
                 self._sums[was] -= nbytes
             nbytes = storage.nbytes()
-            death = weakref.ref(storage, lambda ref: self._leave(key, ref))
-            self._held[key] = (death, category, nbytes)
+            watcher = weakref.ref(storage, lambda ref: self._leave(key, ref))
+            self._held[key] = (watcher, category, nbytes)
             self._sums[category] += nbytes
             self._changed(tuple(self._sums))
 
@@ -96,7 +96,7 @@ class Detail:
         self._ledger = Ledger(self._changed)
         self._modules: list[nn.Module] = []
         self._in_place = ExitStack()  # hooks and patches that end with the step
-        self._known: set[int] = set()  # parameters with a hook, which keeps them alive
+        self._tracked: set[int] = set()  # parameters with a hook, which keeps them alive
         self._communicating = threading.local()
         self._thread = threading.get_ident()
         self._counting = False
@@ -104,7 +104,7 @@ class Detail:
     def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
         """Enter existing tensors, and start counting."""
         for module in modules:
-            self.met(module)
+            self.add_module(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
         gc.collect()  # cyclic garbage of an earlier run is not held memory
@@ -114,10 +114,10 @@ class Detail:
             if not isinstance(x, nn.Parameter):
                 self._enter(x, OTHER)
             elif not self._ledger.has(x, OPTIMIZER):  # a master copy is a Parameter, too
-                self._know(x)
+                self._track(x)
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_measure(storage: Any, size: int) -> Any:  # no operation: modes do not see it
+        def resize_and_measure(storage: Any, size: int) -> Any:  # modes do not see it
             resized = resize(storage, size)
             self._ledger.measure_again(only=storage)
             return resized
@@ -133,18 +133,18 @@ class Detail:
         self._counting = False
         self._in_place.close()
 
-    def met(self, root: nn.Module) -> None:
+    def add_module(self, root: nn.Module) -> None:
         """Enter the parameters of a module, and keep it alive."""
         if not any(root is module for module in self._modules):
             self._modules.append(root)
             for parameter in root.parameters():
-                self._know(parameter)
+                self._track(parameter)
 
-    def _know(self, parameter: torch.Tensor) -> None:
+    def _track(self, parameter: torch.Tensor) -> None:
         self._enter(parameter, PARAMETERS, move=True)
         self._on_grad_ready(parameter)
-        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
-            self._known.add(id(parameter))
+        if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._tracked:
+            self._tracked.add(id(parameter))
             # torch's own method: a ZeRO-3 shard refuses hooks that would never be called
             hook = torch.Tensor.register_post_accumulate_grad_hook(parameter, self._on_grad_ready)
             self._in_place.callback(hook.remove)
@@ -214,9 +214,9 @@ class _Mode(DispatchMode):
         self._detail = detail
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_DEVICE:
+        if func is QUERY_DEVICE:
             return args[0].device
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":  # those only query tensors
+        if func.namespace != "prim":  # these only query tensors
             self._detail.count(func, args, kwargs or {}, out)
         return out

@@ -4,7 +4,7 @@
     movement = watch_collective(world, "all_reduce", my_function)  # yours: my_function(comm, x)
     plot.movement(movement)
 
-The ranks move numbers with decodable sums (labkit/trace/movement.py). A send copies its data at
+The ranks move integers with decodable sums (labkit/trace/movement.py). A send copies its data at
 once, and a receive writes its data when it is waited for: every run gives the same picture.
 """
 
@@ -21,7 +21,7 @@ from labkit.comm.collectives import ALGORITHMS, POWERS_OF_TWO_ONLY
 from labkit.comm.collectives.steps import STREAM, Algorithm, run
 from labkit.events import ranks_in_words
 from labkit.runtime.transports.wire import Wire, Work
-from labkit.trace.movement import MOST_RANKS, Key, Kind, Movement, Note, Sent, movement_of, number
+from labkit.trace.movement import MAX_RANKS, Key, Kind, Movement, Note, Sent, movement_of, number
 
 Student = Callable[[Any, torch.Tensor], object]
 WATCHED = (
@@ -49,7 +49,7 @@ def watch_collective(
     Args:
         world: 2 to 8 ranks, `World(n, backend="gloo")`.
         collective: decides the initial contents. "all_reduce", "reduce_scatter", "reduce": each
-            rank's number in every chunk; "all_gather", "gather": in chunk `rank` only;
+            rank's integer in every chunk; "all_gather", "gather": in chunk `rank` only;
             "broadcast", "scatter": in every chunk, on `root` only.
         algorithm: a name, as "ring" or "tree", or a function of (comm, x) that works in place with
             `comm.send`, `recv`, `isend` and `irecv`. `x` is int64, one element (a chunk) per rank.
@@ -61,9 +61,9 @@ def watch_collective(
     size = world.size
     if collective not in WATCHED:
         raise ValueError(f"{collective!r} cannot be watched; choose one of {', '.join(WATCHED)}")
-    if not 2 <= size <= MOST_RANKS:
+    if not 2 <= size <= MAX_RANKS:
         raise ValueError(
-            f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MOST_RANKS}"
+            f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MAX_RANKS}"
         )
     available = [
         name
@@ -80,8 +80,8 @@ def watch_collective(
     movement = movement_of(f"{collective} by {by}", logs)
     if not movement.frames:
         raise ValueError(
-            f"{by} sent nothing through comm.send or comm.isend: there is nothing to see. Only "
-            "messages are watched, no ready collectives"
+            f"{by} sent nothing through comm.send or comm.isend; build it from messages, as "
+            "ready-made collectives are not watched"
         )
     return movement
 
@@ -180,11 +180,11 @@ class WatchedComm:
         return key
 
     def _contents(self, x: torch.Tensor) -> Sent:
-        """The numbers in `x` with their places in the buffer; None outside the buffer."""
+        """The elements of `x` with their places in the buffer; None outside the buffer."""
         places: list[int | None] = [None] * x.numel()
         if x.untyped_storage().data_ptr() == self._x.untyped_storage().data_ptr():
-            everywhere = torch.arange(self._x.numel())
-            inside = everywhere.as_strided(x.shape, x.stride(), x.storage_offset())
+            indices = torch.arange(self._x.numel())
+            inside = indices.as_strided(x.shape, x.stride(), x.storage_offset())
             places = list(inside.flatten().tolist())
         return tuple(zip(places, x.flatten().tolist()))
 
@@ -193,7 +193,7 @@ class WatchedComm:
 
 
 class WatchedWire(Wire):
-    """A wire for labkit's algorithms that sends through a watched `Comm`."""
+    """A `Wire` for labkit's algorithms that sends through a watched `Comm`."""
 
     def __init__(self, comm: WatchedComm, nodes: Sequence[Sequence[int]]):
         self._comm, self.nodes = comm, nodes

@@ -1,5 +1,5 @@
 """The cost of one operation, from its tensors: FLOPs, bytes moved, and the sides of a matmul. A
-replay decides how long a device takes for it."""
+replay turns it into a device's time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from labkit.memory.flops import flops_of
 from labkit.trace import Operation
 
 aten = torch.ops.aten
-MAKE_ROOM = {  # nothing is read or written
+ALLOCATE = {  # nothing is read or written
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
     aten._unsafe_view, aten._local_scalar_dense,  # a view; .item()
 }  # fmt: skip
@@ -32,7 +32,7 @@ def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
     """Bytes read and written: nothing for views, and only the selected rows for look-ups."""
     kind = func._overloadpacket
     in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
-    if kind in MAKE_ROOM or func.is_view:
+    if kind in ALLOCATE or func.is_view:
         return 0
     if kind in OVERWRITE:
         return in_bytes  # copy_: the source read, the destination written

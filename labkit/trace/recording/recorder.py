@@ -38,14 +38,14 @@ class Recorder:
         self.trace = RankTrace(rank, size, device, platform.node())
         self.metrics: list[dict[str, Any]] = []
         self.clock: Clock = clock_here()
-        self.spans = Spans(self.clock, self.trace.spans.append, self._step_ended, self._met)
+        self.spans = Spans(self.clock, self.trace.spans.append, self._step_ended, self._root_called)
         self.still_open = self.spans.still_open
         self._detail_step = detail_step
         self._detail: Detail | None = None
         self._roots: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Any] = WeakSet()
         self._step = Step(0, 0.0, 0.0)
-        self.in_step = 0  # spans and events at its begin
+        self.count_at_begin = 0  # spans and events when the step began
         self._writer = _Writer(folder, self) if folder else None
         self._on = ExitStack()
 
@@ -81,8 +81,8 @@ class Recorder:
         this process has recorded anything."""
         if self.count():
             raise RuntimeError(
-                "record(): this block has recorded computing of this process itself; give the "
-                "world's run a block of its own"
+                "record(): this block has already recorded this process's own computing; put "
+                "world.run in a separate block"
             )
         if self._writer:
             self._writer.off = True
@@ -99,7 +99,7 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._step = Step(self.spans.step, 0.0, 0.0, self.spans.step == self._detail_step)
-        self.in_step = self.count()
+        self.count_at_begin = self.count()
         if self._step.detail:
             self._detail = Detail(self.spans, self.trace)
             here.carrying = self._detail.inside_communicator
@@ -135,9 +135,9 @@ class Recorder:
     def step_is_empty(self) -> bool:
         """Whether the last step in the trace has no records yet."""
         steps = self.trace.steps
-        return bool(steps) and steps[-1] is self._step and self.count() <= self.in_step
+        return bool(steps) and steps[-1] is self._step and self.count() <= self.count_at_begin
 
-    def _met(self, root: nn.Module) -> None:
+    def _root_called(self, root: nn.Module) -> None:
         if self.clock is HOST_CLOCK and torch.cuda.is_initialized():  # by the recorded code
             self.clock = StreamClock()
             if not self._detail:
@@ -146,18 +146,18 @@ class Recorder:
         if root not in self._roots:
             self._roots.add(root)
             if self._detail:
-                self._detail.met(root)
+                self._detail.add_module(root)
 
 
 def metric(**values: float) -> None:
-    """Note numbers for the current step, as `metric(loss=2.1)`; no effect outside `record()`."""
+    """Record metrics of the current step, as `metric(loss=2.1)`; no effect outside `record()`."""
     if (recorder := Recorder.now) is None:
         return
     step = recorder.spans.step
-    if recorder.count() == recorder.in_step and step > 0:
+    if recorder.count() == recorder.count_at_begin and step > 0:
         step -= 1  # the optimizer's step has just ended it
-    numbers = {name: x if name == "step" else float(x) for name, x in values.items()}
-    recorder.metrics.append({"step": step, "rank": recorder.trace.rank, **numbers})
+    metrics = {name: x if name == "step" else float(x) for name, x in values.items()}
+    recorder.metrics.append({"step": step, "rank": recorder.trace.rank, **metrics})
 
 
 @contextmanager
@@ -166,11 +166,11 @@ def span(name: str) -> Iterator[None]:
     if (recorder := Recorder.now) is None:
         yield
         return
-    opened = recorder.spans.begin("user", name)
+    user_span = recorder.spans.begin("user", name)
     try:
         yield
     finally:
-        recorder.spans.end(opened)
+        recorder.spans.end(user_span)
 
 
 def _device() -> str:
@@ -234,7 +234,7 @@ class _Writer:
                 add_metrics(self._folder, metrics)
         except OSError as error:
             self.off = True
-            warnings.warn(f"the rest of this run is not written: {error}", stacklevel=2)
+            warnings.warn(f"the rest of this run could not be written: {error}", stacklevel=2)
 
     def _lists(self) -> list[list[Any]]:
         return [*self._recorder.trace.lists(), self._recorder.metrics]

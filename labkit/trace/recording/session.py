@@ -42,7 +42,7 @@ class Recording:
         Raises RuntimeError for a second world: a run folder holds one world."""
         if self.failed:  # step and sequence numbers are lost with the ranks
             warnings.warn(
-                "this record() has seen its ranks stopped, and records no more; begin a new block",
+                "the ranks of this record() were stopped, so it records no more; begin a new block",
                 stacklevel=2,
             )
             return None
@@ -52,7 +52,7 @@ class Recording:
             self.folder = self.folder or Path(tempfile.mkdtemp(prefix="labkit-run-"))
             begin_run(self.folder, {**about, **self.about}, replace=True)
         elif self.world is not world:
-            raise RuntimeError("record(): this block has recorded another world; use one for each")
+            raise RuntimeError("record(): this block has recorded another world; begin a new block")
         assert self.folder is not None
         return self.number, str(self.folder.resolve()), self.detail_step
 
@@ -74,7 +74,7 @@ def record(
     Args:
         path: keep the run as this folder, written while it runs; see `labkit.read_run`.
         detail_step: record this step (0 is the first) in detail: memory by category, operations
-            and bytes of each span. It takes several times as long; its times mean nothing.
+            and bytes of each span. It takes several times as long; ignore its times.
         replace: overwrite the run at `path`.
         about: further entries of `run.json`, as `seed=3`.
 
@@ -96,7 +96,7 @@ def record(
         size = 1
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             raise RuntimeError(
-                "record(): torchrun has started several processes, and this one has no process "
+                "record(): torchrun has started several processes, but this one has no process "
                 "group yet; call labkit.attach() or init_process_group before record()"
             ) from None
     folder = Path(path) if path is not None else None
@@ -118,7 +118,7 @@ def record(
             recorded = Trace({rank: recorder.trace}, dict(about), recorder.metrics).from_zero()
         else:
             assert recording.folder is not None
-            add_metrics(recording.folder, recorder.metrics)  # noted by the driver itself
+            add_metrics(recording.folder, recorder.metrics)  # recorded by the driver itself
             recorded = read_run(recording.folder)
             if folder is None:
                 shutil.rmtree(recording.folder, ignore_errors=True)

@@ -44,20 +44,20 @@ _Hooks = dict[int, Callable[..., Any]]
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
-    """A named module."""
+class _NamedModule:
+    """A module with its name, its class and the hooks that begin its backward."""
 
     module: "ref[nn.Module]"
     name: str
     kind: str
-    hooks: _Hooks  # begin its backward
+    hooks: _Hooks
 
 
 class Spans:
     """Makes the spans of one rank while its hooks are in place (`with spans:`).
 
     `done(span)` is called when a span ends, `step_ended(optimizer)` after an optimizer's step, and
-    `met(root)` before the forward of an outermost module.
+    `root_called(root)` before the forward of an outermost module.
     """
 
     def __init__(
@@ -65,14 +65,15 @@ class Spans:
         clock: Clock,
         done: Callable[[Span], None],
         step_ended: Callable[[torch.optim.Optimizer], None],
-        met: Callable[[nn.Module], None],
+        root_called: Callable[[nn.Module], None],
     ):
         self.step = 0
-        self.clock, self._done, self._step_ended, self._met = clock, done, step_ended, met
+        self.clock, self._done = clock, done
+        self._step_ended, self._root_called = step_ended, root_called
         self._open: list[Span] = []  # outermost first
         self._of_user: list[Span] = []  # opened by the user, outside the nesting
-        self._own: Span | None = None  # the module whose backward runs
-        self._known: dict[int, _Known] = {}  # by id(module)
+        self._running: Span | None = None  # of the module whose backward runs
+        self._known: dict[int, _NamedModule] = {}  # by id(module)
         self._hooks: dict[tuple[str, str], _Hooks] = {}  # by name and kind of a module
         self._hook_holder = torch.empty(0)  # see `_mark`
         self._loss: Span | None = None  # begun when the last outermost forward ended
@@ -80,7 +81,7 @@ class Spans:
         self._marked_until = -1  # autograd's next node at the last mark
         # (module, first node, count) of nodes that a parent made before a module, if none could be
         # marked: they are not searched again.
-        self._nothing_before: set[tuple[_Known, int, int]] = set()
+        self._nothing_before: set[tuple[_NamedModule, int, int]] = set()
         self._first_node = 0  # of the outermost forward
         self._in_place = ExitStack()
 
@@ -103,7 +104,7 @@ class Spans:
         self._in_place.close()
         self._open.clear()
         self._of_user.clear()
-        self._own, self._loss, self._on = None, None, False
+        self._running, self._loss, self._on = None, None, False
 
     @property
     def in_forward(self) -> bool:
@@ -113,15 +114,15 @@ class Spans:
     @property
     def innermost(self) -> Span | None:
         """The span that computes now."""
-        return self._own or next(
+        return self._running or next(
             (spans[-1] for spans in (self._open, self._of_user) if spans), None
         )
 
     def still_open(self) -> list[Span]:
-        return [*self._of_user, *self._open, *([self._own] if self._own else [])]
+        return [*self._of_user, *self._open, *([self._running] if self._running else [])]
 
     def begin(self, phase: str, module: str, kind: str = "") -> Span:
-        depth = len(self._open) + (self._own is not None)
+        depth = len(self._open) + (self._running is not None)
         span = Span(phase, module, self.step, 0.0, 0.0, depth, kind)
         self.clock.begin(span)
         (self._of_user if phase == "user" else self._open).append(span)
@@ -151,11 +152,11 @@ class Spans:
             if is_compiling() or get_ident() != self._thread:
                 return call(module, *args, **kwargs)  # record one thread, and no compiled code
             if outermost := not spans:
-                self._met(module)
+                self._root_called(module)
                 self._first_node = _next_node()
             known = all_known.get(id(module))
             if known is None or known.module() is not module:
-                known = self._know_all(module)
+                known = self._name_modules(module)
             if not outermost and (made := _next_node() - self._marked_until):
                 place = known, self._marked_until - self._first_node, made
                 if place in nothing_before:
@@ -184,7 +185,7 @@ class Spans:
 
         return recorded_call
 
-    def _know_all(self, root: nn.Module) -> _Known:
+    def _name_modules(self, root: nn.Module) -> _NamedModule:
         """Name all modules from the root, without the `module` of a wrapper."""
         for path, module in root.named_modules():
             known = self._known.get(id(module))
@@ -192,7 +193,7 @@ class Spans:
                 name = path.removeprefix("module.") if path != "module" else ""
                 kind = type(module).__name__
                 hooks = self._hooks_of(name, kind)
-                self._known[id(module)] = _Known(ref(module), name, kind, hooks)
+                self._known[id(module)] = _NamedModule(ref(module), name, kind, hooks)
         return self._known[id(root)]
 
     # --- backward ---
@@ -218,7 +219,7 @@ class Spans:
         return bool(marked)
 
     def _mark_input(self, args: tuple[Any, ...]) -> bool:
-        """Mark what a parent has made since its last module as the parent's own."""
+        """Mark the nodes that a parent has made since its last module as the parent's."""
         parent = self._open[-1]
         return self._mark(args, self._hooks_of(parent.module, parent.kind), by_parent=True)
 
@@ -234,29 +235,29 @@ class Spans:
         loss, self._loss = self._loss, None
         if loss is not None and loss.step == self.step and not self._open:
             self._finish(loss)
-        self._end_own()
+        self._end_running()
         whole = self.begin("backward", "")
         try:
             backward(*args, **kwargs)
         finally:
-            self._end_own()
+            self._end_running()
             self.end(whole)
 
     def _backward_of(self, module: str, kind: str, gradient: Any) -> None:
         """Called before autograd runs the first node of `module`'s backward."""
         if not self._on:
             return  # a graph from before the recording ended
-        if self._own is not None:
-            self._end_own()
+        if self._running is not None:
+            self._end_running()
         else:  # work of strategies after backward is not the last module's
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_own)
-        self._own = Span("backward", module, self.step, 0.0, 0.0, len(self._open), kind)
-        self.clock.begin(self._own)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_running)
+        self._running = Span("backward", module, self.step, 0.0, 0.0, len(self._open), kind)
+        self.clock.begin(self._running)
 
-    def _end_own(self) -> None:
-        if self._own is not None:
-            self._finish(self._own)
-            self._own = None
+    def _end_running(self) -> None:
+        if self._running is not None:
+            self._finish(self._running)
+            self._running = None
 
     # --- optimizer ---
 

@@ -154,7 +154,7 @@ guess
 # board in the comment.)
 
 # %%
-show("runtime/rank.py:_wake_up", since="dist.init_process_group(", until="except BaseException")
+show("runtime/rank.py:_start_up", since="dist.init_process_group(", until="except BaseException")
 
 # %% [markdown]
 # A file works like any other store. torch counts the store's users in the file (`refcount`) and

@@ -230,7 +230,7 @@ show("replaying/costs.py:Costs.compute_s")
 # Third, alpha-beta, for a group of ranks that stand on several nodes:
 
 # %%
-show("replaying/costs.py:_Place.seconds")
+show("replaying/costs.py:_Placement.seconds")
 
 # %% [markdown]
 # `steps` and `sent_bytes` are those of the algorithms of lab 02. Steps inside a node have a smaller α

@@ -30,7 +30,7 @@ from labkit.runtime.transports.shm.slots import (
     slices,
 )
 from labkit.runtime.transports.shm.symmetric import Symmetric
-from labkit.runtime.transports.transport import apart, share_memory
+from labkit.runtime.transports.transport import private, share_memory
 
 # Reduces two tensors into a third, which may be either of them.
 PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
@@ -45,6 +45,7 @@ GRAIN_BYTES = 1 << 18  # of symmetric memory reduced at once: it fits in the cac
 
 
 def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
+    """Reduce `x` on the root only: an all-reduce in which only the root copies out."""
     return all_reduce(slots, x, op, root)
 
 
@@ -62,7 +63,7 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
             copied_bytes += slots.fill(*cut[rank])
         slots.announce(FILLED)
         slots.wait(slots.others, FILLED)
-        if not slots.agree():  # another rank's is in symmetric memory: see below
+        if not slots.agree():  # another rank's tensor is in symmetric memory: see below
             slots.announce(DONE)
             return copied_bytes + all_reduce(slots, x, op, root)
         own, begin = cut[slots.rank]
@@ -81,7 +82,7 @@ def all_reduce_symmetric(
     slots: Slots, x: torch.Tensor, shared: Symmetric, begin: int, op: str
 ) -> int:
     """Reduce `x`, which lies at `begin` in this rank's part of `shared`. Copies: (n-1)/n S, out
-    (symmetric.py has the picture). If another rank's lies elsewhere, all start again with slots."""
+    (picture in symmetric.py). If another rank's lies elsewhere, all start again with slots."""
     own, offset = slices(x, slots.size)[slots.rank]
     slots.begin(shared.place(begin))
     slots.announce(FILLED)
@@ -142,7 +143,7 @@ def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
     """chunks[i] becomes rank i's `x`. Copies: S/n in, (n-1)/n S out."""
     own = chunks[slots.rank]
     if own.data_ptr() != x.data_ptr():
-        x = apart(x, *chunks)
+        x = private(x, *chunks)
         own.copy_(x)
     longest_bytes = max(chunk.nbytes for chunk in chunks)
     arriving = [(chunks[rank], rank, 0) for rank in slots.others]
@@ -181,8 +182,8 @@ def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> 
 
 
 def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
-    """outs[i] becomes rank i's ins[r]. Copies: all but one's own in, as much out."""
-    ins = [apart(x, *outs) for x in ins]
+    """outs[i] becomes rank i's ins[r]. Copies: all chunks but this rank's in, as many out."""
+    ins = [private(x, *outs) for x in ins]
     outs[slots.rank].copy_(ins[slots.rank])
     room_bytes = part_bytes(slots)
     leaving = [(ins[rank], rank * room_bytes) for rank in slots.others]
@@ -192,14 +193,14 @@ def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
 
 
 def barrier(slots: Slots, _: torch.Tensor) -> int:
-    """An empty piece."""
+    """Wait for all ranks: they exchange an empty piece."""
     slots.exchange(NOTHING)
     return 0
 
 
 def ring_exchange(slots: Slots, out: torch.Tensor, x: torch.Tensor) -> int:
     """`out` becomes the previous rank's `x`. Copies: S in, S out."""
-    leaving, arriving = [(apart(x, out), 0)], [(out, (slots.rank - 1) % slots.size, 0)]
+    leaving, arriving = [(private(x, out), 0)], [(out, (slots.rank - 1) % slots.size, 0)]
     return _move(slots, pieces(slots, x.nbytes, slots.slot_bytes, x), leaving, arriving)
 
 

@@ -6,15 +6,15 @@ that nothing remains however the ranks end.
 
 Each word has one writer, which writes it in one aligned store, so it needs no lock. A reader polls
 for a while (the answer often comes within microseconds), then sleeps until the writer wakes it: on
-Linux by futex ("sleep while this word is 7", "wake the sleepers on this word"), elsewhere in naps
-that grow. A waiting rank thus leaves its core, and Python's lock, to others.
+Linux by futex ("sleep while this word is 7", "wake the sleepers on this word"), elsewhere in
+growing naps. A waiting rank thus leaves its core, and Python's lock, to others.
 
     writer                                    reader
     copies the data                           word < expected: "I sleep" (one more in my note)
     fence                                     fence
     word = 7                                  sleep while the word is what I saw
     fence                                     awake: one less in my note; look again
-    does anybody sleep? wake those on word    fence; read the data
+    any sleepers? wake those on this word     fence; read the data
 
 Without the fences the processor may reorder loads and stores: a reader could see the word before
 the data, or the writer miss the sleeper while the sleeper misses the word.
@@ -92,25 +92,25 @@ class Region:
                 return
 
     def give_up(self) -> None:
-        """Tell the others not to wait for this process any more."""
+        """Make the others stop waiting for this process."""
         self.announce(self._own, GONE)
 
     def gave_up(self, process: int) -> bool:
         return self._words[self._here[process]] == GONE
 
-    def wait(self, word: int, value: int, until_s: float, on: Sequence[int]) -> bool:
-        """Wait until a word is at least `value`; False after the time `until_s`, or once a process
-        in `on` gives up (which wakes no one: sleepers poll again soon enough)."""
+    def wait(self, word: int, value: int, deadline_s: float, on: Sequence[int]) -> bool:
+        """Wait until a word is at least `value`; False after `deadline_s`, or once a process
+        in `on` gives up (which wakes no sleeper: they poll again soon enough)."""
         words = self._words
         for _ in range(TURNS):
             for _ in range(LOOKS):
                 if words[word] >= value:
                     in_order()
                     return True
-            step_aside()
+            yield_core()
         nap_s = NAPS_S[0]
         while words[word] < value:
-            if time.monotonic() > until_s or any(map(self.gave_up, on)):
+            if time.monotonic() > deadline_s or any(map(self.gave_up, on)):
                 return False
             self._count_sleepers(1)
             if (seen := words[word]) < value:
@@ -137,7 +137,7 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
         return mmap.mmap(file, nbytes)
     except OSError as error:
         raise RuntimeError(
-            f"{path.parent} has no space for {nbytes / 1e6:.0f} MB that ranks would share "
+            f"{path.parent} has no room for {nbytes / 1e6:.0f} MB of shared memory "
             f'({error.strerror}); free some, or use World(..., transport="gloo")'
         ) from error
     finally:
@@ -169,7 +169,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-FUTEX_WAIT, FUTEX_WAKE, EVERYBODY = 0, 1, 2**31 - 1
+FUTEX_WAIT, FUTEX_WAKE, ALL_SLEEPERS = 0, 1, 2**31 - 1
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # its number among the system calls
 _system_call: Callable[..., int] | None = None
 if sys.platform == "linux" and sys.byteorder == "little" and platform.machine() in _FUTEX:
@@ -185,7 +185,7 @@ _patience = _Timespec(0, int(SLEEP_S * 1e9))
 def wake(address: int) -> None:
     """Wake all threads that sleep on the word at `address`."""
     if _system_call is not None:
-        _system_call(_number, address, FUTEX_WAKE, EVERYBODY, None, None, 0)
+        _system_call(_number, address, FUTEX_WAKE, ALL_SLEEPERS, None, None, 0)
 
 
 def sleep(address: int, seen: int, nap_s: float) -> None:
@@ -198,4 +198,4 @@ def sleep(address: int, seen: int, nap_s: float) -> None:
 
 
 # Yields the core, and Python's lock, to other threads.
-step_aside = ctypes.CDLL(None).sched_yield if os.name == "posix" else partial(time.sleep, 0)
+yield_core = ctypes.CDLL(None).sched_yield if os.name == "posix" else partial(time.sleep, 0)

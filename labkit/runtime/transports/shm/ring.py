@@ -10,7 +10,7 @@ fits or what it waits for; a thread of the ring copies the rest while both ends 
 
 A receiver may want the message under tag 1 before that under tag 0: messages without a receive are
 kept in private memory. A message is *taken* when a receive has it: then its number is written into
-`taken`, and only then is its send over, as over a wire without a buffer. (So two ranks that both
+`taken`, and only then is its send over, as over a link without a buffer. (So two ranks that both
 send first deadlock, however short the messages.) Copies: S on the sender, S on the receiver, and
 once more for a message that was kept.
 """
@@ -33,7 +33,7 @@ from labkit.runtime.transports.wire import Lane, LaneWork
 
 RING_BYTES = 1 << 20  # a multiple of HEAD.size
 HEAD = struct.Struct("<QQ")  # the tag, and the bytes that follow
-MOST_UNTAKEN = 2048  # messages per direction; one more waits for the first to be taken
+MAX_UNTAKEN = 2048  # messages per direction; one more waits for the first to be taken
 GRAIN_BYTES = 1 << 18  # of a long message: enough to wake the other end for
 WRITTEN, READ, TAKEN = 0, 1, 2
 SENDER, RECEIVER = 0, 1
@@ -45,13 +45,13 @@ class Ring:
     end: int
 
     def __init__(self, path: Path, timeout_s: float):
-        self.region = Region(path, self.end, 2, TAKEN + MOST_UNTAKEN, RING_BYTES)
+        self.region = Region(path, self.end, 2, TAKEN + MAX_UNTAKEN, RING_BYTES)
         self.timeout_s = timeout_s
         self._lock = threading.Lock()  # threads of this process use the ring in turns
         self._lane: Lane | None = None
 
-    def wait(self, word: int, value: int, until_s: float) -> None:
-        if not self.region.wait(word, value, until_s, (SENDER, RECEIVER)):
+    def wait(self, word: int, value: int, deadline_s: float) -> None:
+        if not self.region.wait(word, value, deadline_s, (SENDER, RECEIVER)):
             if self.gave_up():
                 raise RuntimeError("the other rank, or this one, gave up after an error")
             raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other rank")
@@ -105,12 +105,12 @@ class Outbox(Ring):
 
     def _fits(self, nbytes: int, number: int) -> bool:
         room_bytes = RING_BYTES - (self._written - self.region[READ])
-        free = self.region[taken_word(number)] >= number - MOST_UNTAKEN
+        free = self.region[taken_word(number)] >= number - MAX_UNTAKEN
         return free and room_bytes >= HEAD.size + nbytes
 
     def _write(self, x: torch.Tensor, tag: int, number: int) -> None:
         """Append the message as room becomes available."""
-        self.wait(taken_word(number), number - MOST_UNTAKEN, inf)
+        self.wait(taken_word(number), number - MAX_UNTAKEN, inf)
         self.wait(READ, self._written + HEAD.size - RING_BYTES, inf)
         HEAD.pack_into(self.region.memory, self._head(self._written), tag, x.nbytes)
         self._written += HEAD.size
@@ -142,10 +142,10 @@ class Sent:
 
     def wait(self) -> int:
         """Returns the bytes copied."""
-        until_s = time.monotonic() + self._outbox.timeout_s
+        deadline_s = time.monotonic() + self._outbox.timeout_s
         if self._writing is not None:
             self._writing.wait_for(min(self._outbox.timeout_s, threading.TIMEOUT_MAX))
-        self._outbox.wait(taken_word(self._number), self._number, until_s)
+        self._outbox.wait(taken_word(self._number), self._number, deadline_s)
         return self._nbytes
 
     def is_completed(self) -> bool:
@@ -178,10 +178,10 @@ class Inbox(Ring):
             self._later(partial(self.until_done, received, inf))
         return received
 
-    def until_done(self, received: "Received", until_s: float) -> None:
+    def until_done(self, received: "Received", deadline_s: float) -> None:
         """Read messages for any receive until `received` is done; several threads may call this."""
         while (read := self.read_without(received)) is not None:
-            self.wait(WRITTEN, read + 1, until_s)
+            self.wait(WRITTEN, read + 1, deadline_s)
 
     def read_without(self, received: "Received") -> int | None:
         """Empty the ring. None if `received` is done, otherwise the bytes read so far, behind which
@@ -270,7 +270,7 @@ class Received:
 
 def taken_word(number: int) -> int:
     """The word in which the receiver announces that message `number` is taken."""
-    return TAKEN + number % MOST_UNTAKEN
+    return TAKEN + number % MAX_UNTAKEN
 
 
 def padded(nbytes: int) -> int:

@@ -26,9 +26,9 @@ from labkit.runtime.transports.shm.region import ALIGNED, Region
 FILLED, REDUCED, DONE = 1, 2, 3
 BUFFERS = 2
 SLOT_BYTES = 1 << 20
-MOST_BYTES = 32 << 20  # of all slots of a group: with many ranks they are smaller
+MAX_BYTES = 32 << 20  # of all slots of a group: with many ranks they are smaller
 NOTHING = 0  # a slot's note: neither the length of a tensor nor its place in symmetric memory
-MOST_VIEWS = 512  # that are cached
+MAX_VIEWS = 512  # that are cached
 
 
 class Slots:
@@ -38,7 +38,7 @@ class Slots:
     def __init__(self, path: Path, rank: int, size: int, timeout_s: float):
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.others = [r for r in range(size) if r != rank]
-        self.slot_bytes = min(SLOT_BYTES, MOST_BYTES // (BUFFERS * size)) // ALIGNED * ALIGNED
+        self.slot_bytes = min(SLOT_BYTES, MAX_BYTES // (BUFFERS * size)) // ALIGNED * ALIGNED
         words = size + BUFFERS * size  # stages, then one note for each slot
         self._region = Region(path, rank, size, words, size * BUFFERS * self.slot_bytes)
         self._piece = 0
@@ -73,7 +73,7 @@ class Slots:
         start = self._start(rank) + begin
         key = (start, numel, dtype)
         if key not in self._views:
-            if len(self._views) >= MOST_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             self._views[key] = self._region.tensor(start, numel, dtype)
         return self._views[key]
@@ -110,12 +110,12 @@ class Slots:
 
     def _wait(self, ranks: Iterable[int], stage: int, piece: int) -> None:
         region, value = self._region, 3 * piece + stage
-        until_s = 0.0
+        deadline_s = 0.0
         for rank in ranks:
             arrived = region[rank] >= value
             if not arrived:
-                until_s = until_s or time.monotonic() + self.timeout_s
-                arrived = region.wait(rank, value, until_s, (rank,))
+                deadline_s = deadline_s or time.monotonic() + self.timeout_s
+                arrived = region.wait(rank, value, deadline_s, (rank,))
             if region.gave_up(rank):  # even after announcing: no result of half the ranks
                 raise RuntimeError(f"rank {rank} of the group gave up after an error")
             if not arrived:

@@ -1,6 +1,6 @@
 """Symmetric memory: a tensor that each rank of a group has in memory that all of them can reach.
 
-All ranks make it together, each its own part, of equal size. An all-reduce of it needs no slots:
+All ranks create it together, each one part, of equal size. An all-reduce of it needs no slots:
 once all are FILLED, rank r alone uses slice r of every part, until it has written the result to all
 of them. x012 is the reduction of all three, a line is a stage:
 
@@ -23,7 +23,7 @@ import torch
 from labkit.runtime.transports.shm.region import ALIGNED, Region
 from labkit.runtime.transports.shm.slots import NOTHING, Slots, copy
 
-MOST_OF_WHAT_IS_FREE = 0.5  # of the free shared memory, at most, for one tensor,
+MAX_FREE_FRACTION = 0.5  # of the free shared memory, at most, for one tensor,
 RESERVE_BYTES = 48 << 20  # which leaves this much for the slots of later groups
 PLACE_BITS = 40  # of a place: the byte; the bits above are the memory's number
 
@@ -35,7 +35,7 @@ class Symmetric:
         self.number, self._rank, self._size = number, rank, size
         self._stride = -(-nbytes // ALIGNED) * ALIGNED
         free_bytes = shutil.disk_usage(path.parent).free
-        most_bytes = min(MOST_OF_WHAT_IS_FREE * free_bytes, free_bytes - RESERVE_BYTES)
+        most_bytes = min(MAX_FREE_FRACTION * free_bytes, free_bytes - RESERVE_BYTES)
         if not path.exists() and size * self._stride > most_bytes:
             raise RuntimeError("too little shared memory is free")
         self._region = Region(path, rank, size, 0, size * self._stride)

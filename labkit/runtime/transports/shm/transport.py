@@ -37,8 +37,8 @@ class Shared(Transport):
 
     Collectives run in call order: a blocking one in the caller's thread, an asynchronous one (and
     those behind it) on a lane. The work's `wait` returns the bytes this rank copied. Memory is
-    mapped at first use. After a failed operation (a peer timed out, say) a rank is out of step for
-    good: it gives up, so that the others fail, too, and refuses all later calls of the group.
+    mapped at first use. After a failed operation (a peer timed out, say) a rank stays out of step:
+    it gives up, so that the others fail, too, and refuses all later calls of the group.
     """
 
     name = "shm"
@@ -96,6 +96,7 @@ class Shared(Transport):
             )
 
     def give_up(self, error: BaseException) -> None:
+        """After `error`, make the other ranks fail, too, and refuse all later calls."""
         with self._choosing:
             self.broken = self.broken or str(error).partition("\n")[0] or type(error).__name__
             rings = [*self._rings.values()]

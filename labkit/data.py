@@ -39,7 +39,7 @@ class Batch:
 
     x             inputs, token ids [rows, length]
     y             targets, the token after each of x [rows, length]
-    total_tokens  targets in the global batch; this may be a part of it
+    total_tokens  targets in the global batch, of which this may be a part
     ranks         number of slices of the global batch
     """
 

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its entries, and reading pieces of it without running its code."""
+"""A checkpoint on disk: its entries, read in parts without running its code."""
 
 import pathlib
 import pickle

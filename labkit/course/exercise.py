@@ -30,7 +30,7 @@ from typing import Any
 
 from labkit.course.findings import CheckFailed, honest, kind, no_yield
 
-GOOD_COLOR = "#009E73"  # green that color-blind readers can tell from the red of an error
+GOOD_COLOR = "#009E73"  # green that color-blind readers can distinguish from an error's red
 
 Student = Callable[..., Any]  # a function or class that a student writes
 Check = Callable[[Any], "Iterable[str | Score]"]

@@ -89,7 +89,7 @@ def detailed_step(trace: Trace) -> Trace:
         if any(rank.memory for rank in part.ranks.values()):
             return part
     raise ValueError(
-        "this trace has no memory, since no step of it was recorded in detail; record the run "
+        "this trace has no memory, since none of its steps was recorded in detail; record the run "
         "again with `record(detail_step=1)`"
     )
 

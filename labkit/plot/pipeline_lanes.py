@@ -90,7 +90,7 @@ def lanes_of(
 
 
 def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
-    """One step of the trace, or all of it if each stage's own update ends its step."""
+    """One step of the trace, or the whole trace if each stage's own update ends its step."""
     updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
     if trace.steps() and not updates:
         trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]

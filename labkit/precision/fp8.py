@@ -32,7 +32,7 @@ from labkit.dispatch import autocast_dtype
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # the lowest compute capability with 8-bit matmuls
 LARGEST_POWER = 126  # of a scale: 1 / 2^126 is the smallest normal number of fp32
-TILE = 16  # torch._scaled_mm needs multiples of it
+TILE = 16  # torch._scaled_mm needs sizes that are multiples of 16
 
 
 class Fp8Cast(nn.Module):

@@ -55,7 +55,7 @@ class Note:
     seq: int
     what: str  # "all_reduce(sum) float32[1024]"
     source: str
-    compares: str = ""  # what must be equal on all ranks; the board keeps a checksum of it
+    compares: str = ""  # must be equal on all ranks; the board keeps a checksum
     collective: bool = True
     state: int = IN_FLIGHT
     since_s: float = 0.0

@@ -16,9 +16,9 @@ for stage r of p, in micro-batches; each is held until its W. ZB-H1:
         stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-1F1B's bubble is (p-1)(F+I+W). Here only I is on the way back, which leaves (p-1)(F+I), and delayed
-Ws fill one W of it for each of p-1 stages, in the memory of 1F1B's first stage. ZB-H2 fills two Ws
-for each, in almost twice the memory:
+1F1B's bubble is (p-1)(F+I+W). Here only I is on the way back, which leaves (p-1)(F+I);
+delayed Ws fill (p-1) W of that, in the memory of 1F1B's first stage. ZB-H2 fills 2 (p-1) W, in
+almost twice the memory:
 
     3 stages, 5 micro-batches
 

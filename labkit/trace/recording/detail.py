@@ -4,7 +4,7 @@ A dispatch mode sees every operation. It adds the operation's FLOPs and bytes mo
 span, and enters each new storage (which many tensors may share) in a ledger until it is freed.
 
     parameters              of modules, also those that a strategy holds beside a module's
-    gradients               storages of `.grad`, hence also buckets; an optimizer's
+    gradients               storages of `.grad`, so buckets too; an optimizer's
                             `gradient_pieces()`
     optimizer state         moments, and parameter copies that the optimizer updates
     activations             made in forward and not yet freed

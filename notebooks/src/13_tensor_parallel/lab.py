@@ -286,7 +286,11 @@ show("models/gpt.py:Attention.heads")
 # The embedding. `_local_rows` says which tokens are mine, and which of my rows they are:
 
 # %%
-show("parallel/tensor/layers.py:VocabParallelEmbedding.forward", since="rows, is_own", until="if self")
+show(
+    "parallel/tensor/layers.py:VocabParallelEmbedding.forward",
+    since="rows, is_own",
+    until="if self",
+)
 
 # %% [markdown]
 # Last, dropout. Between f and g each rank has other heads, and should drop other elements. Outside,

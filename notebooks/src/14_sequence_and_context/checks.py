@@ -50,7 +50,7 @@ def GatherSequence(student: Student) -> Iterator[str]:
                         f"on {size} ranks, rank {rank} sends {sent:,.0f} bytes in {name}, with "
                         f"{brief(ops)}.",
                         expected=f"{(size - 1) * shard_bytes:,} bytes: (t-1)/t of the whole tensor",
-                        hint="An all-reduce gives every rank the whole tensor. How much of it "
+                        hint="An all-reduce gives every rank the whole tensor. Which part "
                         "does a rank need?",
                     )
     yield "forward gathers the sequence, backward reduce-scatters its gradient, on 2 and 3 ranks"

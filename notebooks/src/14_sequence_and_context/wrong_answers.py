@@ -12,7 +12,7 @@ into_one_tensor
     dy.chunk(ctx.comm.size, dim=1) -> dy.tensor_split(ctx.comm.size, 1)
 SlicesItsOwnGradient: combine into the gradient of this rank's shard
     ctx.comm.reduce_scatter(dx, parts) -> dx = parts[ctx.comm.rank]
-AllReduces: How much of it does a rank need?
+AllReduces: Which part does a rank need?
     ctx.comm.reduce_scatter(dx, parts) ->
         dy = dy.contiguous().clone()
         ctx.comm.all_reduce(dy)

@@ -40,7 +40,7 @@ PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "product": torch.mul,
 }
-AT_ONCE_BYTES = 1 << 15  # up to here every rank reduces all of it: more sums, one wait less
+AT_ONCE_BYTES = 1 << 15  # up to this size every rank reduces the whole tensor: one wait less
 GRAIN_BYTES = 1 << 18  # of symmetric memory reduced at once: it fits in the cache
 
 
@@ -51,7 +51,7 @@ def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
 
 def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) -> int:
     """Reduce `x` on all ranks; with a `root`, on that rank only. Copies: (n-1)/n S in, S out; for a
-    small `x` S in, and every rank reduces all of it."""
+    small `x` S in, and every rank reduces the whole tensor."""
     wanted = root is None or root == slots.rank
     if x.nbytes <= min(AT_ONCE_BYTES, slots.slot_bytes):
         return _reduce_at_once(slots, x, op, wanted)

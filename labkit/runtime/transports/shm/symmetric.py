@@ -1,6 +1,6 @@
 """Symmetric memory: a tensor that each rank of a group has in memory that all of them can reach.
 
-All ranks create it together, each one part, of equal size. An all-reduce of it needs no slots:
+All ranks create it together, each one part, of equal size. Its all-reduce needs no slots:
 once all are FILLED, rank r alone uses slice r of every part, until it has written the result to all
 of them. x012 is the reduction of all three, a line is a stage:
 

@@ -171,7 +171,7 @@ def test_a_long_cycle_is_abbreviated() -> None:
 test_an_invalid_action_is_reported = refusals(
     lambda action: check([[action]]),
     (("forward", 0), "stage 0, position 0 has .'forward', 0.; an Action"),
-    (Action("foward", 0), "phase 'foward'; there are forward, backward"),
+    (Action("foward", 0), "phase 'foward'; choose one of forward, backward"),
     (Action("forward", -1), "micro-batch -1 on chunk 0; both count from 0"),
     error=ScheduleError,
 )

@@ -153,7 +153,7 @@ def test_missing_actions_are_reported_before_order_and_order_before_deadlocks() 
 
 
 def test_as_many_micro_batches_as_are_wanted() -> None:
-    for wanted, message in ((3, "never does F2"), (1, "F1 at position 1, and there are 1 micro")):
+    for wanted, message in ((3, "never does F2"), (1, "F1 at position 1, but there are 1 micro")):
         raises(message, check, one_f_one_b(2, 2), microbatches=wanted, error=ScheduleError)
     check(one_f_one_b(2, 2), microbatches=2)
 

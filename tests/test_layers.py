@@ -1,4 +1,4 @@
-"""Imports run downward only (CONTRIBUTING.md, "The house"): each import of the syntax tree counts,
+"""Imports run downward only (CONTRIBUTING.md, "Architecture"): each import in the AST counts,
 one in a function, behind `if TYPE_CHECKING:` or by `import_module("labkit.plot")` too."""
 
 import ast

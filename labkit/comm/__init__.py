@@ -1,4 +1,4 @@
-"""Communicators and meshes, and the links, checks and events of their operations."""
+"""Communicators and meshes, with simulated links, call checks and event listeners."""
 
 from labkit.comm.communicator import Comm
 from labkit.comm.handle import CommError, Handle

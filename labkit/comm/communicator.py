@@ -1,7 +1,7 @@
 """The communicator: torch.distributed's operations over one process group, under the same names.
 
 A `Comm` also records an event with the bytes of each operation, lets ranks compare calls before a
-mismatch can hang, and accepts every dense dtype and memory layout on any backend.
+mismatch can hang them, and accepts every dense dtype and memory layout on any backend.
 
     comm = Comm()                                  # the default group
     comm.all_reduce(x)                             # in place, blocking
@@ -60,7 +60,7 @@ class Comm:
     ranks call different operations, CommError if one fails in progress.
     """
 
-    parallel: "tuple[Comm, list[list[int]]] | None" = None  # on an axis: the mesh's, all lines
+    parallel: "tuple[Comm, list[list[int]]] | None" = None  # of an axis: the mesh's Comm, all lines
 
     def __init__(self, group: Any = None, label: str = ""):
         if not dist.is_initialized():
@@ -140,7 +140,7 @@ class Comm:
     ) -> Choice:  # fmt: skip
         """The algorithm that runs an operation of `nbytes` (of all chunks together), and why.
 
-        >>> comm.explain("all_reduce", 1 << 20)  # of ranks with backend="gloo"
+        >>> comm.explain("all_reduce", 1 << 20)  # on ranks with backend="gloo"
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
         """
         probe = torch.empty(0, dtype=dtype, device=self.own_device())
@@ -282,7 +282,7 @@ class Comm:
             f"gather(dst={dst})", x, lambda: [x.nbytes] * self.size,
             events.reduce_scatter_bus_bytes, async_op, finish,
             lambda transport, call: transport.gather(flat, chunks, dst, call),
-            nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # a rank knows its own size only
+            nbytes=0, algorithm=algorithm, peer=dst, alike=(),  # a rank knows only its own size
         )  # fmt: skip
 
     def scatter(
@@ -357,7 +357,7 @@ class Comm:
             size = torch.tensor([flat.numel()], device=flat.device)
             sizes = size.repeat(self.size)
             self.all_gather_into_tensor(sizes, size)
-            # A fake group receives nothing: let every rank's object be this rank's.
+            # A fake group receives nothing: a copy of this rank's object stands in for each.
             received = [
                 flat.clone() if n == flat.numel() else flat.new_empty(n) for n in sizes.tolist()
             ]
@@ -379,7 +379,7 @@ class Comm:
         flat = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         return flat.to(self.own_device())
 
-    # --- point to point: the k-th receive matches the k-th send of its sender and tag ---------
+    # --- point to point: the k-th receive matches the k-th send with its sender and tag -------
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send `x` to rank `dst`; blocks until `x` may be modified."""

@@ -12,9 +12,9 @@ class CommError(RuntimeError):
     """An operation failed in progress: a peer died or timed out."""
 
     @classmethod
-    def of(cls, what: str, error: BaseException) -> "CommError":
+    def of(cls, operation: str, error: BaseException) -> "CommError":
         why = str(error).partition("\n")[0] or type(error).__name__
-        return cls(f"{what} failed: {why}")
+        return cls(f"{operation} failed: {why}")
 
 
 class Handle:
@@ -23,7 +23,7 @@ class Handle:
     def __init__(
         self,
         work: Work,
-        what: str,
+        operation: str,
         finish: list[Callable[[], object]],
         event: CommEvent | None = None,
         board: Board | None = None,
@@ -31,7 +31,7 @@ class Handle:
         clock: Clock = HOST_CLOCK,
     ):
         self._work: Work | None = work
-        self._what, self._finish = what, finish
+        self._operation, self._finish = operation, finish
         self._event, self._board, self._note = event, board, note
         self._clock, self._end = clock, None
         if event is not None and hasattr(work, "get_future"):  # torch's work records no end time
@@ -50,7 +50,7 @@ class Handle:
         except RuntimeError as error:
             if self._board and self._note:
                 self._board.leave(self._note, failed=True)
-            raise CommError.of(self._what, error) from error
+            raise CommError.of(self._operation, error) from error
         for step in self._finish:
             step()
         if self._board and self._note:

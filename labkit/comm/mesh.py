@@ -1,4 +1,4 @@
-"""A mesh: the ranks in a grid of named axes, with a `Comm` along each axis or over several.
+"""A mesh: the ranks arranged in a grid of named axes, with a `Comm` along one axis or several.
 
     Mesh(pp=2, dp=2, tp=2), 8 ranks: the last axis varies fastest
 
@@ -10,7 +10,7 @@
     rank 5 is pp 1, dp 0, tp 1: its mesh.tp is ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5), and
     mesh["pp", "dp"], over both axes, all ranks with tp 1: (1, 3, 5, 7)
 
-Neighbors on the last axis are neighbors on the machine: use it for the strategy that sends most
+Neighbors on the last axis are neighbors on the machine: use it for the strategy that sends the most
 (Narayanan et al., arXiv 2104.04473, section 3.2, takeaway 1: tensor parallelism inside a node).
 """
 
@@ -27,7 +27,7 @@ class Mesh:
         sizes     axis -> number of ranks along it
         <axis>    this rank's `Comm` along that axis: mesh.dp, or mesh["dp"]
 
-    All ranks create the mesh together, and request each group over several axes together, such as
+    All ranks must create the mesh, and all must request the same groups over several axes, such as
     mesh["dp", "cp"], which numbers its ranks in mesh order. A mesh created again reuses its groups.
     Raises ValueError unless the axes cover all ranks, KeyError for an unknown axis.
 

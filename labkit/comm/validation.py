@@ -1,4 +1,4 @@
-"""Argument validation before communication: later, a mistake looks like a failed peer."""
+"""Argument validation before communication, since later a mistake looks like a failed peer."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -74,12 +74,12 @@ def check_rooted(
     return tensors
 
 
-def equal_parts(what: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
+def equal_parts(op: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
     """Split `whole` into n equal flat views. Raises ValueError if that is not possible."""
     if whole.numel() % n or not whole.is_contiguous():
         problem = "is not contiguous" if whole.numel() % n == 0 else f"does not divide by {n} ranks"
         raise ValueError(
-            f"{what}: a tensor of shape {list(whole.shape)} {problem}; pad it, or use the variant "
+            f"{op}: a tensor of shape {list(whole.shape)} {problem}; pad it, or use the variant "
             "that takes a list of tensors"
         )
     return whole.detach().view(n, whole.numel() // n).unbind()
@@ -102,7 +102,7 @@ def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         return f"the mean of {dtype} may not be exact; sum and divide, or convert the tensor"
     try:
-        with here.carrying():  # one element: on an empty tensor torch accepts every dtype
+        with here.carrying():  # one element: torch accepts every dtype for an empty tensor
             on_gpu or REDUCTIONS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
             on_gpu or op != "mean" or torch.empty(1, dtype=dtype).div_(1)
     except RuntimeError:

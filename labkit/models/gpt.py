@@ -7,8 +7,8 @@
       ├────────┐
       │      norm1
       │      attn   q [b, h, s, e]   k, v [b, g, s, e]                 a block,
-      │        │    core: softmax(q kᵀ / √e) v, looking back only      depth times
-      │        │    out: the heads side by side, mixed        [b, s, w]
+      │        │    core: softmax(q kᵀ / √e) v, causal                 depth times
+      │        │    out: heads concatenated and projected     [b, s, w]
       + ───────┘
       ├────────┐
       │      norm2
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from labkit.models.attention import CausalAttention, Dropout
 
-# Parameters as built, with these vocabularies: 7,056; 987,096; 3,438,080. The width 132 is
-# 12 heads of 11 and an MLP of 528: both divide over 1, 2, 3, 4 and 6 ranks.
+# Parameter counts: 7,056; 987,096; 3,438,080. The width 132 gives 12 heads of width 11 and an MLP
+# of width 528: both divide evenly over 1, 2, 3, 4 and 6 ranks.
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"vocab": 256, "width": 12, "depth": 2, "heads": 4, "context": 16},
     "1M": {"vocab": 1024, "width": 132, "depth": 4, "heads": 12, "context": 64},
@@ -116,7 +116,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with named parts: `embed`, `blocks`, `norm`, `head`. A seed fixes its weights.
+    """A GPT of four parts: `embed`, `blocks`, `norm`, `head`. torch's seed determines its weights.
 
         vocab     number of tokens               heads     query heads; must divide width
         width     size of a token's vector       kv_heads  key-value heads; must divide heads
@@ -147,8 +147,8 @@ class GPT(nn.Module):
             )
         if width % heads:
             raise ValueError(
-                f"width {width} does not divide into {heads} heads; choose heads that divide the "
-                "width"
+                f"width {width} does not divide into {heads} heads; choose a number of "
+                "heads that divides the width"
             )
         if heads % kv_heads:
             raise ValueError(
@@ -167,7 +167,7 @@ class GPT(nn.Module):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT":
-        """GPT of "tiny", "1M" or "3.4M" parameters, with `changes`: `GPT.preset("1M", vocab=256)`.
+        """The GPT "tiny", "1M" or "3.4M", with `changes`, as in `GPT.preset("1M", vocab=256)`.
         Raises ValueError for an unknown name."""
         if name not in PRESETS:
             raise ValueError(f"no preset {name!r}; choose one of {', '.join(PRESETS)}")
@@ -190,8 +190,8 @@ class GPT(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """Elements of all parameters, a tied weight counted once. As built, with c the width of the
-        keys, width * kv_heads / heads (else c = width):
+        """Number of elements in all parameters; a tied weight counts once. In an unedited model,
+        with keys of width c = width * kv_heads / heads:
 
             embed        (vocab + context) width
             each block   norms  4 width

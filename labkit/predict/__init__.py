@@ -1,4 +1,4 @@
-"""Closed formulas for bytes, memory, FLOPs, bubble and time, each in one place with its source.
+"""Closed-form formulas for bytes, memory, FLOPs, bubble and time, in one place with their sources.
 
     predict.model_state_bytes(7.5e9, dp=64, stage=2)                  # memory of one rank
     predict.table(formula={...}, replayed={...}, measured={...})      # side by side

@@ -12,20 +12,20 @@ element, in the paper and in labkit.GPT's block:
     out         its input 2                     ──────────────────────────────────
     dropout     its mask 1                      34 + 5as/w
 
-For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, this is right to the
+For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, this is exact to the
 byte (`labkit.memory.saved.saved_by`) except for the statistics of the two norms: 8·s·b (on a GPU
 16·s·b), below 0.1 % from width 256 on. Dropout's masks are assumed to have 1 byte per element
 (torch's nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), scores 2 (torch's plain
 attention: 4). Masked scores are stored, the causal mask is not.
 
 Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
-and features; the other 10 of the 34 are whole on every rank, unless sharded by positions:
+and features; the other 10 of the 34 are whole on every rank, unless sharded along the sequence:
 
     one rank                             34 + 5as/w
     tensor parallel                      10 + 24/t + 5as/(wt)
     and sequence parallel                34/t + 5as/(wt)       inputs, too, are kept as shards
     selective recomputation              without the scores' term, as/w
-    full recomputation                   2, or 2/t where the layer's input is sharded by positions
+    full recomputation                   2, or 2/t if the input is sharded along the sequence
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
 2205.05198, section 4 and Table 2.
@@ -51,7 +51,7 @@ class Term:
     module: str
     of_sbw: int = 0  # bytes over s·b·w
     of_scores: int = 0  # bytes over a·s·s·b: for each score
-    outside: bool = False  # of the sharded matrices: tensor-parallel ranks keep it whole
+    outside: bool = False  # the sharded matrices, so whole on each tensor-parallel rank
 
     @property
     def per_sbw(self) -> str:
@@ -74,7 +74,7 @@ TERMS = (
     Term("GELU: its input", "mlp", of_sbw=8),
     Term("mlp.down: its input", "mlp.down", of_sbw=8),
 )
-# All that full recomputation keeps.
+# Full recomputation keeps only this.
 LAYER_INPUT = Term("the layer's input", "", of_sbw=2, outside=True)
 
 
@@ -115,8 +115,8 @@ def activation_bytes(
     recompute: str = "none",
 ) -> float:
     """Bytes that one layer keeps on one rank for one micro-batch of `rows`, in 2-byte dtypes, if t
-    `tensor_parallel` ranks share its matrices and heads. `sequence_parallel`: they also share
-    norms, dropout and inputs, by positions. `recompute`: "none"; "selective": the core of
+    `tensor_parallel` ranks shard its matrices and heads. `sequence_parallel`: they also shard
+    norms, dropout and inputs, along the sequence. `recompute`: "none"; "selective": the core of
     attention; "full": the layer, from its input. Source: arXiv 2205.05198, Table 2."""
     terms = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
@@ -126,7 +126,7 @@ def activation_bytes(
 
 def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
     """`activation_bytes` with an attention kernel that stores no scores, as labkit.GPT's: instead
-    of 5as/w, 4 bytes per row of scores (the logarithm of its sum). One rank, no attention dropout.
+    of 5as/w, 4 bytes per row of scores (its logsumexp). One rank, no attention dropout.
     Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1."""
     without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
     return without_scores + 4 * heads * sequence * rows
@@ -147,7 +147,7 @@ def first_stage_activation_bytes(
     return layer_bytes * depth * more
 
 
-# --- the bill of a layer: each term beside what the layer's modules keep
+# --- the bill of a layer: each term beside the measured bytes
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Bill:
              "✓ equal" if line.formula_bytes == line.measured_bytes else "")
             for line in self.lines
         ]  # fmt: skip
-        sums = ("in all", "", rounded(self.formula_bytes), in_full(self.measured_bytes), "")
+        sums = ("total", "", rounded(self.formula_bytes), in_full(self.measured_bytes), "")
         heads = ("kept", "× sbw", "formula (bytes)", "measured (bytes)", "")
         return Table(heads, [*rows, sums])
 
@@ -208,8 +208,8 @@ def activation_bill(
     `kept`: from `labkit.memory.saved.saved_by(block, x)`; x [rows, sequence, width] in a 2-byte
     dtype, `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this rank's
     shard of the positions, and `sequence` all of them. Scores are recognized by their shape, [...,
-    s, s]: no head may be as wide as the sequence is long. Other arguments: as in
-    `activation_bytes`."""
+    s, s]: the head width must differ from the sequence length. Other arguments: as
+    in `activation_bytes`."""
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )

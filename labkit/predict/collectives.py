@@ -21,9 +21,9 @@ BUS_FACTORS = {
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the part of S that each rank (the root, for broadcast
-    and reduce) must send. In "all_reduce_in_network" switches sum (SHARP) and each rank sends S: no
-    bound. Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
+    """Bus bandwidth over algorithm bandwidth: the bytes that each rank (the root, for broadcast and
+    reduce) must send, over S. Not for "all_reduce_in_network": switches sum (SHARP) and ranks send
+    S. Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
     check_counts(ranks=ranks)
     if collective not in BUS_FACTORS:
         raise ValueError(
@@ -33,8 +33,8 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
-    """The least seconds of `collective` over links of `bytes_per_s` out of a rank: S / B x bus
-    factor, with S bytes as above. Source: nccl-tests, doc/PERFORMANCE.md."""
+    """The fewest seconds that `collective` can take with `bytes_per_s` out of each rank: S / B x
+    bus factor, with S bytes as above. Source: nccl-tests, doc/PERFORMANCE.md."""
     check_not_negative(nbytes=nbytes)
     check_positive(bytes_per_s=bytes_per_s)
     return nbytes / bytes_per_s * bus_factor(collective, ranks)
@@ -50,7 +50,7 @@ def algorithm_s(
     reduced_bytes_per_s: float = float("inf"),
 ) -> float:
     """Seconds of a labkit algorithm, as in algorithm_s("all_reduce", "ring", 8, ...). `alpha_s`:
-    latency of a message; `reduced_bytes_per_s`: how fast a rank adds, by default infinitely.
+    latency of a message; `reduced_bytes_per_s`: how fast a rank adds, infinite by default.
     Source: Hockney's alpha-beta model; each algorithm's in its file, in labkit/comm/collectives/.
     Raises ValueError for an unknown collective or algorithm."""
     from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch
@@ -60,6 +60,6 @@ def algorithm_s(
     check_positive(bytes_per_s=bytes_per_s, reduced_bytes_per_s=reduced_bytes_per_s)
     if algorithm not in COSTS.get(collective, {}):
         known = (f"{name}: {', '.join(ways)}" for name, ways in COSTS.items())
-        raise ValueError(f"no cost of {collective} by {algorithm!r}; known are {'; '.join(known)}")
+        raise ValueError(f"no cost for {collective} by {algorithm!r}; known: {'; '.join(known)}")
     total = cost(collective, algorithm, ranks, nbytes)
     return total.seconds(alpha_s, 1 / bytes_per_s, 1 / reduced_bytes_per_s)

@@ -10,9 +10,9 @@ rank's h heads compute L²/2 scores in each step, each 4e FLOPs in forward (q k�
 
     computing   2 b h e L² / F        sending   α + 2 b g L e · g₁ / B
 
-so without latency the forward hides the messages from L = g₁ F g / (B h) on, for any head width and
-rows: twice that of Liu et al., who have no causal mask. In backward the gradients of the last
-block, returning to their rank, are always exposed.
+so without latency the forward hides the messages if L is at least g₁ F g / (B h), for any head
+width and number of rows: twice the L of Liu et al., who have no causal mask. In backward the last
+block's gradients, returning to their rank, are always exposed.
 
 Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes of an
 element, F FLOPs and B bytes per second, α the latency of a message.
@@ -36,7 +36,7 @@ def ring_attention_bytes(
     backward: bool = False,
 ) -> int:
     """Bytes that one rank sends in one layer's forward, n-1 blocks of k and v; or in `backward`:
-    these again and the gradients of n-1 blocks, in fp32 or a wider dtype of k. Source: Liu et al.,
+    these again and n-1 blocks of gradients, in fp32, or k's dtype if wider. Source: Liu et al.,
     arXiv 2310.01889, section 3; in labkit the gradients of a rank's own keys stay there."""
     check_counts(sequence=sequence, rows=rows, kv_heads=kv_heads, head_width=head_width)
     check_counts(ranks=ranks, element_bytes=element_bytes)
@@ -87,7 +87,7 @@ def ring_exposed_s(
 ) -> float:
     """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of n-1
     blocks hides behind a step; in backward, from the third step on, so do the gradients of the
-    block before. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its link. Source:
+    previous block. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its link. Source:
     arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked against a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
@@ -118,7 +118,7 @@ def ring_hides_from(
     alpha_s: float = 0.0,
     element_bytes: int = 2,
 ) -> float:
-    """The fewest tokens of a block (s/n) with which the forward's `ring_exposed_s` is 0. (Two ranks
+    """The fewest tokens per block (s/n) for which the forward's `ring_exposed_s` is 0. (Two ranks
     need fewer: their one block hides behind the diagonal, too.) Source: Liu et al., arXiv
     2310.01889, section 3 (L = F / B for 2-byte dtypes), with latency and a causal mask."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)

@@ -15,7 +15,7 @@
 ZB splits backward: I seconds for the input gradient, which the previous stage waits for, and W for
 the weight gradient. No W can fill the wait for the first I, after the first stage has run as many
 forwards as it may hold: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the
-larger. All stages are assumed equally fast, and messages to take no time.
+larger bubble. Assumptions: stages are equally fast, messages take no time.
 """
 
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ def zero_bubble_h2(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
     """ZB-H2: twice the memory, and no bubble if F = I = W. Source: arXiv 2401.10241, section 2.3.
-    Raises ValueError for fewer than 2 stages - 1 micro-batches."""
+    Raises ValueError for fewer than `2 * stages - 1` micro-batches."""
     each_s = max(forward_s + input_s - 2 * weight_s, input_s - forward_s, 0.0)
     parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
     return _zero_bubble(stages, microbatches, each_s, 2 * stages - 1, **parts_s)

@@ -2,21 +2,21 @@
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ValueError for a count that is not a whole number, or below 1."""
+    """Raises ValueError for a count that is not a whole number, or below 1."""
     for name, number in counts.items():
         if isinstance(number, bool) or not number >= 1 or number % 1:
             raise ValueError(f"{name}={number}: give a whole number, 1 or more")
 
 
 def check_not_negative(**numbers: float) -> None:
-    """Raise ValueError for a negative quantity, or NaN."""
+    """Raises ValueError for a negative quantity, or NaN."""
     for name, number in numbers.items():
         if not number >= 0:
             raise ValueError(f"{name}={number}: give 0 or more")
 
 
 def check_positive(**numbers: float) -> None:
-    """Raise ValueError for a quantity of 0 or less, or NaN."""
+    """Raises ValueError for a quantity of 0 or less, or NaN."""
     for name, number in numbers.items():
         if not number > 0:
             raise ValueError(f"{name}={number}: give more than 0")

@@ -28,11 +28,11 @@ FP32_ADAM = StateBytes(4, 4, 8)  # labkit's Single and DDP: all in float32, two 
 
 
 def model_state_bytes(
-    parameters: float, dp: int = 1, stage: int = 0, each: StateBytes = MIXED_ADAM
+    parameters: float, dp: int = 1, stage: int = 0, per_parameter: StateBytes = MIXED_ADAM
 ) -> float:
     """Bytes of model states on one rank, for `parameters` of the model or of this rank's part,
-    sharded over `dp` ranks by ZeRO `stage` 0 (plain data parallelism) to 3, with `each` bytes per
-    parameter. Omits activations, buffers, allocator overhead, step counts (4 bytes per tensor),
+    sharded over `dp` ranks by ZeRO `stage` 0 (plain data parallelism) to 3, at `per_parameter`
+    bytes each. Omits activations, buffers, allocator overhead, step counts (4 bytes per tensor),
     unequal shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5, Figure
     1, Table 1. Raises ValueError for another stage.
 
@@ -47,8 +47,8 @@ def model_state_bytes(
             "3 (parameters, too), or 0 for plain data parallelism"
         )
     held = (
-        each.parameter / (dp if stage >= 3 else 1)
-        + each.gradient / (dp if stage >= 2 else 1)
-        + each.optimizer / (dp if stage >= 1 else 1)
+        per_parameter.parameter / (dp if stage >= 3 else 1)
+        + per_parameter.gradient / (dp if stage >= 2 else 1)
+        + per_parameter.optimizer / (dp if stage >= 1 else 1)
     )
     return parameters * held

@@ -2,16 +2,16 @@
 
     x has S = b s w g bytes, over all m micro-batches of one replica, b rows. One rank sends
 
-    tensor      each block   8 (t-1)/t S    10 with sequence parallelism   + 2 or 3 recomputed
+    tensor      each block   8 (t-1)/t S    10 with sequence parallelism   + 2 to 4 if recomputed
                 embedding    2              2
-                head         2              3         and its logits gathered, V/w of S
+                head         2              3         + V/w if it gathers the logits
                 sequence parallelism all-reduces the gradients of norms, biases and positions, too
     pipeline    over each boundary S forward and S back; S/t with sequence parallelism, or with
                 scatter/gather, which gathers (t-1)/t S over tensor
-    data        G bytes of gradients, those of the stage's 1/t: DDP, ZeRO-1   2 (d-1)/d G
+    data        G bytes of gradients, for 1/t of the stage:     DDP, ZeRO-1   2 (d-1)/d G
                                                                 ZeRO-2    (m+1) (d-1)/d G
                                                                 ZeRO-3       3m (d-1)/d G
-    embedding   where it is tied, first and last stage: V w g / t, and of ZeRO's shares 1/d of that
+    embedding   if tied, on the first and last stage: V w g / t; with ZeRO, 1/d of that
 
 Legend: s positions, w width, g bytes of an element, V the vocabulary rounded up to t parts; d, t
 ranks of the axes. Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline b s h; tensor
@@ -53,8 +53,8 @@ def bytes_by_axis(
     """Bus bytes that each stage sends along each axis in a step, the mean of its ranks.
 
     Args:
-        rows, sequence: the batch of one replica, all its micro-batches: the global one over dp.
-        chunks: of each stage; blocks are split over pp * chunks, the first ones get one more.
+        rows, sequence: the batch of one replica, all its micro-batches: the global batch / dp.
+        chunks: of each stage; blocks are split over pp * chunks, a remainder goes to the first.
         zero: 0 for DDP, or the stage of ZeRO over dp.
         recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
         dropout: whether blocks have dropout; recompute then repeats their last collective, too.
@@ -62,7 +62,7 @@ def bytes_by_axis(
         key_width: of the GPT's keys; `width` by default.
         element_bytes: of activations, weights and gradients, as sent.
 
-    ZeRO's buckets are padded to dp equal shares, those of stage 3 per block: counted as if a rank's
+    ZeRO pads each bucket to dp equal shares: counted per block in stage 3, else as if a rank's
     parameters were one bucket. Omits the scalars of clipping and of a loss scaler.
 
     >>> gpt = dict(vocab=51200, width=12288, depth=96, context=2048)

@@ -6,9 +6,9 @@ A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward of one layer, b rows of s po
     mlp             16 b s w²          weights times v   2 b s² w
                     24 b s w²                            4 b s² w
 
-and the head 2 b s w V once. Backward computes each matmul twice, for its input and for its matrix.
-Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in full, as in
-PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
+and the head 2 b s w V once. Backward takes two matmuls for each: the gradients of its input and of
+its matrix. Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in
+full, as in PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
@@ -23,7 +23,7 @@ def parameters(
     kv_heads: int | None = None,
     tied: bool = True,
 ) -> int:
-    """Parameters of labkit.GPT, exactly: about 12 depth width² and the vocabulary. Source: arXiv
+    """Exact parameter count of labkit.GPT, about 12 depth width² and the vocabulary. Source: arXiv
     2104.04473, section 5.1 (equation 2), plus 2 width of the last norm.
 
     >>> parameters(vocab=50257, width=12288, depth=96, heads=96, context=2048) / 1e9

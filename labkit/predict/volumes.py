@@ -40,7 +40,7 @@ def tensor_parallel_bytes(
         tensor parallel      8     two all-reduces of x in forward, two in backward
         sequence parallel   10     each as a reduce-scatter and an all-gather; two inputs kept as
                                    shards, gathered again in backward
-                             8     with `kept_whole` they are not
+                             8     with `kept_whole`: no inputs kept as shards
         full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor it
                                    needs, which saves the last collective if there is no dropout
 
@@ -48,7 +48,7 @@ def tensor_parallel_bytes(
     arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2."""
     check_counts(depth=depth)
     if kept_whole and not sequence_parallel:
-        raise ValueError("kept_whole needs sequence_parallel=True; without it inputs are whole")
+        raise ValueError("kept_whole needs sequence_parallel=True; otherwise inputs are whole")
     halves = 8 + 2 * (sequence_parallel and not kept_whole) + 4 * recompute
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
     return depth * halves * bus_factor("all_gather", ranks) * x_bytes
@@ -65,8 +65,8 @@ def vocab_parallel_bytes(
 ) -> float:
     """Bytes that one rank sends in a step for embedding, head and loss with a vocabulary sharded
     over `ranks`: all-reduces of x, [rows, sequence, width], in forward after the embedding and in
-    backward before the head, and for the loss one of three fp32 elements per token. With sequence
-    parallelism the head gathers x again in backward. Source: arXiv 1909.08053, section 3."""
+    backward before the head, and of three fp32 elements per token for the loss. With sequence
+    parallelism, the head gathers x again in backward. Source: arXiv 1909.08053, section 3."""
     check_counts(loss_element_bytes=loss_element_bytes)
     halves = 4 + sequence_parallel
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
@@ -94,9 +94,9 @@ def pipeline_parallel_bytes(
     layers_per_stage: int,
     element_bytes: int = 2,
 ) -> int:
-    """Bytes that all stages send in a step with `rows` in all its micro-batches: at each of the
-    depth / layers_per_stage - 1 cuts x forward and its gradient backward. If interleaved, give a
-    chunk's layers. Source: Narayanan et al., arXiv 2104.04473, sections 3.2 and 2.2.2 (chunks)."""
+    """Bytes that all stages send in a step with `rows` in all its micro-batches: x and its
+    gradient at each of the depth / layers_per_stage - 1 cuts. If interleaved, pass the layers of a
+    chunk. Source: Narayanan et al., arXiv 2104.04473, sections 3.2 and 2.2.2 (chunks)."""
     check_counts(depth=depth, layers_per_stage=layers_per_stage)
     check_divides("depth", depth, "layers_per_stage", layers_per_stage)
     cuts = depth // layers_per_stage - 1

@@ -2,7 +2,7 @@
 
     F  forward    of a micro-batch
     B  backward   the gradients of its input and of the weights, in one action
-    I  input      the first half: the input gradient, which the stage before waits for (B in the
+    I  input      the first half: the input gradient, which the previous stage waits for (B in the
                   zero-bubble papers)
     W  weight     the second half: the weight gradients, which no stage waits for
     U  update     the stage's optimizer step with this micro-batch's gradient alone

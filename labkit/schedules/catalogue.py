@@ -1,4 +1,4 @@
-"""The schedules by name, and those that keep backward whole; zero_bubble.py has the others.
+"""All schedules by name, and those that do not split backward; zero_bubble.py has the others.
 
 Naive: each micro-batch goes forward through all stages and back before the next begins.
 
@@ -8,7 +8,7 @@ Naive: each micro-batch goes forward through all stages and back before the next
         stage 1  .. F0 .. .. B0 .. .. F1 .. .. B1
         stage 2  .. .. F0 B0 .. .. .. .. F1 B1
 
-A stage holds one micro-batch and is busy 1/p of the time, like a model with layers moved to
+A stage holds one micro-batch and is busy 1/p of the time, like a model with layers placed on
 several devices (`.to("cuda:1")`). The bubble is m (p - 1)(F + B) for m micro-batches on p stages.
 
 GPipe: all forwards, then all backwards.
@@ -20,7 +20,7 @@ GPipe: all forwards, then all backwards.
         stage 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3
 
 The bubble, filling and draining, is (p - 1)(F + B), (p - 1)/(m + p - 1) of the total. Each stage
-holds the activations of all m. (GPipe's own backwards run last in, first out, at the same cost.)
+holds the activations of all m micro-batches. (GPipe runs backwards last in, first out: same cost.)
 
 1F1B: after a warm-up, each stage alternates one forward and one backward.
 
@@ -53,9 +53,9 @@ PipeDream: 1F1B without a flush. Each stage updates its weights after each backw
         stage 2  .. .. F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3
 
 U0 is the optimizer step with micro-batch 0's gradient. It waits for no other stage, so the bubble
-is paid once per training run. But weights are *stale*, by p - 1 - r updates on stage r: with this
-schedule alone, training differs from that on one device. Each backward needs its forward's weights,
-so a stage keeps a version per micro-batch in flight, p - r at most (*weight stashing*).
+is paid once per training run. But weights are *stale*, by p - 1 - r updates on stage r: only with
+this schedule does training differ from training on one device. Each backward needs its forward's
+weights, so a stage keeps a version per micro-batch in flight, at most p - r (*weight stashing*).
 
 Sources: GPipe, arXiv 1811.06965, figure 2b (naive) and section 2.3, as here in arXiv 2104.04473,
     figure 3; 1F1B: PipeDream-flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, sections 2.2.1
@@ -105,7 +105,7 @@ def _alternate(
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with p (v - 1) more forwards in the warm-up, and one more per later stage. Raises
+    """1F1B with p (v - 1) more forwards in the warm-up, and one more for each later stage. Raises
     ValueError for fewer than 2 chunks, and if `stages` does not divide `microbatches`."""
     check_sizes(stages, microbatches)
     if chunks < 2:

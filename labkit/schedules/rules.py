@@ -1,4 +1,4 @@
-"""The rules of any schedule, your own included.
+"""The rules that every schedule must follow, including your own.
 
 `check` reports the first violation, in this order:
 
@@ -92,7 +92,7 @@ def _known_actions(schedule: Schedule) -> None:
             if known is None:
                 problem = f"{action!r}; an Action is needed"
             elif action.phase not in LETTERS:
-                problem = f"phase {action.phase!r}; there are {', '.join(LETTERS)}"
+                problem = f"phase {action.phase!r}; choose one of {', '.join(LETTERS)}"
             elif not all(isinstance(n, int) and n >= 0 for n in action[1:]):
                 problem = (
                     f"micro-batch {action.microbatch} on chunk {action.chunk}; both count from 0"
@@ -111,7 +111,7 @@ def _exactly_once(schedule: Schedule, microbatches: int) -> None:
             if action in first:
                 problem = f"{first[action]} and again at position {position}"
             elif action.microbatch >= microbatches:
-                problem = f"{position}, and there are {microbatches} micro-batches, counted from 0"
+                problem = f"{position}, but there are {microbatches} micro-batches, counted from 0"
             if problem:
                 text = f"stage {stage} does {action} at position {problem}"
                 raise ScheduleError("exactly once", text, stage, position, action)
@@ -153,8 +153,8 @@ def _all_update_or_none(schedule: Schedule) -> None:
         if missing := sorted(updates - {*actions}):
             raise ScheduleError(
                 "all update or none",
-                f"stage {stage} never does {missing[0]}, but others have their update: either "
-                "every micro-batch has an update, or none",
+                f"stage {stage} never does {missing[0]}, but other micro-batches have an update; "
+                "give an update to all of them, or to none",
                 stage,
             )
 

@@ -3,8 +3,8 @@
     stage 0  F0 F1 .. B0 .. B1
     stage 1  .. F0 B0 F1 B1
 
-Each column is one unit of time, which every action takes; ".." is idle. F is forward, B backward,
-I and W its halves (input, weight), U update; a chunk follows a dot: F0.1.
+Each column is one unit of time, the duration of every action; ".." is idle. F is forward, B
+backward, I and W its halves (input, weight), U update; a chunk follows a dot: F0.1.
 """
 
 import re
@@ -29,7 +29,7 @@ def parse(text: str) -> list[Action]:
         if match is None or match[1].upper() not in PHASES:
             raise ValueError(
                 f"{word!r}, word {place} of {text!r}, is not an action; write a letter of "
-                f"{' '.join(PHASES)} and a micro-batch, as F0, or with a chunk F0.1"
+                f"{' '.join(PHASES)} and a micro-batch, such as F0, or F0.1 with a chunk"
             )
         actions.append(Action(PHASES[match[1].upper()], int(match[2]), int(match[3] or 0)))
     return actions

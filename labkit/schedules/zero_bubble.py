@@ -1,8 +1,8 @@
-"""Zero bubble: backward in two halves, so that one of them can fill the bubble.
+"""Zero bubble: backward is split into two halves, so that one of them can fill the bubble.
 
-Backward is I, the input gradient, and W, the weight gradients. The stage before waits for I; no
+Backward is I, the input gradient, and W, the weight gradients. The previous stage waits for I; no
 stage waits for W. So I runs first, and W later, when the stage would be idle. Both schedules are
-1F1B with another warm-up and a delayed W:
+1F1B with delayed Ws; ZB-H2 also has a longer warm-up:
 
               forwards before the first I     W delayed by     held at most     bubble
     ZB-H1     p - r                           r                p                (p-1)(F+I-W)
@@ -16,9 +16,9 @@ for stage r of p, in micro-batches; each is held until its W. ZB-H1:
         stage 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-1F1B's bubble is (p-1)(F+I+W). Here only I is on the way back, which leaves (p-1)(F+I);
-delayed Ws fill (p-1) W of that, in the memory of 1F1B's first stage. ZB-H2 fills 2 (p-1) W, in
-almost twice the memory:
+1F1B's bubble is (p-1)(F+I+W). Here the previous stage waits only for I, which leaves (p-1)(F+I).
+In ZB-H1, delayed Ws shorten it by one W for each of p-1 stages, with the memory of 1F1B's first
+stage; in ZB-H2 by two, with almost twice the memory:
 
     3 stages, 5 micro-batches
 
@@ -32,7 +32,7 @@ stage that takes longest from its own first action to its last.
 
 The table's bubble of ZB-H1 holds for W <= F, that of ZB-H2 (never below 0) for W <= F or I <= F.
 Otherwise they are (p-1) I and (p-1)(I-F): the first stage, with all the forwards it may hold, waits
-for the first I. No order does better in that memory.
+for the first I. No order does better with that memory.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2. Its B is our I.
 """
@@ -47,25 +47,25 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
     ['F0', 'I0', 'F1', 'I1', 'W0', 'F2', 'I2', 'W1', 'W2']
     """
     _check_enough("zb-h1", stages, microbatches, stages)
-    return [_stage(microbatches, stages - stage, late=stage) for stage in range(stages)]
+    return [_stage(microbatches, stages - stage, delay=stage) for stage in range(stages)]
 
 
 def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
-    """ZB-H2. Raises ValueError for fewer than 2 stages - 1 micro-batches."""
+    """ZB-H2. Raises ValueError for fewer than `2 * stages - 1` micro-batches."""
     _check_enough("zb-h2", stages, microbatches, 2 * stages - 1)
     return [
-        _stage(microbatches, 2 * (stages - stage) - 1, late=2 * stage) for stage in range(stages)
+        _stage(microbatches, 2 * (stages - stage) - 1, delay=2 * stage) for stage in range(stages)
     ]
 
 
-def _stage(microbatches: int, warm_up: int, late: int) -> list[Action]:
-    """`warm_up` forwards, then I, W (of the micro-batch `late` before) and F in turn."""
+def _stage(microbatches: int, warm_up: int, delay: int) -> list[Action]:
+    """`warm_up` forwards, then in turn I, W (of the micro-batch `delay` earlier) and F."""
     actions = [Action("forward", k) for k in range(warm_up)]
-    for k in range(microbatches + late):
+    for k in range(microbatches + delay):
         if k < microbatches:
             actions.append(Action("input", k))
-        if k >= late:
-            actions.append(Action("weight", k - late))
+        if k >= delay:
+            actions.append(Action("weight", k - delay))
         if warm_up + k < microbatches:
             actions.append(Action("forward", warm_up + k))
     return actions

@@ -56,7 +56,7 @@ def test_model_states_of_ddp_are_16_bytes_and_what_its_own_footprint_says() -> N
     held = NaiveDDP.predict(model, 4)
     step_counts = 4 * len(list(model.parameters()))
     total = held.parameter_bytes + held.gradient_bytes + held.optimizer_bytes - step_counts
-    assert predict.model_state_bytes(model.parameter_count, 4, each=predict.FP32_ADAM) == total
+    assert predict.model_state_bytes(model.parameter_count, 4, 0, predict.FP32_ADAM) == total
 
 
 # arXiv 2205.05198, Table 2; test_predict_tensor.py asks for each of its rows.

@@ -153,7 +153,7 @@ def test_missing_actions_are_reported_before_order_and_order_before_deadlocks() 
 
 
 def test_as_many_micro_batches_as_are_wanted() -> None:
-    for wanted, message in ((3, "never does F2"), (1, "F1 at position 1, and there are 1 micro")):
+    for wanted, message in ((3, "never does F2"), (1, "F1 at position 1, but there are 1 micro")):
         raises(message, check, one_f_one_b(2, 2), microbatches=wanted, error=ScheduleError)
     check(one_f_one_b(2, 2), microbatches=2)
 
@@ -171,7 +171,7 @@ def test_a_long_cycle_is_abbreviated() -> None:
 test_an_invalid_action_is_reported = refusals(
     lambda action: check([[action]]),
     (("forward", 0), "stage 0, position 0 has .'forward', 0.; an Action"),
-    (Action("foward", 0), "phase 'foward'; there are forward, backward"),
+    (Action("foward", 0), "phase 'foward'; choose one of forward, backward"),
     (Action("forward", -1), "micro-batch -1 on chunk 0; both count from 0"),
     error=ScheduleError,
 )

@@ -5,7 +5,7 @@
 
 Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
 Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
-labkit/runtime/transports/chooser.py chooses. All algorithms of a collective share a signature:
+labkit/runtime/transports/chooser.py selects one. All algorithms of a collective share a signature:
 
     broadcast         (wire, x, root, tag)
     reduce            (wire, x, root, reduce, tag)
@@ -14,7 +14,7 @@ labkit/runtime/transports/chooser.py chooses. All algorithms of a collective sha
     reduce_scatter    (wire, chunks, out, reduce, tag)
     all_reduce        (wire, x, reduce, divide_by, tag)
     all_to_all        (wire, outs, ins, tag)
-    barrier           (wire, note, tag)
+    barrier           (wire, token, tag)
     ring_exchange     (wire, out, x, tag)
 """
 

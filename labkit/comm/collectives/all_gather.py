@@ -4,10 +4,10 @@
     recursive doubling   exchange all chunks held      log2(n) alpha      + (n-1)/n S beta
     Bruck                the same, for any n           ceil(log2 n) alpha + (n-1)/n S beta
 
-All send the minimum of bytes. The ring sends to one neighbor only, which avoids congestion, and
-splits large messages; the others take fewer steps, which suits small messages.
+All send the minimum number of bytes. The ring sends to one neighbor only, which avoids congestion,
+and splits large messages; the others take fewer steps, which suits small messages.
 
-Source: as broadcast.py; Bruck et al., "Efficient Algorithms for All-to-All Communications in
+Source: as in broadcast.py; Bruck et al., "Efficient Algorithms for All-to-All Communications in
 Multiport Message-Passing Systems", 1997.
 """
 
@@ -89,9 +89,9 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
 
 
 def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """Any n: keep the chunks in ring order from this rank's on, and fetch as many as are held (in
-    the last round, as many as are missing) from the rank 1, 2, 4, ... ahead. Cost: ceil(log2 n)
-    alpha + (n-1)/n S beta, and a copy of S to put them in order.
+    """For any n. Keep the chunks in ring order, starting with this rank's. Each round fetches as
+    many as this rank has (the last, as many as it lacks) from the rank 1, 2, 4, ... ahead. Cost:
+    ceil(log2 n) alpha + (n-1)/n S beta, and a copy of S to sort the chunks by rank.
 
         at first     0: c0           1: c1           2: c2
         from 1 on    0: c0 c1        1: c1 c2        2: c2 c0

@@ -4,12 +4,12 @@
     tree                 reduce, then broadcast            2 ceil(log2 n) (alpha + S beta)
     ring                 reduce-scatter, then all-gather   2(n-1) alpha + 2(n-1)/n S beta
     recursive doubling   exchange and add all of `x`       log2(n) (alpha + S beta)
-    halving, doubling    both by recursion                 2 log2(n) alpha + 2(n-1)/n S beta
+    halving, doubling    the ring's two phases, recursive  2 log2(n) alpha + 2(n-1)/n S beta
     double tree          double_tree.py                    4 log2(n) alpha + ~2 S beta
     hierarchical         hierarchical.py
 
-A mean is a sum that is divided by n once it is complete (`divide_by`; 1 for none). If n is not a
-power of two, both recursions fold: 2 alpha + 2 S beta more (fold.py).
+For a mean, the complete sum is divided by n (`divide_by`; 1 for other reductions). If n is not a
+power of two, both recursive algorithms fold first, for 2 alpha + 2 S beta more (fold.py).
 
 Source: Rabenseifner, 2004 (halving and doubling); Patarasuk and Yuan, "Bandwidth Optimal All-reduce
 Algorithms for Clusters of Workstations", 2009 (the ring); Thakur et al., 2005.
@@ -73,8 +73,8 @@ def ring_all_reduce(
 def rings_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Interleaved rings, one for each piece of a long `x`. Cost: that of the ring, (n-1) alpha more
-    for each piece, with gamma hidden behind beta."""
+    """Interleaved rings, one for each piece of a long `x`. Cost: that of the ring, 2(n-1) alpha more
+    for each further piece, with gamma hidden behind beta."""
     pieces = pieces_of_chunks(list(x.split(chunk_sizes(x.numel(), wire.size))))
     rings = [ring_all_reduce(wire, piece, reduce, divide_by, tag) for piece in pieces]
     return (yield from interleave(*rings))
@@ -115,7 +115,7 @@ def recursive_doubling_all_reduce(
 def halving_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rabenseifner's: reduce-scatter by recursive halving, all-gather by recursive doubling.
+    """Rabenseifner's: a reduce-scatter by recursive halving, an all-gather by recursive doubling.
     Cost: 2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the ring's bytes in fewer steps.
 
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)

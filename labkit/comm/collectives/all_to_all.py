@@ -9,7 +9,7 @@ from labkit.runtime.transports.wire import Wire
 
 def pairwise_all_to_all(wire: Wire, outs: Chunks, ins: Chunks, tag: int) -> Algorithm:
     """In step k, send k ranks ahead and receive from k ranks behind: one sender per receiver.
-    Cost: (n-1) alpha + (n-1)/n S beta, S being the bytes one rank holds.
+    Cost: (n-1) alpha + (n-1)/n S beta, where one rank holds S bytes.
 
         step 1       0 --> 1     1 --> 2     2 --> 0
         step 2       0 --> 2     1 --> 0     2 --> 1

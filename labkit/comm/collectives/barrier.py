@@ -8,19 +8,19 @@ from labkit.comm.collectives.steps import Algorithm
 from labkit.runtime.transports.wire import Wire
 
 
-def dissemination_barrier(wire: Wire, note: torch.Tensor, tag: int) -> Algorithm:
+def dissemination_barrier(wire: Wire, token: torch.Tensor, tag: int) -> Algorithm:
     """Notify the rank 1, 2, 4, ... ahead, and wait for the rank as far behind: after ceil(log2 n)
-    rounds each rank has heard from all. Cost: ceil(log2 n) alpha. On 4 ranks, those heard from:
+    rounds each rank has heard from all. Cost: ceil(log2 n) alpha. On 4 ranks, each has heard from:
 
         round 1      0: 3 0        1: 0 1        2: 1 2        3: 2 3
         round 2      0: 1 2 3 0    1: 2 3 0 1    2: 3 0 1 2    3: 0 1 2 3
     """
-    heard = torch.empty_like(note)
+    received = torch.empty_like(token)
     sent_bytes, distance = 0, 1
     while distance < wire.size:
-        receive = wire.irecv(heard, (wire.rank - distance) % wire.size, tag)
-        yield wire.isend(note, (wire.rank + distance) % wire.size, tag)
+        receive = wire.irecv(received, (wire.rank - distance) % wire.size, tag)
+        yield wire.isend(token, (wire.rank + distance) % wire.size, tag)
         yield receive
-        sent_bytes += note.nbytes
+        sent_bytes += token.nbytes
         distance *= 2
     return sent_bytes

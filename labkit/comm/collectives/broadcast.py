@@ -4,8 +4,8 @@
     tree      all ranks that have it pass it on                   ceil(log2 n) (alpha + S beta)
     chain     each passes it to the next, in P pieces             (P + n-2) (alpha + S/P beta)
 
-Few steps suit a small message: the tree. With a large one, each rank should send it only once: with
-many pieces the chain costs S beta for any n.
+A small message needs few steps: use the tree. A large one should leave each rank only once: in many
+pieces, the chain costs S beta for any n.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005; the chain is NCCL's ring, cut open at the root.
@@ -53,7 +53,7 @@ def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 
 
 def chain_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """Pipelined chain: each rank passes every piece to the next rank as soon as it has it.
+    """Pipelined chain: each rank passes a piece to the next rank as soon as it arrives.
     Cost: (P + n-2) (alpha + S/P beta), P pieces.
 
         step 1       0 -a-> 1

@@ -2,12 +2,12 @@
 
     seconds = steps x alpha + sent_bytes x beta + reduced_bytes x gamma
 
-    alpha    seconds of a message, however small          n    ranks
+    alpha    latency of a message, in seconds             n    ranks
     beta     seconds per byte on a link                   S    bytes (of all chunks together)
     gamma    seconds to reduce a byte                     P    pieces, of at most PIECE_BYTES
 
-`steps` counts consecutive messages, `sent_bytes` the larger of the bytes into and out of the
-busiest rank. Sources: those of the algorithms.
+`steps` counts consecutive messages; `sent_bytes` is the larger of the bytes into and out of the
+busiest rank. The file of each algorithm gives its source.
 """
 
 from collections import Counter

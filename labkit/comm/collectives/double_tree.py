@@ -1,7 +1,7 @@
-"""All-reduce over two trees at once: as few steps as a tree, and no rank's link idle.
+"""All-reduce over two trees at once: as few steps as one tree, with every rank's link busy.
 
-In one binary tree the leaves, half of all ranks, send only their own share. With two trees, each
-rank is inside one and a leaf of the other. Each tree carries half of `x`, in P pieces that are
+In one binary tree the leaves, half of all ranks, send only their own `x`. With two trees, each rank
+is an inner node of one and a leaf of the other. Each tree carries half of `x`, in P pieces that are
 pipelined up to the root and down again. 4 ranks:
 
     0                        3
@@ -55,8 +55,8 @@ class Tree:
         self.children = [rank for rank in range(wire.size) if parents[rank] == wire.rank]
         self.depth = depth(parents, wire.rank)
         self.height = max(depth(parents, rank) for rank in range(wire.size))
-        # All receives are posted at once, and all sends are awaited at the end. A piece may come
-        # down into its place from the start: it arrives after that piece has gone up.
+        # All receives are posted at once, and all sends are awaited at the end. The parent's pieces
+        # are received into `x` itself: each arrives only after this rank's piece has gone up.
         self.incoming = [pieces_of(torch.empty_like(x)) for _ in self.children]
         self.rising = [
             [wire.irecv(piece, child, self.up_tag) for piece in pieces]

@@ -3,9 +3,9 @@
     flat      all ranks send to the root                      (n-1) alpha + (n-1)/n S beta
     tree      blocks of 1, 2, 4, ... ranks are merged         ceil(log2 n) alpha + (n-1)/n S beta
 
-S is the bytes the root holds at the end. Both bring the same bytes into the root; the tree in fewer
-messages, but it sends most of the data more than once. It needs equal sizes on all ranks, since
-intermediate ranks must know how much arrives. Source: as broadcast.py.
+S is the bytes the root holds at the end. The root receives the same bytes in both. The tree needs
+fewer messages, but sends most of the data more than once. It requires equal sizes on all ranks:
+intermediate ranks must know how much arrives. Source: as in broadcast.py.
 """
 
 import torch
@@ -44,7 +44,7 @@ def tree_gather(
         round 2      2 -x2,x3-> 0
     """
     n, position = wire.size, (wire.rank - root) % wire.size
-    block = x.new_empty(subtree(n, position), x.numel())  # row k: of position + k
+    block = x.new_empty(subtree(n, position), x.numel())  # row k: the chunk of position + k
     receives = [
         wire.irecv(block[child - position :][: subtree(n, child)], (root + child) % n, tag)
         for child in children(n, position)
@@ -60,17 +60,17 @@ def tree_gather(
     return 0
 
 
-# In this binomial tree the ranks below each position follow it: of 8, position 4 has 5, 6, 7 below
-# it, position 2 has 3. (In the broadcast's tree, which sends to far ranks last, they do not.)
+# In this binomial tree, the positions of a subtree are consecutive: with 8 ranks, 5, 6, 7 are below
+# 4, and 3 is below 2. (In the broadcast's tree, which sends to far ranks last, they are not.)
 
 
 def parent(position: int) -> int:
-    """Without the lowest bit: 7 -> 6 -> 4 -> 0."""
+    """The position with its lowest bit cleared: 7 -> 6 -> 4 -> 0."""
     return position & (position - 1)
 
 
 def children(n: int, position: int) -> list[int]:
-    """The nearest first, since its block is ready first: 5 and 6 for 4."""
+    """The children, nearest first, since its block is ready first: 5 and 6 for 4."""
     bits = [1 << k for k in range((n - 1).bit_length())]
     lowest = position & -position or n
     return [position + bit for bit in bits if bit < lowest and position + bit < n]

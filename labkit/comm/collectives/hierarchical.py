@@ -1,7 +1,7 @@
 """All-reduce inside each node, then between nodes: for clusters with much faster links inside nodes
 (NVLink, shared memory) than between them (Ethernet, InfiniBand).
 
-2 nodes of 2 ranks, what each holds of the halves a and b:
+2 nodes of 2 ranks, with the halves a and b that each rank holds:
 
     at first                 0: a0 b0       1: a0 b0    |    2: a1 b1       3: a1 b1
     inside: reduce-scatter   0: A0          1: B0       |    2: A1          3: B1
@@ -11,8 +11,8 @@
 
 Cost, m nodes of k ranks: inside, 2(k-1) alpha + 2(k-1)/k S beta; between, with another alpha and
 beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of the bytes of an all-reduce of S. If
-nodes differ in size, the smallest sets how many ranks communicate between nodes; the others fold
-into those of their node first (fold.py).
+nodes differ in size, the smallest sets how many ranks of each node communicate between nodes; the
+other ranks fold into those first (fold.py).
 
 Source: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018,
 section 3.3; NCCL's trees are hierarchical, too.

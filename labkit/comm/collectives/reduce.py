@@ -1,11 +1,11 @@
-"""Reduce: the reduction of all ranks' `x` to the root: broadcasts in reverse that add at each hop.
-On the other ranks `x` may hold partial sums afterwards.
+"""Reduce: the root's `x` becomes the reduction of all ranks' `x`. The algorithms are broadcasts in
+reverse that add at each hop. On the other ranks, `x` may hold partial sums afterwards.
 
     flat      all ranks send to the root       (n-1) (alpha + S beta + S gamma)
     tree      pairs, pairs of pairs, ...       ceil(log2 n) (alpha + S beta + S gamma)
     chain     along a line, in P pieces        (P + n-2) (alpha + S/P beta + S/P gamma)
 
-gamma = seconds to reduce a byte. Source: as broadcast.py.
+gamma = seconds to reduce a byte. Source: as in broadcast.py.
 """
 
 import torch

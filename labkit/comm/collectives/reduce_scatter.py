@@ -78,7 +78,7 @@ def recursive_halving_reduce_scatter(
         0-1, 2-3     0: c0         1: c1         2: c2         3: c3
     """
     n, core = wire.size, power_of_two(wire.size)
-    # Block i holds chunk i and that of the rank folded into rank i, if any.
+    # Block i holds chunk i and the chunk of the rank folded into rank i, if any.
     order = [r for i in range(core) for r in range(i, n, core)]
     work = torch.cat([chunks[r] for r in order])
     bounds = bounds_of([sum(c.numel() for c in chunks[i::core]) for i in range(core)])

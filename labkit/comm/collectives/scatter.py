@@ -1,9 +1,9 @@
 """Scatter: the root's chunk r becomes `x` of rank r (`chunks` is None on the other ranks).
 
-    flat      the root sends each its chunk                   (n-1) alpha + (n-1)/n S beta
+    flat      the root sends each rank its chunk              (n-1) alpha + (n-1)/n S beta
     tree      half of the rest goes to half of the ranks      ceil(log2 n) alpha + (n-1)/n S beta
 
-The gathers in reverse; S is the bytes the root holds at the start. Source: as broadcast.py.
+These are the gathers in reverse; the root starts with S bytes. Source: as in broadcast.py.
 """
 
 import torch
@@ -43,7 +43,7 @@ def tree_scatter(
         round 2      0 -c1-> 1     2 -c3-> 3
     """
     n, position = wire.size, (wire.rank - root) % wire.size
-    block = x.new_empty(subtree(n, position), x.numel())  # row k: for position + k
+    block = x.new_empty(subtree(n, position), x.numel())  # row k: the chunk for position + k
     if position > 0:
         yield wire.irecv(block, (root + parent(position)) % n, tag)
     else:

@@ -1,4 +1,4 @@
-"""Building blocks of the algorithms: generators that wait, ways to interleave them, helpers.
+"""Building blocks of the algorithms: generators that yield to wait, interleaving, helpers.
 
 All ranks of the group run the same generator: `yield work` waits for that message, and the return
 value is the bytes this rank sent. `tag` separates the messages of different operations; messages
@@ -35,7 +35,7 @@ def run(algorithm: Algorithm) -> int:
 
 
 def interleave(*algorithms: Algorithm) -> Algorithm:
-    """Interleave algorithms at their waits: one piece travels while another is reduced."""
+    """Interleave algorithms at their waits: one piece is in flight while another is reduced."""
     if len(algorithms) == 1:
         return (yield from algorithms[0])
     turns: deque[tuple[Algorithm, Work | None]] = deque((a, None) for a in algorithms)

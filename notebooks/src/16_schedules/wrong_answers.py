@@ -8,7 +8,7 @@ all_forwards_first: no more than min(p - stage, m)
     return make_schedule("gpipe", stages, microbatches)[stage]
 one_at_a_time: How many forwards does a stage run
     return make_schedule("naive", stages, microbatches)[stage]
-ignores_the_number_of_microbatches: stage 0 does F3 at position 3, and there are 3 micro-batches
+ignores_the_number_of_microbatches: stage 0 does F3 at position 3, but there are 3 micro-batches
     min(stages - 1 - stage, microbatches) -> stages + 3
 drops_the_cool_down: never does B4
     return actions -> return actions[: len(actions) - (stages - 1 - stage)]

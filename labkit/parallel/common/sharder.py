@@ -95,7 +95,7 @@ class InStages(Protocol):
         """The state dict of all stages."""
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """(Name prefix in the whole model, stage) of each local stage, wrapped or not (DDP, ZeRO3)."""
+        """(Name prefix in the whole model, stage) per local stage, wrapped (DDP, ZeRO3) or not."""
 
 
 class LossScaler(Protocol):

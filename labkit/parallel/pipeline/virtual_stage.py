@@ -49,7 +49,7 @@ class MicroBatchState:
     """The state of a micro-batch between its forward and its backward."""
 
     x: Tensor
-    end: GradientEdge | None  # where backward begins; None: nothing here needs a gradient
+    root: GradientEdge | None  # of backward; None: nothing here needs a gradient
     later: Later
 
 
@@ -103,8 +103,8 @@ class VirtualStage:
         later: Later = []
         y = self._compute(k, x, later)
         out = y if self._loss_of is None else self._loss_of(y, k)
-        end = get_gradient_edge(out) if out.requires_grad else None
-        self.in_flight[k] = MicroBatchState(x, end, later)
+        root = get_gradient_edge(out) if out.requires_grad else None
+        self.in_flight[k] = MicroBatchState(x, root, later)
         return y
 
     def _compute(self, k: int, x: Tensor, later: Later) -> Tensor:
@@ -142,9 +142,9 @@ class VirtualStage:
         return y
 
     def _backward(self, flight: MicroBatchState, dy: Tensor | None, k: int) -> Tensor | None:
-        if flight.end is not None:
-            torch.autograd.backward(flight.end, dy)
-            flight.end = None
+        if flight.root is not None:
+            torch.autograd.backward(flight.root, dy)
+            flight.root = None
         else:
             torch.autograd.backward(NOTHING())
         if self.versions:

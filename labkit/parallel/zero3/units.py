@@ -23,8 +23,8 @@ from labkit.parallel.common.ownership import running_backward
 from labkit.parallel.zero3.flat import Flat, Place, compute_dtype_of, master_dtype_of
 
 UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
-Sharing = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
-Group = tuple[list[nn.Module], list[Sharing]]  # a unit's members, and its parameters
+Placed = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
+Group = tuple[list[nn.Module], list[Placed]]  # a unit's members, and its parameters
 NAMES = "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"
 METADATA = {getattr(Tensor, name).__get__ for name in NAMES}
 METADATA |= {Tensor.size, Tensor.dim, Tensor.numel}
@@ -119,15 +119,15 @@ class UngatheredParameter(Tensor):
 
 def group_parameters(root: nn.Module, choice: UnitPolicy | None) -> list[Group]:
     """Groups the parameters of a module into units, in parameter order."""
-    places: dict[int, Sharing] = {}
+    places: dict[int, Placed] = {}
     for parameter, place in _walk(root, "", root, None, False, _chooser(choice)):
         places.setdefault(id(parameter), (parameter, []))[1].append(place)
     groups: dict[frozenset[int], Group] = {}
-    for sharing in places.values():
-        members = list(dict.fromkeys(place.unit for place in sharing[1]))
+    for placed in places.values():
+        members = list(dict.fromkeys(place.unit for place in placed[1]))
         if len(members) > 1:  # tied across units: gathered with the layers that own it
-            members = list(dict.fromkeys(place.owner for place in sharing[1]))
-        groups.setdefault(frozenset(map(id, members)), (members, []))[1].append(sharing)
+            members = list(dict.fromkeys(place.owner for place in placed[1]))
+        groups.setdefault(frozenset(map(id, members)), (members, []))[1].append(placed)
     return list(groups.values())
 
 
@@ -183,12 +183,12 @@ def units_of(
     return units
 
 
-def _kinds(parameters: list[Sharing], persist_below: int) -> list[tuple[bool, list[Sharing]]]:
-    kinds: dict[object, tuple[bool, list[Sharing]]] = {}
-    for sharing in parameters:
-        p, keep_whole = sharing[0], sharing[0].numel() < persist_below
+def _kinds(parameters: list[Placed], persist_below: int) -> list[tuple[bool, list[Placed]]]:
+    kinds: dict[object, tuple[bool, list[Placed]]] = {}
+    for placed in parameters:
+        p, keep_whole = placed[0], placed[0].numel() < persist_below
         key = p.dtype, p.device, p.requires_grad, keep_whole
-        kinds.setdefault(key, (keep_whole, []))[1].append(sharing)
+        kinds.setdefault(key, (keep_whole, []))[1].append(placed)
     return list(kinds.values())
 
 

@@ -273,8 +273,8 @@ show("parallel/tensor/tensor_parallel.py:_shard_layer", since="for name")
 show("parallel/tensor/layers.py:shard_parameter", since="shape[dim] = ")
 
 # %% [markdown]
-# q, k and v have one input. Without `ShardedForward` there would be three f, and three all-reduces in
-# backward; so the first that is called computes for all three.
+# q, k and v have one input. Without `ShardedForward` there would be three f, and three all-reduces
+# in backward; so the first that is called computes for all three.
 #
 # Attention takes its number of heads from the width of what it gets. So nothing in it has to be told
 # that only some heads are here:
@@ -624,8 +624,8 @@ for with_own in (True, False):
 
 # %% [markdown] tags=["answer"]
 # With p = 0.5, masks that know nothing of each other agree in half of their elements. Without
-# `per_rank_rng`, head 0 of rank 0 and head 0 of rank 1 drop the same positions, in all steps: a model
-# with t ranks has 1/t of the randomness that it should have. No loss curve and no error shows it.
+# `per_rank_rng`, head 0 of rank 0 and head 0 of rank 1 drop the same positions, in all steps: a
+# model with t ranks has 1/t of the randomness that it should have. No loss curve and no error shows it.
 
 # %% [markdown]
 # The other mistake, ranks with different seeds, would let x differ between the ranks. A world that

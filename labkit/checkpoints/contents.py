@@ -29,7 +29,7 @@ from torch import nn
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 from labkit.parallel.common.ownership import check_same_on_all_ranks
-from labkit.parallel.common.sharder import InStages, OwnsPieces, fulfils, plain_module
+from labkit.parallel.common.sharder import InStages, OwnsPieces, implements, plain_module
 from labkit.parallel.common.shards import shard_of
 from labkit.runtime.attach import attach
 
@@ -68,8 +68,8 @@ class Contents:
         self.module, self.optimizer = plain_module(model), optimizer
         self.pipeline = pipeline = model if isinstance(model, InStages) else None
         stages = pipeline.stages_here() if pipeline else [("", model)]
-        self._sharders: list[tuple[str, Any]] = [x for x in stages if fulfils(x[1], OwnsPieces)]
-        self._by_optimizer = fulfils(optimizer, OwnsPieces)
+        self._sharders: list[tuple[str, Any]] = [x for x in stages if implements(x[1], OwnsPieces)]
+        self._by_optimizer = implements(optimizer, OwnsPieces)
         sharders = [sharder for _, sharder in self._sharders]
         self._sharded = {p for sharder in sharders for p in sharder.module.parameters()}
         self.strategies = [optimizer] * self._by_optimizer + sharders
@@ -86,7 +86,7 @@ class Contents:
             )
         self._groups = [] if optimizer is None else optimizer.param_groups
         self.named = [(self.first_name(name), p) for name, p in self.module.named_parameters()]
-        self.aliases = dict(pipeline.further_names) if pipeline else {}
+        self.aliases = dict(pipeline.aliases) if pipeline else {}
         self.buffers = self._find_buffers()
         if not self.strategies and pipeline is None:
             whole_params = [(name, _in_whole_shape(p)) for name, p in self.named]
@@ -118,7 +118,7 @@ class Contents:
 
     def first_name(self, name: str) -> str:
         """The name that a parameter is saved under, whichever of its names it has here."""
-        return self.pipeline.further_names.get(name, name) if self.pipeline else name
+        return self.pipeline.aliases.get(name, name) if self.pipeline else name
 
     def owned(self) -> list[OwnedPiece]:
         """The pieces that this rank owns according to the strategies, under first names."""

@@ -1,4 +1,4 @@
-"""A pipeline stage of a given duration, which sleeps instead of computing (paced).
+"""A pipeline stage that sleeps for a given time instead of computing (paced).
 
 Four ranks that compute on two cores slow each other down, so the bubble measured there is the
 machine's, not the schedule's. Sleeping ranks do not. Results are real, y = x * weight with true
@@ -6,7 +6,7 @@ gradients, so a schedule that loses a gradient is caught.
 
     forward   sleeps forward_s
     backward  sleeps input_s, then weight_s: 2 forward_s together by default
-    input     sleeps input_s; weight, placed by the schedule, sleeps weight_s
+    input     sleeps input_s; the weight half sleeps weight_s when the schedule runs it
 """
 
 import time
@@ -26,7 +26,7 @@ class PacedStage(nn.Module):
 
         forward_s            per micro-batch, for any number of rows
         backward_s           default: twice forward_s
-        input_s, weight_s    the halves of backward; default: half of it, or the rest
+        input_s, weight_s    the halves of backward; default: half each, or the remainder
 
     Raises ValueError for negative times, and for halves that do not add up to backward_s."""
 
@@ -50,7 +50,7 @@ class PacedStage(nn.Module):
         times = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
         for name, seconds in times.items():
             if not seconds >= 0:
-                raise ValueError(f"{name}={seconds}: a stage takes 0 seconds or more")
+                raise ValueError(f"{name}={seconds}: choose 0 seconds or more")
         if abs(input_s + weight_s - backward_s) > 1e-9 * (1 + backward_s):
             raise ValueError(
                 f"input_s={input_s} and weight_s={weight_s} do not add up to "

@@ -4,7 +4,7 @@
                                                                   rank 1 keeps  ▫ ▪
     backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
 
-    each rank holds   1/t of every kept input: 2sbh/t bytes per block in 2-byte types
+    each rank holds   1/t of every saved input: 2sbh/t bytes per block in 2-byte types
     traffic           an all-gather of x per block in backward, (t-1)/t b s w elements, on top
                       of that of tensor parallelism with full recompute
 
@@ -28,42 +28,42 @@ class Partitioned:
         self.forward, self.comm = forward, comm
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(self.keep, self.whole):  # recompute saves only its inputs
+        with saved_tensors_hooks(self.pack, self.unpack):  # recompute saves only its inputs
             return self.forward(*args, **kwargs)
 
-    def keep(self, x: Tensor) -> Any:
-        """This rank's slice of the flattened `x`, and the shape of `x`; integers, such as tokens,
-        stay whole."""
+    def pack(self, x: Tensor) -> Any:
+        """This rank's slice of the flattened `x`, and the shape of `x`. Integer tensors, such as
+        tokens, are saved whole."""
         if not x.is_floating_point():
             return x.detach()
         own = x.detach().reshape(-1).tensor_split(self.comm.size)[self.comm.rank]
         return own.clone(), x.shape
 
-    def whole(self, kept: Any) -> Tensor:
-        """The inverse of `keep`: gathers the slices of all ranks."""
-        if isinstance(kept, Tensor):
-            return kept
-        own, shape = kept
+    def unpack(self, saved: Any) -> Tensor:
+        """The inverse of `pack`: gathers the slices of all ranks."""
+        if isinstance(saved, Tensor):
+            return saved
+        own, shape = saved
         flat = own.new_empty(shape.numel())
         self.comm.all_gather(list(flat.tensor_split(self.comm.size)), own)
         return flat.view(shape)
 
 
 def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
-    """Make blocks edited by `Recompute` keep 1/t of their inputs, which are equal on the t ranks of
-    `comm`: `tensor_parallel(model, comm)`, then `Recompute(model)`, then this. Returns the model,
+    """Make recomputed blocks save only 1/t of their inputs, which are equal on the t ranks of
+    `comm`. Call it after `tensor_parallel(model, comm)` and `Recompute(model)`. Returns the model,
     edited in place.
 
-    Raises ValueError if no block is recomputed, if one is not a whole layer sharded over these
-    ranks, so that its inputs may differ, or if x is sharded along the sequence."""
+    Raises ValueError if no block is recomputed, if a recomputed block is not sharded over these
+    ranks (its inputs may then differ), or if x is sharded along the sequence."""
     comm = Comm.of(comm)
     blocks: list[Any] = [
         m for m in model.modules() if isinstance(m.__dict__.get("forward"), Recomputed)
     ]
     if not blocks:
         raise ValueError(
-            f"no block of this {type(model).__name__} is recomputed in backward, so none keeps "
-            "only its input; call Recompute(model) first"
+            f"no block of this {type(model).__name__} is recomputed in backward, so no "
+            "block saves only its input; call Recompute(model) first"
         )
     if any(getattr(m, "sequence", False) for m in model.modules()):
         raise ValueError(

@@ -19,7 +19,7 @@ class Single(nn.Module):
         super().__init__()
         if comm is not None and (size := Comm.of(comm).size) != 1:
             raise ValueError(
-                f"Single trains in one process, this world has {size} ranks; use DDP, or World(1)"
+                f"Single trains in one process, but the world has {size} ranks; use DDP or World(1)"
             )
         self.module = module
 

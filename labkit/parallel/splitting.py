@@ -33,11 +33,11 @@ def split(
 
     Args:
         model: with `embed`, `blocks`, (`norm`,) and `head`; nn.Sequential; or a list of layers.
-        stages: how many; ranks times chunks.
-        costs: of each layer of `layers_of(model)`, in any unit. Default: equally many layers per
-            stage, one more in the first ones; for a GPT, only blocks count.
+        stages: the number of stages: ranks times chunks.
+        costs: one per layer of `layers_of(model)`, in any unit. Default: the same number of layers
+            per stage, the remainder in the first stages; for a GPT, only blocks count.
 
-    Raises ValueError for too many stages, costs that are not one per layer, and other models."""
+    Raises ValueError for too many stages, a wrong number of costs, or any other kind of model."""
     layers = layers_of(model)
     if costs is not None:
         if len(costs) != len(layers):
@@ -100,8 +100,8 @@ def _even(paths: list[str], stages: int) -> list[int]:
 def measure_costs(
     model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
 ) -> list[float]:
-    """Seconds of forward and backward of each layer of `layers_of(model)`, the minimum of
-    `repeats`, on a micro-batch x [rows, ...]. Gradients and buffers are restored. Measure on one
+    """Seconds for forward and backward of each layer of `layers_of(model)` on a micro-batch
+    x [rows, ...], the minimum of `repeats`. Gradients and buffers are restored. Measure on one
     rank and broadcast, so that all ranks split identically."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
@@ -145,24 +145,24 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
             raise ValueError(f"costs[{layer}]={cost}: a cost must be 0 or more")
-    before = [0.0, *accumulate(costs)]  # cumulative
-    highest, _ = _best(before, stages, max, math.inf)
-    _, counts = _best(before, stages, lambda so_far, cost: so_far + cost * cost, highest)
+    cost_sums = [0.0, *accumulate(costs)]  # cumulative
+    highest, _ = _best(cost_sums, stages, max, math.inf)
+    _, counts = _best(cost_sums, stages, lambda so_far, cost: so_far + cost * cost, highest)
     return counts
 
 
 def _best(
-    before: Sequence[float], stages: int, combine: Callable[[float, float], float], limit: float
+    cost_sums: Sequence[float], stages: int, combine: Callable[[float, float], float], limit: float
 ) -> tuple[float, list[int]]:
     """The lowest total cost, with no stage above `limit`, and its number of layers per stage."""
-    layers = len(before) - 1
+    layers = len(cost_sums) - 1
     least: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
     least[0] = (0.0, [])  # by number of layers placed, on the stages so far
     for _ in range(stages):
         following: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
         for end in range(1, layers + 1):
             for begin in reversed(range(end)):
-                stage_cost = before[end] - before[begin]
+                stage_cost = cost_sums[end] - cost_sums[begin]
                 if stage_cost > limit:
                     break
                 cost = combine(least[begin][0], stage_cost)

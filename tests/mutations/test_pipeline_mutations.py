@@ -57,7 +57,7 @@ def sends_late(real: Any, self: Any, x: Tensor, message: Any) -> None:
 def keeps_graphs_until_the_end(real: Any, self: Any, flight: Any, dy: Any, k: int) -> Any:
     """Each flight ends, but its graph goes only with the last one."""
     kept = self.__dict__.setdefault("kept", [])
-    kept.append(flight.end)
+    kept.append(flight.root)
     dx = real(self, flight, dy, k)
     if not self.in_flight:
         kept.clear()
@@ -85,10 +85,10 @@ TIED = cases.a_gpt_with_a_tied_embedding, 3
 FREED = cases.frees_activations
 SAME_BITS = cases.recompute_is_equal_to_the_bit, "1f1b"
 STALE = cases.pipedream_equals_stale_weights, 4
-BACKWARD = """torch.autograd.backward(flight.end, dy)
-            flight.end = None"""
-RETAINING = """torch.autograd.backward(flight.end, dy, retain_graph=True)
-            vars(self)[k] = flight.end"""
+BACKWARD = """torch.autograd.backward(flight.root, dy)
+            flight.root = None"""
+RETAINING = """torch.autograd.backward(flight.root, dy, retain_graph=True)
+            vars(self)[k] = flight.root"""
 without_a_gradient = "if x.grad is None else", "if x.grad is None or k == 1 else"
 FAULTS = [
     Mutation(computes_both_halves_at_once_and_again, *EQUAL, ["zb-h1"], [4]),
@@ -103,7 +103,7 @@ FAULTS = [
         ("micro-batch 1 sends zeros back", *without_a_gradient, *EQUAL, ["1f1b"], [4]),
         ("micro-batch 1 sends zeros back", *without_a_gradient, *EQUAL, ["zb-h1"], [4]),
         ("keeps the end of each graph",
-         "end = get_gradient_edge(out)", "end = vars(self)[k] = get_gradient_edge(out)",
+         "root = get_gradient_edge(out)", "root = vars(self)[k] = get_gradient_edge(out)",
          FREED, "1f1b", 6),
         ("keeps the inputs of a weight",
          'self.in_flight[k] if phase == "input"', 'self.in_flight[k] if phase != "backward"',

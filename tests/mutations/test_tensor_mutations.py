@@ -133,7 +133,7 @@ RANDOM_NUMBERS = [
         tensor,
         *(("ranks draw the same", " + comm.rank\n", "\n", *masks) for masks in MASKS),
         *(("shards share the generator",
-           "self._own is None and validation.draws(self.module)", "False", *masks)
+           "self._own is None and validation.has_dropout(self.module)", "False", *masks)
           for masks in MASKS),
         ("replicas differ",  # the generator is left where the numbers of a shard ended
          "with torch.random.fork_rng(range(len(generators()) - 1)):\n        for",

@@ -18,8 +18,8 @@ Under tensor parallelism a rank has shards of some parameters and replicas of ot
 Pipeline ranks add the sums of their stages; an embedding tied across stages counts on its first
 rank only.
 
-    all-reduced    over ZeRO's ranks two scalars, for shards and replicas; over tensor-parallel
-                   ranks the shards' scalar; over a pipeline the total
+    all-reduced    two scalars over ZeRO's ranks, for shards and replicas; the shards' scalar over
+                   tensor-parallel ranks; the total over a pipeline
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
 arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
@@ -34,7 +34,7 @@ from torch.linalg import vector_norm
 
 from labkit.comm import Comm
 from labkit.parallel.common.ownership import owner_of, pipeline_with
-from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, fulfils, unwrapped
+from labkit.parallel.common.sharder import InStages, OwnsGradientPieces, implements, unwrapped
 from labkit.parallel.common.shards import shard_of
 from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
@@ -51,7 +51,7 @@ def clip_grad_norm(
     its optimizer, or its parameters. Under a Pipeline the norm covers all stages.
 
     With a loss scaler, call `scaler.unscale_(optimizer)` first. With MasterWeights, pass the
-    optimizer, not the model: its step unscales 16-bit gradients, and clips them there. Raises
+    optimizer, not the model: its step unscales and clips 16-bit gradients. Raises
     ValueError without parameters and, for sharded gradients, if `norm_type` is not positive or if
     the parameters are not exactly those of the strategy."""
     parameters = _parameters_of(trained)
@@ -104,7 +104,7 @@ def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
 
 
 def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
-    """Whether the norm counts `piece` here, not on another rank that also has it."""
+    """Whether the norm counts `piece` on this rank, not on another rank that also has it."""
     pipeline = pipeline_with(parameter)
     return getattr(piece, "counts_here", True) and (
         pipeline is None or pipeline.counts_here(parameter)
@@ -113,10 +113,10 @@ def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
 
 def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradientPieces]:
     """Strategies that shard the gradients; ValueError unless `parameters` are exactly theirs."""
-    if fulfils(trained, OwnsGradientPieces):
+    if implements(trained, OwnsGradientPieces):
         return [trained]
     unique = {id(owner): owner for owner in map(owner_of, parameters)}.values()
-    owners: list[Any] = [owner for owner in unique if fulfils(owner, OwnsGradientPieces)]
+    owners: list[Any] = [owner for owner in unique if implements(owner, OwnsGradientPieces)]
     own = {p for owner in owners for p in _parameters_of(owner) if p.requires_grad and p.numel()}
     others = own ^ {p for p in parameters if p.requires_grad and p.numel()}
     kinds = {owner if isinstance(owner, ShadowOptimizer) else owner.comm.ranks for owner in owners}
@@ -181,15 +181,15 @@ def _is_sharded_over(group: Comm | None, parameter: Tensor) -> bool:
 
 
 def _parameters_of(trained: Any) -> list[Tensor]:
-    """Under ZeRO-3 also those without elements on this rank: the inner module has them."""
+    """Includes ZeRO-3 parameters without elements on this rank, which the inner module has."""
     if isinstance(trained, nn.Module):
         return list(unwrapped(trained).parameters())
-    if fulfils(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
+    if implements(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):
         return [p for group in getattr(trained, "param_groups", ()) for p in group["params"]]
     given = [trained] if isinstance(trained, Tensor) else list(trained)
     if not given or not all(isinstance(p, Tensor) for p in given):
         raise ValueError(
-            f"clip_grad_norm: this {type(trained).__name__} is empty or has items that are no "
+            f"clip_grad_norm: this {type(trained).__name__} is empty or has items other than "
             "tensors; pass parameters (a generator works once), the wrapped model or its optimizer"
         )
     return given

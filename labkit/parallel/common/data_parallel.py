@@ -22,7 +22,7 @@ from labkit.parallel.common.ownership import (
     claim,
 )
 
-Part = TypeVar("Part")
+MicroBatch = TypeVar("MicroBatch")
 
 
 class NoSync:
@@ -40,13 +40,13 @@ class NoSync:
         finally:
             self._synchronize = before
 
-    def accumulate(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def accumulate(self, microbatches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yields the micro-batches of one step; only the last communicates. Gradients add up, so
         scale each loss, a sum over rows (tokens), by ranks / (the step's rows on all ranks)."""
-        parts = list(parts)
+        microbatches = list(microbatches)
         with self.no_sync():
-            yield from parts[:-1]
-        yield from parts[-1:]
+            yield from microbatches[:-1]
+        yield from microbatches[-1:]
 
 
 class Replica(NoSync, nn.Module):
@@ -146,7 +146,7 @@ class GradReducer(NoSync):
         self._reset()
 
     def _reset(self) -> None:
-        """Runs after an error, too: buckets in flight would overwrite the next gradients."""
+        """Also runs after an error: buckets in flight would overwrite the next gradients."""
         while self._received < self._sent:
             self._receive_next()
         for bucket in self._buckets:

@@ -27,7 +27,7 @@ P = TypeVar("P", bound=Tensor)
 
 @dataclass(frozen=True)
 class Piece:
-    """`numel` elements: from `start` in tensor number `index`, from `at` in the share."""
+    """`numel` elements at offset `start` of tensor `index` and at offset `at` of a rank's share."""
 
     index: int
     start: int
@@ -36,7 +36,7 @@ class Piece:
 
 
 class FlatPartition:
-    """Splits tensors of `numel` elements together into `ranks` equal shares of `share` elements;
+    """Splits tensors with `numel` elements in total into `ranks` equal shares of `share` elements;
     padding at the end makes `padded` = share * ranks."""
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int):

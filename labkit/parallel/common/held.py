@@ -10,7 +10,7 @@ from labkit.holdings import Footprint
 
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float = 0) -> Footprint:
-    """Bytes that this rank holds, including a sharded optimizer's tensors; shared memory once."""
+    """Bytes that this rank holds, with a sharded optimizer's tensors; shared memory counts once."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     if hasattr(optimizer, "gradient_pieces"):

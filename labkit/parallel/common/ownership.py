@@ -16,7 +16,7 @@ from labkit.comm import Comm
 
 
 class Mark:
-    """A parameter's attribute: ranks of `comm` hold different parts of it or of its gradient."""
+    """Marks a parameter: ranks of `comm` hold different parts of it or of its gradient."""
 
     comm: Comm
 
@@ -103,12 +103,12 @@ def owner_of(parameter: Tensor) -> Any:
 
 
 def pipeline_with(parameter: Tensor) -> Any:
-    """The pipeline with `parameter` in a stage on this rank, or None."""
+    """The pipeline that has `parameter` in a stage on this rank, or None."""
     return getattr(parameter, "_labkit_pipeline", _no_owner)()
 
 
 class WeakMark(ref):
-    """A weak reference as an attribute of a parameter; pickling replaces it with a dead one."""
+    """A weak reference stored on a parameter; pickling replaces it with a dead one."""
 
     def __reduce__(self) -> Any:
         return partial, (_no_owner,)

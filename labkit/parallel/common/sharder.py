@@ -1,4 +1,4 @@
-"""Protocols through which the rest of labkit uses data-parallel strategies, without their classes.
+"""Protocols by which labkit uses data-parallel strategies without importing their classes.
 
     clipping, recording         gradient_pieces(): averaged gradients, each element on one rank
     checkpoints                 owned(...): pieces of parameters and their optimizer state;
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 
 
 class DataParallel(Protocol):
-    """Averages gradients over replicas, except in `no_sync()`. torch's DDP and FSDP fit, too."""
+    """Averages gradients over replicas, except in `no_sync()`. torch's DDP and FSDP do, too."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -51,7 +51,7 @@ class OwnsGradientPieces(Protocol):
 class TiedGradient(Protocol):
     """The gradient of a parameter that is tied across stages of a pipeline."""
 
-    def put_aside(self) -> None:
+    def set_aside(self) -> None:
         """Called before a step: sets aside gradients of earlier steps, which are already summed."""
 
     def sum_copies(self, copies: Any) -> None:
@@ -79,11 +79,11 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
 @runtime_checkable
 class InStages(Protocol):
     """A model in stages, one or more on each rank of `comm`: a Pipeline. The parameters of its
-    stages refer to it by a weak attribute (ownership.py)."""
+    stages hold a weak reference to it (ownership.py)."""
 
     comm: Comm
     module: nn.Module  # the stages of this rank, under the names of the whole model
-    further_names: dict[str, str]  # aliases of tied parameters in any stage: {alias: first name}
+    aliases: dict[str, str]  # of tied parameters in any stage: {alias: first name}
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:
         """The ranks of `comm` that have `parameter`: several if it is tied across stages."""
@@ -95,7 +95,7 @@ class InStages(Protocol):
         """The state dict of all stages."""
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """(Name prefix in the whole model, stage, which DDP or ZeRO3 may wrap), per local stage."""
+        """(Name prefix in the whole model, stage) per local stage, wrapped (DDP, ZeRO3) or not."""
 
 
 class LossScaler(Protocol):
@@ -106,7 +106,7 @@ class LossScaler(Protocol):
     def scale(self, outputs: Tensor) -> Tensor: ...
 
 
-def fulfils(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
+def implements(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
     """Whether `x` has all members of `protocol`. Unlike `isinstance` from Python 3.12 on, it sees
     attributes that a wrapper forwards, as `torch.compile`'s does."""
     hashable: Any = protocol  # for mypy
@@ -122,13 +122,13 @@ def _members(protocol: Any) -> set[str]:
 
 def shards_parameters(strategy: Any) -> bool:
     """Whether `strategy` shards parameters, as ZeRO3 does."""
-    return fulfils(strategy, Sharder) and strategy.shards_parameters
+    return implements(strategy, Sharder) and strategy.shards_parameters
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside a strategy such as DDP, or `module` itself."""
     wrapped: Any = module
-    return wrapped.module if fulfils(module, DataParallel) else module
+    return wrapped.module if implements(module, DataParallel) else module
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ def plain_module(model: nn.Module) -> nn.Module:
         return model.module
     inside = getattr(model, "module", None)
     if isinstance(inside, nn.Module) and (
-        fulfils(model, Sharder)
+        implements(model, Sharder)
         or (list(model.children()) == [inside] and not model._parameters and not model._buffers)
     ):
         return plain_module(inside)

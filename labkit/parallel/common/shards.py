@@ -122,7 +122,7 @@ def shard_of(parameter: Tensor) -> Shard | None:
 
 def check_same(comm: Comm, what: str, tensors: Callable[[], Iterable[Tensor]], advice: str) -> None:
     """With `World(check=True)`, raises ValueError if bytes, shapes or dtypes of `tensors()` differ
-    between the ranks of `comm`, which compute with them together."""
+    between the ranks of `comm`, which must all hold the same."""
 
     def checksum() -> str:
         crc = 0

@@ -21,7 +21,7 @@ On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
                                   over mesh["dp", "cp"]      0, 1, 2, 3      correct
 
-Seed ranks differently after the model is built, for dropout; "ring" has none in attention.
+For dropout, seed ranks differently after building the model; "ring" has none in attention.
 
 Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; the name, and the shards:
     Llama Team, arXiv 2407.21783, section 3.3.2.
@@ -53,8 +53,8 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
 
     Returns the model with the same weights and names. `positions` default to those of this rank's
     shard. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy over
-    fewer ranks owns the parameters; in forward, if a sequence does not split or exceeds the model's
-    context."""
+    fewer ranks owns the parameters; in forward, if a sequence is not divisible or exceeds the
+    model's context."""
     comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):
         raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')
@@ -77,8 +77,8 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
         if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
             raise ValueError(
                 f"{name} belongs to a {type(owner).__name__} over ranks {list(owner.comm.ranks)}, "
-                f"which do not include all ranks of a sequence, {list(comm.ranks)}; call "
-                'context_parallel first, then make the strategy over mesh["dp", "cp"]'
+                f"which do not include all of {list(comm.ranks)}, which share a sequence; call "
+                'context_parallel first, then create the strategy over mesh["dp", "cp"]'
             )
     cores = [_core_for(attention, comm, way) for attention in attentions]
     for attention, core in zip(attentions, cores, strict=True):
@@ -129,7 +129,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     dropout = getattr(core, "dropout", 0.0)
     if (p := getattr(dropout, "p", dropout)) > 0:  # a module, or the number itself
         raise ValueError(
-            f'way="ring" has no dropout inside attention, and this model\'s is {p}; remove it, '
+            f'way="ring" supports no dropout in attention, and this model has {p}; set '
             'block.attn.core.dropout = 0.0 in each block, or use way="ulysses"'
         )
     return RingAttention(comm)
@@ -150,7 +150,7 @@ class _FillPositions:
         context = getattr(model, "context", length)
         if length > context:
             raise ValueError(
-                f"{comm.size} shards of {tokens.shape[1]} tokens are a sequence of {length}, "
+                f"{comm.size} shards of {tokens.shape[1]} tokens make a sequence of {length}, "
                 f"longer than the model's context of {context}; pass each rank its "
                 "sequence_shard(tokens, comm), not all tokens, or build the model with a larger "
                 "context"

@@ -21,7 +21,7 @@ With zig-zag shards (zigzag.py), all ranks do equal work, and only diagonal bloc
 
 In backward, k and v travel again, and each block's gradient travels with it to its owner.
 
-    kept      q, k, v, out, and L (4 bytes a row): linear in s/n; no scores
+    saved     q, k, v, out, and L (4 bytes a row): linear in s/n; no scores
     forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements from each rank
     backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
     hidden    if computing with a block takes longer than sending it: labkit/predict/context.py
@@ -60,8 +60,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int = TILE
     """Causal attention over a whole sequence; each rank passes its `sequence_shard`.
 
     Args:
-        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types are sent as they
-            are and computed in float32.
+        q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types are sent
+            unchanged and computed in float32.
         tile: queries and keys whose scores are computed at once; memory grows with its square.
 
     Returns [b, h, s/n, e] in q's dtype, differentiable once. Raises ValueError if shapes or dtypes

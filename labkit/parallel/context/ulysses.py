@@ -36,7 +36,7 @@ class Ulysses(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b, h, s/n, e] and k, v [b, g, s/n, e] -> [b, h, s/n, e]. Raises ValueError if heads or
-        tokens do not divide."""
+        tokens are not divisible."""
         check_heads(q.shape[1], k.shape[1], self.comm.size)
         q, k, v = (Exchange.apply(x, to_heads, to_sequence, self.comm) for x in (q, k, v))
         return Exchange.apply(self.core(q, k, v), to_sequence, to_heads, self.comm)
@@ -50,7 +50,7 @@ def to_heads(x: Tensor, comm: Comm) -> Tensor:
     return join_zigzag(arriving, dim=2)  # the tokens of each rank, put in order
 
 
-def to_sequence(x: Tensor, comm: Comm) -> Tensor:  # [b, h/n, s, e] -> [b, h, s/n, e]
+def to_sequence(x: Tensor, comm: Comm) -> Tensor:
     """The inverse: [b, h/n, s, e] -> [b, h, s/n, e]."""
     leaving = split_zigzag(x, comm.size, dim=2)
     arriving = [x.new_empty(leaving[0].shape) for _ in leaving]

@@ -2,7 +2,7 @@
 
     chunk                    0     1     2     3     4     5          n = 3 ranks
     rank                     0     1     2     2     1     0
-    chunks of keys it sees   1     2     3     4     5     6          7 for any rank together
+    chunks of keys it sees   1     2     3     4     5     6          7 in total on each rank
 
 Source: Llama Team, arXiv 2407.21783, section 3.3.2. Striped Attention (Brandon et al., arXiv
 2311.09431) balances differently: rank r holds every n-th token, starting at r.
@@ -18,7 +18,7 @@ from labkit.comm import Comm
 
 def sequence_shard(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
     """This rank's chunks r and 2n-1-r of 2n along `dim` of `x`, which is equal on all ranks:
-    [b, s] -> [b, s/n]. Raises ValueError if `dim` does not split (n > 1)."""
+    [b, s] -> [b, s/n]. ValueError if n > 1 and `dim` is not divisible by 2n."""
     return split_zigzag(x, comm.size, dim)[comm.rank]
 
 

@@ -23,22 +23,22 @@ import torch
 from labkit.comm import Comm
 
 
-class UnderWay(Protocol):
+class PendingReduction(Protocol):
     """A running reduction; after `wait()` the hook's tensor holds the sum."""
 
     def wait(self) -> None: ...
 
 
-Hook = Callable[[torch.Tensor, Comm, bool], UnderWay | None]
+Hook = Callable[[torch.Tensor, Comm, bool], PendingReduction | None]
 
 
-def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> UnderWay | None:
+def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> PendingReduction | None:
     """The default hook: an all-reduce in the dtype of `flat`."""
     return comm.all_reduce(flat, async_op=async_op)
 
 
 def compressed(dtype: torch.dtype) -> Hook:
-    """A hook that all-reduces gradients in `dtype` if that is narrower than theirs. Raises
+    """A hook that all-reduces gradients in `dtype` if it is narrower than their own. Raises
     ValueError if `dtype` is not a floating-point dtype."""
     if not dtype.is_floating_point:
         raise ValueError(f"compressed({dtype}): choose torch.bfloat16 or torch.float16")
@@ -57,7 +57,7 @@ def _compressed(dtype: torch.dtype, flat: torch.Tensor, comm: Comm, async_op: bo
 class _CastBack(NamedTuple):
     small: torch.Tensor
     elements: torch.Tensor
-    handle: UnderWay | None
+    handle: PendingReduction | None
 
     def wait(self) -> None:
         if self.handle is not None:

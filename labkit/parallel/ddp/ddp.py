@@ -26,18 +26,18 @@ from labkit.holdings import replicated
 from labkit.parallel.common.data_parallel import GradReducer, Replica
 from labkit.parallel.common.flat import MB, FlatPartition, GradBuffer, cut, flagged_unused
 from labkit.parallel.common.ownership import broadcast_tensors
-from labkit.parallel.ddp.comm_hooks import Hook, UnderWay, all_reduced
+from labkit.parallel.ddp.comm_hooks import Hook, PendingReduction, all_reduced
 from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_order, agreed_used
 
 
 class Bucket(GradBuffer):
-    """Some parameters' gradients in one flat buffer, all-reduced together."""
+    """The gradients of some parameters in one flat buffer, all-reduced together."""
 
     def __init__(self, parameters: Sequence[Any], comm: Comm | None, names: Mapping[Any, str]):
         super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1), names)
         numel, first = self.partition.numel, parameters[0].detach()
         self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
-        self.handle: UnderWay | None = None  # of the running reduction
+        self.handle: PendingReduction | None = None  # of the running reduction
 
     def fill(self, divisor: float) -> torch.Tensor:
         for p in self.parameters:
@@ -169,8 +169,8 @@ class DDP(GradReducer, Replica):
 
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
-        """Allows a different number of steps on each rank in this block. All end with the weights
-        of a rank that was active last; optimizer state differs, so train on with a new optimizer.
+        """Allows a different number of steps on each rank in this block. All ranks end with the
+        weights of a rank active to the end; optimizer state differs, so create a new optimizer.
         Gradients are divided by the number of ranks or, with `divide_by_active`, active ranks."""
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)

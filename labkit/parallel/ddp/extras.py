@@ -58,7 +58,7 @@ class Phase(IntEnum):
 
 
 class JoinCoordinator:
-    """Tracks active ranks. Outside of `join()` (device=None) all are active, without messages."""
+    """Tracks active ranks. Outside of `join()` (device=None) all are active; nothing is sent."""
 
     def __init__(
         self, comm: Comm, device: torch.device | None = None, divide_by_active: bool = False
@@ -68,7 +68,7 @@ class JoinCoordinator:
         self._device = device
 
     def announce(self, phase: Phase) -> Phase:
-        """The phase of the active ranks, DONE without any. Raises ValueError if phases differ."""
+        """The phase of the active ranks, DONE if there are none. ValueError if phases differ."""
         if self._device is None:
             return phase
         announced = torch.zeros(self.comm.size, device=self._device)

@@ -73,8 +73,8 @@ class AsyncParameterServer(Replica):
         optimizer_cls: created on rank 0 with `defaults`.
         comm: rank 0 serves, the others work; default: all. At least 2 ranks.
         max_staleness: how many steps a worker may be ahead of the slowest; None: no limit.
-        order: the workers of the first pushes, in order, for bitwise reproducible runs; later
-            pushes are taken as they arrive.
+        order: which worker each of the first pushes must come from, for bitwise reproducible
+            runs; later pushes are handled on arrival.
 
     Raises ValueError, on every rank, if the models differ between ranks or a parameter belongs to
     another strategy; in `run`, if `order` names a worker that is waiting or done.
@@ -93,12 +93,12 @@ class AsyncParameterServer(Replica):
         self.max_staleness, self.order = max_staleness, list(order)
         self._check_arguments()
         self._parameters_to_serve = self._parameters_to_average
-        self._device = self._parameters_to_serve[0].device  # also of the headers
+        self._device = self._parameters_to_serve[0].device  # headers use it, too
         self.optimizer: torch.optim.Optimizer | None = None
         if self.is_server:
             self.optimizer = optimizer_cls(self._parameters_to_serve, **defaults)
         self.updates: list[Update] = []
-        self.version = 0  # of the weights here
+        self.version = 0  # of this rank's weights
 
     @property
     def is_server(self) -> bool:
@@ -193,7 +193,7 @@ class AsyncParameterServer(Replica):
 
 
 class _Pushes:
-    """Receives the headers of pushes: first in `order`, then as they arrive."""
+    """Receives the headers of pushes: first in `order`, then by arrival."""
 
     def __init__(self, comm: Comm, length: int, device: torch.device, order: list[int]):
         self._comm, self._length, self._device = comm, length, device
@@ -207,7 +207,7 @@ class _Pushes:
         self._pending[worker] = self._comm.irecv(header, worker), header
 
     def next(self, waiting: list[int]) -> tuple[int, list[int]]:
-        """Returns (worker, header). Raises ValueError if `order` cannot be kept."""
+        """Returns (worker, header). Raises ValueError if `order` cannot be followed."""
         ordered = next(self._order, None)
         worker = self._first_to_arrive() if ordered is None else ordered
         values = [DONE]
@@ -217,7 +217,7 @@ class _Pushes:
             values = header.tolist()
         if ordered is not None and values[0] == DONE:
             why = "it is too far ahead and waits" if worker in waiting else "it is done"
-            raise ValueError(f"order asks for a push of worker {worker}, but {why}")
+            raise ValueError(f"order asks for a push from worker {worker}, but {why}")
         return worker, values
 
     def _first_to_arrive(self) -> int:

@@ -4,8 +4,8 @@
                                   weight   dW = dyᵀ x, db = Σ dy     no stage waits for it
 
 Inside `deferring`, each plain nn.Linear, and any module with a `_labkit_later`, appends its weight
-half to a list, which `run_later` runs as one backward, with all hooks. The input half, also inside
-`deferring` for recompute, includes the cheap gradients of norms and embeddings.
+half to a list, which `run_later` runs as one backward, with all hooks. The input half runs
+inside `deferring` too, for recompute. It includes the cheap gradients of norms and embeddings.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -45,10 +45,10 @@ def deferring(module: nn.Module, later: Later) -> Iterator[None]:
             part._labkit_later = before
 
 
-def run_later(later: Later, also: Iterable[nn.Parameter] = ()) -> None:
-    """Run and empty the list as one backward, which also calls the hooks of `also`."""
+def run_later(later: Later, hooked: Iterable[nn.Parameter] = ()) -> None:
+    """Run and empty the list as one backward, which also calls the hooks of `hooked`."""
     roots = [make() for make in later]
-    roots += [p.reshape(-1)[:0].sum() for p in also]  # adds zeros
+    roots += [p.reshape(-1)[:0].sum() for p in hooked]  # adds zeros
     later.clear()
     if roots:
         torch.autograd.backward(roots)

@@ -8,7 +8,7 @@ Replicas of a stage average their gradients. A pipeline runs many backwards in a
     ZeRO-3                        F0 B0 F1 B1 F2 B2 in each          3m (d-1)/d G
 
 ZeRO-2 and 3 keep no full gradients or weights, so they send whenever these are computed or used.
-DeepSpeed's PipelineEngine rejects both; labkit rejects what would be wrong or even slower: deferred
+DeepSpeed's PipelineEngine rejects both; labkit rejects only what is wrong or slower still: deferred
 weight gradients with either, a tied embedding in ZeRO-3, updates without a flush with any of them.
 
 A tied parameter, such as an embedding that is also the head, is on several stages:
@@ -16,7 +16,7 @@ A tied parameter, such as an embedding that is also the head, is on several stag
     stage 0   embed ─ ...          dE from the token lookup       ╲
     stage 3   ... ─ head           dE from the logits             ╱  one all-reduce of the two ranks
 
-Copies start equal and take the same steps with the same sum. On a mesh, there is one group of
+Copies stay equal: each step uses the same summed gradient. On a mesh, there is one group of
 owners, an embedding group, per data- and tensor-parallel index:
 
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from labkit.comm import Comm
 from labkit.parallel.common.ownership import owner_of
-from labkit.parallel.common.sharder import Sharder, TiedGradient, fulfils, shards_parameters
+from labkit.parallel.common.sharder import Sharder, TiedGradient, implements, shards_parameters
 from labkit.schedules.actions import Action, Schedule
 
 TAG = 104
@@ -47,8 +47,8 @@ def wrapped(
     stages: Sequence[nn.Module], own: Sequence[int], size: int,
     wrap: Callable[[nn.Module], nn.Module] | None,
 ) -> list[nn.Module]:  # fmt: skip
-    """`stages`, this rank's trainable ones wrapped. Raises ValueError, on all ranks, if two stages
-    of one rank share a parameter, which both wrappers would average."""
+    """`stages`, with this rank's trainable ones wrapped. Raises ValueError, on all ranks, if two
+    stages of one rank share a parameter, which both wrappers would average."""
     stages = list(stages)
     if wrap is None:
         return stages
@@ -74,10 +74,10 @@ def last_backward(actions: Iterable[Action], stages: Sequence[Any]) -> Action | 
 
 
 def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any]:
-    """Sharders here that can average in the last backward alone. Raises ValueError if one cannot,
-    and the schedule splits backward into halves."""
+    """This rank's sharders that can average in the last backward only. Raises ValueError if one
+    cannot and the schedule splits backward into halves."""
     owners = {id(owner): owner for owner in map(owner_of, module.parameters())}.values()
-    sharders = [owner for owner in owners if fulfils(owner, Sharder)]
+    sharders = [owner for owner in owners if implements(owner, Sharder)]
     halves = any(action.phase == "weight" for actions in schedule for action in actions)
     for sharder in sharders:
         if halves and not sharder.sends_once:
@@ -91,7 +91,7 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
 
 
 def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Parameters on several ranks, with these ranks."""
+    """Parameters that are on several ranks, with their ranks."""
     ranks: dict[nn.Parameter, set[int]] = {}
     for index, stage in enumerate(stages):
         for parameter in stage.parameters():
@@ -110,15 +110,15 @@ class Tied:
             group.broadcast(parameter.detach(), 0)
 
     def begin(self) -> None:
-        """Put aside the gradients of earlier steps, which are summed already."""
+        """Set aside the gradients of earlier steps, which are already summed."""
         self._gradients = []
         for parameter, group in self._copies:
             if parameter.requires_grad and torch.is_grad_enabled():
                 owner = owner_of(parameter)
                 gradient: TiedGradient = WholeGradient(parameter, group)
-                if fulfils(owner, Sharder):  # this rank's share
+                if implements(owner, Sharder):  # this rank's share
                     gradient = owner.gradient_of_copy(parameter)
-                gradient.put_aside()
+                gradient.set_aside()
                 self._gradients.append((gradient, group))
 
     def sum_gradients(self) -> None:
@@ -132,7 +132,7 @@ class WholeGradient:
     def __init__(self, parameter: nn.Parameter, group: Any):
         self.parameter, self.is_first = parameter, group.rank == 0
 
-    def put_aside(self) -> None:
+    def set_aside(self) -> None:
         """Every owner has the sum of earlier steps: only the first one keeps it."""
         if self.parameter.grad is not None and not self.is_first:
             self.parameter.grad.zero_()
@@ -160,7 +160,7 @@ def check_ties(
     for tied in comm.all_gather_object(problem):
         if tied:
             raise ValueError(
-                f"{tied} is tied over stages, but one of them is in ZeRO3, which keeps a "
+                f"{tied} is tied across stages, but one of them is in ZeRO3, which keeps a "
                 "different shard on each owner, so the copies would diverge; untie it "
                 "(tied=False), or use DDP or a ZeroOptimizer"
             )

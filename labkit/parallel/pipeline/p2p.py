@@ -21,7 +21,7 @@ from labkit.parallel.pipeline.scatter_gather import ScatterGather
 from labkit.schedules.actions import Message, Schedule, chunks_of, sent
 
 TAGS = {"activation": 101, "gradient": 102, "meta": 103}
-MOST_DIMS = 8
+MAX_DIMS = 8
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -32,12 +32,12 @@ class TensorMeta(NamedTuple):
     """The metadata that a stage needs before it can receive a tensor."""
 
     dtype: torch.dtype
-    rest: tuple[int, ...]  # the shape behind the rows
+    rest: tuple[int, ...]  # the shape after the rows
     has_gradient: bool  # whether a gradient returns
 
     def to_tensor(self) -> Tensor:  # [11] int64
         head = [DTYPES.index(self.dtype), int(self.has_gradient), len(self.rest)]
-        return torch.tensor([*head, *self.rest, *[0] * (MOST_DIMS - len(self.rest))])
+        return torch.tensor([*head, *self.rest, *[0] * (MAX_DIMS - len(self.rest))])
 
     @staticmethod
     def from_tensor(encoded: Tensor) -> "TensorMeta":
@@ -74,7 +74,7 @@ def _version(x: Tensor) -> int:
 
 
 class P2PChannel:
-    """This rank's sends and receives in each step of `schedule`, full tensors or `parts`."""
+    """This rank's sends and receives in each step of `schedule`: full tensors, or slices."""
 
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
         self.comm, self._parts = comm, parts
@@ -109,7 +109,7 @@ class P2PChannel:
         self._in_step = False
 
     def send(self, message: Message, x: Tensor | None) -> None:
-        """Start to send `x`, or nothing for None: no gradient."""
+        """Start to send `x`; None means no gradient and sends nothing."""
         self._release_sent()
         if message.what == "activation":
             assert x is not None
@@ -142,10 +142,10 @@ class P2PChannel:
         boundary, k = message.source, message.microbatch
         rows, *rest = x.shape if x.ndim else (0,)
         at = f"stage {boundary} (rank {self.comm.rank}), micro-batch {k}"
-        if rows != self._rows[k] or x.ndim > MOST_DIMS + 1:
+        if rows != self._rows[k] or x.ndim > MAX_DIMS + 1:
             raise ValueError(
                 f"{at}: its output is {list(x.shape)}, but the micro-batch has {self._rows[k]} "
-                f"rows; a stage keeps the rows in dim 0 and has at most {MOST_DIMS} dims after it"
+                f"rows; a stage must keep rows in dim 0, with at most {MAX_DIMS} dims after it"
             )
         if x.dtype not in DTYPES:
             raise ValueError(f"{at}: a pipeline cannot send {x.dtype}")
@@ -155,8 +155,8 @@ class P2PChannel:
             self._start(meta.to_tensor(), message, "meta", f"{at}: the metadata of its output")
         if known != meta:
             raise ValueError(
-                f"{at}: its output is {meta}, but was {known} before; the outputs of a stage have "
-                "the same shape and dtype for every micro-batch, except for the number of rows"
+                f"{at}: its output is {meta}, but was {known} before; a stage's outputs must "
+                "have the same shape and dtype for every micro-batch, except for the number of rows"
             )
 
     def has_gradient(self, boundary: int) -> bool:
@@ -203,7 +203,7 @@ class P2PChannel:
         if boundary not in self._metas:
             if not wanted:
                 return
-            encoded = torch.empty(3 + MOST_DIMS, dtype=torch.int64)
+            encoded = torch.empty(3 + MAX_DIMS, dtype=torch.int64)
             self.comm.recv(encoded, source, TAGS["meta"])
             self._metas[boundary] = TensorMeta.from_tensor(encoded)
         self._expected[source].popleft()

@@ -42,7 +42,7 @@ class Pipeline(StagedModel):
     """This rank's part of a pipeline of `stages`.
 
     Args:
-        stages: all p v virtual stages in order, built alike on every rank, as by `split`. Each maps
+        stages: all p v virtual stages in order, the same on every rank, as from `split`. Each maps
             one tensor [rows, ...] to another.
         comm: the ranks, such as `mesh.pp`; default: all.
         schedule: a name in `labkit.schedules` ("gpipe", "interleaved", "zb-h1", ...), or your own
@@ -58,9 +58,9 @@ class Pipeline(StagedModel):
         wrap: wraps each trainable stage here, such as `lambda stage: DDP(stage, mesh.dp)`; or pass
             wrapped stages.
 
-    Make a ZeroOptimizer after the pipeline (grad_sync.py). `clip_grad_norm` uses the norm over
+    Create a ZeroOptimizer after the pipeline (grad_sync.py). `clip_grad_norm` uses the norm over
     all stages; `save_checkpoint` saves them as one model. Raises ValueError, on every rank, if
-    stages, ranks and micro-batches do not fit or differ between ranks; ScheduleError for invalid
+    stages, ranks and micro-batches do not match or differ between ranks; ScheduleError for invalid
     schedules."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Pipeline(StagedModel):
         self._program = [  # each action, the message it receives and the one it sends
             (action, received(action, *place), sent(action, *place)) for action in actions
         ]
-        loss_of = partial(Pipeline._loss_of, cast(Pipeline, proxy(self)))  # stages do not keep it
+        loss_of = partial(Pipeline._loss_of, cast(Pipeline, proxy(self)))  # no cycle
         self._stages = [
             VirtualStage(
                 stages[index], index, comm.rank, [a for a in actions if a.chunk == chunk],

@@ -32,9 +32,9 @@ class ScatterGather:
         self.comm = comm
 
     def own_part(self, x: Tensor, what: str) -> Tensor:
-        """This rank's flat part of x [rows, ...]. In a `World(check=True)`, raises ValueError,
+        """This rank's flat slice of x [rows, ...]. In a `World(check=True)`, raises ValueError,
         naming `what`, if x differs between ranks."""
-        advice = "scatter_gather sends a part of each and needs them equal to the bit"
+        advice = "scatter_gather sends a slice of each, so they must be bitwise equal"
         check_same(self.comm, what, lambda: [x], advice)
         return self.own_slice(x.contiguous())
 
@@ -46,7 +46,7 @@ class ScatterGather:
         return self.parts(whole)[self.comm.rank]
 
     def gather(self, whole: Tensor) -> None:
-        """Fill `whole`, which holds this rank's part, with the parts of the others."""
+        """Fill `whole`, which holds this rank's slice, with the slices of the others."""
         parts = list(self.parts(whole))
         self.comm.all_gather(parts, parts[self.comm.rank])
 
@@ -67,7 +67,7 @@ def scatter_gather_over(
         if place != reports[0][0]:
             raise ValueError(
                 f"scatter_gather is {place} on rank {rank} of the pipeline, but {reports[0][0]} on "
-                "rank 0; parts go to the rank with the same index, so pass mesh.tp of one "
+                "rank 0; slices go to the rank with the same index, so pass mesh.tp of one "
                 "Mesh(pp=..., tp=...) on every rank"
             )
     return ScatterGather(comm) if comm is not None and comm.size > 1 else None

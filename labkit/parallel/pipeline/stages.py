@@ -1,5 +1,5 @@
 """Pipeline stages: layers under their names in the whole model, such as `blocks.3.attn.q.weight`. A
-stage that is not a `Layers` has the names of nn.Sequential(*stages)."""
+stage that is not a `Layers` gets its names from nn.Sequential(*stages)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ class Layers(nn.Module):
 
     @staticmethod
     def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
-        """One rank's unwrapped stages `own`. Raises ValueError if two layers share a name."""
+        """The unwrapped stages `own` of a rank. Raises ValueError if two layers share a name."""
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         first: dict[str, int] = {}
         for index, paths in enumerate(layers):
@@ -68,7 +68,7 @@ class StagedModel(nn.Module):
         self, stages: Sequence[nn.Module], own: Sequence[int], owners: Mapping[Any, tuple[int, ...]]
     ) -> None:
         self._owners = dict(owners)
-        self.further_names = further_names(stages)
+        self.aliases = aliases_of(stages)
         self._own = {index: stages[index] for index in own}
         self.module = Layers.together(stages, own)
         for p in self.module.parameters():
@@ -111,7 +111,7 @@ def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:
     return inner.layers if isinstance(inner, Layers) else {str(index): inner}
 
 
-def further_names(stages: Sequence[nn.Module]) -> dict[str, str]:
+def aliases_of(stages: Sequence[nn.Module]) -> dict[str, str]:
     """The aliases of tied parameters and buffers: {"head.weight": "embed.tokens.weight"}."""
     first: dict[int, str] = {}
     further: dict[str, str] = {}

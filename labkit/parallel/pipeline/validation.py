@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.comm import Comm
-from labkit.parallel.common.sharder import DataParallel, LossScaler, fulfils, shards_parameters
+from labkit.parallel.common.sharder import DataParallel, LossScaler, implements, shards_parameters
 from labkit.schedules.actions import Schedule, chunks_of, microbatches_of
 from labkit.schedules.catalogue import schedule as schedule_of
 from labkit.schedules.rules import check
@@ -39,7 +39,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} is a {type(stage).__name__}; it must be an nn.Module")
     # A stage already in DDP is not compared: it is wrapped on its own rank only.
-    own = [None if fulfils(stage, DataParallel) else _parameters_of(stage) for stage in stages]
+    own = [None if implements(stage, DataParallel) else _parameters_of(stage) for stage in stages]
     if difference := _difference(own, comm):
         index, first, rank, _, expected, actual = difference
         raise ValueError(
@@ -104,7 +104,7 @@ def agreed_schedule(
 
 
 def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
-    """Raises ValueError, on all ranks, if the last stage's rank has no loss."""
+    """Raises ValueError, on all ranks, if the last stage's rank has no `loss_fn`."""
     last = (stages - 1) % comm.size
     given = [rank for rank, has in enumerate(comm.all_gather_object(loss_fn is not None)) if has]
     if last not in given:
@@ -142,7 +142,7 @@ def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) ->
                 if other != index and other % comm.size == index % comm.size:
                     raise ValueError(
                         f"{name} of stage {index} is also a parameter of stage {other}, but this "
-                        "schedule updates each stage at its own time; use separate parameters"
+                        "schedule updates stages at different times; use separate parameters"
                     )
 
 
@@ -153,7 +153,7 @@ def _has(schedule: Schedule, phase: str) -> bool:
 def optimizer_of(
     optimizer: Any, own: Sequence[nn.Module], schedule: Schedule, tied: Mapping[nn.Parameter, Any]
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of a schedule with updates, else None. Raises ValueError if it does not fit."""
+    """The optimizer of a schedule with updates, else None. ValueError if the two do not match."""
     if not _has(schedule, "update"):
         if optimizer is not None:
             raise ValueError(
@@ -169,11 +169,11 @@ def optimizer_of(
         )
     if tied:
         raise ValueError(
-            "a parameter is tied over several ranks, but this schedule updates each stage at its "
-            "own time, so its copies would diverge; untie it (tied=False)"
+            "a parameter is tied across ranks, but this schedule updates stages at different "
+            "times, so its copies would diverge; untie it (tied=False)"
         )
     for stage in own:
-        if fulfils(stage, DataParallel):
+        if implements(stage, DataParallel):
             raise ValueError(
                 f"a stage is wrapped in {type(stage).__name__}, which averages gradients once per "
                 "step, but this schedule updates after each micro-batch; pass the plain module"
@@ -182,7 +182,7 @@ def optimizer_of(
         trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
         # A frozen stage has updates, too.
         optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0))])
-    if fulfils(optimizer, DataParallel):
+    if implements(optimizer, DataParallel):
         raise ValueError(
             f"a {type(optimizer).__name__} averages gradients once per step, but this schedule "
             "updates after each micro-batch; use a torch optimizer"
@@ -208,7 +208,7 @@ def check_scaler(scaler: LossScaler, pipeline: Any) -> None:
 
 
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:
-    """Raises ValueError if the batch does not make `microbatches` micro-batches."""
+    """Raises ValueError if the batch cannot be split into `microbatches` micro-batches."""
     if not isinstance(x, Tensor) or x.ndim < 1:
         what = "a scalar" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(

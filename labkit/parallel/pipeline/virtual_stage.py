@@ -30,11 +30,11 @@ from torch.func import functional_call
 from labkit.comm import CommError
 from labkit.memory.recompute import Recomputed
 from labkit.parallel.common.ownership import ParamSnapshot, owner_of
-from labkit.parallel.common.sharder import DataParallel, fulfils, unwrapped
+from labkit.parallel.common.sharder import DataParallel, implements, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.schedules.actions import Action
 
-# Runs a backward even without any gradient: a recording has one per action.
+# The root of a backward without gradients, so that every action records a backward.
 NOTHING = partial(torch.zeros, (), requires_grad=True)
 
 Version = dict[str, Tensor]
@@ -45,11 +45,11 @@ class StageError(RuntimeError):
 
 
 @dataclass
-class InFlight:
-    """A micro-batch between its forward and its backward."""
+class MicroBatchState:
+    """The state of a micro-batch between its forward and its backward."""
 
     x: Tensor
-    end: GradientEdge | None  # where backward begins; None: nothing here needs a gradient
+    root: GradientEdge | None  # of backward; None: nothing here needs a gradient
     later: Later
 
 
@@ -66,7 +66,7 @@ class VirtualStage:
         self._unwrapped = unwrapped(module)
         self.unchanged = ParamSnapshot(module)
         self.versions = WeightVersions(module, optimizer) if optimizer else None
-        self.in_flight: dict[int, InFlight] = {}
+        self.in_flight: dict[int, MicroBatchState] = {}
         actions = list(actions)
         self._in_halves = {action.microbatch for action in actions if action.phase == "input"}
         last_of = {action.phase != "forward": action for action in actions
@@ -95,7 +95,7 @@ class VirtualStage:
 
     def _without_sync(self, action: Action) -> AbstractContextManager[Any]:
         """A stage in DDP averages over replicas once per step, in its last backward."""
-        if action in self._synchronized or not fulfils(self.module, DataParallel):
+        if action in self._synchronized or not implements(self.module, DataParallel):
             return nullcontext()
         return self.module.no_sync()
 
@@ -103,8 +103,8 @@ class VirtualStage:
         later: Later = []
         y = self._compute(k, x, later)
         out = y if self._loss_of is None else self._loss_of(y, k)
-        end = get_gradient_edge(out) if out.requires_grad else None
-        self.in_flight[k] = InFlight(x, end, later)
+        root = get_gradient_edge(out) if out.requires_grad else None
+        self.in_flight[k] = MicroBatchState(x, root, later)
         return y
 
     def _compute(self, k: int, x: Tensor, later: Later) -> Tensor:
@@ -126,9 +126,9 @@ class VirtualStage:
             source = f"from stage {self.index - 1}" if self.index else "of the batch"
             if x.requires_grad and "leaf" in str(error) and "in-place" in str(error):
                 raise StageError(
-                    f"{at}: {name} changes a tensor in place that needs a gradient: its input "
-                    f"{source}, as a first layer nn.ReLU(inplace=True) does (or a "
-                    "parameter); begin the stage with an operation that returns a new tensor "
+                    f"{at}: {name} changes a tensor in place that needs a gradient: a parameter or "
+                    f"its input {source} (as nn.ReLU(inplace=True) does in the first "
+                    "layer); begin the stage with an operation that returns a new tensor "
                     f"(inplace=False). {error}"
                 ) from error
             dtype = str(x.dtype).removeprefix("torch.")
@@ -141,10 +141,10 @@ class VirtualStage:
             )
         return y
 
-    def _backward(self, flight: InFlight, dy: Tensor | None, k: int) -> Tensor | None:
-        if flight.end is not None:
-            torch.autograd.backward(flight.end, dy)
-            flight.end = None
+    def _backward(self, flight: MicroBatchState, dy: Tensor | None, k: int) -> Tensor | None:
+        if flight.root is not None:
+            torch.autograd.backward(flight.root, dy)
+            flight.root = None
         else:
             torch.autograd.backward(NOTHING())
         if self.versions:
@@ -154,9 +154,9 @@ class VirtualStage:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad
 
-    def _weight(self, flight: InFlight, action: Action, k: int) -> None:
+    def _weight(self, flight: MicroBatchState, action: Action, k: int) -> None:
         parameters = list(self.module.parameters())
-        is_averaged = fulfils(self.module, DataParallel)
+        is_averaged = implements(self.module, DataParallel)
         is_averaged |= any(owner_of(p) is not None for p in parameters)
         ready = []  # their hooks must run in this backward
         if action in self._synchronized and is_averaged:

@@ -56,16 +56,16 @@ SAME_BATCH = "pass all of them the same batch, chosen by the rank along the data
 
 
 class ShardedLinear(nn.Module):
-    """nn.Linear, sharded; built from sizes, it needs one seed on all ranks."""
+    """nn.Linear, sharded; built from sizes, it needs the same seed on all ranks."""
 
     dim, padded = 0, False  # the sharded dim of `weight`; whether it may be padded
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
-        sequence: bool = False, **of_linear: Any,
+        sequence: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._shard(nn.Linear(in_features, out_features, bias, **of_linear), comm, sequence)
+        self._shard(nn.Linear(in_features, out_features, bias, **kwargs), comm, sequence)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, comm: Comm, *, sequence: bool = False) -> Self:
@@ -92,7 +92,7 @@ class ColumnParallelLinear(ShardedLinear):
     """x [..., in] -> [..., out/t]; with `sequence`, a shard [b, s/t, in] -> [b, s, out/t]. Weight
     [out/t, in], bias [out/t]. Raises ValueError if t does not divide `out`."""
 
-    shared_input: Any = None  # an OwnForward, if several columns of the layer share their input
+    shared_input: Any = None  # a ShardedForward, if several columns of a layer share an input
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shared_input is not None:
@@ -100,8 +100,8 @@ class ColumnParallelLinear(ShardedLinear):
         return columns([self], x)[0]
 
     @property
-    def beside(self) -> "list[ColumnParallelLinear]":
-        """The layers that a call of this one may compute, too."""
+    def siblings(self) -> "list[ColumnParallelLinear]":
+        """The layers that a call of this one may also compute."""
         return [] if self.shared_input is None else self.shared_input.columns
 
 
@@ -162,7 +162,7 @@ class _Columns(torch.autograd.Function):
                 if dy is not None:
                     summand = dy @ w.to(dy.dtype)  # [b, s, in]
                     dx = summand if dx is None else dx.add_(summand)
-            if ctx.sequence:  # ... and reduce that during the weights' gradients
+            if ctx.sequence:  # ... and reduce dx while weight gradients are computed
                 dx, reduction = sum_scattered(dx, comm, dim=1, async_op=True)
             elif comm.size > 1:
                 reduction = comm.all_reduce(dx, async_op=True)
@@ -220,16 +220,16 @@ class SummedGradients:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding sharded by rows; built from sizes, it needs one seed on all ranks. tokens [b,
-    s], equal on all ranks -> [b, s, w]; with `sequence`, its shard [b, s/t, w]. Raises ValueError
-    for tokens outside the vocabulary (on a GPU, a device assert)."""
+    """nn.Embedding sharded by rows; built from sizes, it needs the same seed on all ranks. tokens
+    [b, s], equal on all ranks -> [b, s, w]; with `sequence`, its shard [b, s/t, w]. Raises
+    ValueError for tokens outside the vocabulary (on a GPU, a device assert)."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, comm: Comm, *,
-        padding_idx: int | None = None, sequence: bool = False, **of_embedding: Any,
+        padding_idx: int | None = None, sequence: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, **of_embedding)
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, **kwargs)
         self._shard(whole, comm, sequence)
 
     @classmethod
@@ -274,9 +274,9 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = False,
-        sequence: bool = False, gather_output: bool = True, **of_linear: Any,
+        sequence: bool = False, gather_output: bool = True, **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, comm, bias=bias, sequence=sequence, **of_linear)
+        super().__init__(in_features, out_features, comm, bias=bias, sequence=sequence, **kwargs)
         self.gather_output = gather_output
 
     @classmethod

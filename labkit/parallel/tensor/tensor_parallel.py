@@ -7,7 +7,7 @@
     each rank holds   1/t of the matrices and the activations between; all of x, norms, row biases
     traffic           f all-reduces in backward, g in forward: four all-reduces of b s w elements
                       per layer, 8(t-1)/t b s w from each rank (bus bytes)
-    kept              s b w (10 + 24/t + 5 h s / (w t)) bytes per layer in 2-byte types
+    saved             s b w (10 + 24/t + 5 h s / (w t)) bytes per layer in 2-byte types
 
 Sequence parallelism (`sequence=True`) also shards x, so that no activation is replicated:
 
@@ -16,7 +16,7 @@ Sequence parallelism (`sequence=True`) also shards x, so that no activation is r
     traffic           f: all-gather forward, reduce-scatter backward; g: the reverse; and x gathered
                       again in backward before q k v and up: 10(t-1)/t b s w. Norms and biases see
                       shards: four all-reduces of gradients, 6 w elements per layer
-    kept              s b w (34 + 5 h s / w) / t bytes per layer
+    saved             s b w (34 + 5 h s / w) / t bytes per layer
 
 Full recompute repeats the forward's collectives, but a layer's last one only if dropout follows it.
 
@@ -55,12 +55,12 @@ def tensor_parallel(
             `head_width`), MLPs (`up`, `down` and, if gated, `gate`), the embedding (`tokens` and,
             if any, `positions`) and the `head`.
         comm: the ranks that share the model, such as `mesh.tp`. They need the same batch and the
-            same seed, so that replicas drop the same elements and shards do not.
+            same seed, so that dropout is equal on replicas and differs between shards.
         sequence: also shard the activations between `tokens` and `head` along the sequence, dim 1.
         gather_logits: every rank gets all logits; False: those of its vocabulary shard.
 
     Raises ValueError if heads or widths are not divisible, if a layer is sharded already, has
-    unknown parameters or computes other values on a slice of its features (such as a fused gate),
+    unknown parameters or computes wrong values on a slice of its features (such as a fused gate),
     if a tie would be broken or there is nothing to shard; in forward, if s is not divisible or,
     in a `World` with checks, inputs differ between ranks."""
     comm = Comm.of(comm)
@@ -91,7 +91,7 @@ def _shard_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> No
     if trial.pending:
         layer.forward = trial
     # With a sharded sequence, all dropout in the layer applies to shards.
-    layer.forward = OwnForward(layer, comm, columns, None if sequence else row)
+    layer.forward = ShardedForward(layer, comm, columns, None if sequence else row)
 
 
 def _shard_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[Any]:
@@ -115,8 +115,8 @@ def _shard_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: boo
 
 
 @contextmanager
-def own_numbers(comm: Comm) -> Iterator[None]:
-    """A block with this rank's own random numbers; afterwards the shared sequence continues."""
+def per_rank_rng(comm: Comm) -> Iterator[None]:
+    """Gives each rank a separate random stream in this block; then the shared one continues."""
     if comm.size == 1:
         yield
         return
@@ -128,7 +128,7 @@ def own_numbers(comm: Comm) -> Iterator[None]:
         yield
 
 
-class OwnForward:
+class ShardedForward:
     """Replaces `module.forward`: each rank draws its own dropout (in a sharded layer, up to the
     row). The first of several columns, such as q, computes all of them, so that x is gathered once
     and its gradient reduced once."""
@@ -136,7 +136,7 @@ class OwnForward:
     def __init__(self, module: nn.Module, comm: Comm, columns: Sequence[Any] = (), row: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
         self.columns, self._begins_at_once = list(columns), row is None
-        self._own: Any = None  # the `own_numbers` context, once it has begun
+        self._own: Any = None  # the `per_rank_rng` context, once it has begun
         self._call: Any = None  # during forward: x, its state, the outputs not yet returned
         for column in columns:
             column.shared_input = self
@@ -159,7 +159,7 @@ class OwnForward:
         if self._call is None:
             if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
-            # A checkpoint inside forward reruns some of its layers, maybe not the row.
+            # A checkpoint inside forward reruns some of its layers, perhaps not the row.
             self._call = None, None, {}
             ownership.at_end_of_backward(self._forget)
         self._begin()
@@ -172,8 +172,8 @@ class OwnForward:
         return y
 
     def _begin(self) -> None:
-        if self._own is None and validation.draws(self.module):
-            own = own_numbers(self.comm)
+        if self._own is None and validation.has_dropout(self.module):
+            own = per_rank_rng(self.comm)
             own.__enter__()
             self._own = own
 
@@ -185,13 +185,13 @@ class OwnForward:
     def _forget(self) -> None:
         self._call = None
         with torch.random.fork_rng(range(len(generators()) - 1)):
-            self._end()  # it restores an old state; fork_rng undoes that
+            self._end()  # restores an old state, which fork_rng undoes
 
 
 def _edit_for_sequence(model: Any, comm: Comm, sharded: set[nn.Module]) -> None:
     """Edits modules outside `sharded` for sequence shards x [b, s/t, w]."""
     for module in (module for module in model.modules() if module not in sharded):
         if isinstance(module, _DropoutNd):
-            module.forward = OwnForward(module, comm)
+            module.forward = ShardedForward(module, comm)
         elif module._parameters:
             module.forward = layers.SummedGradients(module, comm)

@@ -49,7 +49,7 @@ def split_trials(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
 
 
 def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> None:
-    """Raises ValueError if the ends of the sequence are missing, or a tie was broken."""
+    """Raises ValueError if the model lacks `tokens` or `head`, or a tie was broken."""
     if lacks_ends:
         raise ValueError(
             "sequence=True needs an embedding `tokens` and a linear layer `head`; this model lacks "
@@ -82,10 +82,10 @@ def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kw
 def random_states(model: nn.Module) -> list[Tensor]:
     """The states of the generators that `model` draws from; empty if dropout is off."""
     devices = {torch.device("cpu"), *(x.device for x in model.parameters())}
-    return [g.get_state() for g in generators() if g.device in devices and draws(model)]
+    return [g.get_state() for g in generators() if g.device in devices and has_dropout(model)]
 
 
-def draws(module: nn.Module) -> bool:
+def has_dropout(module: nn.Module) -> bool:
     """Whether dropout is on: a torch dropout module, or a float attribute `dropout`."""
     training = [part for part in module.modules() if part.training]
     rates = [part.p for part in training if isinstance(part, _DropoutNd)]
@@ -209,7 +209,7 @@ class SplitTrial:
                 args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
                 output = tree_leaves(self.copy.forward(*args, **kwargs))
                 # Dropout that ignores eval mode differs between slices, so they are not compared.
-                self.draws = not all(map(torch.equal, before, random_states(self.layer)))
+                self.is_random = not all(map(torch.equal, before, random_states(self.layer)))
         finally:  # the copy keeps no weights
             self.copy._modules.update(dict.fromkeys(self.names))
         return calls + [("", x) for x in output if isinstance(x, Tensor)]
@@ -220,7 +220,7 @@ class SplitTrial:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
         if any(name == self.row and x.requires_grad for name, x in whole):
             raise self._refusal(f"the input of {self.row} depends on more than their outputs")
-        for rank in (0, self.size - 1) if not self.draws else ():
+        for rank in (0, self.size - 1) if not self.is_random else ():
             expected = [x.chunk(self.size, -1)[rank] if n == self.row else x for n, x in whole]
             try:
                 calls = self._run(args, kwargs, rank)
@@ -228,7 +228,7 @@ class SplitTrial:
                 raise self._refusal(f"its forward fails on a slice ({error})") from None
             same = [name for name, _ in calls] == called
             if not same or not all(_close(x, y) for (_, x), y in zip(calls, expected)):
-                raise self._refusal("its forward computes other values on a slice")
+                raise self._refusal("its forward computes wrong values on a slice")
         self.pending = False
 
     def _refusal(self, why: str) -> ValueError:

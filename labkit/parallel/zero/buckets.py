@@ -36,7 +36,7 @@ class GradPlaceholder(Tensor):
 
 
 def grad_placeholder(p: Tensor, gradient: Tensor | None) -> Tensor:
-    """The `.grad` of `p` between backward and step, in the memory of `gradient` or without any."""
+    """The `.grad` of `p` between backward and step: in the memory of `gradient`, or empty."""
     like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
     if type(like) is not Tensor:  # a fake tensor, in a dry run
         return like
@@ -128,8 +128,8 @@ class ZeroBucket(ParamShare, GradBuffer):
 
     def _set_placeholders(self, averaged: Sequence[Tensor]) -> None:
         self.placeholders = {p: grad_placeholder(p, self.view.get(p)) for p in averaged}
-        for p, placeholders in self.placeholders.items():
-            p.grad = placeholders
+        for p, placeholder in self.placeholders.items():
+            p.grad = placeholder
 
     def has_gradient(self, p: Tensor) -> bool:
         return p.grad is not None
@@ -151,7 +151,7 @@ class ZeroBucket(ParamShare, GradBuffer):
             if x is not None:
                 x.zero_()
 
-    def put_aside(self) -> None:  # implements TiedGradient, with `sum_copies`
+    def set_aside(self) -> None:  # implements TiedGradient, with `sum_copies`
         has_gradients = any(self.has_gradient(p) for p in self.piece_params)
         self._set_aside = self.averaged.clone() if has_gradients else None
         for p in self.parameters:
@@ -213,10 +213,10 @@ class Stage2Bucket(ZeroBucket):
 
     def restore_grad(self, p: Tensor) -> bool:
         """Keeps averages in place, unless `.grad` was set by hand, which replaces them."""
-        placeholders = self.placeholders.pop(p, None)
-        if placeholders is not None and p.grad is placeholders:
+        placeholder = self.placeholders.pop(p, None)
+        if placeholder is not None and p.grad is placeholder:
             p.grad = None
-        elif placeholders is not None:
+        elif placeholder is not None:
             self.averaged_for.discard(p)
             for piece in self.pieces:
                 if self.parameters[piece.index] is p:
@@ -226,10 +226,10 @@ class Stage2Bucket(ZeroBucket):
     def end_step(self) -> None:
         self._consumed = True
 
-    def put_aside(self) -> None:
+    def set_aside(self) -> None:
         if self._consumed:
             self.discard_gradients()
-        super().put_aside()
+        super().set_aside()
         self.averaged_for.clear()
 
     def sum_copies(self, copies: Any) -> None:

@@ -119,7 +119,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
         bucket = self._bucket_of[p]
         if len(bucket.parameters) > 1:
             raise ValueError(
-                f"ZeroOptimizer: {self._named[p]} is tied over stages of a pipeline created "
+                f"ZeroOptimizer: {self._named[p]} is tied across stages of a pipeline created "
                 "later; create the Pipeline first, then ZeroOptimizer(pipeline.parameters(), ...)"
             )
         return bucket
@@ -169,7 +169,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
 class ParamGatherer:
     """Waits for a module's own parameters before its forward. Also waits for submodules that were
     never called, since a parent may use their weights directly (attention), and for modules in its
-    attribute `beside` (column-parallel layers that are computed together)."""
+    attribute `siblings` (column-parallel layers computed in the same call)."""
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[Tensor, ParamShare]):
         self._buckets: dict[nn.Module, list[ParamShare]] = {}
@@ -190,7 +190,7 @@ class ParamGatherer:
             return  # a copy of `model`: it has the hooks, but its parameters are not gathered
         self._called.add(module)
         uncalled = [part for part in self._below[module] if part not in self._called]
-        for part in (module, *getattr(module, "beside", ()), *uncalled):
+        for part in (module, *getattr(module, "siblings", ()), *uncalled):
             self._wait(part)
 
     def _wait(self, module: nn.Module, *_: Any) -> None:

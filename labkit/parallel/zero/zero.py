@@ -53,7 +53,7 @@ class ZeroOptimizer(OwnedShares):
 
     After backward each rank has the averages of its share; stage 2 keeps them until `zero_grad` or
     the first backward after `step`. Computing with `.grad`, as torch's `clip_grad_norm_` does,
-    raises ValueError; use this optimizer's. The next `step` averages a `.grad` set by hand on all
+    raises ValueError; call this optimizer's. The next `step` averages a `.grad` set by hand on all
     ranks. Scale losses with labkit.GradScaler; torch's raises. fp32 master copies follow the
     model's `load_state_dict`, but `step` undoes writes past autograd (`p.data`).
     """
@@ -95,7 +95,7 @@ class ZeroOptimizer(OwnedShares):
         self._set_buckets([kind(group, self.comm, self._named) for group in groups])
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         self.max_in_flight = None if stage == 1 else IN_FLIGHT
-        self._not_averaged = False  # gradients from `no_sync` that were not sent since
+        self._not_averaged = False  # gradients from `no_sync` that were not sent yet
         # Hooks on these nodes, unlike hooks on tensors, do not run in `torch.autograd.grad`.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of]
         for (p, bucket), node in zip(self._bucket_of.items(), self._nodes, strict=True):

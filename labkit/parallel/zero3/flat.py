@@ -166,7 +166,7 @@ class Flat:
         self.gradients.put(parameter, self.comm.size)  # frees the old one
 
     def send_gradients(self, async_op: bool) -> None:
-        """Sums over ranks, directly into `gradient` if shards have none yet and dtypes match."""
+        """Sums over ranks, directly into `gradient` if no shard has one yet and dtypes match."""
         self.unreduced.allocate()
         flat = self.gradients.flag_unused()
         self._are_new = all(self.shards[piece.index].grad is None for piece in self.pieces)
@@ -202,7 +202,7 @@ class Flat:
 
 
 class ShardGradient(Tensor):
-    """The `.grad` of a shard. Norms of it raise ValueError; copies are plain tensors."""
+    """The `.grad` of a shard. Computing its norm raises ValueError; copies are plain tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Passes under ZeRO-3: unit order, pending gradients, hooks on inputs, outputs, saved tensors."""
+"""Unit order and pending gradients under ZeRO-3; hooks on inputs, outputs and saved tensors."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +26,13 @@ class Order:
         self._before, self._now = self._now, []
         self._follows = True
 
-    def after(self, unit: Unit, number: int) -> list[Unit]:
-        """Records that `unit` is used; returns its next `number` successors in the last pass, or
+    def after(self, unit: Unit, count: int) -> list[Unit]:
+        """Records that `unit` is used; returns its `count` successors in the last pass, or
         none once this pass deviates from it."""
         at = len(self._now)
         self._follows = self._follows and at < len(self._before) and self._before[at] is unit
         self._now.append(unit)
-        return self._before[at + 1 : at + 1 + number] if self._follows else []
+        return self._before[at + 1 : at + 1 + count] if self._follows else []
 
 
 class PendingGradients:
@@ -40,7 +40,7 @@ class PendingGradients:
 
     def __init__(self) -> None:
         self._to_send: dict[int, dict[Flat, None]] = {}  # in order
-        self._noted: dict[int, set[Unit]] = {}  # units that took part
+        self._seen: dict[int, set[Unit]] = {}  # units that took part
         self._in_flight: deque[Flat] = deque()
 
     def __bool__(self) -> bool:
@@ -48,13 +48,13 @@ class PendingGradients:
 
     def begin(self, task: int) -> bool:
         if task in self._to_send:
-            return False  # known already
-        self._to_send[task], self._noted[task] = {}, set()
+            return False  # already known
+        self._to_send[task], self._seen[task] = {}, set()
         return True
 
     def expect(self, task: int, unit: Unit) -> None:
-        if not (unit.awaited or unit.is_gathered or unit in self._noted[task]):
-            self._noted[task].add(unit)
+        if not (unit.awaited or unit.is_gathered or unit in self._seen[task]):
+            self._seen[task].add(unit)
             unit.awaited = set(unit.trainable)
             self._to_send[task].update(dict.fromkeys(unit.trainable))
 
@@ -72,10 +72,10 @@ class PendingGradients:
             self.reduce(flat, async_op=False)
         while self._in_flight:
             self._in_flight.popleft().receive_gradients()
-        del self._to_send[task], self._noted[task]
+        del self._to_send[task], self._seen[task]
 
     def clear(self) -> None:
-        for queue in (self._to_send, self._noted, self._in_flight):
+        for queue in (self._to_send, self._seen, self._in_flight):
             queue.clear()
 
 
@@ -120,12 +120,12 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
-    """Calls `hook` before the backward of a unit's outputs. Raises ValueError without tensors."""
+    """Calls `hook` before the backward of a unit's outputs. ValueError if there is no tensor."""
     outputs = list(tensors_in(output))
     if not outputs and output is not None:
         raise ValueError(
             f"ZeRO3: a unit returned a {type(output).__name__} without a tensor; return tensors, "
-            "also in tuples, lists, dicts or dataclasses"
+            "alone or in tuples, lists, dicts or dataclasses"
         )
     for x in outputs:
         if x.requires_grad:

@@ -41,9 +41,9 @@ OVERWRITES = {  # they overwrite all of their first argument, so it is not gathe
 @contextmanager
 def sharded_init(comm: Comm | None = None) -> Iterator[None]:
     """Shards the parameters that modules register in this block over the ranks of `comm` (default:
-    all), which must run the same block; buffers, lazy and meta parameters are not sharded. With one
-    seed the weights are bitwise those of one process. Views such as `weight[0]` are writable until
-    another parameter is created or used."""
+    all), which must run the same block; buffers, lazy and meta parameters are not sharded. With the
+    same seed, weights are bitwise those of one process. Views such as `weight[0]` are writable
+    until another parameter is created or used."""
     construction = Construction(Comm.of(comm))
     register = nn.Module.register_parameter
 
@@ -108,7 +108,7 @@ class Elements:
     def empty_whole(self) -> Tensor:
         return self.share.new_empty_strided(self.shape, self.stride)
 
-    def of_share(self, share: Tensor) -> "Elements":
+    def with_share(self, share: Tensor) -> "Elements":
         other = Elements(self.what, share.new_empty(0), self.construction)
         other.shape, other.stride, other.share, other.full = self.shape, self.stride, share, None
         return other
@@ -119,7 +119,7 @@ class Construction:
 
     def __init__(self, comm: Comm):
         self.comm, self.is_done = comm, False
-        # Not weak: ranks must close alike, but collect garbage at different times.
+        # Not weak: ranks close the same parameters, but collect garbage at different times.
         self._open: list[Elements] = []
 
     def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
@@ -197,7 +197,7 @@ class ShardedParameter(Tensor):
         if func is aten._to_copy.default:  # dtype or device, for `module.to`
             construction.open_only([])
             kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
-            return cls(elements[0].of_share(func(elements[0].share, **kwargs)), requires_grad=False)
+            return cls(elements[0].with_share(func(elements[0].share, **kwargs)), False)
         if construction.is_done:
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
@@ -212,7 +212,7 @@ class ShardedParameter(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         self.elements.construction.open_only([])
-        elements = self.elements.of_share(self.elements.share.clone())
+        elements = self.elements.with_share(self.elements.share.clone())
         memo[id(self)] = copied = ShardedParameter(elements, self.requires_grad)
         return copied
 

@@ -21,7 +21,7 @@ class WholeState:
     _named: list[tuple[str, nn.Parameter]]
     _clean_up: Callable[[], None]
     clip_grad_norm_: Callable[..., Tensor]  # of common/clipping.py
-    awaits_gradients = False  # since a forward with autograd
+    awaits_gradients = False  # True between a forward with autograd and its backward
     shards_parameters = True
     sends_once = False  # unsharded gradients would need the memory that this stage saves
 
@@ -46,7 +46,7 @@ class WholeState:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing: each backward is reduced, as unsharded gradients would need memory."""
+        """Does nothing: every backward reduces, as unsharded gradients would need memory."""
         yield
 
     @property
@@ -71,8 +71,8 @@ class WholeState:
 
     def gradient_of_copy(self, p: nn.Parameter) -> NoReturn:
         raise ValueError(
-            f"ZeRO3: a parameter {list(p.shape)} is tied over stages of a pipeline, each of which "
-            "would keep a different shard; untie it (tied=False), or use DDP or a ZeroOptimizer"
+            f"ZeRO3: a parameter {list(p.shape)} is tied across stages of a pipeline, which "
+            "would keep different shards; untie it (tied=False), or use DDP or a ZeroOptimizer"
         )
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
@@ -155,7 +155,7 @@ def _problem(entries: list[Entry], state: Mapping[str, Any] | None) -> str:
         return ""
     for key, x, flat, index in entries:
         if key not in state:
-            return f"{key} is missing in the state; is it the state of another model?"
+            return f"{key} is missing from the state; is it the state of another model?"
         if isinstance(x, Tensor) and state[key].shape != (shape := _shape(x, flat, index)):
             has = f"{list(state[key].shape)} in the state and {list(shape)} in the model"
             return f"{key} is {has}; load the state of the same model"

@@ -22,9 +22,9 @@ from labkit.parallel.common.flat import FlatPartition, register_grad_ready_hook
 from labkit.parallel.common.ownership import running_backward
 from labkit.parallel.zero3.flat import Flat, Place, compute_dtype_of, master_dtype_of
 
-Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
-Sharing = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
-Group = tuple[list[nn.Module], list[Sharing]]  # a unit's members, and its parameters
+UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+Placed = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
+Group = tuple[list[nn.Module], list[Placed]]  # a unit's members, and its parameters
 NAMES = "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"
 METADATA = {getattr(Tensor, name).__get__ for name in NAMES}
 METADATA |= {Tensor.size, Tensor.dim, Tensor.numel}
@@ -38,11 +38,11 @@ class Unit:
         self.trainable = [flat for flat in flats if flat.trainable]
         self.has_frozen = len(self.trainable) < len(flats)
         self.frees_itself = False  # its last gradient freed it in the last backward
-        self.inputs = self.inputs_back = 0  # in the last forward; with gradients by now
+        self.inputs = self.inputs_back = 0  # of the last forward; those with gradients so far
         self.has_run: set[nn.Module] = set()  # members, since the last gather
         self.awaited: set[Flat] = set()  # with gradients still expected in this backward
         self.is_gathered = False  # and installed in the modules
-        self.stays = False  # until the end of the pass, for uses outside of the unit
+        self.keep_gathered = False  # until the end of the pass, for use outside the unit
         self._handles: list[Handle | None] | None = None
 
     def start_gather(self, async_op: bool) -> None:
@@ -61,7 +61,7 @@ class Unit:
                 handle.wait()
 
     def free(self) -> None:
-        if self._handles is None or self.stays:
+        if self._handles is None or self.keep_gathered:
             return
         self._wait()  # for a gather in flight
         for flat in self.flats:
@@ -71,14 +71,14 @@ class Unit:
         self._handles, self.is_gathered = None, False
         self.has_run.clear()
 
-    def note_input_gradient(self, gradient: Tensor) -> None:
+    def on_input_grad(self, gradient: Tensor) -> None:
         """Frees the unit with the last input's gradient, when its backward is complete."""
         self.inputs_back += 1
         if self.inputs_back >= self.inputs:
             self.free()
 
     def end_pass(self) -> None:
-        self.stays = False
+        self.keep_gathered = False
         self.free()
         self.rest(in_pass=False)
         self.inputs_back = 0
@@ -114,20 +114,20 @@ class UngatheredParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        raise AssertionError(f"{func}: it has no elements")
+        raise AssertionError(f"{func}: an ungathered parameter has no elements")
 
 
-def group_parameters(root: nn.Module, choice: Choice | None) -> list[Group]:
+def group_parameters(root: nn.Module, choice: UnitPolicy | None) -> list[Group]:
     """Groups the parameters of a module into units, in parameter order."""
-    places: dict[int, Sharing] = {}
+    places: dict[int, Placed] = {}
     for parameter, place in _walk(root, "", root, None, False, _chooser(choice)):
         places.setdefault(id(parameter), (parameter, []))[1].append(place)
     groups: dict[frozenset[int], Group] = {}
-    for sharing in places.values():
-        members = list(dict.fromkeys(place.unit for place in sharing[1]))
+    for placed in places.values():
+        members = list(dict.fromkeys(place.unit for place in placed[1]))
         if len(members) > 1:  # tied across units: gathered with the layers that own it
-            members = list(dict.fromkeys(place.owner for place in sharing[1]))
-        groups.setdefault(frozenset(map(id, members)), (members, []))[1].append(sharing)
+            members = list(dict.fromkeys(place.owner for place in placed[1]))
+        groups.setdefault(frozenset(map(id, members)), (members, []))[1].append(placed)
     return list(groups.values())
 
 
@@ -150,12 +150,12 @@ def _walk(
 
 
 def _is_list(module: nn.Module) -> bool:
-    """True also for modules with numbered children, as in a stage of `split`."""
+    """Also true for modules with numbered children, as in a stage of `split`."""
     numbered = bool(module._modules) and all(name.isdecimal() for name in module._modules)
     return numbered or isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
-def _chooser(choice: Choice | None) -> Callable[[nn.Module, bool], bool]:
+def _chooser(choice: UnitPolicy | None) -> Callable[[nn.Module, bool], bool]:
     """By default: entries of the outermost lists, and nn.MultiheadAttention, which uses a
     submodule's weights without calling it."""
     if choice is None:
@@ -166,7 +166,7 @@ def _chooser(choice: Choice | None) -> Callable[[nn.Module, bool], bool]:
 
 
 def units_of(
-    root: nn.Module, comm: Comm, choice: Choice | None, persist_below: int,
+    root: nn.Module, comm: Comm, choice: UnitPolicy | None, persist_below: int,
     compute_dtype: torch.dtype | None,
 ) -> list[Unit]:  # fmt: skip
     """Shards a module unit by unit; each frees its whole parameters before the next."""
@@ -183,12 +183,12 @@ def units_of(
     return units
 
 
-def _kinds(parameters: list[Sharing], persist_below: int) -> list[tuple[bool, list[Sharing]]]:
-    kinds: dict[object, tuple[bool, list[Sharing]]] = {}
-    for sharing in parameters:
-        p, keep_whole = sharing[0], sharing[0].numel() < persist_below
+def _kinds(parameters: list[Placed], persist_below: int) -> list[tuple[bool, list[Placed]]]:
+    kinds: dict[object, tuple[bool, list[Placed]]] = {}
+    for placed in parameters:
+        p, keep_whole = placed[0], placed[0].numel() < persist_below
         key = p.dtype, p.device, p.requires_grad, keep_whole
-        kinds.setdefault(key, (keep_whole, []))[1].append(sharing)
+        kinds.setdefault(key, (keep_whole, []))[1].append(placed)
     return list(kinds.values())
 
 
@@ -209,7 +209,7 @@ def register_hooks(unit: Unit, strategy: Any) -> None:
             strategy._flat_of[parameter] = unit, flat
             register_grad_ready_hook(parameter, strategy._on_grad_ready)
     for flat in unit.flats:
-        gather = partial(strategy._use, unit, stays=True)
+        gather = partial(strategy._use, unit, keep_gathered=True)
         flat.ungathered = [UngatheredParameter(x, gather) for x in flat.gathered]
 
 
@@ -226,10 +226,10 @@ def _check_gathered(strategy: Any, unit: Unit, name: str, module: nn.Module, arg
 
 
 def predict(
-    module: nn.Module, size: int, units: Choice | None = None, persist_below: int = 0,
+    module: nn.Module, size: int, units: UnitPolicy | None = None, persist_below: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> Footprint:  # fmt: skip
-    """Mean over ranks: holds 1/n of everything; gathers each unit twice, reduces its gradients."""
+    """Mean over ranks: each holds 1/n of everything, gathers units twice, reduces gradients."""
     parameters, gradients, optimizer, sent = 0, 0, 0, 0  # bytes, summed over ranks
     groups = (_kinds(group, persist_below) for _, group in group_parameters(module, units))
     for keep_whole, kind in (kind for kinds in groups for kind in kinds):

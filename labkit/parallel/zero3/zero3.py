@@ -42,7 +42,7 @@ from labkit.parallel.zero3 import passes, validation
 from labkit.parallel.zero3.flat import Flat
 from labkit.parallel.zero3.sharded_init import sharded_init
 from labkit.parallel.zero3.state import WholeState
-from labkit.parallel.zero3.units import Choice, Unit, predict, register_hooks, units_of
+from labkit.parallel.zero3.units import Unit, UnitPolicy, predict, register_hooks, units_of
 
 
 class ZeRO3(WholeState, nn.Module):
@@ -51,7 +51,7 @@ class ZeRO3(WholeState, nn.Module):
     Args:
         module: any module; all ranks start with rank 0's weights.
         comm: the ranks to shard over; default: all.
-        units: modules to gather as one: classes, or a function module -> bool. Default: entries of
+        units: which modules are units: classes, or a function module -> bool. Default: entries of
             the outermost lists, and every other module with parameters.
         persist_below: parameters with fewer elements stay whole; their gradients are all-reduced.
         prefetch: how many units to gather ahead; 0: gather on demand.
@@ -70,7 +70,7 @@ class ZeRO3(WholeState, nn.Module):
         self,
         module: nn.Module,
         comm: Comm | None = None,
-        units: Choice | None = None,
+        units: UnitPolicy | None = None,
         persist_below: int = 0,
         prefetch: int = 1,
         compute_dtype: torch.dtype | None = None,
@@ -125,7 +125,7 @@ class ZeRO3(WholeState, nn.Module):
         self._use(unit)
         if unit.frees_itself or running_backward() is not None or not torch.is_grad_enabled():
             return None
-        inputs, watched = passes.watch_inputs(args, kwargs, unit.note_input_gradient)
+        inputs, watched = passes.watch_inputs(args, kwargs, unit.on_input_grad)
         unit.inputs += max(1, inputs)  # without inputs, only the end of backward frees it
         return watched
 
@@ -135,13 +135,13 @@ class ZeRO3(WholeState, nn.Module):
         if torch.is_grad_enabled():
             passes.watch_outputs(output, partial(self._before_backward, unit))
         unit.has_run.add(module)
-        unit.stays |= self._saved_parameters.shares_memory(output, unit)
+        unit.keep_gathered |= self._saved_parameters.shares_memory(output, unit)
         if not self._in_forward or len(unit.has_run) == len(unit.members):
             unit.free()
 
-    def _use(self, unit: Unit, stays: bool = False) -> None:
-        """Gathers `unit`, with `stays` until the end of the pass, and prefetches the next ones."""
-        unit.stays |= stays
+    def _use(self, unit: Unit, keep_gathered: bool = False) -> None:
+        """Gathers `unit` (`keep_gathered`: until the pass ends), and prefetches the next units."""
+        unit.keep_gathered |= keep_gathered
         task = running_backward()
         if task is not None:
             self._note_backward(task, unit)

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from labkit.dispatch import DispatchMode
 from labkit.memory.buffers import is_host_memory
 from labkit.memory.conditions import tensors_in
-from labkit.parallel.common.sharder import OwnsGradientPieces, fulfils
+from labkit.parallel.common.sharder import OwnsGradientPieces, implements
 from labkit.trace import CATEGORIES, MemoryPoint, RankTrace
 from labkit.trace.recording.operations import operation_of
 from labkit.trace.recording.spans import Spans
@@ -158,7 +158,7 @@ class Detail:
                     self._enter(x, OPTIMIZER, move=True)
             if id(stepped_on) not in given and not self._ledger.has(stepped_on, PARAMETERS):
                 self._enter(stepped_on, OPTIMIZER, move=True)
-        if fulfils(optimizer, OwnsGradientPieces):
+        if implements(optimizer, OwnsGradientPieces):
             for x in optimizer.gradient_pieces()[0]:
                 self._enter(x, GRADIENTS, move=True)
         self._ledger.measure_again()

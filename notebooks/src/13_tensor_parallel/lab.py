@@ -273,8 +273,8 @@ show("parallel/tensor/tensor_parallel.py:_shard_layer", since="for name")
 show("parallel/tensor/layers.py:shard_parameter", since="shape[dim] = ")
 
 # %% [markdown]
-# q, k and v have one input. Without `OwnForward` there would be three f, and three all-reduces in
-# backward; so the first that is called computes for all three.
+# q, k and v have one input. Without `ShardedForward` there would be three f, and three all-reduces
+# in backward; so the first that is called computes for all three.
 #
 # Attention takes its number of heads from the width of what it gets. So nothing in it has to be told
 # that only some heads are here:
@@ -295,10 +295,10 @@ show(
 # %% [markdown]
 # Last, dropout. Between f and g each rank has other heads, and should drop other elements. Outside,
 # all ranks have the same x, and must drop **the same**, or they have the same x no more. So between
-# f and g (above, `OwnForward` sees to it) a rank draws from a stream of its own:
+# f and g (above, `ShardedForward` sees to it) a rank draws from a stream of its own:
 
 # %%
-show("parallel/tensor/tensor_parallel.py:own_numbers", since="with no_modes")
+show("parallel/tensor/tensor_parallel.py:per_rank_rng", since="with no_modes")
 
 # %% [markdown]
 # ## 5. Run it
@@ -595,11 +595,11 @@ for step, (wrong, fine) in enumerate(zip(wrong_curve, curves[4])):
 #
 # Dropout of 0.5, on 2 ranks. We look at two masks in each: of the scores of attention, where a rank
 # has heads of its own, and of x after attention, which both have. How much of them is the same on both
-# ranks? With labkit's random numbers, and without `own_numbers`:
+# ranks? With labkit's random numbers, and without `per_rank_rng`:
 
 
 # %%
-def masks(with_own_numbers):
+def masks(with_per_rank_rng):
     me, found = attach(), {}
     torch.manual_seed(0)
     model = GPT(**SIZES, dropout=0.5)
@@ -612,8 +612,8 @@ def masks(with_own_numbers):
 
     for module in (block.attn.core.dropout, block.dropout):
         module.register_forward_hook(look)
-    numbers = tensor.own_numbers if with_own_numbers else nullcontext  # which does nothing
-    with patch.object(tensor, "own_numbers", numbers):
+    numbers = tensor.per_rank_rng if with_per_rank_rng else nullcontext  # which does nothing
+    with patch.object(tensor, "per_rank_rng", numbers):
         model(Text().batch(0, rows=2, length=64).x)
     return dict(zip(("heads", "x"), found.values()))
 
@@ -628,8 +628,8 @@ for with_own in (True, False):
 
 # %% [markdown] tags=["answer"]
 # With p = 0.5, masks that know nothing of each other agree in half of their elements. Without
-# `own_numbers`, head 0 of rank 0 and head 0 of rank 1 drop the same positions, in all steps: a model
-# with t ranks has 1/t of the randomness that it should have. No loss curve and no error shows it.
+# `per_rank_rng`, head 0 of rank 0 and head 0 of rank 1 drop the same positions, in all steps: a
+# model with t ranks has 1/t of the randomness that it should have. No loss curve and no error shows it.
 
 # %% [markdown]
 # The other mistake, ranks with different seeds, would let x differ between the ranks. A world that
@@ -847,7 +847,7 @@ report("13")
 # | the all-reduce behind dA | `layers.py`, `LinearWithGradAccumulationAndAsyncCommunication` |
 # | the embedding | `layers.py`, `VocabParallelEmbedding` |
 # | the loss | `cross_entropy.py`, `vocab_parallel_cross_entropy` |
-# | `own_numbers` | `random.py`, `get_cuda_rng_tracker().fork()` |
+# | `per_rank_rng` | `random.py`, `get_cuda_rng_tracker().fork()` |
 
 # %% [markdown]
 # What they add: Megatron keeps a second generator for what is drawn between f and g, adds up weight

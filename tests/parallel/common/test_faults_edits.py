@@ -291,35 +291,35 @@ def around(layer: nn.Module) -> Any:
 
 HAND = "shard it by hand with ColumnParallelLinear"
 REFUSED = {
-    "fused gate": (mlp(fused, up=48), "computes other values on a slice"),
+    "fused gate": (mlp(fused, up=48), "computes wrong values on a slice"),
     "down before up": (low_rank, "by the features between up and down"),
-    "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "other values on a slice"),
+    "softmax": (mlp(lambda m, x: m.down(m.up(x).softmax(-1))), "wrong values on a slice"),
     "norm": (mlp(lambda m, x: m.down(F.layer_norm(m.up(x), (24,)))), "forward fails on a slice"),
     "norm of what is there": (
-        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "other values on a slice"),
+        mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "wrong values on a slice"),
     "hidden sliced": (mlp(lambda m, x: m.down(F.pad(m.up(x)[..., :12], (0, 12)))), "layer"),
     "hidden added to x": (
         mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than their outputs"),
     "scaled by x": (
         mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than their outputs"),
     "hidden in the output": (
-        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "other values on"),
+        mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "wrong values on"),
     "weight used directly": (
         mlp(lambda m, x: m.down(F.linear(x, m.up.weight, m.up.bias))), "does not call up"),
-    "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "other values"),
-    "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "other values"),
+    "dropout that never ends": (mlp(lambda m, x: m.down(F.dropout(m.up(x)))), "wrong values"),
+    "rows first, too": (mlp(lambda m, x: m.down(m.up(m.down(m.up(x).flip(-1))))), "wrong values"),
     "fixed heads": (
         heads(lambda x: x.unflatten(-1, (4, -1)).transpose(1, 2)), "between q, k, v and out"),
     "heads last": (  # the features of a head do not lie side by side
-        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "other values on a slice"),
-    "tiled groups": (heads(adapt=tiled, kv_heads=2), "other values on a slice"),
+        heads(lambda x: x.unflatten(-1, (4, -1)).permute(0, 3, 1, 2)), "wrong values on a slice"),
+    "tiled groups": (heads(adapt=tiled, kv_heads=2), "wrong values on a slice"),
     "slopes of all heads": (
         heads(adapt=lambda m, q, k, v: (q * m.slopes, k, v),
               slopes=nn.Buffer(torch.arange(4.0)[:, None, None])),
         "forward fails on a slice"),
     "norm of all heads": (
-        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "other values on a slice"),
-    "on the first input": (rotary(wrong=True), "other values on a slice"),
+        heads(lambda x: split_heads(F.layer_norm(x, x.shape[-1:]))), "wrong values on a slice"),
+    "on the first input": (rotary(wrong=True), "wrong values on a slice"),
     "no forward": (lambda: nn.ModuleDict(dict(mlp(fused)().named_children())), "it has no forward"),
 }  # fmt: skip
 

@@ -171,7 +171,7 @@ def test_an_invalid_list_of_parameters_is_refused() -> None:
     spent = model.parameters()
     SGD(spent, lr=0.1)
     for given in (spent, [], model.named_parameters(), model.state_dict()):
-        raises("is empty or has items that are no", clip_grad_norm, given, 1.0)
+        raises("is empty or has items other than", clip_grad_norm, given, 1.0)
 
 
 @pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero-3"])

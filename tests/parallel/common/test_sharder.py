@@ -42,7 +42,7 @@ def test_a_strategy_fulfils_its_protocols_also_through_a_wrapper() -> None:
     names = ("DataParallel", "OwnsPieces", "OwnsGradientPieces", "Sharder")
 
     def fulfilled(strategy: Any) -> list[bool]:
-        return [sharder.fulfils(strategy, getattr(sharder, name)) for name in names]
+        return [sharder.implements(strategy, getattr(sharder, name)) for name in names]
 
     for strategy, expected in [
         (DDP(net()), [True, False, False, False]),

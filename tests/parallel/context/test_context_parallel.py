@@ -256,14 +256,14 @@ def test_bad_input_says_what_would_do() -> None:
         (lambda: edited(tokens[:, :3]), "a sequence of 12 tokens does not split into 8 equal"),
         (lambda: core(q, q, q), "a sequence of 20 tokens does not split into 8 equal chunks"),
         (lambda: core(q, q[:, :1], q), "do not fit together"),
-        (lambda: edited(tokens), "4 shards of 64 tokens are a sequence of 256, longer than the "
+        (lambda: edited(tokens), "4 shards of 64 tokens make a sequence of 256, longer than the "
          "model's context of 64; pass each rank its sequence_shard(tokens, comm), not all tokens"),
         (edit(edited, "ulysses"), "context-parallel already"),
         (edit(gpt(), "ulysses"), "Ulysses: 6 heads do not divide over 4 context-parallel ranks; "
          'use 1 or 2 or 3 or 6, or way="ring", which takes any number of heads'),
         (edit(gpt(heads=12, kv_heads=3), "ulysses"), "3 key-value heads do not divide over 4 "
          "context-parallel ranks; use 1 or 3"),
-        (edit(untouched), 'way="ring" has no dropout inside attention, and this model\'s is 0.1'),
+        (edit(untouched), 'way="ring" supports no dropout in attention, and this model has 0.1'),
         (edit(recomputed), "call context_parallel first, then Recompute"),
         (edit(nn.Linear(2, 2)), "Linear has no module attn.core"),
         (edit(DDP(gpt())), "edit the plain model first, then wrap it"),

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "this schedule has no updates, so optimizer= would never step"),
     "updates of a tied parameter": (
         lambda: make([tied := nn.Linear(3, 3), tied], schedule="pipedream", optimizer=SGD),
-        "a parameter is tied over several ranks, but this schedule updates each stage at its own"),
+        "a parameter is tied across ranks, but this schedule updates stages at different times"),
     "updates in DDP": (
         lambda: make([DDP(stage, Mesh(pp=2, dp=1).dp) for stage in stages()],
                      schedule="pipedream", optimizer=SGD),
@@ -140,7 +140,7 @@ def with_more() -> nn.Module:
     (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); pass one per layer"),
     (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of a Linear"),
     (lambda: split(with_more(), 2), "but not its extra; pass"),
-    (lambda: PacedStage(-1), "forward_s=-1: a stage takes 0 seconds or more"),
+    (lambda: PacedStage(-1), "forward_s=-1: choose 0 seconds or more"),
     (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
     (lambda: PacedStage(1, 2, 0.5, 0.5), "do not add up to backward_s=2"),
 )

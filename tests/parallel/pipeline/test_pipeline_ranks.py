@@ -133,9 +133,9 @@ def tied_and_cut_elsewhere() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tied_and_cut_elsewhere": (
         tied_and_cut_elsewhere,
-        "head.weight [11, 8] of stage 1 is tied over stages, but one of them is in ZeRO3, which"),
+        "head.weight [11, 8] of stage 1 is tied across stages, but one of them is in ZeRO3, which"),
     "tied_when_it_was_cut": (
-        tied_when_it_was_cut, "is tied over stages of a pipeline created later"),
+        tied_when_it_was_cut, "is tied across stages of a pipeline created later"),
     "output_overwritten": (
         output_overwritten,
         "the output of stage 0 (rank 0), micro-batch 0, was changed in place while it was being"),

@@ -15,7 +15,7 @@ from labkit import GPT, Comm, World, recompute
 from labkit.models.attention import Dropout, PlainAttention
 from labkit.parallel.tensor import tensor_parallel as strategy
 from labkit.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from labkit.parallel.tensor.tensor_parallel import OwnForward, own_numbers, tensor_parallel
+from labkit.parallel.tensor.tensor_parallel import ShardedForward, per_rank_rng, tensor_parallel
 from small_models import Custom, difference
 from tensor_contract import check_runs, predicted, with_sequence
 from worlds import on_each_rank
@@ -146,12 +146,12 @@ def test_own_numbers() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    with own_numbers(alone):
+    with per_rank_rng(alone):
         assert torch.equal(torch.rand(3), expected)
     for _ in range(2):
         torch.manual_seed(7)
         for _ in range(2):
-            with own_numbers(comm):
+            with per_rank_rng(comm):
                 drawn.append(torch.rand(3).tolist())
             drawn.append(torch.rand(3).tolist())
     one, other = comm.all_gather_object(drawn)
@@ -176,11 +176,11 @@ def test_a_nested_or_interrupted_call_leaves_the_region_whole(cut: bool) -> None
 
     up, down = ColumnParallelLinear(4, 4, comm), RowParallelLinear(4, 4, comm)
     layer = Custom(forward, up=up, down=down, drop=nn.Dropout(0.5))
-    layer.forward = OwnForward(layer, comm, *(([up], down) if cut else ()))
+    layer.forward = ShardedForward(layer, comm, *(([up], down) if cut else ()))
     for interrupted in (False, True):
         torch.manual_seed(7)
         if interrupted:
-            fails = patch.object(strategy, "own_numbers", side_effect=KeyboardInterrupt)
+            fails = patch.object(strategy, "per_rank_rng", side_effect=KeyboardInterrupt)
             with fails, pytest.raises(KeyboardInterrupt):
                 layer(torch.ones(1, 4))
         layer(torch.ones(1, 4))

@@ -62,8 +62,8 @@ def browser_page(pictures: Path) -> Iterator["Page"]:
             picture = pictures / f"failure-{len(list(pictures.glob('failure-*.png')))}.png"
             with suppress(Exception):  # a page that no longer answers
                 page.screenshot(path=picture)
-            lines = "\n".join(f"    {line[:300]}" for line in console[-15:])
-            error.add_note(f"picture: {picture}\nend of the console:\n{lines}")
+            lines = [f"    {line[:300]}" for line in console if not line.startswith("debug: ")]
+            error.add_note("\n".join([f"picture: {picture}", "end of the console:", *lines[-15:]]))
             raise
 
 

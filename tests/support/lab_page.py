@@ -134,12 +134,12 @@ CELLS = f"""{NOTEBOOK}.content.widgets
     }}))"""
 
 
-# Where the last cell ends, in pixels, or null while cells are being put there.
+# Where the last cell ends, in pixels from the top, or null while cells are being put there.
 END = f"""(async () => {{
-    const end = () => {{
-        const cells = {NOTEBOOK}.content.node.querySelectorAll(".jp-Cell");
-        return cells[cells.length - 1].getBoundingClientRect().bottom;
-    }};
+    const notebook = {NOTEBOOK}.content.node;
+    notebook.querySelector(".jp-WindowedPanel-outer").scrollTop = 0;
+    const cells = notebook.getElementsByClassName("jp-Cell");
+    const end = () => [...cells].at(-1).getBoundingClientRect().bottom;
     const before = end();
     await new Promise(resolve => setTimeout(() => requestAnimationFrame(resolve), 300));
     return before === end() ? before : null;
@@ -174,7 +174,7 @@ class LabPage:
     def theme(self, name: str) -> None:
         change = "theme => jupyterapp.commands.execute('apputils:change-theme', {theme})"
         self.page.evaluate(change, name)
-        self.page.wait_for_selector(f"body[data-jp-theme-name='{name}']")
+        self.page.wait_for_selector(f"body[data-jp-theme-name='{name}']", state="attached")
         self.page.wait_for_selector("#jupyterlab-splash", state="detached")
 
     def wait_for(

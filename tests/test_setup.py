@@ -21,8 +21,6 @@ from places import ROOT
 
 PYTHONS = ["3.11", "3.12", "3.13"]
 
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-
 
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
@@ -279,10 +277,11 @@ class Workplace:
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Workplace:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
     return Workplace(tmp_path)
 
 
-@needs_make
 def test_setup_is_made_once(workplace: Workplace):
     workplace.make("setup")
     assert workplace.asked() == ["venv", "-m"]
@@ -291,7 +290,6 @@ def test_setup_is_made_once(workplace: Workplace):
     assert workplace.asked() == []
 
 
-@needs_make
 @pytest.mark.parametrize("target", sorted(TARGETS_IN_VENV))
 def test_each_target_sets_up_first(workplace: Workplace, target: str):
     workplace.make(target)
@@ -326,7 +324,6 @@ def move(workplace: Workplace) -> None:
     workplace.python.write_text(re.sub(r">> \S+", f">> {workplace.log}", text))
 
 
-@needs_make
 @pytest.mark.parametrize(
     ("change", "says"),
     [(change_the_pins, "changed"), (add_a_dependency, "changed"), (fail_half_way, "half made"),
@@ -343,7 +340,6 @@ def test_setup_is_made_anew_after(workplace: Workplace, change: Any, says: str) 
     assert workplace.asked() == ["venv", "-m"] and not left_over.exists()
 
 
-@needs_make
 def test_setup_is_not_made_anew_for_a_lint_rule(workplace: Workplace) -> None:
     workplace.make("setup")
     workplace.edit("pyproject.toml", "line-length = 100", "line-length = 99")
@@ -351,7 +347,6 @@ def test_setup_is_not_made_anew_for_a_lint_rule(workplace: Workplace) -> None:
     assert workplace.asked() == []
 
 
-@needs_make
 def test_no_python_that_suits_is_an_error_that_helps(workplace: Workplace):
     done = workplace.make("PYTHON=no-such-python", "setup", status=2)
     assert "needs Python 3.11, 3.12 or 3.13" in done.stderr
@@ -361,13 +356,11 @@ def test_no_python_that_suits_is_an_error_that_helps(workplace: Workplace):
     assert "cannot make virtual environments" in done.stderr
 
 
-@needs_make
 def test_help_lists_every_target(workplace: Workplace):
     listed = re.findall(r"^  make (\S+)", workplace.make().stdout, flags=re.MULTILINE)
     assert set(listed) == targets() and workplace.asked() == []
 
 
-@needs_make
 def test_test_here_installs_nothing(workplace: Workplace):
     workplace.make("test-here", "ARGS=-k nothing")
     assert not (workplace.folder / ".venv").exists()

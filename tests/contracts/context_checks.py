@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from labkit import DDP, Comm, Mesh, ZeRO3, ZeroOptimizer, full_state_dict, listen, tensor_parallel
+from labkit import Comm, Mesh, full_state_dict, listen, tensor_parallel
 from labkit.events import CommEvent
 from labkit.memory.edits import Recompute
 from labkit.memory.peak import PeakMemory
@@ -23,6 +24,7 @@ from labkit.parallel.context import context_parallel as context
 from labkit.parallel.context import ring_attention as ring
 from labkit.parallel.context import ulysses, zigzag
 from labkit.predict.context import ring_attention_bytes, ring_step_scores, ulysses_bytes
+from shard_cases import optimizer_of, wrapped
 from small_models import difference
 
 AGREE = 1e-10
@@ -90,14 +92,10 @@ def training_equals_one_process(
         edit()
     if recompute:
         Recompute(module, what=recompute)
-    model = {"ddp": DDP, "zero3": ZeRO3}.get(strategy, lambda module, _: module)(module, comm)
-    how: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-    stage = {"zero1": 1, "zero2": 2}.get(strategy)
-    if stage:
-        stepper: Any = ZeroOptimizer(module.parameters(), torch.optim.AdamW, stage, comm, **how)
-    else:
-        stepper = torch.optim.AdamW(model.parameters(), **how)
-    reference = torch.optim.AdamW(alone.parameters(), **how)
+    make = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    model = wrapped(strategy, module, comm)
+    stepper = optimizer_of(strategy, model.parameters(), make, comm, bucket_mb=25)
+    reference = make(alone.parameters())
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         whole = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)

@@ -6,15 +6,19 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from chromium import HEIGHT, WIDTH, browser_page, missing, photograph
 from command import python
-from devtools import HEIGHT, WIDTH, Browser, Page, browser, missing
 from lab_page import Cell, JupyterLab, LabPage, jupyterlab, notebook
 from places import SUPPORT
-from provoke import ROOT, alive
+from provoke import ROOT, gone
+
+if TYPE_CHECKING:
+    from playwright.sync_api import ElementHandle, Page
 
 jupytext = pytest.importorskip("jupytext", reason="needs jupytext, to build the sample lab")
 pytest.importorskip("jupyterlab", reason="needs JupyterLab")
@@ -65,11 +69,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
 
 
 @pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    folder = tmp_path_factory.mktemp("browser")
-    pictures = Path(os.environ.get("LABKIT_SCREENSHOTS") or folder).resolve()
-    with browser(folder, pictures) as running:
-        yield running
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    return Path(os.environ.get("LABKIT_SCREENSHOTS") or folder).resolve()
 
 
 def all_ran(cells: list[Cell]) -> bool:
@@ -83,62 +85,60 @@ def all_ran_or_one_failed(cells: list[Cell]) -> bool:
 def keep_pictures(opened: LabPage, folder: Path) -> None:
     """Keep a picture of every screen in both themes, if LABKIT_SCREENSHOTS is set."""
     if "LABKIT_SCREENSHOTS" in os.environ:
-        opened.photograph_all(folder)
-        opened.theme("JupyterLab Dark")
-        opened.photograph_all(folder / "dark")
+        opened.show_whole()
+        for theme, file in (("Light", folder), ("Dark", folder / "dark")):
+            opened.theme(f"JupyterLab {theme}")
+            photograph(opened.page, file / Path(opened.name).with_suffix(".png"), cut=HEIGHT)
         opened.theme("JupyterLab Light")
 
 
-# The sliders with a picture in the same output. They are stored, as a picture may disappear for a
-# moment while it is redrawn.
-SLIDERS = """window.sliders = [...document.querySelectorAll(".jp-CodeCell .noUi-handle")].filter(
-    handle => handle.closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img"))"""
-PICTURE = """(async () => {
-    const picture = sliders[%d].closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img");
+# The sliders with a picture in the same output.
+SLIDERS = ".jp-CodeCell:has(.jp-Cell-outputArea img) .noUi-handle"
+# A digest of the picture in a slider's output, once it differs from `before`.
+PICTURE = """async ([slider, before]) => {
+    const picture = slider.closest(".jp-CodeCell").querySelector(".jp-Cell-outputArea img");
     if (!picture?.complete || !picture.naturalWidth) return null;  // it is being changed
     const bytes = await (await fetch(picture.src)).arrayBuffer();
-    const digest = await crypto.subtle.digest("SHA-256", bytes);
-    return [...new Uint8Array(digest)].join(" ");
-})()"""
+    const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes)).join(" ");
+    return digest === before ? null : digest;
+}"""
 
 
-def move_slider(page: Page, index: int) -> None:
-    """Move the slider `index` with a key, and wait until its picture changes."""
-    before = page.until(PICTURE % index, f"the picture of slider {index}")
-    value = page.value(f"sliders[{index}].ariaValueNow")
-    page.click(f"(sliders[{index}])", f"slider {index}")
-    page.press("ArrowRight")
-    if page.value(f"sliders[{index}].ariaValueNow") == value:  # it was at its end
-        page.press("ArrowLeft")
-    other = f"{PICTURE % index}.then(now => now && now !== {json.dumps(before)})"
-    page.until(other, f"another picture, after slider {index} was moved from {value}")
+def move_slider(page: "Page", slider: "ElementHandle") -> None:
+    """Move a slider with a key, and wait until its picture changes."""
+    before = page.wait_for_function(PICTURE, arg=[slider, ""]).json_value()
+    value = slider.get_attribute("aria-valuenow")
+    slider.click()
+    page.keyboard.press("ArrowRight")
+    if slider.get_attribute("aria-valuenow") == value:  # it was at its end
+        page.keyboard.press("ArrowLeft")
+    page.wait_for_function(PICTURE, arg=[slider, before])
 
 
 @pytest.mark.parametrize("name", ["sample_lab.ipynb", *(lab.name for lab in LABS)])
 def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
-    lab: JupyterLab, chrome: Browser, name: str
+    lab: JupyterLab, pictures: Path, name: str
 ):
-    with notebook(lab, chrome, name) as opened:
+    with notebook(lab, name, pictures) as opened:
         assert not any(cell.count or cell.outputs for cell in opened.cells())
         opened.run_all()
         cells = opened.wait_for(all_ran_or_one_failed, "every cell ran", LAB_WITHIN_S)
         assert [cell.source + "\n" + cell.text for cell in cells if cell.failed] == []
-        sliders = opened.page.value(f"({SLIDERS}).length")
-        for index in range(sliders):
-            move_slider(opened.page, index)
+        sliders = opened.page.query_selector_all(SLIDERS)
+        for slider in sliders:
+            move_slider(opened.page, slider)
         if name == "sample_lab.ipynb":
-            assert sliders == 2 + 1 + 3 + 5 + 1, "the sample's, then those of the labs' widgets"
-            opened.page.click("(document.querySelector('.widget-toggle-button'))", "the sign bit")
-            flipped = "document.body.innerText.includes('towards zero: -')"
-            opened.page.until(flipped, "the number with its sign flipped")
+            assert len(sliders) == 2 + 1 + 3 + 5 + 1, "the sample's, then those of the labs' widgets"
+            opened.page.click(".widget-toggle-button")  # the sign bit
+            opened.page.get_by_text("towards zero: -").wait_for()
             assert [cell.error for cell in cells if cell.error] == ["RankError"]
             text = "\n".join(cell.text for cell in cells)
             assert "[10.5, 10.5]" in text and "rank 1: [2.0, 2.0, 2.0]" in text
-        keep_pictures(opened, chrome.pictures)
+        keep_pictures(opened, pictures)
 
 
-def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chrome: Browser):
-    with notebook(lab, chrome, "hanging_lab.ipynb") as opened:
+def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, pictures: Path):
+    with notebook(lab, "hanging_lab.ipynb", pictures) as opened:
         opened.run_all()
         opened.wait_for(lambda cells: "rank 1 waits" in cells[1].text, "it hangs")
         opened.tool("notebook:interrupt-kernel")
@@ -151,7 +151,7 @@ def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, chr
         opened.tool("notebook:run-cell-and-select-next")
         cells = opened.wait_for(lambda cells: all_ran(cells[2:]), "the next cell ran")
         assert cells[2].text == "[0, 10]"
-        keep_pictures(opened, chrome.pictures)
+        keep_pictures(opened, pictures)
 
 
 def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
@@ -163,22 +163,24 @@ def test_a_notebook_is_photographed_to_its_end(tmp_path: Path):
     assert width == WIDTH and height > HEIGHT
 
 
-def test_nothing_is_left_of_server_kernel_ranks_and_browser(tmp_path: Path):
+def test_nothing_is_left_of_server_kernel_ranks_and_browser(pictures: Path, tmp_path: Path):
     """Even if the ranks hang and no interrupt stops them."""
     write_notebooks(tmp_path / "notebooks")
+    before = family(os.getpid())
     with (
-        browser(tmp_path / "browser") as chrome,
+        browser_page(pictures) as page,
         jupyterlab(tmp_path / "jupyterlab", tmp_path / "notebooks") as lab,
     ):
-        opened = LabPage(lab, chrome, "hanging_lab.ipynb")
+        opened = LabPage(lab, page, "hanging_lab.ipynb")
         opened.run_all()
         opened.wait_for(lambda cells: "rank 1 waits" in cells[1].text, "it hangs")
-        browsers, labs = family(chrome.process.pid), family(lab.process.pid)
+        labs = family(lab.process.pid)
+        browsers = family(os.getpid()) - before - labs
         assert len(browsers) > 2, "a chromium is several processes"
         assert len(labs) >= 5, "the server, its kernel, the kernel's warm server, two ranks"
-    assert chrome.left == [] and lab.left == [], "these had to be killed"
-    assert [pid for pid in browsers + labs if alive(pid)] == []
+    assert lab.left == [], "these had to be killed"
+    assert gone([*browsers, *labs])
 
 
-def family(pid: int) -> list[int]:
-    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+def family(pid: int) -> set[int]:
+    return {pid} | {child.pid for child in psutil.Process(pid).children(recursive=True)}

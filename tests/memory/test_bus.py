@@ -1,7 +1,5 @@
 """A paced bus carries real bytes in order and never early, on a clock that the test controls."""
 
-import subprocess
-import sys
 import threading
 import weakref
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from command import python
 from labkit.memory import bus as module
 from labkit.memory.bus import CHUNKS, MAX_EVENTS, Bus, StreamBus, sleep_until
 from labkit.runtime.clock import HOST_CLOCK
@@ -95,7 +94,7 @@ def test_errors_of_a_copy_raise_in_the_waiters(monkeypatch: pytest.MonkeyPatch) 
 def test_an_unawaited_copy_does_not_keep_the_process_alive():
     program = "import torch; from labkit.memory.bus import Bus; x = torch.zeros(1000); "
     program += "Bus(gbps=8e-6, latency_us=1e9).copy(x, x.clone())"  # a thousand seconds
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    python("-c", program)
 
 
 def test_an_early_read_sees_the_old_value_and_a_copy_that_is_over_keeps_no_tensor_alive():

@@ -57,12 +57,12 @@ def averages_over_the_wrong_ranks() -> Iterator[None]:
     with (
         patch.object(Shard, "check", lambda *_: None),
         patch.object(ownership, "_describe", lambda name, x: name),
-        patch.object(cases, "DDP", lambda stage, comm: DDP(stage, both)),
+        patch.object(cases, "wrapped", lambda _, stage, **options: DDP(stage, both)),
     ):
         yield
 
 
-never_averages = instead("never_averages", cases, "DDP", lambda stage, comm: stage)
+never_averages = instead("never_averages", cases, "wrapped", lambda _, stage, **options: stage)
 # Of 7 rows one has 4 and the other 3.
 weighs_all_replicas_alike = instead("weighs_all_replicas_alike", cases.Batch, "share", 1.0)
 

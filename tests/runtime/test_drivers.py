@@ -94,7 +94,6 @@ def test_a_driver_with_a_closed_stdout_ends_and_leaves_nothing(tmp_path: Path) -
 
 def test_the_end_of_a_script_closes_its_world_and_that_of_a_fork_does_not(tmp_path: Path) -> None:
     script = """
-    from tables import raises
     world = World(2)
     child = os.fork()
     if child == 0:
@@ -136,8 +135,6 @@ def test_attach_alone_is_a_world_of_one(tmp_path: Path) -> None:
 
 def test_interrupts_of_a_driver_are_answered_by_it_alone(tmp_path: Path) -> None:
     script = """
-    import psutil
-    from tables import raises
     flag = sys.argv[0] + ".hangs"
     def hang():
         open(flag, "w").close()
@@ -212,8 +209,7 @@ def test_interrupts_at_any_moment_leave_what_works(tmp_path: Path) -> None:
 
 def test_a_killed_server_takes_its_ranks_with_it_and_a_new_one_comes(tmp_path: Path) -> None:
     script = """
-    import psutil, resource
-    from tables import raises
+    import resource
     resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 60,) * 2)
     say(raises("", World, 40))
     with World(2) as world, World(2) as idle:
@@ -281,8 +277,6 @@ def test_a_world_or_a_rank_too_large_for_a_cgroup_is_named(tmp_path: Path) -> No
                 "memory.max": limit, "memory.swap.max": "0"}  # fmt: skip
     with cgroup("memory", settings) as group:
         script = f"""
-        from pathlib import Path
-        from tables import raises
         Path({str(group / "cgroup.procs")!r}).write_text(str(os.getpid()))
         say(raises("", World, 64))
 
@@ -311,9 +305,6 @@ def test_a_world_or_a_rank_too_large_for_a_cgroup_is_named(tmp_path: Path) -> No
 def test_processes_that_the_system_refuses_are_reported(tmp_path: Path) -> None:
     with cgroup("pids", {"pids.max": "max"}) as group:
         script = f"""
-        import psutil
-        from pathlib import Path
-        from tables import raises
         World(1).close()
         (server,) = psutil.Process().children()
         group = Path({str(group)!r})

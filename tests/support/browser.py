@@ -9,13 +9,14 @@ which has its own. `--cut 1500` writes OUT-01.png, OUT-02.png and so on, each 15
 
 import argparse
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from devtools import Browser, Page, browser, missing
-from lab_page import jupyterlab, notebook
+from nbconvert import HTMLExporter
+
+from chromium import browser_page, missing, photograph
+from lab_page import LabPage, jupyterlab
 
 # All pictures are there; and, where MathJax could be loaded, all formulas are set.
 LOADED = """(async () => {
@@ -27,44 +28,27 @@ LOADED = """(async () => {
 FORMULAS_LEFT = "!window.MathJax?.Hub && document.body.innerText.includes('$')"
 
 
-def export(file: Path, folder: Path, dark: bool) -> Path:
-    theme = "dark" if dark else "light"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "nbconvert", "--to", "html", "--theme", theme),
-            *("--log-level", "WARN", "--output-dir", str(folder), "--output", "page", str(file)),
-        ],
-        check=True,
-    )
-    return folder / "page.html"
-
-
-def on_a_page(file: Path, out: Path, dark: bool, cut: int, chrome: Browser, folder: Path) -> None:
-    page = chrome.open(export(file, folder, dark).as_uri())
-    page.until(LOADED, "the page is loaded")
-    if page.value(FORMULAS_LEFT):
+def on_a_page(page: Any, chosen: argparse.Namespace, folder: Path) -> None:
+    theme = "dark" if chosen.dark else "light"
+    html, _ = HTMLExporter(theme=theme).from_filename(str(chosen.notebook))
+    (folder / "page.html").write_text(html, encoding="utf-8")
+    page.goto((folder / "page.html").as_uri())
+    page.wait_for_function(LOADED)
+    if page.evaluate(FORMULAS_LEFT):
         print("the formulas are not set: no MathJax without internet; --lab sets them")
-    photograph(page, out, cut)
+    print(*photograph(page, chosen.out, chosen.cut), sep="\n")
 
 
-def in_the_lab(file: Path, out: Path, dark: bool, cut: int, chrome: Browser, folder: Path) -> None:
+def in_the_lab(page: Any, chosen: argparse.Namespace, folder: Path) -> None:
     root = folder / "notebooks"
     root.mkdir()
-    shutil.copy(file, root)
-    with jupyterlab(folder, root) as lab, notebook(lab, chrome, file.name) as opened:
-        if dark:
+    shutil.copy(chosen.notebook, root)
+    with jupyterlab(folder, root) as lab:
+        opened = LabPage(lab, page, chosen.notebook.name)
+        if chosen.dark:
             opened.theme("JupyterLab Dark")
         opened.show_whole()
-        photograph(opened.page, out, cut)
-
-
-def photograph(page: Page, out: Path, cut: int) -> None:
-    page.call("Emulation.setScrollbarsHidden", hidden=True)
-    height = int(page.call("Page.getLayoutMetrics")["cssContentSize"]["height"])
-    tops = range(0, height, cut or height)
-    for number, top in enumerate(tops, start=1):
-        name = out.with_stem(f"{out.stem}-{number:02d}") if cut else out
-        print(page.photograph(name, part=(top, min(top + (cut or height), height))))
+        print(*photograph(page, chosen.out, chosen.cut), sep="\n")
 
 
 def main() -> None:
@@ -85,8 +69,8 @@ def main() -> None:
     if reason := missing():
         parser.error(reason)
     take = in_the_lab if chosen.lab else on_a_page
-    with tempfile.TemporaryDirectory() as name, browser(Path(name) / "browser") as chrome:
-        take(chosen.notebook, chosen.out, chosen.dark, chosen.cut, chrome, Path(name))
+    with tempfile.TemporaryDirectory() as name, browser_page(chosen.out.parent) as page:
+        take(page, chosen, Path(name))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ import secrets
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from devtools import WIDTH, WITHIN_S, Browser, BrowserError, Page
+from chromium import WIDTH, WITHIN_S, browser_page
 from provoke import ROOT, stop_tree, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -56,25 +59,18 @@ class JupyterLab:
         self.url = self._url()
 
     def _url(self) -> str:
+        """Written once the server accepts connections."""
         until(lambda: self._written() or self.process.poll() is not None, WITHIN_S)
-        if self._written():
-            self.url = self._written()
-            if until(self._answers, WITHIN_S):
-                return self.url
+        if url := self._written():
+            return url
         self.close()
         log = (self.folder / "server.log").read_text()[-3000:]
-        raise BrowserError(f"JupyterLab did not start within {WITHIN_S} s; it said:\n{log}")
+        raise RuntimeError(f"JupyterLab did not start within {WITHIN_S} s; it said:\n{log}")
 
     def _written(self) -> str:
         for file in (self.folder / "runtime").glob(f"jpserver-{self.process.pid}.json"):
             return str(json.loads(file.read_text())["url"])
         return ""
-
-    def _answers(self) -> bool:
-        try:
-            return "version" in self.ask("GET", "")
-        except OSError:
-            return False
 
     def ask(self, method: str, what: str) -> Any:
         """The server's REST interface: `ask("GET", "sessions")`."""
@@ -123,8 +119,8 @@ class Cell:
 NOTEBOOK = "[...jupyterapp.shell.widgets('main')].find(widget => widget.sessionContext)"
 DIALOG = "(document.querySelector('.jp-Dialog-content') || {}).innerText"
 READY = f"""(() => {{
-    const panel = {NOTEBOOK};
-    return panel.context.isReady && panel.sessionContext.session?.kernel?.status === "idle";
+    const panel = window.jupyterapp && {NOTEBOOK};
+    return panel?.context.isReady && panel.sessionContext.session?.kernel?.status === "idle";
 }})()"""
 CELLS = f"""{NOTEBOOK}.content.widgets
     .map((cell, index) => [cell, index])
@@ -138,23 +134,12 @@ CELLS = f"""{NOTEBOOK}.content.widgets
     }}))"""
 
 
-# Scroll to a screen of the notebook, counted from 0, and let it be painted. Below the last cell
-# comes room that is empty.
-_SCROLL = f"""(async () => {{
-    const pane = {NOTEBOOK}.content.node.querySelector(".jp-WindowedPanel-outer");
-    pane.scrollTop = %d * pane.clientHeight;
-    await new Promise(resolve => setTimeout(() => requestAnimationFrame(resolve), 100));
-    const cells = pane.querySelectorAll(".jp-Cell");
-    const end = cells[cells.length - 1].getBoundingClientRect().bottom;
-    return {{last: end <= pane.getBoundingClientRect().bottom}};
-}})()"""
-
-# Where the last cell ends, in pixels, or null while cells are being put there.
-_END = f"""(async () => {{
-    const end = () => {{
-        const cells = {NOTEBOOK}.content.node.querySelectorAll(".jp-Cell");
-        return cells[cells.length - 1].getBoundingClientRect().bottom;
-    }};
+# Where the last cell ends, in pixels from the top, or null while cells are being put there.
+END = f"""(async () => {{
+    const notebook = {NOTEBOOK}.content.node;
+    notebook.querySelector(".jp-WindowedPanel-outer").scrollTop = 0;
+    const cells = notebook.getElementsByClassName("jp-Cell");
+    const end = () => [...cells].at(-1).getBoundingClientRect().bottom;
     const before = end();
     await new Promise(resolve => setTimeout(() => requestAnimationFrame(resolve), 300));
     return before === end() ? before : null;
@@ -162,43 +147,35 @@ _END = f"""(async () => {{
 
 
 class LabPage:
-    """A notebook of the server, open in a browser with nothing else beside it."""
+    """A notebook of the server, opened in a tab with nothing else beside it."""
 
-    def __init__(self, lab: JupyterLab, chrome: Browser, name: str):
-        self.lab, self.chrome, self.name = lab, chrome, name
+    def __init__(self, lab: JupyterLab, page: "Page", name: str):
+        self.page, self.name = page, name
         workspace = f"lab/workspaces/{secrets.token_hex(4)}"
-        self.page: Page = chrome.open(f"{lab.url}{workspace}/tree/{name}?token={lab.token}")
-        self.page.until(f"{DIALOG} || {READY}", f"{name} is open and its kernel waits")
-        if asked := self.page.value(DIALOG):  # such as which kernel, when the notebook names none
-            raise self.page.failure(f"{name}: JupyterLab asks instead of opening it: {asked!r}")
+        page.goto(f"{lab.url}{workspace}/tree/{name}?token={lab.token}")
+        page.wait_for_function(f"{DIALOG} || {READY}")
+        asked = page.evaluate(DIALOG)  # such as which kernel, when the notebook names none
+        assert not asked, f"{name}: JupyterLab asks instead of opening it: {asked!r}"
 
     def cells(self) -> list[Cell]:
-        return [Cell(**fields) for fields in self.page.value(CELLS)]
-
-    def menu(self, title: str, command: str) -> None:
-        self.page.click(
-            "([...document.querySelectorAll('.lm-MenuBar-item')]"
-            f".find(item => item.textContent.trim() === {json.dumps(title)}))",
-            f"the menu {title}",
-        )
-        self.page.click(f".lm-Menu-item[data-command='{command}']", f"{command} in its menu")
+        return [Cell(**fields) for fields in self.page.evaluate(CELLS)]
 
     def tool(self, command: str) -> None:
         self.page.click(f".jp-NotebookPanel-toolbar [data-command='{command}']")
 
     def run_all(self) -> None:
-        self.menu("Run", "runmenu:run-all")
+        self.page.get_by_role("menuitem", name="Run", exact=True).click()
+        self.page.click(".lm-Menu-item[data-command='runmenu:run-all']")
 
     def select(self, index: int) -> None:
         """Click beside the code of code cell `index`."""
-        cell = f"document.querySelectorAll('.jp-CodeCell')[{index}]"
-        self.page.click(f"({cell}.querySelector('.jp-InputPrompt'))", f"code cell {index}")
+        self.page.locator(".jp-CodeCell").nth(index).locator(".jp-InputPrompt").click()
 
     def theme(self, name: str) -> None:
-        choice = json.dumps({"theme": name})
-        self.page.value(f"jupyterapp.commands.execute('apputils:change-theme', {choice})")
-        self.page.until(f"document.body.dataset.jpThemeName === {json.dumps(name)}", name)
-        self.page.until("!document.querySelector('#jupyterlab-splash')", f"{name}, with no splash")
+        change = "theme => jupyterapp.commands.execute('apputils:change-theme', {theme})"
+        self.page.evaluate(change, name)
+        self.page.wait_for_selector(f"body[data-jp-theme-name='{name}']", state="attached")
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
 
     def wait_for(
         self, ready: Callable[[list[Cell]], bool], what: str, within_s: float = WITHIN_S
@@ -213,29 +190,22 @@ class LabPage:
         if until(look, within_s):
             return cells
         said = "\n".join(f"[{cell.count}] {cell.text[-500:]}" for cell in cells)
-        raise self.page.failure(f"{self.name}: {what}: not so within {within_s:.0f} s\n{said}")
-
-    def photograph_all(self, folder: Path) -> None:
-        """One picture for each screen of the notebook, from its top to its end."""
-        for number in range(1, 41):
-            top = self.page.value(_SCROLL % (number - 1))
-            self.page.photograph(folder / f"{Path(self.name).stem}-{number:02d}.png")
-            if top["last"]:
-                break
+        raise AssertionError(f"{self.name}: {what}: not so within {within_s:.0f} s\n{said}")
 
     def show_whole(self) -> None:
         """Make the window so high that all cells are in it."""
-        self.page.resize(WIDTH, 30_000)
-        end = self.page.until(_END, "the cells stand still")
-        self.page.resize(WIDTH, int(end) + 100)
-
-    def close(self) -> None:
-        """Close the tab and shut its kernel down."""
-        self.chrome.close(self.page)
-        for session in self.lab.ask("GET", "sessions"):
-            if session["path"] == self.name:
-                self.lab.ask("DELETE", f"sessions/{session['id']}")
+        self.page.set_viewport_size({"width": WIDTH, "height": 30_000})
+        end = self.page.wait_for_function(END).json_value()
+        self.page.set_viewport_size({"width": WIDTH, "height": int(end) + 100})
 
 
-def notebook(lab: JupyterLab, chrome: Browser, name: str) -> closing[LabPage]:
-    return closing(LabPage(lab, chrome, name))
+@contextmanager
+def notebook(lab: JupyterLab, name: str, pictures: Path) -> Iterator[LabPage]:
+    """`name` in a browser for the block; its kernel is shut down at the end."""
+    try:
+        with browser_page(pictures) as page:
+            yield LabPage(lab, page, name)
+    finally:
+        for session in lab.ask("GET", "sessions"):
+            if session["path"] == name:
+                lab.ask("DELETE", f"sessions/{session['id']}")

@@ -108,11 +108,13 @@ class Driver:
 
     PRELUDE = """
 import os, sys, time, signal, threading
+from pathlib import Path
+import labkit, psutil, torch
 from labkit import Comm, RankError, RankInterrupt, World
-import labkit, torch
 from provoke import interrupted
-def say(*things):
-    print("SAID", *things, flush=True)
+from tables import raises
+def say(*words):
+    print("SAID", *words, flush=True)
 def ones():
     x = torch.ones(1)
     Comm().all_reduce(x)

@@ -5,7 +5,7 @@ its formula."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, product
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from labkit import (
-    DDP,
     GPT,
     Batch,
     Comm,
@@ -21,8 +20,6 @@ from labkit import (
     MasterWeights,
     Mesh,
     Recompute,
-    ZeRO3,
-    ZeroOptimizer,
     clip_grad_norm,
     full_state_dict,
     listen,
@@ -33,6 +30,7 @@ from labkit.events import CommEvent
 from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
 from labkit.predict.three_d import AXES, bytes_by_axis
+from shard_cases import optimizer_of, wrapped
 from small_models import difference
 from tensor_contract import model_of
 
@@ -170,23 +168,19 @@ def built(case: Case, mesh: Mesh) -> tuple[Pipeline, Any, Any, Spoil]:
     half = torch.float16 if case.mixed else None
     if case.sharder == "zero-3":
         edited.float() if case.mixed else edited  # its shards are the masters
-    wrap: Any = {
-        "ddp": lambda stage: DDP(stage, mesh.dp),
-        "zero-3": lambda stage: ZeRO3(stage, mesh.dp, compute_dtype=half),
-    }.get(case.sharder)
+    wrap = partial(wrapped, case.sharder, comm=mesh.dp, compute_dtype=half)
     weigh = Weighted()
     pipe = Pipeline(
         split(edited, case.pp * case.chunks), mesh.pp, case.schedule, case.microbatches, weigh,
         wrap=wrap, scatter_gather=mesh.tp if case.scatter_gather else None,
     )  # fmt: skip
     parameters = list(pipe.parameters())
-    if case.sharder in ("zero-1", "zero-2"):
-        stage = int(case.sharder[-1])
-        optimizer: Any = ZeroOptimizer(parameters, torch.optim.SGD, stage, mesh.dp, **SGD)
-    elif case.sharder == "zero-3":
-        optimizer = torch.optim.SGD([p for p in parameters if p.numel()], **SGD)
+    sgd = partial(torch.optim.SGD, **SGD)
+    if case.sharder == "zero-3":
+        optimizer: Any = sgd([p for p in parameters if p.numel()])
     else:
-        optimizer = MasterWeights(parameters, torch.optim.SGD, **SGD)
+        masters = case.sharder.replace("ddp", "masters")
+        optimizer = optimizer_of(masters, parameters, sgd, mesh.dp, bucket_mb=25)
     pipe.weigh = weigh
     return pipe, optimizer, pipe if case.sharder == "zero-3" else optimizer, spoil
 

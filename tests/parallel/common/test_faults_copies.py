@@ -4,8 +4,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import labkit
+from command import python
 from labkit import DDP, Comm, Mesh, NaiveDDP, ParameterServer, Single, World, ZeroOptimizer, listen
 from tables import raises
 from worlds import on_each_rank, world_fixture
@@ -416,4 +415,4 @@ def test_communication_does_not_load_the_compiler() -> None:
         "import sys, torch, labkit; comm = labkit.attach().comm; comm.all_reduce(torch.ones(1)); "
         "assert 'torch._dynamo' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)

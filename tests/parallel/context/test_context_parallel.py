@@ -71,7 +71,7 @@ def test_weights_equal_one_process(worlds: Any, recompute: Any, way: str, ranks:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-2", "zero-3"])
 def test_sharders_go_around_it_unchanged(worlds: Any, strategy: str, way: str, ranks: int) -> None:
     worlds(ranks).run(checks.training_equals_one_process, way, strategy)
     worlds(ranks).run(checks.training_equals_one_process, way, strategy, recompute="full")

@@ -73,8 +73,8 @@ def ring_all_reduce(
 def rings_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Interleaved rings, one for each piece of a long `x`. Cost: that of the ring, 2(n-1) alpha more
-    for each further piece, with gamma hidden behind beta."""
+    """Interleaved rings, one for each piece of a long `x`. Cost: that of the ring, 2(n-1) alpha for
+    each further piece, with gamma hidden behind beta."""
     pieces = pieces_of_chunks(list(x.split(chunk_sizes(x.numel(), wire.size))))
     rings = [ring_all_reduce(wire, piece, reduce, divide_by, tag) for piece in pieces]
     return (yield from interleave(*rings))

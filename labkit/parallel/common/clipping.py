@@ -40,7 +40,7 @@ from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
 Trained = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
-Gradients = list[tuple[Tensor, Tensor]]  # (the parameter, its gradient or a piece of it)
+Gradients = list[tuple[Tensor, Tensor]]  # (the parameter, all or a piece of its gradient)
 
 
 def clip_grad_norm(

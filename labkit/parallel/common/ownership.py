@@ -16,7 +16,7 @@ from labkit.comm import Comm
 
 
 class Mark:
-    """Marks a parameter: ranks of `comm` hold different parts of it or of its gradient."""
+    """Marks a parameter: ranks of `comm` hold different parts of its data or gradient."""
 
     comm: Comm
 

@@ -73,7 +73,7 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
 
     def gradient_of_copy(self, p: nn.Parameter) -> TiedGradient:
         """The gradient of a parameter tied across pipeline stages. Raises ValueError unless all
-        ranks that own `p` hold the same elements of it."""
+        ranks that own a part of `p` hold the same elements."""
 
 
 @runtime_checkable

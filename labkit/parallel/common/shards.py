@@ -45,7 +45,7 @@ class CopiedMark(Mark):
 
 
 def marked_as(parameter: Tensor, x: Any) -> Any:
-    """Attaches the marks of `parameter` to `x`, a slice or copy of it; returns `x`."""
+    """Attaches the marks of `parameter` to its slice or copy `x`; returns `x`."""
     for mark in marks_of(parameter):
         mark.attach_to(x)
     return x

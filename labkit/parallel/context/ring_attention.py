@@ -17,7 +17,7 @@ With zig-zag shards (zigzag.py), all ranks do equal work, and only diagonal bloc
 
     own block          causal, as in one process    both halves are in order     s²/2n² scores
     an earlier rank's  all queries see its early half, none its late half        s²/2n²
-    a later rank's     the late half of the queries sees all of it               s²/2n²
+    a later rank's     the late half of the queries sees all keys                s²/2n²
 
 In backward, k and v travel again, and each block's gradient travels with it to its owner.
 

@@ -201,7 +201,7 @@ class ShardedParameter(Tensor):
         if construction.is_done:
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
-                f"it is sharded, and this rank holds a shard of 1/{construction.comm.size}; wrap the "
+                f"it is sharded, and this rank holds 1/{construction.comm.size}; wrap the "
                 "module in ZeRO3 before it computes, or call parameter.whole() on every rank"
             )
         unique = list(dict.fromkeys(elements))

@@ -64,8 +64,8 @@ def run_column(comm: Any, student: Student) -> ColumnRun:
         if isinstance(y, Tensor) and y.requires_grad and y.shape == (TOKENS, 4):
             y.backward(dy.chunk(comm.size, 1)[comm.rank])
             dx, dweight = x.grad, shard.grad
-    ops = [[event.op for event in events] for events in (in_forward, in_backward)]
-    return ColumnRun(detached(y), dx, dweight, *ops, matmuls.counts)
+    forward, backward = ([event.op for event in events] for events in (in_forward, in_backward))
+    return ColumnRun(detached(y), dx, dweight, forward, backward, matmuls.counts)
 
 
 def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,9 +45,9 @@ def run_gather(comm: Any, student: Student) -> GatherRun:
         if isinstance(y, Tensor) and y.requires_grad and y.shape == shape:
             y.backward(output_gradient(comm.rank, comm.size))
     phases = (in_forward, in_backward)
-    ops = [[event.op for event in events] for events in phases]
+    forward, backward = ([event.op for event in events] for events in phases)
     sent_bytes = [float(sum(event.bus_bytes for event in events)) for events in phases]
-    return GatherRun(detached(y), x.grad, *ops, sent_bytes)
+    return GatherRun(detached(y), x.grad, forward, backward, sent_bytes)
 
 
 def right_gather(size: int, rank: int) -> tuple[Tensor, Tensor]:
